@@ -1,0 +1,58 @@
+"""Block allocation: what a medium that holds blocks offers to the manager that tracks them."""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
+from tiered_kv.base import LoadStoreSpec, OffloadKey
+
+
+class BlockStatus(ctypes.Structure):
+    """The state of one block: -1 while it is being written, else the number of transfers that read it.
+
+    A ctypes structure, so that the state has a fixed layout that native code can share. Owned by the thread
+    that owns the manager.
+    """
+
+    _fields_ = (("ref_cnt", ctypes.c_int32),)
+    ref_cnt: int
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ref_cnt = -1
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the block may be read."""
+        return self.ref_cnt >= 0
+
+
+class Backend(ABC):
+    """Allocates blocks of one size in one medium.
+
+    Args:
+        block_size: Bytes of one block.
+        medium: The medium's name, as in `LoadStoreSpec.medium`.
+    """
+
+    def __init__(self, block_size: int, medium: str) -> None:
+        self.block_size = block_size
+        self.medium = medium
+
+    @abstractmethod
+    def get_num_free_blocks(self) -> int:
+        """Return how many blocks can be allocated now."""
+
+    @abstractmethod
+    def allocate_blocks(self, block_hashes: Sequence[OffloadKey]) -> Sequence[BlockStatus]:
+        """Allocate one block for each key, each with `ref_cnt` -1; the caller has checked that there is room."""
+
+    @abstractmethod
+    def free(self, block: BlockStatus) -> None:
+        """Take back a block that `allocate_blocks` gave; once for each."""
+
+    def get_load_store_spec(self, block_hashes: Iterable[OffloadKey], blocks: Iterable[BlockStatus]) -> LoadStoreSpec:
+        """Return where a worker reads or writes `blocks`, in their order."""
+        raise NotImplementedError(f"{type(self).__name__} gives no specs to workers")

@@ -1,0 +1,95 @@
+"""Allocation of the primary tier's blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from tiered_kv.backend import Backend, BlockStatus
+from tiered_kv.base import OffloadKey
+from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.mediums import CPULoadStoreSpec
+
+if TYPE_CHECKING:
+    from tiered_kv.cpu.policies.chains import RequestChain
+
+NO_KEY: Final = OffloadKey(b"")
+PROMOTION: Final = "\0promotion"
+"""The writer of a block that a secondary tier fills; no engine names a request so."""
+
+
+class CPUBlock(BlockStatus):
+    """One row of the region, and what the manager and its policy know of it.
+
+    Attributes:
+        block_id: The row.
+        key: The block it holds or will hold; `NO_KEY` while it is free.
+        chain: The request that used it last; None for a block that is free, or was forgotten while in use.
+        position: Its place among the blocks of `chain`, head first.
+        step: The last scheduler step in which a lookup was answered with this block.
+        is_frequent: For policies that tell blocks used once from blocks used again.
+        writer: The id of the request whose store fills it, or `PROMOTION`; meaningless once it is ready.
+    """
+
+    __slots__ = ("block_id", "chain", "is_frequent", "key", "position", "step", "writer")
+
+    def __init__(self, block_id: int) -> None:
+        super().__init__()
+        self.block_id = block_id
+        self.key = NO_KEY
+        self.chain: RequestChain | None = None
+        self.position = 0
+        self.step = -1
+        self.is_frequent = False
+        self.writer = ""
+
+
+class CPUBackend(Backend):
+    """Hands out the rows of a `PrimaryRegion`.
+
+    Owned by the manager's thread. Block objects are made once and used again, so that a store allocates nothing.
+    """
+
+    def __init__(self, region: PrimaryRegion) -> None:
+        super().__init__(block_size=region.block_bytes, medium=CPULoadStoreSpec.medium())
+        self.region = region
+        self.num_blocks = region.num_blocks
+        self._free: list[CPUBlock] = []
+        self._num_made = 0
+
+    def get_num_free_blocks(self) -> int:
+        return len(self._free) + self.num_blocks - self._num_made
+
+    def allocate_blocks(self, block_hashes: Sequence[OffloadKey]) -> list[CPUBlock]:
+        count = len(block_hashes)
+        missing = count - len(self._free)
+        if missing > 0:
+            first = self._num_made
+            assert first + missing <= self.num_blocks, "allocate_blocks without room"
+            self._num_made += missing
+            # Below the freed rows on the stack, in rising order: neighbours in a prefix become neighbours in memory.
+            self._free[:0] = [CPUBlock(block_id) for block_id in range(first, first + missing)]
+        if not count:
+            return []
+        blocks = self._free[-count:]
+        del self._free[-count:]
+        for block, key in zip(blocks, block_hashes, strict=True):
+            block.key = key
+        return blocks
+
+    def free(self, block: BlockStatus) -> None:
+        assert isinstance(block, CPUBlock)
+        assert block.key is not NO_KEY, "block freed twice"
+        block.ref_cnt = -1
+        block.key = NO_KEY
+        block.chain = None
+        block.step = -1
+        block.is_frequent = False
+        self._free.append(block)
+
+    def get_load_store_spec(
+        self, block_hashes: Iterable[OffloadKey], blocks: Iterable[BlockStatus]
+    ) -> CPULoadStoreSpec:
+        return CPULoadStoreSpec(np.array([block.block_id for block in blocks], dtype=np.int64))

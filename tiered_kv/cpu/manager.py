@@ -1,0 +1,275 @@
+"""The primary tier's manager: which key lies in which row, who pins it, and what goes when room is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+
+from tiered_kv.base import (
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+)
+from tiered_kv.cpu.backend import CPUBackend, CPUBlock
+from tiered_kv.cpu.policies import CachePolicy, RequestChain, make_policy
+from tiered_kv.mediums import CPULoadStoreSpec
+
+
+class CPUOffloadingManager(OffloadingManager):
+    """Tracks the blocks of one `CPUBackend`.
+
+    A block is absent, writing (`ref_cnt` -1), ready (0) or pinned (> 0, once for each transfer that reads it). Only
+    ready blocks are in the policy, so only they can be evicted, and pinned ones cost an eviction nothing.
+
+    Usable alone, as an engine's manager without secondary tiers, or below a `TieringOffloadingManager`, which uses
+    the methods of the second half. All methods belong to one thread.
+
+    Args:
+        backend: Where the blocks are allocated.
+        policy: "lru", "arc", "module:Class", or a policy made for `backend.num_blocks`.
+        enable_events: Whether stored and removed blocks are told by `take_events`.
+    """
+
+    def __init__(self, backend: CPUBackend, policy: str | CachePolicy = "lru", *, enable_events: bool = False) -> None:
+        self.backend = backend
+        self.policy = policy if isinstance(policy, CachePolicy) else make_policy(policy, backend.num_blocks)
+        self.blocks: dict[OffloadKey, CPUBlock] = {}
+        """The block of every key that is ready, pinned or being written."""
+        self.step = 0
+        """Counts scheduler steps; blocks stamped with it are not evicted before the step ends."""
+        self.evicted_blocks = 0
+        self._chains: dict[str, RequestChain] = {}
+        # Keys that reset_cache() forgot while an engine's transfer was in flight. They can't be stored again
+        # before that transfer has completed: its complete call names the key only, and must find this block.
+        self._orphans: dict[OffloadKey, CPUBlock] = {}
+        self._events: list[OffloadingEvent] | None = [] if enable_events else None
+
+    # The engine's interface.
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        block = self.blocks.get(key)
+        if block is None:
+            return False
+        if block.ref_cnt < 0:
+            return None
+        block.step = self.step
+        return True
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
+        """Pin ready blocks.
+
+        Raises:
+            ValueError: A key is not ready; nothing was pinned.
+        """
+        found: list[CPUBlock] = []
+        for key in keys:
+            block = self.blocks.get(key)
+            if block is None or block.ref_cnt < 0:
+                raise ValueError(f"block {key.hex()} is not ready to be loaded; look keys up in the same step")
+            found.append(block)
+        self.pin(found)
+        self.policy.use(found, self.chain_of(req_context))
+        return CPULoadStoreSpec(np.array([block.block_id for block in found], dtype=np.int64))
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self.unpin(self._blocks_in_flight(keys))
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        blocks, step = self.blocks, self.step
+        absent: dict[OffloadKey, None] = {}
+        has_present = False
+        for key in keys:
+            block = blocks.get(key)
+            if block is None:
+                absent[key] = None
+            else:
+                block.step = step  # not to be evicted for the sake of its own request's tail
+                has_present = True
+        if self._orphans:
+            absent = dict.fromkeys(key for key in absent if key not in self._orphans)
+        new_keys = list(absent)
+        evicted: list[OffloadKey] = []
+        new_blocks = self.allocate(new_keys, req_context.req_id, evicted)
+        if new_blocks is None:
+            return None
+        chain = self.chain_of(req_context)
+        if has_present:
+            self.policy.use([blocks[key] for key in dict.fromkeys(keys) if key in blocks], chain)
+        else:
+            chain.extend(new_blocks)
+        spec = CPULoadStoreSpec(np.array([block.block_id for block in new_blocks], dtype=np.int64))
+        return PrepareStoreOutput(new_keys, spec, evicted)
+
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        written = self.written_blocks(keys, req_context)
+        if success:
+            self.commit(written)
+        else:
+            self.abandon(written)
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        get = self.blocks.get
+        found = [block for block in map(get, keys) if block is not None]
+        if found:
+            self.policy.use(list(dict.fromkeys(found)), self.chain_of(req_context))
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._chains.pop(req_context.req_id, None)
+
+    def on_schedule_end(self) -> None:
+        self.step += 1
+        self.policy.end_step()
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        if not self._events:
+            return ()
+        events, self._events = self._events, []
+        return events
+
+    def reset_cache(self) -> None:
+        """Forget every key at once; rows that a transfer still touches come back when it ends."""
+        ready = [block for block in self.blocks.values() if block.ref_cnt == 0]
+        self.policy.remove(ready)
+        self._tell(list(self.blocks), removed=True)
+        for key, block in self.blocks.items():
+            if block.ref_cnt == 0:
+                self.backend.free(block)
+            else:
+                block.chain = None
+                self._orphans[key] = block
+        self.blocks.clear()
+
+    def shutdown(self, *, unmap: bool = True) -> None:
+        """Forget every block, and unmap the region unless somebody still holds a view of it.
+
+        Args:
+            unmap: False where a transfer may still write into the region; then only its name is removed.
+        """
+        self.blocks.clear()
+        self._chains.clear()
+        if unmap:
+            self.backend.region.close()
+        else:
+            self.backend.region.unlink()
+
+    # What the tiering manager needs besides.
+
+    def chain_of(self, req_context: ReqContext) -> RequestChain:
+        """Return the chain of a request; a request without an id gets a new one with each call."""
+        req_id = req_context.req_id
+        chain = self._chains.get(req_id)
+        if chain is None:
+            chain = RequestChain()
+            if req_id:
+                self._chains[req_id] = chain
+        return chain
+
+    def allocate(self, keys: Sequence[OffloadKey], writer: str, evicted: list[OffloadKey]) -> list[CPUBlock] | None:
+        """Give each of `keys`, none of which is here, a block in state writing.
+
+        Args:
+            keys: Distinct absent keys.
+            writer: The request that will write them, or `PROMOTION`.
+            evicted: Gets the keys that were evicted.
+
+        Returns:
+            The blocks in order, without a chain yet; or None, with nothing changed, where room cannot be made.
+        """
+        missing = len(keys) - self.backend.get_num_free_blocks()
+        if missing > 0:
+            victims = self.policy.evict(missing, self.step)
+            if victims is None:
+                return None
+            evicted += [block.key for block in victims]
+            for block in victims:
+                del self.blocks[block.key]
+                self.backend.free(block)
+            self.evicted_blocks += len(victims)
+            self._tell(evicted[-len(victims) :], removed=True)
+        blocks = self.backend.allocate_blocks(keys)
+        for block in blocks:
+            block.writer = writer
+        self.policy.admit(blocks)
+        self.blocks.update(zip(keys, blocks, strict=True))
+        return blocks
+
+    def is_orphan(self, key: OffloadKey) -> bool:
+        """Return whether a transfer that began before `reset_cache` still holds the key."""
+        return key in self._orphans
+
+    def written_blocks(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> list[CPUBlock]:
+        """Return those blocks of `keys` that this request prepared to store; free those that a reset has forgotten."""
+        req_id = req_context.req_id
+        get = self.blocks.get
+        written = []
+        for key in keys:
+            block = get(key)
+            if block is not None:
+                if block.ref_cnt < 0 and block.writer == req_id:
+                    written.append(block)
+            elif self._orphans and key in self._orphans and self._orphans[key].ref_cnt < 0:
+                self.backend.free(self._orphans.pop(key))
+        return written
+
+    def commit(self, blocks: Collection[CPUBlock], pins: int = 0) -> None:
+        """Make written blocks ready, pinned `pins` times."""
+        for block in blocks:
+            block.ref_cnt = pins
+        if not pins:
+            self.policy.add(blocks)
+        if self._events is not None:
+            self._tell([block.key for block in blocks], removed=False)
+
+    def abandon(self, blocks: Iterable[CPUBlock]) -> None:
+        """Forget blocks in state writing whose transfer has ended without success."""
+        for block in blocks:
+            self.forget(block)
+            self.backend.free(block)
+
+    def forget(self, block: CPUBlock) -> None:
+        """Take a block in state writing out of the index; its row is not free before `backend.free`."""
+        if self.blocks.get(block.key) is block:
+            del self.blocks[block.key]
+        elif self._orphans.get(block.key) is block:
+            del self._orphans[block.key]
+        block.chain = None
+
+    def pin(self, blocks: Collection[CPUBlock]) -> None:
+        """Pin ready blocks, once for each time they appear."""
+        self.policy.remove([block for block in blocks if block.ref_cnt == 0])
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def unpin(self, blocks: Iterable[CPUBlock]) -> None:
+        """Take one pin from each block; those without any left become evictable, or free if they were forgotten."""
+        evictable = []
+        for block in blocks:
+            count = block.ref_cnt = block.ref_cnt - 1
+            assert count >= 0, "unpinned more often than pinned"
+            if not count:
+                if block.chain is not None:
+                    evictable.append(block)
+                else:
+                    del self._orphans[block.key]
+                    self.backend.free(block)
+        if evictable:
+            self.policy.add(evictable)
+
+    def _blocks_in_flight(self, keys: Iterable[OffloadKey]) -> list[CPUBlock]:
+        found = []
+        for key in keys:
+            block = self.blocks.get(key) or self._orphans.get(key)
+            if block is not None and block.ref_cnt > 0:
+                found.append(block)
+        return found
+
+    def _tell(self, keys: list[OffloadKey], removed: bool) -> None:
+        if self._events is not None and keys:
+            self._events.append(OffloadingEvent(keys, self.backend.block_size, self.backend.medium, removed))

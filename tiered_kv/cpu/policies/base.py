@@ -1,0 +1,62 @@
+"""What an eviction policy is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
+from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.cpu.policies.chains import RequestChain
+
+
+class CachePolicy(ABC):
+    """Decides which evictable block goes next.
+
+    A policy only ever holds blocks that may be evicted: the manager removes a block when it is pinned and adds it
+    again when the last pin is gone, so pinned blocks cost eviction nothing. Within a request, the tail must go before
+    the head, because a block is worthless once a block before it in its prefix is gone; `CPUBlock.chain` and
+    `CPUBlock.position` tell which request used a block last, and where in its prefix.
+
+    Args:
+        num_blocks: Blocks in the primary tier, pinned ones included.
+
+    Owned by the manager's thread.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of blocks held."""
+
+    def admit(self, blocks: Sequence[CPUBlock]) -> None:
+        """Note that `blocks` were allocated for new keys; they are added once they have been written."""
+        return
+
+    @abstractmethod
+    def add(self, blocks: Iterable[CPUBlock]) -> None:
+        """Take `blocks`, which have become evictable."""
+
+    @abstractmethod
+    def remove(self, blocks: Iterable[CPUBlock]) -> None:
+        """Let go of `blocks`, which were pinned or dropped."""
+
+    @abstractmethod
+    def use(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
+        """Note that the request of `chain` uses `blocks`, in the order of its prefix; some may be pinned.
+
+        Sets their `chain` and `position`.
+        """
+
+    @abstractmethod
+    def evict(self, count: int, step: int) -> list[CPUBlock] | None:
+        """Let go of the `count` blocks that are worth least, except those whose `step` is the given one.
+
+        Returns:
+            The blocks, or None, with nothing changed, where there are not enough.
+        """
+
+    def end_step(self) -> None:
+        """Note that blocks that were protected in this step may go from now on."""
+        return

@@ -1,0 +1,162 @@
+"""Recency by request: the order that every prefix-aware policy is built from.
+
+An LRU list of blocks has to be rebuilt for a whole request whenever it grows, or its head would go before its tail.
+Here the list is one of *chains* instead, one for each request, and each chain is a stack of the blocks which that
+request was the last to use. Eviction pops from the top of the stack (the tail of the prefix) of the least recently
+used chain, so growing a request, using it again and evicting from it cost O(1) for each block.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from tiered_kv.cpu.backend import CPUBlock
+
+
+class RequestChain:
+    """A request's identity in an eviction order, the next position in its prefix, and when it was last used.
+
+    `last_use` is for policies that compare chains across several orders; they set it from a counter of their own.
+    """
+
+    __slots__ = ("last_use", "next_position")
+
+    def __init__(self) -> None:
+        self.last_use = 0
+        self.next_position = 0
+
+    def extend(self, blocks: Iterable[CPUBlock]) -> None:
+        """Put `blocks` behind those that the request has used so far; they must not be in an order now."""
+        position = self.next_position
+        for block in blocks:
+            block.chain = self
+            block.position = position
+            position += 1
+        self.next_position = position
+
+
+class _Stack:
+    """The evictable blocks of one chain by position; sorted only when a pop finds them out of order."""
+
+    __slots__ = ("blocks", "is_sorted", "top")
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, CPUBlock] = {}
+        self.top = -1
+        self.is_sorted = True
+
+
+class ChainOrder:
+    """Evictable blocks, least recently used chain first, and within a chain the tail first.
+
+    Owned by the manager's thread.
+    """
+
+    def __init__(self) -> None:
+        self._stacks: OrderedDict[RequestChain, _Stack] = OrderedDict()
+        self._held: dict[CPUBlock, None] = {}
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(self, blocks: Iterable[CPUBlock]) -> None:
+        """Add blocks that are not in the order; their chains become the most recently used."""
+        stacks = self._stacks
+        chain: RequestChain | None = None
+        stack = _Stack()
+        for block in blocks:
+            if block.chain is not chain:
+                chain = block.chain
+                assert chain is not None
+                found = stacks.get(chain)
+                if found is None:
+                    found = stacks[chain] = _Stack()
+                else:
+                    stacks.move_to_end(chain)
+                stack = found
+            position = block.position
+            stack.blocks[position] = block
+            if position > stack.top:
+                stack.top = position
+            else:
+                stack.is_sorted = False
+            self._size += 1
+
+    def discard(self, block: CPUBlock) -> bool:
+        """Remove a block if it is in the order, and return whether it was."""
+        chain = block.chain
+        stack = self._stacks.get(chain) if chain is not None else None
+        if stack is not None and stack.blocks.get(block.position) is block:
+            del stack.blocks[block.position]
+            if not stack.blocks:
+                assert chain is not None
+                del self._stacks[chain]
+        elif self._held and block in self._held:
+            del self._held[block]
+        else:
+            return False
+        self._size -= 1
+        return True
+
+    def refresh(self, chain: RequestChain) -> None:
+        """Make a chain the most recently used."""
+        if chain in self._stacks:
+            self._stacks.move_to_end(chain)
+
+    def oldest(self) -> RequestChain | None:
+        """Return the least recently used chain, or None where the order is empty."""
+        return next(iter(self._stacks), None)
+
+    def pop(self, count: int, step: int) -> list[CPUBlock]:
+        """Remove and return up to `count` blocks, those that must go first in front.
+
+        Blocks whose `step` is the given one are set aside, so that they are met once a step at most.
+        """
+        popped: list[CPUBlock] = []
+        stacks = self._stacks
+        while len(popped) < count and stacks:
+            chain, stack = next(iter(stacks.items()))
+            blocks = stack.blocks
+            if not stack.is_sorted:
+                blocks = stack.blocks = dict(sorted(blocks.items()))
+                stack.is_sorted = True
+            while blocks and len(popped) < count:
+                _, block = blocks.popitem()
+                if block.step == step:
+                    self._held[block] = None
+                else:
+                    popped.append(block)
+            if blocks:
+                stack.top = next(reversed(blocks))
+            else:
+                del stacks[chain]
+        self._size -= len(popped)
+        return popped
+
+    def restore(self, blocks: Iterable[CPUBlock]) -> None:
+        """Put blocks back that `pop` removed, as the first to go again."""
+        for block in blocks:
+            chain = block.chain
+            assert chain is not None
+            is_new = chain not in self._stacks
+            self._insert(block)
+            if is_new:
+                self._stacks.move_to_end(chain, last=False)
+
+    def end_step(self) -> None:
+        """Take back the blocks that were set aside."""
+        if self._held:
+            held, self._held = self._held, {}
+            self._size -= len(held)
+            self.add(held)
+
+    def _insert(self, block: CPUBlock) -> None:
+        chain = block.chain
+        assert chain is not None
+        stack = self._stacks.setdefault(chain, _Stack())
+        stack.blocks[block.position] = block
+        stack.is_sorted = False
+        stack.top = max(stack.top, block.position)
+        self._size += 1

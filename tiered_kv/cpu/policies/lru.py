@@ -1,0 +1,49 @@
+"""Least recently used, by request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.cpu.policies.base import CachePolicy
+from tiered_kv.cpu.policies.chains import ChainOrder, RequestChain
+
+
+class LRUPolicy(CachePolicy):
+    """Evicts from the request that was used least recently, its tail first."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self._order = ChainOrder()
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def add(self, blocks: Iterable[CPUBlock]) -> None:
+        self._order.add(blocks)
+
+    def remove(self, blocks: Iterable[CPUBlock]) -> None:
+        discard = self._order.discard
+        for block in blocks:
+            discard(block)
+
+    def use(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
+        order = self._order
+        if all(block.chain is chain for block in blocks):
+            order.refresh(chain)
+            return
+        evictable = [block for block in blocks if order.discard(block)]
+        chain.extend(blocks)
+        order.add(evictable)
+
+    def evict(self, count: int, step: int) -> list[CPUBlock] | None:
+        if count > len(self._order):
+            return None
+        victims = self._order.pop(count, step)
+        if len(victims) < count:
+            self._order.restore(victims)
+            return None
+        return victims
+
+    def end_step(self) -> None:
+        self._order.end_step()

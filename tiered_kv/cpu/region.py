@@ -1,0 +1,213 @@
+"""The primary tier's memory: one page-aligned mapping that holds every block.
+
+It is the only memory that a GPU copies from and to, and the only memory that secondary tiers read and write, so
+it must not move, and must not be unmapped while a transfer may touch it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tiered_kv.errors import ConfigError
+
+SHARED_MEMORY_DIRECTORY = Path("/dev/shm")
+
+# mbind(2) has no wrapper in libc; its number is per architecture (Linux's syscall tables).
+_MBIND_NUMBER = {"x86_64": 237, "aarch64": 235}
+_MPOL_BIND = 2
+_NODES_MAX = 1024
+
+
+class PrimaryRegion:
+    """`num_blocks` rows of `block_bytes`, in private memory or in a file that other processes can map.
+
+    Args:
+        num_blocks: Rows, at least 1.
+        block_bytes: Bytes of a row, at least 1.
+        name: None for private memory; otherwise the name of a file to create in /dev/shm, mode 0600. Call
+            `unlink` once every worker has attached, so that a killed process leaves nothing behind.
+        huge_pages: Ask the kernel for transparent huge pages; it may decline.
+        prefault: Touch every page now, so that the first stores do not pay for it.
+        numa_node: Bind the memory to this node.
+
+    Raises:
+        ConfigError: The memory cannot be had as asked, and what to do.
+
+    Any thread may read the attributes; create and close on one thread.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_bytes: int,
+        *,
+        name: str | None = None,
+        huge_pages: bool = False,
+        prefault: bool = False,
+        numa_node: int | None = None,
+    ) -> None:
+        if num_blocks < 1 or block_bytes < 1:
+            raise ConfigError(f"a region needs at least one block and one byte, not {num_blocks} x {block_bytes}")
+        self.path: Path | None = None
+        size_bytes = num_blocks * block_bytes
+        if name is None:
+            mapping = _map_private(size_bytes)
+        else:
+            self.path = _shared_path(name)
+            mapping = _create_shared(self.path, size_bytes)
+        self._adopt(mapping, num_blocks, block_bytes)
+        try:
+            self.has_huge_pages = huge_pages and _advise_huge_pages(mapping)
+            if numa_node is not None:
+                _bind_to_node(self.array.ctypes.data, size_bytes, numa_node)
+            if prefault:
+                self.flat[:: mmap.PAGESIZE] = bytes(len(range(0, size_bytes, mmap.PAGESIZE)))
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def attach(cls, path: str | os.PathLike[str], num_blocks: int, block_bytes: int) -> PrimaryRegion:
+        """Map the file of a region that another process created; all arguments as they were there.
+
+        Raises:
+            ConfigError: There is no such file, or its size is another.
+        """
+        wanted = num_blocks * block_bytes
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise ConfigError(f"cannot attach to the region {path}: {error.strerror}") from error
+        try:
+            found = os.fstat(fd).st_size
+            if found != wanted:
+                raise ConfigError(f"the region {path} has {found} bytes; {num_blocks} x {block_bytes} were expected")
+            mapping = mmap.mmap(fd, wanted)
+        finally:
+            os.close(fd)
+        region = cls.__new__(cls)
+        region.path = None  # the creator unlinks
+        region.has_huge_pages = False
+        region._adopt(mapping, num_blocks, block_bytes)
+        return region
+
+    def _adopt(self, mapping: mmap.mmap, num_blocks: int, block_bytes: int) -> None:
+        self._mapping: mmap.mmap | None = mapping
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
+        self.flat = memoryview(mapping)
+        """All bytes, one-dimensional."""
+        self.kv_view = self.flat.cast("B", (num_blocks, block_bytes))
+        """The same bytes, of shape (num_blocks, block_bytes)."""
+        self.array: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(mapping, dtype=np.uint8).reshape(
+            num_blocks, block_bytes
+        )
+        """The same bytes as a numpy array."""
+
+    def unlink(self) -> None:
+        """Remove the region's name; mappings stay. Does nothing for private memory or a second time."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+            self.path = None
+
+    def close(self) -> bool:
+        """Unmap the region.
+
+        Returns:
+            False if somebody still holds a view of it; the memory then stays mapped until the last view is gone,
+            since to unmap it below a transfer would crash the process.
+        """
+        self.unlink()
+        if self._mapping is None:
+            return True
+        self.array = np.empty((0, self.block_bytes), dtype=np.uint8)
+        try:
+            self.kv_view.release()
+            self.flat.release()
+            self._mapping.close()
+        except BufferError:
+            return False
+        self._mapping = None
+        return True
+
+
+def _map_private(size_bytes: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"cannot map {size_bytes} bytes of memory ({error}); lower primary.capacity",
+            location="primary.capacity",
+        ) from error
+
+
+def _shared_path(name: str) -> Path:
+    if not name or "/" in name or name in (".", ".."):
+        raise ConfigError(f"{name!r} is not a file name; give a plain name for a file in {SHARED_MEMORY_DIRECTORY}")
+    return SHARED_MEMORY_DIRECTORY / name
+
+
+def _create_shared(path: Path, size_bytes: int) -> mmap.mmap:
+    """Create and map the file; its pages are allocated now, since a full tmpfs would kill a writer later (SIGBUS)."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except FileExistsError as error:
+        raise ConfigError(f"{path} exists: another process uses this name, or one that was killed left it") from error
+    except OSError as error:
+        raise ConfigError(f"cannot create {path}: {error.strerror}") from error
+    try:
+        status = os.fstatvfs(fd)
+        free = status.f_bavail * status.f_frsize
+        if free < size_bytes:
+            raise ConfigError(
+                f"{path.parent} has {free} bytes free and the region needs {size_bytes}; "
+                "lower primary.capacity, or enlarge it (mount -o remount,size=...)"
+            )
+        os.posix_fallocate(fd, 0, size_bytes)
+        return mmap.mmap(fd, size_bytes)
+    except BaseException as error:
+        path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise ConfigError(f"cannot size {path} to {size_bytes} bytes: {error.strerror}") from error
+        raise
+    finally:
+        os.close(fd)
+
+
+def _advise_huge_pages(mapping: mmap.mmap) -> bool:
+    try:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:  # a kernel or file system without them: only speed is lost
+        return False
+    return True
+
+
+def _bind_to_node(address: int, size_bytes: int, node: int) -> None:
+    number = _MBIND_NUMBER.get(platform.machine())
+    if number is None or not 0 <= node < _NODES_MAX:
+        raise ConfigError(f"numa_node {node} cannot be used on this machine", location="primary.numa_node")
+    mask = (ctypes.c_ulong * (_NODES_MAX // (8 * ctypes.sizeof(ctypes.c_ulong))))()
+    word, bit = divmod(node, 8 * ctypes.sizeof(ctypes.c_ulong))
+    mask[word] = 1 << bit
+    libc = ctypes.CDLL(None, use_errno=True)
+    failed = libc.syscall(
+        number,
+        ctypes.c_void_p(address),
+        ctypes.c_ulong(size_bytes),
+        _MPOL_BIND,
+        mask,
+        ctypes.c_ulong(_NODES_MAX + 1),
+        0,
+    )
+    if failed:
+        code = ctypes.get_errno()
+        what = "this kernel has no NUMA support" if code == errno.ENOSYS else os.strerror(code)
+        raise ConfigError(f"cannot bind the region to NUMA node {node}: {what}", location="primary.numa_node")

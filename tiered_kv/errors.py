@@ -1,0 +1,80 @@
+"""Every exception that this project raises on purpose.
+
+    TieredKVError
+    ├── ConfigError                 the stack's file, or a setting in it, cannot be used
+    │   └── MissingExtraError       a tier's client library is not installed
+    ├── TierError                   one tier, or its data, cannot be used
+    │   ├── TierBusyError           another process owns what this tier needs alone
+    │   ├── FormatError             data of another format version, another namespace, or not ours at all
+    │   └── TierUnavailableError    the tier's server, disk or directory does not answer
+    └── ShutdownError               the stack was used after it was closed
+
+A block that cannot be read is never an exception: it is a miss, and it is counted.
+"""
+
+from __future__ import annotations
+
+
+class TieredKVError(Exception):
+    """Base of this project's errors."""
+
+
+class ConfigError(TieredKVError):
+    """A configuration cannot be used.
+
+    Args:
+        message: What was wanted, what was found, and what would be accepted.
+        location: Path of the setting, such as "secondary.0.capacity"; empty for the whole file.
+    """
+
+    def __init__(self, message: str, *, location: str = "") -> None:
+        self.location = location
+        super().__init__(f"{location}: {message}" if location else message)
+
+
+class MissingExtraError(ConfigError):
+    """A library that a tier or codec needs is not installed.
+
+    Args:
+        feature: What needs it, such as "tier 'redis'".
+        extra: The extra of this distribution that brings it.
+    """
+
+    def __init__(self, feature: str, extra: str, *, location: str = "") -> None:
+        self.extra = extra
+        super().__init__(
+            f"{feature} needs a library that is not installed: pip install 'tiered-kv[{extra}]'",
+            location=location,
+        )
+
+
+class TierError(TieredKVError):
+    """A tier cannot be opened or used.
+
+    Args:
+        message: What was wanted, what was found, and what to do.
+        tier: The tier's name in the stack.
+        operation: What was being done, such as "open" or "store".
+    """
+
+    def __init__(self, message: str, *, tier: str = "", operation: str = "") -> None:
+        self.tier = tier
+        self.operation = operation
+        where = " ".join(part for part in (tier and f"tier '{tier}'", operation) if part)
+        super().__init__(f"{where}: {message}" if where else message)
+
+
+class TierBusyError(TierError):
+    """Another process owns what this tier needs for itself."""
+
+
+class FormatError(TierError):
+    """Data of another format version, of another namespace, or not this project's at all."""
+
+
+class TierUnavailableError(TierError):
+    """What the tier stands on does not answer."""
+
+
+class ShutdownError(TieredKVError):
+    """The object was used after it was shut down."""

@@ -1,0 +1,15 @@
+"""The block-id specs of each medium that a worker can copy from or to."""
+
+from __future__ import annotations
+
+from tiered_kv.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec
+
+__all__ = ["BlockIDsLoadStoreSpec", "CPULoadStoreSpec", "GPULoadStoreSpec"]
+
+
+class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
+    """Blocks in the primary tier's CPU region, by row number."""
+
+    @staticmethod
+    def medium() -> str:
+        return "CPU"

@@ -1,0 +1,49 @@
+"""Which blocks are worth writing to a tier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tiered_kv.base import OffloadKey
+
+TRACKED_KEYS_MAX = 1 << 20
+"""Keys counted in one generation; two generations are kept (about 200 MiB of keys at the very worst)."""
+
+
+class Admission:
+    """Admits a block when it is offered for the n-th time, so that blocks nobody asks for again wear no disk.
+
+    Counts are kept in two generations, like the ghost lists of segmented caches: when the younger is full it
+    becomes the older, whose counts still carry over, and what was in neither is forgotten. Memory is bounded without
+    any per-key eviction work. Owned by the manager's thread.
+
+    Args:
+        admit_after: The n; 1 admits everything and counts nothing.
+    """
+
+    def __init__(self, admit_after: int, tracked_keys_max: int = TRACKED_KEYS_MAX) -> None:
+        self._admit_after = admit_after
+        self._tracked_keys_max = tracked_keys_max
+        self._young: dict[OffloadKey, int] = {}
+        self._old: dict[OffloadKey, int] = {}
+
+    def is_open(self) -> bool:
+        """Return whether everything is admitted."""
+        return self._admit_after <= 1
+
+    def admit(self, key: OffloadKey) -> bool:
+        """Count one offer of `key`, and return whether to store it."""
+        offers = self._young.get(key) or self._old.get(key, 0)
+        offers += 1
+        if offers >= self._admit_after:
+            self._young.pop(key, None)
+            self._old.pop(key, None)
+            return True
+        if len(self._young) >= self._tracked_keys_max:
+            self._old, self._young = self._young, {}
+        self._young[key] = offers
+        return False
+
+    def select(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        """Return `admit` of each key."""
+        return [self.admit(key) for key in keys]

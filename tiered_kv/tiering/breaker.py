@@ -1,0 +1,59 @@
+"""The circuit breaker in front of a tier."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class BreakerState(Enum):
+    """Whether a tier is used."""
+
+    CLOSED = "closed"
+    """In use."""
+    OPEN = "open"
+    """Not in use: it failed too often in a row."""
+    HALF_OPEN = "half_open"
+    """One job at a time, to see whether it works again."""
+
+
+class Breaker:
+    """Stops using a tier that keeps failing, and tries it again after a while.
+
+    Owned by the manager's thread.
+
+    Args:
+        failures_max: Failures in a row that open it.
+        cooldown_s: How long it stays open before a probe.
+    """
+
+    def __init__(self, failures_max: int, cooldown_s: float) -> None:
+        self.state = BreakerState.CLOSED
+        self.times_opened = 0
+        self._failures_max = failures_max
+        self._cooldown_s = cooldown_s
+        self._failures = 0
+        self._opened_at_s = 0.0
+
+    def succeed(self) -> None:
+        """A job succeeded: close."""
+        self._failures = 0
+        self.state = BreakerState.CLOSED
+
+    def fail(self, now_s: float) -> None:
+        """A job or lookup failed, or was not answered in time."""
+        self._failures += 1
+        if self.state is BreakerState.HALF_OPEN or self._failures >= self._failures_max:
+            if self.state is not BreakerState.OPEN:
+                self.times_opened += 1
+            self.state = BreakerState.OPEN
+            self._opened_at_s = now_s
+
+    def answer(self) -> None:
+        """The tier showed signs of life while open: let a probe through without waiting longer."""
+        if self.state is BreakerState.OPEN:
+            self.state = BreakerState.HALF_OPEN
+
+    def tick(self, now_s: float) -> None:
+        """Let time pass."""
+        if self.state is BreakerState.OPEN and now_s - self._opened_at_s >= self._cooldown_s:
+            self.state = BreakerState.HALF_OPEN

@@ -1,0 +1,215 @@
+"""A lane: one secondary tier, with all that stands between it and the scheduler."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tiered_kv.base import OffloadingEvent, ReqContext
+from tiered_kv.tiering.admission import Admission
+from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
+from tiered_kv.tiering.breaker import Breaker, BreakerState
+from tiered_kv.tiering.jobs import Job
+from tiered_kv.tiering.limits import TierLimits
+
+logger = logging.getLogger(__name__)
+
+
+class Lane:
+    """Submits jobs to one tier within its budgets, and sorts what comes back.
+
+    Owned by the manager's thread. The budgets count the blocks of a job until the tier has reported it, expired
+    or not, so a tier that never reports can take its budgets and no more.
+
+    Args:
+        name: The tier's name in counters and messages.
+        tier: The tier, safe to call from the scheduler's thread.
+        limits: Its limits.
+        block_bytes: Bytes of a block.
+        region_bytes: Bytes of the primary region, of which budgets are a quarter by default.
+        clock: Seconds of a monotonic clock.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tier: SecondaryTierManager,
+        limits: TierLimits,
+        block_bytes: int,
+        region_bytes: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.name = name
+        self.tier = tier
+        self.limits = limits
+        self.breaker = Breaker(limits.breaker_failures, limits.breaker_cooldown_s)
+        self.admission = Admission(limits.admit_after)
+        self.counters: defaultdict[str, int] = defaultdict(int)
+        self.jobs: dict[JobId, Job] = {}
+        self.is_disabled = False
+        """Set for good when the tier can't forget blocks that are no longer valid."""
+        default_budget = max(region_bytes // 4, block_bytes)
+        self.store_blocks_max = _blocks(limits.store_budget_bytes, default_budget, block_bytes)
+        self.load_blocks_max = _blocks(limits.load_budget_bytes, default_budget, block_bytes)
+        self.store_blocks = 0
+        self.load_blocks = 0
+        self.load_blocks_reserved = 0
+        """Blocks taken for loads that will be submitted at the end of the step."""
+        self._clock = clock
+        self._block_bytes = block_bytes
+        # All jobs have the same timeout, so the order of submission is the order of deadlines.
+        self._unexpired: dict[JobId, Job] = {}
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether lookups ask this tier."""
+        return not self.is_disabled and self.breaker.state is not BreakerState.OPEN
+
+    def store_room(self) -> int:
+        """Return how many blocks may be stored now."""
+        return self._room(self.store_blocks_max - self.store_blocks)
+
+    def load_room(self) -> int:
+        """Return how many blocks may be loaded now."""
+        return self._room(self.load_blocks_max - self.load_blocks - self.load_blocks_reserved)
+
+    def refusal(self) -> str:
+        """Return why nothing may be submitted at all: "disabled", "breaker", or "" where something may."""
+        if self.is_disabled:
+            return "disabled"
+        state = self.breaker.state
+        if state is BreakerState.OPEN or (state is BreakerState.HALF_OPEN and self._unexpired):
+            return "breaker"
+        return ""
+
+    def submit(self, job: Job, req_context: ReqContext) -> bool:
+        """Give a job to the tier; False, with the job forgotten, where the tier refuses it with an exception."""
+        block_ids = np.array([block.block_id for block in job.blocks], dtype=np.int64)
+        metadata = JobMetadata(job.job_id, job.keys, block_ids, job.is_promotion, req_context, deadline=job.deadline_s)
+        try:
+            (self.tier.submit_load if job.is_promotion else self.tier.submit_store)(metadata)
+        except Exception:
+            self.note_exception("submit_load" if job.is_promotion else "submit_store")
+            self._count_failed(job, len(job.keys), "exception")
+            self.breaker.fail(self._clock())
+            return False
+        self.jobs[job.job_id] = job
+        self._unexpired[job.job_id] = job
+        self._charge(job, len(job.blocks))
+        self.counters["load_jobs" if job.is_promotion else "store_jobs"] += 1
+        return True
+
+    def collect(self) -> list[tuple[Job, JobResult]]:
+        """Return the jobs that the tier reports as ended, expired ones included; their budget is free again."""
+        try:
+            results = self.tier.get_finished()
+            if not results:
+                return []
+            results = list(results)
+        except Exception:
+            self.note_exception("get_finished")
+            self.breaker.fail(self._clock())
+            return []
+        ended = []
+        for result in results:
+            job = self.jobs.pop(result.job_id, None)
+            if job is None:
+                self.counters["unknown_results"] += 1
+                continue
+            self._charge(job, -len(job.blocks))
+            if job.is_expired:
+                self.counters["late_jobs"] += 1
+                self.counters["quarantined_blocks"] -= len(job.blocks)
+                self.breaker.answer()
+            else:
+                del self._unexpired[job.job_id]
+                self._judge(job, result)
+            ended.append((job, result))
+        return ended
+
+    def expire(self, now_s: float) -> list[Job]:
+        """Return the jobs whose deadline has passed just now; their blocks stay with them, in quarantine."""
+        expired = []
+        for job in self._unexpired.values():
+            if job.deadline_s > now_s:
+                break
+            expired.append(job)
+        for job in expired:
+            del self._unexpired[job.job_id]
+            job.is_expired = True
+            self.counters["expired_jobs"] += 1
+            self.counters["quarantined_blocks"] += len(job.blocks)
+            self._count_failed(job, len(job.blocks), "expired")
+            self.breaker.fail(now_s)
+        return expired
+
+    def skip(self, reason: str, num_blocks: int) -> None:
+        """Count blocks that are not stored to this tier."""
+        if num_blocks:
+            self.counters[f"skipped_{reason}"] += num_blocks
+
+    def call(self, method: str, *arguments: object) -> Any:  # Any: as the tier's method returns
+        """Call a method of the tier that nothing depends on; an exception is counted, and the answer is None."""
+        try:
+            return getattr(self.tier, method)(*arguments)
+        except Exception:
+            self.note_exception(method)
+            return None
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """Return the tier's events since the last call."""
+        try:
+            return list(self.tier.take_events())
+        except Exception:
+            self.note_exception("take_events")
+            return []
+
+    def _room(self, free_blocks: int) -> int:
+        return 0 if self.refusal() else free_blocks
+
+    def _charge(self, job: Job, num_blocks: int) -> None:
+        if job.is_promotion:
+            self.load_blocks += num_blocks
+        else:
+            self.store_blocks += num_blocks
+
+    def _judge(self, job: Job, result: JobResult) -> None:
+        """Count what a job achieved, and tell the breaker."""
+        total = len(job.keys)
+        if result.success:
+            done = total
+        elif result.successful_keys is None:
+            done = 0
+        else:
+            done = len(set(result.successful_keys).intersection(job.keys))
+        what = "loaded" if job.is_promotion else "stored"
+        self.counters[f"{what}_blocks"] += done
+        self.counters[f"{what}_bytes"] += done * self._block_bytes
+        if done < total:
+            self._count_failed(job, total - done, result.reason or "failed")
+        # A tier that lost some blocks of a job, or refused some, still works: losing a block is allowed.
+        if done or result.reason in ("checksum", "missing", "no_space"):
+            self.breaker.succeed()
+        else:
+            self.breaker.fail(self._clock())
+
+    def _count_failed(self, job: Job, num_blocks: int, reason: str) -> None:
+        what = "failed_loads" if job.is_promotion else "failed_stores"
+        self.counters[what] += num_blocks
+        self.counters[f"{what}_{reason}"] += num_blocks
+        if reason == "checksum":
+            self.counters["corrupt_blocks"] += num_blocks
+
+    def note_exception(self, operation: str) -> None:
+        """Count an exception of the tier, in an `except` block; the first is logged."""
+        self.counters["exceptions"] += 1
+        if self.counters["exceptions"] == 1:  # the counter tells the rest; a broken tier must not flood the log
+            logger.exception("tier %r raised in %s; further exceptions are only counted", self.name, operation)
+
+
+def _blocks(budget_bytes: int | None, default_bytes: int, block_bytes: int) -> int:
+    return max((default_bytes if budget_bytes is None else budget_bytes) // block_bytes, 1)

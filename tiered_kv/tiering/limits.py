@@ -1,0 +1,48 @@
+"""The limits of the tiering manager, each with its unit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TierLimits:
+    """What one secondary tier may take from the server.
+
+    Args:
+        store_budget_bytes: Primary memory that stores to this tier may pin at one time; None for a quarter of the
+            region.
+        load_budget_bytes: Primary memory that loads from this tier may occupy at one time; None for a quarter.
+        job_timeout_s: A job that takes longer has expired: its keys are a miss, its blocks wait for the tier.
+        lookup_timeout_s: A lookup that is not answered by then is a miss for its request.
+        admit_after: A block is stored when it is offered for the n-th time.
+        fill_on_promotion: Whether a block that was promoted from a tier below is offered to this one.
+        breaker_failures: Failures in a row that open the breaker.
+        breaker_cooldown_s: How long the breaker stays open before a probe is let through.
+    """
+
+    store_budget_bytes: int | None = None
+    load_budget_bytes: int | None = None
+    job_timeout_s: float = 30.0
+    lookup_timeout_s: float = 1.0
+    admit_after: int = 1
+    fill_on_promotion: bool = False
+    breaker_failures: int = 5
+    breaker_cooldown_s: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerLimits:
+    """What all secondary tiers together may take.
+
+    Args:
+        promotion_blocks_max: Primary blocks that may be promoted, or kept for a request that waits for them, at one
+            time; None for half of the primary tier.
+        hold_s: How long a promoted block is kept for a request that does not come to load it, and how long a lookup
+            may be answered with "ask again" for a reason that no tier's limits cover.
+        requests_max: Requests whose state is kept; the oldest is forgotten first.
+    """
+
+    promotion_blocks_max: int | None = None
+    hold_s: float = 10.0
+    requests_max: int = 100_000

@@ -1,0 +1,341 @@
+"""The manager that an engine's scheduler talks to: a primary tier with secondary tiers below it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from tiered_kv.base import (
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    OffloadPolicy,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+)
+from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.mediums import CPULoadStoreSpec
+from tiered_kv.tiering.base import SecondaryTierManager
+from tiered_kv.tiering.cascade import Cascade
+from tiered_kv.tiering.isolation import IsolatedTier
+from tiered_kv.tiering.jobs import Job, RequestState
+from tiered_kv.tiering.lane import Lane
+from tiered_kv.tiering.limits import ManagerLimits, TierLimits
+from tiered_kv.tiering.promotion import Promotions
+from tiered_kv.tiering.requests import RequestTable
+from tiered_kv.tiering.search import Search
+
+PRIMARY_NAME = "cpu"
+"""The primary tier's name in counters and answers."""
+
+_DRAIN_POLL_S = 0.0005
+
+
+class TieringOffloadingManager(OffloadingManager):
+    """Cascades stores to secondary tiers, and promotes loads from them.
+
+    Every method but `drain_jobs` and `shutdown` returns at once, does no I/O and takes no lock that a worker holds
+    across I/O. All methods belong to one thread, the scheduler's.
+
+    Args:
+        primary: The primary tier.
+        secondary_tiers: The tiers below it, in the order they are searched. One whose class does not say
+            `is_nonblocking` gets a thread of its own.
+        names: Their names in counters; by default their `tier_type`.
+        tier_limits: The limits of each; defaults where None.
+        limits: The limits of all together.
+        clock: Seconds of a monotonic clock; deadlines given to tiers are in its time.
+    """
+
+    def __init__(
+        self,
+        primary: CPUOffloadingManager,
+        secondary_tiers: Sequence[SecondaryTierManager] = (),
+        *,
+        names: Sequence[str] | None = None,
+        tier_limits: Sequence[TierLimits] | None = None,
+        limits: ManagerLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.primary = primary
+        self.secondary_tiers = list(secondary_tiers)
+        self.limits = limits or ManagerLimits()
+        self._clock = clock
+        names = names or [tier.tier_type for tier in self.secondary_tiers]
+        tier_limits = tier_limits or [TierLimits()] * len(self.secondary_tiers)
+        backend = primary.backend
+        self._lanes = tuple(
+            Lane(
+                name,
+                tier if tier.is_nonblocking else IsolatedTier(tier),
+                tier_limit,
+                backend.block_size,
+                backend.block_size * backend.num_blocks,
+                clock,
+            )
+            for name, tier, tier_limit in zip(names, self.secondary_tiers, tier_limits, strict=True)
+        )
+        self._job_ids = itertools.count()
+        self._cascade = Cascade(primary, self._make_job)
+        blocks_max = self.limits.promotion_blocks_max or max(backend.num_blocks // 2, 1)
+        self._promotions = Promotions(primary, blocks_max, self.limits.hold_s, self._make_job, clock)
+        self._requests = RequestTable(self.limits.requests_max, self._promotions.leave)
+        self._search = Search(self._lanes, self._promotions, self._requests, self.limits.hold_s, clock)
+        self._lookup_below = self._search.below
+        self._primary_blocks = primary.blocks  # the same dictionary, one attribute nearer
+        self._prefetching: dict[RequestState, None] = {}
+        self._stored_blocks = self._loaded_blocks = self._released_holds = 0
+        self._is_closed = False
+
+    # Lookups.
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        block = self._primary_blocks.get(key)
+        if block is not None and block.ref_cnt >= 0:
+            block.step = self.primary.step
+            return True
+        return self._lookup_below(key, block, req_context)
+
+    def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        """Return `lookup` of each key, in order; cheaper than one call a key."""
+        get, step, below = self._primary_blocks.get, self.primary.step, self._lookup_below
+        answers: list[bool | None] = []
+        for key in keys:
+            block = get(key)
+            if block is not None and block.ref_cnt >= 0:
+                block.step = step
+                answers.append(True)
+            else:
+                answers.append(below(key, block, req_context))
+        return answers
+
+    def prefetch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        """Begin to promote `keys` for a request that will ask for them.
+
+        Tiers that have not answered yet are asked again at the end of each step.
+        """
+        state = self._requests.state_of(req_context)
+        state.wanted = list(dict.fromkeys((*state.wanted, *keys)))
+        self._continue_prefetch(state)
+
+    def hit_tier(self, key: OffloadKey, req_context: ReqContext) -> str:
+        """Return where a block that this request found came from: "cpu", or the tier that it was promoted from."""
+        state = self._requests.get(req_context)
+        return PRIMARY_NAME if state is None else state.sources.get(key, PRIMARY_NAME)
+
+    # The engine's transfers.
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
+        spec = self.primary.prepare_load(keys, req_context)
+        state = self._requests.get(req_context)
+        if state is not None:
+            if state.held:
+                self._promotions.release(state, keys)
+            if state.request_level:
+                state.keys.update(dict.fromkeys(keys))
+        self._loaded_blocks += len(keys)
+        return spec
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self.primary.complete_load(keys, req_context)
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        output = self.primary.prepare_store(keys, req_context)
+        state = self._requests.get(req_context)
+        if output is not None and state is not None and state.request_level:
+            state.keys.update(dict.fromkeys(keys))
+            state.stores_pending += len(output.keys_to_store)
+        return output
+
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        written = self.primary.written_blocks(keys, req_context)
+        state = self._requests.get(req_context)
+        request_level = state.request_level if state is not None else ()
+        if not success:
+            self.primary.abandon(written)
+        elif written:
+            self._stored_blocks += len(written)
+            lanes = [lane for lane in self._lanes if lane not in request_level] if request_level else self._lanes
+            self._cascade.commit(written, lanes, req_context)
+        if state is not None and request_level:
+            state.stores_pending -= len(written)
+            if state.is_finished and state.stores_pending <= 0:
+                self._end_request(state)
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self.primary.touch(keys, req_context)
+        for lane in self._lanes:
+            lane.call("touch", keys, req_context)
+
+    # Requests and steps.
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        state = self._requests.state_of(req_context)
+        state.request_level = tuple(lane for lane in self._lanes if self._wants_whole_request(lane, req_context))
+        policy = OffloadPolicy.REQUEST_LEVEL if state.request_level else OffloadPolicy.BLOCK_LEVEL
+        return RequestOffloadingContext(policy)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        state = self._requests.get(req_context)
+        if state is None:
+            self.primary.on_request_finished(req_context)
+        elif state.stores_pending > 0:
+            state.is_finished = True
+            self._promotions.leave(state)
+        else:
+            self._end_request(state)
+
+    def on_schedule_end(self) -> None:
+        for state in list(self._prefetching):
+            self._continue_prefetch(state)
+        self._promotions.submit()
+        for lane in self._lanes:
+            lane.call("on_schedule_end")
+        self.poll()
+        self.primary.on_schedule_end()
+
+    def poll(self) -> None:
+        """Collect what the tiers have finished, and let time pass; part of `on_schedule_end`, and cheap."""
+        now_s = self._clock()
+        for lane in self._lanes:
+            for job, result in lane.collect():
+                if not job.is_promotion:
+                    self._cascade.finish(job)
+                    continue
+                ready = self._promotions.finish(job, result)
+                if ready:
+                    self._fill(lane, ready)
+            for job in lane.expire(now_s):
+                if job.is_promotion:
+                    self._promotions.expire(job)
+            lane.breaker.tick(now_s)
+        self._released_holds += self._promotions.release_overdue(now_s)
+        self._search.refresh()
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        events = list(self.primary.take_events())
+        for lane in self._lanes:
+            events += lane.take_events()
+        return events
+
+    # Emptying and closing.
+
+    @property
+    def jobs_in_flight(self) -> int:
+        """Jobs that a tier has not reported yet, expired ones included."""
+        return sum(len(lane.jobs) for lane in self._lanes)
+
+    def drain_jobs(self, timeout_s: float) -> bool:
+        """Wait until every job has been reported; return False where some have not after `timeout_s`."""
+        end_s = time.monotonic() + timeout_s
+        while True:
+            self._promotions.submit()
+            self.poll()
+            if not self.jobs_in_flight:
+                return True
+            if time.monotonic() >= end_s:
+                return False
+            time.sleep(_DRAIN_POLL_S)
+
+    def reset_cache(self) -> None:
+        """Forget every block in every tier.
+
+        Blocks in flight come back to the primary tier when their transfers have ended, and not before. A tier that
+        cannot forget is not used any more: its blocks are no longer valid.
+        """
+        self._promotions.reset()
+        self.primary.reset_cache()
+        self._prefetching.clear()
+        for state in self._requests:
+            state.failed.clear()
+            state.asked.clear()
+            state.sources.clear()
+            state.wanted.clear()
+            state.keys.clear()
+        for lane in self._lanes:
+            if not lane.call("reset_cache"):
+                lane.is_disabled = True
+        self._search.refresh()
+
+    def shutdown(self, timeout_s: float = 5.0) -> None:
+        """Wait for transfers up to `timeout_s`, close the tiers, then the primary tier.
+
+        If a tier still holds on to primary blocks after that, the region stays mapped for as long as it does.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for state in list(self._requests):
+            self._promotions.leave(state)
+        self.drain_jobs(timeout_s)
+        for lane in self._lanes:
+            lane.call("shutdown")
+        self.poll()
+        self._requests.clear()
+        self._search.stop()
+        self.primary.shutdown(unmap=not self.jobs_in_flight)
+
+    def counters(self) -> dict[str, dict[str, int]]:
+        """Return everything counted so far, by tier: blocks and bytes stored and loaded, and what was skipped,
+        dropped, expired or failed, by reason. A tier's own `stats` are among its counters."""
+        counted = {
+            PRIMARY_NAME: {
+                "blocks": len(self._primary_blocks),
+                "stored_blocks": self._stored_blocks,
+                "loaded_blocks": self._loaded_blocks,
+                "evicted_blocks": self.primary.evicted_blocks,
+                "promotion_blocks_taken": self._promotions.blocks_taken,
+                "released_holds": self._released_holds,
+                "forgotten_requests": self._requests.forgotten,
+            }
+        }
+        for lane in self._lanes:
+            counted[lane.name] = {
+                **lane.counters,
+                "jobs_in_flight": len(lane.jobs),
+                "breaker_opened": lane.breaker.times_opened,
+                **(lane.call("stats") or {}),
+            }
+        return counted
+
+    def _make_job(self, lane: Lane, keys: list[OffloadKey], blocks: list[CPUBlock], *, is_promotion: bool) -> Job:
+        deadline_s = self._clock() + lane.limits.job_timeout_s
+        return Job(next(self._job_ids), keys, blocks, is_promotion, deadline_s)
+
+    def _wants_whole_request(self, lane: Lane, req_context: ReqContext) -> bool:
+        answer = lane.call("on_new_request", req_context)
+        return isinstance(answer, RequestOffloadingContext) and answer.policy is OffloadPolicy.REQUEST_LEVEL
+
+    def _end_request(self, state: RequestState) -> None:
+        """Forget a request, after those tiers that wait for its end have been offered all of its blocks."""
+        if state.request_level:
+            found = [self._primary_blocks.get(key) for key in state.keys]
+            ready = [block for block in found if block is not None and block.ref_cnt >= 0]
+            self._cascade.offer(ready, state.request_level, state.req_context)
+        self._promotions.leave(state)
+        self._prefetching.pop(state, None)
+        self._requests.pop(state)
+        self.primary.on_request_finished(state.req_context)
+        for lane in self._lanes:
+            lane.call("on_request_finished", state.req_context)
+
+    def _continue_prefetch(self, state: RequestState) -> None:
+        """Ask again for keys whose promotion has not begun yet."""
+        keys, state.wanted = state.wanted, []
+        for key in keys:
+            if self.lookup(key, state.req_context) is None and key not in state.promoting:
+                state.wanted.append(key)
+        if state.wanted:
+            self._prefetching[state] = None
+        else:
+            self._prefetching.pop(state, None)
+
+    def _fill(self, source: Lane, ready: list[CPUBlock]) -> None:
+        """Offer blocks that were promoted from `source` to the tiers above it that want them."""
+        above = self._lanes[: self._lanes.index(source)]
+        lanes = [lane for lane in above if lane.limits.fill_on_promotion]
+        if lanes:
+            self._cascade.offer(ready, lanes, ReqContext())

@@ -1,0 +1,209 @@
+"""Promotion: bringing blocks from secondary tiers up into the primary tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import Enum
+from typing import Protocol
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.cpu.backend import PROMOTION, CPUBlock
+from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.tiering.base import JobResult
+from tiered_kv.tiering.jobs import Job, Promotion, RequestState
+from tiered_kv.tiering.lane import Lane
+
+
+class Begun(Enum):
+    """What came of the wish to promote a block."""
+
+    STARTED = "started"
+    WAIT = "wait"
+    """Others occupy the room; it will become free."""
+    REFUSED = "refused"
+    """There is no room that waiting would free."""
+
+
+class JobFactory(Protocol):
+    """Makes a job with a new id and its tier's deadline."""
+
+    def __call__(self, lane: Lane, keys: list[OffloadKey], blocks: list[CPUBlock], *, is_promotion: bool) -> Job: ...
+
+
+class Promotions:
+    """The blocks on their way up, and those that have arrived and are kept for the requests that asked.
+
+    A promoted block is pinned for each request that waits for it (a *hold*) until the request loads it or ends, or the
+    hold's time is over. Otherwise a full primary tier could evict it before it was used, and the request
+    would promote it again, for ever.
+
+    Owned by the manager's thread.
+
+    Args:
+        primary: The primary tier.
+        blocks_max: Blocks on their way and held, together.
+        hold_s: How long a block is held.
+        make_job: Makes jobs.
+        clock: Seconds of a monotonic clock.
+    """
+
+    def __init__(
+        self,
+        primary: CPUOffloadingManager,
+        blocks_max: int,
+        hold_s: float,
+        make_job: JobFactory,
+        clock: Callable[[], float],
+    ) -> None:
+        self._primary = primary
+        self._blocks_max = blocks_max
+        self._hold_s = hold_s
+        self._make_job = make_job
+        self._clock = clock
+        self._table: dict[OffloadKey, Promotion] = {}
+        self._batches: dict[tuple[Lane, RequestState], list[Promotion]] = {}
+        self._holders: dict[RequestState, None] = {}
+        self._held_blocks = 0
+
+    @property
+    def blocks_taken(self) -> int:
+        """Blocks that count against the limit."""
+        return len(self._table) + self._held_blocks
+
+    def begin(self, key: OffloadKey, lane: Lane, state: RequestState) -> Begun:
+        """Take a primary block for `key`, to be loaded from `lane` at the end of the step."""
+        # A request that already has blocks on their way takes what it has: two that each wait for the room
+        # of the other would wait for ever.
+        otherwise = Begun.REFUSED if state.promoting or state.held else Begun.WAIT
+        if self.blocks_taken >= self._blocks_max:
+            return otherwise
+        if lane.load_room() <= 0:
+            return Begun.REFUSED if lane.refusal() else Begun.WAIT
+        if self._primary.is_orphan(key):
+            return Begun.REFUSED
+        blocks = self._primary.allocate([key], PROMOTION, [])
+        if blocks is None:
+            return otherwise
+        self._primary.chain_of(state.req_context).extend(blocks)
+        promotion = Promotion(blocks[0], lane, [state])
+        self._table[key] = promotion
+        self._batches.setdefault((lane, state), []).append(promotion)
+        lane.load_blocks_reserved += 1
+        state.promoting.add(key)
+        return Begun.STARTED
+
+    def join(self, key: OffloadKey, state: RequestState) -> bool:
+        """Make `state` wait for a promotion that is under way; False where there is none."""
+        promotion = self._table.get(key)
+        if promotion is None:
+            return False
+        if key not in state.promoting:
+            promotion.waiters.append(state)
+            state.promoting.add(key)
+        return True
+
+    def submit(self) -> None:
+        """Submit what was gathered since the last call: one job for each tier and request."""
+        batches, self._batches = self._batches, {}
+        for (lane, state), promotions in batches.items():
+            lane.load_blocks_reserved -= len(promotions)
+            blocks = [promotion.block for promotion in promotions]
+            keys = [block.key for block in blocks]
+            job = self._make_job(lane, keys, blocks, is_promotion=True)
+            if not lane.submit(job, state.req_context):
+                for block in blocks:
+                    self._drop(block.key, block)
+                self._primary.abandon(blocks)
+
+    def finish(self, job: Job, result: JobResult) -> list[CPUBlock]:
+        """End a load that was reported; return the blocks that are now ready."""
+        if job.is_expired:
+            for block in job.blocks:
+                self._primary.backend.free(block)
+            return []
+        ok = job.keys if result.success else (result.successful_keys or ())
+        ok = set(ok)
+        ready = []
+        for block in job.blocks:
+            key = block.key
+            if key in ok and self._arrive(key, block):
+                ready.append(block)
+            else:
+                self._drop(key, block)
+                self._primary.abandon([block])
+        return ready
+
+    def expire(self, job: Job) -> None:
+        """Give up a load: its keys are a miss, and its blocks stay with the job until the tier lets go of them."""
+        for block in job.blocks:
+            self._drop(block.key, block)
+            self._primary.forget(block)
+
+    def release(self, state: RequestState, keys: Iterable[OffloadKey] | None = None) -> None:
+        """End the holds of a request, on `keys` or on all of its blocks."""
+        held = state.held
+        if keys is None:
+            blocks = list(held.values())
+            held.clear()
+        else:
+            blocks = [held.pop(key) for key in keys if key in held]
+        if not held:
+            self._holders.pop(state, None)
+        self._held_blocks -= len(blocks)
+        self._primary.unpin(blocks)
+
+    def release_overdue(self, now_s: float) -> int:
+        """End the holds whose time is over, and return how many blocks were let go."""
+        before = self._held_blocks
+        for state in [state for state in self._holders if state.held_until_s <= now_s]:
+            self.release(state)
+        return before - self._held_blocks
+
+    def leave(self, state: RequestState) -> None:
+        """Forget a request that ends: what it waits for still arrives, but is not held for it."""
+        for key in state.promoting:
+            promotion = self._table.get(key)
+            if promotion is not None:
+                promotion.waiters.remove(state)
+        state.promoting.clear()
+        self.release(state)
+
+    def reset(self) -> None:
+        """Forget everything; blocks of jobs in flight come back when they are reported."""
+        for state in list(self._holders):
+            self.release(state)
+        for promotion in self._table.values():
+            for state in promotion.waiters:
+                state.promoting.clear()
+        self._table.clear()
+        batches, self._batches = self._batches, {}
+        for (lane, _), promotions in batches.items():
+            lane.load_blocks_reserved -= len(promotions)
+            self._primary.abandon([promotion.block for promotion in promotions])
+
+    def _arrive(self, key: OffloadKey, block: CPUBlock) -> bool:
+        promotion = self._table.get(key)
+        if promotion is None or promotion.block is not block:  # reset in the meantime
+            return False
+        del self._table[key]
+        waiters = promotion.waiters
+        self._primary.commit([block], pins=len(waiters))
+        until_s = self._clock() + self._hold_s
+        for state in waiters:
+            state.promoting.discard(key)
+            state.held[key] = block
+            state.held_until_s = until_s
+            state.sources[key] = promotion.lane.name
+            self._holders[state] = None
+        self._held_blocks += len(waiters)
+        return True
+
+    def _drop(self, key: OffloadKey, block: CPUBlock) -> None:
+        """Wake those who wait for a block that does not come."""
+        promotion = self._table.get(key)
+        if promotion is None or promotion.block is not block:
+            return
+        del self._table[key]
+        for state in promotion.waiters:
+            state.promoting.discard(key)
+            state.failed.setdefault(key, set()).add(promotion.lane)
