@@ -81,9 +81,9 @@ class OffloadingManager(ABC):
 class PrefixOffloadingManager(OffloadingManager):
     """Gives an `OffloadingManager` of `tiered_kv.base` the hash-list interface.
 
-    Each `lookup` is a request and a scheduler step of its own: it ends the step before it, which submits and
-    collects transfers, and blocks that it counts stay loadable until the next `lookup`. A block that is still
-    on its way from a secondary tier ends the prefix; ask again to see it.
+    Each `lookup` is a scheduler step of its own: it ends the step before it, which submits and collects transfers,
+    and blocks that it counts stay loadable until the next `lookup`. A block that is still on its way from a
+    secondary tier ends the prefix; ask again to see it. Lookups form a request until none waits for a tier any more.
 
     Args:
         manager: The manager, to be used by this view alone.
@@ -95,22 +95,19 @@ class PrefixOffloadingManager(OffloadingManager):
         self._group_idx = group_idx
         self._num_requests = 0
         self._req_context = self._begin_request()
+        self._is_waiting = False
         # The request of each store under way: it may be completed after other lookups.
         self._storing: dict[OffloadKey, ReqContext] = {}
 
     def lookup(self, block_hashes: Iterable[BlockHash]) -> int:
         self.manager.on_schedule_end()
-        self.manager.on_request_finished(self._req_context)
-        self._req_context = self._begin_request()
-        length = 0
-        gap = False
-        for key in self._keys(block_hashes):
-            # Blocks behind a gap are asked for as well, so that what a tier below has of them is on its way.
-            if self.manager.lookup(key, self._req_context) is not True:
-                gap = True
-            elif not gap:
-                length += 1
-        return length
+        if not self._is_waiting:
+            self.manager.on_request_finished(self._req_context)
+            self._req_context = self._begin_request()
+        # Blocks behind a gap are asked for as well, so that what a tier below has of them is on its way.
+        answers = [self.manager.lookup(key, self._req_context) for key in self._keys(block_hashes)]
+        self._is_waiting = None in answers
+        return next((length for length, answer in enumerate(answers) if not answer), len(answers))
 
     def prepare_load(self, block_hashes: Iterable[BlockHash]) -> LoadStoreSpec:
         return self.manager.prepare_load(self._keys(block_hashes), self._req_context)

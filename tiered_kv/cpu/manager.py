@@ -113,9 +113,9 @@ class CPUOffloadingManager(OffloadingManager):
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         get = self.blocks.get
-        found = [block for block in map(get, keys) if block is not None]
+        found = [block for block in map(get, dict.fromkeys(keys)) if block is not None]
         if found:
-            self.policy.use(list(dict.fromkeys(found)), self.chain_of(req_context))
+            self.policy.use(found, self.chain_of(req_context))
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()

@@ -44,6 +44,3 @@ class Admission:
         self._young[key] = offers
         return False
 
-    def select(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        """Return `admit` of each key."""
-        return [self.admit(key) for key in keys]

@@ -55,7 +55,7 @@ class ChainOrder:
 
     def __init__(self) -> None:
         self._stacks: OrderedDict[RequestChain, _Stack] = OrderedDict()
-        self._held: dict[CPUBlock, None] = {}
+        self._held: dict[int, CPUBlock] = {}  # by block_id: ctypes structures have no hash
         self._size = 0
 
     def __len__(self) -> int:
@@ -93,8 +93,8 @@ class ChainOrder:
             if not stack.blocks:
                 assert chain is not None
                 del self._stacks[chain]
-        elif self._held and block in self._held:
-            del self._held[block]
+        elif block.block_id in self._held:
+            del self._held[block.block_id]
         else:
             return False
         self._size -= 1
@@ -125,7 +125,7 @@ class ChainOrder:
             while blocks and len(popped) < count:
                 _, block = blocks.popitem()
                 if block.step == step:
-                    self._held[block] = None
+                    self._held[block.block_id] = block
                 else:
                     popped.append(block)
             if blocks:
@@ -150,7 +150,7 @@ class ChainOrder:
         if self._held:
             held, self._held = self._held, {}
             self._size -= len(held)
-            self.add(held)
+            self.add(held.values())
 
     def _insert(self, block: CPUBlock) -> None:
         chain = block.chain

@@ -1,0 +1,194 @@
+"""The primary tier alone, as an engine's manager."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
+from tiered_kv.cpu.backend import CPUBackend
+from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.cpu.region import PrimaryRegion
+
+NUM_BLOCKS = 8
+
+
+@pytest.fixture(params=["lru", "arc"])
+def manager(request: pytest.FixtureRequest) -> Iterator[CPUOffloadingManager]:
+    region = PrimaryRegion(NUM_BLOCKS, 64)
+    manager = CPUOffloadingManager(CPUBackend(region), request.param, enable_events=True)
+    yield manager
+    manager.shutdown()
+
+
+def keys(*numbers: int) -> list[OffloadKey]:
+    return [make_offload_key(b"hash-%d" % number, 0) for number in numbers]
+
+
+def store(manager: CPUOffloadingManager, wanted: list[OffloadKey], req_id: str) -> list[OffloadKey]:
+    context = ReqContext(req_id)
+    output = manager.prepare_store(wanted, context)
+    assert output is not None
+    manager.complete_store(output.keys_to_store, context)
+    return output.evicted_keys
+
+
+def used_rows(manager: CPUOffloadingManager) -> int:
+    return NUM_BLOCKS - manager.backend.get_num_free_blocks()
+
+
+def test_a_block_is_absent_then_writing_then_ready(manager: CPUOffloadingManager) -> None:
+    (key,) = keys(1)
+    context = ReqContext("a")
+    assert manager.lookup(key, context) is False
+    output = manager.prepare_store([key], context)
+    assert output is not None
+    assert output.keys_to_store == [key]
+    assert manager.lookup(key, context) is None
+    manager.complete_store([key], context)
+    assert manager.lookup(key, context) is True
+
+
+def test_a_failed_store_frees_its_block(manager: CPUOffloadingManager) -> None:
+    context = ReqContext("a")
+    manager.prepare_store(keys(1, 2), context)
+    manager.complete_store(keys(1), context, success=False)
+    manager.complete_store(keys(2), context)
+    assert [manager.lookup(key, context) for key in keys(1, 2)] == [False, True]
+    assert used_rows(manager) == 1
+
+
+def test_blocks_that_are_there_or_on_their_way_are_not_stored_again(manager: CPUOffloadingManager) -> None:
+    store(manager, keys(1), "a")
+    first = manager.prepare_store(keys(1, 2, 2), ReqContext("a"))
+    second = manager.prepare_store(keys(1, 2, 3), ReqContext("b"))
+    assert first is not None
+    assert second is not None
+    assert first.keys_to_store == keys(2)
+    assert second.keys_to_store == keys(3)
+
+
+def test_a_store_that_finds_no_room_changes_nothing(manager: CPUOffloadingManager) -> None:
+    store(manager, keys(*range(6)), "a")
+    manager.prepare_load(keys(0, 1, 2), ReqContext("b"))
+    assert manager.prepare_store(keys(*range(10, 16)), ReqContext("c")) is None
+    assert used_rows(manager) == 6
+    assert [manager.lookup(key, ReqContext("b")) for key in keys(*range(6))] == [True] * 6
+
+
+def test_only_ready_blocks_are_evicted(manager: CPUOffloadingManager) -> None:
+    store(manager, keys(0, 1, 2, 3), "a")
+    manager.prepare_load(keys(0, 1), ReqContext("b"))
+    manager.prepare_store(keys(10, 11, 12, 13), ReqContext("c"))
+    output = manager.prepare_store(keys(20, 21), ReqContext("d"))
+    assert output is not None
+    assert sorted(output.evicted_keys) == keys(2, 3)
+    assert manager.prepare_store(keys(30), ReqContext("e")) is None
+    manager.complete_load(keys(0, 1), ReqContext("b"))
+    output = manager.prepare_store(keys(30), ReqContext("e"))
+    assert output is not None
+    assert output.evicted_keys == keys(1)
+
+
+def test_a_store_does_not_evict_its_own_prefix(manager: CPUOffloadingManager) -> None:
+    store(manager, keys(0, 1, 2, 3), "a")
+    store(manager, keys(10, 11, 12, 13), "b")
+    assert store(manager, keys(0, 1, 2, 3, 4, 5), "c") == keys(13, 12)
+
+
+def test_true_holds_until_the_step_ends(manager: CPUOffloadingManager) -> None:
+    store(manager, keys(*range(8)), "a")
+    assert manager.lookup(keys(7)[0], ReqContext("b")) is True
+    assert store(manager, keys(10), "c") == keys(6)
+    manager.on_schedule_end()
+    assert keys(7)[0] in store(manager, keys(11, 12), "d")
+
+
+def test_touched_blocks_outlive_others(manager: CPUOffloadingManager) -> None:
+    for number in range(8):
+        store(manager, keys(number), f"r{number}")
+    manager.touch(keys(0, 99), ReqContext("again"))
+    assert store(manager, keys(20), "new") == keys(1)
+
+
+def test_loading_what_is_not_ready_is_an_error_that_pins_nothing(manager: CPUOffloadingManager) -> None:
+    store(manager, keys(1), "a")
+    with pytest.raises(ValueError, match="not ready"):
+        manager.prepare_load(keys(1, 2), ReqContext("a"))
+    assert store(manager, keys(*range(10, 18)), "b") == keys(1)
+
+
+def test_the_rows_of_a_load_are_those_of_its_store(manager: CPUOffloadingManager) -> None:
+    output = manager.prepare_store(keys(3, 1, 2), ReqContext("a"))
+    assert output is not None
+    manager.complete_store(keys(3, 1, 2), ReqContext("a"))
+    spec = manager.prepare_load(keys(1, 2, 3), ReqContext("b"))
+    rows = dict(zip(output.keys_to_store, output.store_spec.block_ids.tolist(), strict=True))  # type: ignore[attr-defined]  # a CPULoadStoreSpec
+    assert spec.block_ids.tolist() == [rows[key] for key in keys(1, 2, 3)]
+    assert spec.block_ids.dtype == "int64"
+
+
+def test_a_request_completes_only_its_own_stores(manager: CPUOffloadingManager) -> None:
+    manager.prepare_store(keys(1), ReqContext("a"))
+    manager.complete_store(keys(1), ReqContext("b"))
+    assert manager.lookup(keys(1)[0], ReqContext("b")) is None, "a phantom: nobody has written it"
+    manager.complete_store(keys(1), ReqContext("a"))
+    assert manager.lookup(keys(1)[0], ReqContext("b")) is True
+
+
+def test_completing_what_was_not_prepared_does_nothing(manager: CPUOffloadingManager) -> None:
+    store(manager, keys(1), "a")
+    manager.complete_load(keys(1, 2), ReqContext("a"))
+    manager.complete_store(keys(1, 2), ReqContext("a"), success=False)
+    assert manager.lookup(keys(1)[0], ReqContext("a")) is True
+
+
+def test_reset_forgets_every_block_at_once(manager: CPUOffloadingManager) -> None:
+    store(manager, keys(1, 2), "a")
+    manager.reset_cache()
+    assert [manager.lookup(key, ReqContext("a")) for key in keys(1, 2)] == [False, False]
+    assert used_rows(manager) == 0
+
+
+def test_reset_keeps_rows_that_a_transfer_touches_until_it_ends(manager: CPUOffloadingManager) -> None:
+    store(manager, keys(1, 2), "a")
+    manager.prepare_load(keys(1), ReqContext("loader"))
+    manager.prepare_store(keys(3), ReqContext("storer"))
+    manager.reset_cache()
+    assert used_rows(manager) == 2
+    output = manager.prepare_store(keys(1, 3, 4), ReqContext("new"))
+    assert output is not None
+    assert output.keys_to_store == keys(4), "the old transfers of 1 and 3 could not be told from new ones"
+    manager.complete_store(keys(3), ReqContext("storer"))
+    assert manager.lookup(keys(3)[0], ReqContext("new")) is False, "stored before the reset"
+    manager.complete_load(keys(1), ReqContext("loader"))
+    assert used_rows(manager) == 1
+    store(manager, keys(1, 3), "new")
+    assert manager.lookup(keys(1)[0], ReqContext("new")) is True
+
+
+def test_events_tell_what_came_and_went(manager: CPUOffloadingManager) -> None:
+    store(manager, keys(*range(8)), "a")
+    store(manager, keys(8), "b")
+    manager.reset_cache()
+    events = [(event.removed, sorted(event.keys)) for event in manager.take_events()]
+    assert events == [
+        (False, sorted(keys(*range(8)))),
+        (True, keys(7)),
+        (False, keys(8)),
+        (True, sorted(keys(*range(7), 8))),
+    ]
+    assert list(manager.take_events()) == []
+    assert {event.medium for event in manager.take_events()} <= {"CPU"}
+
+
+def test_a_request_without_an_id_works(manager: CPUOffloadingManager) -> None:
+    context = ReqContext()
+    output = manager.prepare_store(keys(1, 2), context)
+    assert output is not None
+    manager.complete_store(keys(1, 2), ReqContext())
+    manager.prepare_load(keys(1), ReqContext())
+    manager.complete_load(keys(1), ReqContext())
+    manager.on_request_finished(context)
+    assert len(store(manager, keys(*range(10, 18)), "b")) == 2

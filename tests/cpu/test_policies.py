@@ -1,0 +1,252 @@
+"""The promises of eviction: pinned blocks never, a prefix's tail before its head, and the least useful first."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.cpu.policies import ARCPolicy, CachePolicy, LRUPolicy, RequestChain, make_policy
+from tiered_kv.errors import ConfigError
+
+POLICIES = [LRUPolicy, ARCPolicy]
+
+
+def make_blocks(count: int, first: int = 0) -> list[CPUBlock]:
+    blocks = [CPUBlock(first + i) for i in range(count)]
+    for block in blocks:
+        block.key = OffloadKey(b"key-%d" % block.block_id)
+    return blocks
+
+
+def store(policy: CachePolicy, blocks: list[CPUBlock], chain: RequestChain) -> None:
+    policy.admit(blocks)
+    chain.extend(blocks)
+    policy.add(blocks)
+
+
+def evicted_ids(policy: CachePolicy, count: int, step: int = 0) -> list[int]:
+    victims = policy.evict(count, step)
+    assert victims is not None
+    return [block.block_id for block in victims]
+
+
+@pytest.mark.parametrize("policy_class", POLICIES)
+def test_the_tail_of_a_request_goes_before_its_head(policy_class: type[CachePolicy]) -> None:
+    policy = policy_class(100)
+    chain = RequestChain()
+    for first in (0, 4, 8):  # three stores of one request, as a chunked prefill makes them
+        store(policy, make_blocks(4, first), chain)
+    assert evicted_ids(policy, 12) == list(range(11, -1, -1))
+
+
+@pytest.mark.parametrize("policy_class", POLICIES)
+def test_the_tail_goes_first_in_whatever_order_pins_are_released(policy_class: type[CachePolicy]) -> None:
+    policy = policy_class(100)
+    chain = RequestChain()
+    blocks = make_blocks(12)
+    store(policy, blocks, chain)
+    policy.remove(blocks)
+    shuffled = list(blocks)
+    random.Random(7).shuffle(shuffled)
+    for start in (0, 5, 9):
+        policy.add(shuffled[start : {0: 5, 5: 9, 9: 12}[start]])
+    assert evicted_ids(policy, 12) == list(range(11, -1, -1))
+
+
+@pytest.mark.parametrize("policy_class", POLICIES)
+def test_the_least_recently_used_request_goes_first(policy_class: type[CachePolicy]) -> None:
+    policy = policy_class(100)
+    chains = [RequestChain() for _ in range(3)]
+    for index, chain in enumerate(chains):
+        store(policy, make_blocks(2, 2 * index), chain)
+    first = [block for block in _blocks_of(policy) if block.chain is chains[0]]
+    policy.use(first, chains[0])
+    assert evicted_ids(policy, 6) == [3, 2, 5, 4, 1, 0]
+
+
+def test_blocks_that_another_request_uses_move_to_it_in_the_order_of_its_prefix() -> None:
+    policy = LRUPolicy(100)
+    old, new = RequestChain(), RequestChain()
+    prefix = make_blocks(4)
+    store(policy, prefix, old)
+    tail = make_blocks(2, 10)
+    store(policy, tail, new)  # stored before the prefix is touched, as some engines do
+    policy.use([*prefix[:2], *tail], new)
+    assert evicted_ids(policy, 6) == [3, 2, 11, 10, 1, 0]
+
+
+@pytest.mark.parametrize("policy_class", POLICIES)
+def test_a_block_answered_in_this_step_is_not_evicted_before_the_step_ends(policy_class: type[CachePolicy]) -> None:
+    policy = policy_class(100)
+    blocks = make_blocks(4)
+    store(policy, blocks, RequestChain())
+    blocks[3].step = blocks[2].step = 7
+    assert policy.evict(3, step=7) is None
+    assert len(policy) == 4, "a refused eviction changes nothing"
+    assert evicted_ids(policy, 2, step=7) == [1, 0]
+    policy.end_step()
+    assert evicted_ids(policy, 2, step=8) == [3, 2]
+
+
+@pytest.mark.parametrize("policy_class", POLICIES)
+def test_a_protected_block_can_be_pinned_and_released(policy_class: type[CachePolicy]) -> None:
+    policy = policy_class(100)
+    blocks = make_blocks(3)
+    store(policy, blocks, RequestChain())
+    for block in blocks:
+        block.step = 1
+    assert policy.evict(1, step=1) is None
+    policy.remove(blocks[1:2])
+    assert len(policy) == 2
+    policy.end_step()
+    policy.add(blocks[1:2])
+    assert sorted(evicted_ids(policy, 3, step=2)) == [0, 1, 2]
+    assert len(policy) == 0
+
+
+@pytest.mark.parametrize("policy_class", POLICIES)
+def test_pinned_blocks_cost_an_eviction_nothing(policy_class: type[CachePolicy]) -> None:
+    def evict_one(pinned: int) -> float:
+        policy = policy_class(pinned + 200)
+        chains = [make_blocks(100, first) for first in range(0, pinned, 100)]
+        for blocks in chains:
+            store(policy, blocks, RequestChain())
+        for blocks in chains:
+            policy.remove(blocks)
+        store(policy, make_blocks(200, 10**6), RequestChain())
+        start = time.perf_counter()
+        for _ in range(100):
+            assert policy.evict(1, step=0)
+        return time.perf_counter() - start
+
+    few = min(evict_one(100) for _ in range(3))
+    many = min(evict_one(50_000) for _ in range(3))
+    assert many < 10 * few + 0.001, f"{many * 1e6:.0f} us with many pinned blocks, {few * 1e6:.0f} us with few"
+
+
+def test_arc_keeps_blocks_of_several_requests_through_a_scan() -> None:
+    policy = ARCPolicy(40)
+    shared = make_blocks(10)
+    store(policy, shared, RequestChain())
+    policy.use(shared, RequestChain())
+    evicted: list[int] = []
+    for first in range(100, 400, 10):
+        if len(policy) + 10 > 40:
+            evicted += evicted_ids(policy, 10)
+        store(policy, make_blocks(10, first), RequestChain())
+    assert not set(evicted) & {block.block_id for block in shared}
+
+
+def test_arc_admits_what_comes_back_as_frequent_and_bounds_its_memory() -> None:
+    policy = ARCPolicy(10)
+    for first in range(0, 1000, 5):
+        if len(policy) + 5 > 10:
+            evicted_ids(policy, 5)
+        store(policy, make_blocks(5, first), RequestChain())
+    ghosts = len(policy._recent_ghosts) + len(policy._frequent_ghosts)
+    assert len(policy) + ghosts <= 20
+    evicted_ids(policy, 5)
+    back = make_blocks(5, 990)
+    policy.admit(back)
+    assert all(block.is_frequent for block in back)
+
+
+def test_arc_gives_up_no_head_before_the_tail_of_an_older_request() -> None:
+    policy = ARCPolicy(12)
+    policy._recent_target = 12.0  # as after many returns to T1: T2 is to shrink
+    old = make_blocks(8)
+    store(policy, old, RequestChain())
+    policy.use(old[:4], RequestChain())  # the head is shared now, its old tail is not
+    assert evicted_ids(policy, 8) == [7, 6, 5, 4, 3, 2, 1, 0]
+
+
+@st.composite
+def operations(draw: st.DrawFn) -> list[tuple[str, int, int]]:
+    names = st.sampled_from(["store", "use", "pin", "unpin", "evict", "end_step", "protect"])
+    return draw(st.lists(st.tuples(names, st.integers(0, 30), st.integers(1, 6)), max_size=60))
+
+
+@pytest.mark.parametrize("policy_class", POLICIES)
+@given(operations=operations())
+def test_a_policy_never_loses_or_invents_a_block(
+    policy_class: type[CachePolicy], operations: list[tuple[str, int, int]]
+) -> None:
+    policy = policy_class(1000)
+    evictable: dict[int, CPUBlock] = {}
+    pinned: dict[int, CPUBlock] = {}
+    chains = [RequestChain() for _ in range(4)]
+    step, made = 0, 0
+    for name, number, count in operations:
+        chain = chains[number % 4]
+        some = list(evictable.values())[number : number + count]
+        if name == "store":
+            blocks = make_blocks(count, made)
+            made += count
+            store(policy, blocks, chain)
+            evictable.update((block.block_id, block) for block in blocks)
+        elif name == "use":
+            policy.use(some, chain)
+        elif name == "pin":
+            policy.remove(some)
+            for block in some:
+                pinned[block.block_id] = evictable.pop(block.block_id)
+        elif name == "unpin":
+            back = list(pinned.values())[:count]
+            policy.add(back)
+            for block in back:
+                evictable[block.block_id] = pinned.pop(block.block_id)
+        elif name == "protect":
+            for block in some:
+                block.step = step
+        elif name == "end_step":
+            step += 1
+            policy.end_step()
+        else:
+            free = [block for block in evictable.values() if block.step != step]
+            victims = policy.evict(count, step)
+            assert (victims is None) == (count > len(free))
+            for block in victims or ():
+                assert block.step != step
+                del evictable[block.block_id]
+        assert len(policy) == len(evictable)
+    policy.end_step()
+    assert sorted(evicted_ids(policy, len(evictable), step + 1)) == sorted(evictable)
+
+
+class ClockPolicy(LRUPolicy):
+    """A policy from outside."""
+
+
+def test_a_policy_is_found_by_name_or_by_module_and_class() -> None:
+    assert isinstance(make_policy("lru", 4), LRUPolicy)
+    assert isinstance(make_policy("arc", 4), ARCPolicy)
+    assert isinstance(make_policy("tiered_kv.cpu.policies.lru:LRUPolicy", 4), LRUPolicy)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("mru", "known are arc, lru"), ("no_such_module:X", "cannot import"), ("json:dumps", "not a subclass")],
+)
+def test_a_policy_that_cannot_be_had_says_why(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_policy(name, 4)
+
+
+def _blocks_of(policy: CachePolicy) -> Iterable[CPUBlock]:
+    """All blocks that a policy holds, left in it."""
+    victims = policy.evict(len(policy), step=-2)
+    assert victims is not None
+    by_chain: dict[RequestChain, list[CPUBlock]] = {}
+    for block in victims:
+        assert block.chain is not None
+        by_chain.setdefault(block.chain, []).append(block)
+    for blocks in by_chain.values():
+        policy.add(sorted(blocks, key=lambda block: block.position))
+    return victims

@@ -1,0 +1,118 @@
+"""The primary tier's memory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tiered_kv.cpu.region import SHARED_MEMORY_DIRECTORY, PrimaryRegion
+from tiered_kv.errors import ConfigError
+
+
+@pytest.fixture
+def shared_name() -> Iterator[str]:
+    name = f"tiered-kv-test-{uuid.uuid4().hex}"
+    yield name
+    assert not (SHARED_MEMORY_DIRECTORY / name).exists()
+
+
+def test_a_region_is_page_aligned_and_its_views_show_the_same_bytes() -> None:
+    region = PrimaryRegion(3, 5000)
+    assert region.array.ctypes.data % mmap.PAGESIZE == 0
+    assert region.kv_view.shape == (3, 5000)
+    region.array[1, 7] = 42
+    assert region.kv_view[1, 7] == 42
+    assert region.flat[5007] == 42
+    assert region.close()
+
+
+def test_a_region_that_is_still_viewed_is_not_unmapped() -> None:
+    region = PrimaryRegion(2, 4096)
+    view = region.flat[4096:]
+    assert not region.close()
+    view[0] = 1  # would crash the process if it were
+    view.release()
+    assert region.close()
+    assert region.close(), "closing twice does nothing"
+
+
+def test_prefault_keeps_the_bytes_zero() -> None:
+    region = PrimaryRegion(4, 4096, prefault=True, huge_pages=True)
+    assert not region.array.any()
+    region.close()
+
+
+def test_workers_map_the_same_bytes_and_the_name_goes_when_all_have(shared_name: str) -> None:
+    region = PrimaryRegion(4, 4096, name=shared_name)
+    path = region.path
+    assert path is not None
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert path.stat().st_size == 4 * 4096
+    code = (
+        "import sys; from tiered_kv.cpu.region import PrimaryRegion\n"
+        "region = PrimaryRegion.attach(sys.argv[1], 4, 4096); region.array[2, :] = 7; region.close()"
+    )
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True, timeout=60)
+    assert (region.array[2] == 7).all()
+    region.unlink()
+    assert not path.exists()
+    region.array[3, 0] = 1  # the mapping outlives its name
+    region.close()
+
+
+def test_closing_removes_the_name(shared_name: str) -> None:
+    PrimaryRegion(1, 4096, name=shared_name).close()
+
+
+def test_a_name_in_use_is_an_error(shared_name: str) -> None:
+    region = PrimaryRegion(1, 4096, name=shared_name)
+    with pytest.raises(ConfigError, match="exists"):
+        PrimaryRegion(1, 4096, name=shared_name)
+    region.close()
+
+
+def test_more_than_the_shared_memory_has_is_an_error_that_leaves_nothing(shared_name: str) -> None:
+    status = os.statvfs(SHARED_MEMORY_DIRECTORY)
+    blocks = status.f_blocks * status.f_frsize // 4096 + 1
+    with pytest.raises(ConfigError, match=r"free and the region needs"):
+        PrimaryRegion(blocks, 4096, name=shared_name)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "."])
+def test_a_name_that_is_a_path_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="plain name"):
+        PrimaryRegion(1, 4096, name=name)
+
+
+def test_attaching_checks_the_size(shared_name: str, tmp_path: Path) -> None:
+    region = PrimaryRegion(2, 4096, name=shared_name)
+    assert region.path is not None
+    with pytest.raises(ConfigError, match="8192 bytes"):
+        PrimaryRegion.attach(region.path, 3, 4096)
+    with pytest.raises(ConfigError, match="cannot attach"):
+        PrimaryRegion.attach(tmp_path / "none", 3, 4096)
+    region.close()
+
+
+@pytest.mark.parametrize(("blocks", "size"), [(0, 4096), (1, 0)])
+def test_an_empty_region_is_refused(blocks: int, size: int) -> None:
+    with pytest.raises(ConfigError, match="at least one"):
+        PrimaryRegion(blocks, size)
+
+
+def test_an_impossible_size_says_what_to_lower() -> None:
+    with pytest.raises(ConfigError, match=r"primary\.capacity"):
+        PrimaryRegion(1 << 50, 1 << 12)
+
+
+def test_a_numa_node_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"numa_node|NUMA"):
+        PrimaryRegion(1, 4096, numa_node=1000)

@@ -1,0 +1,66 @@
+"""The two small judges: may this tier be used, and is this block worth storing."""
+
+from __future__ import annotations
+
+from tiered_kv.base import make_offload_key
+from tiered_kv.tiering.admission import Admission
+from tiered_kv.tiering.breaker import Breaker
+
+
+def test_a_breaker_opens_after_failures_in_a_row_only() -> None:
+    breaker = Breaker(failures_max=3, cooldown_s=5)
+    for _ in range(10):
+        breaker.fail(0)
+        breaker.fail(0)
+        breaker.succeed()
+    assert breaker.state.value == "closed"
+    for _ in range(3):
+        breaker.fail(0)
+    assert breaker.state.value == "open"
+    assert breaker.times_opened == 1
+
+
+def test_an_open_breaker_half_opens_after_its_cooldown_and_reopens_on_the_first_failure() -> None:
+    breaker = Breaker(failures_max=1, cooldown_s=5)
+    breaker.fail(now_s=100)
+    breaker.tick(104.9)
+    assert breaker.state.value == "open"
+    breaker.tick(105)
+    assert breaker.state.value == "half_open"
+    breaker.fail(106)
+    breaker.tick(110)
+    assert breaker.state.value == "open"
+    breaker.tick(111)
+    breaker.succeed()
+    assert breaker.state.value == "closed"
+    assert breaker.times_opened == 2
+
+
+def test_a_late_answer_lets_a_probe_through_at_once() -> None:
+    breaker = Breaker(failures_max=1, cooldown_s=5)
+    breaker.fail(0)
+    breaker.answer()
+    assert breaker.state.value == "half_open"
+    breaker.succeed()
+    breaker.answer()
+    assert breaker.state.value == "closed"
+
+
+def test_admission_counts_offers_and_starts_over_once_admitted() -> None:
+    admission = Admission(admit_after=3)
+    key = make_offload_key(b"k", 0)
+    assert [admission.admit(key) for _ in range(7)] == [False, False, True, False, False, True, False]
+    assert not admission.is_open()
+    assert Admission(1).is_open()
+
+
+def test_admission_remembers_two_generations_and_no_more() -> None:
+    admission = Admission(admit_after=2, tracked_keys_max=10)
+    keys = [make_offload_key(b"%d" % i, 0) for i in range(40)]
+    for key in keys[:15]:
+        assert not admission.admit(key)
+    assert admission.admit(keys[0]), "in the older generation"
+    for key in keys[15:]:
+        assert not admission.admit(key)
+    assert not admission.admit(keys[1]), "forgotten"
+    assert len(admission._young) + len(admission._old) <= 20

@@ -1,0 +1,194 @@
+"""A tier whose methods block, on a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
+from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.testing.four_methods import FourMethodTier
+from tiered_kv.tiering import isolation
+from tiered_kv.tiering.base import JobMetadata, JobResult
+from tiered_kv.tiering.isolation import IsolatedTier
+
+WAIT_S = 30.0
+
+
+class BlockingFourMethodTier(FourMethodTier):
+    """Each call waits until the test lets it through."""
+
+    def __init__(self, view: memoryview) -> None:
+        super().__init__(None, view, "blocking")
+        self.open = threading.Event()
+        self.open.set()
+        self.calls: list[str] = []
+        self.can_reset = False
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        self._pass("lookup")
+        return super().lookup(key, req_context)
+
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        self._pass("submit_store")
+        super().submit_store(job_metadata)
+
+    def submit_load(self, job_metadata: JobMetadata) -> None:
+        self._pass("submit_load")
+        super().submit_load(job_metadata)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._pass("on_request_finished")
+
+    def reset_cache(self) -> bool:
+        self._pass("reset_cache")
+        self.blocks.clear()
+        return self.can_reset
+
+    def shutdown(self) -> None:
+        self._pass("shutdown")
+
+    def _pass(self, call: str) -> None:
+        self.calls.append(call)
+        assert self.open.wait(WAIT_S)
+
+
+@pytest.fixture
+def region() -> Iterator[PrimaryRegion]:
+    region = PrimaryRegion(8, 64)
+    yield region
+    region.close()
+
+
+@pytest.fixture
+def inner(region: PrimaryRegion) -> BlockingFourMethodTier:
+    return BlockingFourMethodTier(region.kv_view)
+
+
+@pytest.fixture
+def tier(inner: BlockingFourMethodTier) -> Iterator[IsolatedTier]:
+    tier = IsolatedTier(inner)
+    yield tier
+    inner.open.set()
+    tier.shutdown()
+    inner._region.release()
+
+
+def keys(*numbers: int) -> list[OffloadKey]:
+    return [make_offload_key(b"hash-%d" % number, 0) for number in numbers]
+
+
+def job(job_id: int, wanted: list[OffloadKey], *, is_promotion: bool = False) -> JobMetadata:
+    return JobMetadata(job_id, wanted, np.arange(len(wanted), dtype=np.int64), is_promotion, ReqContext("a"))
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.0005)
+
+
+def answer(tier: IsolatedTier, key: OffloadKey, context: ReqContext) -> bool | None:
+    answers: list[bool | None] = []
+    eventually(lambda: answers.append(tier.lookup(key, context)) or answers[-1] is not None)  # type: ignore[func-returns-value]  # append returns None
+    return answers[-1]
+
+
+def finished(tier: IsolatedTier, count: int) -> list[JobResult]:
+    results: list[JobResult] = []
+    eventually(lambda: results.extend(tier.get_finished()) or len(results) >= count)  # type: ignore[func-returns-value]  # extend returns None
+    return results
+
+
+def test_jobs_and_lookups_go_through(tier: IsolatedTier, region: PrimaryRegion) -> None:
+    region.array[0] = 7
+    context = ReqContext("a")
+    assert answer(tier, keys(1)[0], context) is False
+    tier.submit_store(job(1, keys(1)))
+    assert finished(tier, 1) == [JobResult(1, True)]
+    tier.on_request_finished(context)
+    assert answer(tier, keys(1)[0], ReqContext("b")) is True
+    assert answer(tier, keys(1)[0], ReqContext()) is True
+    region.array[0] = 0
+    tier.submit_load(job(2, keys(1), is_promotion=True))
+    assert finished(tier, 1) == [JobResult(2, True)]
+    assert (region.array[0] == 7).all()
+
+
+def test_no_call_waits_for_a_tier_that_hangs_and_memory_stays_bounded(
+    tier: IsolatedTier, inner: BlockingFourMethodTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(isolation, "QUESTIONS_MAX", 100)
+    inner.open.clear()
+    tier.submit_store(job(1, keys(1)))
+    eventually(lambda: "submit_store" in inner.calls)
+    slowest = 0.0
+    for number in range(10_000):
+        context = ReqContext(f"r{number}")
+        start = time.perf_counter()
+        tier.lookup(keys(number)[0], context)
+        tier.touch(keys(number), context)
+        tier.on_request_finished(context)
+        tier.on_schedule_end()
+        assert list(tier.get_finished()) == []
+        slowest = max(slowest, time.perf_counter() - start)
+    assert slowest < 0.5
+    assert len(tier._questions) <= 100
+    assert len(tier._hints) <= isolation.HINTS_MAX
+    inner.open.set()
+    assert finished(tier, 1) == [JobResult(1, True)]
+
+
+def test_loads_go_before_stores(tier: IsolatedTier, inner: BlockingFourMethodTier) -> None:
+    inner.open.clear()
+    tier.submit_store(job(1, keys(1)))
+    eventually(lambda: "submit_store" in inner.calls)
+    tier.submit_store(job(2, keys(2)))
+    tier.submit_load(job(3, keys(1), is_promotion=True))
+    inner.open.set()
+    assert [result.job_id for result in finished(tier, 3)] == [1, 3, 2]
+
+
+def test_a_tier_that_cannot_forget_is_silent_after_a_reset(tier: IsolatedTier, inner: BlockingFourMethodTier) -> None:
+    tier.submit_store(job(1, keys(1)))
+    finished(tier, 1)
+    assert tier.reset_cache()
+    assert tier.lookup(keys(1)[0], ReqContext("b")) is False
+    tier.submit_store(job(2, keys(2)))
+    assert [result.success for result in finished(tier, 1)] == [False]
+    assert tier.lookup(keys(2)[0], ReqContext("c")) is False
+
+
+def test_stores_that_wait_when_the_cache_is_reset_never_reach_the_tier(
+    tier: IsolatedTier, inner: BlockingFourMethodTier
+) -> None:
+    inner.can_reset = True
+    inner.open.clear()
+    tier.submit_store(job(1, keys(1)))
+    eventually(lambda: "submit_store" in inner.calls)
+    tier.submit_store(job(2, keys(2)))
+    tier.reset_cache()
+    inner.open.set()
+    assert {result.job_id: result.success for result in finished(tier, 2)} == {1: True, 2: False}
+    assert answer(tier, keys(2)[0], ReqContext("b")) is False
+    assert inner.calls.count("submit_store") == 1
+
+
+def test_shutdown_does_not_wait_for_a_tier_that_hangs(
+    tier: IsolatedTier, inner: BlockingFourMethodTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(isolation, "CLOSE_TIMEOUT_S", 0.05)
+    inner.open.clear()
+    tier.submit_store(job(1, keys(1)))
+    eventually(lambda: "submit_store" in inner.calls)
+    start = time.perf_counter()
+    tier.shutdown()
+    assert time.perf_counter() - start < 10
+    inner.open.set()
+    eventually(lambda: not tier._thread.is_alive())
+    assert "shutdown" in inner.calls
