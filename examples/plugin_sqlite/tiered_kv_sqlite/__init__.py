@@ -1,0 +1,31 @@
+"""A tier that keeps blocks in an SQLite database, as a distribution of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pydantic import Field
+
+from tiered_kv.config import TierSettings
+from tiered_kv.hooks import TierType, hookimpl
+from tiered_kv.tiering.base import SecondaryTierManager
+from tiered_kv.units import Bytes
+
+
+class SqliteSettings(TierSettings):
+    """The YAML entry of a sqlite tier."""
+
+    path: str = Field(min_length=1, description="The database's file.")
+    capacity: Bytes = Field(ge=1 << 16, description="Bytes that the database's file may have.")
+
+
+def _load() -> type[SecondaryTierManager]:
+    from tiered_kv_sqlite.tier import SqliteTier
+
+    return SqliteTier
+
+
+@hookimpl
+def tiered_kv_register_tiers() -> Iterable[TierType]:
+    """Register the tier type `sqlite`."""
+    return [TierType("sqlite", SqliteSettings, _load, "Blocks in an SQLite database.")]

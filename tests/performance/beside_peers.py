@@ -1,0 +1,160 @@
+"""The table of docs/performance.md: this project beside its peers and the machine's limits, in one run.
+
+    python tests/performance/beside_peers.py DIRECTORY --bench ../shared/bench --peers PEERS --rounds 3 >table.md
+
+DIRECTORY is on the disk to measure. PEERS holds the peers' environments, made by the bench folder's `setup_peers.sh`;
+`fio` must be installed. Every round runs each side once, in turn, so that what else the machine does meets all of
+them alike. A row gives medians, the lowest and highest of the rounds, and the ratio of the medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any  # what a script prints
+
+HERE = Path(__file__).parent
+SIZES = ((65536, 16384), (1 << 20, 1024))
+TIMEOUT_S = 900
+
+
+@dataclass
+class Measurements:
+    """Samples by what was measured and of whom."""
+
+    directory: Path
+    bench: Path
+    peers: Path
+    samples: defaultdict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def round(self) -> None:
+        """Run every side once."""
+        self._disk_limit()
+        for block_bytes, blocks in SIZES:
+            self._throughput(block_bytes, blocks)
+        full = self._ours("nvme_rates.py", "--capacity-blocks", "16384", "--blocks", "49152")
+        self._add("store 64 KiB while full", "ours", full["full_store_gb_per_s"])
+        self._add("store 64 KiB while full", "own empty rate", full["empty_store_gb_per_s"])
+        opened = self._ours("open_directory.py", "--rounds", "1")
+        self._add("open 1,000,000 blocks (s)", "ours", opened["open_seconds"][0])
+        steps = self._ours("step_latency.py")
+        self._add("step p99 (us)", "ours", steps["busy_step_us"]["p99"])
+        self._add("step p99 (us)", "own idle step", steps["idle_step_us"]["p99"])
+        self._manager()
+
+    def table(self, rows: Sequence[tuple[str, str, str]]) -> str:
+        """Return a Markdown table of (what, of whom, at least) against this project."""
+        lines = ["| what | ours | beside | theirs | ratio | to reach |", "| --- | --- | --- | --- | --- | --- |"]
+        for what, whom, target in rows:
+            ours, theirs = self.samples[what, "ours"], self.samples[what, whom]
+            if not ours:
+                continue
+            ratio = f"{statistics.median(ours) / statistics.median(theirs):.2f}" if theirs else ""
+            lines.append(f"| {what} | {_spread(ours)} | {whom} | {_spread(theirs)} | {ratio} | {target} |")
+        return "\n".join(lines)
+
+    def _throughput(self, block_bytes: int, blocks: int) -> None:
+        label = "64 KiB" if block_bytes == 65536 else "1 MiB"
+        size = ("--block-bytes", str(block_bytes), "--blocks", str(blocks), "--batch", "32")
+        ours = self._ours("nvme_rates.py", *size)
+        with tempfile.TemporaryDirectory(dir=self.directory) as path:
+            vllm = _run([str(self.peers / "vllm/run"), str(self.bench / "vllm_fs.py"), *size, f"{path}/fs"])
+        with tempfile.TemporaryDirectory(dir=self.directory) as path:
+            adapter = json.dumps({"type": "fs_native", "base_path": path, "num_workers": 8, "use_odirect": True})
+            lmcache = _run([str(self.peers / "lmcache/run"), str(self.bench / "lmcache_l2.py"), *size, adapter])
+        for direction in ("store", "load"):
+            what = f"{direction} {label} (GB/s)"
+            for whom, rates in (("ours", ours), ("vLLM fs", vllm), ("LMCache fs_native", lmcache)):
+                self._add(what, whom, rates[f"{direction}_gb_per_s"])
+
+    def _disk_limit(self) -> None:
+        output = subprocess.run(
+            [str(self.bench / "disk_limit.sh"), str(self.directory)],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        ).stdout
+        for line in output.splitlines():
+            mode, rate, _ = line.split()
+            for label in ("64 KiB", "1 MiB"):
+                self._add(f"{'store' if mode == 'write' else 'load'} {label} (GB/s)", "fio", float(rate))
+
+    def _manager(self) -> None:
+        ours = self._ours("manager_rates.py", directory=False)
+        theirs = _run([str(self.peers / "vllm/run"), str(self.bench / "vllm_manager.py"), "--policy", "lru"])
+        for pattern in ("store", "lookup_hit", "lookup_miss", "load"):
+            what = f"manager {pattern} (keys/s)"
+            self._add(what, "ours", ours[f"{pattern}_keys_per_s"])
+            self._add(what, "vLLM manager", theirs[f"{pattern}_keys_per_s"])
+
+    def _ours(self, script: str, *arguments: str, directory: bool = True) -> dict[str, Any]:
+        where = [str(self.directory)] if directory else []
+        return _run([sys.executable, str(HERE / script), *where, *arguments])
+
+    def _add(self, what: str, whom: str, value: object) -> None:
+        assert isinstance(value, (int, float))
+        self.samples[what, whom].append(float(value))
+
+
+ROWS = (
+    ("store 64 KiB (GB/s)", "vLLM fs", "3 x"),
+    ("load 64 KiB (GB/s)", "vLLM fs", "1.3 x"),
+    ("store 1 MiB (GB/s)", "vLLM fs", "1.3 x"),
+    ("load 1 MiB (GB/s)", "vLLM fs", "1 x"),
+    ("store 64 KiB (GB/s)", "fio", "0.9 x"),
+    ("load 64 KiB (GB/s)", "fio", "0.9 x"),
+    ("store 1 MiB (GB/s)", "fio", "0.9 x"),
+    ("load 1 MiB (GB/s)", "fio", "0.9 x"),
+    ("store 64 KiB (GB/s)", "LMCache fs_native", ""),
+    ("load 64 KiB (GB/s)", "LMCache fs_native", ""),
+    ("store 1 MiB (GB/s)", "LMCache fs_native", ""),
+    ("load 1 MiB (GB/s)", "LMCache fs_native", ""),
+    ("store 64 KiB while full", "own empty rate", "0.7 x"),
+    ("open 1,000,000 blocks (s)", "", "2 s"),
+    ("manager store (keys/s)", "vLLM manager", "3 x"),
+    ("manager lookup_hit (keys/s)", "vLLM manager", "3 x"),
+    ("manager lookup_miss (keys/s)", "vLLM manager", "3 x"),
+    ("manager load (keys/s)", "vLLM manager", "3 x"),
+    ("step p99 (us)", "own idle step", "at most 3 x, under 300 us"),
+)
+
+
+def _run(command: list[str]) -> dict[str, Any]:
+    """Run a script that prints one JSON object, and return it."""
+    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S).stdout
+    answer = json.loads(output.strip().splitlines()[-1])
+    assert isinstance(answer, dict)
+    return answer
+
+
+def _spread(values: list[float]) -> str:
+    if not values:
+        return ""
+    return f"{statistics.median(values):,.6g} ({min(values):,.6g} to {max(values):,.6g})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--bench", type=Path, required=True)
+    parser.add_argument("--peers", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    measurements = Measurements(arguments.directory, arguments.bench, arguments.peers)
+    for number in range(arguments.rounds):
+        print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr)
+        measurements.round()
+    print(measurements.table(ROWS))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Time to open an nvme directory of many small blocks, with the page cache dropped: one JSON object.
+
+    sudo python tests/performance/open_directory.py DIRECTORY --blocks 1000000
+
+Fills a directory with blocks of 4 KiB, 32 to a batch, then opens it in fresh processes and times the tier's
+constructor, which reads what is there and builds the index. Without root the cache stays, and `cache_dropped` says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+import numpy as np
+
+from tiered_kv.base import ReqContext, make_offload_key
+from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.tiering.base import JobMetadata, SecondaryTierManager, TierSpec
+from tiered_kv.tiering.factory import SecondaryTierFactory
+
+BLOCK_BYTES = 4096
+BATCH = 32
+ROWS = 8192
+JOBS_IN_FLIGHT = 256
+
+
+def open_tier(path: str, region: PrimaryRegion, blocks: int) -> SecondaryTierManager:
+    settings = {"type": "nvme", "path": path, "capacity": 2 * blocks * BLOCK_BYTES + (1 << 28)}
+    return SecondaryTierFactory.create(TierSpec("nvme", BLOCK_BYTES), region.kv_view, settings)
+
+
+def fill(path: str, blocks: int) -> None:
+    """Store `blocks` blocks under keys of 36 bytes."""
+    region = PrimaryRegion(ROWS, BLOCK_BYTES)
+    region.array[:] = np.random.default_rng(0).integers(0, 256, region.array.shape, dtype=np.uint8)
+    tier = open_tier(path, region, blocks)
+    pending = 0
+    for job_id, first in enumerate(range(0, blocks, BATCH)):
+        keys = [make_offload_key(number.to_bytes(32, "big"), 0) for number in range(first, min(first + BATCH, blocks))]
+        rows = (np.arange(len(keys), dtype=np.int64) + first) % ROWS
+        tier.submit_store(JobMetadata(job_id, keys, rows, False, ReqContext("fill")))
+        pending += 1
+        while pending >= (JOBS_IN_FLIGHT if first + BATCH < blocks else 1):
+            for result in tier.get_finished():
+                if not result.success:
+                    raise AssertionError(f"a store failed: {result.reason}")
+                pending -= 1
+    tier.shutdown()
+    region.close()
+
+
+def time_opening(path: str, blocks: int) -> None:
+    """Print the seconds of one opening, and the blocks found."""
+    region = PrimaryRegion(ROWS, BLOCK_BYTES)
+    start = time.perf_counter()
+    tier = open_tier(path, region, blocks)
+    seconds = time.perf_counter() - start
+    print(json.dumps({"seconds": round(seconds, 3), "blocks": tier.stats()["blocks"]}))
+    tier.shutdown()
+    region.close()
+
+
+def drop_page_cache() -> bool:
+    try:
+        os.sync()
+        with open("/proc/sys/vm/drop_caches", "w") as file:
+            file.write("3")
+    except OSError:
+        return False
+    return True
+
+
+def measure(directory: str, blocks: int, rounds: int) -> dict[str, object]:
+    """Return the seconds of each opening."""
+    with tempfile.TemporaryDirectory(dir=directory) as parent:
+        path = f"{parent}/nvme"
+        fill(path, blocks)
+        seconds = []
+        dropped = True
+        for _ in range(rounds):
+            dropped = drop_page_cache() and dropped
+            command = [sys.executable, __file__, path, "--blocks", str(blocks), "--only-open"]
+            answer = subprocess.run(command, check=True, capture_output=True, text=True)
+            opened = json.loads(answer.stdout)
+            if opened["blocks"] != blocks:
+                raise AssertionError(f"{opened['blocks']} of {blocks} blocks were found")
+            seconds.append(opened["seconds"])
+    return {"blocks": blocks, "cache_dropped": dropped, "open_seconds": seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory")
+    parser.add_argument("--blocks", type=int, default=1_000_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only-open", action="store_true", help="time one opening of DIRECTORY itself")
+    arguments = parser.parse_args()
+    if arguments.only_open:
+        time_opening(arguments.directory, arguments.blocks)
+    else:
+        print(json.dumps(measure(arguments.directory, arguments.blocks, arguments.rounds)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""The scripts behind docs/performance.md still run, and print what their readers expect."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+
+pytestmark = pytest.mark.slow
+
+
+def run(script: str, *arguments: str) -> dict[str, Any]:
+    command = [sys.executable, str(HERE / script), *arguments]
+    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    answer = json.loads(output)
+    assert isinstance(answer, dict)
+    return answer
+
+
+def test_manager_rates() -> None:
+    rates = run("manager_rates.py", "--blocks", "4096", "--policy", "arc")
+    assert all(rates[f"{name}_keys_per_s"] > 0 for name in ("store", "lookup_hit", "lookup_miss", "load"))
+
+
+def test_nvme_rates(tmp_path: Path) -> None:
+    rates = run("nvme_rates.py", str(tmp_path), "--blocks", "512")
+    assert rates["store_gb_per_s"] > 0
+    assert rates["load_gb_per_s"] > 0
+    rates = run("nvme_rates.py", str(tmp_path), "--blocks", "2048", "--capacity-blocks", "1024")
+    assert rates["full_over_empty"] > 0
+
+
+def test_open_directory(tmp_path: Path) -> None:
+    opened = run("open_directory.py", str(tmp_path), "--blocks", "2000", "--rounds", "1")
+    assert len(opened["open_seconds"]) == 1
+
+
+def test_step_latency(tmp_path: Path) -> None:
+    steps = run("step_latency.py", str(tmp_path), "--steps", "20")
+    assert steps["nvme_loaded_blocks"] > 0, "the tier was not busy"
+    assert steps["busy_step_us"]["p99"] > 0

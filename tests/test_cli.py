@@ -1,0 +1,344 @@
+"""The command: what each verb prints, and with which status it ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiered_kv import __version__
+from tiered_kv._cli import plugins as plugins_verb
+from tiered_kv.cli import main
+from tiered_kv.hooks import PluginReport
+from tiered_kv.testing.four_methods import FourMethodTier
+from tiered_kv.tiering.base import JobMetadata
+from tiered_kv.tiering.factory import SecondaryTierFactory
+
+ROOT = Path(__file__).parents[1]
+SMALL_CHATS = ["--chats", "20", "--turns", "4", "--active-chats", "10", "--turn-blocks", "3"]
+COMMAND = [sys.executable, "-c", "from tiered_kv.cli import main; raise SystemExit(main())"]
+DESIGNED_REPLAY_FIELDS = {
+    "requests",
+    "blocks",
+    "hits",
+    "misses",
+    "hit_rate",
+    "verified_blocks",
+    "corrupt_blocks",
+    "stored_blocks",
+    "skipped_stores",
+    "seconds",
+    "step_us",
+}
+DESIGNED_BENCH_FIELDS = {
+    "name",
+    "type",
+    "block_bytes",
+    "batch",
+    "store_gb_per_s",
+    "load_gb_per_s",
+    "lookup_us",
+}
+
+
+class FlippingTier(FourMethodTier):
+    """Stores every block with its last byte flipped."""
+
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        super().submit_store(job_metadata)
+        for key in job_metadata.keys:
+            self.blocks[key] = self.blocks[key][:-1] + bytes([self.blocks[key][-1] ^ 1])
+
+
+@pytest.fixture
+def flipping() -> Iterator[str]:
+    SecondaryTierFactory.register("flipping", FlippingTier)
+    yield "flipping"
+    SecondaryTierFactory.unregister("flipping")
+
+
+def stack_file(directory: Path, *tiers: str, capacity: str = "1MiB") -> str:
+    lines = [
+        "version: 1",
+        "namespace: {model: test}",
+        "block: {bytes: 4KiB}",
+        f"primary: {{capacity: {capacity}}}",
+        "secondary:",
+        *(f"  - {{{tier}}}" for tier in tiers),
+    ]
+    file = directory / "stack.yaml"
+    file.write_text("\n".join(lines) + "\n")
+    return str(file)
+
+
+def nvme(directory: Path, name: str = "nvme") -> str:
+    return f"type: nvme, name: {name}, path: {directory}, capacity: 64MiB"
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> Any:  # Any: JSON
+    return json.loads(capsys.readouterr().out)
+
+
+def test_check_shows_what_every_tier_can_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stack = stack_file(tmp_path, nvme(tmp_path / "cache"))
+    assert main(["check", stack]) == 0
+    text = capsys.readouterr().out
+    assert "direct_io" in text
+    assert "capacity: 64MiB" in text
+    assert main(["check", stack, "--json"]) == 0
+    result = printed(capsys)
+    assert result["ok"]
+    assert [tier["name"] for tier in result["tiers"]] == ["cpu", "nvme"]
+    assert result["tiers"][0]["details"]["blocks"] == 256
+    assert len(result["namespace_digest"]) == 32
+
+
+def test_check_shows_the_other_tiers_where_one_cannot_be_opened(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    stack = stack_file(tmp_path, nvme(tmp_path / "file", "bad"), nvme(tmp_path / "cache", "good"))
+    assert main(["check", stack, "--json"]) == 1
+    result = printed(capsys)
+    assert not result["ok"]
+    assert [(tier["name"], tier["ok"]) for tier in result["tiers"]] == [("cpu", True), ("bad", False), ("good", True)]
+    assert "file" in result["tiers"][1]["error"]
+    assert main(["check", stack]) == 1
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_check_survives_a_tier_that_cannot_describe_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flipping: str
+) -> None:
+    def describe(tier: FlippingTier) -> dict[str, object]:
+        raise RuntimeError("no words")
+
+    monkeypatch.setattr(FlippingTier, "describe", describe)
+    assert main(["check", stack_file(tmp_path, f"type: {flipping}"), "--json"]) == 1
+    assert printed(capsys)["tiers"][1]["error"] == "it cannot be described: RuntimeError: no words"
+
+
+def test_check_finds_two_tiers_that_exclude_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stack = stack_file(tmp_path, nvme(tmp_path / "cache", "one"), nvme(tmp_path / "cache", "two"))
+    assert main(["check", stack, "--json"]) == 1
+    assert [tier["ok"] for tier in printed(capsys)["tiers"]] == [True, True, False]
+
+
+@pytest.mark.parametrize("verb", ["check", "replay", "bench"])
+def test_a_bad_file_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    stack = stack_file(tmp_path, "type: nvme, path: x, capacity: 64MiB, colour: red")
+    assert main([verb, stack]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert "colour" in captured.err
+    assert "Traceback" not in captured.err
+    assert main([verb, stack, "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_replay_counts_hits_by_tier_and_finds_no_corrupt_block(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stack = stack_file(tmp_path, nvme(tmp_path / "cache"), capacity="400KiB")
+    assert main(["replay", stack, "--json", *SMALL_CHATS]) == 0
+    first = printed(capsys)
+    assert first.keys() >= DESIGNED_REPLAY_FIELDS
+    assert set(first["step_us"]) == {"p50", "p99", "max"}
+    assert set(first["hits"]) == {"cpu", "nvme"}
+    assert min(first["hits"].values()) > 0
+    assert first["verified_blocks"] == sum(first["hits"].values())
+    assert first["corrupt_blocks"] == 0
+    assert first["requests"] == 80
+    assert main(["replay", stack, "--json", "--requests", "10", *SMALL_CHATS]) == 0
+    second = printed(capsys)
+    assert second["requests"] == 10
+    assert second["first_request_hits"] > 0
+
+
+def test_replay_prints_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", stack_file(tmp_path, "type: memory, capacity: 64MiB"), *SMALL_CHATS]) == 0
+    words = capsys.readouterr().out.split()
+    assert {"cpu", "memory", "misses", "verified_blocks"} <= set(words)
+    assert words[words.index("corrupt_blocks") + 1] == "0"
+
+
+def test_replay_reads_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = {"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(3 * (json.dumps(line) + "\n"))
+    stack = stack_file(tmp_path, "type: memory, capacity: 64MiB")
+    assert main(["replay", stack, "--trace", str(trace), "--concurrency", "1", "--json"]) == 0
+    result = printed(capsys)
+    assert (result["requests"], result["blocks"], result["misses"]) == (3, 6, 2)
+    trace.write_text(json.dumps(line) + "\n{}\n")
+    assert main(["replay", stack, "--trace", str(trace)]) == 2
+    assert capsys.readouterr().err == f"error: {trace}:2: 'timestamp' is missing\n"
+
+
+def test_options_of_the_built_in_chats_do_not_go_with_a_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", stack_file(tmp_path), "--trace", "t", "--active-chats", "3"]) == 2
+    assert "--active-chats is for built-in chats" in capsys.readouterr().err
+
+
+def test_a_corrupt_block_ends_replay_and_bench_with_a_status_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flipping: str
+) -> None:
+    stack = stack_file(tmp_path, f"type: {flipping}", capacity="400KiB")
+    assert main(["replay", stack, *SMALL_CHATS]) == 1
+    assert "CORRUPT: block" in capsys.readouterr().out
+    assert main(["bench", stack, "--blocks", "64", "--rounds", "1", "--json"]) == 1
+    assert printed(capsys)["tiers"][0]["corrupt_blocks"] == 64
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_replay_in_good_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache = tmp_path / "cache"
+    stack = stack_file(tmp_path, nvme(cache))
+    replay = [*COMMAND, "replay", stack, "--json", "--chats", "1000000", "--active-chats", "50"]
+    process = subprocess.Popen(replay, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    end_s = time.monotonic() + 60
+    while sum(file.stat().st_blocks for file in cache.glob("**/*")) * 512 < 16 << 20:
+        assert time.monotonic() < end_s
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert err == ""
+    result = json.loads(out)
+    assert result["interrupted"]
+    assert result["requests"] > 0
+    assert result["corrupt_blocks"] == 0
+    assert main(["check", stack, "--json"]) == 0
+    capsys.readouterr()
+
+
+@pytest.mark.slow
+def test_the_quickstart_hits_in_cpu_and_nvme(tmp_path: Path) -> None:
+    example = ROOT / "examples/quickstart.yaml"
+    done = subprocess.run(
+        [*COMMAND, "replay", str(example), "--json"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["hits"]["cpu"] > 1000
+    assert result["hits"]["nvme"] > 1000
+    assert result["corrupt_blocks"] == 0
+
+
+def test_every_field_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    described = (ROOT / "docs/command.md").read_text()
+    stack = stack_file(tmp_path, "type: memory, capacity: 64MiB")
+    assert main(["replay", stack, "--json", "--requests", "5"]) == 0
+    fields = set(printed(capsys))
+    assert main(["bench", stack, "--blocks", "8", "--rounds", "1", "--json"]) == 0
+    fields |= set(printed(capsys)["tiers"][0])
+    assert main(["check", stack, "--json"]) == 0
+    fields |= set(printed(capsys))
+    assert {field for field in fields if f"`{field}`" not in described} == set()
+
+
+def test_the_program_in_the_quickstart_runs(tmp_path: Path) -> None:
+    text = (ROOT / "docs/quickstart.md").read_text()
+    program = text.partition("```python\n")[2].partition("```")[0].replace("examples/", f"{ROOT}/examples/")
+    program += "assert (stored, loaded) == (100, 100)\n"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_bench_measures_every_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stack = stack_file(tmp_path, nvme(tmp_path / "cache"), "type: memory, capacity: 64MiB")
+    arguments = ["bench", stack, "--blocks", "100", "--batch", "16", "--rounds", "2"]
+    assert main([*arguments, "--json"]) == 0
+    result = printed(capsys)
+    assert [tier["name"] for tier in result["tiers"]] == ["nvme", "memory"]
+    for tier in result["tiers"]:
+        assert tier.keys() >= DESIGNED_BENCH_FIELDS
+        assert (tier["block_bytes"], tier["batch"], tier["verified_blocks"]) == (4096, 16, 200)
+        assert tier["store_gb_per_s"] > 0
+        assert tier["load_gb_per_s"] > 0
+        assert {"p50", "p99"} <= set(tier["lookup_us"])
+    assert main([*arguments, "--tier", "memory"]) == 0
+    text = capsys.readouterr().out
+    assert "memory" in text
+    assert "800KiB" in text  # what it wrote
+    assert main([*arguments, "--tier", "tape"]) == 2
+    assert "no secondary tier 'tape'; it has nvme, memory" in capsys.readouterr().err
+
+
+def test_bench_of_a_stack_without_tiers_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", stack_file(tmp_path)]) == 2
+    assert "no secondary tier" in capsys.readouterr().err
+
+
+def test_plugins_lists_tiers_with_their_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins", "--json"]) == 0
+    result = printed(capsys)
+    tiers = {tier["name"]: {setting["name"]: setting for setting in tier["settings"]} for tier in result["tiers"]}
+    assert {"nvme", "memory"} <= set(tiers)
+    assert tiers["nvme"]["path"]["required"]
+    assert tiers["nvme"]["capacity"]["accepts"] == "size"
+    assert tiers["nvme"]["job_timeout"]["accepts"] == "duration"
+    assert all(setting["description"] for setting in tiers["nvme"].values())
+    assert main(["plugins"]) == 0
+    assert "job_timeout" in capsys.readouterr().out
+
+
+def test_a_broken_plugin_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class Plugins:
+        def reports(self) -> list[PluginReport]:
+            return [PluginReport("tape", "tiered-kv-tape 1.0", (), "ImportError: no tape")]
+
+    monkeypatch.setattr(plugins_verb, "tier_plugins", Plugins)
+    assert main(["plugins"]) == 1
+    assert capsys.readouterr().out == "broken: plugin 'tape' of tiered-kv-tape 1.0: ImportError: no tape\n"
+    assert main(["plugins", "--json"]) == 1
+    assert printed(capsys)["broken"][0]["error"] == "ImportError: no tape"
+
+
+def test_schema_describes_every_tier(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema"]) == 0
+    text = capsys.readouterr().out
+    assert json.loads(text)["properties"]["secondary"]
+    assert '"tier-nvme"' in text
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"tiered-kv {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["replay"], ["replay", "x", "--requests", "0"], ["polish"]])
+def test_bad_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_what_people_look_at_is_not_loaded_for_machines() -> None:
+    program = "import sys; from tiered_kv.cli import main; main(['plugins', '--json']); print('rich' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_a_reader_that_goes_away_is_no_traceback() -> None:
+    process = subprocess.Popen([*COMMAND, "schema"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait(timeout=60) != 0

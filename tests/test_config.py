@@ -1,0 +1,366 @@
+"""Configuration: what is written is what is meant, and every mistake is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import Field, SecretStr
+
+from tiered_kv.config import StackConfig, load_config
+from tiered_kv.errors import ConfigError
+from tiered_kv.hooks import TierType, hookimpl, tier_plugins
+from tiered_kv.namespace import Namespace
+from tiered_kv.schema import stack_schema
+from tiered_kv.settings import StrictModel, TierSettings
+from tiered_kv.stackfile import FILE_BYTES_MAX, parse_stack_text
+from tiered_kv.testing.four_methods import FourMethodTier
+from tiered_kv.units import (
+    BYTES_MAX,
+    Bytes,
+    Seconds,
+    format_bytes,
+    format_seconds,
+    parse_bytes,
+    parse_seconds,
+)
+
+MINIMAL: dict[str, object] = {
+    "namespace": {"model": "m"},
+    "block": {"bytes": "64KiB"},
+    "primary": {"capacity": "1MiB"},
+}
+
+
+class TlsSettings(StrictModel):
+    ca_file: str = ""
+
+
+class VaultSettings(TierSettings):
+    """A tier with a setting of every troublesome kind."""
+
+    capacity: Bytes = Field(description="How much the vault holds.")
+    ttl: Seconds = 60.0
+    url: str = "vault://localhost"
+    password: SecretStr = SecretStr("")
+    sasl: SecretStr | None = None
+    port: int = 1
+    tls: TlsSettings | None = None
+    hosts: tuple[str, ...] = ()
+
+
+class VaultPlugin:
+    types: ClassVar[list[TierType]] = [TierType("vault", VaultSettings, lambda: FourMethodTier, "A vault.")]
+
+    @hookimpl
+    def tiered_kv_register_tiers(self) -> list[TierType]:
+        return self.types
+
+
+@pytest.fixture(autouse=True)
+def _vault() -> Iterator[None]:
+    tier_plugins().register(VaultPlugin(), "vault-plugin")
+    yield
+    tier_plugins().unregister("vault-plugin")
+
+
+def vault(**settings: object) -> dict[str, object]:
+    return {**MINIMAL, "secondary": [{"type": "vault", "capacity": "1GiB", **settings}]}
+
+
+def error_of(source: object, environ: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(source, environ=environ or {})  # type: ignore[arg-type]  # bad input is the point
+    return str(caught.value)
+
+
+class TestUnits:
+    @pytest.mark.parametrize(
+        ("written", "size_bytes"),
+        [
+            (0, 0),
+            ("512", 512),
+            ("64MiB", 64 << 20),
+            (" 64 MiB ", 64 << 20),
+            ("1.5GB", 1_500_000_000),
+            ("0.5KiB", 512),
+            ("3B", 3),
+            ("2kB", 2000),
+            ("2KB", 2000),
+            ("1PiB", 1 << 50),
+        ],
+    )
+    def test_sizes_are_read_in_units_of_1024_and_1000(self, written: object, size_bytes: int) -> None:
+        assert parse_bytes(written) == size_bytes
+
+    @pytest.mark.parametrize("written", ["", "MiB", "-1", -1, "1.5B", "1e3", True, None, "9999PiB", "1" * 100, [], 0.5])
+    def test_what_is_no_size_is_refused_with_an_example(self, written: object) -> None:
+        with pytest.raises(ValueError, match="64MiB"):
+            parse_bytes(written)
+
+    def test_an_ambiguous_unit_is_answered_with_both_spellings(self) -> None:
+        with pytest.raises(ValueError, match=r"MiB \(1048576 bytes\) or MB \(1000000 bytes\)"):
+            parse_bytes("64M")
+
+    @given(st.integers(min_value=0, max_value=BYTES_MAX))
+    def test_a_printed_size_reads_back_as_itself(self, size_bytes: int) -> None:
+        assert parse_bytes(format_bytes(size_bytes)) == size_bytes
+
+    @pytest.mark.parametrize(
+        ("size_bytes", "text"),
+        [(0, "0B"), (1536 << 20, "1536MiB"), (10**11, "100GB"), (8 << 30, "8GiB"), (1_500_000_000, "1500MB")],
+    )
+    def test_sizes_are_printed_short(self, size_bytes: int, text: str) -> None:
+        assert format_bytes(size_bytes) == text
+
+    @pytest.mark.parametrize(
+        ("written", "seconds"),
+        [
+            (1, 1.0),
+            (0.25, 0.25),
+            ("250ms", 0.25),
+            ("30s", 30.0),
+            ("5m", 300.0),
+            ("1h", 3600.0),
+            ("1.5", 1.5),
+            ("10us", 1e-5),
+        ],
+    )
+    def test_durations_are_read_with_units(self, written: object, seconds: float) -> None:
+        assert parse_seconds(written) == seconds
+
+    @pytest.mark.parametrize("written", ["", "s", "-1s", -0.1, "1 parsec", False, float("nan"), float("inf")])
+    def test_what_is_no_duration_is_refused_with_an_example(self, written: object) -> None:
+        with pytest.raises(ValueError, match="250ms"):
+            parse_seconds(written)
+
+    @given(
+        st.floats(min_value=0, max_value=1e9, allow_subnormal=False).filter(lambda value: value == 0 or value > 1e-9)
+    )
+    def test_a_printed_duration_reads_back_as_itself(self, seconds: float) -> None:
+        assert parse_seconds(format_seconds(seconds)) == seconds
+
+
+class TestFile:
+    def test_a_whole_file_is_read(self, tmp_path: Path) -> None:
+        path = tmp_path / "stack.yaml"
+        path.write_text(
+            "version: 1\n"
+            "namespace: {model: meta-llama/Llama-3.1-8B-Instruct, revision: main, dtype: bfloat16}\n"
+            "block: {bytes: 2MiB, tokens: 16}\n"
+            "primary: {capacity: 8GiB, policy: lru}\n"
+            "secondary:\n"
+            "  - {type: vault, capacity: 100GiB, ttl: 1h, job_timeout: 250ms}\n"
+        )
+        config = load_config(path, environ={})
+        assert config.primary_blocks == 4096
+        (tier,) = config.secondary
+        assert isinstance(tier, VaultSettings)
+        assert (tier.name, tier.capacity, tier.ttl, tier.job_timeout) == ("vault", 100 << 30, 3600.0, 0.25)
+
+    def test_a_missing_file_is_an_error_with_its_path(self, tmp_path: Path) -> None:
+        assert str(tmp_path / "none.yaml") in error_of(tmp_path / "none.yaml")
+
+    def test_a_syntax_error_gives_line_and_column(self) -> None:
+        with pytest.raises(ConfigError, match="line 3, column 1: expected"):
+            parse_stack_text("version: 1\nblock: {bytes: 1\n")
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("version: 1\nversion: 1\n", "line 2, column 1: the key 'version' stands here twice"),
+            ("block: {bytes: 1, bytes: 2}\n", "the key 'bytes' stands here twice"),
+            ("a: &x 1\nb: *x\n", "no aliases"),
+            ("{a: b}: c\n", "a key must be a text"),
+            ("a: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
+            ("- 1\n", "expected a mapping"),
+            ("", "expected a mapping"),
+            ("a: \x00\n", "not YAML"),
+            ("[" * 100_000, "nested too deeply"),
+        ],
+    )
+    def test_what_is_no_stack_is_refused(self, text: str, message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            parse_stack_text(text)
+
+    def test_a_file_has_a_largest_size(self, tmp_path: Path) -> None:
+        path = tmp_path / "large.yaml"
+        path.write_bytes(b"#" * (FILE_BYTES_MAX + 1))
+        assert f"at most {FILE_BYTES_MAX} bytes" in error_of(path)
+
+
+class TestVariables:
+    def test_variables_are_filled_in_where_texts_stand(self) -> None:
+        config = load_config(
+            {**vault(url="${SCHEME}://${HOST:-localhost}/$$x", port="${PORT}"), "namespace": {"model": "${MODEL:-m}"}},
+            environ={"SCHEME": "vaults", "PORT": "7"},
+        )
+        (tier,) = config.secondary
+        assert isinstance(tier, VaultSettings)
+        assert (tier.url, tier.port, config.namespace.model) == ("vaults://localhost/$x", 7, "m")
+
+    def test_a_missing_variable_is_named_with_its_key(self) -> None:
+        assert error_of(vault(password="${VAULT_PASSWORD}")).startswith(
+            "secondary.0.password: the environment variable VAULT_PASSWORD is not set"
+        )
+
+    def test_a_malformed_reference_is_refused(self) -> None:
+        assert "$$ for a plain $" in error_of(vault(url="${not a name}"))
+
+    def test_what_a_variable_brings_is_not_expanded_again(self) -> None:
+        config = load_config(vault(url="${A}"), environ={"A": "${B}"})
+        (tier,) = config.secondary
+        assert isinstance(tier, VaultSettings)
+        assert tier.url == "${B}"
+
+
+class TestMistakes:
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"blok": 1}, "blok: unknown key, with the value 1; did you mean 'block'?"),
+            ({"block": {"byts": 1, "bytes": 1}}, "block.byts: unknown key, with the value 1; did you mean 'bytes'?"),
+            ({"block": {}}, "block.bytes: this key is required: Bytes of a block."),
+            ({"block": {"bytes": 1, "tokens": True}}, "block.tokens: expected a whole number, found True"),
+            ({"block": {"bytes": 0}}, "block.bytes: expected a value greater than or equal to 1, found 0"),
+            ({"primary": {"capacity": "8 parsecs"}}, "primary.capacity: expected a size such as 64MiB"),
+            ({"primary": "8GiB"}, "primary: expected a mapping, found '8GiB'"),
+            ({"version": 2}, "version: expected 1, found 2"),
+            ({"primary": {"capacity": "100KiB"}}, "primary.capacity: expected room for at least 2 blocks of 64KiB"),
+            ({"primary": {"capacity": "1MiB", "promotion_budget": 1}}, "primary.promotion_budget: expected room"),
+            ({"primary": {"capacity": "1MiB", "shared": "../x"}}, "primary.shared: "),
+            ({"secondary": {}}, "secondary: expected a list of tiers"),
+            ({"secondary": ["vault"]}, "secondary.0: expected a mapping with the key 'type'"),
+            ({"secondary": [{"type": "valt"}]}, "secondary.0.type: unknown tier type 'valt'; did you mean 'vault'?"),
+            ({"secondary": [{"type": "no.such.module:X"}]}, "secondary.0.type: 'no.such.module:X' cannot be loaded"),
+            ({"secondary": [{"type": "vault"}]}, "secondary.0.capacity: this key is required: How much the vault"),
+        ],
+    )
+    def test_a_mistake_is_named_with_its_key_and_what_would_do(self, change: dict[str, object], message: str) -> None:
+        assert message in error_of({**MINIMAL, **change})
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"ttll": 1}, "secondary.0.ttll: unknown key, with the value 1; did you mean 'ttl'?; known keys: type"),
+            (
+                {"tls": {"cafile": "x"}},
+                "secondary.0.tls.cafile: unknown key, with the value 'x'; did you mean 'ca_file'?",
+            ),
+            ({"store_budget": "1KiB"}, "secondary.0.store_budget: expected room for at least 1 block of 64KiB"),
+            ({"name": "cpu"}, "secondary.0.name: the name 'cpu' is taken by the primary tier"),
+            ({"name": "../x"}, "secondary.0.name: "),
+            ({"job_timeout": 0}, "secondary.0.job_timeout: expected a value greater than 0"),
+        ],
+    )
+    def test_a_mistake_in_a_tier_is_named_the_same_way(self, settings: dict[str, object], message: str) -> None:
+        assert message in error_of(vault(**settings))
+
+    def test_all_mistakes_are_told_at_once(self) -> None:
+        message = error_of({**vault(ttl="soon", name="cpu"), "block": {"bytes": "big"}})
+        assert message.startswith("2 settings cannot be used:\n")
+        assert "\n  secondary.0.ttl: " in message
+        assert "\n  block.bytes: " in message
+
+    def test_two_tiers_cannot_share_a_name(self) -> None:
+        entry = {"type": "vault", "capacity": 1}
+        assert "secondary.1.name: the name 'vault' is taken by another tier" in error_of(
+            {**MINIMAL, "secondary": [entry, entry]}
+        )
+        config = load_config({**MINIMAL, "secondary": [entry, {**entry, "name": "vault-2"}]}, environ={})
+        assert [tier.name for tier in config.secondary] == ["vault", "vault-2"]
+
+
+class TestSecrets:
+    SECRET = "hunter2-hunter2"
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"password": ["hunter2-hunter2"]},
+            {"sasl": {"a": "hunter2-hunter2"}},
+            {"api_key": "hunter2-hunter2"},
+            {"port": "${SECRET}"},
+            {"ttl": "${SECRET}"},
+            {"capacity": ["${SECRET}"]},
+            {"tls": "${SECRET}"},
+            {"nonsense": "vault://user:hunter2-hunter2@host"},
+            {"nonsense": {"password": "hunter2-hunter2"}},
+        ],
+    )
+    def test_no_error_shows_a_secret(self, settings: dict[str, object]) -> None:
+        with pytest.raises(ConfigError) as caught:
+            load_config(vault(**settings), environ={"SECRET": self.SECRET})
+        assert "***" in str(caught.value)
+        error: BaseException | None = caught.value
+        while error is not None:
+            assert self.SECRET not in str(error) + repr(error)
+            error = error.__cause__ or error.__context__
+
+    def test_no_printed_configuration_shows_a_secret(self) -> None:
+        config = load_config(
+            vault(url="vault://user:hunter2-hunter2@host", password="${SECRET}", sasl=self.SECRET, hosts=["${SECRET}"]),
+            environ={"SECRET": self.SECRET},
+        )
+        assert isinstance(config.secondary[0], VaultSettings)
+        assert config.secondary[0].hosts == (self.SECRET,)
+        printed = f"{config} {config!r} {config.public_dict()} {config.secondary[0]}"
+        assert self.SECRET not in printed
+        assert "***" in printed
+
+    def test_what_is_no_secret_is_printed_with_units(self) -> None:
+        public = load_config(vault(), environ={}).public_dict()
+        assert public["primary"] == {
+            "capacity": "1MiB",
+            "policy": "lru",
+            "shared": None,
+            "huge_pages": False,
+            "prefault": False,
+            "numa_node": None,
+            "promotion_budget": None,
+            "promotion_hold": "10s",
+        }
+        assert public["secondary"][0]["ttl"] == "1m"  # type: ignore[index]  # a list of mappings
+
+
+def test_a_program_makes_a_configuration_without_a_file() -> None:
+    config = StackConfig.model_validate(
+        {"namespace": Namespace(model="m"), "block": {"bytes": 1024}, "primary": {"capacity": 4096}}
+    )
+    assert config.primary_blocks == 4
+    assert load_config(config) is config
+
+
+def test_a_configuration_reads_back_what_it_prints() -> None:
+    config = load_config(vault(), environ={})
+    printed = config.public_dict()
+    printed["secondary"] = [{**entry, "password": ""} for entry in printed["secondary"]]  # type: ignore[attr-defined]
+    assert load_config(printed, environ={}) == config
+
+
+def test_the_schema_knows_every_tier_and_its_settings() -> None:
+    schema = stack_schema()
+    entry = schema["$defs"]["tier-vault"]
+    assert entry["properties"]["type"] == {"const": "vault"}
+    assert entry["required"] == ["capacity", "type"]
+    assert set(entry["properties"]) == set(VaultSettings.model_fields)
+    assert {"$ref": "#/$defs/tier-vault-TlsSettings"} in entry["properties"]["tls"]["anyOf"]
+    assert '"ge"' not in json.dumps(schema)
+    assert {"$ref": "#/$defs/tier-vault"} in schema["properties"]["secondary"]["items"]["oneOf"]
+
+
+def test_the_configuration_reference_mentions_every_setting() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "configuration.md").read_text()
+    missing = [
+        f"{title}.{name}"
+        for title, definition in {"stack": stack_schema(), **stack_schema()["$defs"]}.items()
+        if not title.startswith("tier-vault")
+        for name in definition.get("properties", {})
+        if f"`{name}`" not in text
+    ]
+    assert missing == []

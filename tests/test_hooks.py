@@ -1,0 +1,186 @@
+"""Plugins: everybody comes in through the same door, and nobody's mistake costs another's tier."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tiered_kv.errors import ConfigError
+from tiered_kv.hooks import TierPlugins, TierType, hookimpl, tier_plugins
+from tiered_kv.settings import ClassArguments, TierSettings
+from tiered_kv.testing.four_methods import FourMethodTier
+
+HOOK = """
+from tiered_kv.hooks import TierType, hookimpl
+from tiered_kv.settings import TierSettings
+from tiered_kv.testing.four_methods import FourMethodTier
+
+@hookimpl
+def tiered_kv_register_tiers():
+    return [TierType({name!r}, TierSettings, lambda: FourMethodTier)]
+"""
+
+
+class Plugin:
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    @hookimpl
+    def tiered_kv_register_tiers(self) -> Iterable[TierType]:
+        return [TierType(name, TierSettings, lambda: FourMethodTier) for name in self.names]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterable[Callable[[str, str], None]]:
+    """Install a distribution of one module, called like the distribution, with the given source."""
+    installed: list[str] = []
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def install(name: str, source: str) -> None:
+        (tmp_path / f"{name}.py").write_text(source)
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[tiered_kv]\n{name} = {name}\n")
+        importlib.invalidate_caches()
+        installed.append(name)
+
+    yield install
+    for name in installed:
+        sys.modules.pop(name, None)
+
+
+def load_installed() -> TierPlugins:
+    plugins = TierPlugins()
+    plugins.load_installed()
+    return plugins
+
+
+def test_an_installed_plugin_is_found(install: Callable[[str, str], None]) -> None:
+    install("outsider", HOOK.format(name="outside"))
+    plugins = load_installed()
+    assert plugins.resolve("outside").load() is FourMethodTier
+    (report,) = [report for report in plugins.reports() if report.plugin == "outsider"]
+    assert (report.distribution, report.error) == ("outsider 1.0", "")
+
+
+def test_plugins_that_were_loaded_are_not_loaded_again(install: Callable[[str, str], None]) -> None:
+    install("outsider", HOOK.format(name="outside"))
+    plugins = load_installed()
+    before = plugins.reports()
+    plugins.load_installed()
+    assert plugins.reports() == before
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("raise RuntimeError('out of order')", "RuntimeError: out of order"),
+        ("import no_such_module", "ModuleNotFoundError"),
+        ("", "gives no tier type: is its function marked with @hookimpl?"),
+        (HOOK.format(name="no good name"), "cannot name a tier type"),
+        (HOOK.format(name="x").replace("[TierType", "['x', TierType"), "which is no TierType"),
+    ],
+)
+def test_a_broken_plugin_is_reported_and_costs_nobody_else(
+    install: Callable[[str, str], None], caplog: pytest.LogCaptureFixture, source: str, reason: str
+) -> None:
+    install("broken", source)
+    install("healthy", HOOK.format(name="health"))
+    plugins = load_installed()
+    assert "health" in plugins.tier_types()
+    (report,) = [report for report in plugins.reports() if report.plugin == "broken"]
+    assert reason in report.error
+    assert "plugin 'broken' of broken 1.0 cannot be loaded" in caplog.text
+    with pytest.raises(ConfigError, match=r"unknown tier type 'x'.*plugin 'broken' of broken 1\.0 cannot be loaded"):
+        plugins.resolve("x")
+
+
+def test_a_name_that_two_distributions_claim_is_an_error_that_names_both(install: Callable[[str, str], None]) -> None:
+    install("first", HOOK.format(name="twice"))
+    install("second", HOOK.format(name="twice"))
+    install("third", HOOK.format(name="once"))
+    plugins = load_installed()
+    with pytest.raises(ConfigError) as caught:
+        plugins.resolve("twice")
+    assert "plugin 'first' of first 1.0" in str(caught.value)
+    assert "plugin 'second' of second 1.0" in str(caught.value)
+    assert plugins.resolve("once")
+    conflicts = {report.plugin for report in plugins.reports() if "uninstall one of them" in report.error}
+    assert conflicts == {"first", "second"}
+
+
+def test_a_program_cannot_register_a_name_that_is_taken() -> None:
+    plugins = TierPlugins()
+    plugins.register(Plugin("one"), "first")
+    with pytest.raises(ConfigError, match="'one' is registered by plugin 'first' and plugin 'second'"):
+        plugins.register(Plugin("two", "one"), "second")
+    assert list(plugins.tier_types()) == ["one"]
+    plugins.unregister("first")
+    plugins.register(Plugin("two", "one"), "second")
+    assert list(plugins.tier_types()) == ["one", "two"]
+
+
+def test_a_plugin_is_registered_once() -> None:
+    plugins = TierPlugins()
+    plugin = Plugin("one")
+    plugins.register(plugin)
+    with pytest.raises(ConfigError, match="cannot be used: it cannot be registered"):
+        plugins.register(plugin, "again")
+    assert list(plugins.tier_types()) == ["one"]
+
+
+def test_a_plugin_gives_each_name_once() -> None:
+    with pytest.raises(ConfigError, match="two tier types of one name"):
+        TierPlugins().register(Plugin("one", "one"))
+
+
+def test_the_built_in_tiers_come_through_entry_points_alone() -> None:
+    assert TierPlugins().tier_types() == {}
+    origins = {report.plugin: report for report in tier_plugins().reports()}
+    for name in ("memory", "nvme"):
+        assert origins[name].distribution.startswith("tiered-kv ")
+        assert origins[name].error == ""
+        assert [tier.name for tier in origins[name].tiers] == [name]
+
+
+class TestReferences:
+    @pytest.fixture(autouse=True)
+    def _module(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        module = ModuleType("some_program")
+        module.Tier = FourMethodTier  # type: ignore[attr-defined]
+        module.tier_type = TierType("thing", TierSettings, lambda: FourMethodTier)  # type: ignore[attr-defined]
+        module.number = 1  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "some_program", module)
+
+    def test_a_class_is_found_by_its_name(self) -> None:
+        tier_type = TierPlugins().resolve("some_program:Tier")
+        assert tier_type.load() is FourMethodTier
+        assert tier_type.settings is ClassArguments
+
+    def test_a_tier_type_is_found_by_its_name(self) -> None:
+        assert TierPlugins().resolve("some_program:tier_type").name == "thing"
+
+    @pytest.mark.parametrize("name", ["some_program:number", "some_program:missing", "no_such_program:Tier", ":", "a:"])
+    def test_what_is_no_tier_is_refused(self, name: str) -> None:
+        with pytest.raises(ConfigError, match=r"cannot be loaded|expected a tier's class"):
+            TierPlugins().resolve(name)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: TierType("", TierSettings, lambda: FourMethodTier),
+        lambda: TierType("a:b", TierSettings, lambda: FourMethodTier),
+        lambda: TierType("a", dict, lambda: FourMethodTier),  # type: ignore[arg-type]
+        lambda: TierType("a", TierSettings, None),  # type: ignore[arg-type]
+    ],
+)
+def test_a_tier_type_that_cannot_work_is_refused_when_it_is_made(build: Callable[[], TierType]) -> None:
+    with pytest.raises(ConfigError):
+        build()

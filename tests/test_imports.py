@@ -1,0 +1,149 @@
+"""Importing is cheap, needs no extra, and runs one way."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tiered_kv
+
+ROOT = Path(__file__).parent.parent
+EXTRAS = frozenset({"torch", "redis", "boto3", "botocore", "aiofiles", "cryptography", "zstandard"})
+IMPORT_LIMIT_S = 0.150
+
+ROOMS: list[tuple[str, ...]] = [
+    ("tiered_kv.base", "tiered_kv.mediums", "tiered_kv.backend", "tiered_kv.errors"),
+    ("tiered_kv.units", "tiered_kv.redaction"),
+    ("tiered_kv.validation", "tiered_kv.settings", "tiered_kv.namespace", "tiered_kv.stackfile"),
+    ("tiered_kv.hooks", "tiered_kv.config"),
+    ("tiered_kv.cpu", "tiered_kv.tiering.base"),
+    ("tiered_kv.tiering", "tiered_kv.toolkit"),
+    ("tiered_kv.abstract",),
+    ("tiered_kv_",),  # the plugins
+    ("tiered_kv.facade", "tiered_kv.stack", "tiered_kv.schema"),
+    ("tiered_kv.workload",),
+    ("tiered_kv._cli", "tiered_kv.cli"),
+    ("tiered_kv.testing", "tiered_kv.integrations"),
+]
+"""Who may import whom: each room those above it, and itself."""
+
+
+def run_fresh(program: str) -> object:
+    """Return what `program` prints as JSON in an interpreter of its own."""
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
+    answer: object = json.loads(done.stdout)
+    return answer
+
+
+def sources() -> list[tuple[str, Path]]:
+    """Return each module of the distribution and its file."""
+    found = []
+    for top in [ROOT / "tiered_kv", *sorted((ROOT / "plugins").glob("tiered_kv_*"))]:
+        for path in sorted(top.rglob("*.py")):
+            parts = path.relative_to(top.parent).with_suffix("").parts
+            found.append((".".join(parts[:-1] if parts[-1] == "__init__" else parts), path))
+    return found
+
+
+def imports_of(path: Path, *, top_level_only: bool = False) -> set[str]:
+    """Return the modules that `path` imports when it runs, imports for type checkers left out."""
+    found: set[str] = set()
+    for node in _running(ast.parse(path.read_text()), top_level_only):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def _running(node: ast.AST, top_level_only: bool) -> Iterator[ast.AST]:
+    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        return
+    if top_level_only and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _running(child, top_level_only)
+
+
+def room_of(module: str) -> int:
+    """Return the number of the room that `module` stands in, by the longest name that fits."""
+    fitting = [
+        (len(name), number)
+        for number, names in enumerate(ROOMS)
+        for name in names
+        if module == name or module.startswith(f"{name}.") or (name.endswith("_") and module.startswith(name))
+    ]
+    assert fitting, f"{module} stands in no room: add it to ROOMS"
+    return max(fitting)[1]
+
+
+def is_ours(module: str) -> bool:
+    return module.partition(".")[0].startswith("tiered_kv") and module != "tiered_kv.__version__"
+
+
+def test_importing_the_package_is_fast_and_loads_nothing_heavy() -> None:
+    program = (
+        "import sys, time, json; began = time.perf_counter(); import tiered_kv;"
+        "print(json.dumps([time.perf_counter() - began, sorted(sys.modules)]))"
+    )
+    runs = [run_fresh(program) for _ in range(5)]
+    times: list[float] = []
+    for run in runs:
+        assert isinstance(run, list)
+        seconds, modules = run
+        times.append(seconds)
+        assert not set(modules) & (EXTRAS | {"numpy", "pydantic", "rich", "asyncio", "yaml"})
+    assert statistics.median(times) < IMPORT_LIMIT_S
+
+
+def test_every_public_name_is_there_and_needs_no_extra() -> None:
+    program = (
+        "import sys, json, tiered_kv; tiered_kv.tier_plugins();"
+        "[getattr(tiered_kv, name) for name in tiered_kv.__all__];"
+        "print(json.dumps(sorted(sys.modules)))"
+    )
+    modules = run_fresh(program)
+    assert isinstance(modules, list)
+    assert not set(modules) & (EXTRAS | {"rich", "asyncio"})
+
+
+def test_the_public_names_are_sorted_and_complete() -> None:
+    assert tiered_kv.__all__ == sorted(tiered_kv.__all__)
+    assert set(tiered_kv.__all__) <= set(dir(tiered_kv))
+    assert set(tiered_kv.__all__) == set(tiered_kv._HOME)
+    with pytest.raises(AttributeError, match="no attribute 'nonesuch'"):
+        tiered_kv.nonesuch  # noqa: B018 - the look-up is the point
+
+
+def test_the_version_is_the_distribution_s() -> None:
+    assert tiered_kv.__version__ == importlib.metadata.version("tiered-kv")
+
+
+@pytest.mark.parametrize(("module", "path"), sources(), ids=[module for module, _ in sources()])
+def test_imports_run_one_way(module: str, path: Path) -> None:
+    ours = {name for name in imports_of(path) if is_ours(name)}
+    if module == "tiered_kv":
+        assert ours == set(), "the package imports nothing until a name is used"
+        return
+    if module.startswith("tiered_kv_"):
+        own = module.partition(".")[0]
+        others = {name for name in ours if name.startswith("tiered_kv_") and name.partition(".")[0] != own}
+        assert others == set(), "no plugin imports another"
+    upward = {name for name in ours if room_of(name) > room_of(module)}
+    assert upward == set(), f"{module} imports upward"
+
+
+@pytest.mark.parametrize(("module", "path"), sources(), ids=[module for module, _ in sources()])
+def test_extras_are_imported_where_they_are_used(module: str, path: Path) -> None:
+    tops = {name.partition(".")[0] for name in imports_of(path, top_level_only=True)}
+    assert not tops & EXTRAS, f"{module} needs an extra to be imported"

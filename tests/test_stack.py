@@ -1,0 +1,380 @@
+"""A whole stack: opened from one configuration, used from several threads, closed without a trace."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tiered_kv
+from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
+from tiered_kv.errors import ConfigError, ShutdownError, TierError
+from tiered_kv.facade import Blocks
+from tiered_kv.stack import Stack, open_stack
+from tiered_kv.testing.faults import HangingTier
+from tiered_kv.testing.four_methods import FourMethodTier
+from tiered_kv.testing.gate import Gate
+from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
+from tiered_kv.tiering.factory import SecondaryTierFactory
+
+BLOCK_BYTES = 4096
+Register = Callable[[str, Any], None]
+
+
+def stack_of(
+    *secondary: dict[str, object], blocks: int = 16, primary: dict[str, object] | None = None
+) -> dict[str, object]:
+    return {
+        "namespace": {"model": "m"},
+        "block": {"bytes": BLOCK_BYTES},
+        "primary": {"capacity": blocks * BLOCK_BYTES, **(primary or {})},
+        "secondary": list(secondary),
+    }
+
+
+def keys_of(count: int, label: str = "block") -> list[OffloadKey]:
+    return [make_offload_key(f"{label}-{index}".encode(), 0) for index in range(count)]
+
+
+def blocks_of(count: int, seed: int = 0) -> Blocks:
+    return np.random.default_rng(seed).integers(0, 256, (count, BLOCK_BYTES), dtype=np.uint8)
+
+
+def empty(count: int) -> Blocks:
+    return np.zeros((count, BLOCK_BYTES), dtype=np.uint8)
+
+
+@pytest.fixture
+def register() -> Iterator[Register]:
+    """Make tier classes known for one test."""
+    names: list[str] = []
+
+    def register(name: str, tier: Any) -> None:
+        SecondaryTierFactory.register(name, tier)
+        names.append(name)
+
+    yield register
+    for name in names:
+        SecondaryTierFactory.unregister(name)
+
+
+@pytest.fixture
+def four(register: Register) -> None:
+    register("four", FourMethodTier)
+
+
+class TestPutAndGet:
+    def test_what_was_put_is_what_is_got(self) -> None:
+        keys, blocks, out = keys_of(10), blocks_of(10), empty(10)
+        with open_stack(stack_of()) as stack:
+            assert stack.put(keys, blocks) == 10
+            assert stack.get(keys, out) == 10
+        assert np.array_equal(out, blocks)
+
+    def test_get_ends_at_the_first_miss_and_leaves_the_rest_alone(self) -> None:
+        keys, blocks, out = keys_of(6), blocks_of(6), empty(6)
+        with open_stack(stack_of()) as stack:
+            stack.put(keys[:3], blocks[:3])
+            stack.put(keys[4:], blocks[4:])
+            assert stack.get(keys, out) == 3
+        assert np.array_equal(out[:3], blocks[:3])
+        assert not out[3:].any()
+
+    def test_what_is_there_already_counts_as_stored_and_stays(self) -> None:
+        keys, blocks, out = keys_of(4), blocks_of(4), empty(4)
+        with open_stack(stack_of()) as stack:
+            stack.put(keys[:2], blocks[:2])
+            assert stack.put(keys, np.zeros_like(blocks) + 7) == 4
+            assert stack.get(keys, out) == 4
+        assert np.array_equal(out[:2], blocks[:2])
+        assert (out[2:] == 7).all()
+
+    def test_a_key_that_stands_twice_is_stored_with_its_first_block(self) -> None:
+        key, blocks, out = keys_of(1)[0], blocks_of(2), empty(1)
+        with open_stack(stack_of()) as stack:
+            assert stack.put([key, key], blocks) == 2
+            assert stack.get([key], out) == 1
+        assert np.array_equal(out[0], blocks[0])
+
+    def test_without_other_tiers_no_more_is_stored_than_the_primary_tier_holds(self) -> None:
+        keys, blocks, out = keys_of(40), blocks_of(40), empty(40)
+        with open_stack(stack_of(blocks=16)) as stack:
+            assert stack.put(keys, blocks) == 16
+            assert stack.get(keys, out) == 16
+            assert stack.counters()["cpu"]["evicted_blocks"] == 0
+        assert np.array_equal(out[:16], blocks[:16])
+
+    @pytest.mark.usefixtures("four")
+    def test_far_more_than_the_primary_tier_holds_goes_through_it(self) -> None:
+        keys, blocks, out = keys_of(100), blocks_of(100), empty(100)
+        with open_stack(stack_of({"type": "four"}, blocks=16)) as stack:
+            assert stack.put(keys, blocks) == 100
+            assert stack.flush()
+            assert stack.get(keys, out, timeout=10.0) == 100
+            assert stack.counters()["four"].get("skipped_budget", 0) == 0
+        assert np.array_equal(out, blocks)
+
+    @pytest.mark.usefixtures("four")
+    def test_a_tier_s_small_budget_makes_small_batches(self) -> None:
+        keys, blocks, out = keys_of(40), blocks_of(40), empty(40)
+        with open_stack(stack_of({"type": "four", "store_budget": 2 * BLOCK_BYTES}, blocks=16)) as stack:
+            assert stack.put(keys, blocks) == 40
+            assert stack.flush()
+            assert stack.get(keys, out, timeout=10.0) == 40
+        assert np.array_equal(out, blocks)
+
+    def test_nothing_in_nothing_out(self) -> None:
+        with open_stack(stack_of()) as stack:
+            assert stack.put([], empty(0)) == 0
+            assert stack.get([], empty(0)) == 0
+            assert stack.get(keys_of(1), empty(1), timeout=0) == 0
+
+    def test_a_full_primary_tier_of_pinned_blocks_takes_fewer_and_does_not_hang(self) -> None:
+        keys, blocks = keys_of(16), blocks_of(16)
+        with open_stack(stack_of(blocks=16)) as stack:
+            stack.put(keys, blocks)
+            context = ReqContext(req_id="engine")
+            stack.manager.prepare_load(keys[:13], context)
+            assert stack.put(keys_of(8, "other"), blocks_of(8)) == 3
+            stack.manager.complete_load(keys[:13], context)
+            stack.manager.on_request_finished(context)
+
+    def test_rows_of_a_larger_array_will_do(self) -> None:
+        wide = np.zeros((3, 2 * BLOCK_BYTES), dtype=np.uint8)
+        wide[:, :BLOCK_BYTES] = blocks_of(3)
+        out = np.zeros_like(wide)
+        with open_stack(stack_of()) as stack:
+            assert stack.put(keys_of(3), wide[:, :BLOCK_BYTES]) == 3
+            assert stack.get(keys_of(3), out[:, BLOCK_BYTES:]) == 3
+        assert np.array_equal(out[:, BLOCK_BYTES:], wide[:, :BLOCK_BYTES])
+
+    @pytest.mark.parametrize(
+        ("keys", "blocks", "message"),
+        [
+            (["text"], empty(1), "made by make_offload_key; found 'text'"),
+            ([b"abc"], empty(1), "made by make_offload_key"),
+            (keys_of(2), empty(1), r"of shape \(keys, block_bytes\) = \(2, 4096\), found \(1, 4096\)"),
+            (keys_of(1), empty(1)[0], "of shape"),
+            (keys_of(1), empty(1).astype(np.int8), "uint8, found int8"),
+            (keys_of(1), [b"0" * BLOCK_BYTES], "uint8, found list"),
+            (keys_of(2), np.zeros((2, 2 * BLOCK_BYTES), np.uint8)[:, ::2], "contiguous rows"),
+        ],
+    )
+    def test_arguments_that_do_not_fit_are_refused(self, keys: Any, blocks: Any, message: str) -> None:
+        with open_stack(stack_of()) as stack:
+            for method in (stack.put, stack.get):
+                with pytest.raises((TypeError, ValueError), match=message):
+                    method(keys, blocks)
+
+    def test_a_read_only_array_cannot_be_loaded_into(self) -> None:
+        out = empty(1)
+        out.flags.writeable = False
+        with open_stack(stack_of()) as stack, pytest.raises(ValueError, match="read-only"):
+            stack.get(keys_of(1), out)
+
+
+class TestThreads:
+    @pytest.mark.usefixtures("four")
+    def test_threads_that_share_prefixes_get_right_bytes_or_none(self) -> None:
+        shared, content = keys_of(48), blocks_of(48)
+        failures: list[str] = []
+
+        def work(seed: int, stack: Stack) -> int:
+            rng, out, hits = np.random.default_rng(seed), empty(48), 0
+            for _ in range(30):
+                count = int(rng.integers(1, 48))
+                if rng.random() < 0.5:
+                    stack.put(shared[:count], content[:count], timeout=0.05)
+                else:
+                    got = stack.get(shared[:count], out[:count], timeout=0.2)
+                    hits += got
+                    if not np.array_equal(out[:got], content[:got]):
+                        failures.append(f"thread {seed} got wrong bytes")
+            return hits
+
+        with open_stack(stack_of({"type": "four"}, blocks=32)) as stack:
+            with ThreadPoolExecutor(4) as pool:
+                hits = list(pool.map(lambda seed: work(seed, stack), range(4)))
+            assert stack.flush()
+            # No pin and no request was left behind: the whole region can be taken again.
+            fresh = keys_of(32, "fresh")
+            assert stack.put(fresh, blocks_of(32)) == 32
+        assert not failures
+        assert sum(hits) > 0
+
+    def test_the_lock_is_free_while_blocks_are_copied(self) -> None:
+        keys, blocks = keys_of(2), blocks_of(2)
+        with open_stack(stack_of()) as stack:
+            stack.put(keys, blocks)
+            during: list[int] = []
+
+            class Watching(np.ndarray[Any, Any]):
+                def __setitem__(self, index: Any, value: Any) -> None:
+                    during.append(stack.put(keys_of(1, f"other-{index}"), blocks_of(1)))
+                    super().__setitem__(index, value)
+
+            out = empty(2).view(Watching)
+            assert stack.get(keys, out) == 2
+            assert during == [1, 1]
+
+    def test_a_copy_that_fails_leaves_neither_pin_nor_half_a_block(self) -> None:
+        keys, blocks = keys_of(16), blocks_of(16)
+
+        class Failing(np.ndarray[Any, Any]):
+            def __getitem__(self, index: Any) -> Any:
+                if index == 1:
+                    raise RuntimeError("unplugged")
+                return super().__getitem__(index)
+
+            def __setitem__(self, index: Any, value: Any) -> None:
+                raise RuntimeError("unplugged")
+
+        with open_stack(stack_of()) as stack:
+            with pytest.raises(RuntimeError, match="unplugged"):
+                stack.put(keys, blocks.view(Failing))
+            assert stack.get(keys, empty(16), timeout=0) == 0
+            assert stack.put(keys, blocks) == 16
+            with pytest.raises(RuntimeError, match="unplugged"):
+                stack.get(keys, empty(16).view(Failing))
+            assert stack.put(keys_of(16, "other"), blocks_of(16)) == 16
+
+
+class TestSlowTiers:
+    def test_a_hung_tier_costs_time_within_the_limit_and_nothing_else(self, register: Register, gate: Gate) -> None:
+        def hanging(*arguments: Any) -> SecondaryTierManager:
+            return HangingTier(FourMethodTier(*arguments), gate)
+
+        class Hanging(FourMethodTier):
+            def __new__(cls, *arguments: Any) -> Any:  # what the factory gets is the wrapper
+                return hanging(*arguments)
+
+        register("hanging", lambda: Hanging)
+        gate.close()
+        entry: dict[str, object] = {"type": "hanging", "lookup_timeout": "50ms", "job_timeout": "100ms"}
+        keys, blocks = keys_of(4), blocks_of(4)
+        with open_stack(stack_of(entry)) as stack:
+            began_s = time.monotonic()
+            assert stack.get(keys, empty(4), timeout=0.2) == 0
+            assert stack.put(keys, blocks, timeout=0.2) == 4
+            assert stack.get(keys, empty(4), timeout=0.2) == 4
+            assert stack.flush(timeout=0.2) is False
+            assert time.monotonic() - began_s < 5.0
+            gate.open()
+            assert stack.flush()
+
+
+class TestOpening:
+    def test_a_stack_has_what_an_engine_needs(self, register: Register) -> None:
+        specs: list[TierSpec] = []
+
+        class Noting(FourMethodTier):
+            def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str) -> None:
+                super().__init__(offloading_spec, primary_kv_view, tier_type)
+                specs.append(offloading_spec)
+
+        register("noting", Noting)
+        config = tiered_kv.load_config(stack_of({"type": "noting"}, {"type": "noting", "name": "second"}))
+        with tiered_kv.open_stack(config) as stack:
+            assert stack.kv_view.shape == (16, BLOCK_BYTES)
+            assert stack.tier_names == ["noting", "second"]
+            assert [type(tier) for tier in stack.secondary_tiers] == [Noting, Noting]
+            assert stack.primary is stack.manager.primary
+            assert sorted(stack.counters()) == ["cpu", "noting", "second"]
+        assert [(spec.name, spec.block_bytes) for spec in specs] == [("noting", BLOCK_BYTES), ("second", BLOCK_BYTES)]
+        assert {spec.namespace_digest for spec in specs} == {config.identity.digest}
+        assert specs[0].namespace == config.identity.described
+
+    def test_a_file_is_opened_by_its_path(self, tmp_path: Path) -> None:
+        path = tmp_path / "stack.yaml"
+        path.write_text("namespace: {model: m}\nblock: {bytes: 4KiB}\nprimary: {capacity: 64KiB, policy: arc}\n")
+        with open_stack(path) as stack:
+            assert stack.put(keys_of(2), blocks_of(2)) == 2
+
+    def test_if_a_tier_cannot_be_opened_those_before_it_are_closed(self, register: Register) -> None:
+        closed: list[str] = []
+
+        class First(FourMethodTier):
+            def __init__(self, *arguments: Any) -> None:
+                super().__init__(*arguments)
+                self._stop = threading.Event()
+                self._thread = threading.Thread(target=self._stop.wait)
+                self._thread.start()
+
+            def shutdown(self) -> None:
+                self._stop.set()
+                self._thread.join()
+                closed.append("first")
+                raise RuntimeError("and this is not what is told")
+
+        class Second(FourMethodTier):
+            def __init__(self, *arguments: Any) -> None:
+                raise OSError("no such disk")
+
+        register("first", First)
+        register("second", Second)
+        source = stack_of({"type": "first"}, {"type": "second"}, primary={"shared": f"tiered-kv-test-{id(closed)}"})
+        with pytest.raises(TierError, match="tier 'second' open: OSError: no such disk"):
+            open_stack(source)
+        assert closed == ["first"]
+        assert not Path("/dev/shm", f"tiered-kv-test-{id(closed)}").exists()
+
+    def test_a_policy_that_is_not_there_leaves_nothing_open(self) -> None:
+        with pytest.raises(ConfigError, match=r"primary\.policy"):
+            open_stack(stack_of(primary={"policy": "nonesuch", "shared": f"tiered-kv-test-{id(self)}"}))
+
+    def test_a_shared_region_has_its_name_until_the_stack_is_closed(self) -> None:
+        name = f"tiered-kv-test-{id(self)}"
+        path = Path("/dev/shm", name)
+        with open_stack(stack_of(primary={"shared": name})) as stack:
+            assert path.stat().st_size == 16 * BLOCK_BYTES
+            assert stack.region.path == path
+        assert not path.exists()
+
+
+class TestClosing:
+    def test_a_closed_stack_says_so(self) -> None:
+        stack = open_stack(stack_of())
+        stack.close()
+        stack.close()
+        calls: list[Callable[[], object]] = [
+            lambda: stack.put(keys_of(1), blocks_of(1)),
+            lambda: stack.get(keys_of(1), empty(1)),
+            stack.flush,
+            stack.counters,
+        ]
+        for call in calls:
+            with pytest.raises(ShutdownError, match="closed"):
+                call()
+
+    @pytest.mark.usefixtures("four")
+    def test_closing_ends_calls_that_wait(self, register: Register, gate: Gate) -> None:
+        class NeverKnows(FourMethodTier):
+            def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+                waiting.set()
+                return None
+
+        waiting = threading.Event()
+        register("never", NeverKnows)
+        stack = open_stack(stack_of({"type": "never", "lookup_timeout": "1h"}, primary={"promotion_hold": "1h"}))
+        with ThreadPoolExecutor(1) as pool:
+            call = pool.submit(stack.get, keys_of(1), empty(1), 60.0)
+            assert waiting.wait(10.0)
+            began_s = time.monotonic()
+            stack.close()
+            assert time.monotonic() - began_s < 5.0
+            with pytest.raises(ShutdownError):
+                call.result(10.0)
+
+    def test_the_memory_is_unmapped(self) -> None:
+        stack = open_stack(stack_of())
+        stack.put(keys_of(2), blocks_of(2))
+        stack.close()
+        assert stack.region.close() is True
+        with pytest.raises(ValueError, match="released"):
+            stack.kv_view[0, 0]

@@ -1,0 +1,153 @@
+"""The factory: classes by name, built with the arguments that they take, whatever they raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from tiered_kv.errors import ConfigError, MissingExtraError, TierError, TierUnavailableError
+from tiered_kv.hooks import TierType, hookimpl, tier_plugins
+from tiered_kv.settings import TierSettings
+from tiered_kv.testing.four_methods import FourMethodTier
+from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
+from tiered_kv.tiering.factory import SecondaryTierFactory
+
+SPEC = TierSpec(name="t", block_bytes=4)
+
+
+@pytest.fixture
+def view() -> memoryview:
+    return memoryview(bytearray(8)).cast("B", (2, 4))
+
+
+@contextmanager
+def registered(name: str, tier: Any) -> Iterator[None]:
+    SecondaryTierFactory.register(name, tier)
+    try:
+        yield
+    finally:
+        SecondaryTierFactory.unregister(name)
+
+
+@contextmanager
+def plugged(tier_type: TierType) -> Iterator[None]:
+    class Plugin:
+        @hookimpl
+        def tiered_kv_register_tiers(self) -> list[TierType]:
+            return [tier_type]
+
+    tier_plugins().register(Plugin(), "plugged")
+    try:
+        yield
+    finally:
+        tier_plugins().unregister("plugged")
+
+
+class SizedTier(FourMethodTier):
+    """A tier with an argument of its own."""
+
+    def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, *, size: int = 1) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type)
+        self.size = size
+
+
+class VaultSettings(TierSettings):
+    password: SecretStr = SecretStr("")
+
+
+class VaultTier(FourMethodTier):
+    def __init__(
+        self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, settings: VaultSettings
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type)
+        self.settings = settings
+
+
+def test_a_class_with_the_three_arguments_is_built_by_its_name(view: memoryview) -> None:
+    with registered("four", FourMethodTier):
+        assert SecondaryTierFactory.known()["four"].description.startswith("Keeps copies of blocks")
+        tier = SecondaryTierFactory.create(SPEC, view, {"type": "four", "name": "mine", "job_timeout": "1s"})
+        assert isinstance(tier, FourMethodTier)
+        assert tier.tier_type == "four"
+    assert "four" not in SecondaryTierFactory.known()
+
+
+def test_the_further_keys_of_an_entry_are_arguments_of_its_class(view: memoryview) -> None:
+    with registered("sized", lambda: SizedTier):
+        tier = SecondaryTierFactory.create(SPEC, view, {"type": "sized", "size": 7})
+        assert isinstance(tier, SizedTier)
+        assert tier.size == 7
+
+
+def test_a_key_that_the_class_does_not_take_is_an_error_that_names_it(view: memoryview) -> None:
+    with registered("sized", SizedTier), pytest.raises(ConfigError, match=r"tier 'sized'.* 'sise'.*takes: size"):
+        SecondaryTierFactory.create(SPEC, view, {"type": "sized", "sise": 7})
+
+
+def test_a_class_is_built_from_its_module_and_name(view: memoryview) -> None:
+    entry = {"type": "tiered_kv.testing.four_methods:FourMethodTier"}
+    tier = SecondaryTierFactory.create(None, view, entry)
+    assert tier.tier_type == "FourMethodTier"
+
+
+def test_a_plugin_s_class_gets_its_settings(view: memoryview) -> None:
+    with plugged(TierType("vault", VaultSettings, lambda: VaultTier)):
+        tier = SecondaryTierFactory.create(SPEC, view, {"type": "vault", "password": "hunter2"})
+        assert isinstance(tier, VaultTier)
+        assert tier.settings.password.get_secret_value() == "hunter2"
+        again = SecondaryTierFactory.create(SPEC, view, tier.settings)
+        assert isinstance(again, VaultTier)
+        assert again.settings is tier.settings
+
+
+def test_a_plugin_s_class_without_settings_gets_three_arguments(view: memoryview) -> None:
+    with plugged(TierType("plain", TierSettings, lambda: FourMethodTier)):
+        assert SecondaryTierFactory.create(SPEC, view, {"type": "plain"}).tier_type == "plain"
+
+
+def test_what_a_stranger_raises_becomes_a_tier_error_without_secrets(view: memoryview) -> None:
+    class Failing(VaultTier):
+        def __init__(self, spec: Any, view: memoryview, tier_type: str, settings: VaultSettings) -> None:
+            raise OSError(f"cannot log in with {settings.password.get_secret_value()} at vault://me:pw@host")
+
+    with plugged(TierType("vault", VaultSettings, lambda: Failing)), pytest.raises(TierError) as caught:
+        SecondaryTierFactory.create(SPEC, view, {"type": "vault", "name": "mine", "password": "hunter2"})
+    assert str(caught.value) == "tier 'mine' open: OSError: cannot log in with *** at vault://***@host"
+    assert caught.value.__context__ is None
+
+
+def test_this_project_s_own_errors_stay_as_they_are(view: memoryview) -> None:
+    def fails(error: Exception) -> Callable[[], type[SecondaryTierManager]]:
+        def load() -> type[SecondaryTierManager]:
+            raise error
+
+        return load
+
+    for error in (MissingExtraError("tier 'x'", "x"), TierUnavailableError("gone", tier="x")):
+        with registered("failing", fails(error)), pytest.raises(type(error)) as caught:
+            SecondaryTierFactory.create(SPEC, view, {"type": "failing"})
+        assert caught.value is error
+    with registered("failing", fails(ImportError("no module"))), pytest.raises(TierError, match="ImportError: no mod"):
+        SecondaryTierFactory.create(SPEC, view, {"type": "failing"})
+
+
+@pytest.mark.parametrize("loaded", [dict, 1, None])
+def test_what_is_no_tier_class_is_refused(view: memoryview, loaded: Any) -> None:
+    with registered("odd", lambda: loaded), pytest.raises(ConfigError, match="no subclass of SecondaryTierManager"):
+        SecondaryTierFactory.create(SPEC, view, {"type": "odd"})
+
+
+def test_a_name_is_registered_once() -> None:
+    with registered("four", FourMethodTier):
+        with pytest.raises(ConfigError, match="four"):
+            SecondaryTierFactory.register("four", FourMethodTier)
+        assert "four" in SecondaryTierFactory.known()
+
+
+def test_an_unknown_type_lists_the_known_ones(view: memoryview) -> None:
+    with registered("four", FourMethodTier), pytest.raises(ConfigError, match=r"unknown tier type 'fore'.*four"):
+        SecondaryTierFactory.create(SPEC, view, {"type": "fore"})

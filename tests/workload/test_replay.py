@@ -1,0 +1,213 @@
+"""Replay: every block that comes back is checked, and everything that happens is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.cpu.backend import CPUBackend
+from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.errors import ConfigError
+from tiered_kv.testing.faults import HangingTier, HeldJobsTier
+from tiered_kv.testing.four_methods import FourMethodTier
+from tiered_kv.testing.gate import Gate
+from tiered_kv.testing.lies import Lie, LyingTier
+from tiered_kv.tiering.base import SecondaryTierManager
+from tiered_kv.tiering.manager import TieringOffloadingManager
+from tiered_kv.workload.generator import ChatWorkload
+from tiered_kv.workload.replay import ReplaySettings, replay
+from tiered_kv.workload.request import Request, block_key
+from tiered_kv.workload.tally import ReplayReport
+
+NUM_BLOCKS = 128
+BLOCK_BYTES = 512
+CHATS = ChatWorkload(chats=24, turns=5, active_chats=12, turn_blocks=3, system_prompts=2, system_blocks=4)
+
+Wrap = Callable[[FourMethodTier], SecondaryTierManager]
+
+
+@dataclass
+class Rig:
+    """A stack of the primary tier and one tier below it, called "below"."""
+
+    region: PrimaryRegion
+    below: FourMethodTier
+    manager: TieringOffloadingManager
+
+    def replay(
+        self, settings: ReplaySettings | None = None, *, requests: Iterator[Request] | None = None
+    ) -> ReplayReport:
+        return replay(self.manager, self.region.kv_view, requests or CHATS.requests(), settings)
+
+    def nothing_is_pinned(self) -> bool:
+        """Whether every block of the primary tier can be given to somebody else."""
+        assert self.manager.drain_jobs(10.0)
+        keys = [block_key(2**63 + number) for number in range(NUM_BLOCKS)]
+        output = self.manager.prepare_store(keys, ReqContext("last"))
+        self.manager.complete_store(keys, ReqContext("last"), success=False)
+        return output is not None
+
+
+OpenRig = Callable[..., Rig]
+
+
+@pytest.fixture
+def open_rig() -> Iterator[OpenRig]:
+    rigs: list[Rig] = []
+
+    def opened(wrap: Wrap = lambda tier: tier, blocks: dict[OffloadKey, bytes] | None = None) -> Rig:
+        region = PrimaryRegion(NUM_BLOCKS, BLOCK_BYTES)
+        below = FourMethodTier(None, region.kv_view, "below")
+        below.blocks.update(blocks or {})
+        manager = TieringOffloadingManager(CPUOffloadingManager(CPUBackend(region)), [wrap(below)], names=["below"])
+        rigs.append(Rig(region, below, manager))
+        return rigs[-1]
+
+    yield opened
+    for rig in rigs:
+        rig.manager.shutdown()
+
+
+def test_every_block_that_comes_back_is_checked(open_rig: OpenRig) -> None:
+    report = open_rig().replay()
+    assert report.requests == CHATS.requests_total
+    assert report.blocks == sum(len(request.hash_ids) for request in CHATS.requests())
+    assert report.hits["cpu"] > 0
+    assert report.hits["below"] > 0
+    assert report.verified_blocks == sum(report.hits.values())
+    assert report.corrupt_blocks == 0
+    assert report.blocks == sum(report.hits.values()) + report.misses
+    assert report.hit_rate == pytest.approx(1 - report.misses / report.blocks, abs=1e-5)
+
+
+def test_traffic_is_told_tier_by_tier(open_rig: OpenRig) -> None:
+    report = open_rig().replay()
+    assert list(report.tiers) == ["cpu", "below"]
+    assert report.tiers["cpu"].loaded_bytes == report.verified_blocks * BLOCK_BYTES
+    assert report.tiers["cpu"].stored_bytes == report.stored_blocks * BLOCK_BYTES
+    assert 0 < report.tiers["below"].loaded_bytes <= report.hits["below"] * BLOCK_BYTES
+    assert report.steps > 0
+    assert 0 < report.step_us.p50 <= report.step_us.p99 <= report.step_us.max
+    assert report.drained
+
+
+def test_nothing_stays_pinned(open_rig: OpenRig) -> None:
+    rig = open_rig()
+    rig.replay()
+    assert rig.nothing_is_pinned()
+
+
+def test_a_second_run_hits_blocks_of_the_first_from_its_first_request_on(open_rig: OpenRig) -> None:
+    first = open_rig()
+    assert first.replay().first_request_hits == 0
+    report = open_rig(blocks=first.below.blocks).replay()
+    assert report.first_request_hits == len(next(CHATS.requests()).hash_ids)
+    assert report.hit_rate > 0.99
+
+
+def test_a_flipped_byte_is_reported_with_its_block_and_tier(open_rig: OpenRig) -> None:
+    report = open_rig(lambda tier: LyingTier(tier, Lie.FLIPS_BYTES)).replay()
+    assert report.corrupt_blocks > 0
+    assert {block.tier for block in report.corrupt} <= {"cpu", "below"}
+    assert len(report.corrupt) <= 10
+    assert report.verified_blocks + report.corrupt_blocks == sum(report.hits.values())
+
+
+def test_a_load_that_loads_nothing_is_found(open_rig: OpenRig) -> None:
+    assert open_rig(lambda tier: LyingTier(tier, Lie.LOADS_NOTHING)).replay().corrupt_blocks > 0
+
+
+def test_blocks_stored_under_each_others_keys_are_found(open_rig: OpenRig) -> None:
+    first = open_rig()
+    first.replay()
+    one, other = (block_key(hash_id) for hash_id in next(CHATS.requests()).hash_ids[:2])
+    swapped = first.below.blocks | {one: first.below.blocks[other], other: first.below.blocks[one]}
+    report = open_rig(blocks=swapped).replay()
+    assert {block.hash_id for block in report.corrupt} == set(next(CHATS.requests()).hash_ids[:2])
+    assert report.corrupt[0].tier == "below"
+
+
+def test_a_request_does_not_wait_longer_than_its_deadline(open_rig: OpenRig, gate: Gate) -> None:
+    first = open_rig()
+    first.replay()
+    gate.close()
+    rig = open_rig(lambda tier: HeldJobsTier(tier, gate), blocks=first.below.blocks)
+    request = next(CHATS.requests())
+    report = rig.replay(ReplaySettings(request_timeout_s=0.05, drain_timeout_s=0.0), requests=iter([request]))
+    gate.open()
+    assert report.timed_out_requests == 1
+    assert report.misses == report.blocks == len(request.hash_ids)
+    assert not report.drained
+
+
+def test_a_tier_that_hangs_costs_hits_and_nothing_else(open_rig: OpenRig, gate: Gate) -> None:
+    gate.close()
+    rig = open_rig(lambda tier: HangingTier(tier, gate))
+    report = rig.replay(ReplaySettings(request_timeout_s=0.02, drain_timeout_s=0.0))
+    gate.open()
+    assert report.requests == CHATS.requests_total
+    assert report.hits["below"] == 0
+    assert report.hits["cpu"] > 0
+    assert report.corrupt_blocks == 0
+
+
+def test_blocks_that_the_primary_tier_has_no_room_for_are_counted(open_rig: OpenRig) -> None:
+    report = open_rig().replay(
+        ReplaySettings(store_blocks=NUM_BLOCKS + 1),
+        requests=iter([Request(0, 0, 0, tuple(range(2 * NUM_BLOCKS)))]),
+    )
+    assert report.stored_blocks == 0
+    assert report.skipped_stores == 2 * NUM_BLOCKS
+
+
+def test_a_request_without_blocks_is_a_request(open_rig: OpenRig) -> None:
+    report = open_rig().replay(requests=iter([Request(0, 10, 1, ())]))
+    assert (report.requests, report.blocks, report.hit_rate) == (1, 0, 0.0)
+
+
+def test_stopped_early_it_reports_what_it_has_and_releases_everything(open_rig: OpenRig) -> None:
+    rig = open_rig()
+    steps = iter(range(1000))
+    report = replay(rig.manager, rig.region.kv_view, CHATS.requests(), should_stop=lambda: next(steps) == 15)
+    assert report.interrupted
+    assert 0 < report.requests < CHATS.requests_total
+    assert report.steps == 15
+    assert report.verified_blocks == sum(report.hits.values())
+    assert rig.nothing_is_pinned()
+
+
+def test_a_bad_request_ends_the_replay_and_releases_everything(open_rig: OpenRig) -> None:
+    def requests() -> Iterator[Request]:
+        for number, request in enumerate(CHATS.requests()):
+            if number == 30:
+                raise ConfigError("no request", location="trace:31")
+            yield request
+
+    rig = open_rig()
+    with pytest.raises(ConfigError, match="trace:31"):
+        rig.replay(requests=requests())
+    assert rig.nothing_is_pinned()
+    assert rig.replay().corrupt_blocks == 0
+
+
+def test_progress_is_told_in_every_step(open_rig: OpenRig) -> None:
+    rig = open_rig()
+    told: list[int] = []
+    report = replay(
+        rig.manager, rig.region.kv_view, CHATS.requests(), on_progress=lambda tally: told.append(tally.requests)
+    )
+    assert told == sorted(told)
+    assert len(told) == report.steps
+    assert told[-1] == report.requests
+
+
+@pytest.mark.parametrize(
+    "settings", [{"concurrency": 0}, {"lookup_blocks": 0}, {"store_blocks": -1}, {"request_timeout_s": -0.1}]
+)
+def test_a_setting_out_of_its_range_is_refused(settings: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        ReplaySettings(**settings)

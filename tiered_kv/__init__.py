@@ -1,0 +1,117 @@
+"""Tiered KV: a tiered store for the key/value blocks of large-language-model servers.
+
+    import tiered_kv
+
+    with tiered_kv.open_stack("stack.yaml") as stack:
+        stack.put(keys, blocks)
+        stack.get(keys, out)
+
+Names are imported when they are first used, so that importing the package costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tiered_kv.base import (
+        OffloadingManager,
+        OffloadKey,
+        ReqContext,
+        get_offload_block_hash,
+        get_offload_group_idx,
+        make_offload_key,
+    )
+    from tiered_kv.config import StackConfig, TierSettings, load_config
+    from tiered_kv.errors import (
+        ConfigError,
+        FormatError,
+        MissingExtraError,
+        ShutdownError,
+        TierBusyError,
+        TieredKVError,
+        TierError,
+        TierUnavailableError,
+    )
+    from tiered_kv.hooks import TierType, hookimpl, tier_plugins
+    from tiered_kv.namespace import Namespace
+    from tiered_kv.schema import stack_schema
+    from tiered_kv.stack import Stack, open_stack
+    from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager, TierSpec
+    from tiered_kv.tiering.factory import SecondaryTierFactory
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "ConfigError",
+    "FormatError",
+    "JobMetadata",
+    "JobResult",
+    "MissingExtraError",
+    "Namespace",
+    "OffloadKey",
+    "OffloadingManager",
+    "ReqContext",
+    "SecondaryTierFactory",
+    "SecondaryTierManager",
+    "ShutdownError",
+    "Stack",
+    "StackConfig",
+    "TierBusyError",
+    "TierError",
+    "TierSettings",
+    "TierSpec",
+    "TierType",
+    "TierUnavailableError",
+    "TieredKVError",
+    "get_offload_block_hash",
+    "get_offload_group_idx",
+    "hookimpl",
+    "load_config",
+    "make_offload_key",
+    "open_stack",
+    "stack_schema",
+    "tier_plugins",
+]
+
+_MODULES = {
+    "tiered_kv.base": (
+        "OffloadKey",
+        "OffloadingManager",
+        "ReqContext",
+        "get_offload_block_hash",
+        "get_offload_group_idx",
+        "make_offload_key",
+    ),
+    "tiered_kv.config": ("StackConfig", "TierSettings", "load_config"),
+    "tiered_kv.errors": (
+        "ConfigError",
+        "FormatError",
+        "MissingExtraError",
+        "ShutdownError",
+        "TierBusyError",
+        "TierError",
+        "TierUnavailableError",
+        "TieredKVError",
+    ),
+    "tiered_kv.hooks": ("TierType", "hookimpl", "tier_plugins"),
+    "tiered_kv.namespace": ("Namespace",),
+    "tiered_kv.schema": ("stack_schema",),
+    "tiered_kv.stack": ("Stack", "open_stack"),
+    "tiered_kv.tiering.base": ("JobMetadata", "JobResult", "SecondaryTierManager", "TierSpec"),
+    "tiered_kv.tiering.factory": ("SecondaryTierFactory",),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,112 @@
+"""`tiered-kv bench`: store and load throughput and lookup latency of the secondary tiers, one after the other."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from tiered_kv._cli.arguments import positive_int
+from tiered_kv._cli.opening import open_tier
+from tiered_kv._cli.output import print_json, print_table, print_text, progress
+from tiered_kv._cli.status import Status
+from tiered_kv.config import StackConfig, load_config
+from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.errors import ConfigError
+from tiered_kv.settings import TierSettings
+from tiered_kv.units import format_bytes
+from tiered_kv.workload.bench import BenchSettings, TierBench, bench_tier
+
+_ROUND_BYTES = 256 << 20
+"""What a round stores unless the number of blocks is given."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Stores new blocks in each tier, looks them up, loads them back and checks every byte. The blocks have keys "
+        "of their own and stay until the tier drops them as its oldest; in a full tier they take the place of "
+        "blocks * rounds of yours. The stack must not be open elsewhere if a tier needs it alone (nvme does)."
+    )
+    parser.add_argument("stack", metavar="STACK", help="the stack's YAML file")
+    parser.add_argument("--tier", metavar="NAME", help="measure this tier only")
+    parser.add_argument("--blocks", metavar="N", type=positive_int, help="blocks in a round (256 MiB of them)")
+    parser.add_argument("--batch", metavar="N", type=positive_int, default=32, help="blocks in a job (%(default)s)")
+    parser.add_argument("--rounds", metavar="N", type=positive_int, default=3, help="repetitions (%(default)s)")
+
+
+def run(args: argparse.Namespace) -> Status:
+    config = load_config(args.stack)
+    tiers = _chosen(config, args.tier)
+    blocks = args.blocks or max(args.batch, _ROUND_BYTES // config.block.bytes)
+    settings = BenchSettings(blocks=blocks, batch=args.batch, rounds=args.rounds)
+    with progress("rounds", len(tiers) * settings.rounds) as advance:
+        results = [
+            _bench(config, tier, settings, _after(index * settings.rounds, advance)) for index, tier in enumerate(tiers)
+        ]
+    if args.json:
+        print_json({"tiers": [result.as_json() for result in results]})
+    else:
+        _show(args.stack, results, settings)
+    return Status.FOUND if any(result.corrupt_blocks for result in results) else Status.OK
+
+
+def _chosen(config: StackConfig, name: str | None) -> list[TierSettings]:
+    """Return the tiers to measure."""
+    names = ", ".join(tier.name for tier in config.secondary)
+    if not names:
+        raise ConfigError("the stack has no secondary tier to measure", location="secondary")
+    tiers = [tier for tier in config.secondary if name in (None, tier.name)]
+    if not tiers:
+        raise ConfigError(f"the stack has no secondary tier '{name}'; it has {names}", location="--tier")
+    return tiers
+
+
+def _after(rounds_before: int, advance: Callable[[int], None]) -> Callable[[int], None]:
+    return lambda rounds: advance(rounds_before + rounds)
+
+
+def _bench(
+    config: StackConfig, settings: TierSettings, bench: BenchSettings, on_round: Callable[[int], None]
+) -> TierBench:
+    region = PrimaryRegion(bench.blocks, config.block.bytes)
+    try:
+        tier = open_tier(config, settings, region.kv_view)
+        try:
+            return bench_tier(tier, settings.name, region.kv_view, bench, on_round=on_round)
+        finally:
+            tier.shutdown()
+    finally:
+        region.close()
+
+
+def _show(stack: str, results: list[TierBench], settings: BenchSettings) -> None:
+    block_bytes = results[0].block_bytes
+    written = format_bytes(settings.blocks * settings.rounds * block_bytes)
+    print_table(
+        ["tier", "store GB/s", "load GB/s", "lookup us", "p99", "verified", "corrupt"],
+        [_row(result) for result in results],
+        title=f"{stack}: {settings.blocks:,} blocks of {format_bytes(block_bytes)}, {settings.batch} to a job",
+    )
+    print_text(f"Medians (and spreads) of {settings.rounds} rounds; each tier was given {written} of new blocks.")
+    for result in results:
+        if result.failed_stores or result.failed_loads:
+            reasons = ", ".join(f"{reason} {jobs}" for reason, jobs in result.reasons.items())
+            print_text(
+                f"{result.name}: {result.failed_stores:,} blocks not stored, {result.failed_loads:,} not loaded"
+                f" (jobs by reason: {reasons}); the rates are of the blocks that succeeded"
+            )
+
+
+def _row(result: TierBench) -> list[str]:
+    return [
+        result.name if result.name == result.type else f"{result.name} ({result.type})",
+        _with_spread(result.store_gb_per_s, [each.store_gb_per_s for each in result.rounds]),
+        _with_spread(result.load_gb_per_s, [each.load_gb_per_s for each in result.rounds]),
+        f"{result.lookup_us.p50:,.1f}",
+        f"{result.lookup_us.p99:,.1f}",
+        f"{result.verified_blocks:,}",
+        f"{result.corrupt_blocks:,}",
+    ]
+
+
+def _with_spread(median: float, rounds: list[float]) -> str:
+    return f"{median:.2f} ({min(rounds):.2f}-{max(rounds):.2f})"

@@ -1,0 +1,126 @@
+"""`tiered-kv check`: is the stack's file valid, can every tier be opened here, and what can it do."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+
+from tiered_kv._cli.opening import open_tier
+from tiered_kv._cli.output import print_json, print_table, print_text
+from tiered_kv._cli.status import Status
+from tiered_kv.config import StackConfig, load_config
+from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.errors import TieredKVError
+from tiered_kv.settings import TierSettings
+from tiered_kv.units import format_bytes
+
+_PROBE_BLOCKS = 2
+"""Size of the region that tiers are opened over where the primary tier's own cannot be had."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierCheck:
+    """What was found of one tier.
+
+    Args:
+        name: Its name in the stack.
+        type: Its type; "cpu" for the primary tier.
+        ok: Whether it could be opened.
+        error: Why not.
+        details: What it can do here, in its own words.
+    """
+
+    name: str
+    type: str
+    ok: bool
+    error: str = ""
+    details: dict[str, object] = field(default_factory=dict)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("stack", metavar="STACK", help="the stack's YAML file")
+
+
+def run(args: argparse.Namespace) -> Status:
+    config = load_config(args.stack)
+    checks = _check_all(config)
+    ok = all(check.ok for check in checks)
+    if args.json:
+        print_json(
+            {
+                "stack": args.stack,
+                "ok": ok,
+                "identity": dict(config.identity.described),
+                "namespace_digest": config.identity.digest.hex(),
+                "block_bytes": config.block.bytes,
+                "tiers": [asdict(check) for check in checks],
+            }
+        )
+    else:
+        _show(args.stack, config, checks)
+    return Status.OK if ok else Status.FOUND
+
+
+def _check_all(config: StackConfig) -> list[TierCheck]:
+    """Open all tiers at once, as the stack would, so that two that exclude each other are found."""
+    with ExitStack() as opened:
+        primary, region = _check_primary(config)
+        opened.callback(region.close)
+        return [primary, *(_check_tier(config, tier, region, opened) for tier in config.secondary)]
+
+
+def _check_primary(config: StackConfig) -> tuple[TierCheck, PrimaryRegion]:
+    settings = config.primary
+    try:
+        region = PrimaryRegion(
+            config.primary_blocks,
+            config.block.bytes,
+            name=settings.shared,
+            huge_pages=settings.huge_pages,
+            prefault=settings.prefault,
+            numa_node=settings.numa_node,
+        )
+    except TieredKVError as error:
+        return TierCheck("cpu", "cpu", False, str(error)), PrimaryRegion(_PROBE_BLOCKS, config.block.bytes)
+    details: dict[str, object] = {
+        "capacity_bytes": region.num_blocks * region.block_bytes,
+        "blocks": region.num_blocks,
+        "policy": settings.policy,
+        "memory": f"/dev/shm/{settings.shared}" if settings.shared else "private",
+        "huge_pages": region.has_huge_pages,
+    }
+    return TierCheck("cpu", "cpu", True, details=details), region
+
+
+def _check_tier(config: StackConfig, settings: TierSettings, region: PrimaryRegion, opened: ExitStack) -> TierCheck:
+    try:
+        tier = open_tier(config, settings, region.kv_view)
+    except TieredKVError as error:
+        return TierCheck(settings.name, settings.type, False, str(error))
+    opened.callback(tier.shutdown)
+    try:
+        return TierCheck(settings.name, settings.type, True, details=dict(tier.describe()))
+    except Exception as error:  # whatever a stranger's tier raises
+        return TierCheck(
+            settings.name, settings.type, False, f"it cannot be described: {type(error).__name__}: {error}"
+        )
+
+
+def _show(stack: str, config: StackConfig, checks: list[TierCheck]) -> None:
+    print_text(f"{stack}: blocks of {format_bytes(config.block.bytes)}, {config.block.tokens} tokens")
+    print_text(f"namespace {config.identity.digest.hex()}")
+    rows = [[check.name, check.type, "ok" if check.ok else "FAILED", _details(check)] for check in checks]
+    print_table(["tier", "type", "opens", "what it can do here"], rows, numbers=False)
+
+
+def _details(check: TierCheck) -> str:
+    return check.error or "\n".join(_detail(name, value) for name, value in check.details.items())
+
+
+def _detail(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        return f"{name}: {'yes' if value else 'no'}"
+    if isinstance(value, int) and name.endswith("_bytes"):
+        return f"{name.removesuffix('_bytes')}: {format_bytes(value)}"
+    return f"{name}: {value}"

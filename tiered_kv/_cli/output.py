@@ -1,0 +1,109 @@
+"""How the command speaks: JSON for machines, tables for people, progress where somebody watches.
+
+Results go to standard output; errors and progress to standard error. rich is imported only here, and only when
+a table or a progress bar is really drawn.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_PLAIN_WIDTH = 120
+"""Columns of a table that goes to a file or a pipe."""
+
+
+def print_json(result: Mapping[str, object]) -> None:
+    """Print one JSON object; what JSON has no form for, such as a tier's path, is printed as text."""
+    print(json.dumps(result, indent=2, default=str))
+
+
+def print_text(text: str) -> None:
+    """Print a line for people, exactly as it is."""
+    _console().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", numbers: bool = True
+) -> None:
+    """Print a table for people.
+
+    Args:
+        columns: The heads.
+        rows: The cells, in the order of `columns`.
+        title: Stands above the table.
+        numbers: Whether all columns but the first hold numbers, which are aligned to the right.
+    """
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    console = _console()
+    if title:
+        console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, column in enumerate(columns):
+        is_number = numbers and index > 0
+        table.add_column(column, justify="right" if is_number else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    console.print(table)
+
+
+@contextmanager
+def progress(title: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """Show how far something is, if standard error is a terminal.
+
+    Args:
+        title: What is being done.
+        total: Steps in all; None where that is not known.
+
+    Yields:
+        A function to call with the number of steps done.
+    """
+    if not sys.stderr.isatty():
+        yield lambda done: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda done: bar.update(task, completed=done)
+
+
+@contextmanager
+def interrupt_flag() -> Iterator[Callable[[], bool]]:
+    """Turn the first Ctrl-C into a flag, so that work in progress can end in good order; the second one raises.
+
+    Yields:
+        A function that tells whether Ctrl-C was pressed.
+    """
+    pressed = False
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)

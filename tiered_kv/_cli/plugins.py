@@ -1,0 +1,112 @@
+"""`tiered-kv plugins`: the tier types that were found, with their settings, and the plugins that are broken."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from tiered_kv._cli.output import print_json, print_table, print_text
+from tiered_kv._cli.status import Status
+from tiered_kv.hooks import PluginReport, TierType, tier_plugins
+from tiered_kv.units import format_bytes, format_seconds
+
+Schema = dict[str, Any]  # Any: JSON
+
+# A unit that only the texts of one quantity may end with, as its JSON schema's pattern has it.
+_QUANTITIES = {"iB": "size", "ms": "duration"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Lists every tier type that a stack's file can name, and the settings of its entry."
+
+
+def run(args: argparse.Namespace) -> Status:
+    reports = tier_plugins().reports()
+    broken = [report for report in reports if report.error]
+    if args.json:
+        print_json(
+            {
+                "tiers": [_tier_json(tier, report) for report in reports for tier in report.tiers],
+                "broken": [
+                    {"plugin": report.plugin, "distribution": report.distribution, "error": report.error}
+                    for report in broken
+                ],
+            }
+        )
+    else:
+        for report in reports:
+            for tier in report.tiers:
+                _show(tier, report)
+        for report in broken:
+            print_text(f"broken: {report.origin}: {report.error}")
+    return Status.FOUND if broken else Status.OK
+
+
+def _tier_json(tier: TierType, report: PluginReport) -> dict[str, object]:
+    return {
+        "name": tier.name,
+        "description": tier.description,
+        "plugin": report.plugin,
+        "distribution": report.distribution,
+        "settings": _settings(tier),
+    }
+
+
+def _settings(tier: TierType) -> list[dict[str, object]]:
+    """Return each setting's name, what it accepts, its default, and what it is for."""
+    schema = tier.settings.model_json_schema()
+    required = schema.get("required", [])
+    return [
+        {
+            "name": name,
+            "accepts": _accepts(field),
+            "required": name in required,
+            "default": field.get("default"),
+            "description": tier.settings.model_fields[name].description or "",
+        }
+        for name, field in schema.get("properties", {}).items()
+        if name != "type"
+    ]
+
+
+def _accepts(field: Schema) -> str:
+    """Return in a word or two what a setting's JSON schema accepts."""
+    choices = [choice for choice in field.get("anyOf", [field]) if choice != {"type": "null"}]
+    if len(choices) == 1 and choices != [field]:
+        return _accepts(choices[0])
+    pattern = "".join(str(choice.get("pattern", "")) for choice in choices)
+    for unit, quantity in _QUANTITIES.items():
+        if unit in pattern:
+            return quantity
+    return " | ".join(dict.fromkeys(word for choice in choices for word in _words(choice)))
+
+
+def _words(choice: Schema) -> list[str]:
+    if "const" in choice:
+        return [str(choice["const"])]
+    return [str(word) for word in choice.get("enum") or [choice.get("type", "mapping")]]
+
+
+def _show(tier: TierType, report: PluginReport) -> None:
+    rows = [
+        [
+            str(setting["name"]),
+            str(setting["accepts"]),
+            "required" if setting["required"] else _default(setting["default"], setting["accepts"]),
+            str(setting["description"]),
+        ]
+        for setting in _settings(tier)
+    ]
+    about = f": {tier.description}" if tier.description else ""
+    title = f"{tier.name}{about} ({report.origin})"
+    print_table(["setting", "accepts", "default", "what it is for"], rows, title=title, numbers=False)
+
+
+def _default(value: object, accepts: object) -> str:
+    if value is None or value == "":
+        return "-"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if accepts == "duration" and isinstance(value, float):
+        return format_seconds(value)
+    return format_bytes(value) if accepts == "size" and isinstance(value, int) else str(value)

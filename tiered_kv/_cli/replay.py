@@ -1,0 +1,180 @@
+"""`tiered-kv replay`: drive real bytes through a stack by a sequence of requests, and check all that comes back."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+
+from tiered_kv._cli.arguments import positive_int, seconds
+from tiered_kv._cli.output import interrupt_flag, print_json, print_table, print_text, progress
+from tiered_kv._cli.status import Status
+from tiered_kv.errors import ConfigError
+from tiered_kv.stack import open_stack
+from tiered_kv.units import format_bytes
+from tiered_kv.workload.generator import ChatWorkload
+from tiered_kv.workload.replay import ReplaySettings, replay
+from tiered_kv.workload.request import Request
+from tiered_kv.workload.tally import GB, ReplayReport, Tally
+from tiered_kv.workload.trace import read_trace
+
+_CHAT_OPTIONS = {
+    "seed": "chooses the chats; another seed shares no block with this one",
+    "chats": "chats in all",
+    "turns": "requests in a chat",
+    "active_chats": "chats that are going on at once",
+    "turn_blocks": "blocks that a turn appends, on average",
+    "system_prompts": "distinct system prompts",
+    "system_blocks": "blocks of a system prompt",
+}
+_TROUBLES = (
+    "skipped_",
+    "failed_",
+    "expired_",
+    "corrupt_",
+    "quarantined_",
+    "refused_",
+    "late_",
+    "exceptions",
+    "breaker_",
+)
+_TROUBLE_ENDINGS = ("_errors", "_timeouts")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    drive = ReplaySettings()
+    parser.add_argument("stack", metavar="STACK", help="the stack's YAML file")
+    parser.add_argument("--trace", metavar="FILE", type=Path, help="requests to replay; without it, built-in chats")
+    parser.add_argument("--requests", metavar="N", type=positive_int, help="stop after this many requests")
+    parser.add_argument(
+        "--concurrency",
+        metavar="N",
+        type=positive_int,
+        default=drive.concurrency,
+        help="requests that run at once (%(default)s)",
+    )
+    parser.add_argument(
+        "--request-timeout",
+        metavar="TIME",
+        type=seconds,
+        default=drive.request_timeout_s,
+        help="how long a request waits for its prefix, such as 250ms; the rest then counts as missed (5s)",
+    )
+    chats = parser.add_argument_group("built-in chats", "multi-turn chats that share system prompts")
+    for name, about in _CHAT_OPTIONS.items():
+        default = getattr(ChatWorkload(), name)
+        chats.add_argument(f"--{name.replace('_', '-')}", metavar="N", type=int, help=f"{about} ({default})")
+
+
+@dataclass(frozen=True, slots=True)
+class _Workload:
+    """What is replayed: for people, for machines, the requests, and how many they are if that is known."""
+
+    title: str
+    described: dict[str, object]
+    requests: Iterator[Request]
+    total: int | None
+
+
+def run(args: argparse.Namespace) -> Status:
+    workload = _workload(args)
+    settings = ReplaySettings(concurrency=args.concurrency, request_timeout_s=args.request_timeout)
+    with (
+        open_stack(args.stack) as stack,
+        interrupt_flag() as interrupted,
+        progress("requests", workload.total) as advance,
+    ):
+
+        def show(tally: Tally) -> None:
+            advance(tally.requests)
+
+        report = replay(
+            stack.manager, stack.kv_view, workload.requests, settings, should_stop=interrupted, on_progress=show
+        )
+    if args.json:
+        print_json({"stack": args.stack, "workload": workload.described, **report.as_json()})
+    else:
+        _show(report, f"{args.stack}: {workload.title}")
+    if report.corrupt_blocks:
+        return Status.FOUND
+    return Status.INTERRUPTED if report.interrupted else Status.OK
+
+
+def _workload(args: argparse.Namespace) -> _Workload:
+    chat_options = {name: getattr(args, name) for name in _CHAT_OPTIONS if getattr(args, name) is not None}
+    if args.trace is not None:
+        if chat_options:
+            raise ConfigError(f"--{next(iter(chat_options)).replace('_', '-')} is for built-in chats, not with --trace")
+        requests = read_trace(args.trace, requests_max=args.requests)
+        return _Workload(f"trace {args.trace}", {"trace": str(args.trace)}, requests, args.requests)
+    chats = ChatWorkload(**chat_options)
+    total = min(chats.requests_total, args.requests or chats.requests_total)
+    title = f"{chats.chats:,} built-in chats of {chats.turns} turns, seed {chats.seed}"
+    return _Workload(title, {"chats": asdict(chats)}, islice(chats.requests(), total), total)
+
+
+def _show(report: ReplayReport, title: str) -> None:
+    print_table(["tier", "hits", "share", "stored GB", "GB/s", "loaded GB", "GB/s"], _tier_rows(report), title=title)
+    step = report.step_us
+    print_table(
+        ["result", ""],
+        [
+            ["requests", f"{report.requests:,}"],
+            ["blocks", f"{report.blocks:,} of {format_bytes(report.block_bytes)}"],
+            ["hit_rate", f"{report.hit_rate:.1%}"],
+            ["verified_blocks", f"{report.verified_blocks:,}"],
+            ["corrupt_blocks", f"{report.corrupt_blocks:,}"],
+            ["stored_blocks", f"{report.stored_blocks:,}"],
+            ["skipped_stores", f"{report.skipped_stores:,}"],
+            ["seconds", f"{report.seconds:.1f}"],
+            ["step_us", f"p50 {step.p50:,.0f}  p99 {step.p99:,.0f}  max {step.max:,.0f}"],
+        ],
+    )
+    for line in _remarks(report):
+        print_text(line)
+
+
+def _tier_rows(report: ReplayReport) -> list[list[str]]:
+    rows = [
+        [
+            name,
+            f"{tier.hits:,}",
+            _share(tier.hits, report.blocks),
+            f"{tier.stored_bytes / GB:.2f}",
+            f"{tier.store_gb_per_s:.2f}",
+            f"{tier.loaded_bytes / GB:.2f}",
+            f"{tier.load_gb_per_s:.2f}",
+        ]
+        for name, tier in report.tiers.items()
+    ]
+    return [*rows, ["misses", f"{report.misses:,}", _share(report.misses, report.blocks), "", "", "", ""]]
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def _remarks(report: ReplayReport) -> Iterator[str]:
+    """Yield what a person should notice, one line each."""
+    for name, tier in report.tiers.items():
+        troubles = _troubles(tier.counters)
+        if troubles:
+            yield f"{name}: {troubles}"
+    if report.timed_out_requests:
+        yield f"{report.timed_out_requests:,} requests did not wait for the rest of their prefix"
+    for block in report.corrupt:
+        yield f"CORRUPT: block {block.hash_id} from {block.tier}, first wrong byte at {block.offset}"
+    if report.interrupted:
+        yield "interrupted: these are the figures so far"
+    elif not report.drained:
+        yield "some stores had not ended when the time for them was over"
+
+
+def _troubles(counters: Mapping[str, int]) -> str:
+    return ", ".join(
+        f"{name} {value:,}"
+        for name, value in counters.items()
+        if value and (name.startswith(_TROUBLES) or name.endswith(_TROUBLE_ENDINGS))
+    )

@@ -1,0 +1,22 @@
+"""`tiered-kv schema`: the JSON schema of a stack's file, with the settings of every tier type that was found."""
+
+from __future__ import annotations
+
+import argparse
+
+from tiered_kv._cli.output import print_json
+from tiered_kv._cli.status import Status
+from tiered_kv.schema import stack_schema
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Prints the JSON schema of a stack's file, with the settings of every tier type found here. For an editor "
+        "with a YAML language server, keep it with `tiered-kv schema > stack.schema.json` and begin the stack's file "
+        "with `# yaml-language-server: $schema=stack.schema.json`."
+    )
+
+
+def run(args: argparse.Namespace) -> Status:
+    print_json(stack_schema())  # with --json or without: a schema is JSON
+    return Status.OK

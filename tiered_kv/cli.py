@@ -1,0 +1,62 @@
+"""The `tiered-kv` command: `docs/command.md` describes it, `tiered_kv._cli` has its verbs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from tiered_kv import __version__
+from tiered_kv._cli.status import Status
+from tiered_kv.errors import TieredKVError
+
+_VERBS = {
+    "check": "validate a stack's file, open every tier, show what each can do here",
+    "replay": "drive real bytes through a stack by a request trace, and check every block that comes back",
+    "bench": "measure store and load throughput and lookup latency, tier by tier",
+    "plugins": "list the tiers that were found, with their settings",
+    "schema": "print the JSON schema of a stack's file, for editors",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status; `argv` is by default that of the process."""
+    args = _parser(argv).parse_args(argv)
+    try:
+        status: int = args.run(args)
+        sys.stdout.flush()
+        return status
+    except TieredKVError as error:
+        if args.debug:
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        return Status.ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return Status.INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the output has gone; the interpreter's own flush at exit must not fail on it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return Status.ERROR
+
+
+def _parser(argv: Sequence[str] | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tiered-kv", description="A tiered store for the key/value blocks of language-model servers."
+    )
+    parser.add_argument("--version", action="version", version=f"tiered-kv {__version__}")
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    given = sys.argv[1:] if argv is None else argv
+    for verb, about in _VERBS.items():
+        sub = verbs.add_parser(verb, help=about, description=f"{about[0].upper()}{about[1:]}.")
+        sub.add_argument("--json", action="store_true", help="print one JSON object")
+        sub.add_argument("--debug", action="store_true", help="show where an error comes from")
+        # Only the verb that is run is imported: none needs the libraries of the others.
+        if verb in given:
+            module = importlib.import_module(f"tiered_kv._cli.{verb}")
+            module.add_arguments(sub)
+            sub.set_defaults(run=module.run)
+    return parser

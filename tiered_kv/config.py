@@ -1,0 +1,208 @@
+"""The configuration of a stack: from a YAML file, or a mapping, to a `StackConfig`.
+
+Every mistake is a `ConfigError` that names the setting, what was found and what would be accepted; never a
+secret. `docs/configuration.md` is the reference.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import Field, SerializeAsAny, field_validator, model_validator
+
+from tiered_kv.errors import ConfigError
+from tiered_kv.hooks import tier_plugins
+from tiered_kv.namespace import Namespace, NamespaceIdentity
+from tiered_kv.settings import StrictModel, TierSettings
+from tiered_kv.stackfile import fill_variables, read_stack_file
+from tiered_kv.units import Bytes, Count, Seconds, format_bytes
+from tiered_kv.validation import Location, check, combined, dotted
+
+__all__ = [
+    "BlockSettings",
+    "PrimarySettings",
+    "StackConfig",
+    "StrictModel",
+    "TierSettings",
+    "load_config",
+    "tier_settings",
+]
+
+PRIMARY_BLOCKS_MIN = 2
+PRIMARY_TIER_NAME = "cpu"
+"""The primary tier's name in counters; no secondary tier may have it."""
+
+
+class BlockSettings(StrictModel):
+    """The unit of everything: one block of one KV cache group."""
+
+    bytes: Bytes = Field(ge=1, le=1 << 30, description="Bytes of a block.")
+    tokens: Count = Field(default=16, ge=1, le=1 << 20, description="Tokens that a block holds.")
+
+
+class PrimarySettings(StrictModel):
+    """The primary tier: one region of CPU memory."""
+
+    capacity: Bytes = Field(description="Size of the region; rounded down to whole blocks.")
+    policy: str = Field(
+        default="lru",
+        pattern=r"^[A-Za-z0-9_]+$|^[A-Za-z0-9_.]+:[A-Za-z0-9_.]+$",
+        description="Which block goes when room is needed: lru, arc, or module:Class.",
+    )
+    shared: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}$",
+        description="Name of a file in /dev/shm that workers map too; private memory without it.",
+    )
+    huge_pages: bool = Field(default=False, description="Ask the kernel for transparent huge pages.")
+    prefault: bool = Field(default=False, description="Touch every page when the stack is opened.")
+    numa_node: Count | None = Field(default=None, ge=0, description="Bind the memory to this NUMA node.")
+    promotion_budget: Bytes | None = Field(
+        default=None,
+        description="Memory that blocks on their way from secondary tiers may take; by default half of the region.",
+    )
+    promotion_hold: Seconds = Field(
+        default=10.0, gt=0, le=3600, description="How long a promoted block waits for its request."
+    )
+
+
+class StackConfig(StrictModel):
+    """A whole stack. `load_config` makes one from a file or a mapping; a program may make one itself."""
+
+    version: Literal[1] = Field(default=1, description="Version of this form.")
+    namespace: Namespace = Field(description="What must agree for blocks to be interchangeable.")
+    block: BlockSettings = Field(description="The size of a block.")
+    primary: PrimarySettings = Field(description="The primary tier.")
+    secondary: tuple[SerializeAsAny[TierSettings], ...] = Field(
+        default=(), max_length=64, description="The tiers behind it, in the order they are searched."
+    )
+
+    @property
+    def primary_blocks(self) -> int:
+        """Blocks that the primary tier holds."""
+        return self.primary.capacity // self.block.bytes
+
+    @property
+    def identity(self) -> NamespaceIdentity:
+        """The namespace's digest and readable form, block size included."""
+        return self.namespace.identify(block_bytes=self.block.bytes, block_tokens=self.block.tokens)
+
+    @field_validator("secondary", mode="before")
+    @classmethod
+    def _entries_by_their_types(cls, entries: object) -> object:
+        tiers, problems = _check_entries(entries)
+        if problems:
+            raise combined(problems)
+        return tuple(tiers)
+
+    @field_validator("secondary")
+    @classmethod
+    def _names_differ(cls, tiers: tuple[TierSettings, ...]) -> tuple[TierSettings, ...]:
+        taken = {PRIMARY_TIER_NAME: "the primary tier"}
+        for index, tier in enumerate(tiers):
+            if tier.name in taken:
+                raise ConfigError(
+                    f"the name '{tier.name}' is taken by {taken[tier.name]}; give each tier a name of its own",
+                    location=f"secondary.{index}.name",
+                )
+            taken[tier.name] = "another tier"
+        return tiers
+
+    @model_validator(mode="after")
+    def _sizes_hold_blocks(self) -> StackConfig:
+        sizes: list[tuple[str, int | None, int]] = [
+            ("primary.capacity", self.primary.capacity, PRIMARY_BLOCKS_MIN),
+            ("primary.promotion_budget", self.primary.promotion_budget, 1),
+        ]
+        for index, tier in enumerate(self.secondary):
+            sizes.append((f"secondary.{index}.store_budget", tier.store_budget, 1))
+            sizes.append((f"secondary.{index}.load_budget", tier.load_budget, 1))
+        block_bytes = self.block.bytes
+        for location, size_bytes, blocks in sizes:
+            if size_bytes is not None and size_bytes < blocks * block_bytes:
+                raise ConfigError(
+                    f"expected room for at least {blocks} {'block' if blocks == 1 else 'blocks'} of "
+                    f"{format_bytes(block_bytes)}, that is {format_bytes(blocks * block_bytes)}, "
+                    f"found {format_bytes(size_bytes)}",
+                    location=location,
+                )
+        return self
+
+
+def load_config(
+    source: str | os.PathLike[str] | Mapping[str, object] | StackConfig,
+    *,
+    environ: Mapping[str, str] | None = None,
+) -> StackConfig:
+    """Return the configuration that `source` describes.
+
+    Args:
+        source: The path of a YAML file; a mapping of the same form; or a configuration, returned as it is.
+        environ: Where `${NAME}` is looked up; by default the process's environment.
+
+    Raises:
+        ConfigError: It cannot be used; with a line for each setting at fault.
+    """
+    if isinstance(source, StackConfig):
+        return source
+    raw = source if isinstance(source, Mapping) else read_stack_file(source)
+    data = fill_variables(raw, os.environ if environ is None else environ)
+    tiers, problems = _check_entries(data.get("secondary"))
+    config = check(StackConfig, {**data, "secondary": [] if problems else tiers})
+    if isinstance(config, list):
+        raise combined([*problems, *config])
+    if problems:
+        raise combined(problems)
+    return config
+
+
+def tier_settings(entry: object) -> TierSettings:
+    """Return an entry of `secondary`, checked by the model of its type.
+
+    Args:
+        entry: A mapping with the key `type`, or settings, returned as they are.
+
+    Raises:
+        ConfigError: Its type is unknown, or a setting cannot be used.
+    """
+    checked = _check_entry(entry, ())
+    if isinstance(checked, list):
+        raise combined(checked)
+    return checked
+
+
+def _check_entries(entries: object) -> tuple[list[TierSettings], list[ConfigError]]:
+    """Return the tiers that can be used, and what is wrong with the others."""
+    tiers: list[TierSettings] = []
+    problems: list[ConfigError] = []
+    if entries is None:
+        return tiers, problems
+    if not isinstance(entries, (list, tuple)):
+        problems.append(
+            ConfigError("expected a list of tiers, each a mapping with the key 'type'", location="secondary")
+        )
+        return tiers, problems
+    for index, entry in enumerate(entries):
+        checked = _check_entry(entry, ("secondary", index))
+        if isinstance(checked, list):
+            problems += checked
+        else:
+            tiers.append(checked)
+    return tiers, problems
+
+
+def _check_entry(entry: object, location: Location) -> TierSettings | list[ConfigError]:
+    if isinstance(entry, TierSettings):
+        return entry
+    name = entry.get("type") if isinstance(entry, Mapping) else None
+    if not isinstance(name, str):
+        known = ", ".join([*tier_plugins().tier_types(), "'module:Class'"])
+        message = f"expected a mapping with the key 'type', which is one of: {known}"
+        return [ConfigError(message, location=dotted(location))]
+    try:
+        tier_type = tier_plugins().resolve(name)
+    except ConfigError as error:
+        return [ConfigError(str(error), location=dotted((*location, "type")))]
+    return check(tier_type.settings, entry, location)

@@ -1,0 +1,273 @@
+"""Blocks in, blocks out: put and get over a tiering manager, for programs that are no engine.
+
+An engine drives the manager itself, one step after the other on its scheduler's thread. The facade plays that part
+for programs with threads of their own: one lock makes their calls to the manager one after the other, and it
+is held for bookkeeping only, never while blocks are copied or waited for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.errors import ShutdownError
+from tiered_kv.tiering.manager import TieringOffloadingManager
+
+Blocks = np.ndarray[Any, np.dtype[np.uint8]]
+
+_KEY_BYTES_MIN = 4
+_PAUSE_MIN_S = 50e-6
+_PAUSE_MAX_S = 2e-3
+
+
+class BlockFacade:
+    """Stores and loads blocks by key. Any thread may call any method.
+
+    Args:
+        manager: The manager; nobody else may call it while the facade is in use.
+        region: The primary tier's memory.
+        batch_blocks: Blocks that one call moves at a time; at most what the smallest tier may have in flight.
+    """
+
+    def __init__(self, manager: TieringOffloadingManager, region: PrimaryRegion, batch_blocks: int) -> None:
+        self._manager = manager
+        # Not its array: an array that is kept would keep the memory mapped after the region was closed.
+        self._region = region
+        self._batch_blocks = batch_blocks
+        self._has_secondary = bool(manager.secondary_tiers)
+        self._lock = threading.Lock()
+        """Guards the manager, and the two fields below."""
+        self._idle = threading.Condition(self._lock)
+        self._calls = 0
+        self._is_closed = False
+        self._request_numbers = itertools.count()
+
+    def put(self, keys: Sequence[OffloadKey], blocks: Blocks, *, timeout: float = 10.0) -> int:
+        """Store blocks, those that are here already left out.
+
+        Blocks are stored in the primary tier, and go to the secondary tiers in the background. Where there are
+        more than can be on their way at one time, `put` waits for the secondary tiers in between; without
+        secondary tiers, no more are stored than the primary tier holds, since each further block would
+        evict one before it.
+
+        Args:
+            keys: In the order of their prefix. One that stands twice is stored once, with its first block.
+            blocks: uint8 of shape (len(keys), block_bytes), rows contiguous.
+            timeout: Seconds to wait, in all, for room.
+
+        Returns:
+            The length of the prefix of `keys` that was stored, or was here already. It is less than `len(keys)`
+            where no room could be made in time.
+
+        Raises:
+            TypeError, ValueError: The arguments do not fit each other.
+            ShutdownError: The stack is closed.
+        """
+        self._check(keys, blocks, "blocks")
+        end_s = time.monotonic() + timeout
+        count = len(keys) if self._has_secondary else min(len(keys), self._region.num_blocks)
+        done, batch = 0, self._batch_blocks
+        with self._request("put") as context:
+            pause_s = _PAUSE_MIN_S
+            while done < count:
+                # Without secondary tiers a block that is evicted is lost. So what this call has stored already is
+                # named again: the manager evicts nothing for the sake of what lies behind it.
+                first, stop = (done if self._has_secondary else 0), min(done + batch, count)
+                if self._store(keys[first:stop], blocks[first:stop], context):
+                    done = stop
+                    batch, pause_s = self._batch_blocks, _PAUSE_MIN_S
+                    if done < count and self._has_secondary:
+                        self._wait_for_jobs(end_s)
+                elif stop - done > 1:
+                    batch = (stop - done) // 2
+                elif not self._step() or time.monotonic() >= end_s:
+                    break  # what takes the room is pinned by others, and nothing tells when they will be done
+                else:
+                    pause_s = _pause(pause_s)
+        return done
+
+    def get(self, keys: Sequence[OffloadKey], out: Blocks, timeout: float = 1.0) -> int:
+        """Load the longest prefix of `keys` that can be had.
+
+        Args:
+            keys: In the order of their prefix.
+            out: uint8 of shape (len(keys), block_bytes), rows contiguous, writable; row i gets block i.
+            timeout: Seconds to wait, in all, for secondary tiers.
+
+        Returns:
+            How many blocks were loaded; rows from there on are as they were.
+
+        Raises:
+            TypeError, ValueError: The arguments do not fit each other.
+            ShutdownError: The stack is closed.
+        """
+        self._check(keys, out, "out")
+        if not out.flags.writeable:
+            raise ValueError("out is read-only")
+        end_s = time.monotonic() + timeout
+        loaded, count = 0, len(keys)
+        with self._request("get") as context:
+            pause_s = _PAUSE_MIN_S
+            while loaded < count:
+                wanted = keys[loaded : min(loaded + self._batch_blocks, count)]
+                ready, known = self._load(wanted, out[loaded:], context)
+                loaded += ready
+                if known < len(wanted):  # a miss: what lies behind it is of no use
+                    count = loaded - ready + known
+                if ready:
+                    pause_s = _PAUSE_MIN_S
+                elif time.monotonic() >= end_s:
+                    break
+                elif loaded < count:
+                    pause_s = _pause(pause_s)
+        return loaded
+
+    def flush(self, timeout: float = 10.0) -> bool:
+        """Wait until no transfer to or from a secondary tier is in flight.
+
+        Args:
+            timeout: Seconds to wait at most.
+
+        Returns:
+            Whether all have ended. A tier that hangs keeps its transfers in flight beyond their deadline.
+
+        Raises:
+            ShutdownError: The stack is closed.
+        """
+        with self._call():
+            return self._wait_for_jobs(time.monotonic() + timeout)
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Refuse further calls, and wait for those that run; return whether all have returned in time."""
+        with self._lock:
+            self._is_closed = True
+            return self._idle.wait_for(lambda: self._calls == 0, timeout_s)
+
+    def counters(self) -> dict[str, dict[str, int]]:
+        """Return the manager's counters, by tier."""
+        with self._call(), self._lock:
+            return self._manager.counters()
+
+    # One step each, under the lock but for the copies.
+
+    def _store(self, keys: Sequence[OffloadKey], blocks: Blocks, context: ReqContext) -> bool:
+        """Store all of `keys`, or return False where there is no room for all of them."""
+        with self._lock:
+            self._raise_if_closed()
+            output = self._manager.prepare_store(keys, context)
+        if output is None:
+            return False
+        source = {key: index for index, key in reversed(list(enumerate(keys)))}
+        copied = False
+        try:
+            for key, row in zip(output.keys_to_store, _rows_of(output.store_spec), strict=True):
+                self._region.array[row] = blocks[source[key]]
+            copied = True
+        finally:
+            with self._lock:
+                self._manager.complete_store(output.keys_to_store, context, copied)
+                self._manager.on_schedule_end()
+        return True
+
+    def _load(self, keys: Sequence[OffloadKey], out: Blocks, context: ReqContext) -> tuple[int, int]:
+        """Load what is ready at the head of `keys`; return how many that are, and how many precede the first miss."""
+        with self._lock:
+            answers = self._manager.lookup_many(keys, context)
+            known = answers.index(False) if False in answers else len(answers)
+            ready = next((index for index in range(known) if not answers[index]), known)
+            # In the step of the lookup: an answer holds no longer.
+            spec = self._manager.prepare_load(keys[:ready], context) if ready else None
+            if spec is None:
+                self._manager.on_schedule_end()
+                self._raise_if_closed()
+                return 0, known
+        try:
+            for index, row in enumerate(_rows_of(spec)):
+                out[index] = self._region.array[row]
+        finally:
+            with self._lock:
+                self._manager.complete_load(keys[:ready], context)
+                self._manager.on_schedule_end()
+        return ready, known
+
+    def _step(self) -> int:
+        """Let the manager collect what has finished; return how many jobs are still in flight."""
+        with self._lock:
+            self._raise_if_closed()
+            self._manager.on_schedule_end()
+            return self._manager.jobs_in_flight
+
+    def _wait_for_jobs(self, end_s: float) -> bool:
+        pause_s = _PAUSE_MIN_S
+        while self._step():
+            if time.monotonic() >= end_s:
+                return False
+            pause_s = _pause(pause_s)
+        return True
+
+    # Calls and their arguments.
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """Count a call that runs, so that `close` can wait for it."""
+        with self._lock:
+            self._raise_if_closed()
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls -= 1
+                self._idle.notify_all()
+
+    @contextmanager
+    def _request(self, verb: str) -> Iterator[ReqContext]:
+        """Begin a request of the manager's for one call, and finish it however the call ends."""
+        context = ReqContext(req_id=f"{verb}-{next(self._request_numbers)}")
+        with self._call():
+            with self._lock:
+                self._manager.on_new_request(context)
+            try:
+                yield context
+            finally:
+                with self._lock:
+                    self._manager.on_request_finished(context)
+                    self._manager.on_schedule_end()
+
+    def _raise_if_closed(self) -> None:
+        if self._is_closed:
+            raise ShutdownError("the stack is closed")
+
+    def _check(self, keys: Sequence[OffloadKey], blocks: Blocks, name: str) -> None:
+        for key in keys:
+            if not isinstance(key, bytes) or len(key) < _KEY_BYTES_MIN:
+                raise TypeError(
+                    f"a key is a block hash and a 4-byte group index, made by make_offload_key; found {key!r}"
+                )
+        if not isinstance(blocks, np.ndarray) or blocks.dtype != np.uint8:
+            found = blocks.dtype if isinstance(blocks, np.ndarray) else type(blocks).__name__
+            raise TypeError(f"{name} must be a numpy array of uint8, found {found}")
+        wanted = (len(keys), self._region.block_bytes)
+        if blocks.shape != wanted:
+            raise ValueError(f"{name} must be of shape (keys, block_bytes) = {wanted}, found {blocks.shape}")
+        if blocks.size and blocks.strides[1] != 1:
+            raise ValueError(f"{name} must have contiguous rows; pass numpy.ascontiguousarray({name})")
+
+
+def _rows_of(spec: object) -> list[int]:
+    rows: list[int] = spec.block_ids.tolist()  # type: ignore[attr-defined]  # the primary tier's specs have block ids
+    return rows
+
+
+def _pause(pause_s: float) -> float:
+    """Sleep, and return how long to sleep the next time."""
+    time.sleep(pause_s)
+    return min(2 * pause_s, _PAUSE_MAX_S)

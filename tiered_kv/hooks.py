@@ -1,0 +1,292 @@
+"""How tiers are found: the pluggy hook, and the plugins that implement it.
+
+A plugin is a module, or any object, with
+
+    @hookimpl
+    def tiered_kv_register_tiers() -> Iterable[TierType]: ...
+
+that its distribution names in the entry point group "tiered_kv". The built-in tiers are found in the same
+way. A plugin that cannot be loaded costs its own tiers and nobody else's; `TierPlugins.reports` says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import logging
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from tiered_kv.errors import ConfigError
+from tiered_kv.settings import ClassArguments, TierSettings
+from tiered_kv.validation import suggestion
+
+if TYPE_CHECKING:
+    from tiered_kv.tiering.base import SecondaryTierManager
+
+PROJECT = "tiered_kv"
+"""The pluggy project, and the entry point group, of tier plugins."""
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+_TYPE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}", re.ASCII)
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TierType:
+    """A kind of secondary tier.
+
+    Args:
+        name: What a YAML entry's `type` calls it: a letter, then letters, digits, "_" and "-".
+        settings: The strict model of its YAML entry. With a subclass of `TierSettings` the tier is
+            constructed as `cls(offloading_spec, primary_kv_view, tier_type, settings)`; with
+            `TierSettings` itself, as `cls(offloading_spec, primary_kv_view, tier_type)`.
+        load: Imports and returns the class; called when a stack that has such a tier is opened. Where a
+            client library is missing it raises `MissingExtraError`.
+        description: One line for `tiered-kv plugins`.
+    """
+
+    name: str
+    settings: type[TierSettings]
+    load: Callable[[], type[SecondaryTierManager]]
+    description: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not _TYPE_NAME.fullmatch(self.name):
+            raise ConfigError(
+                f"{self.name!r} cannot name a tier type: it takes a letter, then letters, digits, '_' and '-'"
+            )
+        if not (isinstance(self.settings, type) and issubclass(self.settings, TierSettings)):
+            raise ConfigError(f"tier type '{self.name}' needs a subclass of TierSettings, not {self.settings!r}")
+        if not callable(self.load):
+            raise ConfigError(f"tier type '{self.name}' needs a callable that returns its class, not {self.load!r}")
+
+
+def tier_type_of_class(name: str, tier_class: type[SecondaryTierManager]) -> TierType:
+    """Return `tier_class` as a tier type without a model: the keys of its YAML entry become arguments."""
+    description = (tier_class.__doc__ or "").strip().partition("\n")[0]
+    return TierType(name, ClassArguments, lambda: tier_class, description)
+
+
+@dataclass(frozen=True, slots=True)
+class PluginReport:
+    """What became of one plugin.
+
+    Args:
+        plugin: The name it was registered under; for an installed plugin, its entry point's.
+        distribution: The distribution that brought it, and its version; empty if a program registered it.
+        tiers: The tier types that it gave.
+        error: Why it, or a tier type of it, cannot be used; empty if all is well.
+    """
+
+    plugin: str
+    distribution: str
+    tiers: tuple[TierType, ...]
+    error: str = ""
+
+    @property
+    def origin(self) -> str:
+        """The plugin and its distribution, for messages."""
+        return f"plugin '{self.plugin}'" + (f" of {self.distribution}" if self.distribution else "")
+
+
+class TierPlugins:
+    """The plugins of one process, or of one test, and the tier types that they give.
+
+    Registration is meant for a program's start; it may be called from any one thread at a time.
+    """
+
+    def __init__(self) -> None:
+        self._manager = pluggy.PluginManager(PROJECT)
+        self._manager.add_hookspecs(_Hooks)
+        self._reports: list[PluginReport] = []
+        self._owners: dict[str, list[PluginReport]] = {}
+
+    def load_installed(self) -> None:
+        """Load every installed plugin that is not here yet; one that fails is logged, reported, left out."""
+        for entry_point in importlib.metadata.entry_points(group=PROJECT):
+            # An editable installation may be found twice, by its own path and by PYTHONPATH.
+            if self._is_here(entry_point):
+                continue
+            distribution = _distribution_of(entry_point)
+            try:
+                tiers = self._tiers_of(entry_point.load(), f"{distribution}:{entry_point.name}")
+            except Exception as error:  # whatever a stranger's module raises when it is imported
+                reason = f"{type(error).__name__}: {error}"
+                report = PluginReport(entry_point.name, distribution, (), reason)
+                _log.warning("%s cannot be loaded and is left out: %s", report.origin, reason)
+                self._reports.append(report)
+            else:
+                self._add(PluginReport(entry_point.name, distribution, tiers))
+
+    def register(self, plugin: object, name: str | None = None) -> PluginReport:
+        """Add a plugin of the program's own.
+
+        Args:
+            plugin: A module or object with the `tiered_kv_register_tiers` hook.
+            name: What messages call it; by default its `__name__`, or its class's.
+
+        Raises:
+            ConfigError: The plugin is registered already, gives no valid tier types, or gives one whose name
+                is taken; nothing has changed then.
+        """
+        label = name or str(getattr(plugin, "__name__", type(plugin).__name__))
+        try:
+            tiers = self._tiers_of(plugin, label)
+        except ConfigError as error:
+            raise ConfigError(f"plugin '{label}' cannot be used: {error}") from error
+        report = PluginReport(label, "", tiers)
+        for tier_type in tiers:
+            if tier_type.name in self._owners:
+                self._manager.unregister(plugin)
+                raise ConfigError(_conflict(tier_type.name, [*self._owners[tier_type.name], report]))
+        self._add(report)
+        return report
+
+    def unregister(self, name: str) -> None:
+        """Take back the plugin that was registered as `name`, and its tier types."""
+        self._manager.unregister(name=name)
+        self._reports = [report for report in self._reports if report.plugin != name]
+        self._owners = {}
+        for report in self._reports:
+            self._claim(report)
+
+    def reports(self) -> list[PluginReport]:
+        """Return what became of every plugin, in the order they were found, conflicts included."""
+        return [self._with_conflicts(report) for report in self._reports]
+
+    def tier_types(self) -> dict[str, TierType]:
+        """Return the usable tier types by name, sorted; a name that two plugins claim is not usable."""
+        usable: dict[str, TierType] = {}
+        for name in sorted(self._owners):
+            owners = self._owners[name]
+            if len(owners) == 1:
+                usable[name] = next(tier for tier in owners[0].tiers if tier.name == name)
+        return usable
+
+    def resolve(self, name: str) -> TierType:
+        """Return the tier type called `name`, or the one that `name` points to as "module:attribute".
+
+        The attribute is a `TierType`, or a tier's class; a class has no model, so the further keys of its
+        YAML entry become arguments of its constructor.
+
+        Raises:
+            ConfigError: There is none, or it cannot be used.
+        """
+        if ":" in name:
+            return _from_reference(name)
+        tier_type = self.tier_types().get(name)
+        if tier_type is None:
+            raise ConfigError(self._explain(name))
+        return tier_type
+
+    def _explain(self, name: str) -> str:
+        """Return why no tier type called `name` can be used, and what to do."""
+        owners = self._owners.get(name, [])
+        if len(owners) > 1:
+            return _conflict(name, owners)
+        broken = [f"; {each.origin} cannot be loaded: {each.error}" for each in self._reports if each.error]
+        known, note = list(self.tier_types()), "".join(broken)
+        return (
+            f"unknown tier type '{name}'{suggestion(name, known)}; known: {', '.join(known) or 'none'}{note}; "
+            "install the distribution that brings it, or name a class as 'module:Class'"
+        )
+
+    def _tiers_of(self, plugin: object, name: str) -> tuple[TierType, ...]:
+        """Register `plugin` with pluggy and return its tier types; on an error it is not registered."""
+        try:
+            registered = self._manager.register(plugin, name)
+        except ValueError as error:  # the same object or name twice
+            raise ConfigError(f"it cannot be registered: {error}") from error
+        assert registered is not None, "no plugin is ever blocked"
+        try:
+            others = [other for other in self._manager.get_plugins() if other is not plugin]
+            hook = self._manager.subset_hook_caller("tiered_kv_register_tiers", remove_plugins=others)
+            tiers = tuple(tier for given in hook() for tier in given)
+            for tier in tiers:
+                if not isinstance(tier, TierType):
+                    raise ConfigError(f"it gives {tier!r}, which is no TierType")
+            if len({tier.name for tier in tiers}) != len(tiers):
+                raise ConfigError("it gives two tier types of one name")
+            if not tiers:
+                raise ConfigError("it gives no tier type: is its function marked with @hookimpl?")
+        except BaseException:
+            self._manager.unregister(plugin)
+            raise
+        return tiers
+
+    def _add(self, report: PluginReport) -> None:
+        self._reports.append(report)
+        self._claim(report)
+        conflicts = self._with_conflicts(report).error
+        if conflicts:
+            _log.warning("%s", conflicts)
+
+    def _claim(self, report: PluginReport) -> None:
+        for tier_type in report.tiers:
+            self._owners.setdefault(tier_type.name, []).append(report)
+
+    def _with_conflicts(self, report: PluginReport) -> PluginReport:
+        conflicts = [
+            _conflict(tier.name, owners) for tier in report.tiers if len(owners := self._owners.get(tier.name, [])) > 1
+        ]
+        if not conflicts:
+            return report
+        return PluginReport(report.plugin, report.distribution, report.tiers, "; ".join(conflicts))
+
+    def _is_here(self, entry_point: importlib.metadata.EntryPoint) -> bool:
+        distribution = _distribution_of(entry_point)
+        return any(
+            report.plugin == entry_point.name and report.distribution == distribution for report in self._reports
+        )
+
+
+@functools.cache
+def tier_plugins() -> TierPlugins:
+    """Return this process's plugins, the installed ones loaded on the first call."""
+    plugins = TierPlugins()
+    plugins.load_installed()
+    return plugins
+
+
+class _Hooks:
+    """The hook specification, as pluggy wants it."""
+
+    @staticmethod
+    @hookspec
+    def tiered_kv_register_tiers() -> Iterable[TierType]:
+        """Return the tier types that this plugin brings."""
+        raise NotImplementedError  # pluggy never calls a specification
+
+
+def _from_reference(reference: str) -> TierType:
+    module_name, _, path = reference.partition(":")
+    try:
+        target: Any = importlib.import_module(module_name)  # Any: whatever the reference names
+        for part in path.split("."):
+            target = getattr(target, part)
+    except Exception as error:  # whatever a stranger's module raises when it is imported
+        raise ConfigError(f"'{reference}' cannot be loaded: {type(error).__name__}: {error}") from error
+    if isinstance(target, TierType):
+        return target
+    if not isinstance(target, type):
+        raise ConfigError(f"'{reference}' is {target!r}; expected a tier's class or a TierType")
+    return tier_type_of_class(target.__name__.lstrip("_"), target)
+
+
+def _distribution_of(entry_point: importlib.metadata.EntryPoint) -> str:
+    if entry_point.dist is None:
+        return ""
+    return f"{entry_point.dist.name} {entry_point.dist.version}"
+
+
+def _conflict(name: str, owners: list[PluginReport]) -> str:
+    origins = " and ".join(report.origin for report in owners)
+    return f"tier type '{name}' is registered by {origins}; uninstall one of them"

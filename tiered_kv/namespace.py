@@ -1,0 +1,123 @@
+"""Which blocks are interchangeable: the namespace of a stack, and its digest.
+
+A block hash says which tokens a block holds, and nothing of the model that computed it. A `Namespace` names
+everything else that must agree before the bytes under one key may stand for each other. Its digest stands in
+every path, key prefix and record header, so stacks that differ in any of it never see each other's blocks.
+
+The digest is BLAKE2b (RFC 7693) with 16 bytes of output, personalised with `b"tiered-kv-ns-v1"`, over the
+canonical form: JSON without white space, keys sorted by code point, text in UTF-8, no numbers but integers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from tiered_kv.settings import StrictModel
+from tiered_kv.units import Count
+
+FORMAT_VERSION = 1
+"""Of the canonical form; a field that is added or changes its meaning raises it."""
+
+DIGEST_BYTES = 16
+_PERSON = b"tiered-kv-ns-v1"
+
+
+def _integer_as_text(value: object) -> object:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+Label = Annotated[str, Field(min_length=1, max_length=1024)]
+Seed = Annotated[str, BeforeValidator(_integer_as_text), Field(max_length=1024)]
+
+
+class Parallel(StrictModel):
+    """How the model is split, and which part computed the blocks."""
+
+    tensor: Count = Field(default=1, ge=1, description="Tensor parallel size.")
+    pipeline: Count = Field(default=1, ge=1, description="Pipeline parallel size.")
+    decode_context: Count = Field(default=1, ge=1, description="Decode context parallel size.")
+    prefill_context: Count = Field(default=1, ge=1, description="Prefill context parallel size.")
+    rank: Count = Field(default=0, ge=0, description="The worker's rank among them.")
+    same_bytes_on_every_rank: bool = Field(
+        default=False,
+        description="True where a block's bytes depend on none of the above (as with replicated latent "
+        "attention); then none of it is part of the namespace.",
+    )
+
+    @model_validator(mode="after")
+    def _rank_exists(self) -> Parallel:
+        ranks = self.tensor * self.pipeline * self.decode_context * self.prefill_context
+        if self.rank >= ranks:
+            raise ValueError(f"rank {self.rank} does not exist: these sizes make ranks 0 to {ranks - 1}")
+        return self
+
+
+class Namespace(StrictModel):
+    """Everything but the block size that must agree for blocks to be interchangeable; `model` is required.
+
+    Every text is compared as it stands: "main" and "Main" are different revisions. An engine's integration
+    builds one directly; in YAML it is the `namespace` mapping.
+    """
+
+    model: Label = Field(description="The model's name or path.")
+    revision: Label = Field(default="main", description="The model's revision: a branch, a tag or a commit.")
+    dtype: Label = Field(default="auto", description="Data type of the keys and values, such as bfloat16.")
+    quantization: Label = Field(default="none", description="How keys and values are quantized.")
+    layout: Label = Field(default="default", description="Order of the dimensions within a block.")
+    tenant: Label = Field(default="default", description="Keeps one user's blocks from another's.")
+    hash_algorithm: Label = Field(default="default", description="What the engine hashes tokens with.")
+    hash_seed: Seed = Field(default="", description="The seed of that hash: text, or an integer.")
+    layers: Count = Field(default=0, ge=0, description="Layers that a block covers; 0 where not told.")
+    groups: tuple[Label, ...] = Field(
+        default=(),
+        max_length=1024,
+        description="For each KV cache group, in the order of its index, what it holds.",
+    )
+    parallel: Parallel = Field(default=Parallel(), description="Parallel sizes, and the rank.")
+    extra: dict[Label, str] = Field(
+        default={},
+        max_length=256,
+        description="Whatever else must agree, such as an adapter or a rope scaling.",
+    )
+
+    def identify(self, *, block_bytes: int, block_tokens: int) -> NamespaceIdentity:
+        """Return what stands for this namespace with blocks of `block_bytes` that hold `block_tokens`."""
+        described = self.model_dump(mode="python", exclude={"parallel"})
+        described["groups"] = list(self.groups)
+        if not self.parallel.same_bytes_on_every_rank:
+            described["parallel"] = self.parallel.model_dump(exclude={"same_bytes_on_every_rank"})
+        return NamespaceIdentity(
+            {
+                "format": FORMAT_VERSION,
+                "block": {"bytes": block_bytes, "tokens": block_tokens},
+                "namespace": described,
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceIdentity:
+    """A namespace as it is stored and compared.
+
+    Args:
+        described: The readable form, made of mappings, lists, text and integers; kept beside the data.
+    """
+
+    described: Mapping[str, object]
+
+    @property
+    def canonical(self) -> bytes:
+        """The canonical form that the digest is taken over."""
+        text = json.dumps(self.described, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        return text.encode()
+
+    @property
+    def digest(self) -> bytes:
+        """The 16 bytes that stand for the namespace."""
+        return hashlib.blake2b(self.canonical, digest_size=DIGEST_BYTES, person=_PERSON).digest()

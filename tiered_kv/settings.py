@@ -1,0 +1,111 @@
+"""The strict pydantic models that every setting of a stack is checked by.
+
+`TierSettings` is what a tier's author subclasses; it is imported from `tiered_kv.config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
+
+from tiered_kv.redaction import HIDDEN, has_environment_text, redact
+from tiered_kv.units import Bytes, Count, Seconds
+
+
+class StrictModel(BaseModel):
+    """A frozen model that refuses unknown keys and shows no secret when it is printed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+    _from_environment: frozenset[str] = PrivateAttr(default=frozenset())
+    """Settings whose text a variable brought."""
+
+    def public_dict(self) -> dict[str, object]:
+        """Return the settings as YAML would have them, sizes and durations with units, secrets as `***`."""
+        dumped = self.model_dump(mode="json")
+        return {name: self._public(name, getattr(self, name), plain) for name, plain in dumped.items()}
+
+    def __repr_args__(self) -> list[tuple[str | None, object]]:
+        return [
+            (name, HIDDEN if name in self._from_environment else redact(value, name or ""))
+            for name, value in super().__repr_args__()
+        ]
+
+    def _public(self, name: str, value: object, dumped: object) -> object:
+        if isinstance(value, StrictModel):
+            return value.public_dict()
+        if isinstance(value, tuple) and value and isinstance(value[0], StrictModel):
+            return [item.public_dict() for item in value]
+        return HIDDEN if name in self._from_environment else redact(dumped, name)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _note_variables(cls, data: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        model = handler(data)
+        if isinstance(data, Mapping):
+            names = (name for name, value in data.items() if has_environment_text(value))
+            model._from_environment = frozenset(
+                name for name in names if not isinstance(getattr(model, name), StrictModel)
+            )
+        return model
+
+
+class TierSettings(StrictModel):
+    """What the YAML entry of every secondary tier may have. A tier's author adds fields in a subclass."""
+
+    type: str = Field(min_length=1, description="The tier's type, as `tiered-kv plugins` lists it.")
+    name: str = Field(
+        default="",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$",
+        description="The tier's name in this stack, in counters and messages; by default its type.",
+    )
+    store_budget: Bytes | None = Field(
+        default=None,
+        ge=1,
+        description="Bytes of stores in flight, which pin blocks of the primary tier; "
+        "by default a quarter of its capacity. Stores over it are skipped.",
+    )
+    load_budget: Bytes | None = Field(
+        default=None,
+        ge=1,
+        description="Bytes of loads in flight; by default a quarter of the primary tier's capacity.",
+    )
+    job_timeout: Seconds = Field(
+        default=30.0, gt=0, le=86400, description="How long a job may take before it is given up."
+    )
+    lookup_timeout: Seconds = Field(
+        default=1.0, gt=0, le=3600, description="How long a lookup may go unanswered before it is a miss."
+    )
+    admit_after: Count = Field(
+        default=1, ge=1, le=255, description="Store a block when it is offered for the n-th time."
+    )
+    fill_on_promotion: bool = Field(
+        default=False, description="Also store here a block that is promoted from a tier below."
+    )
+    breaker_failures: Count = Field(
+        default=5, ge=1, le=1_000_000, description="Failures in a row that open the tier's breaker."
+    )
+    breaker_cooldown: Seconds = Field(
+        default=2.0, gt=0, le=86400, description="How long the breaker stays open before a probe."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_after_type(cls, data: object) -> object:
+        if not isinstance(data, Mapping) or data.get("name"):
+            return data
+        tier_type = data.get("type", cls.model_fields["type"].default)
+        return {**data, "name": tier_type.rpartition(":")[2]} if isinstance(tier_type, str) else data
+
+
+class ClassArguments(TierSettings):
+    """The settings of a tier that has no model: every other key is passed to its class by name."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @property
+    def arguments(self) -> dict[str, object]:
+        """The keys beyond those of every tier."""
+        return dict(self.model_extra or {})

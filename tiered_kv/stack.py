@@ -1,0 +1,182 @@
+"""Opening a stack: everything wired from one configuration."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.config import StackConfig, load_config
+from tiered_kv.cpu.backend import CPUBackend
+from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.errors import ConfigError, MissingExtraError
+from tiered_kv.facade import BlockFacade, Blocks
+from tiered_kv.settings import TierSettings
+from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
+from tiered_kv.tiering.factory import SecondaryTierFactory
+from tiered_kv.tiering.limits import ManagerLimits, TierLimits
+from tiered_kv.tiering.manager import TieringOffloadingManager
+
+_log = logging.getLogger(__name__)
+
+
+def open_stack(source: str | os.PathLike[str] | Mapping[str, object] | StackConfig) -> Stack:
+    """Open a stack; close it with `Stack.close`, or use it as a context manager.
+
+    Args:
+        source: The path of a YAML file, a mapping of the same form, or a configuration.
+
+    Raises:
+        ConfigError: The configuration cannot be used.
+        TierError: A tier cannot be opened. Whatever was opened before it is closed again.
+    """
+    return Stack(load_config(source))
+
+
+class Stack:
+    """An open stack.
+
+    `put`, `get`, `flush`, `counters` and `close` may be called by any thread. `manager` and `primary` belong to one
+    thread: an engine uses them from its scheduler, and leaves `put` and `get` alone while it does.
+
+    Args:
+        config: The configuration.
+
+    Attributes:
+        config: The same.
+        manager: The whole offloading interface, for an engine.
+        primary: The primary tier's manager.
+        region: The primary tier's memory, for workers that map it.
+        kv_view: The same memory as a memoryview of shape (num_blocks, block_bytes).
+        secondary_tiers: In the order they are searched.
+        tier_names: Their names.
+    """
+
+    def __init__(self, config: StackConfig) -> None:
+        self.config = config
+        with ExitStack() as undo:
+            settings = config.primary
+            self.region = PrimaryRegion(
+                config.primary_blocks,
+                config.block.bytes,
+                name=settings.shared,
+                huge_pages=settings.huge_pages,
+                prefault=settings.prefault,
+                numa_node=settings.numa_node,
+            )
+            undo.callback(self.region.close)
+            self.kv_view = self.region.kv_view
+            self.primary = CPUOffloadingManager(CPUBackend(self.region), settings.policy)
+            self.secondary_tiers: list[SecondaryTierManager] = []
+            undo.callback(_shut_down, self.secondary_tiers)
+            for index in range(len(config.secondary)):
+                self.secondary_tiers.append(self._open_tier(index))
+            self.tier_names = [tier.name for tier in config.secondary]
+            self.manager = TieringOffloadingManager(
+                self.primary,
+                self.secondary_tiers,
+                names=self.tier_names,
+                tier_limits=[_tier_limits(tier) for tier in config.secondary],
+                limits=_manager_limits(config),
+            )
+            self._facade = BlockFacade(self.manager, self.region, _batch_blocks(config))
+            undo.pop_all()
+
+    def put(self, keys: Sequence[OffloadKey], blocks: Blocks, *, timeout: float = 10.0) -> int:
+        """Store blocks; see `BlockFacade.put`."""
+        return self._facade.put(keys, blocks, timeout=timeout)
+
+    def get(self, keys: Sequence[OffloadKey], out: Blocks, timeout: float = 1.0) -> int:
+        """Load the longest prefix of `keys` into `out`, and return its length; see `BlockFacade.get`."""
+        return self._facade.get(keys, out, timeout)
+
+    def flush(self, timeout: float = 10.0) -> bool:
+        """Wait for cascades, and return whether all have ended; see `BlockFacade.flush`."""
+        return self._facade.flush(timeout)
+
+    def counters(self) -> dict[str, dict[str, int]]:
+        """Return what has been stored, loaded, skipped and dropped, by tier; the primary tier is "cpu"."""
+        return self._facade.counters()
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Wait for calls and for transfers, `timeout` seconds each at most, and close every tier.
+
+        A second call does nothing.
+        """
+        self._facade.close(timeout)
+        self.manager.shutdown(timeout)
+
+    def __enter__(self) -> Stack:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _open_tier(self, index: int) -> SecondaryTierManager:
+        settings, identity = self.config.secondary[index], self.config.identity
+        spec = TierSpec(
+            name=settings.name,
+            block_bytes=self.config.block.bytes,
+            namespace_digest=identity.digest,
+            namespace=identity.described,
+        )
+        try:
+            return SecondaryTierFactory.create(spec, self.kv_view, settings)
+        except MissingExtraError:
+            raise
+        except ConfigError as error:  # a tier names its own setting; here it is known where that one stands
+            message = str(error).removeprefix(f"{error.location}: ")
+            location = ".".join(filter(None, ("secondary", str(index), error.location)))
+            raise ConfigError(message, location=location) from error
+
+
+def _shut_down(tiers: list[SecondaryTierManager]) -> None:
+    """Close and forget tiers because another could not be opened; that error is the one to tell.
+
+    Whoever keeps that error keeps this stack with its traceback. Tiers that stayed in the list would keep their views
+    of the primary tier's memory, and so the memory.
+    """
+    while tiers:
+        tier = tiers.pop()
+        try:
+            tier.shutdown()
+        except Exception as error:  # whatever a stranger's tier raises
+            reason = f"{type(error).__name__}: {error}"  # the text, since the error keeps the tier with its traceback
+            _log.warning("a '%s' tier failed to shut down: %s", tier.tier_type, reason)
+
+
+def _tier_limits(tier: TierSettings) -> TierLimits:
+    return TierLimits(
+        store_budget_bytes=tier.store_budget,
+        load_budget_bytes=tier.load_budget,
+        job_timeout_s=tier.job_timeout,
+        lookup_timeout_s=tier.lookup_timeout,
+        admit_after=tier.admit_after,
+        fill_on_promotion=tier.fill_on_promotion,
+        breaker_failures=tier.breaker_failures,
+        breaker_cooldown_s=tier.breaker_cooldown,
+    )
+
+
+def _manager_limits(config: StackConfig) -> ManagerLimits:
+    budget_bytes = config.primary.promotion_budget
+    return ManagerLimits(
+        promotion_blocks_max=None if budget_bytes is None else budget_bytes // config.block.bytes,
+        hold_s=config.primary.promotion_hold,
+    )
+
+
+def _batch_blocks(config: StackConfig) -> int:
+    """Return how many blocks the facade moves at a time: no more than any tier lets be in flight."""
+    region_bytes = config.primary_blocks * config.block.bytes
+    budgets = [region_bytes // 4, *(size for tier in config.secondary if (size := tier.store_budget) is not None)]
+    return max(1, min(budgets) // config.block.bytes)

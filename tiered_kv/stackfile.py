@@ -1,0 +1,127 @@
+"""Reading a stack's YAML file: safely, without duplicate keys, with variables from the environment.
+
+The file is data: it is read with PyYAML's safe loader, is bounded in size, and has no aliases, so that a
+small file cannot stand for a large one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+
+import yaml
+
+from tiered_kv.errors import ConfigError
+from tiered_kv.redaction import EnvironmentText
+
+FILE_BYTES_MAX = 1 << 20
+
+_VARIABLE = re.compile(r"\$\$|\$\{(?:(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\})?")
+
+
+def read_stack_file(path: str | os.PathLike[str]) -> dict[str, object]:
+    """Return what the YAML file at `path` says, variables not yet filled in.
+
+    Raises:
+        ConfigError: The file cannot be read, is larger than `FILE_BYTES_MAX`, is not YAML, or is no mapping.
+    """
+    source = Path(path)
+    try:
+        with source.open("rb") as file:
+            text = file.read(FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(f"the stack's file cannot be read: {error.strerror}", location=str(source)) from error
+    if len(text) > FILE_BYTES_MAX:
+        raise ConfigError(f"a stack's file has at most {FILE_BYTES_MAX} bytes", location=str(source))
+    return parse_stack_text(text, str(source))
+
+
+def parse_stack_text(text: str | bytes, source: str = "the stack") -> dict[str, object]:
+    """Return what YAML `text` says; `source` names it in errors.
+
+    Raises:
+        ConfigError: It is not YAML, repeats a key, has an alias, or is no mapping.
+    """
+    try:
+        data = yaml.load(text, _StackLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ConfigError(f"{where}{error.problem or error.context}", location=source) from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"this is not YAML: {error}", location=source) from None
+    except RecursionError:
+        raise ConfigError("this is nested too deeply", location=source) from None
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"expected a mapping with namespace, block and primary, found {type(data).__name__}",
+            location=source,
+        )
+    return data
+
+
+def fill_variables(data: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, object]:
+    """Return `data` with each `${NAME}` and `${NAME:-default}` in its texts replaced, and `$$` by `$`.
+
+    Raises:
+        ConfigError: A variable is not set and has no default, or a `${` has no matching form.
+    """
+    return {key: _fill(value, str(key), environ) for key, value in data.items()}
+
+
+def _fill(value: object, location: str, environ: Mapping[str, str]) -> object:
+    if isinstance(value, Mapping):
+        return {key: _fill(item, f"{location}.{key}", environ) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_fill(item, f"{location}.{index}", environ) for index, item in enumerate(value)]
+    return _fill_text(value, location, environ) if isinstance(value, str) and "$" in value else value
+
+
+def _fill_text(text: str, location: str, environ: Mapping[str, str]) -> str:
+    from_environment = False
+
+    def replacement(match: re.Match[str]) -> str:
+        nonlocal from_environment
+        name, default = match["name"], match["default"]
+        if match[0] == "$$":
+            return "$"
+        if name is None:
+            raise ConfigError("expected ${NAME} or ${NAME:-default}, and $$ for a plain $", location=location)
+        found = environ.get(name)
+        if default is not None and not found:
+            return default
+        if found is None:
+            raise ConfigError(
+                f"the environment variable {name} is not set; set it, or write ${{{name}:-default}}",
+                location=location,
+            )
+        from_environment = True
+        return found
+
+    filled = _VARIABLE.sub(replacement, text)
+    return EnvironmentText(filled) if from_environment else filled
+
+
+class _StackLoader(yaml.SafeLoader):
+    """The safe loader, without aliases and duplicate keys."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.MarkedYAMLError(
+                problem="a stack's file has no aliases: write the value again", problem_mark=self.get_mark()
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(problem="a key must be a text", problem_mark=key_node.start_mark)
+            if key_node.value in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key '{key_node.value}' stands here twice", problem_mark=key_node.start_mark
+                )
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep)

@@ -1,0 +1,134 @@
+"""Making secondary tiers from their settings."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+
+from tiered_kv.config import tier_settings
+from tiered_kv.errors import ConfigError, TieredKVError, TierError
+from tiered_kv.hooks import TierType, hookimpl, tier_plugins, tier_type_of_class
+from tiered_kv.redaction import scrub, secrets_in
+from tiered_kv.settings import ClassArguments, TierSettings
+from tiered_kv.tiering.base import SecondaryTierManager
+from tiered_kv.validation import suggestion
+
+_SEED_ARGUMENTS = 3
+"""offloading_spec, primary_kv_view, tier_type."""
+
+
+class SecondaryTierFactory:
+    """The one place where tiers are constructed. It keeps nothing: tier types live in `tier_plugins()`."""
+
+    @staticmethod
+    def register(name: str, tier: type[SecondaryTierManager] | Callable[[], type[SecondaryTierManager]]) -> TierType:
+        """Make a class known under `name`, for programs that are no plugin.
+
+        Args:
+            name: What a YAML entry's `type` calls it.
+            tier: The class, or a callable that imports and returns it. It is constructed as
+                `cls(offloading_spec, primary_kv_view, tier_type, **keys)` with those keys of its YAML entry
+                that not every tier has, so a class with the three arguments alone works too.
+
+        Raises:
+            ConfigError: The name is taken or cannot name a tier type.
+        """
+        if isinstance(tier, type):
+            return _register(tier_type_of_class(name, tier))
+        return _register(TierType(name, ClassArguments, tier))
+
+    @staticmethod
+    def unregister(name: str) -> None:
+        """Forget a class that `register` made known."""
+        tier_plugins().unregister(_label(name))
+
+    @staticmethod
+    def known() -> dict[str, TierType]:
+        """Return every tier type that can be created by name."""
+        return tier_plugins().tier_types()
+
+    @staticmethod
+    def create(
+        offloading_spec: object, primary_kv_view: memoryview, settings: TierSettings | Mapping[str, object]
+    ) -> SecondaryTierManager:
+        """Construct a tier.
+
+        Args:
+            offloading_spec: Passed to the tier; a stack passes a `TierSpec`.
+            primary_kv_view: The primary tier's region, writable, of shape (num_blocks, block_bytes).
+            settings: The tier's entry, or its settings.
+
+        Raises:
+            ConfigError: The settings cannot be used, or a library is missing.
+            TierError: The tier cannot be opened. Whatever a tier raises that is not of this project's errors
+                becomes one, without the secrets of its settings.
+        """
+        checked = tier_settings(settings)
+        tier_type = tier_plugins().resolve(checked.type)
+        tier_class = _load(tier_type, checked.name)
+        arguments: list[object] = [offloading_spec, primary_kv_view, tier_type.name]
+        keywords: dict[str, object] = {}
+        if isinstance(checked, ClassArguments):
+            keywords = checked.arguments
+            _check_keywords(tier_class, keywords, checked.name)
+        elif tier_type.settings is not TierSettings:
+            arguments.append(checked)
+        try:
+            return tier_class(*arguments, **keywords)
+        except TieredKVError:
+            raise
+        except Exception as error:  # whatever a stranger's constructor raises
+            reason = f"{type(error).__name__}: {scrub(str(error), secrets_in(checked.model_dump()))}"
+        # Raised outside of the handler: the stranger's own text may hold what must not be shown.
+        raise TierError(reason, tier=checked.name, operation="open")
+
+
+def _check_keywords(tier_class: Callable[..., object], keywords: Mapping[str, object], name: str) -> None:
+    parameters = list(inspect.signature(tier_class).parameters.values())[_SEED_ARGUMENTS:]
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    accepted = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL]
+    unknown = ", ".join(
+        f"'{keyword}'{suggestion(keyword, accepted)}" for keyword in keywords if keyword not in accepted
+    )
+    if unknown:
+        raise ConfigError(
+            f"tier '{name}' has unknown keys {unknown}; besides those of every tier its class takes: "
+            f"{', '.join(accepted) or 'none'}"
+        )
+
+
+class _Registration:
+    """One class as a plugin of its own, so that programs and distributions register through one door."""
+
+    def __init__(self, tier_type: TierType) -> None:
+        self._tier_type = tier_type
+
+    @hookimpl
+    def tiered_kv_register_tiers(self) -> list[TierType]:
+        return [self._tier_type]
+
+
+def _register(tier_type: TierType) -> TierType:
+    tier_plugins().register(_Registration(tier_type), _label(tier_type.name))
+    return tier_type
+
+
+def _label(name: str) -> str:
+    return f"SecondaryTierFactory.register({name!r})"
+
+
+def _load(tier_type: TierType, name: str) -> Callable[..., SecondaryTierManager]:
+    try:
+        tier_class = tier_type.load()
+    except TieredKVError:
+        raise
+    except Exception as error:  # whatever a stranger's module raises when it is imported
+        raise TierError(
+            f"its class cannot be loaded: {type(error).__name__}: {error}", tier=name, operation="open"
+        ) from error
+    if not (isinstance(tier_class, type) and issubclass(tier_class, SecondaryTierManager)):
+        raise ConfigError(
+            f"tier type '{tier_type.name}' loads {tier_class!r}, which is no subclass of SecondaryTierManager"
+        )
+    return tier_class

@@ -1,0 +1,149 @@
+"""Sizes and durations as people write them.
+
+A setting that is a size is an `int` of bytes in Python and "64MiB" in YAML; one that is a duration is a
+`float` of seconds and "250ms". `Bytes`, `Seconds` and `Count` are the types for pydantic models; the parse
+and format functions behind them serve the command line. What a format function prints, its parser reads
+back as the same number.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from decimal import Decimal
+from typing import Annotated
+
+from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
+
+BYTES_MAX = 2**63 - 1
+
+_BINARY = {"B": 1} | {f"{letter}iB": 1024**power for power, letter in enumerate("KMGTP", start=1)}
+_DECIMAL = {f"{letter}B": 1000**power for power, letter in enumerate("kMGTP", start=1)}
+_SIZES = _BINARY | _DECIMAL | {"KB": 1000}
+_SECONDS = {"us": "1e-6", "ms": "1e-3", "s": "1", "m": "60", "min": "60", "h": "3600", "d": "86400"}
+_DURATIONS = {unit: Decimal(seconds) for unit, seconds in _SECONDS.items()}
+_CANONICAL_DURATIONS = ("d", "h", "m", "s", "ms", "us")
+
+_QUANTITY = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)", re.ASCII)
+_SIZE_ACCEPTED = "a size such as 64MiB, 1.5GB or a whole number of bytes"
+_DURATION_ACCEPTED = "a duration such as 250ms, 30s, 1h or a number of seconds"
+
+
+def parse_bytes(value: object) -> int:
+    """Return the number of bytes that `value` names: an int, or text such as "64MiB" or "1.5GB".
+
+    Raises:
+        ValueError: It is no size, is negative, is not a whole number of bytes, or exceeds `BYTES_MAX`.
+    """
+    number, unit = _split(value, _SIZE_ACCEPTED)
+    if unit not in _SIZES and unit:
+        hint = f"; for '{unit}' write {_spelling(unit)}" if _spelling(unit) else ""
+        raise ValueError(f"expected {_SIZE_ACCEPTED}{hint}")
+    size = number * _SIZES[unit or "B"]
+    if size != int(size):
+        raise ValueError(f"expected {_SIZE_ACCEPTED}, and this is not a whole number of bytes")
+    if size > BYTES_MAX:
+        raise ValueError(f"expected {_SIZE_ACCEPTED} of at most {BYTES_MAX} bytes")
+    return int(size)
+
+
+def format_bytes(size_bytes: int) -> str:
+    """Return the shortest exact text of a size: 67108864 is "64MiB", 1500000000 is "1500MB"."""
+    exact = [
+        f"{size_bytes // scale}{unit}"
+        for unit, scale in (_BINARY | _DECIMAL).items()
+        if size_bytes % scale == 0 and (size_bytes or scale == 1)
+    ]
+    return min(exact, key=len)
+
+
+def parse_seconds(value: object) -> float:
+    """Return the number of seconds that `value` names: a number, or text such as "250ms", "30s" or "1h".
+
+    Raises:
+        ValueError: It is no duration, is negative or is not finite.
+    """
+    number, unit = _split(value, _DURATION_ACCEPTED)
+    if unit not in _DURATIONS and unit:
+        raise ValueError(f"expected {_DURATION_ACCEPTED}; the units are {', '.join(_DURATIONS)}")
+    seconds = float(number * _DURATIONS[unit or "s"])
+    if not math.isfinite(seconds):
+        raise ValueError(f"expected {_DURATION_ACCEPTED}")
+    return seconds
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration in the largest unit that makes it whole: 3600.0 is "1h", 1.5 is "1500ms"."""
+    exact = Decimal(repr(seconds))
+    if exact == 0:
+        return "0s"
+    for unit in _CANONICAL_DURATIONS:
+        count = exact / _DURATIONS[unit]
+        if count == int(count) and count < 10**9:
+            return f"{int(count)}{unit}"
+    return f"{exact:f}s"
+
+
+def parse_count(value: object) -> object:
+    """Refuse what pydantic would otherwise take for a whole number: True and False."""
+    if isinstance(value, bool):
+        raise ValueError("expected a whole number")
+    return value
+
+
+Bytes = Annotated[
+    int,
+    BeforeValidator(parse_bytes),
+    PlainSerializer(format_bytes, return_type=str, when_used="json"),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 0},
+                {"type": "string", "pattern": r"^\s*[0-9]+(\.[0-9]+)?\s*([kKMGTP]?B|[KMGTP]iB)?\s*$|\$\{"},
+            ],
+            "description": _SIZE_ACCEPTED,
+        }
+    ),
+]
+"""A size in bytes; in YAML an int, "64MiB" or "1.5GB"."""
+
+Seconds = Annotated[
+    float,
+    BeforeValidator(parse_seconds),
+    PlainSerializer(format_seconds, return_type=str, when_used="json"),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "number", "minimum": 0},
+                {"type": "string", "pattern": r"^\s*[0-9]+(\.[0-9]+)?\s*(us|ms|s|m|min|h|d)?\s*$|\$\{"},
+            ],
+            "description": _DURATION_ACCEPTED,
+        }
+    ),
+]
+"""A duration in seconds; in YAML a number, "250ms", "30s" or "1h"."""
+
+Count = Annotated[int, BeforeValidator(parse_count)]
+"""A whole number; give its bounds with `Field(ge=...)`."""
+
+
+def _split(value: object, accepted: str) -> tuple[Decimal, str]:
+    """Return the number and the unit of `value`; the unit is empty where there is none."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if not math.isfinite(value) or value < 0:
+            raise ValueError(f"expected {accepted}, not below zero")
+        return Decimal(repr(value)), ""
+    match = _QUANTITY.fullmatch(value.strip()) if isinstance(value, str) and len(value) <= 64 else None
+    if match is None:
+        raise ValueError(f"expected {accepted}")
+    return Decimal(match["number"]), match["unit"]
+
+
+def _spelling(unit: str) -> str:
+    """Return how the size unit that `unit` seems to mean is written, or an empty string."""
+    letter = unit[:1].upper()
+    binary = f"{letter}iB"
+    if binary not in _BINARY or len(unit) > len(binary):
+        return ""
+    decimal = "kB" if letter == "K" else f"{letter}B"
+    return f"{binary} ({_BINARY[binary]} bytes) or {decimal} ({_DECIMAL[decimal]} bytes)"

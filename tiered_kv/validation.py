@@ -1,0 +1,138 @@
+"""Turning what pydantic finds wrong into a `ConfigError`: which setting, what was found, what to write."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, SecretBytes, SecretStr, ValidationError
+from pydantic_core import ErrorDetails
+
+from tiered_kv.errors import ConfigError
+from tiered_kv.redaction import HIDDEN, redact, scrub, secrets_in
+
+_SHOWN_CHARACTERS_MAX = 80
+
+# The first that fits, so the general one is last.
+_REWORDED = {
+    "Input should be a valid dictionary": "expected a mapping",
+    "Input should be a valid tuple": "expected a list",
+    "Input should be greater": "expected a value greater",
+    "Input should be less": "expected a value less",
+    "Input should be": "expected",
+    "String should match pattern": "expected a text that matches",
+    "String should have": "expected a text with",
+}
+
+Model = TypeVar("Model", bound=BaseModel)
+Location = tuple[int | str, ...]
+
+
+def validate(model: type[Model], data: object, location: Location = ()) -> Model:
+    """Return `data` as a `model`; `location` is where `data` stands in the stack's configuration.
+
+    Raises:
+        ConfigError: With one line for each setting that cannot be used.
+    """
+    checked = check(model, data, location)
+    if isinstance(checked, list):
+        raise combined(checked)
+    return checked
+
+
+def check(model: type[Model], data: object, location: Location = ()) -> Model | list[ConfigError]:
+    """Return `data` as a `model`, or an error for each setting that cannot be used."""
+    if isinstance(data, model):
+        return data
+    if not isinstance(data, Mapping):
+        keys = ", ".join(model.model_fields)
+        return [
+            ConfigError(f"expected a mapping with the keys {keys}, found {_shown(data, '')}", location=dotted(location))
+        ]
+    try:
+        return model.model_validate(dict(data))
+    except ConfigError as error:  # a validator of this project's own
+        return [error]
+    except ValidationError as error:
+        # What pydantic says is reworded and not chained: it may hold what must not be shown.
+        secrets = secrets_in(data)
+        return [
+            ConfigError(scrub(_message(model, detail), secrets), location=dotted((*location, *detail["loc"])))
+            for detail in error.errors(include_url=False)
+        ]
+
+
+def combined(problems: Sequence[ConfigError]) -> ConfigError:
+    """Return one error that tells all of `problems`, of which there is at least one."""
+    if len(problems) == 1:
+        return problems[0]
+    lines = "\n".join(f"  {problem}" for problem in problems)
+    return ConfigError(f"{len(problems)} settings cannot be used:\n{lines}")
+
+
+def dotted(location: Location) -> str:
+    """Return the path of a setting as messages have it, such as "secondary.0.capacity"."""
+    return ".".join(str(part) for part in location)
+
+
+def suggestion(word: str, known: Sequence[str]) -> str:
+    """Return "; did you mean 'x'?" for the known word nearest to `word`, or an empty text."""
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean '{near[0]}'?" if near else ""
+
+
+def _message(model: type[BaseModel], detail: ErrorDetails) -> str:
+    location, value = detail["loc"], detail["input"]
+    parent = _model_at(model, location[:-1])
+    name = str(location[-1]) if location else ""
+    field = parent.model_fields.get(name) if parent else None
+    if detail["type"] == "missing":
+        return "this key is required" + (f": {field.description}" if field and field.description else "")
+    if detail["type"] == "extra_forbidden":
+        known = list(parent.model_fields) if parent else []
+        accepted = f"{suggestion(name, known)}; known keys: {', '.join(known)}" if known else ""
+        return f"unknown key, with the value {_shown(value, name)}{accepted}"
+    wanted = _reworded(detail["msg"])
+    if isinstance(value, Mapping) and detail["type"] == "value_error":  # a check of several settings together
+        return wanted
+    holds_secret = field is not None and bool({SecretStr, SecretBytes} & set(_types_in(field.annotation)))
+    return f"{wanted}, found {HIDDEN if holds_secret else _shown(value, name)}"
+
+
+def _reworded(message: str) -> str:
+    """Return pydantic's `message` in the words of this project's."""
+    for prefix in ("Value error, ", "Assertion failed, "):
+        message = message.removeprefix(prefix)
+    for prefix, ours in _REWORDED.items():
+        if message.startswith(prefix):
+            return ours + message.removeprefix(prefix).partition(" or instance of")[0]
+    return message
+
+
+def _shown(value: object, name: str) -> str:
+    public = redact(value, name)
+    text = HIDDEN if public == HIDDEN else repr(public)
+    return text if len(text) <= _SHOWN_CHARACTERS_MAX else f"{text[:_SHOWN_CHARACTERS_MAX]}…"
+
+
+def _model_at(model: type[BaseModel], location: Location) -> type[BaseModel] | None:
+    """Return the model of the mapping at `location` within a `model`, where a plain path leads to one."""
+    for part in location:
+        field = model.model_fields.get(part) if isinstance(part, str) else None
+        inner = [item for item in _types_in(field.annotation) if _is_model(item)] if field else []
+        if len(inner) != 1:
+            return None
+        model = inner[0]
+    return model
+
+
+def _types_in(annotation: object) -> Iterator[Any]:  # Any: whatever a field is annotated with
+    """Yield `annotation`, and every type that it is made of."""
+    yield annotation
+    for argument in get_args(annotation):
+        yield from _types_in(argument)
+
+
+def _is_model(candidate: object) -> bool:
+    return isinstance(candidate, type) and issubclass(candidate, BaseModel)

@@ -1,0 +1,261 @@
+"""Store and load throughput and lookup latency of one secondary tier, without the manager in front of it.
+
+A round stores blocks that were never stored before, looks them up, clears the region and loads them back;
+all jobs of a direction are submitted at once, and every loaded byte is checked. The blocks have keys of their
+own and stay in the tier until it drops them as the oldest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
+from statistics import median
+
+import numpy as np
+
+from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
+from tiered_kv.errors import ConfigError, TierUnavailableError
+from tiered_kv.tiering.base import JobMetadata, SecondaryTierManager
+from tiered_kv.workload.content import BlockContent
+from tiered_kv.workload.latency import LatencyUs
+from tiered_kv.workload.tally import GB
+
+_POLL_S = 0.0002
+_LOOKUPS_MAX = 2000
+_KEY_HASH_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSettings:
+    """How a tier is measured.
+
+    Args:
+        blocks: Blocks in a round.
+        batch: Blocks in a job.
+        rounds: How often to store and load; each round writes `blocks` new blocks.
+        timeout_s: How long one direction of a round, or one lookup, may take.
+
+    Raises:
+        ConfigError: A number is out of its range.
+    """
+
+    blocks: int
+    batch: int = 32
+    rounds: int = 3
+    timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        for name in ("blocks", "batch", "rounds"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"must be at least 1, and is {getattr(self, name)}", location=name)
+        if self.timeout_s <= 0:
+            raise ConfigError(f"must be more than 0, and is {self.timeout_s}", location="timeout_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round's throughput in 1e9 bytes per second, over the blocks that succeeded."""
+
+    store_gb_per_s: float
+    load_gb_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TierBench:
+    """What was measured of one tier.
+
+    Args:
+        name: The tier's name in the stack.
+        type: Its type.
+        block_bytes: Size of a block.
+        batch: Blocks in a job.
+        blocks: Blocks in a round.
+        store_gb_per_s: Median of the rounds, in 1e9 bytes per second.
+        load_gb_per_s: The same of loads.
+        lookup_us: Time from asking for one key to its answer.
+        rounds: Each round by itself.
+        verified_blocks: Loaded blocks whose every byte was right, in all rounds.
+        corrupt_blocks: Loaded blocks of which a byte was wrong.
+        failed_stores: Blocks that the tier did not store.
+        failed_loads: Blocks that it did not load.
+        reasons: Why jobs failed: their number by the tier's word for it.
+    """
+
+    name: str
+    type: str
+    block_bytes: int
+    batch: int
+    blocks: int
+    store_gb_per_s: float
+    load_gb_per_s: float
+    lookup_us: LatencyUs
+    rounds: list[Round]
+    verified_blocks: int
+    corrupt_blocks: int
+    failed_stores: int
+    failed_loads: int
+    reasons: dict[str, int]
+
+    def as_json(self) -> dict[str, object]:
+        """Return the measurement as plain dictionaries, lists and numbers."""
+        return asdict(self)
+
+
+def bench_tier(
+    tier: SecondaryTierManager,
+    name: str,
+    kv_view: memoryview,
+    settings: BenchSettings,
+    *,
+    on_round: Callable[[int], None] = lambda rounds: None,
+) -> TierBench:
+    """Measure a tier that nobody else uses meanwhile.
+
+    Args:
+        tier: The tier, opened over `kv_view`.
+        name: Its name in the stack.
+        kv_view: Writable, of shape (at least `settings.blocks`, block_bytes); overwritten.
+        settings: How to measure.
+        on_round: Told after each round how many there have been.
+
+    Raises:
+        TierUnavailableError: A transfer or lookup did not end in `settings.timeout_s`. A transfer may still
+            touch `kv_view` then.
+    """
+    bench = _Bench(tier, name, kv_view, settings)
+    for number in range(settings.rounds):
+        bench.run_round(number)
+        on_round(number + 1)
+    return bench.result()
+
+
+class _Bench:
+    """The state of one tier's measurement; used by one thread."""
+
+    def __init__(self, tier: SecondaryTierManager, name: str, kv_view: memoryview, settings: BenchSettings) -> None:
+        self._tier = tier
+        self._name = name
+        self._settings = settings
+        self._rows = np.asarray(kv_view)
+        self._content = BlockContent(self._rows.shape[1])
+        self._job_ids = count()
+        self._token = os.urandom(8)
+        self._rounds: list[Round] = []
+        self._lookup_s: list[float] = []
+        self._reasons: dict[str, int] = {}
+        self._verified = self._corrupt = self._failed_stores = self._failed_loads = 0
+
+    def run_round(self, number: int) -> None:
+        """Store, look up, load and check `blocks` new blocks."""
+        blocks = self._settings.blocks
+        first_id = int.from_bytes(self._token, "little") ^ (number * blocks)
+        ids = [(first_id + i) % 2**64 for i in range(blocks)]
+        keys = [self._key(number, i) for i in range(blocks)]
+        context = ReqContext(req_id=f"bench-{self._token.hex()}-{number}")
+        self._tier.on_new_request(context)
+        self._content.fill(self._rows, range(blocks), ids)
+        stored, store_s = self._transfer(self._tier.submit_store, keys, range(blocks), context, is_load=False)
+        self._failed_stores += blocks - len(stored)
+        self._measure_lookups([keys[row] for row in stored[:: max(1, len(stored) // _LOOKUPS_MAX)]], context)
+        # What the store left in the region must not be mistaken for what the load brought.
+        self._rows[:blocks] = 0
+        loaded, load_s = self._transfer(
+            self._tier.submit_load, [keys[row] for row in stored], stored, context, is_load=True
+        )
+        self._failed_loads += len(stored) - len(loaded)
+        wrong = self._content.check(self._rows, loaded, [ids[row] for row in loaded])
+        self._corrupt += len(wrong)
+        self._verified += len(loaded) - len(wrong)
+        self._tier.on_request_finished(context)
+        self._rounds.append(Round(self._rate(stored, store_s), self._rate(loaded, load_s)))
+
+    def result(self) -> TierBench:
+        return TierBench(
+            name=self._name,
+            type=self._tier.tier_type,
+            block_bytes=self._rows.shape[1],
+            batch=self._settings.batch,
+            blocks=self._settings.blocks,
+            store_gb_per_s=median(each.store_gb_per_s for each in self._rounds),
+            load_gb_per_s=median(each.load_gb_per_s for each in self._rounds),
+            lookup_us=LatencyUs.of_seconds(self._lookup_s),
+            rounds=list(self._rounds),
+            verified_blocks=self._verified,
+            corrupt_blocks=self._corrupt,
+            failed_stores=self._failed_stores,
+            failed_loads=self._failed_loads,
+            reasons=dict(self._reasons),
+        )
+
+    def _key(self, number: int, index: int) -> OffloadKey:
+        place = number.to_bytes(8, "little") + index.to_bytes(8, "little")
+        digest = hashlib.blake2b(place, digest_size=_KEY_HASH_BYTES, key=self._token, person=b"tiered-kv bench")
+        return make_offload_key(digest.digest(), 0)
+
+    def _transfer(
+        self,
+        submit: Callable[[JobMetadata], None],
+        keys: Sequence[OffloadKey],
+        rows: Sequence[int],
+        context: ReqContext,
+        *,
+        is_load: bool,
+    ) -> tuple[list[int], float]:
+        """Submit all blocks as jobs and wait; return the rows that succeeded, and the time in seconds."""
+        deadline_s = time.monotonic() + self._settings.timeout_s
+        jobs = list(self._jobs(keys, rows, context, deadline_s, is_load))
+        succeeded: list[int] = []
+        started_s = time.perf_counter()
+        for job in jobs:
+            submit(job)
+        self._tier.on_schedule_end()
+        pending = {job.job_id: job for job in jobs}
+        while pending:
+            for result in self._tier.get_finished():
+                job = pending.pop(result.job_id)
+                if result.success:
+                    succeeded += job.block_ids.tolist()
+                    continue
+                self._reasons[result.reason or "unknown"] = self._reasons.get(result.reason or "unknown", 0) + 1
+                good = set(result.successful_keys or ())
+                succeeded += [int(row) for key, row in zip(job.keys, job.block_ids, strict=True) if key in good]
+            if pending:
+                self._wait_until(deadline_s, "load" if is_load else "store", f"{len(pending)} jobs")
+        return succeeded, time.perf_counter() - started_s
+
+    def _jobs(
+        self,
+        keys: Sequence[OffloadKey],
+        rows: Sequence[int],
+        context: ReqContext,
+        deadline_s: float,
+        is_load: bool,
+    ) -> Iterator[JobMetadata]:
+        for first in range(0, len(keys), self._settings.batch):
+            chunk = slice(first, first + self._settings.batch)
+            block_ids = np.array(rows[chunk], dtype=np.int64)
+            yield JobMetadata(next(self._job_ids), keys[chunk], block_ids, is_load, context, deadline_s)
+
+    def _measure_lookups(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
+        """Ask for one key after the other, each until it is answered."""
+        for key in keys:
+            deadline_s = time.monotonic() + self._settings.timeout_s
+            started_s = time.perf_counter()
+            while self._tier.lookup(key, context) is None:
+                self._tier.on_schedule_end()
+                self._wait_until(deadline_s, "lookup", "a key")
+            self._lookup_s.append(time.perf_counter() - started_s)
+
+    def _wait_until(self, deadline_s: float, operation: str, what: str) -> None:
+        if time.monotonic() > deadline_s:
+            raise TierUnavailableError(
+                f"{what} did not end in {self._settings.timeout_s:g} s", tier=self._name, operation=operation
+            )
+        time.sleep(_POLL_S)
+
+    def _rate(self, blocks: Sequence[int], seconds: float) -> float:
+        return round(len(blocks) * self._content.block_bytes / GB / seconds, 3)

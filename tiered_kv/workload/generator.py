@@ -1,0 +1,106 @@
+"""The built-in workload: multi-turn chats that share system prompts.
+
+A chat starts with one of a few system prompts. Each turn appends blocks to the prompt (the last answer, the
+next question), so a turn's prompt has all earlier prompts of its chat as prefixes. `active_chats` chats are
+going on at once and take turns at random; when one has had all its turns, a new one takes its place. So the
+number of active chats sets how much is stored between two turns of one chat, and with it which tier the
+second turn finds its prefix in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tiered_kv.errors import ConfigError
+from tiered_kv.workload.request import Request
+
+BLOCK_TOKENS = 512
+"""Tokens in a block, as in the published traces."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatWorkload:
+    """A reproducible workload: equal settings give equal requests, in every process.
+
+    Args:
+        seed: Chooses the turns' lengths, their order, and the blocks' ids.
+        chats: Chats in all. The workload has `chats * turns` requests.
+        turns: Requests in a chat.
+        active_chats: Chats that are going on at once.
+        turn_blocks: What a turn appends, in blocks, on average; uniform from 1 to twice that less 1.
+        system_prompts: Distinct system prompts; each chat begins with one of them.
+        system_blocks: Length of a system prompt, in blocks; 0 for none.
+
+    Raises:
+        ConfigError: A number is out of its range.
+    """
+
+    seed: int = 0
+    chats: int = 240
+    turns: int = 8
+    active_chats: int = 64
+    turn_blocks: int = 5
+    system_prompts: int = 4
+    system_blocks: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("chats", "turns", "active_chats", "turn_blocks", "system_prompts"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"must be at least 1, and is {getattr(self, name)}", location=name)
+        if self.system_blocks < 0:
+            raise ConfigError(f"must be at least 0, and is {self.system_blocks}", location="system_blocks")
+
+    @property
+    def requests_total(self) -> int:
+        """How many requests `requests` yields."""
+        return self.chats * self.turns
+
+    def requests(self) -> Iterator[Request]:
+        """Yield the requests, in order of arrival: ten in a second."""
+        chance = random.Random(self.seed)
+        waiting = iter(range(self.chats))
+        active = [self._begin(chat, chance) for _, chat in zip(range(self.active_chats), waiting, strict=False)]
+        timestamp_ms = 0
+        while active:
+            slot = chance.randrange(len(active))
+            chat = active[slot]
+            request = chat.next_turn(chance, self.turn_blocks, timestamp_ms)
+            timestamp_ms += 100
+            if chat.turns_taken == self.turns:
+                successor = next(waiting, None)
+                if successor is None:
+                    active.pop(slot)
+                else:
+                    active[slot] = self._begin(successor, chance)
+            yield request
+
+    def _begin(self, number: int, chance: random.Random) -> _Chat:
+        prompt = chance.randrange(self.system_prompts)
+        system = [_block_id(self.seed, "system", prompt, index) for index in range(self.system_blocks)]
+        return _Chat(self.seed, number, system)
+
+
+class _Chat:
+    """One chat and the ids of its prompt so far."""
+
+    def __init__(self, seed: int, number: int, system_ids: list[int]) -> None:
+        self.turns_taken = 0
+        self._seed = seed
+        self._number = number
+        self._ids = system_ids
+
+    def next_turn(self, chance: random.Random, turn_blocks: int, timestamp_ms: int) -> Request:
+        added = chance.randint(1, 2 * turn_blocks - 1)
+        first = len(self._ids)
+        self._ids += [_block_id(self._seed, "chat", self._number, first + index) for index in range(added)]
+        self.turns_taken += 1
+        return Request(timestamp_ms, len(self._ids) * BLOCK_TOKENS, BLOCK_TOKENS, tuple(self._ids))
+
+
+def _block_id(*parts: int | str) -> int:
+    """Return a 64-bit id that chats, prompts, seeds and numbered traces practically never share."""
+    text = "/".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

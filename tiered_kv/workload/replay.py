@@ -1,0 +1,297 @@
+"""Drives real bytes through a manager by a sequence of requests, and checks every block that comes back.
+
+The replay plays both of an engine's parts. As scheduler it runs several requests at once in steps: a step
+admits requests, moves each one on by the manager's calls, and ends with `on_schedule_end`. As worker it then
+does what the step asked for: it reads the blocks that were pinned for a load, and compares every byte; and it
+writes the blocks that room was taken for. The next step reports those transfers as complete.
+
+Requests follow each other as fast as the stack takes them, in their order; timestamps are not waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.errors import ConfigError
+from tiered_kv.tiering.manager import TieringOffloadingManager
+from tiered_kv.workload.content import BlockContent, Rows
+from tiered_kv.workload.request import Request, block_key
+from tiered_kv.workload.tally import CorruptBlock, ReplayReport, Tally
+from tiered_kv.workload.timed import TimedManager, rows_of
+
+_IDLE_S = 0.0005
+"""How long the scheduler rests after a step in which every request waited for its storage."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaySettings:
+    """How requests are driven.
+
+    Args:
+        concurrency: Requests that run at once.
+        lookup_blocks: Keys to a lookup call; the call that finds an absent block is a request's last.
+        store_blocks: Blocks that a step stores for one request, as a server stores a chunk of its prefill.
+        request_timeout_s: How long a request waits for its prefix before the rest of it counts as missed.
+        drain_timeout_s: How long to wait, after the last request, for stores that are still under way.
+
+    Raises:
+        ConfigError: A number is out of its range.
+    """
+
+    concurrency: int = 8
+    lookup_blocks: int = 64
+    store_blocks: int = 32
+    request_timeout_s: float = 5.0
+    drain_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in ("concurrency", "lookup_blocks", "store_blocks"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"must be at least 1, and is {getattr(self, name)}", location=name)
+        for name in ("request_timeout_s", "drain_timeout_s"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"must not be negative, and is {getattr(self, name)}", location=name)
+
+
+def replay(
+    manager: TieringOffloadingManager,
+    kv_view: memoryview,
+    requests: Iterable[Request],
+    settings: ReplaySettings | None = None,
+    *,
+    should_stop: Callable[[], bool] = lambda: False,
+    on_progress: Callable[[Tally], None] = lambda tally: None,
+) -> ReplayReport:
+    """Run `requests` through `manager` to their end.
+
+    Args:
+        manager: The manager of a stack that nobody else uses meanwhile.
+        kv_view: The stack's primary region, of shape (num_blocks, block_bytes).
+        requests: Taken one by one as there is room to run them.
+        settings: How to drive them; None for the defaults.
+        should_stop: Asked before every step; the replay ends in good order once it answers True.
+        on_progress: Told the counts after every step.
+
+    Raises:
+        ConfigError: From `requests`, where a trace has a bad line. Nothing stays pinned.
+    """
+    run = _Replay(manager, np.asarray(kv_view), settings or ReplaySettings())
+    return run.drive(iter(requests), should_stop, on_progress)
+
+
+class _Phase(Enum):
+    """What a request waits for."""
+
+    LOOKUP = "lookup"
+    """Answers about its prefix."""
+    LOAD = "load"
+    """The worker, which reads its pinned blocks."""
+    STORE = "store"
+    """The worker, which writes the blocks that room was taken for."""
+    DONE = "done"
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request that has been admitted.
+
+    Args:
+        ids: Its blocks.
+        keys: Their keys.
+        context: How the manager knows it.
+        deadline_s: When it stops waiting for its prefix, by `time.monotonic()`.
+        phase: What it waits for.
+        done_blocks: How many of its blocks have been loaded, or given to the store.
+        transfer_keys: The blocks that the worker has in hand.
+        transfer_ids: The same as ids.
+        transfer_rows: The rows of the region that they lie in.
+        transfer_tiers: Where blocks that are being loaded were found.
+    """
+
+    ids: tuple[int, ...]
+    keys: list[OffloadKey]
+    context: ReqContext
+    deadline_s: float
+    phase: _Phase = _Phase.LOOKUP
+    done_blocks: int = 0
+    transfer_keys: list[OffloadKey] = field(default_factory=list)
+    transfer_ids: list[int] = field(default_factory=list)
+    transfer_rows: list[int] = field(default_factory=list)
+    transfer_tiers: list[str] = field(default_factory=list)
+
+
+class _Replay:
+    """The state of one replay; used by one thread."""
+
+    def __init__(self, manager: TieringOffloadingManager, rows: Rows, settings: ReplaySettings) -> None:
+        self._manager = manager
+        self._timed = TimedManager(manager)
+        self._rows = rows
+        self._settings = settings
+        self._content = BlockContent(rows.shape[1])
+        self._running: list[_Running] = []
+        self._admitted = 0
+        self._tally = Tally(hits=dict.fromkeys(manager.counters(), 0))
+
+    def drive(
+        self,
+        requests: Iterator[Request],
+        should_stop: Callable[[], bool],
+        on_progress: Callable[[Tally], None],
+    ) -> ReplayReport:
+        started_s = time.monotonic()
+        interrupted = False
+        try:
+            while self._admit(requests) or self._running:
+                if should_stop():
+                    interrupted = True
+                    break
+                self._step()
+                on_progress(self._tally)
+        finally:
+            self._abandon()
+        drained = self._manager.drain_jobs(0.0 if interrupted else self._settings.drain_timeout_s)
+        return self._tally.report(
+            self._manager.counters(),
+            block_bytes=self._rows.shape[1],
+            seconds=time.monotonic() - started_s,
+            interrupted=interrupted,
+            drained=drained,
+        )
+
+    def _admit(self, requests: Iterator[Request]) -> bool:
+        """Admit requests while there is room; return whether one was admitted."""
+        before = self._admitted
+        while len(self._running) < self._settings.concurrency:
+            request = next(requests, None)
+            if request is None:
+                break
+            context = ReqContext(req_id=f"replay-{self._admitted}")
+            self._timed.on_new_request(context)
+            deadline_s = time.monotonic() + self._settings.request_timeout_s
+            keys = [block_key(hash_id) for hash_id in request.hash_ids]
+            self._running.append(_Running(request.hash_ids, keys, context, deadline_s))
+            self._admitted += 1
+        return self._admitted > before
+
+    def _step(self) -> None:
+        """Run one scheduler step, then the transfers that it asked for."""
+        all_wait = True
+        for running in self._running:
+            all_wait &= not self._advance(running)
+        self._timed.on_schedule_end()
+        self._tally.step_s.append(self._timed.take_spent_s())
+        for running in self._running:
+            self._transfer(running)
+        self._running = [running for running in self._running if running.phase is not _Phase.DONE]
+        if all_wait and self._running:
+            time.sleep(_IDLE_S)
+
+    def _advance(self, running: _Running) -> bool:
+        """Make the scheduler's calls for one request; return False if it still waits for its prefix."""
+        if running.phase is _Phase.LOOKUP:
+            prefix_blocks = self._look_up(running)
+            if prefix_blocks is None:
+                return False
+            self._decide(running, prefix_blocks)
+            if prefix_blocks:
+                self._begin_load(running, prefix_blocks)
+                return True
+        else:
+            self._complete_transfer(running)
+        self._begin_store(running)
+        return True
+
+    def _look_up(self, running: _Running) -> int | None:
+        """Return how many leading blocks can be loaded now, or None while that is worth waiting for."""
+        known_blocks = 0
+        waits = False
+        for first in range(0, len(running.keys), self._settings.lookup_blocks):
+            keys = running.keys[first : first + self._settings.lookup_blocks]
+            answers = self._timed.lookup_many(keys, running.context)
+            hit = next((i for i, answer in enumerate(answers) if answer is not True), len(answers))
+            if not waits:
+                known_blocks += hit
+            # A None before the first False is worth waiting for; one behind it is not.
+            absent = next((i for i, answer in enumerate(answers) if answer is False), len(answers))
+            waits |= None in answers[:absent]
+            if absent < len(answers):
+                break
+        if waits and time.monotonic() < running.deadline_s:
+            return None
+        self._tally.timed_out_requests += waits
+        return known_blocks
+
+    def _decide(self, running: _Running, prefix_blocks: int) -> None:
+        """Count a request whose lookups are answered."""
+        if self._tally.requests == 0:
+            self._tally.first_request_hits = prefix_blocks
+        self._tally.requests += 1
+        self._tally.blocks += len(running.keys)
+
+    def _begin_load(self, running: _Running, prefix_blocks: int) -> None:
+        keys = running.keys[:prefix_blocks]
+        running.transfer_rows = self._timed.prepare_load(keys, running.context)
+        running.transfer_keys = keys
+        running.transfer_ids = list(running.ids[:prefix_blocks])
+        running.transfer_tiers = [self._manager.hit_tier(key, running.context) for key in keys]
+        for tier in running.transfer_tiers:
+            self._tally.hits[tier] += 1
+        running.done_blocks = prefix_blocks
+        running.phase = _Phase.LOAD
+
+    def _begin_store(self, running: _Running) -> None:
+        """Take room for the request's next blocks; the request is done when there are none, or no room."""
+        while running.done_blocks < len(running.keys):
+            chunk = slice(running.done_blocks, running.done_blocks + self._settings.store_blocks)
+            output = self._timed.prepare_store(running.keys[chunk], running.context)
+            if output is None:
+                # What follows a block that is absent is of no use, so the rest is not offered.
+                self._tally.skipped_stores += len(running.keys) - running.done_blocks
+                break
+            running.done_blocks = min(chunk.stop, len(running.keys))
+            if output.keys_to_store:
+                id_of = dict(zip(running.keys[chunk], running.ids[chunk], strict=True))
+                running.transfer_keys = output.keys_to_store
+                running.transfer_ids = [id_of[key] for key in output.keys_to_store]
+                running.transfer_rows = rows_of(output.store_spec)
+                running.phase = _Phase.STORE
+                return
+        self._timed.on_request_finished(running.context)
+        running.phase = _Phase.DONE
+
+    def _complete_transfer(self, running: _Running) -> None:
+        """Tell the manager that the worker has finished with what it had in hand."""
+        if running.phase is _Phase.LOAD:
+            self._timed.complete_load(running.transfer_keys, running.context)
+        else:
+            self._timed.complete_store(running.transfer_keys, running.context)
+            self._tally.stored_blocks += len(running.transfer_keys)
+
+    def _transfer(self, running: _Running) -> None:
+        """Do the worker's part: check what is being loaded, or write what is being stored."""
+        if running.phase is _Phase.LOAD:
+            wrong = self._content.check(self._rows, running.transfer_rows, running.transfer_ids)
+            self._tally.verified_blocks += len(running.transfer_rows) - len(wrong)
+            for position, offset in wrong:
+                hash_id, tier = running.transfer_ids[position], running.transfer_tiers[position]
+                self._tally.note_corrupt(CorruptBlock(hash_id, tier, offset))
+        elif running.phase is _Phase.STORE:
+            self._content.fill(self._rows, running.transfer_rows, running.transfer_ids)
+
+    def _abandon(self) -> None:
+        """Release what requests still hold, after an interruption or an error."""
+        for running in self._running:
+            if running.phase is _Phase.LOAD:
+                self._manager.complete_load(running.transfer_keys, running.context)
+            elif running.phase is _Phase.STORE:
+                # Whether the worker got to write them is not known here, so they are given up.
+                self._manager.complete_store(running.transfer_keys, running.context, success=False)
+            self._manager.on_request_finished(running.context)
+        self._running.clear()

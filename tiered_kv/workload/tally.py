@@ -1,0 +1,171 @@
+"""What a replay counts, and the report it ends with."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from tiered_kv.workload.latency import LatencyUs
+
+GB = 1e9
+_CORRUPT_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class CorruptBlock:
+    """A block that came back with other bytes than were stored.
+
+    Args:
+        hash_id: The block.
+        tier: The tier that it was loaded from.
+        offset: Its first wrong byte.
+    """
+
+    hash_id: int
+    tier: str
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierTraffic:
+    """What one tier did during a replay.
+
+    Args:
+        hits: Blocks that requests loaded, and that this tier had.
+        stored_bytes: Bytes that were stored in it.
+        loaded_bytes: Bytes that were loaded out of it.
+        store_gb_per_s: `stored_bytes` over the whole run, in 1e9 bytes per second.
+        load_gb_per_s: The same of `loaded_bytes`.
+        counters: All counters of the tier, by name.
+    """
+
+    hits: int
+    stored_bytes: int
+    loaded_bytes: int
+    store_gb_per_s: float
+    load_gb_per_s: float
+    counters: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayReport:
+    """The outcome of a replay.
+
+    Args:
+        requests: Requests whose lookups were answered.
+        blocks: Their blocks; the sum of `hits` and `misses`.
+        hits: Blocks that were loaded, by the tier that had them.
+        misses: Blocks that a server would have had to compute: all from a request's first absent block on.
+        hit_rate: Hits over `blocks`, 0 to 1.
+        verified_blocks: Loaded blocks whose every byte was right.
+        corrupt_blocks: Loaded blocks of which a byte was wrong.
+        stored_blocks: Blocks that were stored in the primary tier.
+        skipped_stores: Blocks that the primary tier had no room for.
+        seconds: Wall-clock time, that of the last stores into the secondary tiers included.
+        step_us: Time that one scheduler step spent inside the manager's calls.
+        steps: Scheduler steps.
+        block_bytes: Size of a block.
+        first_request_hits: Hits of the very first request, which only an earlier run can have left.
+        timed_out_requests: Requests that went on without waiting for the rest of their prefix.
+        interrupted: Whether the run was stopped before its last request.
+        drained: Whether all jobs had ended when the report was made.
+        tiers: Each tier's traffic, in the order they are searched.
+        corrupt: The first few corrupt blocks.
+    """
+
+    requests: int
+    blocks: int
+    hits: dict[str, int]
+    misses: int
+    hit_rate: float
+    verified_blocks: int
+    corrupt_blocks: int
+    stored_blocks: int
+    skipped_stores: int
+    seconds: float
+    step_us: LatencyUs
+    steps: int
+    block_bytes: int
+    first_request_hits: int
+    timed_out_requests: int
+    interrupted: bool
+    drained: bool
+    tiers: dict[str, TierTraffic]
+    corrupt: list[CorruptBlock]
+
+    def as_json(self) -> dict[str, object]:
+        """Return the report as plain dictionaries, lists and numbers."""
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class Tally:
+    """The running counts of a replay; their meaning is that of `ReplayReport`."""
+
+    hits: dict[str, int]
+    requests: int = 0
+    blocks: int = 0
+    verified_blocks: int = 0
+    corrupt_blocks: int = 0
+    stored_blocks: int = 0
+    skipped_stores: int = 0
+    first_request_hits: int = 0
+    timed_out_requests: int = 0
+    step_s: array[float] = field(default_factory=lambda: array("d"))
+    corrupt: list[CorruptBlock] = field(default_factory=list)
+
+    def note_corrupt(self, block: CorruptBlock) -> None:
+        """Count a corrupt block, and keep the first few."""
+        self.corrupt_blocks += 1
+        if len(self.corrupt) < _CORRUPT_SHOWN:
+            self.corrupt.append(block)
+
+    def report(
+        self,
+        counters: Mapping[str, Mapping[str, int]],
+        *,
+        block_bytes: int,
+        seconds: float,
+        interrupted: bool,
+        drained: bool,
+    ) -> ReplayReport:
+        """Return the report; `counters` are the manager's, by tier."""
+        hits = sum(self.hits.values())
+        return ReplayReport(
+            requests=self.requests,
+            blocks=self.blocks,
+            hits=dict(self.hits),
+            misses=self.blocks - hits,
+            hit_rate=round(hits / self.blocks, 6) if self.blocks else 0.0,
+            verified_blocks=self.verified_blocks,
+            corrupt_blocks=self.corrupt_blocks,
+            stored_blocks=self.stored_blocks,
+            skipped_stores=self.skipped_stores,
+            seconds=round(seconds, 3),
+            step_us=LatencyUs.of_seconds(self.step_s),
+            steps=len(self.step_s),
+            block_bytes=block_bytes,
+            first_request_hits=self.first_request_hits,
+            timed_out_requests=self.timed_out_requests,
+            interrupted=interrupted,
+            drained=drained,
+            tiers={
+                name: _traffic(tier_hits, counters.get(name, {}), block_bytes, seconds)
+                for name, tier_hits in self.hits.items()
+            },
+            corrupt=list(self.corrupt),
+        )
+
+
+def _traffic(hits: int, counters: Mapping[str, int], block_bytes: int, seconds: float) -> TierTraffic:
+    stored_bytes = counters.get("stored_blocks", 0) * block_bytes
+    loaded_bytes = counters.get("loaded_blocks", 0) * block_bytes
+    return TierTraffic(
+        hits=hits,
+        stored_bytes=stored_bytes,
+        loaded_bytes=loaded_bytes,
+        store_gb_per_s=round(stored_bytes / GB / seconds, 3) if seconds else 0.0,
+        load_gb_per_s=round(loaded_bytes / GB / seconds, 3) if seconds else 0.0,
+        counters=dict(counters),
+    )
