@@ -501,6 +501,23 @@ def test_a_lookup_that_is_never_answered_is_a_miss_in_time(bench: Bench) -> None
     assert bench.counter("expired_lookups") == 1
 
 
+def test_a_tier_that_gives_up_on_its_own_lookup_has_failed_all_the_same(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(tier_limits=[TierLimits(breaker_failures=1)])
+    bench.tier.present = dict.fromkeys(keys(1, 2), None)
+    quick, late = bench.request("quick"), bench.request("late")
+    bench.lookup(keys(1), quick)
+    bench.tier.present = {}
+    assert bench.lookup(keys(1), quick) == [False]
+    assert bench.counter("expired_lookups") == 0
+    bench.tier.present = dict.fromkeys(keys(2), None)
+    bench.lookup(keys(2), late)
+    bench.clock.advance(TierLimits().lookup_timeout_s)
+    bench.tier.present = {}
+    assert bench.lookup(keys(2), late) == [False]
+    assert bench.counter("expired_lookups") == 1
+    assert bench.counter("breaker_opened") == 1
+
+
 def test_a_block_that_an_engine_never_finishes_storing_is_a_miss_in_time(bench: Bench) -> None:
     bench.manager.prepare_store(keys(1), bench.request("a"))
     context = bench.request("b")

@@ -43,4 +43,3 @@ class Admission:
             self._old, self._young = self._young, {}
         self._young[key] = offers
         return False
-

@@ -77,9 +77,12 @@ class Search:
                     return None
                 lane.counters["refused_promotions"] += 1
                 return False
-            if answer is None:
+            # A tier that keeps the deadline itself answers False when it has passed; that is no miss either.
+            if answer is None or (state.asked and (key, lane.name) in state.asked):
                 if self._may_wait(key, state, lane.name, lane.limits.lookup_timeout_s):
-                    return None
+                    if answer is None:
+                        return None
+                    continue
                 lane.counters["expired_lookups"] += 1
                 self._fail(lane, state)
         return False

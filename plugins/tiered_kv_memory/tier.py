@@ -1,0 +1,197 @@
+"""A secondary tier in a dictionary, with everything that a tier may have."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
+from tiered_kv.errors import ConfigError
+from tiered_kv.toolkit import BlockingTier, Outcome
+from tiered_kv.toolkit.codecs import codec_by_name
+from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record
+from tiered_kv_memory.settings import MemorySettings
+
+_EVENTS_MAX = 100_000
+"""Events that are kept for `take_events`; older ones are lost if nobody takes them."""
+
+
+@dataclass(slots=True, eq=False)
+class _Record:
+    data: bytearray
+    readers: int = 0
+    is_dropped: bool = False
+
+
+class MemoryTier(BlockingTier):
+    """Keeps blocks as records; the least recently used go when there is no room. Lookups answer at once.
+
+    Args:
+        offloading_spec, primary_kv_view, tier_type: As in `SecondaryTierManager`.
+        settings: The tier's YAML entry.
+
+    Raises:
+        ConfigError: The capacity does not hold one block, or the codec's library is missing.
+    """
+
+    def __init__(
+        self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, settings: MemorySettings
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, lookup_timeout_s=settings.lookup_timeout)
+        self._namespace_digest: bytes = getattr(offloading_spec, "namespace_digest", bytes(16))
+        self._codec = codec_by_name(settings.codec)
+        self._capacity_bytes = settings.capacity
+        record_bytes = HEADER_BYTES + self.block_bytes
+        if record_bytes > self._capacity_bytes:
+            raise ConfigError(
+                f"{self._capacity_bytes} bytes do not hold one record of {record_bytes} bytes", location="capacity"
+            )
+        # Oldest use first. Any thread may look into it; it is changed, and what follows read and changed, under
+        # `_records_lock`, except that `touch` reorders it.
+        self._records: OrderedDict[OffloadKey, _Record] = OrderedDict()
+        self._records_lock = threading.Lock()
+        self._used_bytes = 0  # records, records that are dropped and still being read, and stores in flight
+        self._evicted_blocks = 0
+        self._corrupt_blocks = 0
+        self._events: deque[tuple[bool, OffloadKey]] = deque(maxlen=_EVENTS_MAX)
+
+    # Worker threads.
+
+    def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
+        stored: list[OffloadKey] = []
+        reason = ""
+        # Backwards, so that the head of a prefix, without which its tail is worthless, is evicted last.
+        for key, block in zip(reversed(keys), reversed(blocks), strict=True):
+            failure = self._store(key, block)
+            if failure:
+                reason = failure
+            else:
+                stored.append(key)
+        return Outcome(stored, reason)
+
+    def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
+        loaded: list[OffloadKey] = []
+        reason = ""
+        for key, block in zip(keys, blocks, strict=True):
+            failure = self._load(key, block)
+            if failure:
+                reason = failure
+            else:
+                loaded.append(key)
+        return Outcome(loaded, reason)
+
+    def contains_blocks(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        return [key in self._records for key in keys]
+
+    def close(self) -> None:
+        with self._records_lock:
+            self._records.clear()
+            self._used_bytes = 0
+
+    # The scheduler's thread.
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        return key in self._records
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        move_to_end = self._records.move_to_end
+        for key in reversed(list(keys)):
+            try:
+                move_to_end(key)
+            except KeyError:
+                pass
+
+    def reset_cache(self) -> bool:
+        with self._records_lock:
+            self.begin_epoch()
+            while self._records:
+                self._forget(*self._records.popitem(last=False))
+        return True
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        taken = [self._events.popleft() for _ in range(len(self._events))]
+        return [
+            OffloadingEvent([key for _, key in group], self.block_bytes, self.name, removed)
+            for removed, group in groupby(taken, key=lambda event: event[0])
+        ]
+
+    def stats(self) -> Mapping[str, int]:
+        return {
+            **super().stats(),
+            "blocks": len(self._records),
+            "used_bytes": self._used_bytes,
+            "capacity_bytes": self._capacity_bytes,
+            "evicted_blocks": self._evicted_blocks,
+            "corrupt_blocks": self._corrupt_blocks,
+        }
+
+    def describe(self) -> Mapping[str, object]:
+        return {"medium": "memory", "codec": self._codec.name, "capacity_bytes": self._capacity_bytes}
+
+    # Records.
+
+    def _store(self, key: OffloadKey, block: memoryview) -> str:
+        """Keep one block; return why not, or an empty string."""
+        reserved = HEADER_BYTES + len(block)
+        with self._records_lock:
+            if key in self._records:
+                return ""
+            if not self._make_room(reserved):
+                return "no_space"
+            self._used_bytes += reserved
+        kept = 0
+        try:
+            header, payload = encode_record(key, block, self._namespace_digest, self._codec)
+            record = _Record(bytearray(HEADER_BYTES + len(payload)))
+            record.data[:HEADER_BYTES] = header
+            record.data[HEADER_BYTES:] = payload
+            with self._records_lock:
+                if self.part_epoch != self.epoch:
+                    return "reset"
+                if key not in self._records:
+                    self._records[key] = record
+                    self._events.append((False, key))
+                    kept = len(record.data)
+            return ""
+        finally:
+            with self._records_lock:
+                self._used_bytes -= reserved - kept
+
+    def _load(self, key: OffloadKey, block: memoryview) -> str:
+        """Put one block into place; return why not, or an empty string."""
+        with self._records_lock:
+            record = self._records.get(key)
+            if record is None:
+                return "absent"
+            self._records.move_to_end(key)
+            record.readers += 1
+        data = memoryview(record.data)
+        status = decode_record(data[:HEADER_BYTES], data[HEADER_BYTES:], key, block, self._namespace_digest)
+        with self._records_lock:
+            record.readers -= 1
+            if record.is_dropped and not record.readers:
+                self._used_bytes -= len(record.data)
+            if status is not RecordStatus.OK and self._records.get(key) is record:
+                self._corrupt_blocks += 1
+                self._forget(key, self._records.pop(key))
+        return "" if status is RecordStatus.OK else status.value
+
+    def _make_room(self, wanted_bytes: int) -> bool:
+        """Evict until `wanted_bytes` more fit, if they can; under the lock."""
+        while self._used_bytes + wanted_bytes > self._capacity_bytes:
+            if not self._records:
+                return False
+            self._forget(*self._records.popitem(last=False))
+            self._evicted_blocks += 1
+        return True
+
+    def _forget(self, key: OffloadKey, record: _Record) -> None:
+        """Account for a record that left the index; it takes room until its last reader is done. Under the lock."""
+        record.is_dropped = True
+        if not record.readers:
+            self._used_bytes -= len(record.data)
+        self._events.append((True, key))

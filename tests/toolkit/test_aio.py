@@ -1,0 +1,348 @@
+"""Tiers made of coroutines: authors who behave, and those who hang, raise, defy being cancelled or answer late."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+import pytest
+
+from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.errors import TierUnavailableError
+from tiered_kv.testing.conformance import TierConformance
+from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
+from tiered_kv.toolkit import Outcome
+from tiered_kv.toolkit.aio import AsyncTier, uninterrupted
+
+BLOCK_BYTES = 256
+PATIENCE_S = 10.0
+
+
+class AsyncDictTier(AsyncTier):
+    """Keeps blocks in a dictionary; `before` is awaited at the start of every author's method."""
+
+    before: Callable[[str, Sequence[OffloadKey]], Awaitable[object]] | None = None
+    returned: object = None
+    """What `load_blocks` and `contains_blocks` return instead of the truth."""
+
+    def __post_init__(self) -> None:
+        self.kept: dict[OffloadKey, bytes] = {}
+        self.started: list[str] = []
+        self.closed = threading.Event()
+
+    async def _enter(self, operation: str, keys: Sequence[OffloadKey]) -> None:
+        self.started.append(operation)
+        await asyncio.sleep(0)
+        if self.before is not None:
+            await self.before(operation, keys)
+
+    async def open(self) -> None:
+        await self._enter("open", ())
+
+    async def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
+        await self._enter("store", keys)
+        if self.part_epoch == self.epoch:
+            for key, block in zip(keys, blocks, strict=True):
+                self.kept.setdefault(key, bytes(block))
+        return Outcome()
+
+    async def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
+        await self._enter("load", keys)
+        if self.returned is not None:
+            return self.returned  # type: ignore[return-value]  # the point of some tests
+        for key, block in zip(keys, blocks, strict=True):
+            if key in self.kept:
+                block[:] = self.kept[key]
+        return Outcome([key for key in keys if key in self.kept], "absent")
+
+    async def contains_blocks(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        await self._enter("lookup", keys)
+        if self.returned is not None:
+            return self.returned  # type: ignore[return-value]  # the point of some tests
+        return [key in self.kept for key in keys]
+
+    async def close(self) -> None:
+        self.closed.set()
+
+    def reset_cache(self) -> bool:
+        self.begin_epoch()
+        self.kept.clear()
+        return True
+
+
+class TestAsyncTier(TierConformance):
+    @pytest.fixture
+    def open_tier(self) -> OpenTier:
+        def open_tier(spec: object, view: memoryview) -> AsyncDictTier:
+            tier = AsyncDictTier(spec, view, "async-dict")
+            tier.__post_init__()
+            return tier
+
+        return open_tier
+
+
+class Stage:
+    """One tier on a rig."""
+
+    def __init__(
+        self,
+        *,
+        blocks_in_flight_max: int = 8,
+        part_blocks: int = 2,
+        lookup_timeout_s: float = PATIENCE_S,
+        shutdown_timeout_s: float = PATIENCE_S,
+    ) -> None:
+        def open_tier(spec: object, view: memoryview) -> AsyncDictTier:
+            tier = AsyncDictTier(
+                spec,
+                view,
+                "async-dict",
+                blocks_in_flight_max=blocks_in_flight_max,
+                part_bytes=part_blocks * BLOCK_BYTES,
+                lookup_timeout_s=lookup_timeout_s,
+                shutdown_timeout_s=shutdown_timeout_s,
+            )
+            tier.__post_init__()
+            return tier
+
+        self.rig = TierRig(open_tier, num_blocks=128, block_bytes=BLOCK_BYTES, wait_s=PATIENCE_S)
+        assert isinstance(self.rig.tier, AsyncDictTier)
+        self.tier = self.rig.tier
+        self.gate = threading.Event()
+
+    async def wait_for_gate(self, operation: str, keys: Sequence[OffloadKey]) -> None:
+        while not self.gate.is_set():
+            await asyncio.sleep(0.001)
+
+    def close(self) -> None:
+        self.gate.set()
+        self.rig.close()
+        if self.tier._loop_thread is not None:
+            self.tier._loop_thread.join(PATIENCE_S)
+
+
+MakeStage = Callable[..., Stage]
+
+
+@pytest.fixture
+def make_stage() -> Iterator[MakeStage]:
+    stages: list[Stage] = []
+
+    def make(**options: float) -> Stage:
+        stages.append(Stage(**options))  # type: ignore[arg-type]  # counts and seconds
+        return stages[-1]
+
+    yield make
+    for stage in stages:
+        stage.close()
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    give_up = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < give_up, "waited too long"
+        time.sleep(0.001)
+
+
+def test_no_more_blocks_are_in_flight_than_allowed_and_stores_leave_room_for_a_load(make_stage: MakeStage) -> None:
+    stage = make_stage(blocks_in_flight_max=8, part_blocks=2)
+    tier, rig = stage.tier, stage.rig
+    rig.store(make_keys(1))
+    tier.started.clear()
+    tier.before = stage.wait_for_gate
+    store = rig.submit_store(make_keys(40, "many"))
+    wait_until(lambda: len(tier.started) == 3)
+    load = rig.submit_load(make_keys(1))
+    wait_until(lambda: len(tier.started) == 4)
+    assert tier.started == ["store"] * 3 + ["load"]
+    stage.gate.set()
+    assert all(result.success for result in rig.wait([store, load]))
+
+
+def test_lookups_are_answered_while_every_transfer_hangs(make_stage: MakeStage) -> None:
+    stage = make_stage(blocks_in_flight_max=1)
+    tier, rig = stage.tier, stage.rig
+    rig.store(make_keys(1))
+
+    async def hang_loads(operation: str, keys: Sequence[OffloadKey]) -> None:
+        if operation == "load":
+            await stage.wait_for_gate(operation, keys)
+
+    tier.before = hang_loads
+    load = rig.submit_load(make_keys(1))
+    wait_until(lambda: "load" in tier.started)
+    assert rig.lookup(make_keys(1)[0]) is True
+    assert rig.lookup(make_keys(1, "absent")[0]) is False
+    stage.gate.set()
+    rig.wait([load])
+
+
+def test_a_coroutine_that_hangs_is_cancelled_at_its_jobs_deadline(make_stage: MakeStage) -> None:
+    stage = make_stage()
+    stage.tier.before = stage.wait_for_gate
+    (result,) = stage.rig.wait([stage.rig.submit_load(make_keys(3), deadline=time.monotonic() + 0.05)])
+    assert (result.success, result.reason) == (False, "expired")
+    assert not stage.gate.is_set()
+    stage.tier.before = None
+    assert stage.rig.store(make_keys(3)).success
+
+
+def test_a_job_whose_coroutine_ignores_being_cancelled_is_reported_when_it_ends(make_stage: MakeStage) -> None:
+    stage = make_stage()
+    was_cancelled = threading.Event()
+
+    async def defy(operation: str, keys: Sequence[OffloadKey]) -> None:
+        while not stage.gate.is_set():
+            try:
+                await asyncio.sleep(0.001)
+            except asyncio.CancelledError:
+                was_cancelled.set()
+
+    stage.rig.store(make_keys(1))
+    stage.tier.before = defy
+    job = stage.rig.submit_load(make_keys(1), deadline=time.monotonic() + 0.02)
+    assert was_cancelled.wait(PATIENCE_S)
+    assert list(stage.tier.get_finished()) == []
+    stage.gate.set()
+    stage.rig.wait([job])
+
+
+def test_work_on_a_thread_is_waited_for_though_its_coroutine_is_cancelled(make_stage: MakeStage) -> None:
+    stage = make_stage()
+    is_waiting = threading.Event()
+
+    def wait_on_thread() -> None:
+        is_waiting.set()
+        stage.gate.wait(PATIENCE_S)
+        raise ValueError("nobody hears of it")
+
+    async def work_on_thread(operation: str, keys: Sequence[OffloadKey]) -> None:
+        await uninterrupted(asyncio.to_thread(wait_on_thread))
+
+    stage.rig.store(make_keys(1))
+    stage.tier.before = work_on_thread
+    deadline = time.monotonic() + 0.05
+    job = stage.rig.submit_load(make_keys(1), deadline=deadline)
+    assert is_waiting.wait(PATIENCE_S)
+    wait_until(lambda: time.monotonic() > deadline + 0.02)
+    assert list(stage.tier.get_finished()) == []
+    stage.gate.set()
+    assert stage.rig.wait([job])[0].reason == "expired"
+    assert stage.rig.wait([stage.rig.submit_load(make_keys(1))])[0].reason == "error"
+
+
+def test_queued_jobs_expire_though_the_event_loop_is_blocked(make_stage: MakeStage) -> None:
+    stage = make_stage()
+    stage.rig.store(make_keys(1))
+    is_blocked = threading.Event()
+
+    async def block(operation: str, keys: Sequence[OffloadKey]) -> None:
+        is_blocked.set()
+        stage.gate.wait(PATIENCE_S)
+
+    stage.tier.before = block
+    blocked = stage.rig.submit_load(make_keys(1))
+    assert is_blocked.wait(PATIENCE_S)
+    (result,) = stage.rig.wait([stage.rig.submit_store(make_keys(4), deadline=time.monotonic() + 0.02)])
+    assert result.reason == "expired"
+    stage.gate.set()
+    stage.rig.wait([blocked])
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"), [(ValueError(), "error"), (TimeoutError(), "timeout"), (SystemExit(), "error")]
+)
+def test_an_exception_fails_the_part_and_the_tier_works_on(
+    make_stage: MakeStage, error: BaseException, reason: str
+) -> None:
+    stage = make_stage(part_blocks=2)
+    keys = make_keys(6)
+
+    async def fail_second_part(operation: str, part: Sequence[OffloadKey]) -> None:
+        if operation == "store" and keys[2] in part:
+            raise error
+
+    stage.tier.before = fail_second_part
+    (result,) = stage.rig.wait([stage.rig.submit_store(keys)])
+    assert (result.success, result.reason) == (False, reason)
+    assert stage.rig.succeeded(result) == {*keys[:2], *keys[4:]}
+    stage.tier.before = None
+    assert stage.rig.store(keys).success
+
+
+def test_a_client_that_cannot_connect_is_tried_again(make_stage: MakeStage) -> None:
+    stage = make_stage()
+
+    async def refuse(operation: str, keys: Sequence[OffloadKey]) -> None:
+        raise TierUnavailableError("refused")
+
+    stage.tier.before = refuse
+    assert stage.rig.store(make_keys(2)).reason == "unavailable"
+    assert stage.rig.lookup(make_keys(2)[0]) is False
+    stage.tier.before = None
+    assert stage.rig.store(make_keys(2)).success
+    assert stage.tier.started.count("open") == 3
+    assert stage.rig.load(make_keys(2)) == set(make_keys(2))
+    assert stage.tier.started.count("open") == 3
+
+
+@pytest.mark.parametrize("returned", [True, Outcome(make_keys(1, "other")), Outcome(42), [True, True]])  # type: ignore[arg-type]
+def test_wrong_outcomes_are_failures_and_wrong_answers_misses(make_stage: MakeStage, returned: object) -> None:
+    stage = make_stage()
+    stage.tier.returned = returned
+    assert stage.rig.load(make_keys(1)) == set()
+    assert stage.rig.lookup(make_keys(1)[0]) is False
+
+
+def test_a_lookup_that_hangs_is_a_miss_and_the_next_is_served(make_stage: MakeStage) -> None:
+    stage = make_stage(lookup_timeout_s=0.05)
+    (key,) = make_keys(1)
+    stage.rig.store([key])
+    stage.tier.before = stage.wait_for_gate
+    assert stage.rig.lookup(key) is False
+    assert not stage.gate.is_set()
+    stage.gate.set()
+    wait_until(lambda: stage.rig.lookup(key, ReqContext(f"request at {time.monotonic()}")))
+
+
+def test_shutdown_cancels_what_hangs_and_closes(make_stage: MakeStage) -> None:
+    stage = make_stage(shutdown_timeout_s=0.2)
+    stage.rig.store(make_keys(1))
+    stage.tier.before = stage.wait_for_gate
+    stage.rig.submit_load(make_keys(1))
+    wait_until(lambda: "load" in stage.tier.started)
+    stage.tier.shutdown()
+    assert stage.tier.closed.is_set()
+    (result,) = stage.tier.get_finished()
+    assert (result.success, result.reason) == (False, "shutdown")
+    assert not stage.gate.is_set()
+
+
+def test_shutdown_leaves_behind_what_will_not_be_cancelled(make_stage: MakeStage) -> None:
+    stage = make_stage(shutdown_timeout_s=0.1)
+    stage.rig.store(make_keys(1))
+    is_blocked = threading.Event()
+
+    async def block(operation: str, keys: Sequence[OffloadKey]) -> None:
+        is_blocked.set()
+        stage.gate.wait(PATIENCE_S)
+
+    stage.tier.before = block
+    stage.rig.submit_load(make_keys(1))
+    assert is_blocked.wait(PATIENCE_S)
+    before = time.monotonic()
+    stage.tier.shutdown()
+    assert time.monotonic() - before < 2.0
+    assert not stage.tier.closed.is_set()
+    stage.gate.set()
+    assert stage.tier.closed.wait(PATIENCE_S)
+
+
+def test_a_tier_that_was_never_used_has_no_thread(make_stage: MakeStage) -> None:
+    stage = make_stage()
+    stage.tier.shutdown()
+    assert stage.tier._loop_thread is None
+    with pytest.raises(ValueError, match="at least 1"):
+        make_stage(blocks_in_flight_max=0)

@@ -1,0 +1,468 @@
+"""Tiers made of blocking calls: well-behaved authors, and authors that hang, raise, lie or answer late."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
+from tiered_kv.errors import TierUnavailableError
+from tiered_kv.tiering.base import JobMetadata, JobResult, TierSpec
+from tiered_kv.toolkit import BlockingTier, Outcome
+
+BLOCK_BYTES = 64
+NUM_BLOCKS = 64
+PATIENCE_S = 10.0
+
+
+class DictTier(BlockingTier):
+    """Keeps blocks in a dictionary; `before` runs at the start of every author's method."""
+
+    before: Callable[[str, Sequence[OffloadKey]], object] | None = None
+    parts: list[tuple[str, int]]
+
+    def __post_init__(self) -> None:
+        self.kept: dict[OffloadKey, bytes] = {}
+        self.parts = []
+        self.closed = threading.Event()
+
+    def _enter(self, operation: str, keys: Sequence[OffloadKey]) -> None:
+        self.parts.append((operation, len(keys)))
+        if self.before is not None:
+            self.before(operation, keys)
+
+    def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
+        self._enter("store", keys)
+        self.kept.update((key, bytes(block)) for key, block in zip(keys, blocks, strict=True))
+        return Outcome()
+
+    def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
+        self._enter("load", keys)
+        found = [key for key in keys if key in self.kept]
+        for key, block in zip(keys, blocks, strict=True):
+            if key in self.kept:
+                block[:] = self.kept[key]
+        return Outcome(found, "absent")
+
+    def contains_blocks(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        self._enter("lookup", keys)
+        return [key in self.kept for key in keys]
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class Bench:
+    """A region, and the tiers opened over it."""
+
+    def __init__(self) -> None:
+        self.region = np.arange(NUM_BLOCKS * BLOCK_BYTES, dtype=np.int64).astype(np.uint8)
+        self.rows = self.region.reshape(NUM_BLOCKS, BLOCK_BYTES)
+        self.rows[:, 0] = np.arange(NUM_BLOCKS)
+        self.tiers: list[BlockingTier] = []
+        self.gates: list[threading.Event] = []
+        self._next_job_id = 0
+
+    def tier(
+        self,
+        cls: type[DictTier] = DictTier,
+        *,
+        threads: int = 2,
+        part_blocks: int = 4,
+        lookup_timeout_s: float = PATIENCE_S,
+        shutdown_timeout_s: float = PATIENCE_S,
+    ) -> DictTier:
+        tier = cls(
+            TierSpec("bench", BLOCK_BYTES),
+            self.rows.data,
+            "dict",
+            threads=threads,
+            part_bytes=part_blocks * BLOCK_BYTES,
+            lookup_timeout_s=lookup_timeout_s,
+            shutdown_timeout_s=shutdown_timeout_s,
+        )
+        tier.__post_init__()
+        self.tiers.append(tier)
+        return tier
+
+    def gate(self) -> threading.Event:
+        """Return an event that is set, at the latest, when the test ends."""
+        self.gates.append(threading.Event())
+        return self.gates[-1]
+
+    def job(self, rows: Sequence[int], *, load: bool = False, timeout_s: float | None = None) -> JobMetadata:
+        self._next_job_id += 1
+        return JobMetadata(
+            self._next_job_id,
+            [key_of(row) for row in rows],
+            np.array(rows, dtype=np.int64),
+            load,
+            ReqContext("request"),
+            None if timeout_s is None else time.monotonic() + timeout_s,
+        )
+
+
+def key_of(number: int) -> OffloadKey:
+    return make_offload_key(number.to_bytes(16, "big"), 0)
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    give_up = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < give_up, "waited too long"
+        time.sleep(0.001)
+
+
+def finish(tier: BlockingTier, jobs: int = 1) -> list[JobResult]:
+    results: list[JobResult] = []
+
+    def enough() -> bool:
+        results.extend(tier.get_finished())
+        return len(results) >= jobs
+
+    wait_until(enough)
+    return results
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    for gate in bench.gates:
+        gate.set()
+    for tier in bench.tiers:
+        tier.shutdown()
+        for thread in tier._worker_threads:
+            thread.join(PATIENCE_S)
+
+
+def test_blocks_come_back_as_they_were_stored(bench: Bench) -> None:
+    tier = bench.tier()
+    stored = bench.rows[:20].copy()
+    tier.submit_store(bench.job(range(20)))
+    assert [result.success for result in finish(tier)] == [True]
+    bench.rows[:20] = 0
+    tier.submit_load(bench.job(range(20), load=True))
+    assert finish(tier)[0].success
+    assert (bench.rows[:20] == stored).all()
+
+
+def test_a_large_job_is_served_in_parts_by_several_threads_and_reported_once(bench: Bench) -> None:
+    tier = bench.tier(threads=4, part_blocks=4)
+    barrier = threading.Barrier(3)  # stores may use three of the four threads
+    tier.before = lambda operation, keys: barrier.wait(PATIENCE_S)
+    tier.submit_store(bench.job(range(12)))
+    results = finish(tier)
+    assert tier.parts == [("store", 4)] * 3
+    assert len(results) == 1
+    assert results[0].success
+    assert tier.get_finished() == ()
+
+
+def test_an_empty_job_is_reported(bench: Bench) -> None:
+    tier = bench.tier()
+    tier.submit_store(bench.job([]))
+    assert finish(tier)[0].success
+
+
+def test_loads_go_before_stores_and_lookups_before_loads(bench: Bench) -> None:
+    tier = bench.tier(threads=1, part_blocks=64)
+    gate = bench.gate()
+    tier.before = lambda operation, keys: gate.wait(PATIENCE_S)
+    tier.submit_store(bench.job([0]))
+    wait_until(lambda: tier.parts)
+    tier.submit_store(bench.job([1]))
+    tier.submit_load(bench.job([2], load=True))
+    tier.lookup(key_of(3), ReqContext("request"))
+    gate.set()
+    finish(tier, 3)
+    assert [operation for operation, _ in tier.parts] == ["store", "lookup", "load", "store"]
+
+
+def test_stores_that_hang_leave_a_thread_for_loads(bench: Bench) -> None:
+    tier = bench.tier(threads=3, part_blocks=1)
+    tier.kept[key_of(9)] = bytes(BLOCK_BYTES)
+    gate = bench.gate()
+    tier.before = lambda operation, keys: operation != "store" or gate.wait(PATIENCE_S)
+    tier.submit_store(bench.job(range(8)))
+    tier.submit_load(bench.job([9], load=True))
+    assert finish(tier)[0].success
+    assert not gate.is_set()
+    gate.set()
+    assert finish(tier)[0].success
+    assert len(tier.kept) == 9
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ValueError("author's bug"), "error"),
+        (OSError(errno.ENOSPC, "full"), "no_space"),
+        (OSError(errno.EIO, "broken"), "io_error"),
+        (TimeoutError(), "timeout"),
+        (TierUnavailableError("down"), "unavailable"),
+        (SystemExit(), "error"),
+    ],
+)
+def test_an_exception_fails_the_part_and_the_tier_works_on(bench: Bench, error: BaseException, reason: str) -> None:
+    tier = bench.tier(part_blocks=4)
+
+    def fail_second_part(operation: str, keys: Sequence[OffloadKey]) -> None:
+        if key_of(4) in keys:
+            raise error
+
+    tier.before = fail_second_part
+    tier.submit_store(bench.job(range(12)))
+    (result,) = finish(tier)
+    assert not result.success
+    assert result.reason == reason
+    assert list(result.successful_keys or ()) == [key_of(row) for row in (0, 1, 2, 3, 8, 9, 10, 11)]
+    tier.before = None
+    tier.submit_store(bench.job(range(12)))
+    assert finish(tier)[0].success
+
+
+def test_a_missing_block_keeps_the_others_of_its_job(bench: Bench) -> None:
+    tier = bench.tier(part_blocks=2)
+    tier.submit_store(bench.job([0, 1, 3]))
+    finish(tier)
+    tier.submit_load(bench.job([0, 1, 2, 3], load=True))
+    (result,) = finish(tier)
+    assert (result.success, result.reason) == (False, "absent")
+    assert list(result.successful_keys or ()) == [key_of(0), key_of(1), key_of(3)]
+
+
+class LyingTier(DictTier):
+    """Answers with what it was not asked for."""
+
+    returned: object = None
+
+    def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
+        return self.returned  # type: ignore[return-value]  # the point of the test
+
+    def contains_blocks(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        return self.returned  # type: ignore[return-value]  # the point of the test
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [None, True, Outcome([key_of(63)]), Outcome(42), Outcome([{}])],  # type: ignore[arg-type, list-item]
+)
+def test_wrong_outcomes_are_failures(bench: Bench, returned: object) -> None:
+    tier = bench.tier(LyingTier)
+    assert isinstance(tier, LyingTier)
+    tier.returned = returned
+    tier.submit_load(bench.job([0], load=True))
+    (result,) = finish(tier)
+    assert not result.success
+    assert not result.successful_keys
+
+
+@pytest.mark.parametrize("returned", [None, [], [True, True], 1, {"a": True}])
+def test_wrong_answers_are_misses(bench: Bench, returned: object) -> None:
+    tier = bench.tier(LyingTier)
+    assert isinstance(tier, LyingTier)
+    tier.returned = returned
+    wait_until(lambda: tier.lookup(key_of(0), ReqContext("request")) is not None)
+    assert tier.lookup(key_of(0), ReqContext("request")) is False
+
+
+def test_a_store_cannot_write_into_the_primary_blocks(bench: Bench) -> None:
+    class Scribbler(DictTier):
+        def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
+            blocks[0][0] = 255
+            return Outcome()
+
+    tier = bench.tier(Scribbler)
+    tier.submit_store(bench.job([0]))
+    assert not finish(tier)[0].success
+    assert bench.rows[0, 0] == 0
+
+
+def test_queued_jobs_expire_though_every_thread_hangs(bench: Bench) -> None:
+    tier = bench.tier(threads=2, part_blocks=1)
+    gate = bench.gate()
+    tier.before = lambda operation, keys: gate.wait(PATIENCE_S)
+    hanging = bench.job(range(4), load=True, timeout_s=0.05)
+    tier.submit_load(hanging)
+    wait_until(lambda: len(tier.parts) == 2)
+    queued = bench.job([5], load=True, timeout_s=0.05)
+    tier.submit_load(queued)
+    (result,) = finish(tier)
+    assert (result.job_id, result.success, result.reason) == (queued.job_id, False, "expired")
+    # The hanging job is not reported while a thread may still write into its blocks.
+    assert tier.stats()["jobs_in_flight"] == 1
+    gate.set()
+    (result,) = finish(tier)
+    assert (result.job_id, result.success, result.reason) == (hanging.job_id, False, "expired")
+    assert len(tier.parts) == 2
+
+
+def test_a_part_that_is_taken_too_late_does_not_run(bench: Bench) -> None:
+    tier = bench.tier()
+    tier.submit_load(bench.job([0], load=True, timeout_s=-1.0))
+    assert finish(tier)[0].reason == "expired"
+    assert tier.parts == []
+
+
+def test_a_job_that_ends_late_is_reported_when_it_ends_and_as_it_ended(bench: Bench) -> None:
+    tier = bench.tier()
+    tier.submit_store(bench.job([0]))
+    finish(tier)
+    gate = bench.gate()
+    tier.before = lambda operation, keys: gate.wait(PATIENCE_S)
+    late = bench.job([0], load=True, timeout_s=0.05)
+    tier.submit_load(late)
+    wait_until(lambda: len(tier.parts) == 2)
+    assert late.deadline is not None
+    wait_until(lambda: time.monotonic() > (late.deadline or 0.0))
+    assert tier.get_finished() == ()
+    gate.set()
+    assert finish(tier)[0].success
+
+
+def test_many_expired_jobs_leave_nothing_behind(bench: Bench) -> None:
+    tier = bench.tier(threads=1)
+    gate = bench.gate()
+    tier.before = lambda operation, keys: gate.wait(PATIENCE_S)
+    tier.submit_load(bench.job([0], load=True))
+    wait_until(lambda: tier.parts)
+    for _ in range(500):
+        tier.submit_load(bench.job([1], load=True, timeout_s=-1.0))
+        tier.submit_store(bench.job([1], timeout_s=-1.0))
+        tier.get_finished()
+    assert len(tier._jobs_in_flight) == 1
+    assert len(tier._job_deadlines) <= 64
+    assert not any(tier._part_queue._lanes)
+
+
+def test_lookups_answer_by_themselves(bench: Bench) -> None:
+    tier = bench.tier()
+    tier.submit_store(bench.job([0, 1]))
+    finish(tier)
+    context = ReqContext("request")
+    keys = [key_of(0), key_of(1), key_of(2)]
+    wait_until(lambda: None not in tier.lookup_many(keys, context))
+    assert tier.lookup_many(keys, context) == [True, True, False]
+
+
+def test_a_lookup_that_hangs_is_a_miss_and_the_next_is_served(bench: Bench) -> None:
+    tier = bench.tier(threads=2, lookup_timeout_s=0.05)
+    tier.submit_store(bench.job([0]))
+    finish(tier)
+    gate = bench.gate()
+    tier.before = lambda operation, keys: key_of(1) not in keys or gate.wait(PATIENCE_S)
+    wait_until(lambda: tier.lookup(key_of(1), ReqContext("a")) is not None)
+    assert tier.lookup(key_of(1), ReqContext("a")) is False
+    assert tier.stats()["lookup_timeouts"] == 1
+
+    def is_found() -> bool:
+        tier.on_request_finished(ReqContext("b"))
+        wait_until(lambda: tier.lookup(key_of(0), ReqContext("b")) is not None)
+        return tier.lookup(key_of(0), ReqContext("b")) is True
+
+    wait_until(is_found)
+
+
+def test_a_failed_load_corrects_the_answer(bench: Bench) -> None:
+    tier = bench.tier()
+    tier.submit_store(bench.job([0]))
+    finish(tier)
+    context = ReqContext("request")
+    wait_until(lambda: tier.lookup(key_of(0), context))
+    del tier.kept[key_of(0)]
+    tier.submit_load(bench.job([0], load=True))
+    assert not finish(tier)[0].success
+    assert tier.lookup(key_of(0), context) is False
+
+
+def test_a_job_of_an_earlier_epoch_is_void(bench: Bench) -> None:
+    tier = bench.tier(threads=1, part_blocks=1)
+    gate = bench.gate()
+    epochs: list[int] = []
+
+    def note_epoch(operation: str, keys: Sequence[OffloadKey]) -> None:
+        epochs.append(tier.part_epoch)
+        gate.wait(PATIENCE_S)
+
+    tier.before = note_epoch
+    tier.submit_store(bench.job([0, 1]))
+    wait_until(lambda: tier.parts)
+    tier.begin_epoch()
+    gate.set()
+    (result,) = finish(tier)
+    assert (result.success, result.reason, len(result.successful_keys or ())) == (False, "reset", 0)
+    assert epochs == [0]
+    tier.submit_store(bench.job([2]))
+    assert finish(tier)[0].success
+    assert epochs == [0, 1]
+
+
+def test_shutdown_ends_the_threads_closes_once_and_reports_what_was_queued(bench: Bench) -> None:
+    tier = bench.tier(threads=1, part_blocks=1)
+    gate = bench.gate()
+    tier.before = lambda operation, keys: gate.wait(PATIENCE_S)
+    tier.submit_store(bench.job([0]))
+    wait_until(lambda: tier.parts)
+    tier.submit_store(bench.job([1]))
+    threading.Timer(0.02, gate.set).start()
+    tier.shutdown()
+    assert tier.closed.is_set()
+    assert not any(thread.is_alive() for thread in tier._worker_threads)
+    assert [(result.success, result.reason) for result in finish(tier, 2)] == [(False, "shutdown"), (True, "")]
+    tier.submit_store(bench.job([2]))
+    assert finish(tier)[0].reason == "shutdown"
+    tier.shutdown()
+
+
+def test_shutdown_leaves_a_hung_thread_behind_and_closes_when_it_ends(bench: Bench) -> None:
+    tier = bench.tier(threads=2, shutdown_timeout_s=0.05)
+    gate = bench.gate()
+    tier.before = lambda operation, keys: gate.wait(PATIENCE_S)
+    tier.submit_store(bench.job([0]))
+    wait_until(lambda: tier.parts)
+    before = time.monotonic()
+    tier.shutdown()
+    assert time.monotonic() - before < 1.0
+    assert not tier.closed.is_set()
+    gate.set()
+    assert tier.closed.wait(PATIENCE_S)
+
+
+def test_a_tier_that_was_never_used_is_closed(bench: Bench) -> None:
+    tier = bench.tier()
+    tier.shutdown()
+    assert tier.closed.is_set()
+
+
+def test_only_the_first_error_of_a_kind_is_logged_and_without_its_text(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = bench.tier(part_blocks=1)
+
+    def fail(operation: str, keys: Sequence[OffloadKey]) -> None:
+        raise ConnectionError("redis://user:hunter2@host refused")
+
+    tier.before = fail
+    tier.submit_store(bench.job(range(8)))
+    assert finish(tier)[0].reason == "io_error"
+    (record,) = caplog.records
+    assert "store_blocks raised ConnectionError" in record.getMessage()
+    assert "hunter2" not in record.getMessage()
+
+
+def test_an_author_cannot_hide_a_method_of_the_base_by_mistake() -> None:
+    with pytest.raises(TypeError, match="rename _submit"):
+        type("Careless", (DictTier,), {"_submit": None})
+
+
+def test_a_view_of_another_shape_is_refused(bench: Bench) -> None:
+    with pytest.raises(ValueError, match="num_blocks, block_bytes"):
+        DictTier(None, bench.region.data, "dict")
+    with pytest.raises(ValueError, match="at least 1"):
+        DictTier(None, bench.rows.data, "dict", threads=0)

@@ -1,0 +1,100 @@
+"""Codecs: lossless for any bytes, bounded on hostile ones, and absent without their library."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiered_kv.errors import ConfigError, MissingExtraError
+from tiered_kv.toolkit import codecs
+from tiered_kv.toolkit.codecs import RAW, ZstdCodec, codec_by_id, codec_by_name, codec_names
+
+
+def bfloat16_block(size_bytes: int, seed: int = 7) -> bytes:
+    """Return normally distributed values, their low 16 bits cut off, as a model's keys look."""
+    values = np.random.default_rng(seed).normal(size=size_bytes // 2).astype("<f4")
+    return (values.view("<u4") >> 16).astype("<u2").tobytes()
+
+
+@given(block=st.binary(max_size=300), repeats=st.integers(1, 40))
+def test_every_codec_gives_back_the_bytes_it_was_given(block: bytes, repeats: int) -> None:
+    block = block * repeats
+    for name in codec_names():
+        codec = codec_by_name(name)
+        payload = codec.encode(memoryview(block))
+        if payload is None:
+            continue
+        assert len(payload) <= len(block)
+        out = bytearray(len(block))
+        assert codec.decode(payload, memoryview(out))
+        assert out == block
+
+
+def test_raw_copies_nothing() -> None:
+    block = memoryview(bytearray(b"abc"))
+    assert RAW.encode(block) is block
+
+
+def test_noise_is_not_made_longer() -> None:
+    noise = np.random.default_rng(1).bytes(4096)
+    assert codec_by_name("zstd").encode(memoryview(noise)) is None
+
+
+def test_byte_planes_are_worth_their_name() -> None:
+    block = bfloat16_block(1 << 16)
+    payload = codec_by_name("zstd").encode(memoryview(block))
+    assert payload is not None
+    assert len(payload) < 0.9 * len(zstandard.ZstdCompressor(level=1).compress(block))
+
+
+@given(payload=st.binary(max_size=200))
+def test_hostile_payloads_are_refused(payload: bytes) -> None:
+    codec = codec_by_name("zstd")
+    out = bytearray(64)
+    codec.decode(memoryview(payload), memoryview(out))  # must not raise; the record's checksum tells the rest
+
+
+def test_a_frame_that_claims_to_be_huge_is_refused_before_anything_is_allocated() -> None:
+    # RFC 8878: magic, a descriptor with an 8-byte content size and a single segment, 2**62 bytes claimed.
+    frame = bytes.fromhex("28b52ffd") + bytes([0b11100000]) + (1 << 62).to_bytes(8, "little") + bytes(16)
+    payload = len(frame).to_bytes(4, "little") + frame + frame
+    assert codec_by_name("zstd").decode(memoryview(payload), memoryview(bytearray(64))) is False
+
+
+def test_a_frame_of_another_size_or_with_a_tail_is_refused() -> None:
+    codec = codec_by_name("zstd")
+    payload = codec.encode(memoryview(bytes(64)))
+    assert payload is not None
+    for size in (0, 63, 65):
+        assert codec.decode(payload, memoryview(bytearray(size))) is False
+    assert codec.decode(memoryview(bytes(payload) + b"x"), memoryview(bytearray(64))) is False
+
+
+def test_an_unknown_codec_is_an_error_by_name_and_none_by_number() -> None:
+    with pytest.raises(ConfigError, match="there are raw, zstd"):
+        codec_by_name("lz5")
+    assert codec_by_id(77) is None
+
+
+def test_without_its_library_zstd_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    monkeypatch.setattr(codecs, "_LOADED", {0: RAW})
+    with pytest.raises(MissingExtraError, match=r"tiered-kv\[zstd\]"):
+        codec_by_name("zstd")
+    assert codec_by_id(ZstdCodec.codec_id) is None
+    assert codec_by_id(0) is RAW
+
+
+def test_the_toolkit_loads_neither_zstandard_nor_asyncio() -> None:
+    script = (
+        "import sys, tiered_kv.toolkit, tiered_kv.toolkit.record\n"
+        "print([name for name in ('zstandard', 'asyncio') if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

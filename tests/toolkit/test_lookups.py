@@ -1,0 +1,201 @@
+"""Batched lookups: answered by themselves, by their deadline, and kept for the request that asked."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from tiered_kv.base import OffloadKey, make_offload_key
+from tiered_kv.testing.clock import ManualClock
+from tiered_kv.toolkit import lookups as lookups_module
+from tiered_kv.toolkit.lookups import BatchedLookups, Probe
+
+
+def key_of(number: int) -> OffloadKey:
+    return make_offload_key(number.to_bytes(8, "big"), 0)
+
+
+class Desk:
+    """Lookups with a runner that the test plays itself."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self.clock = clock
+        self.starts = 0
+        self.lookups = BatchedLookups(self._start, timeout_s=1.0, clock=clock)
+
+    def _start(self) -> None:
+        self.starts += 1
+
+    def ask(self, *numbers: int, req_id: str = "a") -> list[bool | None]:
+        return self.lookups.lookup_many([key_of(number) for number in numbers], req_id)
+
+    def take(self) -> Probe:
+        probe = self.lookups.take()
+        assert probe is not None
+        return probe
+
+
+@pytest.fixture
+def desk(clock: ManualClock) -> Desk:
+    return Desk(clock)
+
+
+def numbers_of(probe: Probe) -> Sequence[int]:
+    return [int.from_bytes(key[:8], "big") for key in probe.keys]
+
+
+def test_the_first_unanswered_key_starts_a_probe_and_later_ones_form_the_next(desk: Desk) -> None:
+    assert desk.ask(1, 2, 3) == [None, None, None]
+    assert desk.starts == 1
+    first = desk.take()
+    assert numbers_of(first) == [1, 2, 3]
+    assert desk.ask(3, 4, 5) == [None, None, None]
+    assert desk.starts == 1
+    desk.lookups.answer(first, [True, False, True])
+    assert desk.ask(1, 2, 3, 4) == [True, False, True, None]
+    second = desk.take()
+    assert numbers_of(second) == [4, 5]
+    desk.lookups.answer(second, [True, True])
+    assert desk.lookups.take() is None
+    assert desk.ask(1, 2, 3, 4, 5) == [True, False, True, True, True]
+    assert desk.starts == 1
+    desk.ask(6)
+    assert desk.starts == 2
+
+
+def test_requests_that_want_one_key_share_its_probe(desk: Desk) -> None:
+    desk.ask(1, req_id="a")
+    desk.ask(1, req_id="b")
+    probe = desk.take()
+    assert numbers_of(probe) == [1]
+    desk.lookups.answer(probe, [True])
+    assert desk.ask(1, req_id="a") == desk.ask(1, req_id="b") == [True]
+    assert desk.lookups.take() is None
+
+
+def test_an_answer_is_forgotten_with_its_request(desk: Desk) -> None:
+    desk.ask(1)
+    desk.lookups.answer(desk.take(), [True])
+    assert desk.ask(1) == [True]
+    desk.lookups.forget_request("a")
+    assert desk.ask(1) == [None]
+
+
+def test_an_answer_for_a_finished_request_is_dropped(desk: Desk) -> None:
+    desk.ask(1)
+    probe = desk.take()
+    desk.lookups.forget_request("a")
+    desk.lookups.answer(probe, [True])
+    assert desk.ask(1) == [None]
+    assert not desk.lookups._pending.keys() - {key_of(1)}
+
+
+def test_a_key_without_an_answer_at_its_deadline_is_a_miss_for_good(desk: Desk) -> None:
+    desk.ask(1)
+    late = desk.take()
+    desk.clock.advance(0.5)
+    desk.ask(2)
+    desk.clock.advance(0.5)
+    assert desk.ask(1, 2) == [False, None]
+    desk.lookups.answer(late, [True])
+    assert desk.ask(1) == [False]
+    assert desk.lookups.timeouts == 1
+
+
+def test_a_runner_that_does_not_come_back_is_replaced(desk: Desk) -> None:
+    desk.ask(1)
+    desk.take()
+    desk.clock.advance(1.0)
+    assert desk.ask(1) == [False]
+    assert desk.ask(2) == [None]
+    assert desk.starts == 2
+    assert numbers_of(desk.take()) == [2]
+
+
+def test_keys_that_nobody_waits_for_any_more_do_not_travel(desk: Desk) -> None:
+    desk.ask(1)
+    desk.clock.advance(2.0)
+    desk.ask(2)
+    assert numbers_of(desk.take()) == [2]
+
+
+def test_a_failed_load_corrects_the_answer_of_its_request(desk: Desk) -> None:
+    desk.ask(1)
+    desk.lookups.answer(desk.take(), [True])
+    assert desk.ask(1) == [True]
+    desk.lookups.correct(key_of(1), "a")
+    assert desk.ask(1) == [False]
+    desk.lookups.correct(key_of(2), "a")
+    desk.lookups.correct(key_of(1), "unknown")
+    assert desk.ask(2) == [None]
+
+
+def test_clear_voids_answers_on_their_way(desk: Desk) -> None:
+    desk.ask(1)
+    probe = desk.take()
+    desk.lookups.clear()
+    desk.lookups.answer(probe, [True])
+    assert desk.ask(1) == [None]
+
+
+def test_without_a_request_an_answer_is_given_once(desk: Desk) -> None:
+    desk.ask(1, req_id="")
+    desk.lookups.answer(desk.take(), [True])
+    assert desk.ask(1, req_id="") == [True]
+    assert desk.ask(1, req_id="") == [None]
+
+
+def test_a_probe_has_a_limit_and_the_rest_follows(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookups_module, "PROBE_KEYS_MAX", 3)
+    desk.ask(*range(5))
+    assert numbers_of(desk.take()) == [0, 1, 2]
+    assert numbers_of(desk.take()) == [3, 4]
+
+
+def test_more_keys_than_may_wait_are_misses_at_once(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookups_module, "PENDING_KEYS_MAX", 3)
+    assert desk.ask(0, 1, 2, 3) == [None, None, None, False]
+    assert desk.lookups.refused == 1
+    desk.clock.advance(1.0)
+    assert desk.ask(4) == [False]  # it finds the queue full, and empties it
+    desk.lookups.take()
+    assert desk.ask(5) == [None]
+
+
+def test_more_requests_than_are_kept_forget_the_oldest(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookups_module, "REQUESTS_MAX", 2)
+    for req_id in ("a", "b", "c"):
+        desk.ask(1, req_id=req_id)
+    desk.lookups.answer(desk.take(), [True])
+    assert desk.ask(1, req_id="c") == desk.ask(1, req_id="b") == [True]
+    assert desk.ask(1, req_id="a") == [None]
+
+
+def test_no_key_is_lost_between_the_scheduler_and_its_runners() -> None:
+    """Two runners take while the scheduler asks; every key is answered, though starts and ends cross."""
+    wanted = threading.Semaphore(0)
+    done = threading.Event()
+    lookups = BatchedLookups(wanted.release, timeout_s=60.0)
+
+    def run() -> None:
+        while wanted.acquire() and not done.is_set():
+            while (probe := lookups.take()) is not None:
+                lookups.answer(probe, [key[7] % 2 == 0 for key in probe.keys])
+
+    runners = [threading.Thread(target=run) for _ in range(2)]
+    for runner in runners:
+        runner.start()
+    try:
+        for number in range(2000):
+            while (answer := lookups.lookup(key_of(number), "a")) is None:
+                time.sleep(0)  # let the runners have the interpreter
+            assert answer is (number % 2 == 0)
+    finally:
+        done.set()
+        wanted.release(2)
+        for runner in runners:
+            runner.join()
+    assert lookups.timeouts == 0

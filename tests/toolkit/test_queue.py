@@ -1,0 +1,137 @@
+"""The queue hands out every block once, and says of every job once that it has ended."""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+
+import numpy as np
+import pytest
+
+from tiered_kv.base import make_offload_key
+from tiered_kv.toolkit.jobs import Job, Lane, Outcome
+from tiered_kv.toolkit.queue import PartQueue
+
+
+def job_of(blocks: int, lane: Lane = Lane.LOAD, part_blocks: int = 3, job_id: int = 1) -> Job:
+    keys = [make_offload_key(number.to_bytes(4, "big"), 0) for number in range(blocks)]
+    return Job(job_id, lane, keys, np.arange(blocks), math.inf, 0, "", part_blocks, end_block=blocks)
+
+
+class Wakes:
+    """Counts how often the queue called for a worker."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> None:
+        self.count += 1
+
+
+def test_one_job_wakes_one_worker_after_the_other() -> None:
+    wakes = Wakes()
+    queue = PartQueue(wakes, stores_running_max=1)
+    queue.put(job_of(7))
+    spans = []
+    while (part := queue.take()) is not None:
+        spans.append((part.start, part.stop, wakes.count))
+    assert spans == [(0, 3, 2), (3, 6, 3), (6, 7, 3)]
+
+
+def test_stores_over_their_limit_wait_and_are_woken() -> None:
+    wakes = Wakes()
+    queue = PartQueue(wakes, stores_running_max=1)
+    queue.put(job_of(6, Lane.STORE))
+    first = queue.take()
+    assert first is not None
+    assert queue.take() is None
+    before = wakes.count
+    assert queue.end(first) is False
+    assert wakes.count == before + 1
+    second = queue.take()
+    assert second is not None
+    assert queue.end(second) is True
+
+
+def test_what_has_not_started_can_be_taken_back() -> None:
+    queue = PartQueue(Wakes(), stores_running_max=1)
+    untouched, begun = job_of(6), job_of(6)
+    queue.put(begun)
+    part = queue.take()
+    assert part is not None
+    queue.put(untouched)
+    assert queue.drop_rest(untouched, "expired") is True
+    assert queue.drop_rest(begun, "expired") is False
+    assert queue.take() is None
+    assert queue.end(part) is True
+    assert queue.drop_rest(begun, "expired") is False
+    result = begun.result()
+    assert (result.success, result.reason) == (False, "expired")
+    assert result.successful_keys == begun.keys[:3]
+    assert untouched.result().successful_keys == []
+
+
+def test_a_result_names_what_succeeded_in_order() -> None:
+    job = job_of(9)
+    queue = PartQueue(Wakes(), stores_running_max=1)
+    queue.put(job)
+    parts = [queue.take(), queue.take(), queue.take()]
+    for part in reversed(parts):
+        assert part is not None
+        if part.start:
+            job.failed_parts.append((part, Outcome([job.keys[part.start]], f"from {part.start}")))
+        queue.end(part)
+    result = job.result()
+    assert result.successful_keys == [*job.keys[:3], job.keys[3], job.keys[6]]
+    assert result.reason == "from 3"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_block_is_served_or_dropped_once_while_everything_happens_at_once(seed: int) -> None:
+    choice = random.Random(seed)
+    tokens = threading.Semaphore(0)
+    queue = PartQueue(tokens.release, stores_running_max=2)
+    served: list[tuple[int, int]] = []
+    ended: list[int] = []
+    stop = threading.Event()
+
+    def work() -> None:
+        while True:
+            tokens.acquire()
+            if stop.is_set():
+                return
+            part = queue.take()
+            if part is not None:
+                served.extend((part.job.job_id, block) for block in range(part.start, part.stop))
+                if queue.end(part):
+                    ended.append(part.job.job_id)
+
+    workers = [threading.Thread(target=work) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    jobs = [job_of(choice.randint(1, 12), choice.choice(list(Lane)), choice.randint(1, 4), n) for n in range(400)]
+    try:
+        for number, job in enumerate(jobs):
+            queue.put(job)
+            if choice.random() < 0.3:
+                victim = jobs[choice.randint(max(0, number - 5), number)]
+                if queue.drop_rest(victim, "expired"):
+                    ended.append(victim.job_id)
+        for job in queue.drop_all("shutdown"):
+            ended.append(job.job_id)
+    finally:
+        stop_when_idle(queue, tokens, stop, workers)
+    assert sorted(ended) == list(range(400))
+    assert len(served) == len(set(served))
+    assert sorted(served) == [(job.job_id, block) for job in jobs for block in range(job.end_block)]
+
+
+def stop_when_idle(
+    queue: PartQueue, tokens: threading.Semaphore, stop: threading.Event, workers: list[threading.Thread]
+) -> None:
+    """Stop the workers; each ends the part that it holds first."""
+    stop.set()
+    tokens.release(len(workers))
+    for worker in workers:
+        worker.join()

@@ -1,0 +1,162 @@
+"""The block record: pinned by golden files, and never a wrong byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiered_kv.base import OffloadKey, make_offload_key
+from tiered_kv.toolkit.codecs import RAW, Codec, codec_by_name, codec_names
+from tiered_kv.toolkit.record import (
+    FORMAT_VERSION,
+    HEADER_BYTES,
+    RecordHeader,
+    RecordStatus,
+    check_header,
+    decode_record,
+    encode_record,
+    read_header,
+)
+
+GOLDEN = Path(__file__).parent / "golden"
+NAMESPACE = bytes(range(16))
+KEY = make_offload_key(bytes(range(32)), 3)
+OTHER_KEY = make_offload_key(bytes(range(32)), 4)
+BLOCK = b"".join(value.to_bytes(2, "little") for value in range(256))  # 512 bytes, compressible in planes
+
+
+def record_of(block: bytes, codec: Codec, key: OffloadKey = KEY, namespace: bytes = NAMESPACE) -> bytes:
+    header, payload = encode_record(key, memoryview(block), namespace, codec)
+    return header + bytes(payload)
+
+
+def decode(
+    record: bytes, size: int = len(BLOCK), key: OffloadKey = KEY, namespace: bytes = NAMESPACE
+) -> tuple[RecordStatus, bytes]:
+    out = bytearray(size)
+    status = decode_record(record[:HEADER_BYTES], record[HEADER_BYTES:], key, memoryview(out), namespace)
+    return status, bytes(out)
+
+
+@pytest.mark.parametrize("name", codec_names())
+def test_the_format_is_that_of_the_golden_files(name: str) -> None:
+    """A mismatch means that stored blocks became unreadable.
+
+    Either undo the change, or raise FORMAT_VERSION, describe the new one in docs/formats.md, and write the new
+    files: `record_of(BLOCK, codec_by_name(name))` to `golden/record-v<version>-<name>.bin`.
+    """
+    golden = (GOLDEN / f"record-v{FORMAT_VERSION}-{name}.bin").read_bytes()
+    assert decode(golden) == (RecordStatus.OK, BLOCK)
+    # Compressors may differ from release to release in the frames they write, never in those they read.
+    compared = len(golden) if name == "raw" else 24
+    assert record_of(BLOCK, codec_by_name(name))[:compared] == golden[:compared]
+
+
+@given(block=st.binary(max_size=400), key=st.binary(min_size=4, max_size=80), name=st.sampled_from(codec_names()))
+def test_a_record_gives_back_its_block(block: bytes, key: bytes, name: str) -> None:
+    record = record_of(block, codec_by_name(name), OffloadKey(key))
+    assert decode(record, len(block), OffloadKey(key)) == (RecordStatus.OK, block)
+
+
+@pytest.mark.parametrize("name", codec_names())
+def test_a_change_of_any_bit_is_noticed(name: str) -> None:
+    record = bytearray(record_of(BLOCK, codec_by_name(name)))
+    for position in range(len(record)):
+        for bit in range(8):
+            record[position] ^= 1 << bit
+            assert decode(bytes(record))[0] is not RecordStatus.OK, (position, bit)
+            record[position] ^= 1 << bit
+    assert decode(bytes(record))[0] is RecordStatus.OK
+
+
+@given(data=st.data(), name=st.sampled_from(codec_names()))
+def test_damaged_records_never_give_other_bytes(data: st.DataObject, name: str) -> None:
+    record = bytearray(record_of(BLOCK, codec_by_name(name)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        start = data.draw(st.integers(0, len(record)))
+        stop = data.draw(st.integers(start, min(len(record), start + 24)))
+        record[start:stop] = data.draw(st.binary(max_size=24))
+    status, out = decode(bytes(record))
+    assert status is not RecordStatus.OK or out == BLOCK
+
+
+@given(record=st.binary(max_size=400))
+def test_foreign_bytes_are_no_record(record: bytes) -> None:
+    assert decode(record)[0] is not RecordStatus.OK
+
+
+@pytest.mark.parametrize("name", codec_names())
+def test_a_truncated_record_is_noticed(name: str) -> None:
+    record = record_of(BLOCK, codec_by_name(name))
+    for size in range(len(record)):
+        assert decode(record[:size])[0] is RecordStatus.TRUNCATED
+
+
+def test_a_record_with_a_tail_is_refused() -> None:
+    assert decode(record_of(BLOCK, RAW) + b"x")[0] is RecordStatus.BAD_LENGTH
+
+
+def test_another_blocks_record_is_refused() -> None:
+    assert decode(record_of(BLOCK, RAW, OTHER_KEY))[0] is RecordStatus.WRONG_KEY
+    assert decode(record_of(BLOCK, RAW, namespace=bytes(16)))[0] is RecordStatus.WRONG_NAMESPACE
+    assert decode(record_of(BLOCK[:-1], RAW))[0] is RecordStatus.BAD_LENGTH
+    one, other = record_of(BLOCK, RAW), record_of(BLOCK[::-1], RAW, OTHER_KEY)
+    assert decode(one[:HEADER_BYTES] + other[HEADER_BYTES:])[0] is RecordStatus.BAD_CHECKSUM
+    assert decode(other[:HEADER_BYTES] + one[HEADER_BYTES:])[0] is RecordStatus.WRONG_KEY
+
+
+@pytest.mark.parametrize(
+    ("offset", "status"),
+    [
+        (0, RecordStatus.BAD_MAGIC),
+        (8, RecordStatus.BAD_VERSION),
+        (11, RecordStatus.UNKNOWN_CODEC),
+        (12, RecordStatus.BAD_HEADER),
+        (16, RecordStatus.BAD_HEADER),
+        (20, RecordStatus.BAD_HEADER),
+        (24, RecordStatus.BAD_LENGTH),
+        (32, RecordStatus.BAD_LENGTH),
+        (39, RecordStatus.BAD_LENGTH),
+        (40, RecordStatus.WRONG_NAMESPACE),
+        (56, RecordStatus.WRONG_KEY),
+        (72, RecordStatus.BAD_CHECKSUM),
+        (88, RecordStatus.BAD_HEADER),
+        (127, RecordStatus.BAD_HEADER),
+        (128, RecordStatus.BAD_CHECKSUM),
+    ],
+)
+def test_each_field_has_its_place_and_its_verdict(offset: int, status: RecordStatus) -> None:
+    record = bytearray(record_of(BLOCK, RAW))
+    record[offset] ^= 0x01
+    assert decode(bytes(record))[0] is status
+
+
+def test_a_raw_payload_is_verified_where_it_landed() -> None:
+    landed = bytearray(BLOCK)
+    block = memoryview(landed)
+    header, payload = encode_record(KEY, block, NAMESPACE)
+    assert payload is block
+    assert decode_record(header, block, KEY, block, NAMESPACE) is RecordStatus.OK
+    landed[100] ^= 1
+    assert decode_record(header, block, KEY, block, NAMESPACE) is RecordStatus.BAD_CHECKSUM
+
+
+def test_a_block_that_does_not_compress_is_kept_raw() -> None:
+    noise = np.random.default_rng(3).bytes(256)
+    header, payload = encode_record(KEY, memoryview(noise), NAMESPACE, codec_by_name("zstd"))
+    parsed = read_header(header)
+    assert isinstance(parsed, RecordHeader)
+    assert parsed.codec_id == RAW.codec_id
+    assert payload == noise
+
+
+def test_a_checked_header_bounds_what_a_reader_fetches() -> None:
+    header, _ = encode_record(KEY, memoryview(BLOCK), NAMESPACE, codec_by_name("zstd"))
+    parsed = read_header(header)
+    assert isinstance(parsed, RecordHeader)
+    assert check_header(parsed, KEY, len(BLOCK), NAMESPACE) is RecordStatus.OK
+    assert parsed.payload_bytes < parsed.raw_bytes == len(BLOCK)

@@ -1,0 +1,59 @@
+"""The code in docs/writing-a-tier.md works as it stands there."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tiered_kv.base import make_offload_key
+from tiered_kv.hooks import tier_plugins
+from tiered_kv.stack import open_stack
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "writing-a-tier.md"
+
+
+@pytest.fixture
+def page_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Write the files that the page shows, each under the name that stands above it, and make them importable."""
+    shown = re.findall(r"<!-- (\S+) -->\n```\w+\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    assert [name for name, _ in shown] == ["tiered_kv_folder.py", "stack.yaml", "test_folder.py"]
+    for name, text in shown:
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    sys.modules.pop("tiered_kv_folder", None)
+
+
+@pytest.mark.slow
+def test_the_tier_on_the_page_passes_the_conformance_suite(page_files: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".", "test_folder.py"]
+    environment = {"PYTHONPATH": f"{ROOT}:{page_files}", "PATH": "/usr/bin:/bin", "TMPDIR": str(page_files)}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert re.search(r"\d\d passed", run.stdout), run.stdout
+
+
+def test_the_stack_on_the_page_opens_and_its_blocks_outlive_it(page_files: Path) -> None:
+    plugins = tier_plugins()
+    plugins.register(importlib.import_module("tiered_kv_folder"), "folder-of-the-page")
+    try:
+        keys = [make_offload_key(bytes([number]) * 16, 0) for number in range(8)]
+        blocks = np.random.default_rng(0).integers(0, 256, (8, 65536), dtype=np.uint8)
+        with open_stack(page_files / "stack.yaml") as stack:
+            assert stack.put(keys, blocks) == 8
+            assert stack.flush()
+        out = np.zeros_like(blocks)
+        with open_stack(page_files / "stack.yaml") as stack:
+            assert stack.get(keys, out, timeout=10.0) == 8
+        assert (out == blocks).all()
+    finally:
+        plugins.unregister("folder-of-the-page")

@@ -1,0 +1,245 @@
+"""A base for tiers made of asyncio clients. Importing it is what loads asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Awaitable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.toolkit.jobs import ALL_DONE, Lane, Outcome, Part, checked_answers, checked_outcome
+from tiered_kv.toolkit.queued import PART_EPOCH, QueuedTier, block_bytes_of
+
+T = TypeVar("T")
+
+
+async def uninterrupted(work: Awaitable[T]) -> T:
+    """Await something that goes on touching primary blocks even if nobody waits for it, such as a call on a thread.
+
+    Cancelling a coroutine that awaits `asyncio.to_thread(...)`, or a file of aiofiles, ends the waiting and not the
+    work. Through here the cancellation arrives when the work has ended. The event loop's thread.
+    """
+    task = asyncio.ensure_future(work)
+    cancellation: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError as error:
+            cancellation = error
+    if cancellation is None:
+        return task.result()
+    if not task.cancelled():
+        task.exception()  # an error that nobody asks for would be printed
+    raise cancellation
+
+
+class AsyncTier(QueuedTier):
+    """A tier whose author writes coroutines, which all run on one event loop in a thread of its own.
+
+    Jobs are cut into parts, and as many parts run at once as `blocks_in_flight_max` allows; lookups need no room.
+    Lookups go before loads and loads before stores, and stores leave room for one part of a load. A coroutine
+    that has not returned by its job's deadline is cancelled; its job is reported once it has really ended, since
+    until then it may write into its blocks. An exception fails the part it was raised in.
+
+    The thread is started by the first job or lookup, and is a daemon. Nothing may block the event loop: to
+    compress or hash megabytes use `uninterrupted(asyncio.to_thread(...))`, or build on `BlockingTier`.
+
+    Args:
+        offloading_spec, primary_kv_view, tier_type: As in `SecondaryTierManager`.
+        blocks_in_flight_max: Blocks in running parts, at most; at least 1.
+        part_bytes: Bytes of one part of a job, at most; a part has at least one block.
+        lookup_timeout_s: How long a lookup may go unanswered before it is a miss.
+        shutdown_timeout_s: How long `shutdown` waits; from half of it on, what still runs is cancelled.
+    """
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        *,
+        blocks_in_flight_max: int = 64,
+        part_bytes: int = 1 << 20,
+        lookup_timeout_s: float = 1.0,
+        shutdown_timeout_s: float = 2.0,
+    ) -> None:
+        if blocks_in_flight_max < 1:
+            raise ValueError(f"blocks_in_flight_max must be at least 1, not {blocks_in_flight_max}")
+        part_blocks = max(1, min(part_bytes // block_bytes_of(primary_kv_view), blocks_in_flight_max))
+        super().__init__(
+            offloading_spec,
+            primary_kv_view,
+            tier_type,
+            part_blocks=part_blocks,
+            stores_running_max=max(1, blocks_in_flight_max // part_blocks - 1),
+            lookup_timeout_s=lookup_timeout_s,
+            shutdown_timeout_s=shutdown_timeout_s,
+        )
+        self._blocks_in_flight_max = blocks_in_flight_max
+        self._loop_thread: threading.Thread | None = None
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._wake_is_on_its_way = True  # until the loop runs, and looks into the queue by itself
+        # Owned by the loop's thread.
+        self._part_tasks: set[asyncio.Task[None]] = set()
+        self._blocks_in_flight = 0
+        self._client_is_open = False
+        self._client_opening = asyncio.Lock()
+        self._loop_stop = asyncio.Event()
+
+    # What an author writes; all on the event loop.
+
+    async def open(self) -> None:
+        """Connect; awaited before the first use. If it raises, that use fails, and the next one tries again."""
+        return
+
+    @abstractmethod
+    async def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
+        """As `BlockingTier.store_blocks`."""
+
+    @abstractmethod
+    async def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
+        """As `BlockingTier.load_blocks`. When cancelled, end when nothing writes to `blocks`: see `uninterrupted`."""
+
+    @abstractmethod
+    async def contains_blocks(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        """Return for each key whether its block is completely here."""
+
+    async def close(self) -> None:
+        """Disconnect; awaited once, after `open` succeeded and when nothing else runs."""
+        return
+
+    # Any thread.
+
+    def _wake(self) -> None:
+        if self._loop_thread is None:  # only the scheduler's thread comes here first
+            self._loop_thread = threading.Thread(target=self._run_loop, name=f"tiered-kv-{self.name}-loop", daemon=True)
+            try:
+                self._loop_thread.start()
+            except RuntimeError as error:  # no thread to be had: the next job or lookup tries again
+                self._loop_thread = None
+                self._note_error("thread start", error)
+        elif self._loop_thread is not threading.current_thread() and not self._wake_is_on_its_way:
+            # One write to the loop's pipe for a whole burst; on the loop's own thread `_start_parts` follows anyway.
+            self._wake_is_on_its_way = True
+            assert self._event_loop is not None
+            self._event_loop.call_soon_threadsafe(self._start_parts)
+
+    # The scheduler's thread.
+
+    def _stop_workers(self, deadline: float) -> int:
+        if self._loop_thread is None:
+            return 0
+        while self._event_loop is None and time.monotonic() < deadline:  # it has been started a moment ago
+            time.sleep(0.001)
+        if self._event_loop is not None and self._loop_thread.is_alive():
+            try:
+                self._event_loop.call_soon_threadsafe(self._loop_stop.set)
+            except RuntimeError:  # the loop has been closed
+                pass
+        self._loop_thread.join(max(0.0, deadline - time.monotonic()))
+        return int(self._loop_thread.is_alive())
+
+    # The loop's thread.
+
+    def _run_loop(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:  # an author's mistake must not print from a dying thread
+            self._note_error("the event loop", error)
+
+    async def _serve(self) -> None:
+        self._event_loop = asyncio.get_running_loop()
+        self._start_parts()
+        await self._loop_stop.wait()
+        if self._part_tasks:
+            await asyncio.wait(self._part_tasks, timeout=self._shutdown_timeout_s / 2)
+        while self._part_tasks:
+            for task in self._part_tasks:
+                task.cancel()
+            await asyncio.wait(self._part_tasks, timeout=self._shutdown_timeout_s / 2)
+        if self._client_is_open:
+            try:
+                await self.close()
+            except BaseException as error:
+                self._note_error("close", error)
+
+    def _start_parts(self) -> None:
+        """Start as many parts as there is room for."""
+        self._wake_is_on_its_way = False  # before looking: what is put from now on wakes again
+        while True:
+            has_room = self._blocks_in_flight + self._part_blocks <= self._blocks_in_flight_max
+            part = self._part_queue.take(last_lane=Lane.STORE if has_room else Lane.LOOKUP)
+            if part is None:
+                return
+            if part.job.lane is Lane.LOOKUP:
+                self._start(self._run_probes(part))
+            else:
+                self._blocks_in_flight += part.stop - part.start
+                self._start(self._run_part(part))
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._part_tasks.add(task)  # the loop itself keeps only weak references
+        task.add_done_callback(self._part_tasks.discard)
+
+    async def _run_part(self, part: Part) -> None:
+        try:
+            outcome = await self._transfer(part)
+        except BaseException as error:  # cancelled before its first step, or outside the author's method
+            outcome = Outcome((), self._reason_of("transfer", error))
+        if outcome is not ALL_DONE:
+            part.job.failed_parts.append((part, outcome))
+        self._blocks_in_flight -= part.stop - part.start
+        if self._part_queue.end(part):
+            self._report([part.job])
+        self._start_parts()
+
+    async def _transfer(self, part: Part) -> Outcome:
+        job = part.job
+        if job.deadline <= time.monotonic():
+            return Outcome((), "expired")
+        if job.epoch != self.epoch:
+            return Outcome((), "reset")
+        PART_EPOCH.set(job.epoch)
+        keys = job.keys[part.start : part.stop]
+        transfer = self.store_blocks if job.lane is Lane.STORE else self.load_blocks
+        timeout = asyncio.timeout_at(None if job.deadline == math.inf else job.deadline)
+        try:
+            async with timeout:
+                await self._ensure_open()
+                outcome = checked_outcome(await transfer(keys, self._blocks_of(part)), keys)
+        except BaseException as error:
+            reason = "expired" if timeout.expired() else self._reason_of(transfer.__name__, error)
+            return Outcome((), reason)
+        return outcome if job.epoch == self.epoch else Outcome((), "reset")
+
+    async def _run_probes(self, ticket: Part) -> None:
+        while (probe := self._batched_lookups.take()) is not None:
+            answers = [False] * len(probe.keys)
+            timeout = asyncio.timeout_at(probe.deadline)
+            try:
+                async with timeout:
+                    await self._ensure_open()
+                    answers = checked_answers(await self.contains_blocks(probe.keys), probe.keys)
+            except BaseException as error:
+                if not timeout.expired():
+                    self._reason_of("contains_blocks", error)
+            self._batched_lookups.answer(probe, answers)
+        self._part_queue.end(ticket)
+
+    async def _ensure_open(self) -> None:
+        if not self._client_is_open:
+            async with self._client_opening:
+                if not self._client_is_open:
+                    await self.open()
+                    self._client_is_open = True
+
+    def _reason_of(self, operation: str, error: BaseException) -> str:
+        """Return the reason that `error` counts as; the only one who cancels, deadlines aside, is `shutdown`."""
+        if isinstance(error, asyncio.CancelledError) and self._is_shut_down:
+            return "shutdown"
+        return self._note_error(operation, error)

@@ -1,0 +1,180 @@
+"""A base for tiers made of blocking calls: files, sockets, any synchronous client."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import Any
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.toolkit.jobs import ALL_DONE, Lane, Outcome, Part, checked_answers, checked_outcome
+from tiered_kv.toolkit.queued import PART_EPOCH, QueuedTier, block_bytes_of
+
+_WORK = True
+_STOP = False
+
+
+class BlockingTier(QueuedTier):
+    """A tier whose author writes four blocking methods, each called on worker threads, several at a time.
+
+    Jobs are cut into parts of at most `part_bytes`, so that all threads serve one large job. Lookups go
+    before loads and loads before stores, and stores leave one thread free (if there are two). An exception
+    fails the part it was raised in. Parts that have not started by their job's deadline never start; a call
+    that is running cannot be ended from outside, so an author gives each call to a client or server a
+    timeout of its own.
+
+    Threads are started by the first job or lookup and are daemons: one that hangs for ever does not keep the
+    process.
+
+    Args:
+        offloading_spec, primary_kv_view, tier_type: As in `SecondaryTierManager`.
+        threads: Worker threads, at least 1.
+        part_bytes: Bytes of one part of a job, at most; a part has at least one block.
+        lookup_timeout_s: How long a lookup may go unanswered before it is a miss.
+        shutdown_timeout_s: How long `shutdown` waits for the threads before it leaves them behind.
+    """
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        *,
+        threads: int = 4,
+        part_bytes: int = 4 << 20,
+        lookup_timeout_s: float = 1.0,
+        shutdown_timeout_s: float = 2.0,
+    ) -> None:
+        if threads < 1:
+            raise ValueError(f"threads must be at least 1, not {threads}")
+        super().__init__(
+            offloading_spec,
+            primary_kv_view,
+            tier_type,
+            part_blocks=max(1, part_bytes // block_bytes_of(primary_kv_view)),
+            stores_running_max=max(1, threads - 1),
+            lookup_timeout_s=lookup_timeout_s,
+            shutdown_timeout_s=shutdown_timeout_s,
+        )
+        self._threads_max = threads
+        self._work_tokens: SimpleQueue[bool] = SimpleQueue()  # one for each look into the queue that may find something
+        self._threads_lock = threading.Lock()  # guards the three below
+        self._worker_threads: list[threading.Thread] = []
+        self._threads_running = 0
+        self._is_stopping = False
+
+    # What an author writes; worker threads.
+
+    @abstractmethod
+    def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
+        """Store blocks, leaving out those that are there already (which succeed).
+
+        Args:
+            keys: The blocks' keys.
+            blocks: Read-only views of `block_bytes` each, in the order of `keys`. They must not be kept.
+        """
+
+    @abstractmethod
+    def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
+        """Load blocks into place. A block that is absent or fails verification is not a successful key.
+
+        Args:
+            keys: The blocks' keys.
+            blocks: Writable views of `block_bytes` each, in the order of `keys`. They must not be kept.
+        """
+
+    @abstractmethod
+    def contains_blocks(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        """Return for each key whether its block is completely here."""
+
+    def close(self) -> None:
+        """Release files and connections; called once, by the last worker thread, when nothing else runs."""
+        return
+
+    # The threads.
+
+    def _wake(self) -> None:
+        if not self._worker_threads:
+            self._start_thread()
+        self._work_tokens.put(_WORK)
+
+    def _start_thread(self) -> None:
+        """Start one more thread; it starts the next, so that the scheduler waits for one start at most."""
+        with self._threads_lock:
+            number = len(self._worker_threads)
+            if number >= self._threads_max or self._is_stopping:
+                return
+            thread = threading.Thread(target=self._serve, name=f"tiered-kv-{self.name}-{number}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads to be had: do with fewer, and try again later
+                self._note_error("thread start", error)
+                return
+            self._worker_threads.append(thread)
+            self._threads_running += 1
+
+    def _serve(self) -> None:
+        self._start_thread()
+        while self._work_tokens.get() is _WORK:
+            self._serve_one()
+        with self._threads_lock:
+            self._threads_running -= 1
+            is_last = self._threads_running == 0
+        if is_last:
+            try:
+                self.close()
+            except BaseException as error:  # an author's mistake must not print from a dying thread
+                self._note_error("close", error)
+
+    def _serve_one(self) -> None:
+        part = self._part_queue.take()
+        if part is None:
+            return
+        if part.job.lane is Lane.LOOKUP:
+            self._run_probes()
+            self._part_queue.end(part)
+            return
+        outcome = self._run(part)
+        if outcome is not ALL_DONE:
+            part.job.failed_parts.append((part, outcome))
+        if self._part_queue.end(part):
+            self._report([part.job])
+
+    def _run(self, part: Part) -> Outcome:
+        job = part.job
+        if job.deadline <= time.monotonic():
+            return Outcome((), "expired")
+        if job.epoch != self.epoch:
+            return Outcome((), "reset")
+        PART_EPOCH.set(job.epoch)
+        keys = job.keys[part.start : part.stop]
+        transfer = self.store_blocks if job.lane is Lane.STORE else self.load_blocks
+        try:
+            outcome = checked_outcome(transfer(keys, self._blocks_of(part)), keys)
+        except BaseException as error:  # whatever an author's method raises fails the part, and the thread lives on
+            return Outcome((), self._note_error(transfer.__name__, error))
+        return outcome if job.epoch == self.epoch else Outcome((), "reset")
+
+    def _run_probes(self) -> None:
+        while (probe := self._batched_lookups.take()) is not None:
+            try:
+                answers = checked_answers(self.contains_blocks(probe.keys), probe.keys)
+            except BaseException as error:
+                self._note_error("contains_blocks", error)
+                answers = [False] * len(probe.keys)
+            self._batched_lookups.answer(probe, answers)
+
+    def _stop_workers(self, deadline: float) -> int:
+        if not self._worker_threads:
+            self._start_thread()  # `close` belongs to a worker
+        with self._threads_lock:
+            self._is_stopping = True
+            threads = list(self._worker_threads)
+        for _ in range(self._threads_max):
+            self._work_tokens.put(_STOP)
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return sum(thread.is_alive() for thread in threads)

@@ -1,0 +1,229 @@
+"""Lookups in a tier that has to ask somebody: batched, with deadlines, answered by themselves."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tiered_kv.base import OffloadKey
+
+PENDING_KEYS_MAX = 65_536
+"""Keys that may be without an answer, over all requests; further ones are a miss at once."""
+PROBE_KEYS_MAX = 1024
+"""Keys in one probe."""
+REQUESTS_MAX = 100_000
+"""Requests whose answers are kept; beyond that the one that was seen first is forgotten."""
+
+_ANONYMOUS = ""
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    key: OffloadKey
+    deadline: float
+    req_id: str
+    """Who asked first; mostly nobody else does."""
+    others: set[str] | None = None
+    """Who asked too; owned by the scheduler thread."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Probe:
+    """Keys to be looked up in one round trip.
+
+    Args:
+        keys: The keys.
+        deadline: When the first of them becomes a miss, in seconds of the clock.
+    """
+
+    keys: list[OffloadKey]
+    deadline: float
+    questions: list[_Question]
+
+
+class BatchedLookups:
+    """Answers of a remote index, gathered for the requests that asked.
+
+    The first unanswered key calls `start_probe`; until the tier gets around to it, and while it travels,
+    further keys gather, and the same runner takes them as its next probe. An answer is kept for the
+    requests that asked, until they finish. A key without an answer at its deadline is a miss for them, and
+    so is one that would exceed `PENDING_KEYS_MAX`. Questions and answers of an empty request id are not
+    kept: the answer is given once.
+
+    The scheduler thread owns everything here but two deques, `_gathered` and `_arrived`, over which it and
+    the runners hand each other messages. It calls all methods except `take` and `answer`, which belong to
+    the runners.
+
+    Args:
+        start_probe: Must bring it about, without waiting, that some runner calls `take` until it returns
+            None, and `answer` for each probe it got.
+        timeout_s: How long a key may go without an answer.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        start_probe: Callable[[], None],
+        *,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.timeouts = 0
+        """Keys that became a miss because no answer came in time."""
+        self.refused = 0
+        """Keys that became a miss because too many were waiting."""
+        self._start_probe = start_probe
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._answers: dict[str, dict[OffloadKey, bool]] = {}
+        self._pending: dict[OffloadKey, _Question] = {}  # ordered by deadline, since each waits equally long
+        self._gathered: deque[_Question] = deque()
+        self._next_deadline = math.inf  # of the first in `_pending`, or earlier
+        self._arrived: deque[tuple[list[_Question], Sequence[bool]]] = deque()
+        self._has_runner = False
+
+    # The scheduler thread.
+
+    def lookup(self, key: OffloadKey, req_id: str) -> bool | None:
+        """Return True or False where the answer is known, and None where it is not yet."""
+        return self.lookup_many((key,), req_id)[0]
+
+    def lookup_many(self, keys: Sequence[OffloadKey], req_id: str) -> list[bool | None]:
+        """Return for each key, in order, what `lookup` would."""
+        if self._arrived:
+            self._collect()
+        answers = self._answers.get(req_id)
+        if answers is None:
+            return self._ask(keys, req_id)
+        known: list[bool | None] = [answers.get(key) for key in keys]
+        if None in known:
+            asked = iter(self._ask([key for key, answer in zip(keys, known, strict=True) if answer is None], req_id))
+            known = [next(asked) if answer is None else answer for answer in known]
+        if req_id == _ANONYMOUS:
+            for key in keys:
+                answers.pop(key, None)
+        return known
+
+    def correct(self, key: OffloadKey, req_id: str) -> None:
+        """Note that a load for the request found the key missing or unusable."""
+        answers = self._answers.get(req_id)
+        if answers is not None and key in answers:
+            answers[key] = False
+
+    def forget_request(self, req_id: str) -> None:
+        """Drop the request's answers."""
+        self._answers.pop(req_id, None)
+
+    def clear(self) -> None:
+        """Drop every answer, those on their way included."""
+        self._answers.clear()
+        self._pending.clear()
+        self._gathered.clear()
+        self._next_deadline = math.inf
+
+    def _ask(self, keys: Sequence[OffloadKey], req_id: str) -> list[bool | None]:
+        """Have `keys`, none of which has an answer for the request, looked up."""
+        now = self._clock()
+        if self._next_deadline <= now:
+            self._expire(now)
+            return self.lookup_many(keys, req_id)
+        self._expect(req_id)
+        pending, gathered = self._pending, self._gathered
+        deadline = now + self._timeout_s
+        room = PENDING_KEYS_MAX - max(len(pending), len(gathered))
+        result: list[bool | None] = []
+        for key in keys:
+            question = pending.get(key)
+            if question is None:
+                if room <= 0:
+                    self.refused += 1
+                    result.append(False)
+                    continue
+                room -= 1
+                question = pending[key] = _Question(key, deadline, req_id)
+                gathered.append(question)
+            elif question.req_id != req_id:
+                if question.others is None:
+                    question.others = set()
+                question.others.add(req_id)
+            result.append(None)
+        self._next_deadline = min(self._next_deadline, deadline)
+        if gathered and not self._has_runner:
+            self._has_runner = True
+            self._start_probe()
+        return result
+
+    def _expect(self, req_id: str) -> None:
+        """Make room for the request's answers; one that has none when they arrive has finished."""
+        answers = self._answers.get(req_id)
+        if answers is None:
+            if len(self._answers) >= REQUESTS_MAX:
+                del self._answers[next(iter(self._answers))]
+            self._answers[req_id] = {}
+        elif req_id == _ANONYMOUS and len(answers) >= PENDING_KEYS_MAX:
+            answers.clear()  # nobody came back for them
+
+    def _collect(self) -> None:
+        pending = self._pending
+        while self._arrived:
+            questions, answers = self._arrived.popleft()
+            for question, answer in zip(questions, answers, strict=True):
+                if pending.get(question.key) is question:
+                    del pending[question.key]
+                    self._settle(question, answer)
+
+    def _expire(self, now: float) -> None:
+        """Answer with a miss what has waited too long, and count no more on the runner that did not come."""
+        pending = self._pending
+        self._next_deadline = math.inf
+        while pending:
+            key, question = next(iter(pending.items()))
+            if question.deadline > now:
+                self._next_deadline = question.deadline
+                return
+            del pending[key]
+            self._settle(question, False)
+            self.timeouts += 1
+            self._has_runner = False
+
+    def _settle(self, question: _Question, answer: bool) -> None:
+        answers = self._answers.get(question.req_id)
+        if answers is not None:
+            answers[question.key] = answer
+        for req_id in question.others or ():
+            answers = self._answers.get(req_id)
+            if answers is not None:
+                answers[question.key] = answer
+
+    # The runners.
+
+    def take(self) -> Probe | None:
+        """Return what has gathered, or None; then the runner is done. Runner threads."""
+        while True:
+            questions = self._drain()
+            if questions:
+                return Probe([question.key for question in questions], questions[0].deadline, questions)
+            self._has_runner = False
+            # Look again: the scheduler may have gathered a key while it still counted on this runner.
+            if not self._gathered:
+                return None
+            self._has_runner = True
+
+    def answer(self, probe: Probe, answers: Sequence[bool]) -> None:
+        """Hand in a probe's answers, in the order of its keys. Runner threads."""
+        self._arrived.append((probe.questions, answers))
+
+    def _drain(self) -> list[_Question]:
+        now = self._clock()
+        questions: list[_Question] = []
+        try:
+            while len(questions) < PROBE_KEYS_MAX:
+                question = self._gathered.popleft()
+                if question.deadline > now:
+                    questions.append(question)
+        except IndexError:
+            pass
+        return questions

@@ -1,0 +1,94 @@
+"""The queue between a scheduler that must never wait and the workers that do."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from tiered_kv.toolkit.jobs import Job, Lane, Part
+
+
+class PartQueue:
+    """Jobs in three lanes, handed out in parts: lookups before loads before stores, each lane first come,
+    first served.
+
+    A job enters in one step, whatever its size; the workers cut it up as they take from it, so one large
+    job is served by all of them. The scheduler appends without taking the lock: a worker that loses the
+    interpreter while it holds the lock cannot delay it. The lock is held for a few assignments, never while
+    anything is transferred.
+
+    Args:
+        wake: Called, by any thread, when one more worker may find something in `take`. Must not wait.
+        stores_running_max: Store parts that may run at once, so that slow stores leave a worker to others.
+    """
+
+    def __init__(self, wake: Callable[[], None], *, stores_running_max: int) -> None:
+        self._wake = wake
+        self._stores_running_max = stores_running_max
+        self._stores_running = 0  # under the lock
+        self._lanes: tuple[deque[Job], ...] = tuple(deque() for _ in Lane)  # appended to by the scheduler
+        self._lock = threading.Lock()  # guards all that leaves the lanes, and the cursors of jobs
+
+    def put(self, job: Job) -> None:
+        """Add a job that has at least one block; scheduler thread."""
+        self._lanes[job.lane].append(job)
+        self._wake()
+
+    def take(self, last_lane: Lane = Lane.STORE) -> Part | None:
+        """Return the next part of the lanes up to `last_lane`, or None; any thread. Pair each part with `end`."""
+        with self._lock:
+            for lane in self._lanes[: last_lane + 1]:
+                if not lane:
+                    continue
+                job = lane[0]
+                if job.lane is Lane.STORE:
+                    if self._stores_running >= self._stores_running_max:
+                        return None
+                    self._stores_running += 1
+                start = job.next_block
+                job.next_block = stop = min(start + job.part_blocks, job.end_block)
+                if stop == job.end_block:
+                    lane.popleft()
+                break
+            else:
+                return None
+            has_more = any(self._lanes)
+        if has_more:
+            self._wake()
+        return Part(job, start, stop)
+
+    def end(self, part: Part) -> bool:
+        """Note that a part has ended; return whether it was its job's last, which is said once a job."""
+        job = part.job
+        with self._lock:
+            job.ended_blocks += part.stop - part.start
+            is_last = job.ended_blocks == job.end_block
+            unblocks_stores = False
+            if job.lane is Lane.STORE:
+                unblocks_stores = self._stores_running == self._stores_running_max
+                self._stores_running -= 1
+        if unblocks_stores:
+            self._wake()
+        return is_last
+
+    def drop_rest(self, job: Job, reason: str) -> bool:
+        """Take back the blocks of `job` that have not been started; any thread.
+
+        Returns:
+            True if nothing of the job is running, so that the caller has to report it. If False, it has ended
+            already or the worker that ends its last part reports it.
+        """
+        with self._lock:
+            if job.next_block == job.end_block:
+                return False
+            self._lanes[job.lane].remove(job)
+            job.end_block = job.next_block
+            job.drop_reason = reason
+            return job.ended_blocks == job.end_block
+
+    def drop_all(self, reason: str) -> list[Job]:
+        """Take back everything that has not been started; return the jobs that the caller has to report."""
+        with self._lock:
+            queued = [job for lane in self._lanes for job in lane]
+        return [job for job in queued if self.drop_rest(job, reason)]

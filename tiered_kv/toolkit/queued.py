@@ -1,0 +1,241 @@
+"""The scheduler's side of a tier whose work is done elsewhere: submit, look up, collect, and never wait."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import math
+import time
+import traceback
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from types import FunctionType
+from typing import Any, ClassVar
+
+import numpy as np
+
+from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
+from tiered_kv.toolkit.jobs import Job, Lane, Part, failure_reason
+from tiered_kv.toolkit.lookups import BatchedLookups
+from tiered_kv.toolkit.queue import PartQueue
+
+_log = logging.getLogger("tiered_kv.toolkit")
+
+PART_EPOCH: ContextVar[int] = ContextVar("tiered_kv_part_epoch")
+"""The epoch of the job that this thread, or task, is serving."""
+
+_PACKAGE = "tiered_kv.toolkit."
+_PROBE_JOB_ID = -1
+_NO_BLOCKS: np.ndarray[Any, np.dtype[np.int64]] = np.empty(0, dtype=np.int64)
+
+
+def block_bytes_of(primary_kv_view: memoryview) -> int:
+    """Return the bytes of one block of a primary tier's region.
+
+    Raises:
+        ValueError: It is no writable, C-contiguous view of shape (num_blocks, block_bytes).
+    """
+    shape = primary_kv_view.shape
+    if shape is None or len(shape) != 2 or primary_kv_view.readonly or not primary_kv_view.c_contiguous:
+        raise ValueError("primary_kv_view must be a writable, C-contiguous view of shape (num_blocks, block_bytes)")
+    return shape[1]
+
+
+class QueuedTier(SecondaryTierManager):
+    """What `BlockingTier` and `AsyncTier` share; not for authors to subclass directly.
+
+    Threads: the public methods are the scheduler's. Workers cross over to it through `_part_queue`, `_batched_lookups`
+    and `_job_results`, and touch nothing else that it owns.
+
+    Args:
+        offloading_spec, primary_kv_view, tier_type: As in `SecondaryTierManager`.
+        part_blocks: Blocks of one part of a job, at most.
+        stores_running_max: Parts of stores that may run at once.
+        lookup_timeout_s: How long a lookup may go unanswered before it is a miss.
+        shutdown_timeout_s: How long `shutdown` may wait for workers.
+    """
+
+    is_nonblocking: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        *,
+        part_blocks: int,
+        stores_running_max: int,
+        lookup_timeout_s: float,
+        shutdown_timeout_s: float,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type)
+        self.block_bytes = block_bytes_of(primary_kv_view)
+        self.name: str = getattr(offloading_spec, "name", None) or tier_type
+        self.epoch = 0
+        self._primary_flat = primary_kv_view.cast("B")
+        self._primary_flat_readonly = self._primary_flat.toreadonly()  # for stores, which have nothing to write here
+        self._part_blocks = part_blocks
+        self._shutdown_timeout_s = shutdown_timeout_s
+        self._part_queue = PartQueue(self._wake, stores_running_max=stores_running_max)
+        self._batched_lookups = BatchedLookups(self._put_probe, timeout_s=lookup_timeout_s)
+        self._probe_ticket: Job | None = None
+        self._jobs_in_flight: dict[int, Job] = {}  # submitted and not yet reported
+        self._job_deadlines: list[tuple[float, int]] = []  # heap of (deadline, job id); may name jobs that have ended
+        self._job_results: deque[JobResult] = deque()  # workers append
+        self._reasons_logged: set[str] = set()
+        self._is_shut_down = False
+
+    def __init_subclass__(cls) -> None:
+        """Refuse an author's class that would replace a private method of its base by accident."""
+        super().__init_subclass__()
+        if cls.__module__.startswith(_PACKAGE):
+            return
+        own = [base for base in cls.__mro__ if base.__module__.startswith(_PACKAGE)]
+        private = {name for base in own for name, value in vars(base).items() if isinstance(value, FunctionType)}
+        hidden = sorted(name for name in private & vars(cls).keys() if name[0] == "_" and name[1] != "_")
+        if hidden:
+            raise TypeError(f"{cls.__name__} hides private methods of its base; rename {', '.join(hidden)}")
+
+    # For the two kinds of workers.
+
+    @abstractmethod
+    def _wake(self) -> None:
+        """Let a worker look into the queue. Any thread; must not wait."""
+
+    @abstractmethod
+    def _stop_workers(self, deadline: float) -> int:
+        """Have the workers end and the author's `close` called; return how many still run at the deadline."""
+
+    # The scheduler's thread.
+
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        self._submit(job_metadata, Lane.STORE)
+
+    def submit_load(self, job_metadata: JobMetadata) -> None:
+        self._submit(job_metadata, Lane.LOAD)
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        return self._batched_lookups.lookup(key, req_context.req_id)
+
+    def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        if type(self).lookup is not QueuedTier.lookup:  # an author who answers from memory
+            return super().lookup_many(keys, req_context)
+        return self._batched_lookups.lookup_many(keys, req_context.req_id)
+
+    def get_finished(self) -> Iterable[JobResult]:
+        if self._job_deadlines and self._job_deadlines[0][0] <= time.monotonic():
+            self._expire()
+        if not self._job_results:
+            return ()
+        finished = []
+        while self._job_results:
+            result = self._job_results.popleft()
+            job = self._jobs_in_flight.pop(result.job_id)
+            if not result.success and job.lane is Lane.LOAD:
+                self._correct_lookups(job, result.successful_keys or ())
+            finished.append(result)
+        return finished
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._batched_lookups.forget_request(req_context.req_id)
+
+    def stats(self) -> Mapping[str, int]:
+        return {
+            "jobs_in_flight": len(self._jobs_in_flight),
+            "lookup_timeouts": self._batched_lookups.timeouts,
+            "lookups_refused": self._batched_lookups.refused,
+        }
+
+    def begin_epoch(self) -> None:
+        """Make void what was submitted before; for an author's `reset_cache`, on the scheduler's thread.
+
+        Jobs of an earlier epoch that have not started will not run; those that are running are reported as
+        failed. What is left to the author is that a running store does not publish its blocks: compare
+        `part_epoch` with `epoch` before that, under a lock that `reset_cache` takes too.
+        """
+        self.epoch += 1
+        self._batched_lookups.clear()
+
+    def shutdown(self) -> None:
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        deadline = time.monotonic() + self._shutdown_timeout_s
+        self._report(job for job in self._part_queue.drop_all("shutdown") if job.lane is not Lane.LOOKUP)
+        left = self._stop_workers(deadline)
+        if left:
+            _log.warning("tier '%s': %d worker(s) did not end; they are left behind", self.name, left)
+        self._primary_flat_readonly.release()
+        self._primary_flat.release()
+
+    def _submit(self, metadata: JobMetadata, lane: Lane) -> None:
+        job = Job.of(metadata, lane, self.epoch, self._part_blocks)
+        self._jobs_in_flight[job.job_id] = job
+        if self._is_shut_down or not job.keys:
+            job.end_block = 0
+            job.drop_reason = "shutdown" if job.keys else ""
+            self._report([job])
+            return
+        if job.deadline != math.inf:
+            heapq.heappush(self._job_deadlines, (job.deadline, job.job_id))
+            if len(self._job_deadlines) > 2 * len(self._jobs_in_flight) + 64:  # mostly jobs that have ended
+                self._job_deadlines = [(live.deadline, live.job_id) for live in self._jobs_in_flight.values()]
+                heapq.heapify(self._job_deadlines)
+        self._part_queue.put(job)
+
+    def _expire(self) -> None:
+        """Drop what has not started of the jobs whose deadline has passed, whatever the workers are doing."""
+        now = time.monotonic()
+        while self._job_deadlines and self._job_deadlines[0][0] <= now:
+            job = self._jobs_in_flight.get(heapq.heappop(self._job_deadlines)[1])
+            if job is not None and self._part_queue.drop_rest(job, "expired"):
+                self._report([job])
+
+    def _correct_lookups(self, job: Job, successful_keys: Collection[OffloadKey]) -> None:
+        loaded = frozenset(successful_keys)
+        for key in job.keys:
+            if key not in loaded:
+                self._batched_lookups.correct(key, job.req_id)
+
+    def _put_probe(self) -> None:
+        """Queue a ticket for a worker to look up what has gathered; one that is still queued is replaced."""
+        if self._is_shut_down:
+            return
+        if self._probe_ticket is not None:
+            self._part_queue.drop_rest(self._probe_ticket, "expired")
+        self._probe_ticket = Job(_PROBE_JOB_ID, Lane.LOOKUP, (), _NO_BLOCKS, math.inf, self.epoch, "", 1, end_block=1)
+        self._part_queue.put(self._probe_ticket)
+
+    # The workers.
+
+    @property
+    def part_epoch(self) -> int:
+        """The epoch in which the job was submitted that an author's method is serving; see `begin_epoch`."""
+        return PART_EPOCH.get()
+
+    def _report(self, jobs: Iterable[Job]) -> None:
+        """Hand jobs whose last part has ended to `get_finished`; any thread."""
+        self._job_results.extend(job.result() for job in jobs)
+
+    def _blocks_of(self, part: Part) -> list[memoryview]:
+        """Return the primary blocks of a part, in its order."""
+        flat = self._primary_flat_readonly if part.job.lane is Lane.STORE else self._primary_flat
+        size = self.block_bytes
+        return [flat[row * size : (row + 1) * size] for row in part.job.block_ids[part.start : part.stop].tolist()]
+
+    def _note_error(self, operation: str, error: BaseException) -> str:
+        """Return the reason that `error` counts as, and log the first of each kind: a dead server fails often.
+
+        The error's text is left out, since a client library may have put a password into it.
+        """
+        reason = failure_reason(error)
+        kind = f"{operation} raised {type(error).__name__}"
+        if kind not in self._reasons_logged:
+            self._reasons_logged.add(kind)
+            frames = traceback.extract_tb(error.__traceback__)
+            where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
+            _log.warning("tier '%s': %s at %s; further ones are only counted", self.name, kind, where)
+        return reason
