@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from tiered_kv.base import OffloadKey
 
 TRACKED_KEYS_MAX = 1 << 20

@@ -122,6 +122,11 @@ class SecondaryTierManager(ABC):
     def get_finished(self) -> Iterable[JobResult]:
         """Return the jobs that ended since the last call, each exactly once."""
 
+    @property
+    def lookup_failures(self) -> int:
+        """How many lookups this tier has answered with False because it could not know; the breaker watches it."""
+        return 0
+
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         """Return `lookup` of each key, in order."""
         lookup = self.lookup

@@ -61,6 +61,7 @@ class Lane:
         """Blocks taken for loads that will be submitted at the end of the step."""
         self._clock = clock
         self._block_bytes = block_bytes
+        self._lookup_failures = 0
         # All jobs have the same timeout, so the order of submission is the order of deadlines.
         self._unexpired: dict[JobId, Job] = {}
 
@@ -146,6 +147,15 @@ class Lane:
             self._count_failed(job, len(job.blocks), "expired")
             self.breaker.fail(now_s)
         return expired
+
+    def tick(self, now_s: float) -> None:
+        """Let time pass for the breaker, and tell it of lookups that the tier gave up since the last call."""
+        failures = self.tier.lookup_failures
+        if failures != self._lookup_failures:
+            self.counters["expired_lookups"] += failures - self._lookup_failures
+            self._lookup_failures = failures
+            self.breaker.fail(now_s)
+        self.breaker.tick(now_s)
 
     def skip(self, reason: str, num_blocks: int) -> None:
         """Count blocks that are not stored to this tier."""

@@ -211,7 +211,7 @@ class TieringOffloadingManager(OffloadingManager):
             for job in lane.expire(now_s):
                 if job.is_promotion:
                     self._promotions.expire(job)
-            lane.breaker.tick(now_s)
+            lane.tick(now_s)
         self._released_holds += self._promotions.release_overdue(now_s)
         self._search.refresh()
 

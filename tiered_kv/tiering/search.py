@@ -77,12 +77,9 @@ class Search:
                     return None
                 lane.counters["refused_promotions"] += 1
                 return False
-            # A tier that keeps the deadline itself answers False when it has passed; that is no miss either.
-            if answer is None or (state.asked and (key, lane.name) in state.asked):
+            if answer is None:
                 if self._may_wait(key, state, lane.name, lane.limits.lookup_timeout_s):
-                    if answer is None:
-                        return None
-                    continue
+                    return None
                 lane.counters["expired_lookups"] += 1
                 self._fail(lane, state)
         return False

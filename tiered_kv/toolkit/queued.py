@@ -120,6 +120,10 @@ class QueuedTier(SecondaryTierManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         return self._batched_lookups.lookup(key, req_context.req_id)
 
+    @property
+    def lookup_failures(self) -> int:
+        return self._batched_lookups.timeouts
+
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         if type(self).lookup is not QueuedTier.lookup:  # an author who answers from memory
             return super().lookup_many(keys, req_context)
