@@ -69,6 +69,7 @@ class Stack:
                 numa_node=settings.numa_node,
             )
             undo.callback(self.region.close)
+            self.region.pin()
             self.kv_view = self.region.kv_view
             self.primary = CPUOffloadingManager(CPUBackend(self.region), settings.policy)
             self.secondary_tiers: list[SecondaryTierManager] = []

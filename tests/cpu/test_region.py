@@ -10,6 +10,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -111,6 +112,48 @@ def test_an_empty_region_is_refused(blocks: int, size: int) -> None:
 def test_an_impossible_size_says_what_to_lower() -> None:
     with pytest.raises(ConfigError, match=r"primary\.capacity"):
         PrimaryRegion(1 << 50, 1 << 12)
+
+
+class FakeCudaRuntime:
+    """Stands in for torch's binding; whether it accepts is up to the test."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:  # CUDA's name
+        if not self.code:
+            self.registered[address] = size_bytes
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:  # CUDA's name
+        del self.registered[address]
+        return 0
+
+
+def fake_torch(runtime: FakeCudaRuntime) -> SimpleNamespace:
+    return SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True, cudart=lambda: runtime))
+
+
+def test_a_region_is_pinned_where_torch_has_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    region = PrimaryRegion(2, 4096)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert not region.pin()
+    runtime = FakeCudaRuntime()
+    monkeypatch.setitem(sys.modules, "torch", fake_torch(runtime))
+    assert region.pin()
+    assert region.pin(), "once is enough"
+    assert runtime.registered == {region.array.ctypes.data: 8192}
+    region.close()
+    assert not runtime.registered
+
+
+def test_a_region_that_cuda_refuses_to_pin_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    region = PrimaryRegion(2, 4096)
+    monkeypatch.setitem(sys.modules, "torch", fake_torch(FakeCudaRuntime(code=2)))
+    with pytest.raises(ConfigError, match="error 2"):
+        region.pin()
+    region.close()
 
 
 def test_a_numa_node_that_is_not_there_is_an_error() -> None:

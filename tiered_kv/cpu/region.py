@@ -11,6 +11,7 @@ import errno
 import mmap
 import os
 import platform
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,7 @@ class PrimaryRegion:
 
     def _adopt(self, mapping: mmap.mmap, num_blocks: int, block_bytes: int) -> None:
         self._mapping: mmap.mmap | None = mapping
+        self.is_pinned = False
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
         self.flat = memoryview(mapping)
@@ -111,6 +113,28 @@ class PrimaryRegion:
             num_blocks, block_bytes
         )
         """The same bytes as a numpy array."""
+
+    def pin(self) -> bool:
+        """Page-lock the region for this process's GPU, so that copies to and from it are direct and asynchronous.
+
+        Does nothing where this process has not imported torch, or torch sees no CUDA device.
+
+        Returns:
+            Whether the region is pinned now.
+
+        Raises:
+            ConfigError: CUDA refuses.
+        """
+        cudart = _cuda_runtime()
+        if cudart is not None and not self.is_pinned:
+            code = int(cudart.cudaHostRegister(self.array.ctypes.data, self.array.nbytes, 0))
+            if code:
+                raise ConfigError(
+                    f"CUDA cannot pin {self.array.nbytes} bytes (cudaHostRegister: error {code}); "
+                    "lower primary.capacity or raise the limit of locked memory (ulimit -l)"
+                )
+            self.is_pinned = True
+        return self.is_pinned
 
     def unlink(self) -> None:
         """Remove the region's name; mappings stay. Does nothing for private memory or a second time."""
@@ -128,6 +152,11 @@ class PrimaryRegion:
         self.unlink()
         if self._mapping is None:
             return True
+        if self.is_pinned:
+            cudart = _cuda_runtime()
+            assert cudart is not None
+            cudart.cudaHostUnregister(self.array.ctypes.data)
+            self.is_pinned = False
         self.array = np.empty((0, self.block_bytes), dtype=np.uint8)
         try:
             self.kv_view.release()
@@ -180,6 +209,12 @@ def _create_shared(path: Path, size_bytes: int) -> mmap.mmap:
         raise
     finally:
         os.close(fd)
+
+
+def _cuda_runtime() -> Any:  # Any: torch's binding of the CUDA runtime, or None
+    # Not imported here: a process that has not loaded torch copies nothing to a GPU.
+    torch = sys.modules.get("torch")
+    return torch.cuda.cudart() if torch is not None and torch.cuda.is_available() else None
 
 
 def _advise_huge_pages(mapping: mmap.mmap) -> bool:
