@@ -48,8 +48,9 @@ class ReqContext:
     """What a manager is told about the request on whose behalf it is called.
 
     Args:
-        req_id: The engine's name for the request. Calls that share a non-empty id share one request's
-            state (answers, deadlines, recency); with an empty id each call stands alone.
+        req_id: The engine's name for the request. Calls that share a non-empty id share one request's state
+            (answers, deadlines, recency). Calls without an id all belong to one anonymous request, which is
+            begun anew every few seconds.
         kv_transfer_params: Parameters that came with the request, passed through to the tiers.
     """
 

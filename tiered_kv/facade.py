@@ -54,7 +54,7 @@ class BlockFacade:
         """Store blocks, those that are here already left out.
 
         Blocks are stored in the primary tier, and go to the secondary tiers in the background. Where there are
-        more than can be on their way at one time, `put` waits for the secondary tiers in between; without
+        more than the tiers' store budgets take at one time, `put` waits for the tiers in between; without
         secondary tiers, no more are stored than the primary tier holds, since each further block would
         evict one before it.
 
@@ -81,11 +81,11 @@ class BlockFacade:
                 # Without secondary tiers a block that is evicted is lost. So what this call has stored already is
                 # named again: the manager evicts nothing for the sake of what lies behind it.
                 first, stop = (done if self._has_secondary else 0), min(done + batch, count)
+                if self._has_secondary:
+                    self._wait_for_room(stop - done, end_s)
                 if self._store(keys[first:stop], blocks[first:stop], context):
                     done = stop
                     batch, pause_s = self._batch_blocks, _PAUSE_MIN_S
-                    if done < count and self._has_secondary:
-                        self._wait_for_jobs(end_s)
                 elif stop - done > 1:
                     batch = (stop - done) // 2
                 elif not self._step() or time.monotonic() >= end_s:
@@ -212,6 +212,19 @@ class BlockFacade:
                 return False
             pause_s = _pause(pause_s)
         return True
+
+    def _wait_for_room(self, num_blocks: int, end_s: float) -> None:
+        """Wait until every tier that takes stores would take `num_blocks`; what comes earlier it would skip."""
+        pause_s = _PAUSE_MIN_S
+        while True:
+            with self._lock:
+                self._raise_if_closed()
+                if self._manager.store_room() >= num_blocks:
+                    return
+                self._manager.on_schedule_end()
+            if time.monotonic() >= end_s:
+                return
+            pause_s = _pause(pause_s)
 
     # Calls and their arguments.
 

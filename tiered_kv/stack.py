@@ -178,6 +178,6 @@ def _manager_limits(config: StackConfig) -> ManagerLimits:
 
 def _batch_blocks(config: StackConfig) -> int:
     """Return how many blocks the facade moves at a time: no more than any tier lets be in flight."""
-    region_bytes = config.primary_blocks * config.block.bytes
-    budgets = [region_bytes // 4, *(size for tier in config.secondary if (size := tier.store_budget) is not None)]
-    return max(1, min(budgets) // config.block.bytes)
+    budgets = [config.primary_blocks * config.block.bytes // 4, config.primary.promotion_budget]
+    budgets += [budget for tier in config.secondary for budget in (tier.store_budget, tier.load_budget)]
+    return max(1, min(budget for budget in budgets if budget is not None) // config.block.bytes)

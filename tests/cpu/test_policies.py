@@ -83,6 +83,32 @@ def test_blocks_that_another_request_uses_move_to_it_in_the_order_of_its_prefix(
 
 
 @pytest.mark.parametrize("policy_class", POLICIES)
+def test_blocks_return_to_their_place_when_their_request_uses_them_again(policy_class: type[CachePolicy]) -> None:
+    policy = policy_class(100)
+    one, other = RequestChain(), RequestChain()
+    blocks = make_blocks(8)
+    store(policy, blocks, one)
+    policy.use(blocks[:4], other)
+    policy.use(blocks[:4], one)
+    assert [block.position for block in blocks] == list(range(8))
+    if policy_class is LRUPolicy:
+        assert evicted_ids(policy, 8) == [7, 6, 5, 4, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("policy_class", POLICIES)
+def test_a_request_that_wants_room_is_spared(policy_class: type[CachePolicy]) -> None:
+    policy = policy_class(100)
+    one, other = RequestChain(), RequestChain()
+    store(policy, make_blocks(3), one)
+    store(policy, make_blocks(3, 10), other)
+    policy.use((), one)
+    assert policy.evict(4, step=0, spare=one) is None
+    victims = policy.evict(2, step=0, spare=one)
+    assert victims is not None
+    assert [block.block_id for block in victims] == [12, 11]
+
+
+@pytest.mark.parametrize("policy_class", POLICIES)
 def test_a_block_answered_in_this_step_is_not_evicted_before_the_step_ends(policy_class: type[CachePolicy]) -> None:
     policy = policy_class(100)
     blocks = make_blocks(4)

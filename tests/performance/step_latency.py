@@ -4,7 +4,7 @@
 
 The stack is CPU memory over an nvme tier in DIRECTORY. A step is 512 calls of `lookup`, half of them hits in the
 primary tier and half misses everywhere, and `on_schedule_end`. Between steps the thread sleeps, as a scheduler waits
-its model, and before every step new blocks are stored and evicted ones are asked for, untimed, so that the tier has
+for its model, and before every step new blocks are stored and evicted ones are asked for, untimed, so that the tier has
 stores and loads in flight from the beginning of the step to its end (both are counted).
 """
 

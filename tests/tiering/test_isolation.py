@@ -144,6 +144,25 @@ def test_no_call_waits_for_a_tier_that_hangs_and_memory_stays_bounded(
     assert finished(tier, 1) == [JobResult(1, True)]
 
 
+def test_a_lookup_that_raises_is_a_miss_and_a_failure(
+    tier: IsolatedTier, inner: BlockingFourMethodTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(key: OffloadKey, req_context: ReqContext) -> bool | None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(inner, "lookup", broken)
+    assert answer(tier, keys(1)[0], ReqContext("a")) is False
+    assert tier.lookup_failures == 1
+
+
+def test_a_job_that_expired_while_it_waited_is_not_begun(tier: IsolatedTier, inner: BlockingFourMethodTier) -> None:
+    late = job(1, keys(1))
+    late.deadline = time.monotonic() - 1
+    tier.submit_store(late)
+    assert finished(tier, 1) == [JobResult(1, False, reason="expired")]
+    assert "submit_store" not in inner.calls
+
+
 def test_loads_go_before_stores(tier: IsolatedTier, inner: BlockingFourMethodTier) -> None:
     inner.open.clear()
     tier.submit_store(job(1, keys(1)))

@@ -29,11 +29,12 @@ class CPUBlock(BlockStatus):
         chain: The request that used it last; None for a block that is free, or was forgotten while in use.
         position: Its place among the blocks of `chain`, head first.
         step: The last scheduler step in which a lookup was answered with this block.
+        loads: How many of its pins are an engine's loads.
         is_frequent: For policies that tell blocks used once from blocks used again.
         writer: The id of the request whose store fills it, or `PROMOTION`; meaningless once it is ready.
     """
 
-    __slots__ = ("block_id", "chain", "is_frequent", "key", "position", "step", "writer")
+    __slots__ = ("block_id", "chain", "is_frequent", "key", "loads", "position", "step", "writer")
 
     def __init__(self, block_id: int) -> None:
         super().__init__()
@@ -42,6 +43,7 @@ class CPUBlock(BlockStatus):
         self.chain: RequestChain | None = None
         self.position = 0
         self.step = -1
+        self.loads = 0
         self.is_frequent = False
         self.writer = ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
@@ -17,6 +18,11 @@ from tiered_kv.base import (
 from tiered_kv.cpu.backend import CPUBackend, CPUBlock
 from tiered_kv.cpu.policies import CachePolicy, RequestChain, make_policy
 from tiered_kv.mediums import CPULoadStoreSpec
+
+CHAINS_MAX = 100_000
+"""Requests whose recency is tracked; beyond it the one seen first is taken for finished."""
+EVENTS_MAX = 1 << 16
+"""Events kept until they are taken; beyond it the oldest are dropped."""
 
 
 class CPUOffloadingManager(OffloadingManager):
@@ -46,7 +52,7 @@ class CPUOffloadingManager(OffloadingManager):
         # Keys that reset_cache() forgot while an engine's transfer was in flight. They can't be stored again
         # before that transfer has completed: its complete call names the key only, and must find this block.
         self._orphans: dict[OffloadKey, CPUBlock] = {}
-        self._events: list[OffloadingEvent] | None = [] if enable_events else None
+        self._events: deque[OffloadingEvent] | None = deque(maxlen=EVENTS_MAX) if enable_events else None
 
     # The engine's interface.
 
@@ -72,11 +78,13 @@ class CPUOffloadingManager(OffloadingManager):
                 raise ValueError(f"block {key.hex()} is not ready to be loaded; look keys up in the same step")
             found.append(block)
         self.pin(found)
+        for block in found:
+            block.loads += 1
         self.policy.use(found, self.chain_of(req_context))
         return CPULoadStoreSpec(np.array([block.block_id for block in found], dtype=np.int64))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self.unpin(self._blocks_in_flight(keys))
+        self.unpin(self._loading_blocks(keys))
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         blocks, step = self.blocks, self.step
@@ -93,10 +101,10 @@ class CPUOffloadingManager(OffloadingManager):
             absent = dict.fromkeys(key for key in absent if key not in self._orphans)
         new_keys = list(absent)
         evicted: list[OffloadKey] = []
-        new_blocks = self.allocate(new_keys, req_context.req_id, evicted)
+        chain = self.chain_of(req_context)
+        new_blocks = self.allocate(new_keys, req_context.req_id, chain, evicted)
         if new_blocks is None:
             return None
-        chain = self.chain_of(req_context)
         if has_present:
             self.policy.use([blocks[key] for key in dict.fromkeys(keys) if key in blocks], chain)
         else:
@@ -121,7 +129,9 @@ class CPUOffloadingManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._chains.pop(req_context.req_id, None)
+        chain = self._chains.pop(req_context.req_id, None)
+        if chain is not None:
+            chain.finish()
 
     def on_schedule_end(self) -> None:
         self.step += 1
@@ -130,14 +140,15 @@ class CPUOffloadingManager(OffloadingManager):
     def take_events(self) -> Iterable[OffloadingEvent]:
         if not self._events:
             return ()
-        events, self._events = self._events, []
+        events = list(self._events)
+        self._events.clear()
         return events
 
     def reset_cache(self) -> None:
         """Forget every key at once; rows that a transfer still touches come back when it ends."""
         ready = [block for block in self.blocks.values() if block.ref_cnt == 0]
         self.policy.remove(ready)
-        self._tell(list(self.blocks), removed=True)
+        self._tell([key for key, block in self.blocks.items() if block.ref_cnt >= 0], removed=True)
         for key, block in self.blocks.items():
             if block.ref_cnt == 0:
                 self.backend.free(block)
@@ -149,12 +160,15 @@ class CPUOffloadingManager(OffloadingManager):
     def shutdown(self, *, unmap: bool = True) -> None:
         """Forget every block, and unmap the region unless somebody still holds a view of it.
 
+        With an engine's transfer in flight only the region's name is removed; its memory stays.
+
         Args:
-            unmap: False where a transfer may still write into the region; then only its name is removed.
+            unmap: False where a tier may still write into the region.
         """
+        is_in_use = any(block.ref_cnt for block in (*self.blocks.values(), *self._orphans.values()))
         self.blocks.clear()
         self._chains.clear()
-        if unmap:
+        if unmap and not is_in_use:
             self.backend.region.close()
         else:
             self.backend.region.unlink()
@@ -168,15 +182,20 @@ class CPUOffloadingManager(OffloadingManager):
         if chain is None:
             chain = RequestChain()
             if req_id:
+                if len(self._chains) >= CHAINS_MAX:
+                    self._chains.pop(next(iter(self._chains))).finish()
                 self._chains[req_id] = chain
         return chain
 
-    def allocate(self, keys: Sequence[OffloadKey], writer: str, evicted: list[OffloadKey]) -> list[CPUBlock] | None:
+    def allocate(
+        self, keys: Sequence[OffloadKey], writer: str, chain: RequestChain, evicted: list[OffloadKey]
+    ) -> list[CPUBlock] | None:
         """Give each of `keys`, none of which is here, a block in state writing.
 
         Args:
             keys: Distinct absent keys.
             writer: The request that will write them, or `PROMOTION`.
+            chain: The request that wants them; its own blocks are evicted only where no others are left.
             evicted: Gets the keys that were evicted.
 
         Returns:
@@ -184,7 +203,9 @@ class CPUOffloadingManager(OffloadingManager):
         """
         missing = len(keys) - self.backend.get_num_free_blocks()
         if missing > 0:
-            victims = self.policy.evict(missing, self.step)
+            self.policy.use((), chain)
+            # Its own blocks go last: a request's tail is worth little without its head.
+            victims = self.policy.evict(missing, self.step, chain) or self.policy.evict(missing, self.step)
             if victims is None:
                 return None
             evicted += [block.key for block in victims]
@@ -209,13 +230,17 @@ class CPUOffloadingManager(OffloadingManager):
         req_id = req_context.req_id
         get = self.blocks.get
         written = []
-        for key in keys:
+        for key in dict.fromkeys(keys):
             block = get(key)
-            if block is not None:
-                if block.ref_cnt < 0 and block.writer == req_id:
-                    written.append(block)
-            elif self._orphans and key in self._orphans and self._orphans[key].ref_cnt < 0:
-                self.backend.free(self._orphans.pop(key))
+            if block is None and self._orphans:
+                block = self._orphans.get(key)
+            if block is None or block.ref_cnt >= 0 or block.writer != req_id:
+                continue
+            if block.chain is not None:
+                written.append(block)
+            else:
+                del self._orphans[key]
+                self.backend.free(block)
         return written
 
     def commit(self, blocks: Collection[CPUBlock], pins: int = 0) -> None:
@@ -262,11 +287,13 @@ class CPUOffloadingManager(OffloadingManager):
         if evictable:
             self.policy.add(evictable)
 
-    def _blocks_in_flight(self, keys: Iterable[OffloadKey]) -> list[CPUBlock]:
+    def _loading_blocks(self, keys: Iterable[OffloadKey]) -> list[CPUBlock]:
+        """Return the blocks of `keys` that an engine loads, each counted as loaded once less."""
         found = []
         for key in keys:
             block = self.blocks.get(key) or self._orphans.get(key)
-            if block is not None and block.ref_cnt > 0:
+            if block is not None and block.loads:  # the other pins are not the engine's to release
+                block.loads -= 1
                 found.append(block)
         return found
 

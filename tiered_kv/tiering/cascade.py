@@ -52,14 +52,21 @@ class Cascade:
         if reason:
             lane.skip(reason, len(blocks))
             return []
-        selected = blocks
-        if not lane.admission.is_open():
-            selected = [block for block in blocks if lane.admission.admit(block.key)]
-            lane.skip("admission", len(blocks) - len(selected))
-        room = lane.store_room()
-        if len(selected) > room:
-            lane.skip("budget", len(selected) - max(room, 0))
-            selected = selected[: max(room, 0)]
+        room = max(lane.store_room(), 0)
+        admission = lane.admission
+        if admission.is_open():
+            selected = blocks[:room]
+            lane.skip("budget", len(blocks) - len(selected))
+            return selected
+        selected = []
+        for number, block in enumerate(blocks):
+            if len(selected) == room:  # an offer that finds no room does not count
+                lane.skip("budget", len(blocks) - number)
+                break
+            if admission.admit(block.key):
+                selected.append(block)
+            else:
+                lane.skip("admission", 1)
         return selected
 
     def _submit(self, selections: list[tuple[Lane, list[CPUBlock]]], req_context: ReqContext) -> None:

@@ -8,16 +8,17 @@ thread, so a call that hangs costs hits of that tier and nothing else.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
-from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
+from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
 
 POLL_INTERVAL_S = 0.001
 """How often the tier is polled while it has jobs."""
-ANSWERS_MAX = 1 << 16
-"""Answers kept for requests that are still running; beyond it the oldest are forgotten and asked again."""
+REQUESTS_MAX = 1 << 12
+"""Requests whose answers are kept; beyond it those of the oldest are forgotten, and asked again."""
 QUESTIONS_MAX = 1 << 16
 """Lookups that wait for the tier's thread; beyond it a lookup is a miss."""
 HINTS_MAX = 1 << 12
@@ -45,14 +46,16 @@ class IsolatedTier(SecondaryTierManager):
         super().__init__(inner._offloading_spec, inner._primary_kv_view, inner.tier_type)
         self.inner = inner
         self._wake = threading.Condition(threading.Lock())
-        self._urgent: deque[Callable[[], None]] = deque()
-        self._hints: deque[Callable[[], None]] = deque(maxlen=HINTS_MAX)
+        self._urgent: deque[Callable[[], object]] = deque()
+        self._hints: deque[Callable[[], object]] = deque(maxlen=HINTS_MAX)
         self._stores: deque[JobMetadata] = deque()
         self._questions: dict[_Question, ReqContext] = {}
-        self._answers: dict[_Question, bool] = {}
+        self._answers: dict[str, dict[OffloadKey, bool]] = {}  # by request
         self._results: deque[JobResult] = deque()
         self._events: deque[OffloadingEvent] = deque(maxlen=EVENTS_MAX)
-        self._jobs_running = 0
+        self._running: set[JobId] = set()
+        self._lookup_exceptions = 0
+        self._is_idle = False
         self._is_closing = False
         # After reset_cache: an answer that was computed before it must not be heard.
         self._is_resetting = False
@@ -65,17 +68,25 @@ class IsolatedTier(SecondaryTierManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         if self._is_resetting or self._cannot_reset:
             return False
-        question = (req_context.req_id, key)
+        req_id = req_context.req_id
         # Kept until the request ends; a True that a load proves wrong is corrected by the manager. A request without
         # an id has no end, so its answers are given once.
-        answers = self._answers
-        answer = answers.get(question) if req_context.req_id else answers.pop(question, None)
-        if answer is None and question not in self._questions:
+        answers = self._answers.get(req_id)
+        if answers is not None:
+            answer = answers.get(key) if req_id else answers.pop(key, None)
+            if answer is not None:
+                return answer
+        question = (req_id, key)
+        if question not in self._questions:
             if len(self._questions) >= QUESTIONS_MAX:
                 return False
             self._questions[question] = req_context
             self._notify()
-        return answer
+        return None
+
+    @property
+    def lookup_failures(self) -> int:
+        return self._lookup_exceptions + self.inner.lookup_failures
 
     def submit_store(self, job_metadata: JobMetadata) -> None:
         self._stores.append(job_metadata)
@@ -93,13 +104,14 @@ class IsolatedTier(SecondaryTierManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         # Its answer would have to be waited for, so an isolated tier is always served block by block.
+        self._hint(lambda: self.inner.on_new_request(req_context))
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._hint(lambda: self._forget_request(req_context))
 
     def on_schedule_end(self) -> None:
-        if self._jobs_running or self._stores or self._questions:
+        if self._running or self._stores or self._questions:
             self._hint(self.inner.on_schedule_end)
 
     def reset_cache(self) -> bool:
@@ -127,25 +139,30 @@ class IsolatedTier(SecondaryTierManager):
             self._wake.notify()
         self._thread.join(CLOSE_TIMEOUT_S)
 
-    def _hint(self, message: Callable[[], None]) -> None:
+    def _hint(self, message: Callable[[], object]) -> None:
         self._hints.append(message)
         self._notify()
 
-    def _post(self, message: Callable[[], None]) -> None:
+    def _post(self, message: Callable[[], object]) -> None:
         self._urgent.append(message)
         self._notify()
 
     def _notify(self) -> None:
-        with self._wake:
-            self._wake.notify()
+        # The tier's thread says that it is idle before it looks at its queues for the last time. So what was appended
+        # before this test is either seen by it, or it is notified.
+        if self._is_idle:
+            with self._wake:
+                self._wake.notify()
 
     # The tier's side.
 
     def _run(self) -> None:
         while True:
             with self._wake:
+                self._is_idle = True
                 if not (self._urgent or self._stores or self._questions or self._hints or self._is_closing):
-                    self._wake.wait(POLL_INTERVAL_S if self._jobs_running else None)
+                    self._wake.wait(POLL_INTERVAL_S if self._running else None)
+                self._is_idle = False
                 if self._is_closing and not self._urgent and not self._stores:
                     break
             self._do_one_round()
@@ -155,8 +172,7 @@ class IsolatedTier(SecondaryTierManager):
     def _do_one_round(self) -> None:
         while self._urgent:
             self._attempt(self._urgent.popleft())
-        if self._questions:
-            self._answer()
+        self._answer()
         try:
             job = self._stores.popleft()
         except IndexError:  # none, or a reset took it
@@ -165,44 +181,52 @@ class IsolatedTier(SecondaryTierManager):
             self._begin(self.inner.submit_store, job)
         while self._hints and not self._urgent:
             self._attempt(self._hints.popleft())
-        if self._jobs_running:
+        if self._running:
             self._collect()
 
     def _answer(self) -> None:
         for question, req_context in list(self._questions.items()):
+            if self._urgent:  # lookups may be slow, and loads go first
+                return
+            req_id, key = question
             try:
-                answer = self.inner.lookup(question[1], req_context)
+                answer = self.inner.lookup(key, req_context)
             except Exception:
+                self._lookup_exceptions += 1
                 answer = False
-            if answer is not None and question in self._questions:
-                self._answers[question] = answer
-            self._questions.pop(question, None)  # None: to be asked again when the manager asks again
-        for question in list(self._answers)[: max(len(self._answers) - ANSWERS_MAX, 0)]:
-            self._answers.pop(question, None)
+            # A None is not kept: the manager asks again.
+            if self._questions.pop(question, None) is not None and answer is not None:
+                self._answers.setdefault(req_id, {})[key] = answer
+        while len(self._answers) > REQUESTS_MAX:
+            self._answers.pop(next(iter(self._answers)), None)
 
     def _begin(self, submit: Callable[[JobMetadata], None], job: JobMetadata) -> None:
+        reason = ""
         if self._cannot_reset:
-            self._results.append(JobResult(job.job_id, False, reason="disabled"))
-            return
-        try:
-            submit(job)
-        except Exception:
-            self._results.append(JobResult(job.job_id, False, reason="exception"))
-            return
-        self._jobs_running += 1
+            reason = "disabled"
+        elif job.deadline is not None and time.monotonic() > job.deadline:
+            reason = "expired"
+        else:
+            self._running.add(job.job_id)
+            try:
+                submit(job)
+            except Exception:
+                self._running.discard(job.job_id)
+                reason = "exception"
+        if reason:
+            self._results.append(JobResult(job.job_id, False, reason=reason))
 
     def _collect(self) -> None:
         try:
             results = list(self.inner.get_finished())
+            self._running.difference_update(result.job_id for result in results)
             self._events.extend(self.inner.take_events())
         except Exception:
             return
-        self._jobs_running = max(self._jobs_running - len(results), 0)
         self._results.extend(results)
 
     def _forget_request(self, req_context: ReqContext) -> None:
-        for question in [q for q in list(self._answers) if q[0] == req_context.req_id]:
-            self._answers.pop(question, None)
+        self._answers.pop(req_context.req_id, None)
         self.inner.on_request_finished(req_context)
 
     def _reset(self) -> None:

@@ -18,6 +18,9 @@ from tiered_kv.tiering.limits import TierLimits
 
 logger = logging.getLogger(__name__)
 
+HARMLESS_REASONS = frozenset({"absent", "checksum", "no_space", "reset", "truncated"})
+"""Reasons for which a tier that works may fail a whole job: losing a block is allowed. The breaker ignores them."""
+
 
 class Lane:
     """Submits jobs to one tier within its budgets, and sorts what comes back.
@@ -62,13 +65,27 @@ class Lane:
         self._clock = clock
         self._block_bytes = block_bytes
         self._lookup_failures = 0
+        self._expired_store_blocks = 0
+        self._expired_load_blocks = 0
         # All jobs have the same timeout, so the order of submission is the order of deadlines.
         self._unexpired: dict[JobId, Job] = {}
 
     @property
     def is_searched(self) -> bool:
-        """Whether lookups ask this tier."""
-        return not self.is_disabled and self.breaker.state is not BreakerState.OPEN
+        """Whether lookups ask this tier: not where nothing it has could be loaded."""
+        if self.is_disabled or self.breaker.state is BreakerState.OPEN:
+            return False
+        return self.is_loading or self.load_blocks < self.load_blocks_max
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether load budget will become free in time: some of it is taken by loads that have not expired."""
+        return self.load_blocks_reserved > 0 or self.load_blocks > self._expired_load_blocks
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether store budget will become free in time."""
+        return self.store_blocks > self._expired_store_blocks
 
     def store_room(self) -> int:
         """Return how many blocks may be stored now."""
@@ -110,7 +127,7 @@ class Lane:
             results = self.tier.get_finished()
             if not results:
                 return []
-            results = list(results)
+            results = [result for result in results if isinstance(result, JobResult)]
         except Exception:
             self.note_exception("get_finished")
             self.breaker.fail(self._clock())
@@ -124,7 +141,7 @@ class Lane:
             self._charge(job, -len(job.blocks))
             if job.is_expired:
                 self.counters["late_jobs"] += 1
-                self.counters["quarantined_blocks"] -= len(job.blocks)
+                self._quarantine(job, -len(job.blocks))
                 self.breaker.answer()
             else:
                 del self._unexpired[job.job_id]
@@ -143,14 +160,18 @@ class Lane:
             del self._unexpired[job.job_id]
             job.is_expired = True
             self.counters["expired_jobs"] += 1
-            self.counters["quarantined_blocks"] += len(job.blocks)
+            self._quarantine(job, len(job.blocks))
             self._count_failed(job, len(job.blocks), "expired")
             self.breaker.fail(now_s)
         return expired
 
     def tick(self, now_s: float) -> None:
         """Let time pass for the breaker, and tell it of lookups that the tier gave up since the last call."""
-        failures = self.tier.lookup_failures
+        try:
+            failures = self.tier.lookup_failures
+        except Exception:
+            self.note_exception("lookup_failures")
+            failures = self._lookup_failures
         if failures != self._lookup_failures:
             self.counters["expired_lookups"] += failures - self._lookup_failures
             self._lookup_failures = failures
@@ -187,6 +208,13 @@ class Lane:
         else:
             self.store_blocks += num_blocks
 
+    def _quarantine(self, job: Job, num_blocks: int) -> None:
+        self.counters["quarantined_blocks"] += num_blocks
+        if job.is_promotion:
+            self._expired_load_blocks += num_blocks
+        else:
+            self._expired_store_blocks += num_blocks
+
     def _judge(self, job: Job, result: JobResult) -> None:
         """Count what a job achieved, and tell the breaker."""
         total = len(job.keys)
@@ -201,10 +229,9 @@ class Lane:
         self.counters[f"{what}_bytes"] += done * self._block_bytes
         if done < total:
             self._count_failed(job, total - done, result.reason or "failed")
-        # A tier that lost some blocks of a job, or refused some, still works: losing a block is allowed.
-        if done or result.reason in ("checksum", "missing", "no_space"):
+        if done or not total:
             self.breaker.succeed()
-        else:
+        elif result.reason not in HARMLESS_REASONS:
             self.breaker.fail(self._clock())
 
     def _count_failed(self, job: Job, num_blocks: int, reason: str) -> None:

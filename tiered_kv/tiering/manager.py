@@ -82,10 +82,11 @@ class TieringOffloadingManager(OffloadingManager):
         self._cascade = Cascade(primary, self._make_job)
         blocks_max = self.limits.promotion_blocks_max or max(backend.num_blocks // 2, 1)
         self._promotions = Promotions(primary, blocks_max, self.limits.hold_s, self._make_job, clock)
-        self._requests = RequestTable(self.limits.requests_max, self._promotions.leave)
+        self._requests = RequestTable(self.limits.requests_max, self.limits.hold_s, self._end_request, clock)
         self._search = Search(self._lanes, self._promotions, self._requests, self.limits.hold_s, clock)
         self._lookup_below = self._search.below
         self._primary_blocks = primary.blocks  # the same dictionary, one attribute nearer
+        self._counting_lanes = tuple(lane for lane in self._lanes if not lane.admission.is_open())
         self._prefetching: dict[RequestState, None] = {}
         self._stored_blocks = self._loaded_blocks = self._released_holds = 0
         self._is_closed = False
@@ -101,16 +102,18 @@ class TieringOffloadingManager(OffloadingManager):
 
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         """Return `lookup` of each key, in order; cheaper than one call a key."""
-        get, step, below = self._primary_blocks.get, self.primary.step, self._lookup_below
-        answers: list[bool | None] = []
+        get, step = self._primary_blocks.get, self.primary.step
+        missing: dict[OffloadKey, None] = {}
         for key in keys:
             block = get(key)
             if block is not None and block.ref_cnt >= 0:
                 block.step = step
-                answers.append(True)
             else:
-                answers.append(below(key, block, req_context))
-        return answers
+                missing[key] = None
+        if not missing:
+            return [True] * len(keys)
+        below = self._search.below_many(missing, self._primary_blocks, req_context)
+        return [below.get(key, True) for key in keys]
 
     def prefetch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         """Begin to promote `keys` for a request that will ask for them.
@@ -141,6 +144,11 @@ class TieringOffloadingManager(OffloadingManager):
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.primary.complete_load(keys, req_context)
+        for lane in self._counting_lanes:
+            # To be loaded is to be seen again. Not for the tier that the block came from: it has it.
+            found = [self._primary_blocks.get(key) for key in keys if self.hit_tier(key, req_context) != lane.name]
+            ready = [block for block in found if block is not None and block.ref_cnt >= 0]
+            self._cascade.offer(ready, (lane,), req_context)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         output = self.primary.prepare_store(keys, req_context)
@@ -173,27 +181,31 @@ class TieringOffloadingManager(OffloadingManager):
     # Requests and steps.
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        known = self._requests.get(req_context)
+        if known is not None and known.is_finished:  # the id is used again while its last stores are on their way
+            self._end_request(known)
         state = self._requests.state_of(req_context)
+        if not req_context.req_id:
+            return RequestOffloadingContext()
         state.request_level = tuple(lane for lane in self._lanes if self._wants_whole_request(lane, req_context))
         policy = OffloadPolicy.REQUEST_LEVEL if state.request_level else OffloadPolicy.BLOCK_LEVEL
         return RequestOffloadingContext(policy)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        state = self._requests.get(req_context)
+        state = self._requests.get(req_context) if req_context.req_id else None
         if state is None:
             self.primary.on_request_finished(req_context)
         elif state.stores_pending > 0:
             state.is_finished = True
             self._promotions.leave(state)
+            self._prefetching.pop(state, None)
         else:
             self._end_request(state)
 
     def on_schedule_end(self) -> None:
         for state in list(self._prefetching):
             self._continue_prefetch(state)
-        self._promotions.submit()
-        for lane in self._lanes:
-            lane.call("on_schedule_end")
+        self._submit()
         self.poll()
         self.primary.on_schedule_end()
 
@@ -228,11 +240,20 @@ class TieringOffloadingManager(OffloadingManager):
         """Jobs that a tier has not reported yet, expired ones included."""
         return sum(len(lane.jobs) for lane in self._lanes)
 
+    def store_room(self) -> int:
+        """Return how many blocks every tier that takes stores would take now, for callers that pace themselves."""
+        rooms = [
+            lane.store_room()
+            for lane in self._lanes
+            if not lane.refusal() and (lane.is_storing or lane.store_room() > 0)
+        ]
+        return max(min(rooms, default=self.primary.backend.num_blocks), 0)
+
     def drain_jobs(self, timeout_s: float) -> bool:
         """Wait until every job has been reported; return False where some have not after `timeout_s`."""
         end_s = time.monotonic() + timeout_s
         while True:
-            self._promotions.submit()
+            self._submit()
             self.poll()
             if not self.jobs_in_flight:
                 return True
@@ -249,12 +270,15 @@ class TieringOffloadingManager(OffloadingManager):
         self._promotions.reset()
         self.primary.reset_cache()
         self._prefetching.clear()
-        for state in self._requests:
+        for state in list(self._requests):
+            state.stores_pending = 0  # what is on its way is void
             state.failed.clear()
             state.asked.clear()
             state.sources.clear()
             state.wanted.clear()
             state.keys.clear()
+            if state.is_finished:
+                self._end_request(state)
         for lane in self._lanes:
             if not lane.call("reset_cache"):
                 lane.is_disabled = True
@@ -300,6 +324,12 @@ class TieringOffloadingManager(OffloadingManager):
                 **(lane.call("stats") or {}),
             }
         return counted
+
+    def _submit(self) -> None:
+        """Submit what was gathered during the step, here and in the tiers."""
+        self._promotions.submit()
+        for lane in self._lanes:
+            lane.call("on_schedule_end")
 
     def _make_job(self, lane: Lane, keys: list[OffloadKey], blocks: list[CPUBlock], *, is_promotion: bool) -> Job:
         deadline_s = self._clock() + lane.limits.job_timeout_s

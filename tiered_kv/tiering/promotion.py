@@ -63,12 +63,12 @@ class Promotions:
         self._table: dict[OffloadKey, Promotion] = {}
         self._batches: dict[tuple[Lane, RequestState], list[Promotion]] = {}
         self._holders: dict[RequestState, None] = {}
-        self._held_blocks = 0
+        self._held: dict[int, int] = {}  # block_id to the number of requests that it is held for
 
     @property
     def blocks_taken(self) -> int:
         """Blocks that count against the limit."""
-        return len(self._table) + self._held_blocks
+        return len(self._table) + len(self._held)
 
     def begin(self, key: OffloadKey, lane: Lane, state: RequestState) -> Begun:
         """Take a primary block for `key`, to be loaded from `lane` at the end of the step."""
@@ -78,13 +78,14 @@ class Promotions:
         if self.blocks_taken >= self._blocks_max:
             return otherwise
         if lane.load_room() <= 0:
-            return Begun.REFUSED if lane.refusal() else Begun.WAIT
+            return Begun.WAIT if lane.is_loading else Begun.REFUSED
         if self._primary.is_orphan(key):
             return Begun.REFUSED
-        blocks = self._primary.allocate([key], PROMOTION, [])
+        chain = self._primary.chain_of(state.req_context)
+        blocks = self._primary.allocate([key], PROMOTION, chain, [])
         if blocks is None:
             return otherwise
-        self._primary.chain_of(state.req_context).extend(blocks)
+        chain.extend(blocks)
         promotion = Promotion(blocks[0], lane, [state])
         self._table[key] = promotion
         self._batches.setdefault((lane, state), []).append(promotion)
@@ -93,9 +94,13 @@ class Promotions:
         return Begun.STARTED
 
     def join(self, key: OffloadKey, state: RequestState) -> bool:
-        """Make `state` wait for a promotion that is under way; False where there is none."""
+        """Make `state` wait for a promotion that is under way.
+
+        Returns:
+            False where there is none, or none that the request may hope for: its tier has failed it on this key.
+        """
         promotion = self._table.get(key)
-        if promotion is None:
+        if promotion is None or promotion.lane in state.failed.get(key, ()):
             return False
         if key not in state.promoting:
             promotion.waiters.append(state)
@@ -110,7 +115,8 @@ class Promotions:
             blocks = [promotion.block for promotion in promotions]
             keys = [block.key for block in blocks]
             job = self._make_job(lane, keys, blocks, is_promotion=True)
-            if not lane.submit(job, state.req_context):
+            # A half-open breaker lets one job through, and others of this step may have come before.
+            if lane.refusal() or not lane.submit(job, state.req_context):
                 for block in blocks:
                     self._drop(block.key, block)
                 self._primary.abandon(blocks)
@@ -149,15 +155,18 @@ class Promotions:
             blocks = [held.pop(key) for key in keys if key in held]
         if not held:
             self._holders.pop(state, None)
-        self._held_blocks -= len(blocks)
+        for block in blocks:
+            holders = self._held.pop(block.block_id) - 1
+            if holders:
+                self._held[block.block_id] = holders
         self._primary.unpin(blocks)
 
     def release_overdue(self, now_s: float) -> int:
         """End the holds whose time is over, and return how many blocks were let go."""
-        before = self._held_blocks
+        before = len(self._held)
         for state in [state for state in self._holders if state.held_until_s <= now_s]:
             self.release(state)
-        return before - self._held_blocks
+        return before - len(self._held)
 
     def leave(self, state: RequestState) -> None:
         """Forget a request that ends: what it waits for still arrives, but is not held for it."""
@@ -195,7 +204,8 @@ class Promotions:
             state.held_until_s = until_s
             state.sources[key] = promotion.lane.name
             self._holders[state] = None
-        self._held_blocks += len(waiters)
+        if waiters:
+            self._held[block.block_id] = len(waiters)
         return True
 
     def _drop(self, key: OffloadKey, block: CPUBlock) -> None:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
 
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.cpu.backend import PROMOTION, CPUBlock
 from tiered_kv.tiering.jobs import RequestState
 from tiered_kv.tiering.lane import Lane
 from tiered_kv.tiering.promotion import Begun, Promotions
 from tiered_kv.tiering.requests import RequestTable
 
-_PRIMARY = "cpu"
+# What a request may wait for besides a tier; no tier is named so.
+_ROOM = "\0room"
+_WRITER = "\0writer"
+
+
+class _Verdict(Enum):
+    """What a tier's answer to one key comes to."""
+
+    NEXT = "next"
+    """This tier doesn't have it; ask the next."""
+    WAIT = "wait"
+    MISS = "miss"
 
 
 class Search:
@@ -56,40 +68,110 @@ class Search:
         """Return the answer for a key whose primary block is absent, or (`block`) being written."""
         state = self._requests.state_of(req_context)
         if block is not None:
-            if self._promotions.join(key, state):
-                return None  # bounded by the job's deadline
-            return None if self._may_wait(key, state, _PRIMARY, self._wait_max_s) else False
+            return self._await(key, block, state)
         failed = state.failed.get(key, ()) if state.failed else ()
         for lane, lookup in self._searched:
-            if lane in state.timed_out or lane in failed:
+            if lane in failed or lane in state.timed_out:
                 continue
             try:
                 answer = lookup(key, req_context)
             except Exception:
-                lane.note_exception("lookup")
-                self._fail(lane, state)
+                self._fail(lane, state, "lookup")
                 continue
-            if answer:
-                begun = self._promotions.begin(key, lane, state)
-                if begun is Begun.STARTED:
-                    return None
-                if begun is Begun.WAIT and self._may_wait(key, state, _PRIMARY, self._wait_max_s):
-                    return None
-                lane.counters["refused_promotions"] += 1
-                return False
-            if answer is None:
-                if self._may_wait(key, state, lane.name, lane.limits.lookup_timeout_s):
-                    return None
-                lane.counters["expired_lookups"] += 1
-                self._fail(lane, state)
+            if answer is False and not state.asked:  # by far the most frequent
+                continue
+            verdict = self._judge(key, answer, lane, state)
+            if verdict is not _Verdict.NEXT:
+                return None if verdict is _Verdict.WAIT else False
         return False
+
+    def below_many(
+        self, keys: Iterable[OffloadKey], blocks: Mapping[OffloadKey, CPUBlock], req_context: ReqContext
+    ) -> dict[OffloadKey, bool | None]:
+        """Return `below` of distinct keys, asking each tier once for all that it is asked for."""
+        state = self._requests.state_of(req_context)
+        answers: dict[OffloadKey, bool | None] = {}
+        rest: list[OffloadKey] = []
+        for key in keys:
+            block = blocks.get(key)
+            if block is None:
+                rest.append(key)
+            else:
+                answers[key] = self._await(key, block, state)
+        for lane, _ in self._searched:
+            if not rest:
+                break
+            if lane not in state.timed_out:
+                rest = self._ask_many(lane, rest, req_context, state, answers)
+        answers.update(dict.fromkeys(rest, False))
+        return answers
+
+    def _ask_many(
+        self,
+        lane: Lane,
+        keys: list[OffloadKey],
+        req_context: ReqContext,
+        state: RequestState,
+        answers: dict[OffloadKey, bool | None],
+    ) -> list[OffloadKey]:
+        """Ask one tier, note what is settled in `answers`, and return the keys for the next tier."""
+        asked = keys
+        if state.failed:
+            asked = [key for key in keys if lane not in state.failed.get(key, ())]
+        try:
+            found = dict(zip(asked, lane.tier.lookup_many(asked, req_context), strict=True))
+        except Exception:
+            self._fail(lane, state, "lookup_many")
+            return keys
+        rest = []
+        for key in keys:
+            answer = found.get(key, False)
+            if answer is False and not state.asked:
+                rest.append(key)
+                continue
+            verdict = self._judge(key, answer, lane, state)
+            if verdict is _Verdict.NEXT:
+                rest.append(key)
+            else:
+                answers[key] = None if verdict is _Verdict.WAIT else False
+        return rest
+
+    def _await(self, key: OffloadKey, block: CPUBlock, state: RequestState) -> bool | None:
+        """Return the answer for a block that is being written."""
+        if block.writer is PROMOTION:
+            return None if self._promotions.join(key, state) else False  # bounded by the job's deadline
+        return None if self._may_wait(key, state, _WRITER, self._wait_max_s) else False
+
+    def _judge(self, key: OffloadKey, answer: bool | None, lane: Lane, state: RequestState) -> _Verdict:
+        if answer is None:
+            if self._may_wait(key, state, lane.name, lane.limits.lookup_timeout_s):
+                return _Verdict.WAIT
+            lane.counters["expired_lookups"] += 1
+            self._fail(lane, state)
+            return _Verdict.NEXT
+        state.asked.pop((key, lane.name), None)
+        if not answer:
+            return _Verdict.NEXT
+        begun = self._promotions.begin(key, lane, state)
+        if begun is Begun.WAIT and self._may_wait(key, state, _ROOM, self._wait_max_s):
+            return _Verdict.WAIT
+        state.asked.pop((key, _ROOM), None)
+        if begun is Begun.STARTED:
+            return _Verdict.WAIT
+        lane.counters["refused_promotions"] += 1
+        return _Verdict.MISS
 
     def _may_wait(self, key: OffloadKey, state: RequestState, on: str, wait_max_s: float) -> bool:
         now_s = self._clock()
-        return now_s - state.asked.setdefault((key, on), now_s) < wait_max_s
+        if now_s - state.asked.setdefault((key, on), now_s) < wait_max_s:
+            return True
+        del state.asked[key, on]
+        return False
 
-    def _fail(self, lane: Lane, state: RequestState) -> None:
+    def _fail(self, lane: Lane, state: RequestState, raised_in: str = "") -> None:
         """Ask this tier no more for this request: one failure a request, however many keys it asks for."""
+        if raised_in:
+            lane.note_exception(raised_in)
         state.timed_out.add(lane)
         lane.breaker.fail(self._clock())
         self.refresh()

@@ -74,17 +74,17 @@ class ARCPolicy(CachePolicy):
         for block in blocks:
             if block.chain is not chain and block.chain is not None:
                 block.is_frequent = True
-        chain.extend(blocks)
+        chain.take(blocks)
         self.add(evictable)
 
-    def evict(self, count: int, step: int) -> list[CPUBlock] | None:
+    def evict(self, count: int, step: int, spare: RequestChain | None = None) -> list[CPUBlock] | None:
         if count > len(self):
             return None
         victims: list[CPUBlock] = []
         while len(victims) < count:
             first, second = self._preference()
             # One at a time: each victim changes which of the two has to give up the next.
-            popped = first.pop(1, step) or second.pop(1, step)
+            popped = first.pop(1, step, spare) or second.pop(1, step, spare)
             if not popped:
                 self._frequent.restore(block for block in reversed(victims) if block.is_frequent)
                 self._recent.restore(block for block in reversed(victims) if not block.is_frequent)

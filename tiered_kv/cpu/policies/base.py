@@ -50,8 +50,13 @@ class CachePolicy(ABC):
         """
 
     @abstractmethod
-    def evict(self, count: int, step: int) -> list[CPUBlock] | None:
-        """Let go of the `count` blocks that are worth least, except those whose `step` is the given one.
+    def evict(self, count: int, step: int, spare: RequestChain | None = None) -> list[CPUBlock] | None:
+        """Let go of the `count` blocks that are worth least.
+
+        Args:
+            count: How many.
+            step: Blocks whose `step` is this one stay.
+            spare: The request that wants the room, whose own blocks stay. The manager has just called `use` for it.
 
         Returns:
             The blocks, or None, with nothing changed, where there are not enough.

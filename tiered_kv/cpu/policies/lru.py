@@ -33,13 +33,13 @@ class LRUPolicy(CachePolicy):
             order.refresh(chain)
             return
         evictable = [block for block in blocks if order.discard(block)]
-        chain.extend(blocks)
+        chain.take(blocks)
         order.add(evictable)
 
-    def evict(self, count: int, step: int) -> list[CPUBlock] | None:
+    def evict(self, count: int, step: int, spare: RequestChain | None = None) -> list[CPUBlock] | None:
         if count > len(self._order):
             return None
-        victims = self._order.pop(count, step)
+        victims = self._order.pop(count, step, spare)
         if len(victims) < count:
             self._order.restore(victims)
             return None

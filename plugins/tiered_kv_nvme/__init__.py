@@ -1,0 +1,21 @@
+"""The nvme tier: blocks in segment files on a local disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tiered_kv.hooks import TierType, hookimpl
+from tiered_kv.tiering.base import SecondaryTierManager
+from tiered_kv_nvme.settings import NvmeSettings
+
+
+def _load() -> type[SecondaryTierManager]:
+    from tiered_kv_nvme.tier import NvmeTier
+
+    return NvmeTier
+
+
+@hookimpl
+def tiered_kv_register_tiers() -> Iterable[TierType]:
+    """Register the tier type `nvme`."""
+    return [TierType("nvme", NvmeSettings, _load, "Segment files in a directory on a local disk.")]

@@ -1,0 +1,258 @@
+"""The directory of a tier: who owns it, whose blocks it holds, and what lies in it.
+
+    lock                          held with flock(2) by the owner; holds its process id
+    tiered-kv-nvme.json           format version, namespace, block size
+    epoch                         see epoch.py
+    segment-<digest>-<slot>.kv    see layout.py; <digest> is the start of the namespace's digest
+
+Anything else is foreign: never touched, but counted against the capacity.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Final
+
+from tiered_kv.errors import FormatError, TierBusyError, TierUnavailableError
+from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS
+from tiered_kv_nvme.epoch import EPOCH_NAME
+from tiered_kv_nvme.layout import FORMAT_VERSION
+
+LOCK_NAME: Final = "lock"
+MARKER_NAME: Final = "tiered-kv-nvme.json"
+
+DIRECTORY_RESERVE_BYTES: Final = 64 << 10
+"""Kept free of segments: the small files, and the directory itself and its growth."""
+SEGMENT_RESERVE_BYTES: Final = 8 << 10
+"""Kept free beside each segment: blocks in which the file system notes the file's extents."""
+
+_MARKER_TEMPORARY = MARKER_NAME + ".tmp"
+_LEFTOVERS = (_MARKER_TEMPORARY, "probe.tmp")
+_OURS = frozenset((LOCK_NAME, MARKER_NAME, EPOCH_NAME, *_LEFTOVERS))
+_TOLERATED = _OURS | {"lost+found"}
+_MARKER_BYTES_MAX = 1 << 20
+_DIRECTORY_MODE = 0o700
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Whose blocks a directory holds.
+
+    Args:
+        digest: The namespace's digest, 16 bytes.
+        namespace: The namespace in readable form.
+        block_bytes: Size of a block.
+    """
+
+    digest: bytes
+    namespace: Mapping[str, object]
+    block_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What lies in a directory.
+
+    Args:
+        segments: Slot of each segment file.
+        used_bytes: What all of it occupies on the device, the directory itself included.
+        claimed_bytes: What it may come to occupy without another file being made: holes filled, reserves used.
+        foreign_files: How many entries are not this tier's.
+    """
+
+    segments: tuple[int, ...]
+    used_bytes: int
+    claimed_bytes: int
+    foreign_files: int
+
+
+class Directory:
+    """An owned directory. It is made if it is missing, claimed if it is empty, and refused if it is someone else's.
+
+    Args:
+        path: Where it is.
+        identity: Whose blocks it shall hold.
+        tier: The tier's name, for messages.
+
+    Raises:
+        TierBusyError: Another process owns it.
+        FormatError: It is of another format version or namespace, or holds files and is not this tier's at all.
+        TierUnavailableError: The file system does not let us.
+    """
+
+    def __init__(self, path: str, identity: Identity, *, tier: str = "") -> None:
+        self.path = os.path.abspath(os.path.expanduser(path))
+        self.identity = identity
+        self.foreign_files = 0
+        """How many entries were not this tier's when they were last listed."""
+        self._tier = tier
+        self._pattern = re.compile(rf"segment-{identity.digest[:4].hex()}-(\d{{6}})\.kv")
+        try:
+            with ExitStack() as undo:
+                os.makedirs(self.path, mode=_DIRECTORY_MODE, exist_ok=True)
+                self.fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                undo.callback(os.close, self.fd)
+                self._refuse_foreign()
+                self._lock_fd = self._take_lock()
+                undo.callback(os.close, self._lock_fd)
+                self._remove_leftovers()
+                self._check_marker()
+                undo.pop_all()
+        except OSError as error:
+            raise TierUnavailableError(
+                f"the directory {self.path} cannot be used: {error.strerror}", tier=tier, operation="open"
+            ) from error
+
+    def segment_name(self, slot: int) -> str:
+        """Return the file name of the segment in `slot`."""
+        return f"segment-{self.identity.digest[:4].hex()}-{slot:06d}.kv"
+
+    def list(self) -> Listing:
+        """Return what lies here now. Any thread may call."""
+        segments: list[int] = []
+        own_bytes = os.fstat(self.fd).st_blocks * 512
+        segment_bytes = claimed_bytes = foreign_bytes = foreign_files = 0
+        # A descriptor of its own: two listings at once would share the position of `self.fd`.
+        fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
+        try:
+            with os.scandir(fd) as entries:
+                for entry in entries:
+                    size_bytes, occupied_bytes = _sizes(entry, fd)
+                    match = self._pattern.fullmatch(entry.name)
+                    if match:
+                        segments.append(int(match[1]))
+                        segment_bytes += occupied_bytes
+                        claimed_bytes += max(size_bytes + SEGMENT_RESERVE_BYTES, occupied_bytes)
+                    elif entry.name in _OURS:
+                        own_bytes += occupied_bytes
+                    else:
+                        foreign_files += 1
+                        foreign_bytes += occupied_bytes
+        finally:
+            os.close(fd)
+        self.foreign_files = foreign_files
+        claimed_bytes += foreign_bytes + max(own_bytes, DIRECTORY_RESERVE_BYTES)
+        used_bytes = segment_bytes + foreign_bytes + own_bytes
+        return Listing(tuple(sorted(segments)), used_bytes, claimed_bytes, foreign_files)
+
+    def close(self) -> None:
+        """Give the directory up."""
+        os.close(self._lock_fd)
+        os.close(self.fd)
+
+    def _refuse_foreign(self) -> None:
+        """Refuse a directory that holds files and no marker, before anything is written into it."""
+        names = set(os.listdir(self.fd))
+        strangers = sorted(names - _TOLERATED)
+        if MARKER_NAME not in names and strangers:
+            raise FormatError(
+                f"{self.path} is not empty and not a directory of this tier (it holds {strangers[0]!r}); "
+                "give an empty or a new directory",
+                tier=self._tier,
+                operation="open",
+            )
+
+    def _take_lock(self) -> int:
+        fd = os.open(LOCK_NAME, OPEN_FLAGS | os.O_CREAT, FILE_MODE, dir_fd=self.fd)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            os.close(fd)
+            raise TierBusyError(
+                f"{self.path} is in use by process {owner}; stop it, or give this stack a directory of its own",
+                tier=self._tier,
+                operation="open",
+            ) from error
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        return fd
+
+    def _remove_leftovers(self) -> None:
+        """Remove what a crash while opening may have left."""
+        for name in _LEFTOVERS:
+            try:
+                os.unlink(name, dir_fd=self.fd)
+            except FileNotFoundError:
+                pass
+
+    def _check_marker(self) -> None:
+        try:
+            fd = os.open(MARKER_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self.fd)
+        except FileNotFoundError:
+            self._refuse_foreign()  # it may have been filled while we had no lock
+            self._write_marker()
+            return
+        try:
+            text = os.pread(fd, _MARKER_BYTES_MAX, 0)
+        finally:
+            os.close(fd)
+        try:
+            marker = json.loads(text)
+            version, digest = marker["format"], marker["namespace_digest"]
+            namespace, block_bytes = dict(marker["namespace"]), marker["block_bytes"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._format_error(
+                f"{self.path}/{MARKER_NAME} cannot be read; if the blocks may go, delete the directory"
+            ) from error
+        if version != FORMAT_VERSION:
+            raise self._format_error(
+                f"{self.path} has format version {version}, and this release reads version {FORMAT_VERSION}; "
+                "use the release that wrote it, give another directory, or delete this one"
+            )
+        if digest != self.identity.digest.hex() or block_bytes != self.identity.block_bytes:
+            raise self._format_error(self._difference(namespace, digest, block_bytes))
+
+    def _difference(self, namespace: dict[str, object], digest: object, block_bytes: object) -> str:
+        wanted = json.loads(json.dumps(dict(self.identity.namespace), default=str))
+        found: dict[str, object] = {**namespace, "block_bytes": block_bytes}
+        wanted["block_bytes"] = self.identity.block_bytes
+        fields = [
+            f"{name}: {found.get(name)!r} there, {wanted.get(name)!r} here"
+            for name in sorted(found.keys() | wanted.keys())
+            if found.get(name) != wanted.get(name)
+        ]
+        detail = "; ".join(fields) or f"digest {digest} there, {self.identity.digest.hex()} here"
+        return f"{self.path} holds blocks of another namespace ({detail}); give each namespace its own directory"
+
+    def _write_marker(self) -> None:
+        marker = {
+            "format": FORMAT_VERSION,
+            "namespace_digest": self.identity.digest.hex(),
+            "block_bytes": self.identity.block_bytes,
+            "namespace": dict(self.identity.namespace),
+        }
+        text = json.dumps(marker, indent=2, sort_keys=True, default=str) + "\n"
+        fd = os.open(_MARKER_TEMPORARY, OPEN_FLAGS | os.O_CREAT | os.O_EXCL, FILE_MODE, dir_fd=self.fd)
+        try:
+            os.write(fd, text.encode())
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(_MARKER_TEMPORARY, MARKER_NAME, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        os.fsync(self.fd)
+
+    def _format_error(self, message: str) -> FormatError:
+        return FormatError(message, tier=self._tier, operation="open")
+
+
+def _sizes(entry: os.DirEntry[str], directory_fd: int) -> tuple[int, int]:
+    """Return the size of an entry and what it occupies, a directory with all that is in it; 0 for what has vanished."""
+    try:
+        status = entry.stat(follow_symlinks=False)
+        occupied_bytes = status.st_blocks * 512
+        if entry.is_dir(follow_symlinks=False):
+            occupied_bytes = sum(
+                os.fstat(fd).st_blocks * 512
+                + sum(os.stat(name, dir_fd=fd, follow_symlinks=False).st_blocks * 512 for name in names)
+                for _, _, names, fd in os.fwalk(entry.name, dir_fd=directory_fd)
+            )
+    except OSError:
+        return 0, 0
+    return status.st_size, occupied_bytes

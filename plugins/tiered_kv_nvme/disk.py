@@ -1,0 +1,163 @@
+"""System calls on open files, and the memory they need.
+
+`Disk` is the seam between the engine and the operating system: every transfer, allocation and flush of a
+segment goes through one, so that a test can hand in a disk that fails, stalls or does half the work.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tiered_kv_nvme.layout import PAGE_BYTES
+
+OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+FILE_MODE = 0o600
+
+_PROBE_NAME = "probe.tmp"
+
+
+class Disk:
+    """The system calls of the engine; each may be called by any thread."""
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Write `buffers` at `offset` and return how many bytes were written, perhaps fewer than asked."""
+        return os.pwritev(fd, buffers, offset)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Read from `offset` into `buffers` and return how many bytes came, 0 at the end of the file."""
+        return os.preadv(fd, buffers, offset)
+
+    def fallocate(self, fd: int, size_bytes: int) -> None:
+        """Give the file `size_bytes` of the file system's space; ENOSPC if there is not that much."""
+        os.posix_fallocate(fd, 0, size_bytes)
+
+    def datasync(self, fd: int) -> None:
+        """Wait until what was written is on the device."""
+        os.fdatasync(fd)
+
+
+def write_fully(disk: Disk, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+    """Write all of `buffers` at `offset`, going on after short writes.
+
+    Raises:
+        OSError: The disk failed, or wrote nothing at all; some of the bytes may have been written.
+    """
+    total = sum(map(len, buffers))
+    done = disk.pwritev(fd, buffers, offset)
+    while done < total:
+        written = disk.pwritev(fd, _rest(buffers, done), offset + done)
+        if written <= 0:
+            raise OSError(errno.EIO, f"the disk took {done} of {total} bytes")
+        done += written
+
+
+def read_fully(disk: Disk, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Fill `buffers` from `offset`, going on after short reads.
+
+    Returns:
+        Bytes that were read: fewer than asked for only where the file ends.
+
+    Raises:
+        OSError: The disk failed.
+    """
+    total = sum(map(len, buffers))
+    done = disk.preadv(fd, buffers, offset)
+    while 0 < done < total:
+        came = disk.preadv(fd, _rest(buffers, done), offset + done)
+        if came <= 0:
+            break
+        done += came
+    return done
+
+
+class Scratch:
+    """A page-aligned buffer that grows to what its owner needs. One thread's own."""
+
+    __slots__ = ("_memory",)
+
+    def __init__(self) -> None:
+        self._memory = memoryview(mmap.mmap(-1, PAGE_BYTES))
+
+    def take(self, size_bytes: int) -> memoryview:
+        """Return `size_bytes` of it, holding whatever the last use left there."""
+        if size_bytes > len(self._memory):
+            self._memory = memoryview(mmap.mmap(-1, 1 << (size_bytes - 1).bit_length()))
+        return self._memory[:size_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class DirectIO:
+    """Whether segments are opened with O_DIRECT.
+
+    Args:
+        enabled: Whether they are.
+        reason: Why not; empty where they are.
+    """
+
+    enabled: bool
+    reason: str = ""
+
+    @property
+    def flag(self) -> int:
+        """The flag to open segment files with."""
+        return os.O_DIRECT if self.enabled else 0
+
+
+def probe_direct(disk: Disk, directory_fd: int) -> DirectIO:
+    """Return whether the file system takes direct I/O, found out by one real write and read of a page."""
+    flags = OPEN_FLAGS | os.O_CREAT | os.O_DIRECT
+    page = Scratch().take(PAGE_BYTES)
+    try:
+        fd = os.open(_PROBE_NAME, flags, FILE_MODE, dir_fd=directory_fd)
+    except OSError as error:
+        _unlink_quietly(directory_fd)
+        return DirectIO(False, f"the file system refuses O_DIRECT ({error.strerror})")
+    try:
+        write_fully(disk, fd, [page], 0)
+        if read_fully(disk, fd, [page], 0) != PAGE_BYTES:
+            return DirectIO(False, "a page written with O_DIRECT cannot be read back")
+    except OSError as error:
+        return DirectIO(False, f"a direct write fails here ({error.strerror})")
+    finally:
+        os.close(fd)
+        _unlink_quietly(directory_fd)
+    return DirectIO(True)
+
+
+def file_system_of(path: str) -> str:
+    """Return the type of the file system that holds `path`, such as "ext4"; empty if it cannot be told."""
+    best, kind = "", ""
+    try:
+        with open("/proc/self/mounts", encoding="utf-8") as mounts:
+            for line in mounts:
+                _, point, fs_type = line.split(" ", 3)[:3]
+                point = point.replace("\\040", " ")
+                inside = path == point or path.startswith(point.rstrip("/") + "/")
+                if inside and len(point) >= len(best):
+                    best, kind = point, fs_type
+    except OSError:
+        return ""
+    return kind
+
+
+def _rest(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
+    """Return what is left of `buffers` after their first `done` bytes."""
+    rest: list[memoryview] = []
+    for buffer in buffers:
+        if done >= len(buffer):
+            done -= len(buffer)
+        else:
+            rest.append(buffer[done:] if done else buffer)
+            done = 0
+    return rest
+
+
+def _unlink_quietly(directory_fd: int) -> None:
+    try:
+        os.unlink(_PROBE_NAME, dir_fd=directory_fd)
+    except OSError:
+        pass  # it was never made, or the open that follows will tell

@@ -1,0 +1,144 @@
+"""Segment files: made, opened, given a new generation, sealed, deleted."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import dataclass
+from enum import Enum
+
+from tiered_kv_nvme.counters import Counters
+from tiered_kv_nvme.directory import SEGMENT_RESERVE_BYTES, Directory
+from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS, DirectIO, Disk, Scratch, write_fully
+from tiered_kv_nvme.layout import PAGE_BYTES, SegmentHeader, Summary, checksum, pages
+from tiered_kv_nvme.segment import Segment
+
+
+class NoSegment(Enum):
+    """Why no segment file was made."""
+
+    AT_CAPACITY = "at_capacity"
+    NO_SPACE = "no_space"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentFiles:
+    """The segment files of a directory. Used by the thread that opens it, and then by the reclaimer alone.
+
+    Args:
+        disk: System calls.
+        directory: Where they are.
+        direct: Whether they are opened for direct I/O.
+        counters: The store's.
+        segment_bytes: Size of the files made from now on.
+        capacity_bytes: What the directory may occupy with everything in it.
+    """
+
+    disk: Disk
+    directory: Directory
+    direct: DirectIO
+    counters: Counters
+    segment_bytes: int
+    capacity_bytes: int
+
+    def create(self, slot: int, generation: int) -> Segment | NoSegment:
+        """Make and preallocate the file of a free segment, if the capacity has room for it."""
+        if self.excess_bytes() + self.segment_bytes + SEGMENT_RESERVE_BYTES > 0:
+            return NoSegment.AT_CAPACITY
+        name = self.directory.segment_name(slot)
+        flags = OPEN_FLAGS | os.O_CREAT | os.O_EXCL | self.direct.flag
+        fd = -1
+        try:
+            fd = os.open(name, flags, FILE_MODE, dir_fd=self.directory.fd)
+            self.disk.fallocate(fd, self.segment_bytes)
+            segment = Segment(slot, fd, self.segment_bytes, generation)
+            self._write_header(segment, generation)
+        except OSError as error:
+            self.counters.add("io_errors")
+            if fd >= 0:
+                os.close(fd)
+                self._unlink(slot)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                self.counters.add("no_space_errors")
+                return NoSegment.NO_SPACE
+            return NoSegment.FAILED
+        return segment
+
+    def excess_bytes(self) -> int:
+        """Return by how much the directory's claims are over the capacity; negative for room left."""
+        return self.directory.list().claimed_bytes - self.capacity_bytes
+
+    def open(self, slot: int) -> int:
+        """Open an existing segment file and return its descriptor."""
+        return os.open(self.directory.segment_name(slot), OPEN_FLAGS | self.direct.flag, dir_fd=self.directory.fd)
+
+    def renew(self, segment: Segment, generation: int) -> bool:
+        """Write the header of the segment's next use; return whether that went well.
+
+        It is on the device before any batch of the new generation is, so that nobody ever takes what the old
+        generation's summary says for what the file holds.
+        """
+        try:
+            self._write_header(segment, generation)
+        except OSError:
+            self.counters.add("io_errors")
+            return False
+        return True
+
+    def seal(self, segment: Segment) -> bool:
+        """Write the summary of a segment that nobody writes to any more; return whether that went well.
+
+        Payloads are on the device before the summary is: what it lists can be loaded after a power failure too.
+        A file that was cut short gets none: it would grow again, and look whole.
+        """
+        if segment.damaged:
+            return False
+        table = segment.table.encode()
+        table_bytes = pages(len(table))
+        buffer = Scratch().take(table_bytes + PAGE_BYTES)
+        buffer[: len(table)] = table
+        buffer[len(table) : table_bytes] = bytes(table_bytes - len(table))
+        Summary(
+            table_bytes,
+            len(segment.table),
+            self.directory.identity.digest,
+            segment.generation,
+            segment.epoch,
+            segment.sequence,
+            segment.end_offset,
+            segment.segment_bytes,
+            checksum(buffer[:table_bytes]),
+        ).encode(buffer[table_bytes:])
+        try:
+            self.disk.datasync(segment.fd)
+            write_fully(self.disk, segment.fd, [buffer], segment.segment_bytes - len(buffer))
+        except OSError:
+            self.counters.add("io_errors")
+            return False
+        return True
+
+    def delete(self, segment: Segment) -> None:
+        """Close the file and give its space back."""
+        os.close(segment.fd)
+        self._unlink(segment.slot)
+        self.counters.add("deleted_segments")
+
+    def discard(self, slot: int) -> None:
+        """Delete a file that holds nothing that can be used."""
+        self._unlink(slot)
+        self.counters.add("discarded_segments")
+
+    def _write_header(self, segment: Segment, generation: int) -> None:
+        page = Scratch().take(PAGE_BYTES)
+        identity = self.directory.identity
+        header = SegmentHeader(identity.digest, generation, segment.segment_bytes, identity.block_bytes)
+        header.encode(page)
+        write_fully(self.disk, segment.fd, [page], 0)
+        self.disk.datasync(segment.fd)
+
+    def _unlink(self, slot: int) -> None:
+        try:
+            os.unlink(self.directory.segment_name(slot), dir_fd=self.directory.fd)
+        except OSError:
+            self.counters.add("io_errors")

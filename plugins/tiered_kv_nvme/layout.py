@@ -1,0 +1,314 @@
+"""The bytes of a segment, format version 1; docs/formats-nvme.md draws them.
+
+A segment is a header page, batches front to back, and at its very end a summary of its batches. Everything
+but payloads begins with a magic and an xxh3-128 checksum over all that follows in it. Integers are
+little-endian. Nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from tiered_kv.base import OffloadKey
+
+FORMAT_VERSION = 1
+PAGE_BYTES = 4096
+"""Alignment of everything that a direct transfer begins or ends at."""
+KEY_BYTES_MAX = 1024
+CHECKSUM_BYTES = 16
+
+_SEGMENT_MAGIC = b"TKVNSEG1"
+_BATCH_MAGIC = b"TKVNBAT1"
+_SUMMARY_MAGIC = b"TKVNSUM1"
+
+_PROLOGUE = struct.Struct("<8s16s")  # magic, checksum of what follows
+_SEGMENT = struct.Struct("<II16sQQQ")
+_BATCH = struct.Struct("<II16sQQQQQ")
+_SUMMARY = struct.Struct("<II16sQQQQQ16s")
+_ENTRY = struct.Struct("<QIHH16s")
+_ENTRY_COLUMNS = np.dtype([("offset", "<u8"), ("stored", "<u4"), ("key", "<u2"), ("codec", "<u2"), ("sum", "V16")])
+_BATCH_TABLE_OFFSET = _PROLOGUE.size + _BATCH.size
+ENTRY_BYTES = _ENTRY.size
+
+checksum = xxhash.xxh3_128_digest
+"""The checksum of a buffer, 16 bytes."""
+
+
+def pages(size_bytes: int) -> int:
+    """Return `size_bytes` rounded up to whole pages."""
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def batch_header_bytes(count: int, key_bytes: int) -> int:
+    """Return the size of the header of a batch of `count` blocks whose keys are `key_bytes` in all."""
+    return pages(_BATCH_TABLE_OFFSET + count * ENTRY_BYTES + key_bytes)
+
+
+def summary_bytes(count: int, key_bytes: int) -> int:
+    """Return the size of a segment's summary, its footer page included."""
+    return pages(count * ENTRY_BYTES + key_bytes) + PAGE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    """The first page of a segment.
+
+    Args:
+        digest: The namespace's digest, 16 bytes.
+        generation: Which use of the file this is; a later use of any file in the directory has a greater one.
+        segment_bytes: Size of the file.
+        block_bytes: Size of a block before it is encoded.
+    """
+
+    digest: bytes
+    generation: int
+    segment_bytes: int
+    block_bytes: int
+
+    def encode(self, page: memoryview) -> None:
+        """Write the header into `page`, which is `PAGE_BYTES` long."""
+        fields = (self.digest, self.generation, self.segment_bytes, self.block_bytes)
+        _fill(page, _SEGMENT_MAGIC, _SEGMENT.pack(FORMAT_VERSION, PAGE_BYTES, *fields))
+
+    @classmethod
+    def decode(cls, page: memoryview) -> SegmentHeader | None:
+        """Return the header in `page`, or None if it is damaged or of another version."""
+        if not _intact(page, _SEGMENT_MAGIC):
+            return None
+        version, page_bytes, *fields = _SEGMENT.unpack_from(page, _PROLOGUE.size)
+        if version != FORMAT_VERSION or page_bytes != PAGE_BYTES:
+            return None
+        return cls(*fields)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchHeader:
+    """What stands before a batch's entries.
+
+    Args:
+        header_bytes: Size of the header with its entries and keys, in whole pages.
+        count: Blocks in the batch.
+        digest: The namespace's digest.
+        generation: The segment's generation.
+        epoch: The directory's epoch when the batch was written; a reset of the cache changes it.
+        sequence: The batch's number in its segment, from 0.
+        offset: Where in the segment the batch begins.
+        batch_bytes: Size of header and payloads, in whole pages.
+    """
+
+    header_bytes: int
+    count: int
+    digest: bytes
+    generation: int
+    epoch: int
+    sequence: int
+    offset: int
+    batch_bytes: int
+
+    def encode(self, header: memoryview, entries: Sequence[Entry], keys: Sequence[OffloadKey]) -> None:
+        """Write the header, its entries and their keys into `header`, which is `header_bytes` long."""
+        pack = _ENTRY.pack
+        table = [
+            pack(e.offset, e.stored_bytes, len(k), e.codec, e.checksum) for e, k in zip(entries, keys, strict=True)
+        ]
+        fields = (self.generation, self.epoch, self.sequence, self.offset, self.batch_bytes)
+        fixed = _BATCH.pack(self.header_bytes, self.count, self.digest, *fields)
+        _fill(header, _BATCH_MAGIC, b"".join((fixed, *table, *keys)))
+
+    @classmethod
+    def peek(cls, page: memoryview) -> BatchHeader | None:
+        """Return the fields in the header's first page, not verified, or None if no batch begins here."""
+        if page[:8] != _BATCH_MAGIC:
+            return None
+        return cls(*_BATCH.unpack_from(page, _PROLOGUE.size))
+
+    def decode_entries(self, header: memoryview, room: EntryBounds) -> EntryTable | None:
+        """Return the entries in `header`, all `header_bytes` of it, or None if it is damaged."""
+        if not _intact(header, _BATCH_MAGIC):
+            return None
+        return EntryTable.decode(header[_BATCH_TABLE_OFFSET:], self.count, room)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The footer of a segment's summary, in the segment's last page.
+
+    It answers for the batches before `end_offset`, so that recovery need not read their headers; batches
+    that were written after it follow there.
+
+    Args:
+        table_bytes: Size of the table that lies right before the footer, in whole pages.
+        count: Blocks in it.
+        digest: The namespace's digest.
+        generation: The segment's generation.
+        epoch: The epoch of all its batches.
+        sequence: The number of the batch that follows.
+        end_offset: Where that batch begins.
+        segment_bytes: Size of the segment.
+        table_checksum: xxh3-128 of the table.
+    """
+
+    table_bytes: int
+    count: int
+    digest: bytes
+    generation: int
+    epoch: int
+    sequence: int
+    end_offset: int
+    segment_bytes: int
+    table_checksum: bytes
+
+    def encode(self, page: memoryview) -> None:
+        """Write the footer into `page`, which is `PAGE_BYTES` long."""
+        fields = (self.generation, self.epoch, self.sequence, self.end_offset, self.segment_bytes)
+        fixed = _SUMMARY.pack(self.table_bytes, self.count, self.digest, *fields, self.table_checksum)
+        _fill(page, _SUMMARY_MAGIC, fixed)
+
+    @classmethod
+    def decode(cls, page: memoryview) -> Summary | None:
+        """Return the footer in `page`, or None if it is damaged or was never written."""
+        if not _intact(page, _SUMMARY_MAGIC):
+            return None
+        return cls(*_SUMMARY.unpack_from(page, _PROLOGUE.size))
+
+
+class Entry(NamedTuple):
+    """One stored block.
+
+    Args:
+        offset: Where in the segment its payload begins.
+        stored_bytes: Size of the payload, encoded.
+        codec: The codec's number.
+        checksum: xxh3-128 of the payload as it is stored.
+    """
+
+    offset: int
+    stored_bytes: int
+    codec: int
+    checksum: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EntryBounds:
+    """What the entries of a sound table cannot exceed: payload sizes and where payloads may lie."""
+
+    stored_bytes_max: int
+    end_offset_max: int
+
+
+class EntryTable:
+    """The entries of a segment, in the order they were written, as columns: 31 bytes and a reference each.
+
+    Columns are only ever appended to. Appending needs the pool's lock; reading an entry does not.
+    """
+
+    __slots__ = ("checksums", "codecs", "keys", "offsets", "stored_bytes", "used")
+
+    def __init__(self) -> None:
+        self.keys: list[OffloadKey] = []
+        self.offsets = array("Q")
+        self.stored_bytes = array("I")
+        self.codecs = array("H")
+        self.checksums = bytearray()
+        self.used = bytearray()
+        """1 for a block that was asked for since it was written here."""
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, ordinal: int) -> Entry:
+        start = ordinal * CHECKSUM_BYTES
+        return Entry(
+            self.offsets[ordinal],
+            self.stored_bytes[ordinal],
+            self.codecs[ordinal],
+            bytes(self.checksums[start : start + CHECKSUM_BYTES]),
+        )
+
+    def append(self, keys: Sequence[OffloadKey], entries: Sequence[Entry]) -> None:
+        """Add the blocks of one batch."""
+        self.offsets.extend([entry.offset for entry in entries])
+        self.stored_bytes.extend([entry.stored_bytes for entry in entries])
+        self.codecs.extend([entry.codec for entry in entries])
+        self.checksums += b"".join([entry.checksum for entry in entries])
+        self.used += bytes(len(entries))
+        self.keys += keys
+
+    def extend(self, other: EntryTable) -> None:
+        """Add another table's entries after the own ones."""
+        self.keys += other.keys
+        self.offsets.extend(other.offsets)
+        self.stored_bytes.extend(other.stored_bytes)
+        self.codecs.extend(other.codecs)
+        self.checksums += other.checksums
+        self.used += other.used
+
+    def encode(self) -> bytes:
+        """Return the table as it stands in a summary: the entries, then their keys."""
+        columns = np.zeros(len(self), dtype=_ENTRY_COLUMNS)
+        columns["offset"] = np.frombuffer(self.offsets, dtype=np.uint64)
+        columns["stored"] = np.frombuffer(self.stored_bytes, dtype=np.uint32)
+        columns["key"] = np.fromiter(map(len, self.keys), dtype=np.uint16, count=len(self))
+        columns["codec"] = np.frombuffer(self.codecs, dtype=np.uint16)
+        columns["sum"] = np.frombuffer(self.checksums, dtype="V16")
+        return columns.tobytes() + b"".join(self.keys)
+
+    @classmethod
+    def decode(cls, table: memoryview, count: int, bounds: EntryBounds) -> EntryTable | None:
+        """Return the table of `count` entries at the start of `table`, or None if it cannot be one."""
+        keys_offset = count * ENTRY_BYTES
+        if keys_offset > len(table):
+            return None
+        columns = np.frombuffer(table[:keys_offset], dtype=_ENTRY_COLUMNS)
+        lengths = columns["key"]
+        ends = columns["offset"] + columns["stored"]
+        if (
+            int(lengths.sum(dtype=np.int64)) > len(table) - keys_offset
+            or (columns["stored"] > bounds.stored_bytes_max).any()
+            or (ends > bounds.end_offset_max).any()
+        ):
+            return None
+        decoded = cls()
+        decoded.keys = _split(bytes(table[keys_offset:]), lengths.tolist())
+        decoded.offsets.frombytes(columns["offset"].astype(np.uint64).tobytes())
+        decoded.stored_bytes.frombytes(columns["stored"].astype(np.uint32).tobytes())
+        decoded.codecs.frombytes(columns["codec"].astype(np.uint16).tobytes())
+        decoded.checksums += columns["sum"].tobytes()
+        decoded.used += bytes(count)
+        return decoded
+
+
+def _split(blob: bytes, lengths: list[int]) -> list[OffloadKey]:
+    """Return the keys that stand in `blob` one after the other."""
+    if not lengths:
+        return []
+    size = lengths[0]
+    if lengths.count(size) == len(lengths) and size:  # the usual case, and five times as fast
+        return [OffloadKey(blob[at : at + size]) for at in range(0, size * len(lengths), size)]
+    keys: list[OffloadKey] = []
+    at = 0
+    for length in lengths:
+        keys.append(OffloadKey(blob[at : at + length]))
+        at += length
+    return keys
+
+
+def _fill(target: memoryview, magic: bytes, body: bytes) -> None:
+    """Make `target` the record of `magic` and `body`: zeros after it, its checksum before it."""
+    end = _PROLOGUE.size + len(body)
+    target[_PROLOGUE.size : end] = body
+    target[end:] = bytes(len(target) - end)
+    _PROLOGUE.pack_into(target, 0, magic, checksum(target[_PROLOGUE.size :]))
+
+
+def _intact(record: memoryview, magic: bytes) -> bool:
+    """Return whether `record` is one of `magic` whose checksum is right."""
+    found, stored = _PROLOGUE.unpack_from(record)
+    return bool(found == magic and stored == checksum(record[_PROLOGUE.size :]))

@@ -1,0 +1,251 @@
+"""The segments, and who may touch which: room for writers, pins for readers, order for the reclaimer.
+
+One condition, `SegmentPool.changed`, guards the segments and the index. It is held for microseconds, never
+across I/O. Methods whose docstring begins with "Locked" want the caller to hold it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from tiered_kv_nvme.layout import batch_header_bytes
+from tiered_kv_nvme.segment import Demand, Segment, SegmentState
+
+
+class Stream(Enum):
+    """Who fills segments. Each has its own, so that stores cannot take the room that used blocks move to."""
+
+    STORES = "stores"
+    RELOCATIONS = "relocations"
+
+    @property
+    def spare(self) -> int:
+        """How many free segments it leaves to the other."""
+        return 1 if self is Stream.STORES else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Room for one batch, which its holder must `commit` or `abandon`.
+
+    Args:
+        segment: Where it is; neither sealed nor reclaimed before the reservation ends.
+        offset: Where in it the batch begins.
+        count: How many blocks of the demand it is for.
+        key_bytes: Size of their keys.
+        header_bytes: Size of the batch's header.
+        batch_bytes: Size of the batch.
+        generation, epoch, sequence: What the batch's header says.
+    """
+
+    segment: Segment
+    offset: int
+    count: int
+    key_bytes: int
+    header_bytes: int
+    batch_bytes: int
+    generation: int
+    epoch: int
+    sequence: int
+
+
+class SegmentPool:
+    """All segments of a directory.
+
+    Args:
+        epoch: The directory's epoch.
+        free_target: How many free segments the reclaimer keeps ready.
+    """
+
+    def __init__(self, epoch: int, free_target: int) -> None:
+        self.changed = threading.Condition(threading.Lock())
+        self.epoch = epoch
+        self.resets = 0
+        """How often the cache was reset."""
+        self.closed = False
+        self.free_target = free_target
+        self.segments: dict[int, Segment] = {}
+        self.generation = 0
+        """The greatest generation that was given out."""
+        self._ages = itertools.count()
+        self._free: deque[Segment] = deque()
+        self._active: dict[Stream, Segment] = {}
+
+    # For writers.
+
+    def reserve(self, demand: Demand, resets: int, timeout_s: float, stream: Stream) -> Reservation | None:
+        """Take room for as many blocks of `demand` as the stream's active segment still holds, at least one.
+
+        Args:
+            demand: The blocks.
+            resets: The value of `self.resets` when the blocks were offered.
+            timeout_s: How long to wait for a free segment.
+            stream: Who asks.
+
+        Returns:
+            The room, or None if none came in time, the cache was reset since, or the pool is closed.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self.changed:
+            while not self.closed and resets == self.resets:
+                active = self._active.get(stream)
+                if active is not None:
+                    count = active.fit(demand)
+                    if count:
+                        return self._take(active, demand, count)
+                    self._retire(stream)
+                if len(self._free) > stream.spare:
+                    self._activate(self._free.popleft(), stream)
+                    continue
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0 or not self.changed.wait(remaining_s):
+                    return None
+        return None
+
+    def commit(self, reservation: Reservation) -> bool:
+        """Locked. End a reservation whose batch is written; return whether its blocks are still valid."""
+        self._end_write(reservation.segment)
+        return reservation.epoch == self.epoch and not self.closed
+
+    def abandon(self, reservation: Reservation) -> None:
+        """Locked. End a reservation whose batch was not completely written.
+
+        If nothing was reserved after it the room is used again. Otherwise it is a hole that a scan cannot see
+        past, so no more is added to the segment, and its summary will tell what lies beyond.
+        """
+        segment = reservation.segment
+        if segment.end_offset == reservation.offset + reservation.batch_bytes:
+            segment.end_offset = reservation.offset
+            segment.sequence = reservation.sequence
+            segment.reserved_blocks -= reservation.count
+            segment.key_bytes -= reservation.key_bytes
+        else:
+            for stream in [stream for stream, active in self._active.items() if active is segment]:
+                self._retire(stream)
+        self._end_write(segment)
+
+    def _take(self, segment: Segment, demand: Demand, count: int) -> Reservation:
+        key_bytes = demand.key_ends[count - 1]
+        header_bytes = batch_header_bytes(count, key_bytes)
+        reservation = Reservation(
+            segment,
+            segment.end_offset,
+            count,
+            key_bytes,
+            header_bytes,
+            demand.batch_bytes(count),
+            segment.generation,
+            segment.epoch,
+            segment.sequence,
+        )
+        segment.end_offset += reservation.batch_bytes
+        segment.sequence += 1
+        segment.reserved_blocks += count
+        segment.key_bytes += key_bytes
+        segment.writers += 1
+        return reservation
+
+    def _activate(self, segment: Segment, stream: Stream) -> None:
+        assert segment.state is SegmentState.FREE
+        segment.state = SegmentState.ACTIVE
+        segment.epoch = self.epoch
+        self._active[stream] = segment
+        self.changed.notify_all()  # the reclaimer: there is one free segment less
+
+    def _retire(self, stream: Stream) -> None:
+        segment = self._active.pop(stream)
+        segment.state = SegmentState.FULL
+        segment.age = next(self._ages)
+        self.changed.notify_all()
+
+    def _end_write(self, segment: Segment) -> None:
+        segment.writers -= 1
+        if not segment.writers and segment.state is not SegmentState.ACTIVE:
+            self.changed.notify_all()
+
+    # For readers.
+
+    def pin(self, slots: Iterable[int]) -> None:
+        """Locked. Keep segments from being used again while they are read."""
+        for slot in slots:
+            self.segments[slot].readers += 1
+
+    def unpin(self, slots: Iterable[int]) -> None:
+        """Locked. Undo `pin`."""
+        for slot in slots:
+            segment = self.segments[slot]
+            segment.readers -= 1
+            if not segment.readers and segment.state is SegmentState.RECLAIMING:
+                self.changed.notify_all()
+
+    # For recovery and the reclaimer.
+
+    def adopt(self, segment: Segment) -> None:
+        """Locked. Add a segment, the oldest first; a free one is ready for writers then."""
+        assert segment.slot not in self.segments or self.segments[segment.slot] is segment
+        self.segments[segment.slot] = segment
+        segment.age = next(self._ages)
+        self.generation = max(self.generation, segment.generation)
+        if segment.state is SegmentState.FREE:
+            self._free.append(segment)
+            self.changed.notify_all()
+
+    def resume(self, segment: Segment) -> None:
+        """Locked. Go on adding to a segment that was found with room left."""
+        segment.state = SegmentState.ACTIVE
+        self._active[Stream.STORES] = segment
+
+    def remove(self, segment: Segment) -> None:
+        """Locked. Take a segment out, before its file is deleted."""
+        assert not segment.readers
+        assert not segment.writers
+        del self.segments[segment.slot]
+
+    def next_generation(self) -> int:
+        """Locked. Return a generation greater than all before."""
+        self.generation += 1
+        return self.generation
+
+    @property
+    def free_missing(self) -> int:
+        """Locked. How many free segments are missing."""
+        return self.free_target - len(self._free)
+
+    def full(self) -> Segment | None:
+        """Locked. Return a segment that can be sealed."""
+        return min(
+            (s for s in self.segments.values() if s.state is SegmentState.FULL and not s.writers),
+            key=lambda segment: segment.age,
+            default=None,
+        )
+
+    def oldest(self) -> Segment | None:
+        """Locked. Return the segment to reclaim next: one that was reset if there is one, else the oldest unread."""
+        return min(self._reclaimable(), key=lambda s: (s.epoch == self.epoch, s.age), default=None)
+
+    def reset(self, epoch: int) -> None:
+        """Locked. Make every segment's contents void."""
+        self.epoch = epoch
+        self.resets += 1
+        for stream in tuple(self._active):
+            self._retire(stream)
+        self.changed.notify_all()
+
+    def close(self) -> None:
+        """Locked. Let no one reserve any more; active segments become full."""
+        self.closed = True
+        for stream in tuple(self._active):
+            self._retire(stream)
+        self.changed.notify_all()
+
+    def _reclaimable(self) -> Iterator[Segment]:
+        for segment in self.segments.values():
+            idle = not segment.writers and not segment.readers
+            if idle and segment.state in (SegmentState.FULL, SegmentState.SEALED):
+                yield segment

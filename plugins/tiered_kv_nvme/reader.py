@@ -1,0 +1,238 @@
+"""Loads: places that follow each other on the disk are read by one vectored call, and every block is verified."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.toolkit.codecs import RAW, codec_by_id
+from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
+from tiered_kv_nvme.counters import Counters
+from tiered_kv_nvme.disk import Disk, Scratch, read_fully
+from tiered_kv_nvme.index import Index, ordinal_of, place_of, slot_of
+from tiered_kv_nvme.layout import PAGE_BYTES, Entry, checksum, pages
+from tiered_kv_nvme.pool import SegmentPool
+from tiered_kv_nvme.segment import Segment
+
+RUN_BYTES_MAX = 8 << 20
+RUN_BLOCKS_MAX = 256
+GAP_BYTES_MAX = 64 << 10
+"""What lies between two wanted blocks is read along and thrown away up to here: a header, or a few blocks."""
+
+
+class Wanted(NamedTuple):
+    """A block to read: where it goes, and what the index knew of it when its segment was pinned."""
+
+    key: OffloadKey
+    block: memoryview
+    segment: Segment
+    ordinal: int
+    entry: Entry
+
+
+@dataclass(slots=True)
+class Run:
+    """Blocks of one segment that one call reads.
+
+    Args:
+        blocks: In the order they lie on the disk.
+        scatter: Whether each goes straight to where it is wanted; otherwise all go through a buffer.
+    """
+
+    blocks: list[Wanted]
+    scatter: bool
+    end_offset: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.end_offset = _end(self.blocks[-1].entry)
+
+    @property
+    def offset(self) -> int:
+        """Where the run begins."""
+        return self.blocks[0].entry.offset
+
+    def takes(self, wanted: Wanted, scatter: bool) -> bool:
+        """Add a block that lies behind the run, if it is near enough; return whether it was added."""
+        gap_bytes = wanted.entry.offset - self.end_offset
+        if (
+            wanted.segment is not self.blocks[0].segment
+            or scatter is not self.scatter
+            or not 0 <= gap_bytes <= GAP_BYTES_MAX
+            or len(self.blocks) >= RUN_BLOCKS_MAX
+            or _end(wanted.entry) - self.offset > RUN_BYTES_MAX
+        ):
+            return False
+        self.blocks.append(wanted)
+        self.end_offset = _end(wanted.entry)
+        return True
+
+
+class BlockReader:
+    """Reads blocks; every method may be called by several threads at once.
+
+    Args:
+        disk: System calls.
+        pool, index, counters: The store's.
+        block_bytes: Size of a block.
+        scatter: Whether blocks may be read straight into the caller's memory, as `gather` of `BatchWriter`.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        pool: SegmentPool,
+        index: Index,
+        counters: Counters,
+        *,
+        block_bytes: int,
+        scatter: bool,
+    ) -> None:
+        self._disk = disk
+        self._pool = pool
+        self._index = index
+        self._counters = counters
+        self._block_bytes = block_bytes
+        self._scatter = scatter
+        self._local = threading.local()
+
+    def load(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
+        """Load blocks.
+
+        Args:
+            keys: The blocks' keys.
+            blocks: Writable memory of `block_bytes` for each; what fails to load leaves anything in it.
+
+        Returns:
+            The keys that were loaded and verified, and if they are not all, why.
+        """
+        wanted, epoch = self._pin(keys, blocks)
+        slots = {item.segment.slot for item in wanted}
+        loaded: set[OffloadKey] = set()
+        corrupt: list[Wanted] = []
+        reason = "absent" if len(wanted) < len(keys) else ""
+        try:
+            for run in self._runs(wanted):
+                try:
+                    sound = self._read(run)
+                except OSError:
+                    self._counters.add("io_errors")
+                    reason = "io_error"
+                    continue
+                for item in run.blocks:
+                    if item.ordinal in sound:
+                        item.segment.table.used[item.ordinal] = 1
+                        loaded.add(item.key)
+                    else:
+                        corrupt.append(item)
+        finally:
+            still_valid = self._unpin(slots, corrupt, epoch)
+        if corrupt:
+            reason = "checksum"
+        if not still_valid:
+            return Outcome((), "reset")
+        return ALL_DONE if len(loaded) == len(set(keys)) else Outcome(loaded, reason)
+
+    def read_stored(self, segment: Segment, ordinals: Sequence[int], buffer: Scratch) -> list[memoryview | None]:
+        """Return the stored bytes of some entries of one segment, in a thread's own buffer; None for corrupt ones.
+
+        Raises:
+            OSError: The disk failed.
+        """
+        entries = [segment.table[ordinal] for ordinal in ordinals]
+        start = min(entry.offset for entry in entries) // PAGE_BYTES * PAGE_BYTES
+        end = pages(max(map(_end, entries)))
+        span = buffer.take(end - start)
+        came = read_fully(self._disk, segment.fd, [span], start)
+        return [_sound_payload(span[:came], entry, start) for entry in entries]
+
+    def _pin(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> tuple[list[Wanted], int]:
+        """Return where the blocks are that are here, their segments pinned, and the epoch."""
+        wanted: list[Wanted] = []
+        pool = self._pool
+        with pool.changed:
+            places = self._index.places
+            for key, block in zip(keys, blocks, strict=True):
+                place = places.get(key)
+                if place is not None:
+                    segment, ordinal = pool.segments[slot_of(place)], ordinal_of(place)
+                    wanted.append(Wanted(key, block, segment, ordinal, segment.table[ordinal]))
+            pool.pin({item.segment.slot for item in wanted})
+            return wanted, pool.epoch
+
+    def _unpin(self, slots: set[int], corrupt: Sequence[Wanted], epoch: int) -> bool:
+        """Release the segments, forget corrupt blocks, and return whether there was no reset meanwhile."""
+        dropped = 0
+        with self._pool.changed:
+            for item in corrupt:
+                dropped += self._index.drop(item.key, place_of(item.segment.slot, item.ordinal))
+            self._pool.unpin(slots)
+            still_valid = self._pool.epoch == epoch
+        if dropped:
+            self._counters.add("corrupt_blocks", dropped)
+        return still_valid
+
+    def _runs(self, wanted: list[Wanted]) -> list[Run]:
+        """Return the blocks as runs."""
+        wanted.sort(key=lambda item: (item.segment.slot, item.entry.offset))
+        runs: list[Run] = []
+        for item in wanted:
+            scatter = self._can_scatter(item.entry)
+            if not runs or not runs[-1].takes(item, scatter):
+                runs.append(Run([item], scatter))
+        return runs
+
+    def _can_scatter(self, entry: Entry) -> bool:
+        raw = entry.codec == RAW.codec_id and entry.stored_bytes == self._block_bytes
+        return self._scatter and raw and entry.offset % PAGE_BYTES == 0
+
+    def _read(self, run: Run) -> set[int]:
+        """Read a run into its blocks and return the ordinals of those that are sound."""
+        return self._read_scattered(run) if run.scatter else self._read_buffered(run)
+
+    def _read_scattered(self, run: Run) -> set[int]:
+        buffers: list[memoryview] = []
+        at = run.offset
+        for item in run.blocks:
+            if item.entry.offset > at:
+                buffers.append(self._scratch().take(GAP_BYTES_MAX)[: item.entry.offset - at])
+            buffers.append(item.block)
+            at = _end(item.entry)
+        came = read_fully(self._disk, run.blocks[0].segment.fd, buffers, run.offset)
+        return {
+            item.ordinal
+            for item in run.blocks
+            if _end(item.entry) - run.offset <= came and checksum(item.block) == item.entry.checksum
+        }
+
+    def _read_buffered(self, run: Run) -> set[int]:
+        start = run.offset // PAGE_BYTES * PAGE_BYTES
+        span = self._scratch().take(pages(run.end_offset) - start)
+        came = read_fully(self._disk, run.blocks[0].segment.fd, [span], start)
+        sound: set[int] = set()
+        for item in run.blocks:
+            payload = _sound_payload(span[:came], item.entry, start)
+            codec = codec_by_id(item.entry.codec)
+            if payload is not None and codec is not None and codec.decode(payload, item.block):
+                sound.add(item.ordinal)
+        return sound
+
+    def _scratch(self) -> Scratch:
+        scratch: Scratch | None = getattr(self._local, "scratch", None)
+        if scratch is None:
+            scratch = self._local.scratch = Scratch()
+        return scratch
+
+
+def _end(entry: Entry) -> int:
+    return entry.offset + entry.stored_bytes
+
+
+def _sound_payload(span: memoryview, entry: Entry, start: int) -> memoryview | None:
+    """Return an entry's payload out of a `span` read from `start`, or None if it is cut off or corrupt."""
+    at = entry.offset - start
+    payload = span[at : at + entry.stored_bytes]
+    sound = len(payload) == entry.stored_bytes and checksum(payload) == entry.checksum
+    return payload if sound else None

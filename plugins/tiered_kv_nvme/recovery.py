@@ -1,0 +1,225 @@
+"""Opening: what the segment files say, from their summaries where they have one, else batch by batch.
+
+A batch counts if its header is intact, is of its segment's generation and the directory's epoch, and has the
+next sequence number. The first that does not ends its segment. Batches that no summary answers for were being
+written when the process ended, so their payloads are verified too.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from tiered_kv_nvme.disk import Disk, Scratch, read_fully
+from tiered_kv_nvme.files import SegmentFiles
+from tiered_kv_nvme.index import Index, place_of
+from tiered_kv_nvme.layout import (
+    PAGE_BYTES,
+    BatchHeader,
+    EntryBounds,
+    EntryTable,
+    SegmentHeader,
+    Summary,
+    checksum,
+)
+from tiered_kv_nvme.pool import SegmentPool
+from tiered_kv_nvme.segment import Segment, SegmentState
+
+
+def recover(files: SegmentFiles, pool: SegmentPool, index: Index, *, threads: int) -> None:
+    """Fill `pool` and `index` from the directory; unusable segments, and those over the capacity, are deleted.
+
+    Args:
+        files: The directory's segment files.
+        pool, index: Empty; nobody else uses them yet.
+        threads: How many segments are read at once.
+
+    Raises:
+        OSError: A segment file cannot be opened; nothing is left open.
+    """
+    slots = files.directory.list().segments
+    with ThreadPoolExecutor(threads, thread_name_prefix="tiered-kv-nvme-recovery") as executor:
+        scans = [executor.submit(_Scan(files, slot, pool.epoch).run) for slot in slots]
+    found = sorted(_results(scans), key=_newest_last(pool.epoch))
+    found = _within_capacity(files, found)
+    resumable: Segment | None = None
+    with pool.changed:
+        for segment in found:
+            pool.adopt(segment)
+            index.add(segment.table.keys, place_of(segment.slot, 0))
+            if len(segment.table) and not segment.damaged:
+                resumable = segment
+        if resumable is not None:
+            pool.resume(resumable)
+    files.counters.add("recovered_blocks", len(index.places))
+
+
+class _Scan:
+    """The scan of one segment file, on a thread of its own."""
+
+    def __init__(self, files: SegmentFiles, slot: int, epoch: int) -> None:
+        self._files = files
+        self._disk: Disk = files.disk
+        self._slot = slot
+        self._epoch = epoch
+        self._identity = files.directory.identity
+        self._scratch = Scratch()
+        self._file_bytes = 0
+
+    def run(self) -> Segment | None:
+        """Return the segment, or None if its file is of no use and was deleted."""
+        try:
+            fd = self._files.open(self._slot)
+        except OSError as error:
+            if error.errno != errno.ELOOP:  # too many open files, say: no reason to delete anything
+                raise
+            self._files.discard(self._slot)  # a symbolic link
+            return None
+        try:
+            segment = self._read(fd)
+        except OSError:
+            self._files.counters.add("io_errors")
+            segment = None
+        if segment is None:
+            os.close(fd)
+            self._files.discard(self._slot)
+        return segment
+
+    def _read(self, fd: int) -> Segment | None:
+        page = self._scratch.take(PAGE_BYTES)
+        header = SegmentHeader.decode(page) if read_fully(self._disk, fd, [page], 0) == PAGE_BYTES else None
+        identity = self._identity
+        if header is None or (header.digest, header.block_bytes) != (identity.digest, identity.block_bytes):
+            return None
+        segment = Segment(self._slot, fd, header.segment_bytes, header.generation)
+        self._file_bytes = os.fstat(fd).st_size
+        segment.damaged = self._file_bytes < header.segment_bytes
+        summary = self._read_summary(segment)
+        if summary is not None and summary.epoch != self._epoch:
+            segment.epoch = summary.epoch
+            segment.state = SegmentState.SEALED
+            return segment
+        batches = self._read_batches(segment)
+        if len(segment.table) or segment.damaged:
+            segment.epoch = self._epoch
+            segment.state = SegmentState.SEALED if summary is not None and not batches else SegmentState.FULL
+        segment.reserved_blocks = len(segment.table)
+        segment.key_bytes = sum(map(len, segment.table.keys))
+        return segment
+
+    def _read_summary(self, segment: Segment) -> Summary | None:
+        """Fill the segment from its summary; return None if it has no sound one."""
+        footer_offset = segment.segment_bytes - PAGE_BYTES
+        page = self._scratch.take(PAGE_BYTES)
+        if read_fully(self._disk, segment.fd, [page], footer_offset) != PAGE_BYTES:
+            return None
+        summary = Summary.decode(page)
+        if (
+            summary is None
+            or summary.digest != self._identity.digest
+            or summary.generation != segment.generation
+            or summary.segment_bytes != segment.segment_bytes
+            or summary.table_bytes > footer_offset
+        ):
+            return None
+        table = self._scratch.take(summary.table_bytes)
+        came = read_fully(self._disk, segment.fd, [table], footer_offset - summary.table_bytes)
+        if came != len(table) or checksum(table) != summary.table_checksum:
+            return None
+        entries = EntryTable.decode(table, summary.count, self._bounds(summary.end_offset))
+        if entries is None:
+            return None
+        segment.end_offset = summary.end_offset
+        segment.sequence = summary.sequence
+        if summary.epoch == self._epoch:
+            segment.table = entries
+        return summary
+
+    def _read_batches(self, segment: Segment) -> int:
+        """Add the batches that follow what is known of the segment; return how many there are."""
+        first_sequence = segment.sequence
+        while segment.end_offset + PAGE_BYTES <= segment.segment_bytes:
+            batch = self._read_batch(segment)
+            if batch is None:
+                break
+            header, entries = batch
+            segment.table.extend(entries)
+            segment.end_offset += header.batch_bytes
+            segment.sequence += 1
+        return segment.sequence - first_sequence
+
+    def _read_batch(self, segment: Segment) -> tuple[BatchHeader, EntryTable] | None:
+        """Return the batch at the segment's end, read and verified as a whole, or None if there is none."""
+        offset = segment.end_offset
+        page = self._scratch.take(PAGE_BYTES)
+        if read_fully(self._disk, segment.fd, [page], offset) != PAGE_BYTES:
+            return None
+        header = BatchHeader.peek(page)
+        if header is None or not self._follows(header, segment):
+            return None
+        batch = self._scratch.take(header.batch_bytes)
+        batch = batch[: read_fully(self._disk, segment.fd, [batch], offset)]
+        if len(batch) < header.header_bytes:
+            return None
+        entries = header.decode_entries(batch[: header.header_bytes], self._bounds(offset + header.batch_bytes))
+        if entries is None or not _all_sound(batch, entries, offset):
+            return None
+        return header, entries
+
+    def _follows(self, header: BatchHeader, segment: Segment) -> bool:
+        """Return whether a header, not yet verified, is that of the segment's next batch."""
+        room_bytes = min(segment.segment_bytes, self._file_bytes) - segment.end_offset
+        return (
+            header.digest == self._identity.digest
+            and header.generation == segment.generation
+            and header.epoch == self._epoch
+            and header.sequence == segment.sequence
+            and header.offset == segment.end_offset
+            and 0 < header.header_bytes <= header.batch_bytes <= room_bytes
+            and header.header_bytes % PAGE_BYTES == header.batch_bytes % PAGE_BYTES == 0
+        )
+
+    def _bounds(self, end_offset: int) -> EntryBounds:
+        return EntryBounds(self._identity.block_bytes, end_offset)
+
+
+def _all_sound(batch: memoryview, entries: EntryTable, offset: int) -> bool:
+    """Return whether every payload of a batch read from `offset` is there and matches its checksum."""
+    for ordinal in range(len(entries)):
+        entry = entries[ordinal]
+        at = entry.offset - offset
+        payload = batch[at : at + entry.stored_bytes] if at >= 0 else batch[:0]
+        if len(payload) != entry.stored_bytes or checksum(payload) != entry.checksum:
+            return False
+    return True
+
+
+def _results(scans: Sequence[Future[Segment | None]]) -> list[Segment]:
+    """Return the segments that were found, or close them and raise what one of the scans raised."""
+    failures = [error for scan in scans if (error := scan.exception()) is not None]
+    segments = [found for scan in scans if not scan.exception() and (found := scan.result()) is not None]
+    if failures:
+        for segment in segments:
+            os.close(segment.fd)
+        raise failures[0]
+    return segments
+
+
+def _within_capacity(files: SegmentFiles, found: Sequence[Segment]) -> list[Segment]:
+    """Delete segments until the directory is within its capacity, and return those that stay."""
+    kept = list(found)
+    while kept and files.excess_bytes() > 0:
+        files.delete(kept.pop(0))
+        files.counters.add("discarded_segments")
+    return kept
+
+
+def _newest_last(epoch: int) -> Callable[[Segment], tuple[bool, bool, int]]:
+    """Return the order in which segments are given up: free and reset ones first, then the oldest."""
+    return lambda segment: (
+        segment.state is not SegmentState.FREE and segment.epoch == epoch,
+        segment.state is not SegmentState.FREE,
+        segment.generation,
+    )

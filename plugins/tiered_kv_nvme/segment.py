@@ -1,0 +1,129 @@
+"""One segment: a large file that is filled front to back with batches, then read, then used again."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import accumulate
+
+from tiered_kv_nvme.layout import (
+    PAGE_BYTES,
+    EntryTable,
+    batch_header_bytes,
+    pages,
+    summary_bytes,
+)
+
+
+class SegmentState(Enum):
+    """Where a segment stands; it goes through these in turn, and round."""
+
+    FREE = "free"
+    """Its header is written and it holds nothing."""
+    ACTIVE = "active"
+    """Batches are being added; at most one segment of each stream is."""
+    FULL = "full"
+    """No batch is added any more; batches may still be being written, and its summary is not."""
+    SEALED = "sealed"
+    """Its summary is written."""
+    RECLAIMING = "reclaiming"
+    """Its blocks move on or are dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a batch needs, for every number of blocks that may fit.
+
+    Args:
+        payload_ends: Payload bytes of the first n blocks, at n - 1.
+        key_ends: Key bytes of the first n blocks, at n - 1.
+    """
+
+    payload_ends: Sequence[int]
+    key_ends: Sequence[int]
+
+    @classmethod
+    def of(cls, payload_bytes: Sequence[int], key_bytes: Sequence[int]) -> Demand:
+        """Return the demand of blocks of these sizes."""
+        return cls(list(accumulate(payload_bytes)), list(accumulate(key_bytes)))
+
+    def batch_bytes(self, count: int) -> int:
+        """Return the size of a batch of the first `count` blocks."""
+        header_bytes = batch_header_bytes(count, self.key_ends[count - 1])
+        return header_bytes + pages(self.payload_ends[count - 1])
+
+
+class Segment:
+    """A segment's file and what is known of it.
+
+    Everything but `slot`, `fd` and `segment_bytes` belongs to the pool and changes under its lock; `table` is
+    replaced, never emptied, when the segment is used again, so a reader may keep the one that it found.
+
+    Args:
+        slot: The number in its file's name, which index entries carry.
+        fd: The file, open.
+        segment_bytes: Its size.
+        generation: Which use of it this is.
+    """
+
+    __slots__ = (
+        "age",
+        "damaged",
+        "end_offset",
+        "epoch",
+        "fd",
+        "generation",
+        "key_bytes",
+        "readers",
+        "reserved_blocks",
+        "segment_bytes",
+        "sequence",
+        "slot",
+        "state",
+        "table",
+        "writers",
+    )
+
+    def __init__(self, slot: int, fd: int, segment_bytes: int, generation: int) -> None:
+        self.slot = slot
+        self.fd = fd
+        self.segment_bytes = segment_bytes
+        self.damaged = False
+        """Whether the file is shorter than its header says, so that it cannot be used again."""
+        self.age = 0
+        """When it was filled: the order in which segments are sealed and reclaimed."""
+        self.writers = 0
+        self.readers = 0
+        self.renew(generation)
+
+    def renew(self, generation: int) -> None:
+        """Make it empty, for its next use."""
+        self.generation = generation
+        self.state = SegmentState.FREE
+        self.epoch = 0
+        self.table = EntryTable()
+        self.end_offset = PAGE_BYTES
+        self.sequence = 0
+        self.reserved_blocks = 0
+        self.key_bytes = 0
+
+    def fit(self, demand: Demand) -> int:
+        """Return how many blocks of `demand` a batch at the end of this segment can hold."""
+        wanted = len(demand.payload_ends)
+        if self._fits(demand, wanted):
+            return wanted
+        return bisect.bisect_left(range(1, wanted), True, key=lambda count: not self._fits(demand, count))
+
+    def _fits(self, demand: Demand, count: int) -> bool:
+        """Return whether `count` blocks fit, and the summary of everything after them."""
+        key_bytes = self.key_bytes + demand.key_ends[count - 1]
+        end_offset = self.end_offset + demand.batch_bytes(count)
+        return end_offset + summary_bytes(self.reserved_blocks + count, key_bytes) <= self.segment_bytes
+
+
+def segment_bytes_min(block_bytes: int, key_bytes: int, count: int) -> int:
+    """Return the size of a segment that holds `count` blocks in one batch."""
+    batch_bytes = batch_header_bytes(count, count * key_bytes) + pages(count * pages(block_bytes))
+    return PAGE_BYTES + batch_bytes + summary_bytes(count, count * key_bytes)

@@ -1,0 +1,39 @@
+"""The YAML entry of an nvme tier."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from tiered_kv.settings import TierSettings
+from tiered_kv.units import Bytes, Count
+
+
+def _on_or_off(value: object) -> object:
+    """Undo what YAML makes of the words on and off."""
+    return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+
+
+Direct = Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_or_off)]
+
+
+class NvmeSettings(TierSettings):
+    """Settings of the tier that keeps blocks in a local directory."""
+
+    type: str = "nvme"
+    path: str = Field(min_length=1, description="The directory; made if it is missing. One process owns it.")
+    capacity: Bytes = Field(description="What the directory may occupy, everything in it counted.")
+    segment: Bytes | None = Field(
+        default=None,
+        description="Size of a segment file, a multiple of 4KiB; by default a 64th of the capacity, "
+        "within 8MiB and 256MiB. Space is reclaimed a segment at a time.",
+    )
+    threads: Count = Field(default=8, ge=1, le=256, description="How many transfers run at once.")
+    direct: Direct = Field(
+        default="auto",
+        description="O_DIRECT: where the file system takes it (auto), or it is an error if not (on), or never (off).",
+    )
+    codec: Literal["raw", "zstd"] = Field(
+        default="raw", description="How blocks are stored: as they are, or compressed (extra `zstd`)."
+    )

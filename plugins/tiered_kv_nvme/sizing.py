@@ -1,0 +1,100 @@
+"""How a capacity is divided into segments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tiered_kv.errors import ConfigError
+from tiered_kv.units import format_bytes
+from tiered_kv_nvme.directory import DIRECTORY_RESERVE_BYTES, SEGMENT_RESERVE_BYTES
+from tiered_kv_nvme.layout import KEY_BYTES_MAX, PAGE_BYTES, pages
+from tiered_kv_nvme.segment import segment_bytes_min
+
+SEGMENTS_MIN = 4
+"""One that is filled, two that are kept free, one that holds."""
+SEGMENTS_MAX = 512
+"""Each is an open file, and a process is often allowed 1024."""
+
+_SEGMENTS_WANTED = 64
+_SEGMENTS_COMFORTABLE = 8
+_SEGMENT_BYTES_FLOOR = 8 << 20
+_SEGMENT_BYTES_CEILING = 256 << 20
+_BLOCKS_COMFORTABLE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """Sizes of a directory.
+
+    Args:
+        capacity_bytes: What it may occupy, everything in it counted.
+        segment_bytes: Size of a segment.
+    """
+
+    capacity_bytes: int
+    segment_bytes: int
+
+    @property
+    def segments_max(self) -> int:
+        """How many segments the capacity has room for."""
+        return _segments(self.capacity_bytes, self.segment_bytes)
+
+    @classmethod
+    def of(cls, capacity_bytes: int, block_bytes: int, segment_bytes: int | None = None) -> Sizing:
+        """Return the sizing for blocks of `block_bytes`.
+
+        Args:
+            capacity_bytes: The directory's capacity.
+            block_bytes: Size of a block.
+            segment_bytes: Size of a segment if that shall not be chosen here.
+
+        Raises:
+            ConfigError: The sizes do not fit each other; it says what would.
+        """
+        least_bytes = segment_bytes_min(block_bytes, KEY_BYTES_MAX, 1)
+        if segment_bytes is not None:
+            if segment_bytes < least_bytes or segment_bytes % PAGE_BYTES:
+                raise ConfigError(
+                    f"a segment of {format_bytes(segment_bytes)} does not do for blocks of "
+                    f"{format_bytes(block_bytes)}: it takes a multiple of {format_bytes(PAGE_BYTES)}, "
+                    f"at least {format_bytes(least_bytes)}",
+                    location="segment",
+                )
+            if _segments(capacity_bytes, segment_bytes) > SEGMENTS_MAX:
+                raise ConfigError(
+                    f"a capacity of {format_bytes(capacity_bytes)} in segments of {format_bytes(segment_bytes)} "
+                    f"makes more than {SEGMENTS_MAX} open files: it takes at least "
+                    f"{format_bytes(pages(capacity_bytes // SEGMENTS_MAX))}",
+                    location="segment",
+                )
+            least_bytes = segment_bytes
+        capacity_min = DIRECTORY_RESERVE_BYTES + SEGMENTS_MIN * (least_bytes + SEGMENT_RESERVE_BYTES)
+        if capacity_bytes < capacity_min:
+            raise ConfigError(
+                f"a capacity of {format_bytes(capacity_bytes)} is too small for blocks of {format_bytes(block_bytes)}"
+                + (f" and segments of {format_bytes(segment_bytes)}" if segment_bytes else "")
+                + f": it takes at least {format_bytes(capacity_min)}",
+                location="capacity",
+            )
+        return cls(capacity_bytes, segment_bytes or _choose(capacity_bytes, block_bytes))
+
+
+def _choose(capacity_bytes: int, block_bytes: int) -> int:
+    """Return a segment size: small beside the capacity, so that little is dropped at once, but several blocks."""
+    wanted = min(max(capacity_bytes // _SEGMENTS_WANTED, _SEGMENT_BYTES_FLOOR), _SEGMENT_BYTES_CEILING)
+    wanted = max(
+        pages(max(wanted, capacity_bytes // SEGMENTS_MAX)),
+        segment_bytes_min(block_bytes, KEY_BYTES_MAX, _BLOCKS_COMFORTABLE),
+    )
+    for count in (_SEGMENTS_COMFORTABLE, SEGMENTS_MIN):
+        if _segments(capacity_bytes, wanted) >= count:
+            return wanted
+        share = (capacity_bytes - DIRECTORY_RESERVE_BYTES) // count - SEGMENT_RESERVE_BYTES
+        share = share // PAGE_BYTES * PAGE_BYTES
+        if share >= segment_bytes_min(block_bytes, KEY_BYTES_MAX, 1):
+            return share
+    raise AssertionError("the least capacity holds SEGMENTS_MIN of the least segments")
+
+
+def _segments(capacity_bytes: int, segment_bytes: int) -> int:
+    return (capacity_bytes - DIRECTORY_RESERVE_BYTES) // (segment_bytes + SEGMENT_RESERVE_BYTES)

@@ -1,0 +1,220 @@
+"""The segment store: the engine of the nvme tier, in one piece. It knows blocks and keys, and nothing of jobs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.errors import TierUnavailableError
+from tiered_kv.toolkit.codecs import codec_by_name
+from tiered_kv.toolkit.jobs import Outcome
+from tiered_kv_nvme.counters import Counters
+from tiered_kv_nvme.directory import Directory, Identity
+from tiered_kv_nvme.disk import DirectIO, Disk, file_system_of, probe_direct
+from tiered_kv_nvme.epoch import Epoch
+from tiered_kv_nvme.files import SegmentFiles
+from tiered_kv_nvme.index import Index, ordinal_of, slot_of
+from tiered_kv_nvme.layout import PAGE_BYTES
+from tiered_kv_nvme.pool import SegmentPool
+from tiered_kv_nvme.reader import BlockReader
+from tiered_kv_nvme.reclaimer import Reclaimer
+from tiered_kv_nvme.recovery import recover
+from tiered_kv_nvme.segment import SegmentState
+from tiered_kv_nvme.sizing import Sizing
+from tiered_kv_nvme.writer import BatchWriter
+
+FREE_SEGMENTS = 2
+"""Kept ready: one for stores, one for the reclaimer, which moves used blocks to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """How a store works; what it holds is its `Identity`.
+
+    Args:
+        sizing: Sizes of the directory and its segments.
+        aligned: Whether all blocks that will be handed in begin on page boundaries.
+        want_direct: Whether to use O_DIRECT where the file system takes it.
+        codec: What is done to blocks; see `tiered_kv.toolkit.codecs`.
+        threads: How many threads will call; as many read the directory when it is opened.
+        room_timeout_s: How long a store waits for a free segment.
+    """
+
+    sizing: Sizing
+    aligned: bool = True
+    want_direct: bool = True
+    codec: str = "raw"
+    threads: int = 8
+    room_timeout_s: float = 5.0
+
+
+class SegmentStore:
+    """Blocks in a directory of segments. Every method but `close` may be called by any thread.
+
+    Args:
+        path: The directory, made if it is missing.
+        identity: Whose blocks it holds.
+        options: How it works.
+        tier: The tier's name, for messages.
+        disk: System calls; another one in tests.
+
+    Raises:
+        TierBusyError, FormatError, TierUnavailableError: As `Directory`.
+        ConfigError: There is no such codec, or its library is not installed.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        identity: Identity,
+        options: StoreOptions,
+        *,
+        tier: str = "nvme",
+        disk: Disk | None = None,
+    ) -> None:
+        codec = codec_by_name(options.codec)
+        disk = disk or Disk()
+        self._options = options
+        self.counters = Counters()
+        self._directory = Directory(path, identity, tier=tier)
+        try:
+            off = DirectIO(False, "turned off by the setting 'direct'")
+            self.direct = probe_direct(disk, self._directory.fd) if options.want_direct else off
+            self._epoch = Epoch(self._directory.fd)
+        except OSError as error:
+            self._directory.close()
+            raise TierUnavailableError(f"{path}: {error.strerror}", tier=tier, operation="open") from error
+        sizing = options.sizing
+        self._files = SegmentFiles(
+            disk, self._directory, self.direct, self.counters, sizing.segment_bytes, sizing.capacity_bytes
+        )
+        self._index = Index()
+        self._pool = SegmentPool(self._epoch.value, FREE_SEGMENTS)
+        try:
+            recover(self._files, self._pool, self._index, threads=options.threads)
+        except OSError as error:
+            self._epoch.close()
+            self._directory.close()
+            raise TierUnavailableError(
+                f"a segment in {path} cannot be opened: {error.strerror}", tier=tier, operation="open"
+            ) from error
+
+        # Memory that is not aligned, or payloads that are not whole pages, take the way through a buffer.
+        whole_pages = identity.block_bytes % PAGE_BYTES == 0
+        straight = whole_pages and (options.aligned or not self.direct.enabled)
+        shared = (self._pool, self._index, self.counters)
+        self._reader = BlockReader(disk, *shared, block_bytes=identity.block_bytes, scatter=straight)
+        self._writer = BatchWriter(
+            disk,
+            identity.digest,
+            *shared,
+            codec=codec,
+            gather=straight and options.codec == "raw",
+            room_timeout_s=options.room_timeout_s,
+        )
+        self._reclaimer = Reclaimer(
+            self._files, *shared, self._reader, self._writer, self._epoch, name=f"tiered-kv-{tier}-reclaimer"
+        )
+        self._released = False
+
+    def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        """Return for each key whether its block can be loaded. Takes no lock."""
+        places = self._index.places
+        return [key in places for key in keys]
+
+    def store(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], resets: int | None = None) -> Outcome:
+        """Store blocks, leaving out those that are here; see `BatchWriter.store`."""
+        return self._writer.store(keys, blocks, self._pool.resets if resets is None else resets)
+
+    def load(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
+        """Load blocks into `blocks`; see `BlockReader.load`."""
+        return self._reader.load(keys, blocks)
+
+    def touch(self, keys: Collection[OffloadKey]) -> None:
+        """Note that blocks are used, so that they outlive their segment. Takes no lock."""
+        places, segments = self._index.places, self._pool.segments
+        for key in keys:
+            place = places.get(key)
+            segment = segments.get(slot_of(place)) if place is not None else None
+            if segment is not None and place is not None:
+                try:
+                    segment.table.used[ordinal_of(place)] = 1
+                except IndexError:
+                    pass  # its segment was used again a moment ago
+
+    def reset(self) -> None:
+        """Forget every block, for good: what is stored now is not found again after a crash either.
+
+        Returns at once and does no I/O; a block that is being loaded is reported as failed.
+        """
+        self._epoch.renew()
+        with self._pool.changed:
+            self._pool.reset(self._epoch.value)
+            self._reclaimer.forget(self._index.clear())
+        self.counters.add("resets")
+
+    def stats(self) -> dict[str, int]:
+        """Return counters, and how much is here."""
+        with self._pool.changed:
+            segments = list(self._pool.segments.values())
+        return {
+            "blocks": len(self._index.places),
+            "bytes": sum(segment.segment_bytes for segment in segments),
+            "segments": len(segments),
+            "free_segments": sum(segment.state is SegmentState.FREE for segment in segments),
+            "foreign_files": self._directory.foreign_files,
+            **self.counters.snapshot(),
+        }
+
+    def describe(self) -> Mapping[str, object]:
+        """Return what the store is and can do here. Does I/O."""
+        sizing = self._options.sizing
+        listing = self._directory.list()
+        return {
+            "path": self._directory.path,
+            "file_system": file_system_of(os.path.realpath(self._directory.path)),
+            "direct_io": "yes" if self.direct.enabled else f"no: {self.direct.reason}",
+            "capacity_bytes": sizing.capacity_bytes,
+            "used_bytes": listing.used_bytes,
+            "segment_bytes": sizing.segment_bytes,
+            "segments_max": sizing.segments_max,
+            "foreign_files": listing.foreign_files,
+            "codec": self._options.codec,
+            "threads": self._options.threads,
+            "blocks_found": self.counters.recovered_blocks,
+        }
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Write the summaries that are missing and give the directory up.
+
+        A segment in which a call still hangs stays open, and the directory locked, until the process ends:
+        what that call does must not happen to someone else's file.
+
+        Returns:
+            Whether everything was released; if not, a later call goes on.
+        """
+        if self._released:
+            return True
+        with self._pool.changed:
+            self._pool.close()
+            self._index.clear()
+        if not self._reclaimer.stop(timeout_s):
+            return False
+        with self._pool.changed:
+            segments = list(self._pool.segments.values())
+            idle = [segment for segment in segments if not segment.readers and not segment.writers]
+            for segment in idle:
+                self._pool.remove(segment)
+        for segment in idle:
+            if segment.state is SegmentState.FULL and segment.epoch == self._pool.epoch:
+                self._files.seal(segment)
+            os.close(segment.fd)
+        if len(idle) < len(segments):
+            return False
+        self._epoch.sync()
+        self._epoch.close()
+        self._directory.close()
+        self._released = True
+        return True

@@ -1,0 +1,131 @@
+"""The nvme tier: a segment store behind the secondary tier's contract."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.errors import ConfigError
+from tiered_kv.toolkit.blocking import BlockingTier
+from tiered_kv.toolkit.jobs import Outcome
+from tiered_kv_nvme.directory import Identity
+from tiered_kv_nvme.layout import PAGE_BYTES
+from tiered_kv_nvme.settings import NvmeSettings
+from tiered_kv_nvme.sizing import Sizing
+from tiered_kv_nvme.store import SegmentStore, StoreOptions
+
+_PART_BYTES = 4 << 20
+_ROOM_TIMEOUT_MAX_S = 5.0
+
+
+class NvmeTier(BlockingTier):
+    """Blocks in a directory of segment files on a local disk.
+
+    The directory is opened, and its index read, by the constructor. Lookups are answered from memory, at once.
+
+    Args:
+        offloading_spec, primary_kv_view, tier_type: As in `SecondaryTierManager`. A `TierSpec` gives the
+            namespace; without one all stacks of one block size share one.
+        settings: The tier's YAML entry.
+
+    Raises:
+        ConfigError: The sizes do not fit the blocks, or direct I/O is demanded and not to be had.
+        TierBusyError, FormatError, TierUnavailableError: The directory cannot be used, and why.
+    """
+
+    def __init__(
+        self,
+        offloading_spec: Any,  # Any: an engine's own class; read by getattr
+        primary_kv_view: memoryview,
+        tier_type: str,
+        settings: NvmeSettings,
+    ) -> None:
+        # First what can fail for good reasons: a tier that was not opened holds no view of the region.
+        self._store = _open_store(offloading_spec, primary_kv_view, tier_type, settings)
+        try:
+            super().__init__(
+                offloading_spec,
+                primary_kv_view,
+                tier_type,
+                threads=settings.threads,
+                part_bytes=_PART_BYTES,
+                lookup_timeout_s=settings.lookup_timeout,
+            )
+        except BaseException:
+            self._store.close()
+            raise
+
+    # The scheduler's thread.
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool:
+        return self._store.contains((key,))[0]
+
+    def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        return [*self._store.contains(keys)]
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._store.touch(keys)
+
+    def reset_cache(self) -> bool:
+        self.begin_epoch()
+        self._store.reset()
+        return True
+
+    def stats(self) -> Mapping[str, int]:
+        return {**super().stats(), **self._store.stats()}
+
+    def describe(self) -> Mapping[str, object]:
+        return self._store.describe()
+
+    # Worker threads.
+
+    def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
+        # The store counts its resets as the toolkit counts epochs: both begin at 0 and are raised by `reset_cache`.
+        return self._store.store(keys, blocks, self.part_epoch)
+
+    def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
+        return self._store.load(keys, blocks)
+
+    def contains_blocks(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        return self._store.contains(keys)
+
+    def close(self) -> None:
+        self._store.close()
+
+
+def _open_store(
+    offloading_spec: Any,  # Any: as above
+    primary_kv_view: memoryview,
+    tier_type: str,
+    settings: NvmeSettings,
+) -> SegmentStore:
+    """Open the directory for the blocks of the region."""
+    assert primary_kv_view.shape is not None
+    block_bytes = primary_kv_view.shape[-1]
+    identity = Identity(
+        digest=getattr(offloading_spec, "namespace_digest", bytes(16)),
+        namespace=getattr(offloading_spec, "namespace", {}),
+        block_bytes=block_bytes,
+    )
+    options = StoreOptions(
+        sizing=Sizing.of(settings.capacity, block_bytes, settings.segment),
+        aligned=_address_of(primary_kv_view) % PAGE_BYTES == 0,
+        want_direct=settings.direct != "off",
+        codec=settings.codec,
+        threads=settings.threads,
+        room_timeout_s=min(_ROOM_TIMEOUT_MAX_S, settings.job_timeout / 2),
+    )
+    tier = getattr(offloading_spec, "name", None) or tier_type
+    store = SegmentStore(settings.path, identity, options, tier=tier)
+    if settings.direct == "on" and not store.direct.enabled:
+        store.close()
+        raise ConfigError(f"{store.direct.reason}; write 'direct: auto' to use the page cache then", location="direct")
+    return store
+
+
+def _address_of(view: memoryview) -> int:
+    address: int = np.asarray(view).ctypes.data
+    return address

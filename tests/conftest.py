@@ -1,0 +1,60 @@
+"""What every test gets: a check that it leaves nothing behind, and repeatable random choices."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from tiered_kv.testing.clock import ManualClock
+from tiered_kv.testing.gate import Gate
+from tiered_kv.testing.leaks import Footprint, left_behind
+
+# "repeatable" fails the same way on every machine; HYPOTHESIS_PROFILE=explore looks for what it misses. Neither
+# fails because the machine is slow.
+_PATIENT = hypothesis.settings(deadline=None, database=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile("repeatable", _PATIENT, derandomize=True)
+hypothesis.settings.register_profile("explore", _PATIENT, max_examples=1000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+@pytest.fixture(scope="session")
+def temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where `tempfile`, of this process and of those it starts, puts its files during the tests."""
+    directory = tmp_path_factory.mktemp("temporary")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(directory))
+        patch.setattr(tempfile, "tempdir", str(directory))
+        yield directory
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(temporary_directory: Path) -> Iterator[None]:
+    """Fail a test that leaves a thread, a file descriptor, shared memory or a temporary file behind.
+
+    It is set up before, and so torn down after, the other fixtures of a test. A test that makes threads hang
+    lets them go through the fixture `gate`.
+    """
+    before = Footprint.take(temporary_directory)
+    yield
+    left = left_behind(before, temporary_directory)
+    if left:
+        pytest.fail("the test left behind: " + "; ".join(left), pytrace=False)
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    """A gate, open at first, that is opened at the end of the test whatever happened."""
+    gate = Gate()
+    yield gate
+    gate.open()
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    """A clock that only the test moves."""
+    return ManualClock()

@@ -1,0 +1,106 @@
+"""A directory on a test bench: opened again and again, with known bytes under every key."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.testing.rig import block_content
+from tiered_kv.toolkit.jobs import Outcome
+from tiered_kv_nvme.directory import Identity
+from tiered_kv_nvme.disk import Disk
+from tiered_kv_nvme.sizing import Sizing
+from tiered_kv_nvme.store import FREE_SEGMENTS, SegmentStore, StoreOptions
+
+DIGEST = bytes(range(16))
+
+
+class StoreBench:
+    """Opens segment stores on one directory, and moves blocks of known content in and out.
+
+    Args:
+        path: The directory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.block_bytes = 4096
+        self.capacity_bytes = 4 << 20
+        self.segment_bytes: int | None = 256 << 10
+        self.options: dict[str, object] = {"threads": 4, "room_timeout_s": 5.0}
+        self._opened: list[SegmentStore] = []
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(DIGEST, {"model": "bench"}, self.block_bytes)
+
+    @property
+    def segments(self) -> list[Path]:
+        """The segment files, by slot."""
+        return sorted(self.path.glob("segment-*.kv"))
+
+    def open(self, disk: Disk | None = None, **options: object) -> SegmentStore:
+        sizing = Sizing.of(self.capacity_bytes, self.block_bytes, self.segment_bytes)
+        chosen = StoreOptions(sizing, **{**self.options, **options})  # type: ignore[arg-type]  # by name
+        store = SegmentStore(str(self.path), self.identity, chosen, disk=disk)
+        self._opened.append(store)
+        return store
+
+    def close(self) -> None:
+        for store in self._opened:
+            store.close()
+
+    def put(self, store: SegmentStore, keys: Sequence[OffloadKey], resets: int | None = None) -> Outcome:
+        blocks = self.memory(len(keys))
+        for key, block in zip(keys, blocks, strict=True):
+            block[:] = block_content(key, self.block_bytes)
+        return store.store(keys, blocks, resets)
+
+    def get(self, store: SegmentStore, keys: Sequence[OffloadKey]) -> set[OffloadKey]:
+        """Load blocks, check the bytes of those that were loaded, and return their keys."""
+        blocks = self.memory(len(keys))
+        outcome = store.load(keys, blocks)
+        loaded = set(keys if outcome.successful_keys is None else outcome.successful_keys)
+        for key, block in zip(keys, blocks, strict=True):
+            assert key not in loaded or block == block_content(key, self.block_bytes), "wrong bytes"
+        return loaded
+
+    def memory(self, count: int) -> list[memoryview]:
+        """Return page-aligned memory for `count` blocks, each where the primary tier would have it."""
+        flat = memoryview(mmap.mmap(-1, max(1, count) * self.block_bytes))
+        return [flat[at : at + self.block_bytes] for at in range(0, count * self.block_bytes, self.block_bytes)]
+
+    def wait_until(self, condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+        """Return once `condition` holds."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, "it did not come about in time"
+            time.sleep(0.001)
+
+    def wait_until_ready(self, store: SegmentStore) -> None:
+        """Return once the reclaimer has nothing to do."""
+        self.wait_until(lambda: store.stats()["free_segments"] == FREE_SEGMENTS)
+
+    def occupied_bytes(self) -> int:
+        """What `du` says of the directory."""
+        return sum(_blocks(path) * 512 for path in (self.path, *self.path.iterdir()))
+
+
+def _blocks(path: Path) -> int:
+    try:
+        return path.lstat().st_blocks
+    except FileNotFoundError:
+        return 0
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[StoreBench]:
+    """A bench on an empty directory, whose stores are closed at the end of the test."""
+    bench = StoreBench(tmp_path / "kv")
+    yield bench
+    bench.close()

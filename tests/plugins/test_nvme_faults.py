@@ -1,0 +1,239 @@
+"""A disk that fails, fills up, or does half the work costs blocks. What is answered is still what is there."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tiered_kv.testing.gate import Gate
+from tiered_kv.testing.rig import make_keys
+from tiered_kv_nvme.disk import Disk
+
+if TYPE_CHECKING:
+    from tests.plugins.conftest import StoreBench
+    from tiered_kv_nvme.store import SegmentStore
+
+
+class FaultyDisk(Disk):
+    """A disk whose calls of one kind go wrong as a test wants.
+
+    Attributes:
+        on_write, on_read: Called with (buffers, offset) before the call; may raise, or return a limit of bytes.
+        on_allocate: Called before space is allocated; may raise.
+    """
+
+    def __init__(self) -> None:
+        self.on_write: Callable[[Sequence[memoryview], int], int | None] = lambda buffers, offset: None
+        self.on_read: Callable[[Sequence[memoryview], int], int | None] = lambda buffers, offset: None
+        self.on_allocate: Callable[[], None] = lambda: None
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return super().pwritev(fd, _limited(buffers, self.on_write(buffers, offset)), offset)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return super().preadv(fd, _limited(buffers, self.on_read(buffers, offset)), offset)
+
+    def fallocate(self, fd: int, size_bytes: int) -> None:
+        self.on_allocate()
+        super().fallocate(fd, size_bytes)
+
+
+def _limited(buffers: Sequence[memoryview], limit: int | None) -> list[memoryview]:
+    if limit is None:
+        return list(buffers)
+    limited: list[memoryview] = []
+    for buffer in buffers:
+        if limit <= 0:
+            break
+        limited.append(buffer[:limit])
+        limit -= len(buffer)
+    return limited
+
+
+def fail(code: int) -> Callable[[Sequence[memoryview], int], int | None]:
+    def raise_error(buffers: Sequence[memoryview], offset: int) -> int | None:
+        raise OSError(code, "injected")
+
+    return raise_error
+
+
+def opened(bench: StoreBench, disk: Disk, **options: object) -> SegmentStore:
+    """Open a store and let its reclaimer get ready, so that what goes wrong next does so in a store or load."""
+    store = bench.open(disk, **options)
+    bench.wait_until_ready(store)
+    return store
+
+
+@pytest.mark.parametrize("want_direct", [True, False])
+def test_short_writes_and_reads_are_gone_on_with(bench: StoreBench, want_direct: bool) -> None:
+    disk = FaultyDisk()
+    disk.on_write = disk.on_read = lambda buffers, offset: 3 * 4096
+    store = bench.open(disk, want_direct=want_direct)
+    keys = make_keys(40)
+    assert bench.put(store, keys).successful_keys is None
+    assert bench.get(store, keys) == set(keys)
+    store.close()
+    assert bench.get(bench.open(disk), keys) == set(keys)
+
+
+@pytest.mark.parametrize(("code", "reason"), [(errno.EIO, "io_error"), (errno.ENOSPC, "no_space")])
+def test_a_failed_write_stores_nothing_and_its_room_is_used_again(bench: StoreBench, code: int, reason: str) -> None:
+    disk = FaultyDisk()
+    store = opened(bench, disk)
+    before, failed, after = (make_keys(5, label) for label in ("before", "failed", "after"))
+    bench.put(store, before)
+    bench.wait_until_ready(store)
+    disk.on_write = fail(code)
+    for _ in range(100):  # failures do not use segments up
+        outcome = bench.put(store, failed)
+        assert (outcome.successful_keys, outcome.reason) == ([], reason)
+    assert store.contains(failed) == [False] * 5
+    disk.on_write = lambda buffers, offset: None
+    bench.put(store, after)
+    assert store.stats()["io_errors"] == 100
+    store.close()
+    store = bench.open()
+    assert store.contains(before + failed + after) == [True] * 5 + [False] * 5 + [True] * 5
+    assert bench.get(store, before + after) == set(before + after)
+
+
+def test_a_write_that_takes_nothing_is_a_failure(bench: StoreBench) -> None:
+    disk = FaultyDisk()
+    store = opened(bench, disk)
+    disk.on_write = lambda buffers, offset: 0
+    assert bench.put(store, make_keys(3)).reason == "io_error"
+
+
+def test_a_failed_write_between_others_leaves_a_hole_that_loses_nothing_else(bench: StoreBench, gate: Gate) -> None:
+    disk = FaultyDisk()
+    store = opened(bench, disk)
+
+    def hold_and_fail(buffers: Sequence[memoryview], offset: int) -> int | None:
+        if threading.current_thread().name == "unlucky":
+            gate.pass_through()
+            raise OSError(errno.EIO, "injected")
+        return None
+
+    disk.on_write = hold_and_fail
+    gate.close()
+    unlucky = threading.Thread(target=bench.put, args=(store, make_keys(5, "unlucky")), name="unlucky")
+    unlucky.start()
+    bench.wait_until(lambda: gate.waiting)
+    behind = make_keys(5, "behind")
+    bench.put(store, behind)
+    gate.open()
+    unlucky.join()
+    later = make_keys(5, "later")
+    bench.put(store, later)
+    assert store._index.places[later[0]] >> 32 != store._index.places[behind[0]] >> 32
+    assert bench.get(store, behind + later) == {*behind, *later}
+    store.close()
+    assert bench.get(bench.open(), behind + later) == {*behind, *later}
+
+
+def test_a_failed_read_fails_its_run_and_keeps_the_blocks(bench: StoreBench) -> None:
+    disk = FaultyDisk()
+    store = opened(bench, disk)
+    keys = make_keys(100)  # two segments
+    bench.put(store, keys)
+    slots = {key: store._index.places[key] >> 32 for key in keys}
+    first = {key for key in keys if slots[key] == slots[keys[0]]}
+    failures = iter([True])
+
+    def fail_once(buffers: Sequence[memoryview], offset: int) -> int | None:
+        if next(failures, False):
+            raise OSError(errno.EIO, "injected")
+        return None
+
+    disk.on_read = fail_once
+    outcome = store.load(keys, bench.memory(100))
+    assert outcome.successful_keys == set(keys) - first
+    assert outcome.reason == "io_error"
+    assert bench.get(store, keys) == set(keys)
+
+
+def test_a_full_file_system_makes_do_with_the_segments_there_are(bench: StoreBench) -> None:
+    disk = FaultyDisk()
+    allowed = iter(range(5))
+
+    def fill_up() -> None:
+        if next(allowed, None) is None:
+            raise OSError(errno.ENOSPC, "injected")
+
+    disk.on_allocate = fill_up
+    store = bench.open(disk)
+    for number in range(20):
+        assert bench.put(store, make_keys(40, f"batch {number}")).successful_keys is None
+    newest = make_keys(40, "batch 19")
+    assert bench.get(store, newest) == set(newest)
+    assert store.stats()["no_space_errors"] > 0
+    assert len(bench.segments) == 5
+
+
+def test_a_file_system_without_any_space_fails_stores_in_time(bench: StoreBench) -> None:
+    disk = FaultyDisk()
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "injected")
+
+    disk.on_allocate = full
+    store = bench.open(disk, room_timeout_s=0.1)
+    outcome = bench.put(store, make_keys(3))
+    assert (outcome.successful_keys, outcome.reason) == ([], "no_space")
+    assert store.stats()["room_timeouts"] == 1
+    assert bench.segments == []
+
+
+def test_a_disk_that_recovers_is_used_again(bench: StoreBench) -> None:
+    disk = FaultyDisk()
+    store = opened(bench, disk, room_timeout_s=0.05)
+    disk.on_write = disk.on_read = fail(errno.EIO)
+    for number in range(30):
+        assert bench.put(store, make_keys(3, f"lost {number}")).successful_keys == []
+    disk.on_write = disk.on_read = lambda buffers, offset: None
+    keys = make_keys(40)
+    bench.wait_until(lambda: bench.put(store, keys).successful_keys is None)
+    assert bench.get(store, keys) == set(keys)
+
+
+def test_without_direct_io_the_page_cache_is_used_and_it_is_said(
+    bench: StoreBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(disk: Disk, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tiered_kv_nvme.disk.write_fully", refuse)
+        store = bench.open()
+    assert store.describe()["direct_io"] == "no: a direct write fails here (Invalid argument)"
+    keys = make_keys(8)
+    bench.put(store, keys)
+    assert bench.get(store, keys) == set(keys)
+    assert not (bench.path / "probe.tmp").exists()
+
+
+def test_a_write_that_hangs_keeps_the_directory_locked_after_closing(bench: StoreBench, gate: Gate) -> None:
+    disk = FaultyDisk()
+    store = opened(bench, disk)
+    kept = make_keys(5, "kept")
+    bench.put(store, kept)
+    bench.wait_until_ready(store)
+
+    def hang(buffers: Sequence[memoryview], offset: int) -> int | None:
+        gate.pass_through()
+        return None
+
+    disk.on_write = hang
+    gate.close()
+    thread = threading.Thread(target=bench.put, args=(store, make_keys(5)))
+    thread.start()
+    bench.wait_until(lambda: gate.waiting)
+    assert not store.close(timeout_s=1.0)
+    gate.open()
+    thread.join()
+    assert store.close()
+    assert bench.get(bench.open(), kept) == set(kept)

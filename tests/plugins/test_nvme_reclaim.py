@@ -1,0 +1,264 @@
+"""A full directory makes room by itself: the capacity holds, used blocks move on, and readers are not disturbed."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.testing.gate import Gate
+from tiered_kv.testing.rig import make_keys
+from tiered_kv_nvme.directory import DIRECTORY_RESERVE_BYTES, SEGMENT_RESERVE_BYTES
+from tiered_kv_nvme.disk import Disk
+from tiered_kv_nvme.segment import segment_bytes_min
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.plugins.conftest import StoreBench
+    from tiered_kv_nvme.store import SegmentStore
+
+BATCHES = 60
+"""Batches of 40 blocks: more than twice what the bench's capacity holds."""
+
+
+def batch(number: int) -> list[OffloadKey]:
+    return make_keys(40, f"batch {number}")
+
+
+def fill(bench: StoreBench, store: SegmentStore, batches: range = range(BATCHES)) -> None:
+    for number in batches:
+        assert bench.put(store, batch(number)).successful_keys is None
+
+
+def present(store: SegmentStore, numbers: range) -> list[int]:
+    """Return how many blocks of each batch are here."""
+    return [sum(store.contains(batch(number))) for number in numbers]
+
+
+def test_the_oldest_segments_make_room_and_the_newest_blocks_stay(bench: StoreBench) -> None:
+    store = bench.open()
+    fill(bench, store)
+    here = present(store, range(BATCHES))
+    assert here[:20] == [0] * 20
+    assert here[-10:] == [40] * 10
+    stats = store.stats()
+    assert stats["blocks"] == sum(here)
+    assert stats["dropped_blocks"] == 40 * BATCHES - sum(here)
+    assert stats["relocated_blocks"] == 0
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_blocks_that_are_used_again_and_again_stay(bench: StoreBench, codec: str) -> None:
+    store = bench.open(codec=codec)
+    system_prompt, touched = make_keys(6, "system prompt"), make_keys(6, "touched")
+    bench.put(store, system_prompt)
+    bench.put(store, touched)
+    for number in range(BATCHES):
+        bench.put(store, batch(number))
+        store.touch(touched)
+        assert bench.get(store, system_prompt) == set(system_prompt)
+    assert store.contains(touched) == [True] * 6
+    assert store.stats()["relocated_blocks"] >= 12
+    store.close()
+    assert bench.get(bench.open(), system_prompt + touched) == {*system_prompt, *touched}
+
+
+def test_blocks_that_were_used_once_go_when_they_are_the_oldest_again(bench: StoreBench) -> None:
+    store = bench.open()
+    once = make_keys(10, "once")
+    bench.put(store, once)
+    assert bench.get(store, once) == set(once)
+    for number in range(4 * BATCHES):
+        bench.put(store, batch(number))
+        store.touch(batch(number)[:4])  # these move on too, and in the end push the others out
+    assert store.contains(once) == [False] * 10
+    assert store.stats()["relocated_blocks"] > 100
+
+
+def test_a_bounded_share_of_a_segment_moves_on(bench: StoreBench) -> None:
+    store = bench.open()
+    for number in range(BATCHES):
+        bench.put(store, batch(number))
+        store.touch([key for other in range(number + 1) for key in batch(other)])
+    stats = store.stats()
+    assert 0 < stats["relocated_blocks"] <= 16 * (stats["reclaimed_segments"] + 1)
+
+
+@pytest.mark.slow
+def test_the_capacity_holds_at_every_moment_of_a_run_that_is_full(bench: StoreBench) -> None:
+    bench.capacity_bytes = 24 << 20
+    bench.segment_bytes = 1 << 20
+    store = bench.open()
+    samples: list[int] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            samples.append(bench.occupied_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        fill(bench, store, range(400))
+    finally:
+        done.set()
+        watcher.join()
+    assert len(samples) > 50
+    assert bench.capacity_bytes * 0.9 < max(samples) <= bench.capacity_bytes
+    assert store.stats()["reclaimed_segments"] > 20
+
+
+def test_a_directory_that_is_exactly_full_loses_nothing_by_reopening(bench: StoreBench) -> None:
+    bench.capacity_bytes = DIRECTORY_RESERVE_BYTES + 12 * ((256 << 10) + SEGMENT_RESERVE_BYTES)
+    store = bench.open()
+    fill(bench, store)
+    bench.wait_until_ready(store)
+    here = set(store._index.places)
+    for _ in range(3):
+        store.close()
+        assert len(bench.segments) == 12
+        store = bench.open()
+        assert bench.get(store, list(here)) == here
+        assert store.stats()["discarded_segments"] == 0
+
+
+@pytest.mark.parametrize("block_bytes", [4096, 65536])
+def test_the_least_capacity_works(bench: StoreBench, block_bytes: int) -> None:
+    bench.block_bytes = block_bytes
+    bench.segment_bytes = segment_bytes_min(block_bytes, 1024, 1)
+    bench.capacity_bytes = DIRECTORY_RESERVE_BYTES + 4 * (bench.segment_bytes + SEGMENT_RESERVE_BYTES)
+    store = bench.open()
+    for key in make_keys(100):
+        assert bench.put(store, [key]).successful_keys is None
+        store.touch([key])
+    assert bench.occupied_bytes() <= bench.capacity_bytes
+    store.reset()
+    for key in make_keys(20):
+        assert bench.put(store, [key]).successful_keys is None
+    assert bench.get(store, make_keys(20)) == {key for key in make_keys(20) if store.contains([key])[0]}
+
+
+def test_a_lower_capacity_holds_from_the_moment_of_opening(bench: StoreBench) -> None:
+    store = bench.open()
+    fill(bench, store)
+    store.close()
+    bench.capacity_bytes = 2 << 20
+    store = bench.open()
+    assert bench.occupied_bytes() <= bench.capacity_bytes
+    assert store.stats()["discarded_segments"] > 0
+    newest = [key for number in range(BATCHES - 4, BATCHES) for key in batch(number)]
+    assert bench.get(store, newest) == set(newest)
+    fill(bench, store, range(1000, 1030))
+    assert bench.occupied_bytes() <= bench.capacity_bytes
+
+
+def test_segments_of_another_size_are_kept_and_used_again(bench: StoreBench) -> None:
+    store = bench.open()
+    fill(bench, store, range(10))
+    store.close()
+    bench.segment_bytes = 512 << 10
+    store = bench.open()
+    assert present(store, range(10)) == [40] * 10
+    fill(bench, store, range(1000, 1000 + BATCHES))
+    assert bench.occupied_bytes() <= bench.capacity_bytes
+    newest = batch(1000 + BATCHES - 1)
+    assert bench.get(store, newest) == set(newest)
+
+
+class HoldingDisk(Disk):
+    """A disk whose reads into blocks wait at a gate."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+        self.holding = False
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if self.holding and threading.current_thread().name == "reader":
+            self.gate.pass_through()
+        return super().preadv(fd, buffers, offset)
+
+
+def test_a_segment_that_is_being_read_is_not_used_again(bench: StoreBench, gate: Gate) -> None:
+    disk = HoldingDisk(gate)
+    store = bench.open(disk)
+    fill(bench, store, range(1))
+    disk.holding = True
+    gate.close()
+    loaded: list[set[OffloadKey]] = []
+    reader = threading.Thread(target=lambda: loaded.append(bench.get(store, batch(0))), name="reader")
+    reader.start()
+    bench.wait_until(lambda: gate.waiting)
+    generation = store._pool.segments[0].generation
+    fill(bench, store, range(1, BATCHES))
+    assert store._pool.segments[0].generation == generation
+    gate.open()
+    reader.join()
+    assert loaded == [set(batch(0))]
+    fill(bench, store, range(BATCHES, 2 * BATCHES))
+    assert store._pool.segments[0].generation > generation
+
+
+def test_where_every_segment_is_being_read_a_store_gives_up_in_time(bench: StoreBench, gate: Gate) -> None:
+    disk = HoldingDisk(gate)
+    store = bench.open(disk, room_timeout_s=0.2)
+    disk.holding = True
+    gate.close()
+    readers: list[threading.Thread] = []
+    outcome = bench.put(store, batch(0))
+    while not outcome.reason and len(readers) < BATCHES:
+        keys = batch(len(readers))
+        readers.append(threading.Thread(target=bench.get, args=(store, keys), name="reader"))
+        readers[-1].start()
+        bench.wait_until(lambda: gate.waiting == len(readers))
+        outcome = bench.put(store, batch(len(readers)))
+    assert outcome.reason == "no_space"
+    assert store.stats()["room_timeouts"] == 1
+    gate.open()
+    for reader in readers:
+        reader.join()
+    bench.wait_until(lambda: bench.put(store, batch(2000)).successful_keys is None)
+
+
+@pytest.mark.slow
+def test_readers_get_the_right_bytes_while_segments_are_used_again(bench: StoreBench) -> None:
+    store = bench.open()
+    done = threading.Event()
+    newest = [0]
+    loaded = [0] * 3
+    failures: list[BaseException] = []
+
+    def read(reader: int) -> None:
+        chance = random.Random(reader)
+        try:
+            while not done.is_set():
+                keys = batch(max(0, newest[0] - chance.randrange(40)))
+                loaded[reader] += len(bench.get(store, chance.sample(keys, 20)))  # checks the bytes
+        except BaseException as error:
+            failures.append(error)
+
+    def write(writer: int) -> None:
+        try:
+            for number in range(writer, 500, 3):
+                assert bench.put(store, batch(number)).successful_keys is None
+                newest[0] = number
+        except BaseException as error:
+            failures.append(error)
+
+    readers = [threading.Thread(target=read, args=(number,)) for number in range(3)]
+    writers = [threading.Thread(target=write, args=(number,)) for number in range(3)]
+    for thread in readers + writers:
+        thread.start()
+    for thread in writers:
+        thread.join()
+    done.set()
+    for thread in readers:
+        thread.join()
+    assert failures == []
+    assert min(loaded) > 0
+    stats = store.stats()
+    assert stats["corrupt_blocks"] == stats["io_errors"] == 0
+    assert stats["reclaimed_segments"] > 100

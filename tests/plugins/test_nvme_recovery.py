@@ -1,0 +1,263 @@
+"""What a restart finds is what can be loaded, however the process ended, and nothing that was reset."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiered_kv.base import OffloadKey, make_offload_key
+from tiered_kv.testing.gate import Gate
+from tiered_kv.testing.rig import block_content, make_keys
+from tiered_kv_nvme.disk import Disk
+from tiered_kv_nvme.layout import PAGE_BYTES, SegmentHeader
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.plugins.conftest import StoreBench
+
+GOLDEN = Path(__file__).parent / "golden_nvme"
+
+WRITER = """
+import mmap, sys
+from tiered_kv.testing.rig import block_content, make_keys
+from tiered_kv_nvme.directory import Identity
+from tiered_kv_nvme.sizing import Sizing
+from tiered_kv_nvme.store import SegmentStore, StoreOptions
+import threading
+path, run = sys.argv[1], sys.argv[2]
+options = StoreOptions(Sizing.of(4 << 20, 4096, 256 << 10), threads=4)
+store = SegmentStore(path, Identity(bytes(range(16)), {"model": "bench"}, 4096), options)
+print("open", flush=True)
+def write(writer):
+    number = 0
+    while True:
+        keys = make_keys(10, f"{run}/{writer}/{number}")
+        memory = memoryview(mmap.mmap(-1, 40960))
+        blocks = [memory[at : at + 4096] for at in range(0, 40960, 4096)]
+        for key, block in zip(keys, blocks):
+            block[:] = block_content(key, 4096)
+        store.store(keys, blocks)
+        store.load(keys, blocks)
+        number += 1
+        if number % 20 == 0:
+            print(f"{writer} {number}", flush=True)
+for writer in range(3):
+    threading.Thread(target=write, args=(writer,)).start()
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_process_leaves_a_directory_whose_every_block_loads(bench: StoreBench) -> None:
+    chance = random.Random(7)
+    for run in range(10):
+        process = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(bench.path), str(run)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        with process.stdout:
+            for _ in range(chance.randrange(1, 30)):
+                process.stdout.readline()
+            process.send_signal(signal.SIGKILL)
+            process.wait(timeout=30)
+        assert bench.occupied_bytes() <= bench.capacity_bytes
+        store = bench.open()
+        bench.wait_until_ready(store)  # nothing is reclaimed from here on
+        found = list(store._index.places)
+        assert bench.get(store, found) == set(found)  # checks the bytes too
+        assert store.stats()["corrupt_blocks"] == 0
+        assert found or run == 0
+        store.close()
+
+
+def test_a_batch_that_was_cut_off_ends_its_segment(bench: StoreBench) -> None:
+    class CrashingDisk(Disk):
+        crashed = False
+
+        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            if self.crashed:  # as if the process had been killed within the call
+                super().pwritev(fd, buffers[:3], offset)
+                raise OSError(5, "crashed")
+            return super().pwritev(fd, buffers, offset)
+
+    disk = CrashingDisk()
+    store = bench.open(disk)
+    written, cut_off = make_keys(12, "written"), make_keys(12, "cut off")
+    bench.put(store, written[:6])
+    bench.put(store, written[6:])
+    bench.wait_until_ready(store)
+    disk.crashed = True
+    bench.put(store, cut_off)
+    snapshot = shutil.copytree(bench.path, bench.path.with_name("crashed"))
+    store.close()
+    bench.path = snapshot
+    store = bench.open()
+    assert store.contains(written + cut_off) == [True] * 12 + [False] * 12
+    assert bench.get(store, written) == set(written)
+    bench.put(store, cut_off)  # goes where the cut-off batch was
+    assert len(store._pool.segments[0].table) == 24
+    store.close()
+    assert bench.get(bench.open(), written + cut_off) == {*written, *cut_off}
+
+
+def test_blocks_of_the_last_use_of_a_file_do_not_come_back(bench: StoreBench) -> None:
+    store = bench.open()
+    old, new = make_keys(40, "old"), make_keys(5, "new")
+    bench.put(store, old)
+    for number in range(60):
+        bench.put(store, make_keys(40, f"batch {number}"))
+    bench.put(store, new)
+    here = store.contains(old)
+    snapshot = shutil.copytree(bench.path, bench.path.with_name("crashed"))  # nothing was closed
+    store.close()
+    bench.path = snapshot
+    store = bench.open()
+    assert store.contains(old) == here == [False] * 40
+    found = list(store._index.places)
+    assert bench.get(store, found) == set(found)
+    assert set(new) <= set(found)
+
+
+def test_a_reset_cache_is_empty_at_once_and_stays_so_after_a_crash(bench: StoreBench) -> None:
+    store = bench.open()
+    old, new = make_keys(200, "old"), make_keys(50, "new")
+    bench.put(store, old)
+    store.reset()
+    assert store.contains(old) == [False] * 200
+    after_reset = shutil.copytree(bench.path, bench.path.with_name("after reset"))
+    bench.put(store, new)
+    assert bench.get(store, old + new) == set(new)
+    after_store = shutil.copytree(bench.path, bench.path.with_name("after store"))
+    store.close()
+    for path, expected in ((bench.path, new), (after_reset, []), (after_store, new)):
+        bench.path = path
+        store = bench.open()
+        assert bench.get(store, old + new) == set(expected)
+        assert store.stats()["blocks"] == len(expected)
+        store.close()
+
+
+def test_a_reset_cache_uses_its_segments_again(bench: StoreBench) -> None:
+    store = bench.open()
+    for _ in range(3):
+        for number in range(14):
+            assert bench.put(store, make_keys(40, f"batch {number}")).successful_keys is None
+        store.reset()
+    assert bench.occupied_bytes() <= bench.capacity_bytes
+    keys = make_keys(500)
+    bench.put(store, keys)
+    assert bench.get(store, keys) == set(keys)
+
+
+def test_a_store_that_was_offered_before_a_reset_stores_nothing(bench: StoreBench, gate: Gate) -> None:
+    class SlowDisk(Disk):
+        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            if len(buffers) > 1:
+                gate.pass_through()
+            return super().pwritev(fd, buffers, offset)
+
+    store = bench.open(SlowDisk())
+    written, late = make_keys(5, "in flight"), make_keys(5, "late")
+    reasons: list[str] = []
+    gate.close()
+    writer = threading.Thread(target=lambda: reasons.append(bench.put(store, written).reason))
+    writer.start()
+    bench.wait_until(lambda: gate.waiting)
+    store.reset()
+    gate.open()
+    writer.join()
+    reasons.append(bench.put(store, late, resets=0).reason)  # it waited in a queue
+    assert reasons == ["reset", "reset"]
+    assert store.contains(written + late) == [False] * 10
+    bench.put(store, late)
+    store.close()
+    assert bench.open().contains(written + late) == [False] * 5 + [True] * 5
+
+
+def test_a_load_that_a_reset_overtakes_fails(bench: StoreBench, gate: Gate) -> None:
+    class SlowDisk(Disk):
+        def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            gate.pass_through()
+            return super().preadv(fd, buffers, offset)
+
+    store = bench.open(SlowDisk())
+    keys = make_keys(5)
+    bench.put(store, keys)
+    loaded: list[set[OffloadKey]] = []
+    gate.close()
+    reader = threading.Thread(target=lambda: loaded.append(bench.get(store, keys)))
+    reader.start()
+    bench.wait_until(lambda: gate.waiting)
+    store.reset()
+    gate.open()
+    reader.join()
+    assert loaded == [set()]
+
+
+def test_version_1_of_the_format_opens_and_loads(bench: StoreBench) -> None:
+    """The directory was written once, by the release that this format version came with."""
+    shutil.copytree(GOLDEN, bench.path)
+    bench.block_bytes = 512
+    bench.segment_bytes = 32 << 10
+    bench.capacity_bytes = 256 << 10
+    keys = [make_offload_key(bytes([length]) * length, length) for length in range(1, 9)]
+    store = bench.open()
+    assert store.stats()["blocks"] == 8
+    assert bench.get(store, keys) == set(keys)
+    table = store._pool.segments[0].table
+    assert set(table.codecs) == {0}
+    page = memoryview(bytearray(PAGE_BYTES))
+    SegmentHeader(bytes(range(16)), 1, 32 << 10, 512).encode(page)
+    assert (GOLDEN / "segment-00010203-000000.kv").read_bytes()[:PAGE_BYTES] == page
+
+
+def test_closing_and_opening_at_any_moment_finds_what_was_stored(bench: StoreBench) -> None:
+    everything = make_keys(120)
+    actions: st.SearchStrategy[tuple[str, list[int]]] = st.one_of(
+        st.tuples(st.just("store"), st.lists(st.sampled_from(range(120)), min_size=1, max_size=30, unique=True)),
+        st.tuples(st.just("load"), st.lists(st.sampled_from(range(120)), min_size=1, max_size=30, unique=True)),
+        st.tuples(st.sampled_from(["close", "crash", "reset"]), st.just([])),
+    )
+    directory = bench.path
+
+    @settings(max_examples=30)
+    @given(st.lists(actions, min_size=1, max_size=20))
+    def check(steps: list[tuple[str, list[int]]]) -> None:
+        shutil.rmtree(directory.parent, ignore_errors=True)
+        bench.path = directory
+        store = bench.open()
+        expected: set[OffloadKey] = set()  # 120 blocks always fit
+        for number, (action, numbers) in enumerate(steps):
+            keys = [everything[index] for index in numbers]
+            if action == "store":
+                assert bench.put(store, keys).successful_keys is None
+                expected.update(keys)
+            elif action == "load":
+                assert bench.get(store, keys) == expected.intersection(keys)
+            elif action == "reset":
+                store.reset()
+                expected.clear()
+            else:
+                if action == "crash":
+                    bench.path = shutil.copytree(bench.path, directory.with_name(f"crash {number}"))
+                store.close()
+                store = bench.open()
+            assert {key for key in everything if key in store._index.places} == expected
+        store.close()
+
+    check()
+
+
+def test_contents_of_the_bench_differ_by_key() -> None:
+    one, other = make_keys(2)
+    assert block_content(one, 64) != block_content(other, 64)

@@ -1,0 +1,175 @@
+"""The nvme tier keeps the contract of a secondary tier, and its settings say what they accept."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from tiered_kv.base import ReqContext
+from tiered_kv.errors import ConfigError, TierBusyError
+from tiered_kv.hooks import TierPlugins
+from tiered_kv.testing.conformance import TierConformance
+from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
+from tiered_kv.tiering.base import SecondaryTierManager
+from tiered_kv_nvme.disk import DirectIO, Disk
+from tiered_kv_nvme.settings import NvmeSettings
+from tiered_kv_nvme.sizing import Sizing
+from tiered_kv_nvme.tier import NvmeTier
+
+
+def open_with(path: Path, **settings: object) -> OpenTier:
+    model = NvmeSettings.model_validate({"path": str(path), "capacity": "64MiB", **settings})
+    return lambda spec, view: NvmeTier(spec, view, "nvme", model)
+
+
+class TestNvmeTier(TierConformance):
+    survives_reopen = True
+
+    @pytest.fixture(params=["raw", "zstd", "buffered"])
+    def open_tier(self, request: pytest.FixtureRequest, tmp_path: Path) -> OpenTier:
+        if request.param == "buffered":
+            return open_with(tmp_path / "kv", direct="off")
+        return open_with(tmp_path / "kv", codec=request.param)
+
+    def corrupt(self, tier: SecondaryTierManager) -> bool:
+        assert isinstance(tier, NvmeTier)
+        store = tier._store
+        with store._pool.changed:
+            segments = list(store._pool.segments.values())
+        for segment in segments:
+            name = store._directory.segment_name(segment.slot)
+            with open(f"{store._directory.path}/{name}", "r+b") as file:
+                for offset in segment.table.offsets:
+                    file.seek(offset)
+                    byte = file.read(1)[0]
+                    file.seek(offset)
+                    file.write(bytes([byte ^ 0x10]))
+        return True
+
+
+def test_a_reset_forgets_for_good(tmp_path: Path) -> None:
+    rig = TierRig(open_with(tmp_path / "kv"), num_blocks=64, block_bytes=4096, wait_s=20.0)
+    keys = make_keys(16)
+    rig.store(keys)
+    assert rig.tier.reset_cache()
+    assert not any(rig.lookup(key) for key in keys)
+    rig.epoch = 1
+    assert rig.store(keys[:8]).success
+    rig.reopen()
+    assert [rig.lookup(key) for key in keys] == [True] * 8 + [False] * 8
+    assert rig.load(keys) == set(keys[:8])
+    rig.close()
+
+
+def test_lookups_are_answered_at_once(tmp_path: Path) -> None:
+    rig = TierRig(open_with(tmp_path / "kv"), num_blocks=64, block_bytes=4096, wait_s=20.0)
+    keys = make_keys(4)
+    rig.store(keys[:2])
+    request = ReqContext("a request")
+    assert rig.tier.lookup_many(keys, request) == [True, True, False, False]
+    assert [rig.tier.lookup(key, request) for key in keys] == [True, True, False, False]
+    rig.close()
+
+
+def test_a_directory_is_one_stacks_own(tmp_path: Path) -> None:
+    rig = TierRig(open_with(tmp_path / "kv"), num_blocks=8, block_bytes=4096, wait_s=20.0)
+    with pytest.raises(TierBusyError, match="in use by process"):
+        TierRig(open_with(tmp_path / "kv"), num_blocks=8, block_bytes=4096, wait_s=20.0)
+    rig.close()
+
+
+def test_an_engine_that_passes_no_spec_is_served(tmp_path: Path) -> None:
+    view = memoryview(mmap.mmap(-1, 16 * 4096)).cast("B", (16, 4096))
+    settings = NvmeSettings(path=str(tmp_path / "kv"), capacity=64 << 20)
+    tier = NvmeTier(None, view, "nvme", settings)
+    assert tier.describe()["path"] == str(tmp_path / "kv")
+    tier.shutdown()
+
+
+def test_what_it_can_do_here_is_described(tmp_path: Path) -> None:
+    rig = TierRig(open_with(tmp_path / "kv"), num_blocks=8, block_bytes=4096, wait_s=20.0)
+    described = rig.tier.describe()
+    assert described["capacity_bytes"] == 64 << 20
+    assert described["segment_bytes"] == 8 << 20 or described["segments_max"] == 8
+    assert str(described["direct_io"]).startswith(("yes", "no: "))
+    rig.close()
+
+
+def test_direct_io_that_is_demanded_and_not_to_be_had_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(disk: Disk, directory_fd: int) -> DirectIO:
+        return DirectIO(False, "the file system refuses O_DIRECT (Invalid argument)")
+
+    monkeypatch.setattr("tiered_kv_nvme.store.probe_direct", refuse)
+    with pytest.raises(ConfigError, match="direct: the file system refuses O_DIRECT"):
+        TierRig(open_with(tmp_path / "kv", direct="on"), num_blocks=8, block_bytes=4096, wait_s=20.0)
+
+
+def test_it_is_found_as_any_plugin_is() -> None:
+    import tiered_kv_nvme
+
+    plugins = TierPlugins()
+    plugins.register(tiered_kv_nvme)
+    tier_type = plugins.tier_types()["nvme"]
+    assert tier_type.settings is NvmeSettings
+    assert tier_type.load() is NvmeTier
+
+
+@pytest.mark.parametrize("written", [True, "on"])
+def test_the_words_on_and_off_mean_what_they_say_in_yaml(written: object) -> None:
+    settings = NvmeSettings.model_validate({"path": "kv", "capacity": "1GiB", "direct": written})
+    assert settings.direct == "on"
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"capacity": "1GiB"},
+        {"path": "kv"},
+        {"path": "", "capacity": "1GiB"},
+        {"path": "kv", "capacity": "1GiB", "threads": 0},
+        {"path": "kv", "capacity": "1GiB", "direct": "perhaps"},
+        {"path": "kv", "capacity": "1GiB", "codec": "pickle"},
+        {"path": "kv", "capacity": "1GiB", "segments": 4},
+    ],
+)
+def test_an_entry_that_cannot_be_meant_is_refused(entry: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        NvmeSettings.model_validate(entry)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 512, 4096, 65536, 1 << 20, 2 << 20, 24 << 20])
+def test_the_least_capacity_that_an_error_names_is_enough(block_bytes: int) -> None:
+    with pytest.raises(ConfigError, match=r"^capacity: .* it takes at least ") as caught:
+        Sizing.of(1, block_bytes)
+    least = str(caught.value).rpartition(" ")[2]
+    settings = NvmeSettings.model_validate({"path": "kv", "capacity": least})
+    assert Sizing.of(settings.capacity, block_bytes).segments_max >= 4
+    with pytest.raises(ConfigError):
+        Sizing.of(settings.capacity - 1, block_bytes)
+
+
+@pytest.mark.parametrize("capacity_gib", [0.0625, 0.25, 1, 4, 100, 4000])
+@pytest.mark.parametrize("block_bytes", [4096, 65536, 1 << 20])
+def test_segments_are_several_and_of_a_sensible_size(capacity_gib: float, block_bytes: int) -> None:
+    sizing = Sizing.of(int(capacity_gib * 2**30), block_bytes)
+    assert sizing.segments_max >= 7
+    assert sizing.segment_bytes % 4096 == 0
+    assert sizing.segment_bytes <= 256 << 20 or sizing.segments_max >= 500
+    assert sizing.segments_max <= 512
+    assert sizing.segments_max * sizing.segment_bytes >= 0.85 * sizing.capacity_bytes
+
+
+@pytest.mark.parametrize("segment_bytes", [0, 4096, 1 << 20, (2 << 20) + 1])
+def test_a_segment_that_holds_no_block_is_refused(segment_bytes: int) -> None:
+    with pytest.raises(ConfigError, match=r"^segment: .* at least "):
+        Sizing.of(1 << 30, 1 << 20, segment_bytes)
+
+
+def test_segments_that_would_be_too_many_open_files_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^segment: .* more than 512 open files: it takes at least 200MiB"):
+        Sizing.of(100 << 30, 4096, 8 << 20)

@@ -1,0 +1,33 @@
+"""The code in docs/testing.md works as it stands there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "testing.md"
+
+
+@pytest.mark.slow
+def test_the_tests_on_the_page_pass(tmp_path: Path) -> None:
+    shown = re.findall(r"<!-- (\S+) -->\n```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    assert [name for name, _ in shown] == ["test_my_tier.py", "test_my_stack.py"]
+    for name, text in shown:
+        (tmp_path / name).write_text(text)
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", "."],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert re.search(r"\d\d passed", run.stdout), run.stdout

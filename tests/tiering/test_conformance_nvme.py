@@ -1,0 +1,51 @@
+"""The nvme tier keeps the contract of a secondary tier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from tiered_kv.testing.conformance import TierConformance
+from tiered_kv.testing.rig import OpenTier
+from tiered_kv.tiering.base import SecondaryTierManager
+from tiered_kv_nvme.settings import NvmeSettings
+from tiered_kv_nvme.tier import NvmeTier
+
+PAGE_BYTES = 4096
+STRIDE_BYTES = 128  # less than any payload of these tests, compressed ones included
+
+
+class TestNvmeTier(TierConformance):
+    survives_reopen = True
+    settings: ClassVar[dict[str, str]] = {}
+    directory: Path
+
+    @pytest.fixture
+    def open_tier(self, tmp_path: Path) -> OpenTier:
+        self.directory = tmp_path / "kv"
+        settings = NvmeSettings.model_validate(
+            {"path": str(self.directory), "capacity": "64MiB", "segment": "1MiB", **self.settings}
+        )
+        return lambda spec, view: NvmeTier(spec, view, "nvme", settings)
+
+    def corrupt(self, tier: SecondaryTierManager) -> bool:
+        """Flip a byte in every stretch that holds anything, but for the headers of segments."""
+        for segment in self.directory.glob("segment-*.kv"):
+            damaged = bytearray(segment.read_bytes())
+            for at in range(PAGE_BYTES, len(damaged), STRIDE_BYTES):
+                if any(damaged[at : at + STRIDE_BYTES]):
+                    damaged[at] ^= 0x01
+            with segment.open("r+b") as file:
+                file.write(damaged)
+        return True
+
+
+class TestNvmeTierThroughThePageCache(TestNvmeTier):
+    settings: ClassVar[dict[str, str]] = {"direct": "off"}
+    block_bytes = 1000
+
+
+class TestNvmeTierWithCompression(TestNvmeTier):
+    settings: ClassVar[dict[str, str]] = {"codec": "zstd"}

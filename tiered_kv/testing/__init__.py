@@ -1,0 +1,24 @@
+"""What a tier's author tests a tier with, and what this project tests its own with.
+
+    conformance     a pytest class to subclass: the contract of a secondary tier, check by check
+    state_machine   a Hypothesis state machine over a whole stack, against the dictionary in `model`
+    faults, lies    tiers that hang, fail, come late or lie, made by wrapping one that does not
+    four_methods    the smallest tier there can be
+    watch           who may touch which row of the primary region, seen from the tiers
+    prompt          a wrapper that makes tiers with threads repeatable
+    rig             a tier on a test bench, with known bytes in every block
+    gate, clock     what tests steer the above with, in place of sleeping
+    leaks           what a test leaves behind
+
+The extra `test` brings pytest and Hypothesis. Import the modules by name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+if importlib.util.find_spec("pytest") is not None:
+    import pytest
+
+    # So that a failed `assert` of these modules shows its values in an author's test run too.
+    pytest.register_assert_rewrite("tiered_kv.testing.conformance", "tiered_kv.testing.rig", "tiered_kv.testing.model")

@@ -1,0 +1,326 @@
+"""The contract of a secondary tier, as a pytest class that a tier's author subclasses with one fixture.
+
+    class TestMyTier(TierConformance):
+        survives_reopen = True
+
+        @pytest.fixture
+        def open_tier(self, tmp_path: Path) -> OpenTier:
+            return lambda spec, view: MyTier(spec, view, "mine", path=tmp_path)
+
+`docs/testing.md` says what each check keeps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+
+from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
+from tiered_kv.errors import TierError
+from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
+from tiered_kv.tiering.base import SecondaryTierManager
+
+
+class TierConformance:
+    """Subclass it as `Test...`, and define the fixture `open_tier`.
+
+    Attributes:
+        survives_reopen: Whether what was stored is found when `open_tier` is called again after `shutdown`.
+        block_bytes: Bytes of one block.
+        num_blocks: Rows of the region; at least 512.
+        wait_s: How long a single job or lookup may take before the check fails.
+        call_limit_s: How long a call may take where the tier says `is_nonblocking`. One call in ten may take
+            longer, since the machine that runs the tests has other things to do.
+        shutdown_limit_s: How long `shutdown` may take with jobs in flight.
+    """
+
+    survives_reopen: ClassVar[bool] = False
+    block_bytes: ClassVar[int] = 4096
+    num_blocks: ClassVar[int] = 1024
+    wait_s: ClassVar[float] = 20.0
+    call_limit_s: ClassVar[float] = 0.05
+    shutdown_limit_s: ClassVar[float] = 15.0
+
+    def corrupt(self, tier: SecondaryTierManager) -> bool:
+        """Damage the payload of every block that the open `tier` has stored.
+
+        Override it where the storage can be reached from below.
+
+        Returns:
+            Whether it was done; the checks that need it are skipped if not.
+        """
+        return False
+
+    @pytest.fixture
+    def open_tier(self) -> OpenTier:
+        """Return a callable that opens the tier; every call within one test opens it on the same storage."""
+        raise NotImplementedError("a subclass of TierConformance defines the fixture 'open_tier'")
+
+    @pytest.fixture
+    def rig(self, open_tier: OpenTier) -> Iterator[TierRig]:
+        rig = TierRig(open_tier, num_blocks=self.num_blocks, block_bytes=self.block_bytes, wait_s=self.wait_s)
+        yield rig
+        rig.close()
+
+    # -- bytes -------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("blocks", [1, 2, 33, 256])
+    def test_stored_blocks_load_as_the_same_bytes(self, rig: TierRig, blocks: int) -> None:
+        keys = make_keys(blocks)
+        assert rig.store(keys).success
+        assert [rig.lookup(key) for key in keys] == [True] * blocks
+        assert rig.load(keys) == set(keys)
+
+    @pytest.mark.parametrize(
+        "order",
+        [lambda rows: rows, lambda rows: rows[::-1], lambda rows: rows[::2] + rows[1::2]],
+        ids=["rising", "falling", "every_other"],
+    )
+    def test_rows_may_be_adjacent_or_not_and_in_any_order(
+        self, rig: TierRig, order: Callable[[list[int]], list[int]]
+    ) -> None:
+        keys = make_keys(24)
+        rig.store(keys, rows=order(list(range(40, 64))))
+        assert rig.load(keys, rows=order(list(range(100, 124)))) == set(keys)
+        assert rig.load(keys, rows=list(range(200, 248, 2))) == set(keys)
+
+    def test_blocks_that_were_stored_together_load_apart_and_the_other_way_round(self, rig: TierRig) -> None:
+        together, apart = make_keys(16, "together"), make_keys(16, "apart")
+        rig.store(together)
+        rig.wait([rig.submit_store([key]) for key in apart])
+        mixed = [key for pair in zip(together[::-1], apart, strict=True) for key in pair]
+        assert rig.load(mixed) == set(mixed)
+        for key in mixed:
+            assert rig.load([key]) == {key}
+
+    def test_keys_may_be_of_any_length(self, rig: TierRig) -> None:
+        keys = [make_offload_key(b"k" * length, 0) for length in (1, 3, 4, 8, 16, 20, 32, 64, 100, 300)]
+        assert rig.store(keys).success
+        assert rig.load(keys[::-1]) == set(keys)
+        assert not rig.lookup(make_offload_key(b"k" * 5, 0))
+
+    def test_groups_of_one_hash_are_different_blocks(self, rig: TierRig) -> None:
+        stored = [make_offload_key(b"one hash", group) for group in (0, 1, 255, 256, 2**32 - 1)]
+        rig.store(stored)
+        assert rig.load(stored) == set(stored)
+        assert not rig.lookup(make_offload_key(b"one hash", 2))
+
+    def test_a_present_block_is_not_overwritten(self, rig: TierRig) -> None:
+        keys = make_keys(4)
+        rig.store(keys)
+        rig.epoch = 1
+        assert rig.store(keys).success
+        rig.epoch = 0
+        assert rig.load(keys) == set(keys)
+
+    # -- misses ------------------------------------------------------------------------------------
+
+    def test_an_absent_block_is_a_miss(self, rig: TierRig) -> None:
+        rig.store(make_keys(4))
+        absent = make_keys(4, "absent")
+        assert not any(rig.lookup(key) for key in absent)
+        assert rig.load(absent) == set()
+
+    def test_a_load_of_present_and_absent_blocks_names_only_present_ones(self, rig: TierRig) -> None:
+        present, absent = make_keys(6), make_keys(6, "absent")
+        rig.store(present)
+        mixed = [key for pair in zip(present, absent, strict=True) for key in pair]
+        assert rig.load(mixed) <= set(present)
+        assert rig.load(present) == set(present)
+
+    def test_a_block_that_is_answered_true_during_its_store_can_be_loaded(self, rig: TierRig) -> None:
+        keys = make_keys(256)
+        store = rig.submit_store(keys)
+        for key in keys:
+            if rig.lookup(key):
+                assert rig.load([key]) == {key}
+        rig.wait([store])
+        assert rig.load(keys) == set(keys)
+
+    def test_lookup_many_answers_as_lookup_does(self, rig: TierRig) -> None:
+        keys = make_keys(8)
+        rig.store(keys[::2])
+        request = rig.new_request()
+        one_by_one = [rig.lookup(key, request) for key in keys]
+        assert list(rig.tier.lookup_many(keys, request)) == one_by_one == [True, False] * 4
+
+    def test_requests_come_and_go_in_any_order(self, rig: TierRig) -> None:
+        keys = make_keys(4)
+        rig.store(keys)
+        first, second = rig.new_request(), rig.new_request()
+        rig.tier.lookup(keys[0], first)
+        rig.tier.touch(keys, second)
+        rig.tier.on_request_finished(first)
+        rig.tier.on_request_finished(first)
+        rig.tier.on_request_finished(ReqContext("never seen"))
+        assert rig.lookup(keys[0], second)
+        assert rig.load(keys) == set(keys)
+
+    # -- jobs --------------------------------------------------------------------------------------
+
+    def test_many_jobs_in_flight_are_each_reported_once(self, rig: TierRig) -> None:
+        batches = [make_keys(4, f"batch-{index}") for index in range(64)]
+        stores = rig.wait([rig.submit_store(keys) for keys in batches])
+        assert all(result.success for result in stores)
+        loads = rig.wait([rig.submit_load(keys) for keys in batches])
+        assert all(result.success for result in loads)
+        for _ in range(20):
+            rig.poll()  # a second report of any of them fails here
+
+    def test_loads_and_stores_in_flight_do_not_disturb_each_other(self, rig: TierRig) -> None:
+        old = [make_keys(8, f"old-{index}") for index in range(16)]
+        rig.wait([rig.submit_store(keys) for keys in old])
+        jobs = []
+        for index, keys in enumerate(old):
+            jobs.append(rig.submit_store(make_keys(8, f"new-{index}")))
+            jobs.append(rig.submit_load(keys))
+        assert all(result.success for result in rig.wait(jobs))
+
+    def test_several_jobs_may_store_or_load_one_block_at_once(self, rig: TierRig) -> None:
+        keys = make_keys(8)
+        assert all(result.success for result in rig.wait([rig.submit_store(keys) for _ in range(6)]))
+        assert all(result.success for result in rig.wait([rig.submit_load(keys) for _ in range(6)]))
+
+    def test_a_key_may_stand_twice_in_a_store(self, rig: TierRig) -> None:
+        keys = make_keys(3)
+        assert rig.store(keys + keys[:1]).success
+        assert rig.load(keys) == set(keys)
+
+    def test_a_job_past_its_deadline_is_reported_all_the_same(self, rig: TierRig) -> None:
+        keys, late = make_keys(4), make_keys(4, "late")
+        rig.store(keys)
+        past = time.monotonic() - 1.0
+        rig.wait([rig.submit_store(late, deadline=past), rig.submit_load(keys, deadline=past)])
+        assert rig.store(late).success
+        assert rig.load(keys + late) == set(keys + late)
+
+    def test_calls_return_at_once_while_the_tier_is_busy(self, rig: TierRig) -> None:
+        if not rig.tier.is_nonblocking:
+            pytest.skip("the tier does not say is_nonblocking: the manager calls it on a thread of its own")
+        batches = [make_keys(8, f"batch-{index}") for index in range(32)]
+        request = rig.new_request()
+        took_s: list[float] = []
+
+        def timed(call: Callable[[], object]) -> None:
+            begin = time.perf_counter()
+            call()
+            took_s.append(time.perf_counter() - begin)
+
+        jobs = []
+        for keys in batches:
+            timed(lambda: jobs.append(rig.submit_store(keys)))  # noqa: B023  called at once
+            timed(lambda: rig.tier.lookup(keys[0], request))  # noqa: B023
+            timed(rig.poll)
+        rig.wait(jobs)
+        slow = [duration for duration in took_s if duration > self.call_limit_s]
+        assert len(slow) <= len(took_s) // 10, f"{len(slow)} of {len(took_s)} calls took up to {max(slow):.3f} s"
+
+    # -- the tier's life ---------------------------------------------------------------------------
+
+    def test_shutdown_with_jobs_in_flight_is_bounded_and_may_be_repeated(self, rig: TierRig) -> None:
+        rig.store(make_keys(64))
+        rig.submit_load(make_keys(64))
+        for index in range(8):
+            rig.submit_store(make_keys(64, f"batch-{index}"))
+        begin = time.monotonic()
+        rig.tier.shutdown()
+        rig.tier.shutdown()
+        assert time.monotonic() - begin < self.shutdown_limit_s
+
+    def test_a_reset_forgets_every_block_and_takes_new_ones(self, rig: TierRig) -> None:
+        keys = make_keys(16)
+        rig.store(keys)
+        if not rig.tier.reset_cache():
+            pytest.skip("the tier cannot reset: the manager stops using it then")
+        assert not any(rig.lookup(key) for key in keys)
+        assert rig.load(keys) == set()
+        rig.epoch = 1
+        assert rig.store(keys[:8]).success
+        assert rig.load(keys) == set(keys[:8])
+
+    def test_a_reset_forgets_stores_in_flight(self, rig: TierRig) -> None:
+        keys = make_keys(256)
+        store = rig.submit_store(keys)
+        if not rig.tier.reset_cache():
+            pytest.skip("the tier cannot reset: the manager stops using it then")
+        rig.wait([store])
+        assert not any(rig.lookup(key) for key in keys)
+        assert rig.load(keys) == set()
+
+    def test_a_reopened_tier_finds_what_was_stored(self, rig: TierRig) -> None:
+        self._needs_reopen()
+        keys = make_keys(48)
+        rig.wait([rig.submit_store(keys[index : index + 8]) for index in range(0, 48, 8)])
+        for _ in range(2):
+            rig.reopen()
+            assert [rig.lookup(key) for key in keys] == [True] * len(keys)
+            assert rig.load(keys) == set(keys)
+
+    def test_a_reset_holds_when_the_tier_is_reopened(self, rig: TierRig) -> None:
+        self._needs_reopen()
+        keys = make_keys(16)
+        rig.store(keys)
+        if not rig.tier.reset_cache():
+            pytest.skip("the tier cannot reset: the manager stops using it then")
+        rig.epoch = 1
+        rig.store(keys[:4])
+        rig.reopen()
+        assert [rig.lookup(key) for key in keys] == [True] * 4 + [False] * 12
+        assert rig.load(keys) == set(keys[:4])
+
+    def test_a_tier_that_was_shut_down_amid_stores_reopens_with_whole_blocks_only(self, rig: TierRig) -> None:
+        self._needs_reopen()
+        keys = make_keys(256)
+        for index in range(0, 256, 32):
+            rig.submit_store(keys[index : index + 32])
+        rig.reopen()
+        found = [key for key in keys if rig.lookup(key)]
+        assert rig.load(found) == set(found)
+
+    def test_namespaces_do_not_see_each_other(self, rig: TierRig) -> None:
+        keys, own = make_keys(8), rig.spec
+        rig.store(keys)
+        try:
+            rig.reopen(replace(own, namespace_digest=b"another space, 2", namespace={"model": "another"}))
+        except TierError:
+            pass  # an error instead of a miss is as good, and says more
+        else:
+            assert not any(rig.lookup(key) for key in keys)
+            assert rig.load(keys) == set()
+        rig.reopen(own)
+        assert [rig.lookup(key) for key in keys] == [self.survives_reopen] * len(keys)
+
+    # -- damage ------------------------------------------------------------------------------------
+
+    def test_a_damaged_block_fails_to_load_and_is_a_miss_from_then_on(self, rig: TierRig) -> None:
+        keys = self._store_and_corrupt(rig)
+        assert rig.load(keys) == set()
+        assert not any(rig.lookup(key) for key in keys)
+        assert rig.store(keys).success
+        assert rig.load(keys) == set(keys)
+
+    def test_damage_is_found_after_reopening_too(self, rig: TierRig) -> None:
+        self._needs_reopen()
+        keys = self._store_and_corrupt(rig)
+        rig.reopen()
+        assert rig.load(keys) == set()
+
+    def test_stats_are_numbers_and_the_description_has_names(self, rig: TierRig) -> None:
+        rig.store(make_keys(4))
+        assert all(isinstance(name, str) and isinstance(value, int) for name, value in rig.tier.stats().items())
+        assert all(isinstance(name, str) for name in rig.tier.describe())
+
+    def _needs_reopen(self) -> None:
+        if not self.survives_reopen:
+            pytest.skip("the tier does not outlive its process")
+
+    def _store_and_corrupt(self, rig: TierRig) -> list[OffloadKey]:
+        keys = make_keys(16)
+        rig.store(keys)
+        if not self.corrupt(rig.tier):
+            pytest.skip("the subclass does not override 'corrupt'")
+        return keys

@@ -1,0 +1,51 @@
+"""A gate that holds threads up until a test opens it."""
+
+from __future__ import annotations
+
+import threading
+
+
+class Gate:
+    """Open or closed; any thread may use it.
+
+    Args:
+        is_open: How it begins.
+    """
+
+    def __init__(self, *, is_open: bool = True) -> None:
+        self._opened = threading.Event()
+        self._waiting = 0
+        self._lock = threading.Lock()
+        if is_open:
+            self._opened.set()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `pass_through` returns at once."""
+        return self._opened.is_set()
+
+    @property
+    def waiting(self) -> int:
+        """How many threads stand before the gate."""
+        with self._lock:
+            return self._waiting
+
+    def open(self) -> None:
+        """Let everybody through, from now on."""
+        self._opened.set()
+
+    def close(self) -> None:
+        """Hold up whoever comes from now on."""
+        self._opened.clear()
+
+    def pass_through(self) -> None:
+        """Return once the gate is open, however long that takes."""
+        if self._opened.is_set():
+            return
+        with self._lock:
+            self._waiting += 1
+        try:
+            self._opened.wait()
+        finally:
+            with self._lock:
+                self._waiting -= 1

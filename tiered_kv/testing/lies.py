@@ -1,0 +1,113 @@
+"""A tier that lies: the wrapper that shows what a check, or the manager, does about an untruth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+from typing import ClassVar
+
+from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
+from tiered_kv.testing.faults import WrapperTier
+from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
+
+_UNKNOWN_JOB: JobId = 1 << 60
+_UNASKED_KEY = make_offload_key(b"nobody asked for this", 0)
+
+
+class Lie(Enum):
+    """What a `LyingTier` says or does against the truth."""
+
+    HAS_EVERYTHING = "lookup is True for every key"
+    STORES_NOTHING = "stores are reported as done, and not done"
+    LOADS_NOTHING = "loads are reported as done, and not done"
+    FLIPS_BYTES = "a byte of every loaded block is wrong"
+    WRITES_ELSEWHERE = "a load also writes into a block outside its job"
+    CHANGES_SOURCES = "a store changes the block that it copies"
+    REPORTS_TWICE = "each job is reported twice"
+    REPORTS_NOTHING = "jobs are done, and never reported"
+    REPORTS_UNKNOWN_JOBS = "jobs are reported that nobody submitted"
+    NAMES_UNASKED_KEYS = "results name keys that were not in the job"
+
+
+#: The lies that a manager can see through; the bytes themselves only a tier's own checksums can defend.
+DETECTABLE = (
+    Lie.HAS_EVERYTHING,
+    Lie.STORES_NOTHING,
+    Lie.REPORTS_TWICE,
+    Lie.REPORTS_NOTHING,
+    Lie.REPORTS_UNKNOWN_JOBS,
+    Lie.NAMES_UNASKED_KEYS,
+)
+
+
+class LyingTier(WrapperTier):
+    """Tells one lie for as long as `lying` is set.
+
+    Args:
+        inner: The wrapped tier.
+        lie: Which.
+    """
+
+    is_nonblocking: ClassVar[bool] = True
+
+    def __init__(self, inner: SecondaryTierManager, lie: Lie) -> None:
+        super().__init__(inner)
+        shape = inner._primary_kv_view.shape
+        assert shape is not None
+        self._num_blocks, self._block_bytes = shape
+        self._region = inner._primary_kv_view.cast("B")
+        self._lie = lie
+        self._jobs: dict[JobId, JobMetadata] = {}
+        self._made_up: list[JobResult] = []
+        self.lying = True
+
+    def _tells(self, lie: Lie) -> bool:
+        return self.lying and self._lie is lie
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        return True if self._tells(Lie.HAS_EVERYTHING) else super().lookup(key, req_context)
+
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        if self._tells(Lie.STORES_NOTHING):
+            self._made_up.append(JobResult(job_metadata.job_id, True))
+            return
+        self._jobs[job_metadata.job_id] = job_metadata
+        super().submit_store(job_metadata)
+
+    def submit_load(self, job_metadata: JobMetadata) -> None:
+        if self._tells(Lie.LOADS_NOTHING):
+            self._made_up.append(JobResult(job_metadata.job_id, True))
+            return
+        self._jobs[job_metadata.job_id] = job_metadata
+        super().submit_load(job_metadata)
+
+    def get_finished(self) -> Iterable[JobResult]:
+        results, self._made_up = self._made_up, []
+        for result in super().get_finished():
+            results += self._told(result, self._jobs.pop(result.job_id, None))
+        if self._tells(Lie.REPORTS_UNKNOWN_JOBS):
+            results.append(JobResult(_UNKNOWN_JOB, True))
+        return results
+
+    def _told(self, result: JobResult, job: JobMetadata | None) -> list[JobResult]:
+        if not self.lying or job is None:
+            return [result]
+        match self._lie:
+            case Lie.REPORTS_TWICE:
+                return [result, result]
+            case Lie.REPORTS_NOTHING:
+                return []
+            case Lie.NAMES_UNASKED_KEYS:
+                return [JobResult(result.job_id, False, [_UNASKED_KEY, *job.keys])]
+            case Lie.FLIPS_BYTES if job.is_promotion:
+                self._flip(job.block_ids.tolist())
+            case Lie.WRITES_ELSEWHERE if job.is_promotion:
+                own = set(job.block_ids.tolist())
+                self._flip(next([block] for block in range(self._num_blocks) if block not in own))
+            case Lie.CHANGES_SOURCES if not job.is_promotion:
+                self._flip(job.block_ids.tolist())
+        return [result]
+
+    def _flip(self, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
+            self._region[block_id * self._block_bytes] ^= 0xFF

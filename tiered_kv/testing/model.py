@@ -1,0 +1,231 @@
+"""A whole stack beside a dictionary that says what it may answer."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.mediums import CPULoadStoreSpec
+from tiered_kv.testing.clock import ManualClock
+from tiered_kv.testing.rig import block_content
+from tiered_kv.testing.watch import RowLedger
+from tiered_kv.tiering.manager import TieringOffloadingManager
+
+_PATIENT_ROUNDS = 100
+_ROUNDS_MAX = 200
+_ROUND_S = 0.001
+_CLOCK_STEP_S = 5.0
+_MUCH_STORED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StackUnderTest:
+    """A stack, and the handles by which a test disturbs it.
+
+    Args:
+        manager: The stack's manager, made with `clock`.
+        clock: The clock that its deadlines follow.
+        faults: For each fault that can be switched, a callable that switches it on or off.
+        corrupt: Damages what the tiers have stored, or does nothing.
+        ledger: Shared by the `WatchedTier`s of the stack, if it has any.
+    """
+
+    manager: TieringOffloadingManager
+    clock: ManualClock
+    faults: Mapping[str, Callable[[bool], None]] = field(default_factory=dict)
+    corrupt: Callable[[], None] = lambda: None
+    ledger: RowLedger = field(default_factory=RowLedger)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A load or store that an engine has prepared and not completed: its rows, and what they must hold."""
+
+    request: ReqContext
+    keys: list[OffloadKey]
+    rows: list[int]
+    content: np.ndarray[tuple[int, int], np.dtype[np.uint8]]
+    epoch: int
+
+
+class StackModel:
+    """Plays an engine towards a stack, and knows of every key whether, and with what bytes, it may be found.
+
+    A stack may lose any block at any time. It may not find one that was never stored, nor one from before a
+    reset, and what it loads is what was stored, byte for byte.
+
+    Args:
+        stack: The stack.
+    """
+
+    def __init__(self, stack: StackUnderTest) -> None:
+        self.stack = stack
+        self.stored: set[OffloadKey] = set()
+        self.epoch = 0
+        self.requests: dict[str, tuple[ReqContext, list[OffloadKey]]] = {}
+        self.loads: list[Transfer] = []
+        self.stores: list[Transfer] = []
+        self.faults_on: set[str] = set()
+        self._request_numbers = itertools.count()
+
+    @property
+    def manager(self) -> TieringOffloadingManager:
+        """The stack's manager."""
+        return self.stack.manager
+
+    @property
+    def has_much_stored(self) -> bool:
+        """Whether a reset, a reopening or a corruption would have anything to do."""
+        return len(self.stored) >= _MUCH_STORED
+
+    # Requests.
+
+    def start(self, keys: Sequence[OffloadKey]) -> str:
+        """Begin a request for `keys`, and return its id."""
+        request = ReqContext(f"request-{next(self._request_numbers)}")
+        self.requests[request.req_id] = (request, list(keys))
+        self.manager.on_new_request(request)
+        return request.req_id
+
+    def finish(self, req_id: str) -> None:
+        """End a request; its transfers may still be completed."""
+        request, _ = self.requests.pop(req_id)
+        self.manager.on_request_finished(request)
+
+    # Loads.
+
+    def look_up(self, req_id: str) -> list[OffloadKey]:
+        """Return the prefix of a request's keys that is found, waiting step by step; it must come to an end."""
+        request, keys = self.requests[req_id]
+        for round_number in range(_ROUNDS_MAX):
+            answers = self.manager.lookup_many(keys, request)
+            if None not in answers:
+                break
+            self.manager.on_schedule_end()
+            if not self.manager.drain_jobs(0.0 if self.faults_on else 5.0):
+                self.manager.poll()
+            if round_number >= (5 if self.faults_on else _PATIENT_ROUNDS):
+                self.stack.clock.advance(_CLOCK_STEP_S)
+            time.sleep(_ROUND_S)
+        assert None not in answers, f"still to be asked again after {_ROUNDS_MAX} steps: {answers}"
+        for key, answer in zip(keys, answers, strict=True):
+            assert not answer or key in self.stored, f"block {key.hex()} was found, and is not there to be found"
+        return list(itertools.takewhile(lambda key: answers[keys.index(key)], keys))
+
+    def begin_load(self, req_id: str, keys: list[OffloadKey]) -> None:
+        """Prepare a load of keys that were found in this step, and compare what lies in their rows."""
+        request, _ = self.requests[req_id]
+        spec = self.manager.prepare_load(keys, request)
+        self.loads.append(Transfer(request, keys, spec.block_ids.tolist(), self._content(keys), self.epoch))
+        self.check_transfers()
+
+    def complete_load(self, number: int) -> None:
+        """End the transfer of a load."""
+        load = self.loads.pop(number)
+        self.manager.complete_load(load.keys, load.request)
+
+    # Stores.
+
+    def begin_store(self, request: ReqContext, keys: Sequence[OffloadKey]) -> bool:
+        """Prepare a store and write its rows; return whether there was room."""
+        output = self.manager.prepare_store(keys, request)
+        if output is None:
+            return False
+        assert isinstance(output.store_spec, CPULoadStoreSpec)
+        rows = output.store_spec.block_ids.tolist()
+        assert len(set(rows)) == len(rows) == len(output.keys_to_store)
+        assert set(output.keys_to_store) <= set(keys)
+        content = self._content(output.keys_to_store)
+        self.manager.primary.backend.region.array[rows] = content
+        if rows:
+            self.stores.append(Transfer(request, output.keys_to_store, rows, content, self.epoch))
+        self.check_transfers()
+        return True
+
+    def complete_store(self, number: int, *, success: bool) -> None:
+        """End the transfer of a store; if it succeeded since the last reset, its blocks are found from now on."""
+        store = self.stores.pop(number)
+        is_current = success and store.epoch == self.epoch
+        if is_current:
+            self.stored.update(store.keys)
+        self.manager.complete_store(store.keys, store.request, success)
+        if is_current:
+            probe = ReqContext(store.request.req_id)
+            assert all(self.manager.lookup(key, probe) for key in store.keys), "a block is lost as soon as it is stored"
+
+    # The whole stack.
+
+    def reset(self) -> None:
+        """Forget everything; the same keys have other contents from now on."""
+        self.manager.reset_cache()
+        self.epoch += 1
+        self.stored.clear()
+
+    def switch_fault(self, name: str, on: bool) -> None:
+        """Begin or end a fault."""
+        self.stack.faults[name](on)
+        (self.faults_on.add if on else self.faults_on.discard)(name)
+
+    def settle(self) -> None:
+        """End all faults, transfers and requests, wait for all jobs, and check that nothing is held any more."""
+        for name in list(self.faults_on):
+            self.switch_fault(name, False)
+        while self.loads:
+            self.complete_load(0)
+        while self.stores:
+            self.complete_store(0, success=False)
+        for req_id in list(self.requests):
+            self.finish(req_id)
+        self.manager.on_schedule_end()
+        assert self.manager.drain_jobs(10.0), "jobs were never reported, with no fault left"
+        self.manager.on_schedule_end()
+        self._check_nothing_held()
+
+    def reopen(self, stack: StackUnderTest) -> None:
+        """Go on with another stack on the same storage; the old one has been settled and shut down."""
+        self.stack = stack
+
+    # What must always hold.
+
+    def check_transfers(self) -> None:
+        """Compare the rows of all open transfers with what they must hold, and with the rows of jobs in flight."""
+        region = self.manager.primary.backend.region.array
+        for kind, transfers in (("load", self.loads), ("store", self.stores)):
+            for transfer in transfers:
+                assert np.array_equal(region[transfer.rows], transfer.content), (
+                    f"the blocks of a {kind} hold other bytes"
+                )
+        written = [row for store in self.stores for row in store.rows]
+        assert len(set(written)) == len(written), "two stores were given one row"
+        loaded = {row for load in self.loads for row in load.rows}
+        assert not loaded & set(written), "a row that is being loaded from was given to a store"
+        ledger = self.stack.ledger
+        assert not ledger.violations, ledger.violations
+        assert not (loaded | set(written)) & ledger.written, "a load from a tier writes a row that an engine uses"
+        assert not set(written) & set(+ledger.read), "a store to a tier reads a row that an engine writes"
+
+    def check_counts(self) -> None:
+        """Check that blocks add up and that no counter is below zero."""
+        backend = self.manager.primary.backend
+        free = backend.get_num_free_blocks()
+        assert 0 <= free <= backend.num_blocks
+        assert len(self.manager.primary.blocks) <= backend.num_blocks - free
+        for tier, counters in self.manager.counters().items():
+            assert all(value >= 0 for value in counters.values()), (tier, counters)
+
+    def _check_nothing_held(self) -> None:
+        primary = self.manager.primary
+        held = {key.hex(): block.ref_cnt for key, block in primary.blocks.items() if block.ref_cnt}
+        assert not held, f"blocks are still pinned or being written, with nothing in flight: {held}"
+        backend = primary.backend
+        assert len(primary.blocks) + backend.get_num_free_blocks() == backend.num_blocks, "blocks were lost"
+
+    def _content(self, keys: Sequence[OffloadKey]) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+        block_bytes = self.manager.primary.backend.block_size
+        joined = b"".join(block_content(key, block_bytes, self.epoch) for key in keys)
+        return np.frombuffer(joined, dtype=np.uint8).reshape(len(keys), block_bytes)

@@ -1,0 +1,224 @@
+"""A tier on a test bench: a region of its own, known bytes in every block, and every wait bounded."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tiered_kv.base import (
+    OffloadKey,
+    ReqContext,
+    get_offload_block_hash,
+    get_offload_group_idx,
+    make_offload_key,
+)
+from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager, TierSpec
+
+OpenTier = Callable[[TierSpec, memoryview], SecondaryTierManager]
+"""Opens a tier for what the spec says, over a writable region of shape (num_blocks, block_bytes)."""
+
+BlockIds = np.ndarray[Any, np.dtype[np.int64]]
+
+_GUARD = 0xA5
+_POLL_S = 0.0002
+
+
+def make_keys(count: int, label: str = "block", group_idx: int = 0) -> list[OffloadKey]:
+    """Return `count` keys with hashes of 16 bytes, the same ones for the same arguments."""
+    return [
+        make_offload_key(hashlib.blake2b(f"{label}/{index}".encode(), digest_size=16).digest(), group_idx)
+        for index in range(count)
+    ]
+
+
+def block_content(key: OffloadKey, size_bytes: int, epoch: int = 0) -> bytes:
+    """Return the bytes that a test stores under `key`; every key, and every epoch of a key, has its own."""
+    seed = hashlib.blake2b(
+        get_offload_block_hash(key),
+        digest_size=16,
+        salt=get_offload_group_idx(key).to_bytes(4, "big"),
+        person=epoch.to_bytes(8, "big"),
+    ).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(seed, "big"))).bytes(size_bytes)
+
+
+class TierRig:
+    """Drives one tier as the manager would, and checks on the way what must hold for every job.
+
+    After the last job in flight the whole region is compared with what it should hold: sources as they were,
+    the blocks of a load exactly as stored, and everything else untouched. A result for an unknown job, or a
+    second one for any, fails at once. One thread.
+
+    Args:
+        open_tier: Opens the tier; called again by `reopen`.
+        num_blocks: Rows of the region.
+        block_bytes: Bytes of a row.
+        wait_s: How long a job or a lookup may take.
+        spec: What the tier is opened for; by default a namespace of the rig's own.
+    """
+
+    def __init__(
+        self,
+        open_tier: OpenTier,
+        *,
+        num_blocks: int,
+        block_bytes: int,
+        wait_s: float,
+        spec: TierSpec | None = None,
+    ) -> None:
+        self.spec = spec or TierSpec("conformance", block_bytes, bytes(range(16)), {"model": "conformance"})
+        self.block_bytes = block_bytes
+        self.epoch = 0
+        """Which content `store` writes and `load` expects; a test moves it on after a reset."""
+        self._open_tier = open_tier
+        self._wait_s = wait_s
+        self._region = PrimaryRegion(num_blocks, block_bytes)
+        self._region.array[:] = _GUARD
+        self._expected = self._region.array.copy()
+        self._rows = itertools.cycle(np.random.default_rng(0).permutation(num_blocks).tolist())
+        self._job_ids = itertools.count(1)
+        self._jobs: dict[JobId, JobMetadata] = {}
+        self._results: dict[JobId, JobResult] = {}
+        self._succeeded: dict[JobId, set[OffloadKey]] = {}
+        self._requests = itertools.count(1)
+        self.tier = open_tier(self.spec, self._region.kv_view)
+
+    # -- one job -----------------------------------------------------------------------------------
+
+    def store(self, keys: Sequence[OffloadKey], rows: Sequence[int] | None = None) -> JobResult:
+        """Store `keys` and return how the job ended."""
+        return self.wait([self.submit_store(keys, rows)])[0]
+
+    def load(self, keys: Sequence[OffloadKey], rows: Sequence[int] | None = None) -> set[OffloadKey]:
+        """Load `keys` and return those that the tier says it loaded; their bytes have been checked."""
+        return self.succeeded(self.wait([self.submit_load(keys, rows)])[0])
+
+    def submit_store(
+        self, keys: Sequence[OffloadKey], rows: Sequence[int] | None = None, deadline: float | None = None
+    ) -> JobId:
+        """Fill rows with the contents of `keys` and submit their store."""
+        job = self._new_job(keys, rows, deadline, is_promotion=False)
+        for key, row in zip(keys, job.block_ids, strict=True):
+            content = np.frombuffer(block_content(key, self.block_bytes, self.epoch), dtype=np.uint8)
+            self._region.array[row] = content
+            self._expected[row] = content
+        self.tier.submit_store(job)
+        self.tier.on_schedule_end()
+        return job.job_id
+
+    def submit_load(
+        self, keys: Sequence[OffloadKey], rows: Sequence[int] | None = None, deadline: float | None = None
+    ) -> JobId:
+        """Submit a load of `keys` into rows that hold none of their bytes."""
+        job = self._new_job(keys, rows, deadline, is_promotion=True)
+        self._region.array[job.block_ids] = _GUARD
+        self.tier.submit_load(job)
+        self.tier.on_schedule_end()
+        return job.job_id
+
+    def wait(self, job_ids: Iterable[JobId]) -> list[JobResult]:
+        """Return the results of jobs, in order, once all have been reported."""
+        wanted = list(job_ids)
+        end = time.monotonic() + self._wait_s
+        while missing := [job_id for job_id in wanted if job_id not in self._results]:
+            self.poll()
+            assert time.monotonic() < end, f"jobs {missing} were not reported within {self._wait_s} s"
+            time.sleep(_POLL_S)
+        if not self._jobs:
+            self.check_region()
+        return [self._results[job_id] for job_id in wanted]
+
+    def poll(self) -> None:
+        """Collect what has finished."""
+        for result in self.tier.get_finished():
+            assert result.job_id not in self._results, f"job {result.job_id} was reported twice"
+            job = self._jobs.pop(result.job_id, None)
+            assert job is not None, f"job {result.job_id} was reported, and nobody submitted it"
+            self._results[result.job_id] = result
+            self._check_result(job, result)
+
+    def succeeded(self, result: JobResult) -> set[OffloadKey]:
+        """Return the keys of a job that succeeded."""
+        return self._succeeded[result.job_id]
+
+    def new_request(self) -> ReqContext:
+        """Return a request that the tier has been told of."""
+        request = ReqContext(f"request-{next(self._requests)}")
+        self.tier.on_new_request(request)
+        return request
+
+    def lookup(self, key: OffloadKey, request: ReqContext | None = None) -> bool:
+        """Return the tier's answer once it is no longer None.
+
+        By default a new request asks, so that no remembered answer is given.
+        """
+        asking = request or self.new_request()
+        end = time.monotonic() + self._wait_s
+        while (answer := self.tier.lookup(key, asking)) is None:
+            self.tier.on_schedule_end()
+            self.poll()
+            assert time.monotonic() < end, f"lookup had no answer within {self._wait_s} s"
+            time.sleep(_POLL_S)
+        if request is None:
+            self.tier.on_request_finished(asking)
+        return answer
+
+    # -- the whole tier ----------------------------------------------------------------------------
+
+    def take_rows(self, count: int) -> list[int]:
+        """Return rows in no order; the same ones come again after `num_blocks` more."""
+        return list(itertools.islice(self._rows, count))
+
+    def reopen(self, spec: TierSpec | None = None) -> None:
+        """Shut the tier down and open it again on the same storage, for another spec if one is given."""
+        self.tier.shutdown()
+        self._jobs.clear()
+        self.spec = spec or self.spec
+        self.tier = self._open_tier(self.spec, self._region.kv_view)
+
+    def check_region(self) -> None:
+        """Compare every block with what it should hold; no job may be in flight."""
+        wrong = np.flatnonzero((self._region.array != self._expected).any(axis=1)).tolist()
+        assert not wrong, f"blocks {wrong} were written by nobody's job, or changed by their own store"
+
+    def close(self) -> None:
+        """Shut the tier down and give the region back."""
+        self.tier.shutdown()
+        self._region.close()
+
+    def _new_job(
+        self,
+        keys: Collection[OffloadKey],
+        rows: Sequence[int] | None,
+        deadline: float | None,
+        *,
+        is_promotion: bool,
+    ) -> JobMetadata:
+        block_ids: BlockIds = np.array(rows if rows is not None else self.take_rows(len(keys)), dtype=np.int64)
+        busy = {row for job in self._jobs.values() for row in job.block_ids.tolist()}
+        assert not busy & set(block_ids.tolist()), "the test uses a block of a job in flight; give the rig more blocks"
+        end = time.monotonic() + self._wait_s if deadline is None else deadline
+        job = JobMetadata(next(self._job_ids), list(keys), block_ids, is_promotion, ReqContext("jobs"), end)
+        self._jobs[job.job_id] = job
+        return job
+
+    def _check_result(self, job: JobMetadata, result: JobResult) -> None:
+        keys = list(job.keys)
+        named = keys if result.success else list(result.successful_keys or ())
+        if result.success and result.successful_keys is not None:
+            assert set(result.successful_keys) == set(keys), "a job that succeeded names other keys than its own"
+        assert set(named) <= set(keys), "a result names keys that were not in its job"
+        self._succeeded[job.job_id] = set(named)
+        if not job.is_promotion:
+            return
+        for key, row in zip(keys, job.block_ids.tolist(), strict=True):
+            if key in self._succeeded[job.job_id]:
+                content = block_content(key, self.block_bytes, self.epoch)
+                assert self._region.array[row].tobytes() == content, f"block {key.hex()} was loaded with wrong bytes"
+            self._expected[row] = self._region.array[row]  # a load that failed may leave anything in its own blocks

@@ -1,0 +1,218 @@
+"""A Hypothesis state machine over a whole stack, against a dictionary.
+
+    def test_a_stack_with_my_tier_keeps_its_promises() -> None:
+        run_state_machine_as_test(make_state_machine(open_my_stack))
+
+The machine plays an engine that does everything an engine may do, in any order, while tiers fail, hang and lose
+data. `tiered_kv.testing.model` says what must hold all the while. Preconditions look only at what the machine has
+done, never at what the stack has answered, which may depend on threads.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.testing.model import StackModel, StackUnderTest
+from tiered_kv.testing.rig import make_keys
+
+OpenStack = Callable[[Path], StackUnderTest]
+"""Opens a stack over a directory; called again with the same directory, it finds what persistent tiers kept."""
+
+REQUESTS_MAX = 6
+TRANSFERS_MAX = 4
+
+_picks = st.integers(0, 1 << 16)
+_seldom = st.sampled_from([False, False, False, True])
+
+
+def _prefixes() -> list[list[OffloadKey]]:
+    """Return four conversations: two with a common beginning, one alone, and that one again in another group."""
+    shared = make_keys(3, "system prompt")
+    return [
+        shared + make_keys(5, "first chat"),
+        shared + make_keys(5, "second chat"),
+        make_keys(8, "long document"),
+        make_keys(8, "long document", group_idx=1),
+    ]
+
+
+def make_state_machine(open_stack: OpenStack) -> type[RuleBasedStateMachine]:
+    """Return a state machine for the stacks that `open_stack` opens; at least 12 blocks in the primary tier."""
+
+    class StackStateMachine(_StackRules):
+        @initialize()
+        def open(self) -> None:
+            self.directory = tempfile.TemporaryDirectory(prefix="tiered-kv-")
+            self.model = StackModel(open_stack(Path(self.directory.name)))
+
+        @rule(is_due=_seldom)
+        def settle_and_reopen(self, is_due: bool) -> None:
+            if is_due and self.model.has_much_stored:
+                self.model.settle()
+                self.model.manager.shutdown()
+                self.model.reopen(open_stack(Path(self.directory.name)))
+
+    return StackStateMachine
+
+
+class _StackRules(RuleBasedStateMachine):
+    """What an engine, and fate, may do."""
+
+    directory: tempfile.TemporaryDirectory[str]
+    model: StackModel
+
+    def _request(self, pick: int) -> str:
+        return sorted(self.model.requests)[pick % len(self.model.requests)]
+
+    def _store_at_once(self, request: ReqContext, keys: list[OffloadKey], *, success: bool) -> None:
+        before = len(self.model.stores)
+        self.model.begin_store(request, keys)
+        if len(self.model.stores) > before:
+            self.model.complete_store(before, success=success)
+
+    # The engine, as it usually works.
+
+    @rule(chat=st.integers(0, 3), length=st.integers(1, 8), waits=st.booleans())
+    def serve(self, chat: int, length: int, waits: bool) -> None:
+        """A whole request: find its prefix, load that, store the rest."""
+        req_id = self.model.start(_prefixes()[chat][:length])
+        request, keys = self.model.requests[req_id]
+        found = self.model.look_up(req_id)
+        if found:
+            self.model.begin_load(req_id, found)
+            self.model.complete_load(len(self.model.loads) - 1)
+        self._store_at_once(request, keys[len(found) :], success=True)
+        self.model.manager.on_schedule_end()
+        self.model.finish(req_id)
+        if waits and not self.model.faults_on:
+            assert self.model.manager.drain_jobs(10.0)
+
+    @rule(count=st.integers(4, 12), which=st.integers(0, 15))
+    def store_others(self, count: int, which: int) -> None:
+        """Store blocks that are seldom asked for again, so that others are evicted."""
+        request = ReqContext("filler")
+        self._store_at_once(request, make_keys(count, f"filler-{which}"), success=True)
+        self.model.manager.on_schedule_end()
+        self.model.manager.on_request_finished(request)
+
+    # The engine, step by step.
+
+    @precondition(lambda self: len(self.model.requests) < REQUESTS_MAX)
+    @rule(chat=st.integers(0, 3), length=st.integers(1, 8))
+    def start_request(self, chat: int, length: int) -> None:
+        self.model.start(_prefixes()[chat][:length])
+
+    @precondition(lambda self: self.model.requests)
+    @rule(pick=_picks)
+    def begin_store(self, pick: int) -> None:
+        request, keys = self.model.requests[self._request(pick)]
+        if len(self.model.stores) < TRANSFERS_MAX:
+            self.model.begin_store(request, keys)
+
+    @rule(pick=_picks, success=st.sampled_from([True, True, True, False]))
+    def complete_store(self, pick: int, success: bool) -> None:
+        if self.model.stores:
+            self.model.complete_store(pick % len(self.model.stores), success=success)
+
+    @precondition(lambda self: self.model.requests)
+    @rule(pick=_picks, pressure=st.integers(0, 12))
+    def look_up_and_begin_load(self, pick: int, pressure: int) -> None:
+        """Between the lookup and the load of one step, a store of `pressure` blocks wants room."""
+        req_id = self._request(pick)
+        found = self.model.look_up(req_id)
+        if pressure:
+            self._store_at_once(ReqContext("pressure"), make_keys(pressure, "pressure"), success=False)
+        if found and len(self.model.loads) < TRANSFERS_MAX:
+            self.model.begin_load(req_id, found)
+
+    @rule(pick=_picks)
+    def complete_load(self, pick: int) -> None:
+        if self.model.loads:
+            self.model.complete_load(pick % len(self.model.loads))
+
+    @precondition(lambda self: self.model.requests)
+    @rule(pick=_picks)
+    def ask_once(self, pick: int) -> None:
+        """Ask, and go away before the answer has come."""
+        request, keys = self.model.requests[self._request(pick)]
+        for key in keys:
+            assert not self.model.manager.lookup(key, request) or key in self.model.stored
+
+    @precondition(lambda self: self.model.requests)
+    @rule(pick=_picks)
+    def prefetch(self, pick: int) -> None:
+        request, keys = self.model.requests[self._request(pick)]
+        self.model.manager.prefetch(keys, request)
+
+    @precondition(lambda self: self.model.requests)
+    @rule(pick=_picks)
+    def touch(self, pick: int) -> None:
+        request, keys = self.model.requests[self._request(pick)]
+        self.model.manager.touch(keys, request)
+
+    @precondition(lambda self: self.model.requests)
+    @rule(pick=_picks)
+    def finish_request(self, pick: int) -> None:
+        self.model.finish(self._request(pick))
+
+    @rule()
+    def end_step(self) -> None:
+        self.model.manager.on_schedule_end()
+
+    @rule()
+    def poll(self) -> None:
+        self.model.manager.poll()
+
+    @rule()
+    def take_events(self) -> None:
+        list(self.model.manager.take_events())
+
+    @precondition(lambda self: not self.model.faults_on)
+    @rule()
+    def drain(self) -> None:
+        assert self.model.manager.drain_jobs(10.0)
+
+    @rule(is_due=_seldom)
+    def reset_cache(self, is_due: bool) -> None:
+        if is_due and self.model.has_much_stored:
+            self.model.reset()
+
+    # Fate.
+
+    @rule(seconds=st.sampled_from([0.1, 1.5, 11.0, 31.0]))
+    def let_time_pass(self, seconds: float) -> None:
+        self.model.stack.clock.advance(seconds)
+
+    @precondition(lambda self: self.model.stack.faults)
+    @rule(pick=_picks, on=st.booleans())
+    def switch_a_fault(self, pick: int, on: bool) -> None:
+        names = sorted(self.model.stack.faults)
+        self.model.switch_fault(names[pick % len(names)], on)
+
+    @rule(is_due=_seldom)
+    def corrupt(self, is_due: bool) -> None:
+        if is_due and self.model.has_much_stored:
+            self.model.stack.corrupt()
+
+    @invariant()
+    def transfers_keep_their_bytes(self) -> None:
+        self.model.check_transfers()
+
+    @invariant()
+    def counts_add_up(self) -> None:
+        self.model.check_counts()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "model"):
+            return
+        try:
+            self.model.settle()
+        finally:
+            self.model.manager.shutdown()
+            self.directory.cleanup()

@@ -1,0 +1,116 @@
+"""Watching transfers from the tier's side: who may touch which row of the primary region, and when."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import ClassVar
+
+import xxhash
+
+from tiered_kv.testing.faults import WrapperTier
+from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
+
+
+class RowLedger:
+    """The rows that jobs in flight read and write, over all tiers of one stack.
+
+    Violations are noted and not raised: the manager treats a tier's exception as the tier's failure.
+
+    Attributes:
+        violations: What went wrong, as sentences; a test asserts that there are none.
+        read: How many stores in flight read each row.
+        written: Rows that loads in flight write.
+    """
+
+    def __init__(self) -> None:
+        self.violations: list[str] = []
+        self.read: Counter[int] = Counter()
+        self.written: set[int] = set()
+
+    def begin(self, job: JobMetadata) -> None:
+        """Note a job's rows, and whether another job in flight contradicts it."""
+        rows = set(job.block_ids.tolist())
+        if len(rows) != len(job.keys):
+            self.violations.append(f"job {job.job_id} has {len(job.keys)} keys and {len(rows)} different rows")
+        if clash := rows & self.written:
+            self.violations.append(f"job {job.job_id} uses rows {sorted(clash)}, which a load is writing")
+        if job.is_promotion:
+            if clash := rows & set(+self.read):
+                self.violations.append(f"load {job.job_id} writes rows {sorted(clash)}, which a store is reading")
+            self.written |= rows
+        else:
+            self.read.update(rows)
+
+    def end(self, job: JobMetadata) -> None:
+        """Take a job's rows off again."""
+        rows = set(job.block_ids.tolist())
+        if job.is_promotion:
+            self.written -= rows
+        else:
+            self.read.subtract(rows)
+
+
+class WatchedTier(WrapperTier):
+    """Notes what the manager does wrong towards the tier that it wraps.
+
+    A row must not be used by two jobs of which one writes, and the source of a store must hold still from
+    submission to report, also when the job has expired meanwhile.
+
+    Args:
+        inner: The wrapped tier; it must return at once.
+        ledger: Shared by all tiers of the stack.
+
+    Attributes:
+        store_blocks_peak: The most blocks that were in flight for stores at one time.
+        load_blocks_peak: The same for loads.
+    """
+
+    is_nonblocking: ClassVar[bool] = True
+
+    def __init__(self, inner: SecondaryTierManager, ledger: RowLedger) -> None:
+        super().__init__(inner)
+        shape = inner._primary_kv_view.shape
+        assert shape is not None
+        self._block_bytes = shape[1]
+        self._region = inner._primary_kv_view.cast("B")
+        self._ledger = ledger
+        self._jobs: dict[JobId, tuple[JobMetadata, list[int]]] = {}
+        self._store_blocks = self._load_blocks = 0
+        self.store_blocks_peak = self.load_blocks_peak = 0
+
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        self._begin(job_metadata)
+        self._store_blocks += len(job_metadata.keys)
+        self.store_blocks_peak = max(self.store_blocks_peak, self._store_blocks)
+        super().submit_store(job_metadata)
+
+    def submit_load(self, job_metadata: JobMetadata) -> None:
+        self._begin(job_metadata)
+        self._load_blocks += len(job_metadata.keys)
+        self.load_blocks_peak = max(self.load_blocks_peak, self._load_blocks)
+        super().submit_load(job_metadata)
+
+    def get_finished(self) -> Iterable[JobResult]:
+        results = list(super().get_finished())
+        for result in results:
+            if result.job_id in self._jobs:
+                self._end(*self._jobs.pop(result.job_id))
+        return results
+
+    def _begin(self, job: JobMetadata) -> None:
+        self._ledger.begin(job)
+        self._jobs[job.job_id] = (job, [] if job.is_promotion else self._digests(job))
+
+    def _end(self, job: JobMetadata, digests: list[int]) -> None:
+        self._ledger.end(job)
+        if job.is_promotion:
+            self._load_blocks -= len(job.keys)
+            return
+        self._store_blocks -= len(job.keys)
+        if self._digests(job) != digests:
+            self._ledger.violations.append(f"the source of store {job.job_id} changed while it was in flight")
+
+    def _digests(self, job: JobMetadata) -> list[int]:
+        size = self._block_bytes
+        return [xxhash.xxh3_64_intdigest(self._region[row * size : (row + 1) * size]) for row in job.block_ids.tolist()]
