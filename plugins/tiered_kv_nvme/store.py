@@ -90,10 +90,10 @@ class SegmentStore:
         self._files = SegmentFiles(
             disk, self._directory, self.direct, self.counters, sizing.segment_bytes, sizing.capacity_bytes
         )
-        self._index = Index()
+        self.index = Index()
         self._pool = SegmentPool(self._epoch.value, FREE_SEGMENTS)
         try:
-            recover(self._files, self._pool, self._index, threads=options.threads)
+            recover(self._files, self._pool, self.index, threads=options.threads)
         except OSError as error:
             self._epoch.close()
             self._directory.close()
@@ -104,7 +104,7 @@ class SegmentStore:
         # Memory that is not aligned, or payloads that are not whole pages, take the way through a buffer.
         whole_pages = identity.block_bytes % PAGE_BYTES == 0
         straight = whole_pages and (options.aligned or not self.direct.enabled)
-        shared = (self._pool, self._index, self.counters)
+        shared = (self._pool, self.index, self.counters)
         self._reader = BlockReader(disk, *shared, block_bytes=identity.block_bytes, scatter=straight)
         self._writer = BatchWriter(
             disk,
@@ -121,7 +121,7 @@ class SegmentStore:
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """Return for each key whether its block can be loaded. Takes no lock."""
-        places = self._index.places
+        places = self.index.places
         return [key in places for key in keys]
 
     def store(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], resets: int | None = None) -> Outcome:
@@ -134,7 +134,7 @@ class SegmentStore:
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
         """Note that blocks are used, so that they outlive their segment. Takes no lock."""
-        places, segments = self._index.places, self._pool.segments
+        places, segments = self.index.places, self._pool.segments
         for key in keys:
             place = places.get(key)
             segment = segments.get(slot_of(place)) if place is not None else None
@@ -152,7 +152,7 @@ class SegmentStore:
         self._epoch.renew()
         with self._pool.changed:
             self._pool.reset(self._epoch.value)
-            self._reclaimer.forget(self._index.clear())
+            self._reclaimer.forget(self.index.clear())
         self.counters.add("resets")
 
     def stats(self) -> dict[str, int]:
@@ -160,7 +160,7 @@ class SegmentStore:
         with self._pool.changed:
             segments = list(self._pool.segments.values())
         return {
-            "blocks": len(self._index.places),
+            "blocks": len(self.index.places),
             "bytes": sum(segment.segment_bytes for segment in segments),
             "segments": len(segments),
             "free_segments": sum(segment.state is SegmentState.FREE for segment in segments),
@@ -199,7 +199,7 @@ class SegmentStore:
             return True
         with self._pool.changed:
             self._pool.close()
-            self._index.clear()
+            self.index.clear()
         if not self._reclaimer.stop(timeout_s):
             return False
         with self._pool.changed:

@@ -11,6 +11,7 @@ from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.errors import ConfigError
 from tiered_kv.toolkit.blocking import BlockingTier
 from tiered_kv.toolkit.jobs import Outcome
+from tiered_kv.toolkit.turn import TURN
 from tiered_kv_nvme.directory import Identity
 from tiered_kv_nvme.layout import PAGE_BYTES
 from tiered_kv_nvme.settings import NvmeSettings
@@ -57,11 +58,12 @@ class NvmeTier(BlockingTier):
         except BaseException:
             self._store.close()
             raise
+        self._index = self._store.index  # one attribute nearer: it is asked on every step
 
     # The scheduler's thread.
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool:
-        return self._store.contains((key,))[0]
+        return key in self._index.places
 
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         return [*self._store.contains(keys)]
@@ -84,10 +86,12 @@ class NvmeTier(BlockingTier):
 
     def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
         # The store counts its resets as the toolkit counts epochs: both begin at 0 and are raised by `reset_cache`.
-        return self._store.store(keys, blocks, self.part_epoch)
+        with TURN:
+            return self._store.store(keys, blocks, self.part_epoch)
 
     def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        return self._store.load(keys, blocks)
+        with TURN:
+            return self._store.load(keys, blocks)
 
     def contains_blocks(self, keys: Sequence[OffloadKey]) -> list[bool]:
         return self._store.contains(keys)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from tiered_kv.base import OffloadKey
 from tiered_kv.toolkit.codecs import RAW, Codec
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, failure_reason
+from tiered_kv.toolkit.turn import TURN
 from tiered_kv_nvme.counters import Counters
 from tiered_kv_nvme.disk import Disk, Scratch, write_fully
 from tiered_kv_nvme.index import Index, place_of
@@ -114,7 +115,10 @@ class BatchWriter:
         return written
 
     def _encode(self, block: memoryview) -> Payload:
-        data = self._codec.encode(block)
+        if self._codec is RAW:
+            return Payload(block, RAW.codec_id, checksum(block))
+        with TURN.paused():  # compression is not the interpreter's work
+            data = self._codec.encode(block)
         if data is None:
             return Payload(block, RAW.codec_id, checksum(block))
         return Payload(data, self._codec.codec_id, checksum(data))
@@ -134,7 +138,8 @@ class BatchWriter:
         while done < len(keys):
             rest = payloads[done:]
             demand = Demand.of([len(payload.data) for payload in rest], [len(key) for key in keys[done:]])
-            reservation = self._pool.reserve(demand, resets, timeout_s, stream)
+            with TURN.paused():  # it may wait for room
+                reservation = self._pool.reserve(demand, resets, timeout_s, stream)
             if reservation is None:
                 if resets != self._pool.resets:
                     return done, "reset"

@@ -129,7 +129,7 @@ def test_a_failed_write_between_others_leaves_a_hole_that_loses_nothing_else(ben
     unlucky.join()
     later = make_keys(5, "later")
     bench.put(store, later)
-    assert store._index.places[later[0]] >> 32 != store._index.places[behind[0]] >> 32
+    assert store.index.places[later[0]] >> 32 != store.index.places[behind[0]] >> 32
     assert bench.get(store, behind + later) == {*behind, *later}
     store.close()
     assert bench.get(bench.open(), behind + later) == {*behind, *later}
@@ -140,7 +140,7 @@ def test_a_failed_read_fails_its_run_and_keeps_the_blocks(bench: StoreBench) -> 
     store = opened(bench, disk)
     keys = make_keys(100)  # two segments
     bench.put(store, keys)
-    slots = {key: store._index.places[key] >> 32 for key in keys}
+    slots = {key: store.index.places[key] >> 32 for key in keys}
     first = {key for key in keys if slots[key] == slots[keys[0]]}
     failures = iter([True])
 

@@ -117,7 +117,7 @@ def test_a_directory_that_is_exactly_full_loses_nothing_by_reopening(bench: Stor
     store = bench.open()
     fill(bench, store)
     bench.wait_until_ready(store)
-    here = set(store._index.places)
+    here = set(store.index.places)
     for _ in range(3):
         store.close()
         assert len(bench.segments) == 12

@@ -73,7 +73,7 @@ def test_a_killed_process_leaves_a_directory_whose_every_block_loads(bench: Stor
         assert bench.occupied_bytes() <= bench.capacity_bytes
         store = bench.open()
         bench.wait_until_ready(store)  # nothing is reclaimed from here on
-        found = list(store._index.places)
+        found = list(store.index.places)
         assert bench.get(store, found) == set(found)  # checks the bytes too
         assert store.stats()["corrupt_blocks"] == 0
         assert found or run == 0
@@ -123,7 +123,7 @@ def test_blocks_of_the_last_use_of_a_file_do_not_come_back(bench: StoreBench) ->
     bench.path = snapshot
     store = bench.open()
     assert store.contains(old) == here == [False] * 40
-    found = list(store._index.places)
+    found = list(store.index.places)
     assert bench.get(store, found) == set(found)
     assert set(new) <= set(found)
 
@@ -252,7 +252,7 @@ def test_closing_and_opening_at_any_moment_finds_what_was_stored(bench: StoreBen
                     bench.path = shutil.copytree(bench.path, directory.with_name(f"crash {number}"))
                 store.close()
                 store = bench.open()
-            assert {key for key in everything if key in store._index.places} == expected
+            assert {key for key in everything if key in store.index.places} == expected
         store.close()
 
     check()

@@ -64,7 +64,7 @@ def test_a_job_larger_than_the_rest_of_a_segment_goes_on_in_the_next(bench: Stor
     keys = make_keys(300)  # a segment holds some sixty
     assert bench.put(store, keys).successful_keys is None
     assert bench.get(store, keys) == set(keys)
-    assert len({slot_of(place) for place in store._index.places.values()}) >= 5
+    assert len({slot_of(place) for place in store.index.places.values()}) >= 5
 
 
 def test_blocks_that_are_here_are_not_written_again(bench: StoreBench) -> None:
