@@ -33,42 +33,55 @@ class RequestTable:
         self._anonymous_max_s = anonymous_max_s
         self._forget = forget
         self._clock = clock
-        self._states: dict[str, RequestState] = {}
+        self.named: dict[str, RequestState] = {}
+        """The states of requests that have an id, by id; to read, where a call of `get` is too much."""
+        self._anonymous: RequestState | None = None
         self._anonymous_until_s = 0.0
         self.forgotten = 0
 
     def __iter__(self) -> Iterator[RequestState]:
-        return iter(self._states.values())
+        yield from self.named.values()
+        if self._anonymous is not None:
+            yield self._anonymous
 
     def get(self, req_context: ReqContext) -> RequestState | None:
         """Return the state of a request, or None where it is not known."""
-        return self._states.get(req_context.req_id)
+        req_id = req_context.req_id
+        return self.named.get(req_id) if req_id else self._anonymous
 
     def state_of(self, req_context: ReqContext) -> RequestState:
         """Return the state of a request, which begins here if it is not known."""
         req_id = req_context.req_id
-        state = self._states.get(req_id)
-        if state is not None and (req_id or self._clock() < self._anonymous_until_s):
-            return state
-        if state is not None:
-            self._drop(state)
-        elif len(self._states) >= self._requests_max:
-            self._drop(next(iter(self._states.values())))
-            self.forgotten += 1
         if not req_id:
-            self._anonymous_until_s = self._clock() + self._anonymous_max_s
-        state = self._states[req_id] = RequestState(req_context)
+            return self._anonymous_state(req_context)
+        state = self.named.get(req_id)
+        if state is None:
+            if len(self.named) >= self._requests_max:
+                oldest = next(iter(self.named.values()))
+                self.pop(oldest)
+                self._forget(oldest)
+                self.forgotten += 1
+            state = self.named[req_id] = RequestState(req_context)
         return state
 
     def pop(self, state: RequestState) -> None:
         """Forget a request."""
-        if self._states.get(state.req_context.req_id) is state:
-            del self._states[state.req_context.req_id]
-
-    def _drop(self, state: RequestState) -> None:
-        self.pop(state)
-        self._forget(state)
+        if state is self._anonymous:
+            self._anonymous = None
+        elif self.named.get(state.req_context.req_id) is state:
+            del self.named[state.req_context.req_id]
 
     def clear(self) -> None:
         """Forget all requests."""
-        self._states.clear()
+        self.named.clear()
+        self._anonymous = None
+
+    def _anonymous_state(self, req_context: ReqContext) -> RequestState:
+        state, now_s = self._anonymous, self._clock()
+        if state is None or now_s >= self._anonymous_until_s:
+            if state is not None:
+                self.pop(state)
+                self._forget(state)
+            state = self._anonymous = RequestState(req_context)
+            self._anonymous_until_s = now_s + self._anonymous_max_s
+        return state

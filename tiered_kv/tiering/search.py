@@ -51,6 +51,7 @@ class Search:
         self._lanes = lanes
         self._promotions = promotions
         self._requests = requests
+        self._named = requests.named
         self._wait_max_s = wait_max_s
         self._clock = clock
         self._searched: list[tuple[Lane, Callable[[OffloadKey, ReqContext], bool | None]]] = []
@@ -66,19 +67,20 @@ class Search:
 
     def below(self, key: OffloadKey, block: CPUBlock | None, req_context: ReqContext) -> bool | None:
         """Return the answer for a key whose primary block is absent, or (`block`) being written."""
-        state = self._requests.state_of(req_context)
+        # Paid for each key that is not in the primary tier: no calls that can be avoided.
+        state = self._named.get(req_context.req_id) or self._requests.state_of(req_context)
         if block is not None:
             return self._await(key, block, state)
-        failed = state.failed.get(key, ()) if state.failed else ()
+        failed, timed_out, is_asking = state.failed, state.timed_out, bool(state.asked)
         for lane, lookup in self._searched:
-            if lane in failed or lane in state.timed_out:
+            if (failed and lane in failed.get(key, ())) or (timed_out and lane in timed_out):
                 continue
             try:
                 answer = lookup(key, req_context)
             except Exception:
                 self._fail(lane, state, "lookup")
                 continue
-            if answer is False and not state.asked:  # by far the most frequent
+            if answer is False and not is_asking:  # by far the most frequent
                 continue
             verdict = self._judge(key, answer, lane, state)
             if verdict is not _Verdict.NEXT:
@@ -119,9 +121,12 @@ class Search:
         if state.failed:
             asked = [key for key in keys if lane not in state.failed.get(key, ())]
         try:
-            found = dict(zip(asked, lane.tier.lookup_many(asked, req_context), strict=True))
+            replies = lane.tier.lookup_many(asked, req_context)
+            found = dict(zip(asked, replies, strict=True))
         except Exception:
             self._fail(lane, state, "lookup_many")
+            return keys
+        if not state.asked and True not in replies and None not in replies:
             return keys
         rest = []
         for key in keys:
