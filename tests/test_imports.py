@@ -145,5 +145,8 @@ def test_imports_run_one_way(module: str, path: Path) -> None:
 
 @pytest.mark.parametrize(("module", "path"), sources(), ids=[module for module, _ in sources()])
 def test_extras_are_imported_where_they_are_used(module: str, path: Path) -> None:
+    package, _, rest = module.partition(".")
+    if package != "tiered_kv" and rest not in ("", "settings"):
+        return  # a plugin's own modules are imported when its tier is opened
     tops = {name.partition(".")[0] for name in imports_of(path, top_level_only=True)}
     assert not tops & EXTRAS, f"{module} needs an extra to be imported"

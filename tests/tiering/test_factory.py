@@ -116,7 +116,7 @@ def test_what_a_stranger_raises_becomes_a_tier_error_without_secrets(view: memor
 
     with plugged(TierType("vault", VaultSettings, lambda: Failing)), pytest.raises(TierError) as caught:
         SecondaryTierFactory.create(SPEC, view, {"type": "vault", "name": "mine", "password": "hunter2"})
-    assert str(caught.value) == "tier 'mine' open: OSError: cannot log in with *** at vault://***@host"
+    assert str(caught.value) == "tier 'mine' cannot be opened: OSError: cannot log in with *** at vault://***@host"
     assert caught.value.__context__ is None
 
 

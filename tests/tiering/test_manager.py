@@ -372,7 +372,7 @@ def test_prefetch_follows_up_answers_that_come_late(bench: Bench) -> None:
 
 @pytest.mark.parametrize("tier_raises", [False, True])
 def test_lookup_many_answers_like_lookup(make_bench: Callable[..., Bench], tier_raises: bool) -> None:
-    answers = []
+    answers: list[object] = []
     for many in (False, True):
         bench = make_bench(tier_limits=[TierLimits(), TierLimits()])
         bench.store(keys(1), bench.request("a"))

@@ -25,11 +25,15 @@ from tiered_kv.testing.watch import RowLedger, WatchedTier
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.limits import TierLimits
 from tiered_kv.tiering.manager import TieringOffloadingManager
+from tiered_kv_fs.settings import FsSettings
+from tiered_kv_fs.tier import FsTier
 from tiered_kv_memory.settings import MemorySettings
 from tiered_kv_memory.tier import MemoryTier
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.tier import NvmeTier
 
+BLOCK_NAME_LETTERS = 32
+"""Length of the name of a block's file of the fs tier: its digest in hexadecimal."""
 NUM_BLOCKS = 16
 BLOCK_BYTES = 512
 
@@ -61,6 +65,11 @@ def memory(spec: TierSpec, view: memoryview, directory: Path) -> SecondaryTierMa
 def nvme(spec: TierSpec, view: memoryview, directory: Path) -> SecondaryTierManager:
     settings = NvmeSettings(path=str(directory / spec.name), capacity=1 << 20, segment=64 << 10, threads=2)
     return NvmeTier(spec, view, spec.name, settings)
+
+
+def fs(spec: TierSpec, view: memoryview, directory: Path) -> SecondaryTierManager:
+    settings = FsSettings(path=str(directory / spec.name), capacity=1 << 20, threads=2)
+    return FsTier(spec, view, spec.name, settings)
 
 
 def open_stack_over(*make_tiers: MakeTier, policy: str = "lru") -> OpenStack:
@@ -113,8 +122,9 @@ def switch_gate(gate: Gate, hangs: bool) -> None:
 
 
 def corrupt_files(directory: Path) -> None:
-    """Flip a byte in every stretch of the segments that holds anything."""
-    for segment in directory.rglob("segment-*.kv"):
+    """Flip a byte in every stretch of nvme's segments, and of fs's block files, that holds anything."""
+    block_files = (path for path in directory.rglob("*") if len(path.name) == BLOCK_NAME_LETTERS and path.is_file())
+    for segment in (*directory.rglob("segment-*.kv"), *block_files):
         damaged = bytearray(segment.read_bytes())
         for at in range(0, len(damaged), 256):
             if any(damaged[at : at + 256]):
@@ -140,7 +150,9 @@ EVERY_STACK = {
     "blocking tier": open_stack_over_blocking_tier,
     "memory": open_stack_over(memory),
     "nvme": open_stack_over(nvme),
+    "fs": open_stack_over(fs),
     "memory over nvme": open_stack_over(memory, nvme),
+    "nvme over fs": open_stack_over(nvme, fs),
 }
 
 

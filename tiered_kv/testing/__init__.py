@@ -9,6 +9,7 @@
     rig             a tier on a test bench, with known bytes in every block
     gate, clock     what tests steer the above with, in place of sleeping
     leaks           what a test leaves behind
+    proxy           a TCP proxy that does to connections what networks do
 
 The extra `test` brings pytest and Hypothesis. Import the modules by name.
 """

@@ -1,0 +1,22 @@
+"""The fs tier: one file a block, in a directory that several hosts may share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tiered_kv.hooks import TierType, hookimpl
+from tiered_kv.tiering.base import SecondaryTierManager
+from tiered_kv_fs.settings import FsSettings
+
+
+def _load() -> type[SecondaryTierManager]:
+    from tiered_kv_fs.tier import FsTier, carrier
+
+    carrier()  # a missing aiofiles is told here, before anything is opened
+    return FsTier
+
+
+@hookimpl
+def tiered_kv_register_tiers() -> Iterable[TierType]:
+    """Register the tier type `fs`."""
+    return [TierType("fs", FsSettings, _load, "One file a block, in a directory that hosts may share.")]

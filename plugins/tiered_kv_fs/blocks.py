@@ -1,0 +1,273 @@
+"""The files of one namespace: written, read and looked for, a block at a time. All calls may wait for the server."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import stat
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.toolkit.codecs import Codec
+from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record
+from tiered_kv_fs.counters import Counters
+from tiered_kv_fs.layout import SHARD_HEX, block_name
+from tiered_kv_fs.posix import (
+    ALLOCATION_BYTES,
+    make_directory,
+    opened,
+    opened_directory,
+    read_all,
+    reason_of,
+    remove,
+    round_up,
+    write_all,
+)
+
+TOUCH_INTERVAL_S: Final = 60.0
+"""A block that is used is marked as used at most this often: a mark is a call to the server."""
+
+ENTRY_BYTES: Final = 512
+"""What a file may make its directory grow by."""
+
+_NOT_DAMAGED: Final = (RecordStatus.OK, RecordStatus.UNKNOWN_CODEC, RecordStatus.BAD_VERSION)
+"""Others may be able to read it: a codec whose library is missing here, a later release."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What became of some blocks.
+
+    Args:
+        done: The keys that succeeded.
+        reason: Why the others did not; the last reason if there were several.
+        used_bytes: Bytes that came to lie in the directory.
+    """
+
+    done: list[OffloadKey]
+    reason: str = ""
+    used_bytes: int = 0
+
+
+class BlockFiles:
+    """Reads and writes blocks. Any thread may call, several at once.
+
+    Args:
+        namespace_path: The namespace's directory.
+        namespace_digest: 16 bytes.
+        block_bytes: Bytes of one block.
+        codec: How blocks are written.
+        counters: Where to count.
+    """
+
+    def __init__(
+        self, namespace_path: str, namespace_digest: bytes, block_bytes: int, codec: Codec, counters: Counters
+    ) -> None:
+        self._namespace_path = namespace_path
+        self._namespace_digest = namespace_digest
+        self._block_bytes = block_bytes
+        self._codec = codec
+        self._counters = counters
+        self._temporary_numbers = itertools.count()
+
+    def store(self, epoch: str, owner: str, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Moved:
+        """Write the blocks that are not there yet.
+
+        Args:
+            epoch: The directory to write to.
+            owner: Whose files they are until they are in place.
+            keys, blocks: As in `AsyncTier.store_blocks`.
+        """
+        stored: list[OffloadKey] = []
+        reason = ""
+        used_bytes = 0
+        epoch_path = f"{self._namespace_path}/{epoch}"
+        try:
+            make_directory(epoch_path)
+            with opened_directory(epoch_path) as epoch_fd:
+                # Backwards, so that the head of a prefix, without which its tail is worthless, is evicted last.
+                for key, block in zip(reversed(keys), reversed(blocks), strict=True):
+                    failure, block_used_bytes = self._store_one(epoch_fd, owner, key, block)
+                    used_bytes += block_used_bytes
+                    if failure:
+                        reason = failure
+                    else:
+                        stored.append(key)
+        except OSError as error:
+            reason = self._note_failure(error)
+        return Moved(stored, reason, used_bytes)
+
+    def load(self, epoch: str, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Moved:
+        """Read blocks into place and verify them. One that is damaged is removed."""
+        loaded: list[OffloadKey] = []
+        reason = ""
+        for key, block in zip(reversed(keys), reversed(blocks), strict=True):
+            try:
+                failure = self._load_one(epoch, key, block)
+            except FileNotFoundError:
+                self._counters.add("missing_blocks")
+                failure = "missing"
+            except OSError as error:
+                failure = self._note_failure(error)
+            if failure:
+                reason = failure
+            else:
+                loaded.append(key)
+        return Moved(loaded, reason)
+
+    def contains(self, epoch: str, keys: Sequence[OffloadKey]) -> list[bool]:
+        """Return for each key whether a file of a possible size is there.
+
+        Raises:
+            OSError: The directory cannot be asked.
+        """
+        return [self._contains_one(epoch, key) for key in keys]
+
+    def _contains_one(self, epoch: str, key: OffloadKey) -> bool:
+        try:
+            status = os.stat(self._path(epoch, block_name(key, self._namespace_digest)), follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return stat.S_ISREG(status.st_mode) and self._is_possible(status.st_size)
+
+    def _store_one(self, epoch_fd: int, owner: str, key: OffloadKey, block: memoryview) -> tuple[str, int]:
+        """Write one block; return why not, or an empty string, and the bytes that it took."""
+        name = block_name(key, self._namespace_digest)
+        shard = name[:SHARD_HEX]
+        used_bytes = 0
+        try:
+            try:
+                shard_fd = _open_shard(shard, epoch_fd)
+            except FileNotFoundError:
+                used_bytes += ALLOCATION_BYTES * make_directory(shard, epoch_fd)
+                shard_fd = _open_shard(shard, epoch_fd)
+            try:
+                if self._is_there(name, shard_fd):
+                    self._counters.add("present_blocks")
+                    return "", used_bytes
+                failure, written_bytes = self._write(shard_fd, name, owner, key, block)
+                return failure, used_bytes + written_bytes
+            finally:
+                os.close(shard_fd)
+        except OSError as error:
+            return self._note_failure(error), used_bytes
+
+    def _is_there(self, name: str, shard_fd: int) -> bool:
+        """Return whether a block has its file, and mark it as used."""
+        try:
+            status = os.stat(name, dir_fd=shard_fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        if not (stat.S_ISREG(status.st_mode) and self._is_possible(status.st_size)):
+            return False
+        if _is_due(status):
+            with suppress(OSError):  # read-only, or gone meanwhile
+                os.utime(name, dir_fd=shard_fd, follow_symlinks=False)
+        return True
+
+    def _write(self, shard_fd: int, name: str, owner: str, key: OffloadKey, block: memoryview) -> tuple[str, int]:
+        header, payload = encode_record(key, block, self._namespace_digest, self._codec)
+        temporary = f".{name}.{owner}.{next(self._temporary_numbers):x}.tmp"
+        charge_bytes = _charge(HEADER_BYTES + len(payload))
+        try:
+            with opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, shard_fd) as fd:
+                write_all(fd, [header, payload])  # closing it is when a network file system tells of a full disk
+            os.rename(temporary, name, src_dir_fd=shard_fd, dst_dir_fd=shard_fd)
+        except OSError as error:
+            is_gone = remove(temporary, shard_fd) or not _exists(temporary, shard_fd)
+            return self._note_failure(error), 0 if is_gone else charge_bytes
+        self._counters.add("stored_files")
+        return "", charge_bytes
+
+    def _load_one(self, epoch: str, key: OffloadKey, block: memoryview) -> str:
+        """Read one block; return why not, or an empty string."""
+        name = block_name(key, self._namespace_digest)
+        with opened(self._path(epoch, name), os.O_RDONLY) as fd:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                self._counters.add("failed_not_a_file")
+                return "missing"
+            verdict = self._read(fd, status.st_size, key, block)
+            if verdict is RecordStatus.OK:
+                self._counters.add("loaded_files")
+                if _is_due(status):
+                    with suppress(OSError):  # read-only: the block is good all the same
+                        os.utime(fd)
+                return ""
+        if verdict in _NOT_DAMAGED:
+            self._counters.add(f"failed_{verdict.value}")
+            return str(verdict.value)
+        self._counters.add("corrupt_blocks")
+        self._counters.add(f"corrupt_{verdict.value}")
+        self._remove_damaged(epoch, name, status)
+        return "checksum"
+
+    def _read(self, fd: int, size_bytes: int, key: OffloadKey, block: memoryview) -> RecordStatus:
+        """Read and verify a record, straight into its block where it is as long as a raw one."""
+        if size_bytes > HEADER_BYTES + self._block_bytes:
+            return RecordStatus.BAD_LENGTH
+        if size_bytes < HEADER_BYTES:
+            return RecordStatus.TRUNCATED
+        header = memoryview(bytearray(HEADER_BYTES))
+        is_raw = size_bytes == HEADER_BYTES + self._block_bytes
+        payload = block if is_raw else memoryview(bytearray(size_bytes - HEADER_BYTES))
+        if read_all(fd, [header, payload]) != size_bytes:
+            return RecordStatus.TRUNCATED
+        return decode_record(header, payload, key, block, self._namespace_digest)
+
+    def _remove_damaged(self, epoch: str, name: str, damaged: os.stat_result) -> None:
+        """Remove a file, unless another has taken its place."""
+        try:
+            with opened_directory(f"{self._namespace_path}/{epoch}") as epoch_fd:
+                shard_fd = _open_shard(name[:SHARD_HEX], epoch_fd)
+                try:
+                    found = os.stat(name, dir_fd=shard_fd, follow_symlinks=False)
+                    if os.path.samestat(found, damaged) and remove(name, shard_fd):
+                        self._counters.add("removed_files")
+                finally:
+                    os.close(shard_fd)
+        except OSError as error:
+            self._note_failure(error)
+
+    def _path(self, epoch: str, name: str) -> str:
+        return f"{self._namespace_path}/{epoch}/{name[:SHARD_HEX]}/{name}"
+
+    def _is_possible(self, size_bytes: int) -> bool:
+        return HEADER_BYTES < size_bytes <= HEADER_BYTES + self._block_bytes
+
+    def _note_failure(self, error: OSError) -> str:
+        reason = reason_of(error)
+        self._counters.add(f"failed_{reason}")
+        return reason
+
+
+def room_bytes_of(block_bytes: int) -> int:
+    """Return what storing a block may take, at most: its record, and a directory for it."""
+    return _charge(HEADER_BYTES + block_bytes) + ALLOCATION_BYTES
+
+
+def _charge(record_bytes: int) -> int:
+    return round_up(record_bytes) + ENTRY_BYTES
+
+
+def _open_shard(shard: str, epoch_fd: int) -> int:
+    return os.open(shard, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=epoch_fd)
+
+
+def _exists(name: str, dir_fd: int) -> bool:
+    try:
+        os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True  # it cannot be told
+    return True
+
+
+def _is_due(status: os.stat_result) -> bool:
+    """Return whether a file's last use is to be marked again; either clock may be ahead."""
+    return abs(time.time() - status.st_mtime) >= TOUCH_INTERVAL_S

@@ -1,0 +1,120 @@
+"""An owner: one tier in one process that shares a directory, and the file that says so.
+
+The file is locked as long as the owner lives; the kernel takes the lock away from a process that ends, however it
+ends. It is mapped as well: a reset of the cache is noted there by storing a word, without a system call that the
+scheduler would have to wait for, and survives the process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import socket
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+from tiered_kv_fs.layout import EPOCH, NAMESPACE, OWNER
+from tiered_kv_fs.posix import is_linked, opened, remove, try_lock, write_all
+
+_OWNER_BYTES: Final = 4096
+_WORDS: Final = 2  # the last reset that was asked for, and the last that the epoch file knows of
+_TEXT_AT: Final = 64
+_TEXT = struct.Struct("<32s16s")  # namespace and epoch, in hex
+_WHO_AT: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerNote:
+    """What an owner's file says.
+
+    Args:
+        name: The owner.
+        is_alive: Whether its process is there.
+        namespace: The directory of its namespace.
+        epoch: The epoch that it works in.
+        has_lost_reset: Whether it ended before a reset came to be known to others.
+    """
+
+    name: str
+    is_alive: bool
+    namespace: str
+    epoch: str
+    has_lost_reset: bool
+
+
+class Owner:
+    """This tier's own file.
+
+    Make it while the ledger is locked: between making the file and locking it, it looks like a dead one's.
+
+    Args:
+        directory: Where owners' files are.
+        namespace: The directory of the owner's namespace.
+    """
+
+    def __init__(self, directory: str, namespace: str) -> None:
+        self.name = secrets.token_hex(8)
+        self._path = f"{directory}/{self.name}"
+        self._namespace = namespace
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            write_all(self._fd, [bytes(_OWNER_BYTES)])  # a hole could not be filled through the map on a full disk
+            self._map = mmap.mmap(self._fd, _OWNER_BYTES)
+        except BaseException:
+            os.close(self._fd)
+            remove(self._path)
+            raise
+        who = f"{socket.gethostname()} {os.getpid()}\n".encode()[: _OWNER_BYTES - _WHO_AT]
+        self._map[_WHO_AT : _WHO_AT + len(who)] = who
+        self._words = memoryview(self._map)[: 8 * _WORDS].cast("Q")
+
+    @property
+    def is_present(self) -> bool:
+        """Whether the file is still in its place."""
+        return is_linked(self._fd, self._path)
+
+    def ask_for_reset(self, number: int) -> None:
+        """Note that reset `number` of this tier has been asked for. Does no system call."""
+        self._words[0] = number
+
+    def note_epoch(self, epoch: str, number: int) -> None:
+        """Note that the epoch file says `epoch`, which it does since reset `number`."""
+        _TEXT.pack_into(self._map, _TEXT_AT, self._namespace.encode(), epoch.encode())
+        self._words[1] = number
+
+    def close(self, *, remove_file: bool) -> None:
+        """Give the lock back; the file goes too, unless it has to tell of a reset."""
+        self._words.release()
+        self._map.close()
+        if remove_file:
+            remove(self._path)
+        os.close(self._fd)
+
+
+def read_owners(directory: str) -> list[OwnerNote]:
+    """Return what the owners' files say. Call it while the ledger is locked."""
+    notes = []
+    for name in os.listdir(directory):
+        if OWNER.fullmatch(name):
+            note = _read_owner(directory, name)
+            if note is not None:
+                notes.append(note)
+    return notes
+
+
+def _read_owner(directory: str, name: str) -> OwnerNote | None:
+    try:
+        with opened(f"{directory}/{name}", os.O_RDWR) as fd:
+            is_alive = not try_lock(fd)
+            data = os.pread(fd, _OWNER_BYTES, 0).ljust(_OWNER_BYTES, b"\0")
+    except FileNotFoundError:  # it ended a moment ago
+        return None
+    asked, known = struct.unpack_from("<QQ", data)
+    namespace, epoch = (field.decode("ascii", "replace") for field in _TEXT.unpack_from(data, _TEXT_AT))
+    if not NAMESPACE.fullmatch(namespace) or not EPOCH.fullmatch(epoch):
+        return OwnerNote(name, is_alive, "", "", has_lost_reset=False)  # it ended before it had stored anything
+    return OwnerNote(name, is_alive, namespace, epoch, has_lost_reset=not is_alive and asked != known)

@@ -1,0 +1,184 @@
+"""Making room: one process at a time counts the directory and removes what was used longest ago."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from enum import Enum
+from typing import Final
+
+from tiered_kv_fs.counters import Counters
+from tiered_kv_fs.epochs import read_epoch
+from tiered_kv_fs.layout import EPOCH, NAMESPACE, SHARD
+from tiered_kv_fs.posix import opened, remove, try_lock
+from tiered_kv_fs.survey import Candidate, Survey, survey
+from tiered_kv_fs.volume import Volume
+
+TEMPORARY_AGE_MAX_S: Final = 3600.0
+"""A file that has been in writing for so long, by the server's clock, is a leftover even if its owner lives."""
+
+_SMALL_FILES_BYTES: Final = 64 << 10
+"""Counted for small files that are being replaced while the directory is counted."""
+_EVICTED_AT_ONCE: Final = 64
+_COUNTED_FOR_S: Final = 600.0
+"""A list of the oldest files is not used for longer: others will have become the oldest."""
+
+
+class Sweep(Enum):
+    """How an attempt to make room ended."""
+
+    DONE = "done"
+    """There is as much room as was wanted."""
+    BUSY = "busy"
+    """Another process is at it; look again soon."""
+    FULL = "full"
+    """All that may go is gone, and it was not enough."""
+
+
+class Sweeper:
+    """Counts and evicts. One thread.
+
+    Only who holds the sweep lock takes removed files off the ledger's total. So no file that a count has not seen any
+    more is taken off a second time.
+
+    Args:
+        volume: The directory.
+        capacity_bytes: What it may occupy.
+        unknown_grant_bytes: What to assume of a living owner that the ledger does not know.
+        counters: Where to count.
+    """
+
+    def __init__(self, volume: Volume, capacity_bytes: int, unknown_grant_bytes: int, counters: Counters) -> None:
+        self.foreign_files = 0
+        self.block_files = 0
+        self._volume = volume
+        self._capacity_bytes = capacity_bytes
+        self._unknown_grant_bytes = unknown_grant_bytes
+        self._counters = counters
+        self._candidates: deque[Candidate] = deque()
+        self._candidates_until_s = 0.0
+
+    def make_room(self, wanted_bytes: int, *, must_count: bool = False) -> Sweep:
+        """Remove files until `wanted_bytes` more fit.
+
+        Args:
+            wanted_bytes: How much.
+            must_count: Count first, whatever the ledger says.
+
+        Raises:
+            OSError: The file system does not let us.
+        """
+        with opened(self._volume.sweep_path, os.O_RDWR | os.O_CREAT) as sweep_fd:
+            if not try_lock(sweep_fd):
+                return Sweep.BUSY
+            missing_bytes = self._missing_bytes(wanted_bytes)
+            if must_count or missing_bytes is None:
+                self._count(sweep_fd)
+                missing_bytes = self._missing_bytes(wanted_bytes)
+                must_count = True
+            assert missing_bytes is not None
+            if missing_bytes > 0 and time.monotonic() >= self._candidates_until_s:
+                self._candidates.clear()
+            while missing_bytes > 0:
+                if not self._candidates:
+                    if must_count:  # what has been counted a moment ago has nothing more to give
+                        return Sweep.FULL
+                    must_count = True
+                    self._count(sweep_fd)
+                else:
+                    self._evict(missing_bytes)
+                missing_bytes = self._missing_bytes(wanted_bytes) or 0
+            return Sweep.DONE
+
+    def _missing_bytes(self, wanted_bytes: int) -> int | None:
+        """Return how much has to go so that `wanted_bytes` fit; None if the total is not known."""
+        with self._volume.ledger.locked() as state:
+            if state.total_bytes is None:
+                return None
+            return state.total_bytes + wanted_bytes - self._capacity_bytes
+
+    def _count(self, sweep_fd: int) -> None:
+        """Count the directory and write the total.
+
+        Let F be the files there now, and G all grants now, plus those given while we count. Whatever is written
+        meanwhile comes out of G. So F + G is at least what there is, and what may come, at the end; a file that is
+        written and counted meanwhile is in both, until the next count.
+        """
+        ledger = self._volume.ledger
+        with ledger.locked() as state:
+            alive = self._volume.reap(state)
+            grants_bytes = sum(state.grants.get(note.name, self._unknown_grant_bytes) for note in alive)
+            granted_before = state.granted_bytes
+        live_epochs = {(note.namespace, note.epoch) for note in alive} | self._joined_epochs()
+        found = survey(self._volume.path, live_epochs)
+        removed_bytes = self._remove_leftovers(found, {note.name for note in alive}, sweep_fd)
+        with ledger.locked() as state:
+            granted_bytes = grants_bytes + state.granted_bytes - granted_before
+            state.total_bytes = found.used_bytes - removed_bytes + granted_bytes + _SMALL_FILES_BYTES
+            state.counted_at_s = time.time()
+        self._candidates = deque(found.candidates)
+        self._candidates_until_s = time.monotonic() + _COUNTED_FOR_S
+        self.foreign_files = found.foreign_files
+        self.block_files = found.block_files
+        self._counters.add("sweeps")
+        if not found.candidates or found.candidates[0].used_ns:
+            self._remove_empty_epochs(live_epochs)
+
+    def _joined_epochs(self) -> set[tuple[str, str]]:
+        root = self._volume.path
+        namespaces = [name for name in os.listdir(root) if NAMESPACE.fullmatch(name)]
+        epochs = ((name, read_epoch(f"{root}/{name}")) for name in namespaces)
+        return {(name, epoch) for name, epoch in epochs if epoch is not None}
+
+    def _remove_leftovers(self, found: Survey, alive: set[str], sweep_fd: int) -> int:
+        """Remove files whose writers have ended, or gave up long ago; return what they occupied."""
+        os.utime(sweep_fd)
+        now_ns = os.fstat(sweep_fd).st_mtime_ns  # by the server's clock, as the files' times are
+        removed_bytes = 0
+        for leftover in found.temporaries:
+            is_old = now_ns - leftover.mtime_ns > TEMPORARY_AGE_MAX_S * 1e9
+            has_ended = leftover.owner and leftover.owner not in alive
+            if (is_old or has_ended) and remove(leftover.path):
+                removed_bytes += leftover.size_bytes
+                self._counters.add("removed_temporaries")
+        return removed_bytes
+
+    def _evict(self, wanted_bytes: int) -> None:
+        """Remove some of the oldest files that were not used since they were listed."""
+        removed_bytes = removed_files = 0
+        for _ in range(_EVICTED_AT_ONCE):
+            if removed_bytes >= wanted_bytes or not self._candidates:
+                break
+            candidate = self._candidates.popleft()
+            try:
+                if os.stat(candidate.path, follow_symlinks=False).st_mtime_ns != candidate.mtime_ns:
+                    continue
+            except FileNotFoundError:
+                continue
+            if remove(candidate.path):
+                removed_bytes += candidate.size_bytes
+                removed_files += 1
+        with self._volume.ledger.locked() as state:
+            if state.total_bytes is not None:
+                state.total_bytes -= removed_bytes
+        self._counters.add("evicted_files", removed_files)
+
+    def _remove_empty_epochs(self, live_epochs: set[tuple[str, str]]) -> None:
+        """Remove the directories of epochs that nobody asks for and that have no files any more."""
+        root = self._volume.path
+        for namespace in filter(NAMESPACE.fullmatch, os.listdir(root)):
+            for epoch in filter(EPOCH.fullmatch, os.listdir(f"{root}/{namespace}")):
+                if (namespace, epoch) in live_epochs:
+                    continue
+                path = f"{root}/{namespace}/{epoch}"
+                for shard in filter(SHARD.fullmatch, os.listdir(path)):
+                    _remove_directory(f"{path}/{shard}")
+                _remove_directory(path)
+
+
+def _remove_directory(path: str) -> None:
+    try:
+        os.rmdir(path)
+    except OSError:  # not empty, or gone
+        pass

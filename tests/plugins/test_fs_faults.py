@@ -1,0 +1,359 @@
+"""What goes wrong under the fs tier costs blocks, is counted, and ends."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tiered_kv
+import tiered_kv_fs
+from tiered_kv.errors import MissingExtraError
+from tiered_kv.testing.gate import Gate
+from tiered_kv.testing.rig import TierRig, make_keys
+from tiered_kv.tiering.base import TierSpec
+from tiered_kv_fs import blocks as block_files
+from tiered_kv_fs import posix, tiered_kv_register_tiers
+from tiered_kv_fs.layout import BLOCK
+from tiered_kv_fs.settings import FsSettings
+from tiered_kv_fs.tier import FsTier
+
+BLOCK_BYTES = 4096
+EXAMPLE = Path(__file__).parents[2] / "examples" / "fs.yaml"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+@pytest.fixture
+def open_rig(path: Path) -> Iterator[Callable[[], TierRig]]:
+    rigs: list[TierRig] = []
+
+    def open_one() -> TierRig:
+        settings = FsSettings(path=str(path), capacity=16 << 20, threads=4)
+        spec = TierSpec("shared", BLOCK_BYTES, bytes(range(16)), {"model": "bench"})
+        rig = TierRig(
+            lambda spec, view: FsTier(spec, view, "fs", settings),
+            num_blocks=512,
+            block_bytes=BLOCK_BYTES,
+            wait_s=20,
+            spec=spec,
+        )
+        rigs.append(rig)
+        return rig
+
+    yield open_one
+    for rig in rigs:
+        rig.close()
+
+
+@pytest.fixture
+def rig(open_rig: Callable[[], TierRig]) -> TierRig:
+    return open_rig()
+
+
+@pytest.fixture
+def small_disk(path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB, mounted where the tier keeps its directory."""
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=0700", "tmpfs", str(path)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small tmpfs needs root")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def blocks(path: Path) -> list[Path]:
+    return sorted(entry for entry in path.rglob("*") if BLOCK.fullmatch(entry.name) and entry.is_file())
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.005)
+
+
+def fail(code: int) -> Callable[..., None]:
+    def call(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("damage", "counter"),
+    [
+        (lambda data: data[:-1], "corrupt_truncated"),
+        (lambda data: data[:100], "corrupt_truncated"),
+        (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "corrupt_checksum"),
+        (lambda data: data + b"\0", "corrupt_bad_length"),
+        (lambda data: b"\0" + data[1:], "corrupt_bad_magic"),
+        (lambda data: data[:72] + bytes([data[72] ^ 1]) + data[73:], "corrupt_checksum"),
+        (lambda data: b"", "corrupt_truncated"),
+    ],
+    ids=["cut", "cut_in_header", "flipped", "longer", "no_magic", "flipped_checksum", "empty"],
+)
+def test_a_damaged_block_is_a_counted_miss_and_its_file_goes(
+    rig: TierRig, path: Path, damage: Callable[[bytes], bytes], counter: str
+) -> None:
+    keys = make_keys(3)
+    rig.store(keys)
+    victim = blocks(path)[0]
+    victim.write_bytes(damage(victim.read_bytes()))
+    assert len(rig.load(keys)) == 2
+    assert not victim.exists()
+    stats = rig.tier.stats()
+    assert stats["corrupt_blocks"] == stats["removed_files"] == 1
+    assert [name for name in stats if name.startswith("corrupt_") and name != "corrupt_blocks"] == [counter]
+    assert rig.store(keys).success
+    assert rig.load(keys) == set(keys)
+
+
+def test_a_block_under_another_block_s_name_is_a_miss(rig: TierRig, path: Path) -> None:
+    keys = make_keys(2)
+    rig.store(keys)
+    first, second = blocks(path)
+    first.write_bytes(second.read_bytes())
+    assert len(rig.load(keys)) == 1
+    assert rig.tier.stats()["corrupt_wrong_key"] == 1
+
+
+def test_a_damaged_file_that_was_replaced_meanwhile_stays(
+    rig: TierRig, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = make_keys(1)
+    rig.store(keys)
+    (victim,) = blocks(path)
+    good = victim.read_bytes()
+    victim.write_bytes(good[:-1])
+    decode = block_files.BlockFiles._read
+
+    def read_and_replace(*arguments: object) -> object:
+        verdict = decode(*arguments)  # type: ignore[arg-type]  # whatever it was called with
+        fresh = path / "fresh"
+        fresh.write_bytes(good)
+        fresh.rename(victim)
+        return verdict
+
+    with monkeypatch.context() as patch:
+        patch.setattr(block_files.BlockFiles, "_read", read_and_replace)
+        assert rig.load(keys) == set()
+    assert rig.load(keys) == set(keys)
+
+
+def test_a_block_that_vanished_is_a_miss(rig: TierRig, path: Path) -> None:
+    keys = make_keys(4)
+    rig.store(keys)
+    blocks(path)[0].unlink()
+    assert len(rig.load(keys)) == 3
+    assert rig.tier.stats()["missing_blocks"] == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (errno.ENOSPC, "no_space"),
+        (errno.EDQUOT, "no_space"),
+        (errno.EROFS, "read_only"),
+        (errno.EACCES, "permission"),
+        (errno.ESTALE, "stale"),
+        (errno.EIO, "io_error"),
+    ],
+)
+def test_a_failing_write_is_counted_by_reason_and_leaves_nothing(
+    rig: TierRig, path: Path, monkeypatch: pytest.MonkeyPatch, code: int, reason: str
+) -> None:
+    rig.store(make_keys(1, "first"))
+    with monkeypatch.context() as patch:
+        patch.setattr(block_files, "write_all", fail(code))
+        result = rig.store(make_keys(2))
+    assert (result.success, result.reason) == (False, reason)
+    assert rig.tier.stats()[f"failed_{reason}"] == 2
+    assert len(blocks(path)) == 1
+    assert not list(path.rglob("*.tmp"))
+    assert rig.store(make_keys(2)).success
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"), [(errno.EIO, "io_error"), (errno.ESTALE, "stale"), (errno.EACCES, "permission")]
+)
+def test_a_failing_read_is_counted_by_reason_and_the_file_stays(
+    rig: TierRig, path: Path, monkeypatch: pytest.MonkeyPatch, code: int, reason: str
+) -> None:
+    keys = make_keys(2)
+    rig.store(keys)
+    with monkeypatch.context() as patch:
+        patch.setattr(block_files, "read_all", fail(code))
+        assert rig.load(keys) == set()
+    assert rig.tier.stats()[f"failed_{reason}"] == 2
+    assert rig.load(keys) == set(keys)
+
+
+def test_a_full_file_system_fails_stores_and_nothing_else(small_disk: Path, open_rig: Callable[[], TierRig]) -> None:
+    rig = open_rig()
+    results = [rig.store(make_keys(16, f"batch-{number}")) for number in range(32)]
+    failed = [result for result in results if not result.success]
+    assert failed
+    assert {result.reason for result in failed} == {"no_space"}
+    assert not list(small_disk.rglob("*.tmp"))
+    stored = [key for number in range(32) for key in make_keys(16, f"batch-{number}") if rig.lookup(key)]
+    assert len(stored) == len(blocks(small_disk)) > 100
+    assert rig.load(stored) == set(stored)
+    for block in blocks(small_disk)[:50]:
+        block.unlink()
+    assert rig.store(make_keys(16, "afterwards")).success
+
+
+def test_a_directory_that_somebody_deletes_is_made_again(rig: TierRig, path: Path) -> None:
+    keys = make_keys(8)
+    rig.store(keys)
+    shutil.rmtree(path)
+    assert not any(rig.lookup(key) for key in keys)
+    assert rig.load(keys) == set()
+    for _ in range(50):
+        if rig.store(keys).success:
+            break
+    assert rig.load(keys) == set(keys)
+    assert (path / "tiered-kv-fs.json").exists()
+    assert len(os.listdir(path / "owners")) == 1
+
+
+@pytest.mark.parametrize("text", [b"", b"garbage\n{}", b"tiered-kv-fs-ledger-1 0000\n{}"])
+def test_a_ledger_that_is_damaged_or_lost_is_counted_anew(rig: TierRig, path: Path, text: bytes) -> None:
+    keys = make_keys(64)
+    rig.store(keys)
+    rig.tier.shutdown()
+    (path / "ledger").write_bytes(text)
+    rig.reopen()
+    assert rig.store(make_keys(64, "more")).success
+    assert rig.load(keys) == set(keys)
+    assert rig.tier.stats()["used_bytes"] > 128 * BLOCK_BYTES
+
+
+def test_the_oldest_use_goes_first(rig: TierRig, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_files, "TOUCH_INTERVAL_S", 0.0)
+    used, unused = make_keys(50, "used"), make_keys(350, "unused")
+    rig.store(used)
+    rig.store(unused)
+    for block in blocks(path):
+        os.utime(block, (1, 1))
+    assert rig.load(used) == set(used)
+    number = 0
+    while rig.tier.stats()["evicted_files"] == 0:
+        assert rig.store(make_keys(64, f"batch-{number}")).success
+        number += 1
+    assert rig.load(used) == set(used)
+    assert len([key for key in unused if rig.lookup(key)]) < 350
+
+
+def test_a_lock_that_is_removed_while_it_is_waited_for_is_not_taken(tmp_path: Path) -> None:
+    path = str(tmp_path / "lock")
+    with posix.locked(path, 1.0):
+        with pytest.raises(TimeoutError), posix.locked(path, 0.05):
+            pass
+        os.unlink(path)
+        with posix.locked(path, 1.0) as fd:
+            assert posix.is_linked(fd, path)
+
+
+@pytest.mark.slow
+def test_reads_that_hang_hold_up_neither_lookups_nor_stores_nor_shutdown(
+    rig: TierRig, monkeypatch: pytest.MonkeyPatch, gate: Gate
+) -> None:
+    keys = make_keys(64)
+    rig.store(keys)
+    read_all = posix.read_all
+
+    def read_late(fd: int, views: list[memoryview]) -> int:
+        gate.pass_through()
+        return read_all(fd, views)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(block_files, "read_all", read_late)
+        gate.close()
+        rig.submit_load(keys[:2])
+        wait_until(lambda: gate.waiting)
+        assert all(rig.lookup(key) for key in keys)
+        assert rig.store(make_keys(2, "meanwhile")).success
+        begin = time.monotonic()
+        rig.tier.shutdown()
+        assert time.monotonic() - begin < 10.0
+        gate.open()
+
+
+def test_a_job_that_hangs_is_reported_when_its_thread_lets_go_of_the_blocks(
+    rig: TierRig, monkeypatch: pytest.MonkeyPatch, gate: Gate
+) -> None:
+    keys = make_keys(2)
+    rig.store(keys)
+    read_all = posix.read_all
+
+    def read_late(fd: int, views: list[memoryview]) -> int:
+        gate.pass_through()
+        return read_all(fd, views)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(block_files, "read_all", read_late)
+        gate.close()
+        job = rig.submit_load(keys, deadline=time.monotonic() + 0.05)
+        wait_until(lambda: gate.waiting)
+        end = time.monotonic() + 0.2
+        while time.monotonic() < end:
+            assert not list(rig.tier.get_finished())
+        gate.open()
+        (result,) = rig.wait([job])
+    assert result.reason == "expired"
+
+
+def test_a_capacity_that_was_lowered_holds_before_anything_is_added(rig: TierRig, path: Path) -> None:
+    for number in range(20):
+        rig.store(make_keys(64, f"batch-{number}"))
+    rig.tier.shutdown()
+    lowered = FsSettings(path=str(path), capacity=4 << 20, threads=4)
+    small = TierRig(
+        lambda spec, view: FsTier(spec, view, "fs", lowered),
+        num_blocks=512,
+        block_bytes=BLOCK_BYTES,
+        wait_s=20,
+        spec=rig.spec,
+    )
+    try:
+        assert small.store(make_keys(8, "new")).success
+        assert sum(entry.lstat().st_blocks * 512 for entry in [path, *path.rglob("*")]) <= 4 << 20
+    finally:
+        small.close()
+
+
+def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "aiofiles.os", None)
+    (tier_type,) = tiered_kv_register_tiers()
+    with pytest.raises(MissingExtraError, match=r"tiered-kv\[fs\]"):
+        tier_type.load()
+
+
+@pytest.mark.slow
+def test_the_example_finds_its_blocks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "fs" not in tiered_kv.tier_plugins().tier_types():
+        tiered_kv.tier_plugins().register(tiered_kv_fs)
+    monkeypatch.chdir(tmp_path)
+    keys = make_keys(32)
+    written = np.random.default_rng(0).integers(0, 256, (32, 65_536), dtype=np.uint8)
+    with tiered_kv.open_stack(EXAMPLE) as stack:
+        assert stack.put(keys, written) == 32
+        assert stack.flush(timeout=20.0)
+    with tiered_kv.open_stack(EXAMPLE) as stack:
+        read = np.empty_like(written)
+        assert stack.get(keys, read, timeout=20.0) == 32
+        assert (read == written).all()
+        assert stack.secondary_tiers[0].describe()["codec"] == "raw"

@@ -1,0 +1,250 @@
+"""Processes that share a directory: they find each other's blocks, keep one capacity, and survive each other's end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tiered_kv.testing.rig import TierRig, make_keys
+from tiered_kv.tiering.base import TierSpec
+from tiered_kv_fs.layout import BLOCK, TEMPORARY_BLOCK
+from tiered_kv_fs.posix import locked
+from tiered_kv_fs.settings import FsSettings
+from tiered_kv_fs.tier import FsTier
+
+BLOCK_BYTES = 65_536
+CAPACITY_BYTES = 8 << 20
+
+PROGRAM = """
+import sys
+from tiered_kv.testing.rig import TierRig, make_keys
+from tiered_kv.tiering.base import TierSpec
+from tiered_kv_fs.settings import FsSettings
+from tiered_kv_fs.tier import FsTier
+
+path, namespace, capacity = sys.argv[1], bytes.fromhex(sys.argv[2]), int(sys.argv[3])
+settings = FsSettings(path=path, capacity=capacity, threads=4)
+spec = TierSpec("fs", 65536, namespace, {"model": "shared"})
+open_tier = lambda spec, view: FsTier(spec, view, "fs", settings)
+rig = TierRig(open_tier, num_blocks=256, block_bytes=65536, wait_s=30, spec=spec)
+for line in sys.stdin:
+    verb, label, count = line.split()
+    keys = make_keys(int(count), label)
+    if verb == "store":
+        answer = len(rig.succeeded(rig.wait([rig.submit_store(keys)])[0]))
+    elif verb == "load":
+        answer = len(rig.load(keys))
+    elif verb == "find":
+        answer = sum(rig.lookup(key) for key in keys)
+    elif verb == "reset":
+        answer = rig.tier.reset_cache()
+    elif verb == "store_for_ever":
+        print("begun", flush=True)
+        for number in range(10**9):
+            rig.store(make_keys(8, f"{label}-{number}"))
+    print(answer, flush=True)
+rig.close()
+"""
+
+
+class Process:
+    """A process with a tier of its own on the directory, told line by line what to do."""
+
+    def __init__(self, path: Path, namespace: bytes = bytes(range(16))) -> None:
+        command = [sys.executable, "-c", PROGRAM, str(path), namespace.hex(), str(CAPACITY_BYTES)]
+        self._popen = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, verb: str, label: str, count: int) -> str:
+        """Have something done, and return the answer."""
+        assert self._popen.stdin is not None
+        assert self._popen.stdout is not None
+        self._popen.stdin.write(f"{verb} {label} {count}\n")
+        self._popen.stdin.flush()
+        return self._popen.stdout.readline().strip()
+
+    def count(self, verb: str, label: str, count: int) -> int:
+        """Have something done with blocks, and return with how many it was."""
+        return int(self.ask(verb, label, count))
+
+    def signal(self, number: signal.Signals) -> None:
+        self._popen.send_signal(number)
+
+    def end(self) -> int:
+        """Let the process end by itself, or wait for it if it has been killed."""
+        with self._popen:
+            if self._popen.stdin is not None:
+                try:
+                    self._popen.stdin.close()
+                except BrokenPipeError:
+                    pass
+            return self._popen.wait(30)
+
+
+Start = Callable[..., Process]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+@pytest.fixture
+def start(path: Path) -> Iterator[Start]:
+    """Start processes on the directory; what still runs at the end of the test is killed."""
+    processes: list[Process] = []
+
+    def start_one(namespace: bytes = bytes(range(16))) -> Process:
+        processes.append(Process(path, namespace))
+        return processes[-1]
+
+    yield start_one
+    for process in processes:
+        process.signal(signal.SIGKILL)
+        process.end()
+
+
+@pytest.fixture
+def rig(path: Path) -> Iterator[TierRig]:
+    """A tier in this process."""
+    settings = FsSettings(path=str(path), capacity=CAPACITY_BYTES, threads=4)
+    spec = TierSpec("fs", BLOCK_BYTES, bytes(range(16)), {"model": "shared"})
+    rig = TierRig(
+        lambda spec, view: FsTier(spec, view, "fs", settings),
+        num_blocks=256,
+        block_bytes=BLOCK_BYTES,
+        wait_s=30,
+        spec=spec,
+    )
+    yield rig
+    rig.close()
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.01)
+
+
+def occupied_bytes(path: Path) -> int:
+    """Return what `du` says of the directory, without double counting what moves meanwhile."""
+    total = 0
+    for directory, _, names in os.walk(path):
+        for name in (".", *names):
+            try:
+                total += os.lstat(f"{directory}/{name}").st_blocks * 512
+            except FileNotFoundError:
+                continue
+    return total
+
+
+def files(path: Path) -> list[Path]:
+    """Return the blocks in a directory."""
+    return [entry for entry in path.rglob("*") if BLOCK.fullmatch(entry.name) and entry.is_file()]
+
+
+@pytest.mark.slow
+def test_two_processes_load_each_other_s_blocks(start: Start) -> None:
+    first, second = start(), start()
+    assert first.count("store", "a", 8) == 8
+    assert second.count("find", "a", 8) == 8
+    assert second.count("load", "a", 8) == 8
+    assert second.count("store", "b", 8) == 8
+    assert first.count("load", "b", 8) == 8
+    assert [first.end(), second.end()] == [0, 0]
+
+
+@pytest.mark.slow
+def test_two_processes_with_different_namespaces_do_not_see_each_other(start: Start) -> None:
+    first, second = start(), start(bytes(16))
+    assert first.count("store", "a", 8) == 8
+    assert second.count("find", "a", 8) == 0
+    assert second.count("load", "a", 8) == 0
+    assert second.count("store", "a", 8) == 8
+    assert [first.end(), second.end()] == [0, 0]
+
+
+@pytest.mark.slow
+def test_processes_that_store_more_than_fits_keep_the_capacity_together(start: Start, path: Path) -> None:
+    writers = [start() for _ in range(2)]
+    others = start(bytes(16))  # another namespace in the same capacity
+    for number, writer in enumerate([*writers, others]):
+        assert writer.ask("store_for_ever", f"writer-{number}", 0) == "begun"
+    most = 0
+    deadline = time.monotonic() + 6.0
+    while time.monotonic() < deadline:
+        most = max(most, occupied_bytes(path))
+        assert most <= CAPACITY_BYTES
+    assert most > CAPACITY_BYTES // 2, "they have not filled it"
+
+
+@pytest.mark.slow
+def test_what_a_killed_writer_left_is_swept_and_its_grant_is_free_again(start: Start, path: Path, rig: TierRig) -> None:
+    for attempt in range(3):
+        writer = start()
+        assert writer.ask("store_for_ever", f"attempt-{attempt}", 0) == "begun"
+        wait_until(lambda: len(files(path)) > 20)
+        writer.signal(signal.SIGKILL)
+        writer.end()
+    planted = files(path)[0].parent / f".{'0' * 32}.{'a' * 16}.0.tmp"
+    planted.write_bytes(bytes(1000))
+    rig.reopen()
+    wait_until(lambda: rig.tier.stats()["sweeps"])
+    assert [entry for entry in path.rglob("*") if TEMPORARY_BLOCK.fullmatch(entry.name)] == []
+    assert len(os.listdir(path / "owners")) == 1
+    for number in range(40):
+        assert rig.store(make_keys(8, f"after-{number}")).success
+    assert occupied_bytes(path) <= CAPACITY_BYTES
+
+
+@pytest.mark.slow
+def test_a_process_that_was_reset_never_finds_what_others_stored_before_or_go_on_storing(
+    start: Start, rig: TierRig
+) -> None:
+    other = start()
+    assert other.count("store", "before", 4) == 4
+    assert rig.load(make_keys(4, "before"))
+    assert rig.tier.reset_cache()
+    assert other.count("store", "after", 4) == 4
+    assert not any(rig.lookup(key) for key in [*make_keys(4, "before"), *make_keys(4, "after")])
+    rig.reopen()
+    assert not any(rig.lookup(key) for key in [*make_keys(4, "before"), *make_keys(4, "after")])
+    assert other.count("load", "after", 4) == 4  # it was not reset, and keeps what it has
+
+
+@pytest.mark.slow
+def test_a_reset_holds_though_its_process_is_killed_before_it_could_tell_anybody(
+    start: Start, path: Path, rig: TierRig
+) -> None:
+    assert rig.store(make_keys(4)).success
+    other = start()
+    assert other.count("find", "key", 0) == 0  # it is up
+    with locked(str(path / "ledger"), 5.0):  # so that it cannot write the epoch file
+        assert other.ask("reset", "x", 0) == "True"
+        other.signal(signal.SIGKILL)
+        other.end()
+    rig.reopen()
+    assert not any(rig.lookup(key) for key in make_keys(4))
+
+
+@pytest.mark.slow
+def test_a_process_that_stands_still_with_the_ledger_keeps_stores_waiting_for_a_bounded_time_and_no_loads(
+    path: Path, rig: TierRig
+) -> None:
+    keys = make_keys(4)
+    assert rig.store(keys).success
+    with locked(str(path / "ledger"), 5.0):
+        begin = time.monotonic()
+        stores = rig.wait([rig.submit_store(make_keys(8, f"batch-{number}")) for number in range(10)])
+        assert time.monotonic() - begin < 15.0
+        assert not all(result.success for result in stores)
+        assert {result.reason for result in stores if not result.success} <= {"timeout", "no_space"}
+        assert rig.load(keys) == set(keys)
+    wait_until(lambda: rig.store(make_keys(8, "afterwards")).success)

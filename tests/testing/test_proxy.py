@@ -1,0 +1,251 @@
+"""The fault proxy does to a connection what it says, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults
+
+DATA = bytes(range(256)) * 1024
+
+
+class EchoServer:
+    """Sends back what it gets, on every connection, until the client has no more."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self._listener.getsockname()
+        self._threads: list[threading.Thread] = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for thread in self._threads:
+            thread.join(10)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                thread = threading.Thread(target=self._echo, args=(connection,))
+                self._threads.append(thread)
+                thread.start()
+
+    def _echo(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            while data := connection.recv(65536):
+                connection.sendall(data)
+
+
+@pytest.fixture
+def server() -> Iterator[EchoServer]:
+    server = EchoServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def proxy(server: EchoServer) -> Iterator[FaultProxy]:
+    with FaultProxy(server.address) as proxy:
+        yield proxy
+
+
+Connect = Callable[[], socket.socket]
+
+
+@pytest.fixture
+def connect(proxy: FaultProxy) -> Iterator[Connect]:
+    clients: list[socket.socket] = []
+
+    def connect_one() -> socket.socket:
+        clients.append(socket.create_connection((proxy.host, proxy.port), timeout=10))
+        return clients[-1]
+
+    yield connect_one
+    for client in clients:
+        client.close()
+
+
+def receive(client: socket.socket, size: int) -> bytes:
+    """Return `size` bytes, or fewer if the stream ends before."""
+    received = bytearray()
+    while len(received) < size and (data := client.recv(size - len(received))):
+        received += data
+    return bytes(received)
+
+
+def exchange(client: socket.socket, data: bytes) -> bytes:
+    """Send bytes from a thread, and return what comes back."""
+    with contextlib.suppress(OSError):
+        sender = threading.Thread(target=send_quietly, args=(client, data))
+        sender.start()
+        try:
+            return receive(client, len(data))
+        finally:
+            sender.join(10)
+    return b""
+
+
+def connect_and_receive(proxy: FaultProxy) -> bytes:
+    with socket.create_connection((proxy.host, proxy.port), timeout=10) as client:
+        return client.recv(1)
+
+
+def send_quietly(client: socket.socket, data: bytes) -> None:
+    with contextlib.suppress(OSError):
+        client.sendall(data)
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.005)
+
+
+def test_without_faults_bytes_arrive_as_they_were_sent(proxy: FaultProxy, connect: Connect) -> None:
+    clients = [connect() for _ in range(3)]
+    assert [exchange(client, DATA) for client in clients] == [DATA] * 3
+    counts = proxy.counts()
+    assert counts["connections"] == 3
+    assert counts["bytes_to_server"] == counts["bytes_to_client"] == 3 * len(DATA)
+    assert counts["flipped"] == counts["cut"] == counts["reset"] == counts["stalled"] == 0
+
+
+def test_the_end_of_a_stream_is_passed_on(proxy: FaultProxy, connect: Connect) -> None:
+    client = connect()
+    client.sendall(b"last words")
+    client.shutdown(socket.SHUT_WR)
+    assert receive(client, 100) == b"last words"
+    wait_until(lambda: proxy.open_connections == 0)
+
+
+def test_latency_delays_without_taking_bandwidth(proxy: FaultProxy, connect: Connect) -> None:
+    client = connect()
+    proxy.to_server = Faults(latency_s=0.1)
+    begin = time.monotonic()
+    assert exchange(client, DATA) == DATA
+    assert 0.1 <= time.monotonic() - begin < 1.0
+    proxy.to_server = NO_FAULTS
+    begin = time.monotonic()
+    assert exchange(client, b"x") == b"x"
+    assert time.monotonic() - begin < 0.1
+
+
+def test_bandwidth_is_kept(proxy: FaultProxy, connect: Connect) -> None:
+    client = connect()
+    proxy.to_client = Faults(bytes_per_s=1_000_000)
+    begin = time.monotonic()
+    assert exchange(client, DATA) == DATA
+    assert time.monotonic() - begin >= 0.25
+
+
+def test_a_stall_lasts_until_it_is_switched_off(proxy: FaultProxy, connect: Connect) -> None:
+    client = connect()
+    proxy.to_client = Faults(stalls=True)
+    client.sendall(b"hello")
+    wait_until(lambda: proxy.counts()["stalled"])
+    client.settimeout(0.05)
+    with pytest.raises(TimeoutError):
+        client.recv(1)
+    client.settimeout(10)
+    proxy.to_client = NO_FAULTS
+    assert receive(client, 5) == b"hello"
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_one_bit_is_flipped_at_an_offset_of_one_direction(
+    proxy: FaultProxy, connect: Connect, direction: Direction
+) -> None:
+    client = connect()
+    assert exchange(client, DATA) == DATA
+    proxy.set_faults(direction, Faults(flip_at_byte=100_000))
+    damaged = bytearray(DATA)
+    damaged[100_000] ^= 0x01
+    assert exchange(client, DATA) == damaged
+    assert exchange(client, DATA) == DATA
+    assert exchange(connect(), DATA) == damaged
+    assert proxy.counts()["flipped"] == 2
+
+
+@pytest.mark.parametrize("by_reset", [False, True])
+def test_a_connection_is_cut_after_exactly_so_many_bytes(proxy: FaultProxy, connect: Connect, by_reset: bool) -> None:
+    client = connect()
+    proxy.to_server = Faults(cut_after_bytes=1000, cut_by_reset=by_reset)
+    client.sendall(DATA[:5000])
+    if by_reset:
+        with pytest.raises(ConnectionResetError):
+            receive(client, 5000)
+    else:
+        assert len(receive(client, 5000)) <= 1000
+    counts = proxy.counts()
+    assert counts["bytes_to_server"] == 1000
+    assert counts["cut"] == 1
+
+
+def test_what_arrived_before_a_cut_is_what_was_sent(proxy: FaultProxy, connect: Connect) -> None:
+    client = connect()
+    proxy.to_client = Faults(cut_after_bytes=1000)
+    client.sendall(DATA[:5000])
+    assert receive(client, 5000) == DATA[:1000]
+    proxy.to_client = NO_FAULTS
+    assert exchange(connect(), DATA) == DATA
+
+
+def test_connections_are_reset_and_new_ones_work(proxy: FaultProxy, connect: Connect) -> None:
+    client = connect()
+    assert exchange(client, b"x") == b"x"
+    proxy.reset_connections()
+    with pytest.raises(ConnectionResetError):
+        client.recv(1)
+    assert exchange(connect(), DATA) == DATA
+    assert proxy.counts()["reset"] == 1
+
+
+def test_a_half_closed_direction_ends_and_the_other_goes_on(proxy: FaultProxy, connect: Connect) -> None:
+    client = connect()
+    assert exchange(client, b"x") == b"x"
+    proxy.half_close(Direction.TO_CLIENT)
+    assert client.recv(1) == b""
+    client.sendall(b"heard by nobody")
+    wait_until(lambda: proxy.counts()["bytes_to_server"] == 16)
+    assert proxy.counts()["half_closed"] == 1
+
+
+def test_connections_are_refused_and_taken_again_on_the_same_port(proxy: FaultProxy, connect: Connect) -> None:
+    before = connect()
+    assert exchange(before, b"x") == b"x"
+    proxy.refuse_connections()
+    with pytest.raises(ConnectionRefusedError):
+        connect()
+    assert exchange(before, b"x") == b"x"
+    proxy.refuse_connections(False)
+    assert exchange(connect(), DATA) == DATA
+
+
+def test_a_server_that_is_not_there_resets_the_client(server: EchoServer) -> None:
+    server.close()
+    with FaultProxy(server.address) as proxy:
+        with pytest.raises(ConnectionResetError):
+            connect_and_receive(proxy)
+        assert proxy.counts()["server_refused"] == 1
+
+
+def test_it_closes_amid_a_stall_and_leaves_nothing_behind(server: EchoServer) -> None:
+    proxy = FaultProxy(server.address)
+    proxy.to_client = Faults(stalls=True)
+    with socket.create_connection((proxy.host, proxy.port), 10) as client:
+        client.sendall(DATA)
+        wait_until(lambda: proxy.counts()["stalled"])
+        proxy.close()
+        proxy.close()
+        with contextlib.suppress(ConnectionResetError):
+            assert client.recv(1) == b""

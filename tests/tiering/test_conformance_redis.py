@@ -1,0 +1,98 @@
+"""The redis tier keeps the contract of a secondary tier: on real servers, and on fakeredis."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from tiered_kv.testing.conformance import TierConformance
+from tiered_kv.testing.redis_servers import (
+    PASSWORD,
+    RedisClusterServers,
+    RedisServer,
+    fake_redis_url,
+    redis_cluster,
+    redis_server,
+    tls_redis_server,
+)
+from tiered_kv.testing.rig import OpenTier
+from tiered_kv.tiering.base import SecondaryTierManager
+
+pytest.importorskip("redis", reason="redis-py is not installed")
+
+from tiered_kv_redis.settings import RedisSettings
+from tiered_kv_redis.tier import RedisTier
+
+__all__ = ["fake_redis_url", "redis_cluster", "redis_server", "tls_redis_server"]
+
+
+def opener(**settings: object) -> OpenTier:
+    checked = RedisSettings.model_validate(settings)
+    return lambda spec, view: RedisTier(spec, view, "redis", checked)
+
+
+class TestRedisTier(TierConformance):
+    survives_reopen = True
+    settings: ClassVar[dict[str, object]] = {}
+    server: RedisServer
+
+    @pytest.fixture
+    def open_tier(self, redis_server: RedisServer) -> OpenTier:
+        self.server = redis_server
+        return opener(url=redis_server.url, **self.settings)
+
+    def corrupt(self, tier: SecondaryTierManager) -> bool:
+        """Flip a byte of every block, as another client could."""
+        for name in self.server.keys("tkv1:*"):
+            value = bytearray(self.server.get(name))
+            if len(value) > 128 and not name.endswith(b":namespace"):
+                value[-1] ^= 0x01
+                self.server.set(name, bytes(value))
+        return True
+
+
+class TestRedisTierWithCompression(TestRedisTier):
+    settings: ClassVar[dict[str, object]] = {"codec": "zstd", "ttl": "1h"}
+
+
+class TestRedisTierWithSmallPipelines(TestRedisTier):
+    settings: ClassVar[dict[str, object]] = {"pipeline": 10_000, "connections": 1}
+    block_bytes = 3000
+
+
+class TestRedisTierOverTls(TestRedisTier):
+    @pytest.fixture
+    def open_tier(self, tls_redis_server: RedisServer) -> OpenTier:
+        self.server = tls_redis_server
+        tls = tls_redis_server.tls
+        assert tls is not None
+        files = {"tls_ca": str(tls.ca), "tls_cert": str(tls.cert), "tls_key": str(tls.key)}
+        return opener(url=tls_redis_server.url, password=PASSWORD, **files)
+
+
+class TestRedisTierOverAUnixSocket(TestRedisTier):
+    @pytest.fixture
+    def open_tier(self, redis_server: RedisServer, tmp_path: Path) -> OpenTier:
+        self.server = redis_server
+        path = str(tmp_path / "socket")
+        redis_server.restart("--unixsocket", path)
+        return opener(url=f"unix://{path}")
+
+
+class TestRedisTierOnFakeredis(TierConformance):
+    survives_reopen = True
+
+    @pytest.fixture
+    def open_tier(self, fake_redis_url: str) -> OpenTier:
+        return opener(url=fake_redis_url)
+
+
+@pytest.mark.slow
+class TestRedisTierOnACluster(TierConformance):
+    survives_reopen = True
+
+    @pytest.fixture
+    def open_tier(self, redis_cluster: RedisClusterServers) -> OpenTier:
+        return opener(mode="cluster", nodes=redis_cluster.addresses[:2])
