@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,11 @@ def test_nvme_rates(tmp_path: Path) -> None:
 def test_open_directory(tmp_path: Path) -> None:
     opened = run("open_directory.py", str(tmp_path), "--blocks", "2000", "--rounds", "1")
     assert len(opened["open_seconds"]) == 1
+
+
+@pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
+def test_s3_rates() -> None:
+    assert run("s3_rates.py", "--blocks", "32", "--rounds", "1")
 
 
 def test_step_latency(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.toolkit.jobs import ALL_DONE, Lane, Outcome, Part, checked_answers, checked_outcome
-from tiered_kv.toolkit.queued import PART_EPOCH, QueuedTier, block_bytes_of
+from tiered_kv.toolkit.queued import PART_DEADLINE, PART_EPOCH, QueuedTier, block_bytes_of
 
 T = TypeVar("T")
 
@@ -205,6 +205,7 @@ class AsyncTier(QueuedTier):
         if job.epoch != self.epoch:
             return Outcome((), "reset")
         PART_EPOCH.set(job.epoch)
+        PART_DEADLINE.set(job.deadline)
         keys = job.keys[part.start : part.stop]
         transfer = self.store_blocks if job.lane is Lane.STORE else self.load_blocks
         timeout = asyncio.timeout_at(None if job.deadline == math.inf else job.deadline)

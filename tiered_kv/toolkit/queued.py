@@ -24,6 +24,8 @@ from tiered_kv.toolkit.queue import PartQueue
 
 _log = logging.getLogger("tiered_kv.toolkit")
 
+PART_DEADLINE: ContextVar[float] = ContextVar("tiered_kv_part_deadline", default=math.inf)
+"""The deadline of the job that this thread, or task, is serving."""
 PART_EPOCH: ContextVar[int] = ContextVar("tiered_kv_part_epoch")
 """The epoch of the job that this thread, or task, is serving."""
 
@@ -214,6 +216,11 @@ class QueuedTier(SecondaryTierManager):
         self._part_queue.put(self._probe_ticket)
 
     # The workers.
+
+    @property
+    def part_deadline(self) -> float:
+        """When the job of the part that this thread, or task, is serving expires, in seconds of `time.monotonic()`."""
+        return PART_DEADLINE.get()
 
     @property
     def part_epoch(self) -> int:

@@ -1,0 +1,324 @@
+"""Objects in and out of the bucket: signed, retried within a deadline, and never copied on the way."""
+
+from __future__ import annotations
+
+import email.utils
+import hashlib
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from urllib.parse import quote
+
+from tiered_kv_s3.account import Account
+from tiered_kv_s3.connection import Answer, Connection, Patience
+from tiered_kv_s3.counters import Counters
+from tiered_kv_s3.endpoint import tls_context
+from tiered_kv_s3.pool import ConnectionPool
+from tiered_kv_s3.settings import S3Settings
+from tiered_kv_s3.signer import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD, Credentials, Signer
+from tiered_kv_s3.verdict import RETRYABLE, Verdict, region_in, verdict_of, verdict_of_error
+
+BACKOFF_FIRST_S = 0.05
+BACKOFF_MAX_S = 2.0
+HEADS_IN_FLIGHT_MAX = 16
+"""Connections over which one batch of presence requests travels."""
+
+Sink = Callable[[int], Sequence[memoryview] | None]
+"""Where a body of so many bytes goes; None if it is not wanted."""
+
+
+class Bucket:
+    """One bucket. Any thread may call; each call opens at most one connection, `are_there` up to 16.
+
+    Args:
+        settings: The tier's YAML entry.
+        account: Who signs, and where the bucket is.
+        counters: Where requests are counted.
+    """
+
+    def __init__(self, settings: S3Settings, account: Account, counters: Counters) -> None:
+        self._account = account
+        self._counters = counters
+        self._attempts = settings.attempts
+        self._stall_s = settings.request_timeout
+        self._ttl_s = settings.ttl
+        self._signs_payload = settings.sign_payload
+        self._put_headers = _put_headers(settings)
+        endpoint = account.endpoint(account.region)
+        self._pool = ConnectionPool(endpoint, tls_context(settings.ca_file) if endpoint.is_tls else None, counters)
+        self._signer = Signer(account.region)
+        self._clock_offset_s = 0.0  # the server's clock less ours
+        self._closing = threading.Event()
+
+    @property
+    def open_connections(self) -> int:
+        return self._pool.open_connections
+
+    @property
+    def authority(self) -> str:
+        """The server's name and port."""
+        return self._pool.endpoint.authority
+
+    def put(self, name: str, pieces: Sequence[bytes | memoryview], deadline: float) -> Verdict:
+        """Store an object that consists of `pieces`, whole or not at all."""
+        headers = {**self._put_headers, "content-length": str(sum(map(len, pieces)))}
+        payload_hash = _hash_of(pieces) if self._signs_payload else UNSIGNED_PAYLOAD
+
+        def put(connection: Connection, credentials: Credentials, patience: Patience) -> tuple[Answer, bytes]:
+            head = self._head_of("PUT", name, headers, payload_hash, connection, credentials)
+            self._counters.add("put_requests")
+            try:
+                connection.send([head, *pieces], patience)
+            except ConnectionError as error:  # it may have answered before it closed
+                return _early_answer(connection, patience, error)
+            answer = connection.receive_head(patience)
+            return answer, connection.receive_error(answer, patience)
+
+        return self._persist(put, deadline)
+
+    def get(self, name: str, sink: Sink, deadline: float) -> Verdict:
+        """Read an object into what `sink` gives for its length."""
+
+        def get(connection: Connection, credentials: Credentials, patience: Patience) -> tuple[Answer, bytes]:
+            head = self._head_of("GET", name, {}, EMPTY_PAYLOAD, connection, credentials)
+            self._counters.add("get_requests")
+            connection.send([head], patience)
+            answer = connection.receive_head(patience)
+            if answer.status != 200:
+                return answer, connection.receive_error(answer, patience)
+            if self._is_expired(answer):
+                raise _Settled(Verdict.EXPIRED)
+            parts = sink(answer.body_bytes) if answer.body_bytes is not None else None
+            if parts is None:
+                raise _Settled(Verdict.OVERSIZED)
+            connection.receive_body(parts, patience)
+            return answer, b""
+
+        return self._persist(get, deadline)
+
+    def list_page(self, query: Mapping[str, str], deadline: float) -> tuple[Verdict, Answer | None, bytes]:
+        """Return one page of a listing: its head, and its text."""
+        page: tuple[Answer | None, bytes] = (None, b"")
+        quoted = "&".join(f"{name}={quote(query[name], safe='-_.~')}" for name in sorted(query))
+
+        def list_page(connection: Connection, credentials: Credentials, patience: Patience) -> tuple[Answer, bytes]:
+            nonlocal page
+            head = self._head_of("GET", "", {}, EMPTY_PAYLOAD, connection, credentials, quoted)
+            self._counters.add("list_requests")
+            connection.send([head], patience)
+            answer = connection.receive_head(patience)
+            if answer.status != 200:
+                return answer, connection.receive_error(answer, patience)
+            page = answer, connection.receive_text(answer, patience)
+            return answer, b""
+
+        return self._persist(list_page, deadline), *page
+
+    def delete(self, name: str, deadline: float) -> Verdict:
+        """Delete an object; one that is not there is deleted too."""
+
+        def delete(connection: Connection, credentials: Credentials, patience: Patience) -> tuple[Answer, bytes]:
+            head = self._head_of("DELETE", name, {}, EMPTY_PAYLOAD, connection, credentials)
+            self._counters.add("delete_requests")
+            connection.send([head], patience)
+            answer = connection.receive_head(patience)
+            return answer, connection.receive_error(answer, patience)
+
+        return self._persist(delete, deadline)
+
+    def are_there(self, names: Sequence[str], deadline: float) -> list[Verdict]:
+        """Return DONE for each object that is there, ABSENT or EXPIRED for those that are not, or what went wrong.
+
+        The requests travel side by side over several connections, each of which gets the next as it has
+        answered the last. One that fails is tried again by itself.
+        """
+        verdicts: list[Verdict | None] = [None] * len(names)
+        self._ask_side_by_side(names, verdicts, deadline)
+        return [
+            verdict if verdict is not None else self._persist(self._head(name), deadline)
+            for name, verdict in zip(names, verdicts, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Make what is in flight fail, and close every connection."""
+        self._closing.set()
+        self._pool.close()
+
+    # One request.
+
+    def _head_of(
+        self,
+        method: str,
+        name: str,
+        headers: dict[str, str],
+        payload_hash: str,
+        connection: Connection,
+        credentials: Credentials,
+        query: str = "",
+    ) -> bytes:
+        """Return the signed head of a request for an object, or for the bucket if `name` is empty."""
+        endpoint = connection.endpoint
+        path = endpoint.path_of(name) if name else endpoint.base_path or "/"
+        now_s = time.time() + self._clock_offset_s
+        signed = self._signer.sign(
+            method, path, {"host": endpoint.authority, **headers}, payload_hash, credentials, now_s, query
+        )
+        target = f"{path}?{query}" if query else path
+        lines = "".join([f"{header}: {value}\r\n" for header, value in signed.items()])
+        return f"{method} {target} HTTP/1.1\r\n{lines}\r\n".encode()
+
+    def _head(self, name: str) -> _Exchange:
+        def head(connection: Connection, credentials: Credentials, patience: Patience) -> tuple[Answer, bytes]:
+            self._send_head(connection, name, credentials, patience)
+            answer = connection.receive_head(patience, has_body=False)
+            if answer.status == 200 and self._is_expired(answer):
+                raise _Settled(Verdict.EXPIRED)
+            return answer, b""
+
+        return head
+
+    def _send_head(self, connection: Connection, name: str, credentials: Credentials, patience: Patience) -> None:
+        self._counters.add("head_requests")
+        connection.send([self._head_of("HEAD", name, {}, EMPTY_PAYLOAD, connection, credentials)], patience)
+
+    def _is_expired(self, answer: Answer) -> bool:
+        """Return whether an object is too old, both times by the server's clock."""
+        if self._ttl_s is None:
+            return False
+        modified = seconds_of(answer.headers.get("last-modified", ""))
+        now = seconds_of(answer.headers.get("date", "")) or time.time() + self._clock_offset_s
+        return modified is not None and now - modified > self._ttl_s
+
+    # Many tries.
+
+    def _persist(self, exchange: _Exchange, deadline: float) -> Verdict:
+        """Try a request until it succeeds, fails for good, or its attempts or its time are over."""
+        verdict = Verdict.TIMEOUT
+        for attempt in range(self._attempts):
+            if attempt:
+                pause_s = random.uniform(0, min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2**attempt))
+                if time.monotonic() + pause_s >= deadline or self._closing.wait(pause_s):
+                    break
+                self._counters.add("retries")
+            verdict = self._try(exchange, Patience(deadline, self._stall_s))
+            if verdict is Verdict.SLOW_DOWN:
+                self._counters.add("slow_downs")
+            if verdict not in RETRYABLE:
+                break
+        return verdict
+
+    def _try(self, exchange: _Exchange, patience: Patience) -> Verdict:
+        credentials = self._account.credentials()
+        try:
+            connection = self._pool.take(patience)
+        except OSError as error:
+            return verdict_of_error(error)
+        try:
+            answer, body = exchange(connection, credentials, patience)
+        except _Settled as settled:
+            return settled.verdict
+        except OSError as error:
+            return verdict_of_error(error)
+        finally:
+            self._pool.give_back(connection)
+        if 200 <= answer.status < 300:
+            return Verdict.DONE
+        return self._adapt(verdict_of(answer, body), answer, body, credentials)
+
+    def _adapt(self, verdict: Verdict, answer: Answer, body: bytes, credentials: Credentials) -> Verdict:
+        """Do what the server's complaint asks for, so that the next try may succeed."""
+        if verdict is Verdict.SKEWED:
+            server_s = seconds_of(answer.headers.get("date", ""))
+            if server_s is None:
+                return Verdict.REFUSED
+            self._clock_offset_s = server_s - time.time()
+        elif verdict is Verdict.MOVED:
+            region = region_in(answer, body)
+            if region == self._signer.region:
+                return Verdict.REFUSED  # it is where we asked: a redirect that leads nowhere
+            self._account.move(region)
+            self._signer = Signer(region)
+            self._pool.move(self._account.endpoint(region))
+        elif verdict is Verdict.CREDENTIALS and not self._account.renew(credentials):
+            return Verdict.CREDENTIALS_EXPIRED
+        return verdict
+
+    # Many requests.
+
+    def _ask_side_by_side(self, names: Sequence[str], verdicts: list[Verdict | None], deadline: float) -> None:
+        """Fill in the verdicts that can be had without trying twice."""
+        patience = Patience(deadline, self._stall_s)
+        credentials = self._account.credentials()
+        waiting = deque(range(len(names)))
+        travelling: deque[tuple[int, Connection]] = deque()
+        try:
+            while waiting or travelling:
+                while waiting and len(travelling) < HEADS_IN_FLIGHT_MAX:
+                    connection = self._pool.take(patience)
+                    travelling.append((waiting.popleft(), connection))
+                    self._send_head(connection, names[travelling[-1][0]], credentials, patience)
+                index, connection = travelling[0]
+                answer = connection.receive_head(patience, has_body=False)
+                if answer.status == 200:
+                    verdicts[index] = Verdict.EXPIRED if self._is_expired(answer) else Verdict.DONE
+                elif answer.status == 404:
+                    verdicts[index] = Verdict.ABSENT
+                self._pool.give_back(travelling.popleft()[1])
+        except OSError:  # the rest is tried one by one
+            pass
+        finally:
+            for _, connection in travelling:
+                self._pool.give_back(connection, reuse=False)
+
+
+_Exchange = Callable[[Connection, Credentials, Patience], tuple[Answer, bytes]]
+"""Sends one request and receives its answer, with what the server says if that is no success."""
+
+
+class _Settled(Exception):
+    """The answer needs no reading to its end."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        self.verdict = verdict
+
+
+def _put_headers(settings: S3Settings) -> dict[str, str]:
+    headers = {
+        "content-type": "application/octet-stream",
+        "x-amz-storage-class": settings.storage_class,
+        "x-amz-server-side-encryption": settings.encryption,
+        "x-amz-server-side-encryption-aws-kms-key-id": settings.kms_key_id,
+    }
+    return {name: value for name, value in headers.items() if value}
+
+
+def _hash_of(pieces: Sequence[bytes | memoryview]) -> str:
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _early_answer(connection: Connection, patience: Patience, error: ConnectionError) -> tuple[Answer, bytes]:
+    """Return what a server said before it stopped listening.
+
+    Raises:
+        ConnectionError: It said nothing; `error`.
+    """
+    try:
+        answer = connection.receive_head(patience)
+        body = connection.receive_error(answer, patience)
+    except OSError:
+        raise error from None
+    connection.is_reusable = False
+    return answer, body
+
+
+def seconds_of(date: str) -> float | None:
+    """Return an HTTP date as seconds since 1970."""
+    try:
+        return email.utils.parsedate_to_datetime(date).timestamp()
+    except ValueError:
+        return None

@@ -1,0 +1,253 @@
+"""One HTTP/1.1 connection to the bucket's server: bodies leave from, and land in, the caller's memory.
+
+The standard library's client would do, but parses headers with the e-mail package, which takes longer than signing
+the request. What is needed of HTTP here is little: requests with a known length, and answers with one; answers
+of unknown length are read only for their error code.
+"""
+
+from __future__ import annotations
+
+import re
+import select
+import socket
+import ssl
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tiered_kv_s3.endpoint import Endpoint
+
+HEAD_BYTES_MAX = 64 << 10
+"""Status line and headers of an answer."""
+ERROR_BYTES_MAX = 64 << 10
+"""Body of an answer that is read for its error code."""
+TEXT_BYTES_MAX = 4 << 20
+"""Body of an answer that is a text, such as a listing."""
+INTERIM_ANSWERS_MAX = 4
+"""Answers such as "100 Continue" before the one that counts."""
+
+_LINE_END = b"\r\n"
+_HEAD_END = b"\r\n\r\n"
+_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;.*)?")
+_BUFFER_BYTES = 4096
+_TLS_SEND_BYTES = 256 << 10
+_STATUS_LINE = re.compile(rb"HTTP/1\.([01]) (\d{3})(?: |$)")
+
+
+class BadAnswerError(ConnectionError):
+    """What arrived is not HTTP as S3 speaks it, or ends too early."""
+
+
+@dataclass(slots=True)
+class Patience:
+    """How long a request may take.
+
+    Args:
+        deadline: When all of it must be over, in seconds of `time.monotonic()`.
+        stall_s: How long it may go without a byte.
+    """
+
+    deadline: float
+    stall_s: float
+
+    def next_timeout_s(self) -> float:
+        """Return how long the next step may wait.
+
+        Raises:
+            TimeoutError: The deadline has passed.
+        """
+        left_s = self.deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the job's deadline has passed")
+        return min(left_s, self.stall_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The head of an answer.
+
+    Args:
+        status: The status code.
+        headers: By lower-case name; the last of several.
+        body_bytes: The length of what follows; None if it is not said.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+    body_bytes: int | None
+
+
+class Connection:
+    """A connected socket. One thread at a time.
+
+    Every method raises `OSError` where the connection fails: `TimeoutError`, `ConnectionError` or `ssl.SSLError`; the
+    connection is of no use then.
+
+    Args:
+        endpoint: Where to connect to.
+        tls: What to verify its certificate with.
+        patience: Bounds connecting and the TLS handshake.
+    """
+
+    def __init__(self, endpoint: Endpoint, tls: ssl.SSLContext | None, patience: Patience) -> None:
+        self.endpoint = endpoint
+        self.is_reusable = False
+        """Whether the last answer was read to its end and the server keeps the connection."""
+        plain = socket.create_connection((endpoint.host, endpoint.port), patience.next_timeout_s())
+        try:
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            plain.settimeout(patience.next_timeout_s())
+            self._socket = tls.wrap_socket(plain, server_hostname=endpoint.host) if tls else plain
+        except BaseException:
+            plain.close()
+            raise
+        self._is_tls = tls is not None
+        self._keeps_open = False
+        self._buffer = bytearray()  # received, and not yet asked for
+
+    def send(self, pieces: Sequence[bytes | memoryview], patience: Patience) -> None:
+        """Send a request: its head, and the pieces of its body."""
+        self.is_reusable = False
+        waiting = [memoryview(piece) for piece in pieces]
+        if self._is_tls:
+            for piece in waiting:
+                for at in range(0, len(piece), _TLS_SEND_BYTES):
+                    self._socket.settimeout(patience.next_timeout_s())
+                    self._socket.sendall(piece[at : at + _TLS_SEND_BYTES])
+            return
+        while waiting:
+            self._socket.settimeout(patience.next_timeout_s())
+            sent = self._socket.sendmsg(waiting)
+            while waiting and sent >= len(waiting[0]):
+                sent -= len(waiting.pop(0))
+            if sent:
+                waiting[0] = waiting[0][sent:]
+
+    def receive_head(self, patience: Patience, *, has_body: bool = True) -> Answer:
+        """Receive the head of the answer to the request that was sent; `has_body` is False for HEAD."""
+        for _ in range(INTERIM_ANSWERS_MAX):
+            answer, keeps_open = _parse_head(self._read_until(_HEAD_END, patience))
+            if answer.status >= 200:
+                break
+        else:
+            raise BadAnswerError("too many interim answers")
+        if not has_body or answer.status in (204, 304):
+            answer = Answer(answer.status, answer.headers, 0)
+        self._keeps_open = keeps_open
+        self.is_reusable = keeps_open and answer.body_bytes == 0
+        return answer
+
+    def receive_body(self, parts: Sequence[memoryview], patience: Patience) -> None:
+        """Receive the whole body of the answer into `parts`, which are as long as it is."""
+        for part in parts:
+            self._receive_into(part, patience)
+        self.is_reusable = self._keeps_open and not self._buffer
+
+    def receive_error(self, answer: Answer, patience: Patience) -> bytes:
+        """Receive what the server says in an answer that is no success, bounded; chunks are left as they are."""
+        size = answer.body_bytes
+        if size is not None and size <= ERROR_BYTES_MAX:
+            body = bytearray(size)
+            self.receive_body([memoryview(body)], patience)
+            return bytes(body)
+        while len(self._buffer) < ERROR_BYTES_MAX and not self._buffer.endswith(b"0\r\n\r\n"):
+            if not self._fill(patience):
+                break
+        return bytes(self._buffer[:ERROR_BYTES_MAX])
+
+    def receive_text(self, answer: Answer, patience: Patience) -> bytes:
+        """Receive a whole body, also one whose length is not known beforehand, of at most `TEXT_BYTES_MAX`."""
+        if answer.body_bytes is None:
+            if answer.headers.get("transfer-encoding", "").lower() != "chunked":
+                raise BadAnswerError("the body of the answer has no length")
+            return self._receive_chunks(patience)
+        if answer.body_bytes > TEXT_BYTES_MAX:
+            raise BadAnswerError("the body of the answer is too long")
+        text = bytearray(answer.body_bytes)
+        self.receive_body([memoryview(text)], patience)
+        return bytes(text)
+
+    def is_usable(self) -> bool:
+        """Return whether a kept connection has not been closed by the server; nothing may arrive unasked."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return not poll.poll(0)
+
+    def abort(self) -> None:
+        """Make whatever waits on this connection fail; any thread."""
+        try:
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # below TLS, whose state is the other thread's
+        except OSError:  # it is closed already
+            pass
+
+    def close(self) -> None:
+        self.is_reusable = False
+        self._socket.close()
+
+    def _receive_chunks(self, patience: Patience) -> bytes:
+        text = bytearray()
+        while True:
+            said = _CHUNK_SIZE.fullmatch(self._read_until(_LINE_END, patience))
+            size = int(said[1], 16) if said else TEXT_BYTES_MAX + 1
+            if len(text) + size > TEXT_BYTES_MAX:
+                raise BadAnswerError("the body of the answer is too long, or not in chunks as it says")
+            chunk = bytearray(size)
+            self._receive_into(memoryview(chunk), patience)
+            text += chunk
+            if self._read_until(_LINE_END, patience):  # trailers are not expected either
+                raise BadAnswerError("a chunk of the answer has not the length that it says")
+            if not size:
+                self.is_reusable = self._keeps_open and not self._buffer
+                return bytes(text)
+
+    def _read_until(self, end: bytes, patience: Patience) -> bytes:
+        """Receive up to `end`, which is dropped."""
+        searched = 0
+        while (found := self._buffer.find(end, searched)) < 0:
+            searched = max(0, len(self._buffer) - len(end) + 1)
+            if len(self._buffer) > HEAD_BYTES_MAX:
+                raise BadAnswerError("the head of the answer is too long")
+            if not self._fill(patience):
+                raise BadAnswerError("the server closed the connection before it answered")
+        line = bytes(self._buffer[:found])
+        del self._buffer[: found + len(end)]
+        return line
+
+    def _fill(self, patience: Patience) -> int:
+        self._socket.settimeout(patience.next_timeout_s())
+        received = self._socket.recv(_BUFFER_BYTES)
+        self._buffer += received
+        return len(received)
+
+    def _receive_into(self, part: memoryview, patience: Patience) -> None:
+        position = min(len(self._buffer), len(part))
+        if position:
+            part[:position] = self._buffer[:position]
+            del self._buffer[:position]
+        while position < len(part):
+            self._socket.settimeout(patience.next_timeout_s())
+            received = self._socket.recv_into(part[position:])
+            if not received:
+                raise BadAnswerError("the body of the answer is cut off")
+            position += received
+
+
+def _parse_head(head: bytes) -> tuple[Answer, bool]:
+    """Return an answer, and whether its server keeps the connection open after it."""
+    first, *lines = head.split(b"\r\n")
+    status = _STATUS_LINE.match(first)
+    if status is None:
+        raise BadAnswerError("the answer does not begin as HTTP/1 does")
+    headers = {}
+    for line in lines:
+        name, colon, value = line.partition(b":")
+        if not colon:
+            raise BadAnswerError("the answer has a header without a colon")
+        headers[name.decode("latin-1").lower()] = value.strip().decode("latin-1")
+    length = headers.get("content-length", "")
+    if length and not (length.isascii() and length.isdigit() and len(length) < 19):
+        raise BadAnswerError("the answer has no sound length")
+    body_bytes = int(length) if length and "transfer-encoding" not in headers else None
+    wish = headers.get("connection", "").lower()
+    keeps_open = "close" not in wish and (status[1] == b"1" or "keep-alive" in wish)
+    return Answer(int(status[2]), headers, body_bytes), keeps_open

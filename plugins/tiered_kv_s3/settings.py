@@ -1,0 +1,116 @@
+"""The YAML entry of an s3 tier."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, SecretStr, field_validator, model_validator
+
+from tiered_kv.settings import TierSettings
+from tiered_kv.units import Bytes, Count, Seconds
+
+
+class S3Settings(TierSettings):
+    """Settings of the tier that keeps blocks in a bucket."""
+
+    type: str = "s3"
+    bucket: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{1,62}$", description="The bucket; it must be there already."
+    )
+    prefix: str = Field(
+        default="tiered-kv",
+        max_length=512,
+        pattern=r"^[A-Za-z0-9!_.'()-]+(/[A-Za-z0-9!_.'()-]+)*$",
+        description="What every object's name begins with; one or more words between slashes.",
+    )
+    endpoint_url: str | None = Field(
+        default=None, description="Where the server is, as http(s)://HOST:PORT; by default AWS, by region."
+    )
+    region: str | None = Field(
+        default=None,
+        pattern=r"^[a-z0-9-]{1,64}$",
+        description="The bucket's region; by default what the environment or the profile says, or us-east-1.",
+    )
+    addressing: Literal["auto", "path", "virtual"] = Field(
+        default="auto", description="Whether the bucket stands in the path or in the host's name."
+    )
+    profile: str | None = Field(default=None, min_length=1, description="A profile of the AWS configuration files.")
+    access_key_id: SecretStr | None = Field(
+        default=None, description="Explicit credentials; without them boto3's chain of providers is asked."
+    )
+    secret_access_key: SecretStr | None = Field(default=None, description="Goes with access_key_id.")
+    session_token: SecretStr | None = Field(default=None, description="Of temporary explicit credentials.")
+    ca_file: str | None = Field(
+        default=None, min_length=1, description="PEM file of the authorities that may sign the server's certificate."
+    )
+    connections: Count = Field(
+        default=16, ge=2, le=256, description="Transfers in flight, each on a connection of its own."
+    )
+    request_timeout: Seconds = Field(
+        default=5.0,
+        gt=0,
+        le=300,
+        description="How long a connection may take to open, or go without a byte, before the request is repeated.",
+    )
+    attempts: Count = Field(default=5, ge=1, le=100, description="How often a request is tried.")
+    presence_ttl: Seconds = Field(
+        default=10.0,
+        ge=0,
+        le=3600,
+        description="How long the bucket's answer that a block is, or is not, there is taken for true.",
+    )
+    ttl: Seconds | None = Field(
+        default=None, gt=0, description="Blocks that are older are misses, and are deleted; by default none is."
+    )
+    capacity: Bytes | None = Field(
+        default=None,
+        ge=1,
+        description="Bytes that this namespace's blocks may take; the oldest are deleted. By default without limit.",
+    )
+    sweep_interval: Seconds = Field(
+        default=60.0, gt=0, le=86400, description="How often the bucket is listed to keep ttl and capacity."
+    )
+    storage_class: str | None = Field(
+        default=None, pattern=r"^[A-Z_]{1,64}$", description="The storage class of new objects, such as ONEZONE_IA."
+    )
+    encryption: Literal["AES256", "aws:kms"] | None = Field(
+        default=None, description="How the server encrypts new objects; by default as the bucket says."
+    )
+    kms_key_id: str | None = Field(
+        default=None, pattern=r"^[!-~]{1,2048}$", description="The key for encryption by aws:kms; by default AWS's own."
+    )
+    sign_payload: bool = Field(
+        default=False, description="Hash what is sent into its signature, for buckets whose policy demands that."
+    )
+    codec: Literal["raw", "zstd"] = Field(
+        default="raw", description="How blocks are stored: as they are, or compressed (extra `zstd`)."
+    )
+
+    @field_validator("endpoint_url")
+    @classmethod
+    def _check_endpoint(cls, url: str | None) -> str | None:
+        if url is None:
+            return None
+        try:
+            parts = urlsplit(url)
+            port_is_good = parts.port is None or parts.port > 0
+        except ValueError:
+            raise ValueError("expected http://HOST:PORT or https://HOST:PORT") from None
+        if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_good:
+            raise ValueError("expected http://HOST:PORT or https://HOST:PORT")
+        if parts.username is not None or parts.query or parts.fragment:
+            raise ValueError("expected a URL without user, query and fragment; credentials have settings of their own")
+        return url
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if (self.access_key_id is None) != (self.secret_access_key is None):
+            raise ValueError("access_key_id and secret_access_key go together")
+        if self.session_token is not None and self.access_key_id is None:
+            raise ValueError("session_token needs access_key_id and secret_access_key")
+        if self.profile is not None and self.access_key_id is not None:
+            raise ValueError("give either a profile or access_key_id, not both")
+        if self.kms_key_id is not None and self.encryption != "aws:kms":
+            raise ValueError("kms_key_id needs 'encryption: aws:kms'")
+        return self

@@ -1,0 +1,96 @@
+"""Signature Version 4, as S3 wants it.
+
+botocore's own signer spends 130 µs of interpreter time on a request, a third of what moving a block of 1 MiB costs
+altogether, and cannot be told what time the server thinks it is. This one spends 15 µs, because the key that is
+derived from the secret is kept for the day and the requests are of few forms. The tests compare its
+signatures with botocore's. The algorithm is described in "AWS Signature Version 4 for API requests".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+UNSIGNED_PAYLOAD = "UNSIGNED-PAYLOAD"
+EMPTY_PAYLOAD = hashlib.sha256(b"").hexdigest()
+
+_ALGORITHM = "AWS4-HMAC-SHA256"
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What requests are signed with.
+
+    Args:
+        access_key_id: Names the secret; it goes over the wire.
+        secret_access_key: The secret.
+        session_token: Goes over the wire with temporary credentials; empty for others.
+    """
+
+    access_key_id: str = field(repr=False)
+    secret_access_key: str = field(repr=False)
+    session_token: str = field(default="", repr=False)
+
+
+class Signer:
+    """Signs requests to one region. Any thread may call.
+
+    Args:
+        region: The region that the server says it is in.
+    """
+
+    def __init__(self, region: str) -> None:
+        self.region = region
+        self._derived: tuple[str, str, bytes] = ("", "", b"")  # a secret and a day, and their key; replaced as one
+
+    def sign(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        payload_hash: str,
+        credentials: Credentials,
+        now_s: float,
+        query: str = "",
+    ) -> dict[str, str]:
+        """Return the headers to be sent: those given, and those that the signature consists of.
+
+        Args:
+            method: "GET", "HEAD", "PUT" or "DELETE".
+            path: The path as it stands in the request, already quoted, without a query.
+            headers: Lower-case names and values without surplus spaces, `host` among them; all are signed.
+            payload_hash: SHA-256 of the body in hex, or `UNSIGNED_PAYLOAD`.
+            credentials: Whose signature it is.
+            now_s: Seconds since 1970, by the server's clock.
+            query: What stands after the path's question mark: quoted, and sorted by name.
+        """
+        timestamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now_s))
+        day = timestamp[:8]
+        signed = {**headers, "x-amz-content-sha256": payload_hash, "x-amz-date": timestamp}
+        if credentials.session_token:
+            signed["x-amz-security-token"] = credentials.session_token
+        names = sorted(signed)
+        canonical_headers = "".join([f"{name}:{signed[name]}\n" for name in names])
+        signed_names = ";".join(names)
+        canonical = f"{method}\n{path}\n{query}\n{canonical_headers}\n{signed_names}\n{payload_hash}"
+        scope = f"{day}/{self.region}/s3/aws4_request"
+        text = f"{_ALGORITHM}\n{timestamp}\n{scope}\n{hashlib.sha256(canonical.encode()).hexdigest()}"
+        signature = hmac.digest(self._key(credentials.secret_access_key, day), text.encode(), "sha256").hex()
+        signed["authorization"] = (
+            f"{_ALGORITHM} Credential={credentials.access_key_id}/{scope}, "
+            f"SignedHeaders={signed_names}, Signature={signature}"
+        )
+        return signed
+
+    def _key(self, secret: str, day: str) -> bytes:
+        known_secret, known_day, key = self._derived
+        if known_secret == secret and known_day == day:
+            return key
+        key = f"AWS4{secret}".encode()
+        for part in (day, self.region, "s3", "aws4_request"):
+            key = hmac.digest(key, part.encode(), "sha256")
+        self._derived = (secret, day, key)
+        return key

@@ -1,0 +1,312 @@
+"""The s3 tier: a bucket behind the secondary tier's contract."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.errors import ConfigError, TierError
+from tiered_kv.toolkit.blocking import BlockingTier
+from tiered_kv.toolkit.codecs import codec_by_name
+from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
+from tiered_kv.toolkit.queued import block_bytes_of
+from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record
+from tiered_kv_s3.account import Account
+from tiered_kv_s3.bucket import Bucket
+from tiered_kv_s3.caretaker import Caretaker
+from tiered_kv_s3.counters import Counters
+from tiered_kv_s3.epoch import Epoch, EpochError
+from tiered_kv_s3.ledger import Ledger
+from tiered_kv_s3.listing import Listing
+from tiered_kv_s3.naming import Naming
+from tiered_kv_s3.presence import Presence
+from tiered_kv_s3.settings import S3Settings
+from tiered_kv_s3.sweeper import Sweeper
+from tiered_kv_s3.verdict import ABSENCE, Verdict
+
+_PART_BYTES = 1
+"""One block to a part: what a job takes is mostly the server's time to answer, so its blocks travel side by side."""
+_SHUTDOWN_S = 2.0
+_PROBE_S = 10.0
+_FOREIGN = frozenset({RecordStatus.BAD_VERSION, RecordStatus.UNKNOWN_CODEC})
+"""Records that another version, or another installation, can read: a miss here, and not deleted."""
+
+_SURELY_NOT_STORED = frozenset({Verdict.DENIED, Verdict.REFUSED, Verdict.NO_BUCKET, Verdict.UNTRUSTED})
+
+
+class S3Tier(BlockingTier):
+    """Blocks as objects in a bucket, shared by all stacks of one namespace.
+
+    Args:
+        offloading_spec, primary_kv_view, tier_type: As in `SecondaryTierManager`. A `TierSpec` gives the
+            namespace; without one all stacks of one block size share one.
+        settings: The tier's YAML entry.
+
+    Raises:
+        ConfigError: The settings do not go together, or boto3 refuses them. A server that does not answer is no
+            error here: the tier is used when it does.
+    """
+
+    def __init__(
+        self,
+        offloading_spec: Any,  # Any: an engine's own class; read by getattr
+        primary_kv_view: memoryview,
+        tier_type: str,
+        settings: S3Settings,
+    ) -> None:
+        name = getattr(offloading_spec, "name", None) or tier_type
+        self._settings = settings
+        _check_capacity(settings, block_bytes_of(primary_kv_view))
+        self._namespace_digest: bytes = getattr(offloading_spec, "namespace_digest", bytes(16))
+        self._naming = Naming(settings.prefix, self._namespace_digest)
+        self._codec = codec_by_name(settings.codec)
+        self._counters = Counters()
+        self._account = Account(settings, name)
+        try:
+            self._bucket = Bucket(settings, self._account, self._counters)
+        except OSError as error:
+            self._account.close()
+            raise ConfigError(f"no certificates can be read: {error.strerror}", location="ca_file") from None
+        super().__init__(
+            offloading_spec,
+            primary_kv_view,
+            tier_type,
+            threads=settings.connections,
+            part_bytes=_PART_BYTES,
+            lookup_timeout_s=settings.lookup_timeout,
+            shutdown_timeout_s=_SHUTDOWN_S,
+        )
+        self._listing = Listing(settings.bucket, self._bucket, self._account, self._counters, name)
+        self._epoch = Epoch(self._bucket, self._naming, name)
+        self._presence = Presence(
+            self._bucket,
+            self._listing,
+            self._counters,
+            answer_ttl_s=settings.presence_ttl,
+            object_ttl_s=settings.ttl,
+        )
+        self._ledger = Ledger(settings.capacity)
+        self._caretaker = self._make_caretaker(offloading_spec)
+
+    # Worker threads.
+
+    def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
+        deadline = self._job_deadline()
+        stored: list[OffloadKey] = []
+        reason = ""
+        try:
+            epoch = self._epoch.saved_value(deadline)
+        except EpochError as error:
+            return Outcome((), error.verdict.reason)
+        if self.part_epoch != self.epoch:  # it may be a new one, in which these blocks have no place
+            return Outcome((), "reset")
+        if not self._caretaker.has_started:
+            self._caretaker.start()
+        for key, block in zip(keys, blocks, strict=True):
+            failure = self._store(epoch, key, block, deadline)
+            if failure:
+                reason = failure
+            else:
+                stored.append(key)
+        return Outcome(stored, reason) if reason else ALL_DONE
+
+    def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
+        deadline = self._job_deadline()
+        loaded: list[OffloadKey] = []
+        reason = ""
+        try:
+            epoch = self._epoch.value(deadline)
+        except EpochError as error:
+            return Outcome((), error.verdict.reason)
+        for key, block in zip(keys, blocks, strict=True):
+            failure = self._load(epoch, key, block, deadline)
+            if failure:
+                reason = failure
+            else:
+                loaded.append(key)
+        return Outcome(loaded, reason) if reason else ALL_DONE
+
+    def contains_blocks(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        deadline = time.monotonic() + self._settings.lookup_timeout
+        try:
+            epoch = self._epoch.value(deadline)
+            names = [self._naming.block(epoch, key) for key in keys]
+            return self._presence.ask(names, self._naming.blocks_of(epoch), deadline)
+        except Exception:
+            self._counters.add("failed_lookups", len(keys))
+            raise
+
+    def close(self) -> None:
+        self._bucket.close()
+        self._account.close()
+
+    # The scheduler's thread.
+
+    @property
+    def lookup_failures(self) -> int:
+        return super().lookup_failures + self._counters.failed_lookups
+
+    def reset_cache(self) -> bool:
+        self.begin_epoch()
+        self._epoch.renew()  # after `begin_epoch`: a store that sees this epoch sees that it is too old for it
+        self._presence.forget()
+        self._counters.add("resets")
+        self._caretaker.start()
+        return True
+
+    def stats(self) -> Mapping[str, int]:
+        counted = {**super().stats(), **self._counters.snapshot(), "open_connections": self._bucket.open_connections}
+        if self._settings.capacity is None:
+            return counted
+        return {**counted, "used_bytes": self._ledger.used_bytes, "capacity_bytes": self._settings.capacity}
+
+    def describe(self) -> Mapping[str, object]:
+        """Return what the tier can do here.
+
+        Raises:
+            TierUnavailableError: The bucket cannot be listed, and why.
+        """
+        self._listing.probe(self._naming.blocks, time.monotonic() + _PROBE_S)
+        settings = self._settings
+        return {
+            "medium": "s3",
+            "bucket": settings.bucket,
+            "prefix": settings.prefix,
+            "server": self._bucket.authority,
+            "region": self._account.region,
+            "connections": settings.connections,
+            "codec": settings.codec,
+            "capacity_bytes": settings.capacity,
+            "ttl_s": settings.ttl,
+        }
+
+    def shutdown(self) -> None:
+        self._caretaker.stop()
+        if not self._epoch.is_saved:
+            self._save_epoch_at_last()
+        self._bucket.close()  # what is in flight fails now, so that the threads end
+        super().shutdown()
+        self._caretaker.join(_SHUTDOWN_S)
+
+    # One block.
+
+    def _store(self, epoch: str, key: OffloadKey, block: memoryview, deadline: float) -> str:
+        """Store one block; return why not, or an empty string."""
+        name = self._naming.block(epoch, key)
+        if self._presence.known(name, self._naming.blocks_of(epoch)):
+            self._counters.add("skipped_stores")
+            return ""
+        header, payload = encode_record(key, block, self._namespace_digest, self._codec)
+        size_bytes = len(header) + len(payload)
+        if not self._ledger.reserve(size_bytes, deadline):
+            self._caretaker.start()
+            return "no_space"
+        verdict = Verdict.BROKEN
+        try:
+            verdict = self._bucket.put(name, [header, payload], deadline)
+        finally:
+            # Unless the server said no, a store that failed may have been done all the same.
+            self._ledger.settle(size_bytes, is_stored=verdict not in _SURELY_NOT_STORED)
+        if verdict is not Verdict.DONE:
+            return verdict.reason
+        self._presence.note(name, True, time.monotonic())
+        if self._ledger.wants_sweep:
+            self._caretaker.start()
+        return ""
+
+    def _load(self, epoch: str, key: OffloadKey, block: memoryview, deadline: float) -> str:
+        """Put one block into place; return why not, or an empty string."""
+        name = self._naming.block(epoch, key)
+        asked_s = time.monotonic()
+        status = RecordStatus.OK
+        for _ in range(2):  # what is damaged may have been damaged on its way
+            record = _Landing(block)
+            verdict = self._bucket.get(name, record.parts_for, deadline)
+            if verdict is not Verdict.DONE:
+                return self._note_failed_get(name, verdict, asked_s, deadline)
+            status = decode_record(record.header, record.payload, key, block, self._namespace_digest)
+            if status is RecordStatus.OK:
+                self._presence.note(name, True, asked_s)
+                return ""
+        return self._note_damage(name, "corrupt_blocks", deadline, is_foreign=status in _FOREIGN)
+
+    def _note_failed_get(self, name: str, verdict: Verdict, asked_s: float, deadline: float) -> str:
+        if verdict is Verdict.OVERSIZED:
+            return self._note_damage(name, "oversized_blocks", deadline)
+        if verdict not in ABSENCE:
+            return verdict.reason
+        if verdict is Verdict.EXPIRED:
+            self._counters.add("expired_blocks")
+        self._presence.note(name, False, asked_s)
+        return "missing"
+
+    def _note_damage(self, name: str, counter: str, deadline: float, *, is_foreign: bool = False) -> str:
+        """Make a miss of an object that is not the block's record, here and for everybody else."""
+        self._counters.add(counter)
+        if not is_foreign:
+            self._bucket.delete(name, deadline)
+        self._presence.note(name, False, time.monotonic())
+        return "checksum"
+
+    # The tier's life.
+
+    def _job_deadline(self) -> float:
+        return min(self.part_deadline, time.monotonic() + self._settings.job_timeout)
+
+    def _save_epoch_at_last(self) -> None:
+        """Try once more to tell the bucket of a reset."""
+        try:
+            self._epoch.saved_value(time.monotonic() + _SHUTDOWN_S / 2)
+        except TierError:
+            pass
+
+    def _make_caretaker(self, offloading_spec: Any) -> Caretaker:
+        settings = self._settings
+        sweeper = None
+        if settings.capacity is not None or settings.ttl is not None:
+            sweeper = Sweeper(self._listing, self._naming.blocks, self._ledger, settings.ttl, self._counters)
+        return Caretaker(
+            self._bucket,
+            self._naming,
+            getattr(offloading_spec, "namespace", {}),
+            self._epoch,
+            sweeper,
+            self._ledger,
+            self._counters,
+            interval_s=settings.sweep_interval,
+            name=f"tiered-kv-{self.name}-caretaker",
+        )
+
+
+class _Landing:
+    """Where a record goes that is being read: its header into a buffer, a raw payload straight into its block.
+
+    Args:
+        block: The block's place in the primary tier.
+    """
+
+    def __init__(self, block: memoryview) -> None:
+        self.header = bytearray(HEADER_BYTES)
+        self.payload = block
+        self._block = block
+
+    def parts_for(self, size_bytes: int) -> list[memoryview] | None:
+        """Return where a body of so many bytes goes; None if no record of this block is that long."""
+        payload_bytes = size_bytes - HEADER_BYTES
+        if not 0 <= payload_bytes <= len(self._block):
+            return None
+        if payload_bytes == len(self._block):
+            self.payload = self._block
+        else:  # compressed, or damaged
+            self.payload = memoryview(bytearray(payload_bytes))
+        return [memoryview(self.header), self.payload]
+
+
+def _check_capacity(settings: S3Settings, block_bytes: int) -> None:
+    record_bytes = HEADER_BYTES + block_bytes
+    if settings.capacity is not None and settings.capacity < record_bytes:
+        raise ConfigError(
+            f"{settings.capacity} bytes do not hold one record of {record_bytes} bytes", location="capacity"
+        )

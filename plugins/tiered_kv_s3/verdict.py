@@ -1,0 +1,109 @@
+"""What an answer means: whether it is a success, whether another try may help, and what the failure counts as."""
+
+from __future__ import annotations
+
+import re
+import ssl
+from enum import Enum
+
+from tiered_kv_s3.connection import Answer, BadAnswerError
+
+_CODE = re.compile(rb"<Code>([A-Za-z0-9.]{1,100})</Code>")
+_REGION = re.compile(rb"<Region>([a-z0-9-]{1,64})</Region>")
+
+_CREDENTIAL_CODES = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"})
+_SLOW_DOWN_CODES = frozenset({"SlowDown", "SlowDownRead", "SlowDownWrite", "Throttling", "ThrottlingException"})
+_UNAVAILABLE_CODES = frozenset({"RequestTimeout", "InternalError", "ServiceUnavailable", "OperationAborted"})
+
+
+class Verdict(Enum):
+    """How a request fared; the value is its reason's name in the counters."""
+
+    DONE = "done"
+    ABSENT = "absent"
+    EXPIRED = "absent_by_age"
+    """The object is older than blocks may be."""
+    OVERSIZED = "oversized"
+    """The object is longer, or shorter, than a record can be."""
+    CREDENTIALS_EXPIRED = "credentials_expired"
+    """The server takes them for expired, and there are no others."""
+    NO_BUCKET = "no_bucket"
+    DENIED = "denied"
+    REFUSED = "refused"
+    """The server finds fault with the request."""
+    UNTRUSTED = "untrusted"
+    """The server's certificate is not signed by whom we trust."""
+
+    # Another try may help.
+    SLOW_DOWN = "slow_down"
+    UNAVAILABLE = "unavailable"
+    TIMEOUT = "timeout"
+    BROKEN = "broken"
+    """The connection was reset, the answer cut off, or no HTTP."""
+    MOVED = "moved"
+    """The bucket is in another region than the request was for."""
+    CREDENTIALS = "credentials"
+    """They had expired, and there are others."""
+    SKEWED = "clock_skew"
+    """The server's clock and ours are too far apart."""
+
+    @property
+    def reason(self) -> str:
+        """One word for the counters."""
+        return str(self.value)
+
+
+RETRYABLE = frozenset(
+    {Verdict.SLOW_DOWN, Verdict.UNAVAILABLE, Verdict.TIMEOUT, Verdict.BROKEN}
+    | {Verdict.MOVED, Verdict.CREDENTIALS, Verdict.SKEWED}
+)
+ABSENCE = frozenset({Verdict.ABSENT, Verdict.EXPIRED})
+
+
+def verdict_of(answer: Answer, body: bytes) -> Verdict:
+    """Return what an answer that is no success means.
+
+    Args:
+        answer: The head of the answer.
+        body: What the server says; empty if nothing was read.
+    """
+    code = code_of(body)
+    status = answer.status
+    if code in _CREDENTIAL_CODES:
+        return Verdict.CREDENTIALS
+    if code == "RequestTimeTooSkewed":
+        return Verdict.SKEWED
+    if status in (301, 302, 307, 308) or code == "AuthorizationHeaderMalformed":
+        return Verdict.MOVED if region_in(answer, body) else Verdict.REFUSED
+    if status == 429 or code in _SLOW_DOWN_CODES:
+        return Verdict.SLOW_DOWN
+    if status >= 500 or status == 408 or code in _UNAVAILABLE_CODES:
+        return Verdict.SLOW_DOWN if status == 503 else Verdict.UNAVAILABLE
+    if code == "NoSuchBucket":
+        return Verdict.NO_BUCKET
+    if status == 404:
+        return Verdict.ABSENT
+    return Verdict.DENIED if status in (401, 403) else Verdict.REFUSED
+
+
+def verdict_of_error(error: OSError) -> Verdict:
+    """Return what a connection's failure means."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return Verdict.UNTRUSTED
+    if isinstance(error, TimeoutError):
+        return Verdict.TIMEOUT
+    if isinstance(error, BadAnswerError | ConnectionResetError | BrokenPipeError | ssl.SSLError):
+        return Verdict.BROKEN
+    return Verdict.UNAVAILABLE
+
+
+def code_of(body: bytes) -> str:
+    """Return S3's word for what is wrong, or an empty string."""
+    found = _CODE.search(body)
+    return found[1].decode() if found else ""
+
+
+def region_in(answer: Answer, body: bytes) -> str:
+    """Return the region where the answer says the bucket is, or an empty string."""
+    found = _REGION.search(body)
+    return answer.headers.get("x-amz-bucket-region", "") or (found[1].decode() if found else "")

@@ -1,0 +1,121 @@
+"""HTTP as the s3 tier reads it: in whatever pieces it comes, within limits, and by a deadline."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tiered_kv_s3.connection import HEAD_BYTES_MAX, BadAnswerError, Connection, Patience
+from tiered_kv_s3.endpoint import Endpoint
+
+
+def soon() -> float:
+    return time.monotonic() + 10.0
+
+
+@pytest.fixture
+def answers() -> Iterator[tuple[Connection, socket.socket]]:
+    """A connection, and the server's end of it."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        endpoint = Endpoint("127.0.0.1", listening.getsockname()[1], False, "/b")
+        connection = Connection(endpoint, None, Patience(soon(), 5.0))
+        server, _ = listening.accept()
+    with server:
+        yield connection, server
+        connection.close()
+
+
+def test_an_answer_is_read_whatever_pieces_it_comes_in(answers: tuple[Connection, socket.socket]) -> None:
+    connection, server = answers
+    text = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 10\r\nX-A:  b \r\n\r\n0123456789"
+
+    def drip() -> None:
+        for at in range(0, len(text), 7):
+            server.sendall(text[at : at + 7])
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    answer = connection.receive_head(Patience(soon(), 5.0))
+    assert (answer.status, answer.headers["x-a"], answer.body_bytes) == (200, "b", 10)
+    parts = [bytearray(4), bytearray(6)]
+    connection.receive_body([memoryview(part) for part in parts], Patience(soon(), 5.0))
+    thread.join()
+    assert b"".join(parts) == b"0123456789"
+    assert connection.is_reusable
+    assert connection.is_usable()
+    server.sendall(b"what nobody asked for")
+    end = soon()
+    while connection.is_usable():
+        assert time.monotonic() < end
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"HTTP/2 200\r\n\r\n",
+        b"HTTP/1.1 2000\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999999999\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nno colon\r\n\r\n",
+        b"HTTP/1.1 100 Continue\r\n\r\n" * 10,
+        b"HTTP/1.1 200 OK\r\nX: " + b"x" * (HEAD_BYTES_MAX + 8192),
+    ],
+    ids=["version", "status", "negative", "huge", "colon", "interim", "endless"],
+)
+def test_what_is_no_answer_is_refused(answers: tuple[Connection, socket.socket], head: bytes) -> None:
+    connection, server = answers
+    server.sendall(head)
+    server.shutdown(socket.SHUT_WR)
+    with pytest.raises(BadAnswerError):
+        connection.receive_head(Patience(soon(), 5.0))
+    assert not connection.is_reusable
+
+
+def test_a_text_in_chunks_is_put_together(answers: tuple[Connection, socket.socket]) -> None:
+    connection, server = answers
+    patience = Patience(soon(), 5.0)
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    server.sendall(head + b"5\r\n01234\r\nA;x=y\r\n56789abcde\r\n0\r\n\r\n")
+    assert connection.receive_text(connection.receive_head(patience), patience) == b"0123456789abcde"
+    assert connection.is_reusable
+    for wrong in (b"5\r\n0123456\r\n", b"-5\r\n", b"fffffff\r\n"):
+        server.sendall(head + wrong)
+        with pytest.raises(BadAnswerError):
+            connection.receive_text(connection.receive_head(patience), patience)
+        assert not connection.is_reusable
+        connection._buffer.clear()
+
+
+def test_an_error_s_body_is_read_up_to_a_limit(answers: tuple[Connection, socket.socket]) -> None:
+    connection, server = answers
+    sending = threading.Thread(target=_send_much, args=(server,))
+    sending.start()
+    patience = Patience(soon(), 5.0)
+    answer = connection.receive_head(patience)
+    assert answer.body_bytes is None
+    assert len(connection.receive_error(answer, patience)) == 64 << 10
+    assert not connection.is_reusable
+    connection.close()
+    sending.join()
+
+
+def _send_much(server: socket.socket) -> None:
+    try:
+        server.sendall(b"HTTP/1.1 500 x\r\nTransfer-Encoding: chunked\r\n\r\n" + b"x" * (4 << 20))
+    except OSError:
+        pass
+
+
+def test_a_server_that_trickles_is_given_up_at_the_deadline(answers: tuple[Connection, socket.socket]) -> None:
+    connection, server = answers
+    server.sendall(b"HTTP/1.1 200 OK\r\n")
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError):
+        connection.receive_head(Patience(begin + 0.1, 5.0))
+    assert time.monotonic() - begin < 2.0

@@ -1,0 +1,392 @@
+"""Whatever a server does, a block is loaded right or is a miss, by the job's deadline, and the reason is counted."""
+
+from __future__ import annotations
+
+import email.utils
+import re
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from enum import Enum, auto
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tiered_kv.testing.rig import TierRig, make_keys
+from tiered_kv_s3.settings import S3Settings
+
+pytest.importorskip("boto3", reason="boto3 is not installed")
+
+from tiered_kv_s3.tier import S3Tier
+
+pytestmark = pytest.mark.slow
+
+HOUR_S = 3600.0
+
+
+class Fault(Enum):
+    """What the server does to one request instead of serving it."""
+
+    SLOW_DOWN = auto()
+    ERROR_500 = auto()
+    ERROR_503_CHUNKED = auto()
+    RESET = auto()
+    CLOSE = auto()
+    GARBAGE = auto()
+    DENIED = auto()
+    NO_BUCKET = auto()
+    EXPIRED = auto()
+    # For GET only.
+    TRUNCATE = auto()
+    STALL = auto()
+    FLIP = auto()
+    LONGER = auto()
+    SHORTER = auto()
+
+
+TRANSIENT = [Fault.SLOW_DOWN, Fault.ERROR_500, Fault.ERROR_503_CHUNKED, Fault.RESET, Fault.CLOSE, Fault.GARBAGE]
+ERRORS = {
+    Fault.SLOW_DOWN: (503, "SlowDown"),
+    Fault.ERROR_500: (500, "InternalError"),
+    Fault.DENIED: (403, "AccessDenied"),
+    Fault.NO_BUCKET: (404, "NoSuchBucket"),
+    Fault.EXPIRED: (400, "ExpiredToken"),
+}
+
+
+class FaultyServer(ThreadingHTTPServer):
+    """Objects in a dictionary, with faults on request. It does not list."""
+
+    daemon_threads = False
+    block_on_close = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.objects: dict[str, bytes] = {}
+        self.faults: dict[str, deque[Fault]] = {"GET": deque(), "PUT": deque(), "HEAD": deque(), "DELETE": deque()}
+        """By method; only requests for blocks take one."""
+        self.always: dict[str, Fault] = {}
+        self.clock_offset_s = 0.0
+        self.region = ""
+        """If set, requests signed for others are sent away."""
+        self.valid_key_id = ""
+        """If set, other keys have expired."""
+        self.stopping = threading.Event()
+        self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01})
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def stop(self) -> None:
+        self.stopping.set()
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of connections that a client broke."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = 10.0
+    server: FaultyServer
+
+    def do_GET(self) -> None:
+        fault = self._fault()
+        data = self.server.objects.get(self.path)
+        if self._refuse(fault):
+            return
+        if data is None:
+            self._error(404, "NoSuchKey")
+        elif fault is Fault.FLIP:
+            self._answer(200, data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+        elif fault in (Fault.LONGER, Fault.SHORTER):
+            self._answer(200, data + b"x" if fault is Fault.LONGER else data[:-1])
+        elif fault in (Fault.TRUNCATE, Fault.STALL):
+            self._answer(200, data[: len(data) // 2], length=len(data))
+            self.close_connection = True
+            if fault is Fault.STALL:
+                self.server.stopping.wait()
+        else:
+            self._answer(200, data)
+
+    def do_HEAD(self) -> None:
+        if not self._refuse(self._fault()):
+            self._answer(200 if self.path in self.server.objects else 404, b"")
+
+    def do_PUT(self) -> None:
+        fault = self._fault()
+        data = self.rfile.read(int(self.headers["content-length"]))
+        if not self._refuse(fault):
+            self.server.objects[self.path] = data
+            self._answer(200, b"")
+
+    def do_DELETE(self) -> None:
+        if not self._refuse(self._fault()):
+            self.server.objects.pop(self.path, None)
+            self._answer(204, b"")
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        return email.utils.formatdate(time.time() + self.server.clock_offset_s, usegmt=True)
+
+    def _fault(self) -> Fault | None:
+        if "/blocks/" not in self.path:
+            return None
+        waiting = self.server.faults[self.command]
+        return waiting.popleft() if waiting else self.server.always.get(self.command)
+
+    def _refuse(self, fault: Fault | None) -> bool:
+        """Answer with an error, or not at all, if there is cause; return whether there was."""
+        authorization = self.headers["authorization"]
+        if abs(_signed_s(self.headers["x-amz-date"]) - time.time() - self.server.clock_offset_s) > 900:
+            self._error(403, "RequestTimeTooSkewed")
+        elif self.server.region and f"/{self.server.region}/s3/" not in authorization:
+            self._error(301, "PermanentRedirect", {"x-amz-bucket-region": self.server.region})
+        elif self.server.valid_key_id and f"Credential={self.server.valid_key_id}/" not in authorization:
+            self._error(400, "ExpiredToken")
+        elif fault in ERRORS:
+            self._error(*ERRORS[fault])
+        elif fault is Fault.ERROR_503_CHUNKED:
+            self.wfile.write(b"HTTP/1.1 503 x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n<Code\r\n2\r\n>a\r\n0\r\n\r\n")
+        elif fault is Fault.GARBAGE:
+            self.wfile.write(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")
+            self.close_connection = True
+        elif fault in (Fault.RESET, Fault.CLOSE):
+            if fault is Fault.RESET:
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.close_connection = True
+        else:
+            return False
+        return True
+
+    def _error(self, status: int, code: str, headers: dict[str, str] | None = None) -> None:
+        self._answer(status, f"<Error><Code>{code}</Code></Error>".encode(), headers)
+
+    def _answer(
+        self, status: int, body: bytes, headers: dict[str, str] | None = None, length: int | None = None
+    ) -> None:
+        self.send_response(status)
+        self.send_header("content-length", str(len(body) if length is None else length))
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+def _signed_s(timestamp: str) -> float:
+    parts = [int(part) for part in re.findall(r"\d\d", timestamp)]
+    year, (month, day, hour, minute, second) = parts[0] * 100 + parts[1], parts[2:]
+    return email.utils.mktime_tz((year, month, day, hour, minute, second, 0, 1, 0, 0))
+
+
+@pytest.fixture
+def server() -> Iterator[FaultyServer]:
+    server = FaultyServer()
+    yield server
+    server.stop()
+
+
+MakeRig = Callable[..., TierRig]
+
+
+@pytest.fixture
+def make_rig(server: FaultyServer) -> Iterator[MakeRig]:
+    rigs: list[TierRig] = []
+
+    def make(**changes: object) -> TierRig:
+        entry = {
+            "bucket": "bucket",
+            "endpoint_url": server.url,
+            "access_key_id": "key-id",
+            "secret_access_key": "secret",
+            "request_timeout": 0.3,
+            "job_timeout": 5.0,
+            "connections": 2,
+            "presence_ttl": 0,
+            **changes,
+        }
+        settings = S3Settings.model_validate({name: value for name, value in entry.items() if value is not None})
+        rig = TierRig(lambda spec, view: S3Tier(spec, view, "s3", settings), num_blocks=64, block_bytes=4096, wait_s=20)
+        rigs.append(rig)
+        return rig
+
+    yield make
+    for rig in rigs:
+        rig.close()
+
+
+@pytest.mark.parametrize("fault", TRANSIENT, ids=lambda fault: fault.name)
+def test_a_passing_fault_is_retried(server: FaultyServer, make_rig: MakeRig, fault: Fault) -> None:
+    rig = make_rig()
+    keys = make_keys(2)
+    server.faults["PUT"] += [fault]
+    assert rig.store(keys).success
+    server.faults["HEAD"] += [fault]
+    assert all(rig.lookup(key) for key in keys)
+    server.faults["GET"] += [fault, fault]
+    assert rig.load(keys) == set(keys)
+    assert rig.tier.stats()["retries"] >= 3
+
+
+@pytest.mark.parametrize("fault", [Fault.TRUNCATE, Fault.STALL, Fault.FLIP], ids=lambda fault: fault.name)
+def test_a_body_that_is_cut_off_stalled_or_wrong_is_read_again(
+    server: FaultyServer, make_rig: MakeRig, fault: Fault
+) -> None:
+    rig = make_rig()
+    keys = make_keys(2)
+    rig.store(keys)
+    server.faults["GET"] += [fault]
+    assert rig.load(keys) == set(keys)
+    assert rig.tier.stats()["get_requests"] == 4, "the epoch, two blocks, and one of them again"
+
+
+LASTING = [
+    (Fault.SLOW_DOWN, "slow_down"),
+    (Fault.ERROR_500, "unavailable"),
+    (Fault.RESET, "broken"),
+    (Fault.TRUNCATE, "broken"),
+    (Fault.STALL, "timeout"),
+    (Fault.DENIED, "denied"),
+    (Fault.NO_BUCKET, "no_bucket"),
+    (Fault.EXPIRED, "credentials_expired"),
+]
+
+
+@pytest.mark.parametrize(("fault", "reason"), LASTING, ids=lambda value: getattr(value, "name", value))
+def test_a_lasting_fault_fails_the_load_with_its_reason_and_ends_with_it(
+    server: FaultyServer, make_rig: MakeRig, fault: Fault, reason: str
+) -> None:
+    rig = make_rig(attempts=3, request_timeout=0.1)
+    (key,) = make_keys(1)
+    rig.store([key])
+    server.always["GET"] = fault
+    (result,) = rig.wait([rig.submit_load([key])])
+    assert (result.success, result.reason) == (False, reason)
+    server.always.clear()
+    assert rig.load([key]) == {key}
+
+
+def test_retries_end_with_the_job(server: FaultyServer, make_rig: MakeRig) -> None:
+    rig = make_rig(attempts=100, job_timeout=0.7)
+    (key,) = make_keys(1)
+    rig.store([key])
+    for fault in (Fault.STALL, Fault.SLOW_DOWN):
+        server.always["GET"] = fault
+        begin = time.monotonic()
+        assert rig.load([key]) == set()
+        assert time.monotonic() - begin < 2.0
+
+
+@pytest.mark.parametrize(
+    ("fault", "counter"),
+    [(Fault.FLIP, "corrupt_blocks"), (Fault.LONGER, "oversized_blocks"), (Fault.SHORTER, "corrupt_blocks")],
+    ids=["flip", "longer", "shorter"],
+)
+def test_damage_that_stays_is_a_counted_miss_and_deleted(
+    server: FaultyServer, make_rig: MakeRig, fault: Fault, counter: str
+) -> None:
+    rig = make_rig()
+    (key,) = make_keys(1)
+    rig.store([key])
+    server.always["GET"] = fault
+    (result,) = rig.wait([rig.submit_load([key])])
+    assert (result.success, result.reason) == (False, "checksum")
+    assert rig.tier.stats()[counter] == 1
+    assert not rig.lookup(key)
+    assert not any("/blocks/" in name for name in server.objects)
+    server.always.clear()
+    assert rig.store([key]).success
+    assert rig.load([key]) == {key}
+
+
+def test_a_store_that_is_refused_is_not_answered_as_there(server: FaultyServer, make_rig: MakeRig) -> None:
+    rig = make_rig(presence_ttl=60)
+    keys = make_keys(2)
+    server.always["PUT"] = Fault.DENIED
+    (result,) = rig.wait([rig.submit_store(keys)])
+    assert (result.success, result.reason, rig.succeeded(result)) == (False, "denied", set())
+    assert not any(rig.lookup(key) for key in keys)
+
+
+def test_lookups_that_fail_are_misses_that_the_breaker_sees(server: FaultyServer, make_rig: MakeRig) -> None:
+    rig = make_rig(attempts=2)
+    keys = make_keys(2)
+    rig.store(keys)
+    server.always["HEAD"] = Fault.ERROR_500
+    assert not any(rig.lookup(key) for key in keys)
+    assert rig.tier.lookup_failures >= 2
+    server.always.clear()
+    assert all(rig.lookup(key) for key in keys)
+
+
+def test_a_clock_that_is_wrong_is_corrected_by_the_server_s(server: FaultyServer, make_rig: MakeRig) -> None:
+    server.clock_offset_s = HOUR_S
+    rig = make_rig()
+    keys = make_keys(2)
+    assert rig.store(keys).success
+    assert rig.load(keys) == set(keys)
+    assert rig.tier.stats()["retries"] <= 2, "once known, the server's time is kept to"
+
+
+def test_a_bucket_in_another_region_is_followed_there(server: FaultyServer, make_rig: MakeRig) -> None:
+    server.region = "eu-west-1"
+    rig = make_rig(region="us-east-1")
+    keys = make_keys(2)
+    assert rig.store(keys).success
+    assert rig.load(keys) == set(keys)
+
+
+def test_credentials_that_expired_are_read_anew(
+    server: FaultyServer, make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    file = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    file.write_text("[kv]\naws_access_key_id = OLD\naws_secret_access_key = old\n")
+    rig = make_rig(profile="kv", access_key_id=None, secret_access_key=None)
+    keys = make_keys(2)
+    assert rig.store(keys).success
+    server.valid_key_id = "NEW"
+    (result,) = rig.wait([rig.submit_load(keys)])
+    assert (result.success, result.reason) == (False, "credentials_expired")
+    file.write_text("[kv]\naws_access_key_id = NEW\naws_secret_access_key = new\n")
+    end = time.monotonic() + 15.0
+    while rig.load(keys) != set(keys):
+        assert time.monotonic() < end, "the new credentials were not used"
+        time.sleep(0.1)
+
+
+def test_without_a_server_everything_is_a_miss_and_nothing_waits(server: FaultyServer, make_rig: MakeRig) -> None:
+    rig = make_rig(attempts=2)
+    server.stop()
+    keys = make_keys(4)
+    (result,) = rig.wait([rig.submit_store(keys)])
+    assert (result.success, result.reason) == (False, "unavailable")
+    assert not any(rig.lookup(key) for key in keys)
+    assert rig.load(keys) == set()
+
+
+def test_shutdown_ends_transfers_that_hang(server: FaultyServer, make_rig: MakeRig) -> None:
+    rig = make_rig(request_timeout=60, job_timeout=60)
+    (key,) = make_keys(1)
+    rig.store([key])
+    server.always["GET"] = Fault.STALL
+    rig.submit_load([key])
+    end = time.monotonic() + 5.0
+    while rig.tier.stats()["get_requests"] < 2 and time.monotonic() < end:
+        time.sleep(0.001)
+    begin = time.monotonic()
+    rig.tier.shutdown()
+    assert time.monotonic() - begin < 1.5

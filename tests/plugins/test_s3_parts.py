@@ -1,0 +1,296 @@
+"""The s3 tier's parts by themselves: settings, names, what is asked and how often, the epoch, and what is swept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import pytest
+from pydantic import ValidationError
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.errors import TierUnavailableError
+from tiered_kv.hooks import TierPlugins
+from tiered_kv.testing.rig import make_keys
+from tiered_kv_s3.bucket import Bucket, Sink
+from tiered_kv_s3.counters import Counters
+from tiered_kv_s3.epoch import Epoch, EpochError
+from tiered_kv_s3.ledger import Ledger
+from tiered_kv_s3.listing import PAGE_OBJECTS, Listed, Listing
+from tiered_kv_s3.naming import FIRST_EPOCH, Naming
+from tiered_kv_s3.presence import HEADS_PER_PAGE, LISTED_PAGES_MAX, Presence
+from tiered_kv_s3.settings import S3Settings
+from tiered_kv_s3.sweeper import Sweeper
+from tiered_kv_s3.verdict import Verdict
+
+NAMING = Naming("kv", bytes(range(16)))
+PREFIX = NAMING.blocks_of(FIRST_EPOCH)
+
+
+def soon() -> float:
+    return time.monotonic() + 10.0
+
+
+# -- settings and names ----------------------------------------------------------------------------
+
+
+def test_settings_are_strict() -> None:
+    good = {"bucket": "kv-blocks"}
+    S3Settings.model_validate(good)
+    for wrong in (
+        {"bucket": "a/b"},
+        {"prefix": "/a"},
+        {"prefix": "a//b"},
+        {"prefix": "a b"},
+        {"endpoint_url": "localhost:9000"},
+        {"endpoint_url": "http://user:password@host"},
+        {"endpoint_url": "http://host:port"},
+        {"access_key_id": "id"},
+        {"session_token": "token"},
+        {"profile": "p", "access_key_id": "i", "secret_access_key": "s"},
+        {"kms_key_id": "k"},
+        {"encryption": "ROT13"},
+        {"connections": 1},
+        {"capacity": 0},
+        {"size": 3},
+    ):
+        with pytest.raises(ValidationError):
+            S3Settings.model_validate({**good, **wrong})
+
+
+def test_the_plugin_registers_the_tier_type() -> None:
+    import tiered_kv_s3
+
+    plugins = TierPlugins()
+    plugins.register(tiered_kv_s3)
+    (report,) = plugins.reports()
+    assert [tier.name for tier in report.tiers] == ["s3"]
+
+
+def test_names_hold_namespace_epoch_and_key() -> None:
+    name = NAMING.block("00000000000000aa", OffloadKey(b"some key of any length" * 40))
+    parts = name.split("/")
+    assert parts[:4] == ["kv", bytes(range(16)).hex(), "blocks", "00000000000000aa"]
+    assert parts[5].startswith(parts[4])
+    assert (len(parts[4]), len(parts[5])) == (2, 32)
+    assert name.startswith(NAMING.blocks)
+
+
+# -- what is asked ---------------------------------------------------------------------------------
+
+
+class FakeBucket:
+    """Objects in a dictionary; counts presence requests."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.heads = 0
+        self.answer: Verdict | None = None
+
+    def are_there(self, names: Sequence[str], deadline: float) -> list[Verdict]:
+        self.heads += len(names)
+        return [self.answer or (Verdict.DONE if name in self.objects else Verdict.ABSENT) for name in names]
+
+    def get(self, name: str, sink: Sink, deadline: float) -> Verdict:
+        if self.answer is not None:
+            return self.answer
+        if name not in self.objects:
+            return Verdict.ABSENT
+        parts = sink(len(self.objects[name]))
+        if parts is None:
+            return Verdict.OVERSIZED
+        parts[0][:] = self.objects[name]
+        return Verdict.DONE
+
+    def put(self, name: str, pieces: Sequence[bytes], deadline: float) -> Verdict:
+        if self.answer is None:
+            self.objects[name] = b"".join(pieces)
+        return self.answer or Verdict.DONE
+
+
+class FakeListing:
+    """Lists what it is given, oldest last; counts pages."""
+
+    def __init__(self, entries: Sequence[Listed] = ()) -> None:
+        self.entries = list(entries)
+        self.pages_listed = 0
+        self.is_broken = False
+
+    def pages(self, prefix: str, deadline: float) -> Iterator[list[Listed]]:
+        if self.is_broken:
+            raise TierUnavailableError("it does not list")
+        for start in range(0, max(1, len(self.entries)), PAGE_OBJECTS):
+            self.pages_listed += 1
+            yield self.entries[start : start + PAGE_OBJECTS]
+
+    def delete(self, names: Sequence[str]) -> int:
+        doomed = set(names)
+        self.entries = [entry for entry in self.entries if entry.name not in doomed]
+        return len(names)
+
+
+def make_presence(bucket: FakeBucket, listing: FakeListing, answer_ttl_s: float = 60.0) -> tuple[Presence, Counters]:
+    counters = Counters()
+    presence = Presence(
+        cast(Bucket, bucket), cast(Listing, listing), counters, answer_ttl_s=answer_ttl_s, object_ttl_s=100.0
+    )
+    return presence, counters
+
+
+def names_of(label: str, count: int) -> list[str]:
+    return [NAMING.block(FIRST_EPOCH, key) for key in make_keys(count, label)]
+
+
+def test_few_blocks_take_a_head_each_and_many_take_a_listing() -> None:
+    bucket, listing = FakeBucket(), FakeListing([Listed(name, 1, 0.0) for name in names_of("here", 5)])
+    bucket.objects = dict.fromkeys(names_of("here", 5), b"")
+    presence, _ = make_presence(bucket, listing)
+    few = names_of("here", HEADS_PER_PAGE - 1)
+    assert presence.ask(few, PREFIX, soon()) == [True] * 5 + [False] * (len(few) - 5)
+    assert (bucket.heads, listing.pages_listed) == (len(few), 0)
+    many = names_of("other", 50)
+    assert presence.ask(many, PREFIX, soon()) == [False] * 50
+    assert presence.ask([*many, *few], PREFIX, soon()) == [False] * 50 + [True] * 5 + [False] * (len(few) - 5)
+    assert (bucket.heads, listing.pages_listed) == (len(few), 1)
+
+
+def test_answers_are_asked_for_again_when_they_are_too_old() -> None:
+    bucket, listing = FakeBucket(), FakeListing()
+    presence, _ = make_presence(bucket, listing, answer_ttl_s=0.0)
+    names = names_of("block", 40)
+    for turn in (1, 2):
+        assert presence.ask(names, PREFIX, soon()) == [False] * 40
+        assert (bucket.heads, listing.pages_listed) == (0, turn)
+
+
+def test_what_this_process_stored_or_missed_overrules_an_older_listing() -> None:
+    bucket, listing = FakeBucket(), FakeListing([Listed(name, 1, 0.0) for name in names_of("here", 20)])
+    presence, _ = make_presence(bucket, listing)
+    names = names_of("here", 30)
+    assert presence.ask(names, PREFIX, soon()) == [True] * 20 + [False] * 10
+    presence.note(names[0], False, time.monotonic())
+    presence.note(names[29], True, time.monotonic())
+    assert presence.ask(names, PREFIX, soon()) == [False] + [True] * 19 + [False] * 9 + [True]
+    presence.forget()
+    assert presence.known(names[1], PREFIX) is None
+
+
+def test_a_listing_answers_for_its_own_epoch_only() -> None:
+    bucket, listing = FakeBucket(), FakeListing()
+    presence, _ = make_presence(bucket, listing)
+    presence.ask(names_of("block", 20), PREFIX, soon())
+    other = NAMING.blocks_of("f" * 16)
+    assert presence.known(NAMING.block("f" * 16, make_keys(1)[0]), other) is None
+
+
+def test_blocks_past_their_time_are_not_there() -> None:
+    names = names_of("old", 20)
+    listing = FakeListing([Listed(name, 1, 99.0 if index else 101.0) for index, name in enumerate(names)])
+    presence, _ = make_presence(FakeBucket(), listing)
+    assert presence.ask(names, PREFIX, soon()) == [False] + [True] * 19
+
+
+@pytest.mark.parametrize("reason", ["broken", "too long"])
+def test_where_listing_does_not_do_each_block_is_asked_for(reason: str) -> None:
+    bucket, listing = FakeBucket(), FakeListing()
+    if reason == "broken":
+        listing.is_broken = True
+    else:
+        listing.entries = [Listed(f"{PREFIX}{index}", 1, 0.0) for index in range((LISTED_PAGES_MAX + 5) * PAGE_OBJECTS)]
+    bucket.objects = dict.fromkeys(names_of("here", 10), b"")
+    presence, _ = make_presence(bucket, listing)
+    for label in ("here", "there"):
+        assert presence.ask(names_of(label, 30), PREFIX, soon()) == [label == "here"] * 10 + [False] * 20
+    assert bucket.heads == 60
+    assert listing.pages_listed <= LISTED_PAGES_MAX, "it is not tried again at once"
+
+
+def test_answers_that_cannot_be_had_are_misses_that_are_counted_and_not_kept() -> None:
+    bucket = FakeBucket()
+    presence, counters = make_presence(bucket, FakeListing())
+    names = names_of("block", 3)
+    bucket.answer = Verdict.TIMEOUT
+    assert presence.ask(names, PREFIX, soon()) == [False] * 3
+    assert counters.failed_lookups == 3
+    bucket.answer = None
+    bucket.objects = dict.fromkeys(names, b"")
+    assert presence.ask(names, PREFIX, soon()) == [True] * 3
+
+
+# -- the epoch -------------------------------------------------------------------------------------
+
+
+def test_an_epoch_is_written_before_it_is_stored_under_and_found_again() -> None:
+    bucket = FakeBucket()
+
+    def opened() -> Epoch:
+        return Epoch(cast(Bucket, bucket), NAMING, "s3")
+
+    first = opened()
+    assert first.saved_value(soon()) == FIRST_EPOCH
+    assert bucket.objects == {}
+    first.renew()
+    value = first.value(soon())
+    assert value != FIRST_EPOCH
+    assert not first.is_saved
+    assert opened().value(soon()) == FIRST_EPOCH
+    assert first.saved_value(soon()) == value
+    assert first.is_saved
+    assert opened().value(soon()) == value
+    assert first.saved_value(soon()) == value
+
+
+def test_a_damaged_epoch_forgets_everything() -> None:
+    bucket = FakeBucket()
+    epoch = Epoch(cast(Bucket, bucket), NAMING, "s3")
+    epoch.renew()
+    value = epoch.saved_value(soon())
+    good = bucket.objects[NAMING.epoch]
+    for damaged in (good[:-1], good + b"x", good.replace(value[:1].encode(), b"f" if value[0] != "f" else b"e"), b""):
+        bucket.objects[NAMING.epoch] = damaged
+        assert Epoch(cast(Bucket, bucket), NAMING, "s3").value(soon()) not in (value, FIRST_EPOCH)
+
+
+def test_an_epoch_that_cannot_be_read_is_an_error_with_its_reason() -> None:
+    bucket = FakeBucket()
+    bucket.answer = Verdict.DENIED
+    with pytest.raises(EpochError, match="denied") as raised:
+        Epoch(cast(Bucket, bucket), NAMING, "s3").value(soon())
+    assert raised.value.verdict is Verdict.DENIED
+
+
+# -- sweeping --------------------------------------------------------------------------------------
+
+
+def test_the_oldest_blocks_go_first_and_no_more_than_needed() -> None:
+    listing = FakeListing([Listed(f"block-{age}", 10, float(age)) for age in (3, 9, 1, 7, 5, 2, 8, 4, 6, 0)])
+    counters, ledger = Counters(), Ledger(80)
+    sweeper = Sweeper(cast(Listing, listing), "kv/", ledger, None, counters)
+    assert not sweeper.sweep(lambda: False)
+    assert sorted(entry.age_s for entry in listing.entries) == [0, 1, 2, 3, 4, 5]
+    assert (ledger.used_bytes, counters.deleted_blocks) == (60, 4)
+
+
+def test_blocks_past_their_time_go_whatever_room_there_is() -> None:
+    listing = FakeListing([Listed(f"block-{age}", 10, float(age)) for age in range(10)])
+    Sweeper(cast(Listing, listing), "kv/", Ledger(None), 6.5, Counters()).sweep(lambda: False)
+    assert max(entry.age_s for entry in listing.entries) == 6
+
+
+def test_the_ledger_counts_what_is_stored_while_a_listing_is_made() -> None:
+    ledger = Ledger(100)
+    assert not ledger.reserve(10, time.monotonic()), "before the first listing nobody knows"
+    ledger.begin_listing()
+    ledger.end_listing(60)
+    assert ledger.reserve(10, soon())
+    ledger.settle(10, is_stored=True)
+    ledger.begin_listing()
+    assert ledger.reserve(20, soon())
+    ledger.settle(20, is_stored=True)
+    assert not ledger.reserve(20, soon())
+    ledger.end_listing(70)
+    assert ledger.used_bytes == 90
+    assert ledger.reserve(10, soon())
+    ledger.settle(10, is_stored=False)
+    assert ledger.used_bytes == 90
