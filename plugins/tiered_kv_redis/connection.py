@@ -1,0 +1,70 @@
+"""redis-py's connections, which connect, encrypt and authenticate, and keep hold of their socket for us.
+
+redis-py's own way of a command copies a block several times, so blocks go around it, over the `Link` of a
+connection. A connection is used in one of the two ways at a time.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+
+from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
+
+from tiered_kv_redis.replies import ReplyReader
+from tiered_kv_redis.stream import stream_of
+
+
+class Link:
+    """A connected socket with the buffers for it; one thread at a time.
+
+    Args:
+        sock: The socket, connected, under TLS where that is wanted.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.stream = stream_of(sock)
+        self.replies = ReplyReader(self.stream)
+        self._heads = bytearray()
+        self.fd = sock.fileno()
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+
+    def is_quiet(self) -> bool:
+        """Return whether nothing has arrived that nobody asked for; the end of the connection is such a thing."""
+        return not self.replies.buffered_bytes and not self._poll.poll(0)
+
+    def heads(self, size: int) -> memoryview:
+        """Return `size` bytes that keep their place until more are asked for."""
+        if len(self._heads) < size:
+            self._heads = bytearray(size)
+        return memoryview(self._heads)
+
+
+class _HoldsLink:
+    """What is mixed into each of redis-py's kinds of connections: `_connect` is where they make their socket."""
+
+    link: Link
+
+    def _connect(self) -> socket.socket:
+        sock: socket.socket = super()._connect()  # type: ignore[misc]  # of the class that this is mixed into
+        self.link = Link(sock)
+        return sock
+
+
+class TcpConnection(_HoldsLink, Connection):
+    """Over TCP."""
+
+
+class TlsConnection(_HoldsLink, SSLConnection):
+    """Over TLS."""
+
+
+class UnixConnection(_HoldsLink, UnixDomainSocketConnection):
+    """Over a Unix socket."""
+
+
+class WireConnection(Connection):
+    """What the three have in common, as a type; redis-py's pools call each of theirs a `Connection`."""
+
+    link: Link

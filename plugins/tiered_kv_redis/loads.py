@@ -1,0 +1,189 @@
+"""Blocks that are fetched: received where they belong, and verified there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record
+from tiered_kv_redis.connection import Link
+from tiered_kv_redis.exchange import Exchange
+from tiered_kv_redis.node import Node
+from tiered_kv_redis.reasons import MISSING, TOO_LONG, WireError
+from tiered_kv_redis.replies import Refusal
+
+_CRLF = b"\r\n"
+_PIECES = 3
+"""Pieces of memory that one expected reply is received into: its head, the block, the end of the line."""
+_IOV_PIECES = 1023
+_DELETABLE = frozenset(RecordStatus) - {RecordStatus.OK, RecordStatus.UNKNOWN_CODEC, RecordStatus.BAD_VERSION}
+"""What is damaged for everyone; the others may be read by a newer version, or with a library that is missing here."""
+
+
+class Loads(Exchange):
+    """Blocks to be fetched from one server.
+
+    The reply to a fetch is expected to be a raw record of the block's size. So the memory for all replies under way
+    is laid out as they should come, and one call receives many of them. Where a reply turns out to be another, such
+    as nil, what was received from its beginning on is put back and read from there, until nothing is left of it.
+
+    Args:
+        node: The server.
+        keys: The blocks' keys.
+        wire_keys: What they are called there.
+        blocks: Where the blocks belong.
+        namespace_digest: For the records.
+        pipeline_bytes: Bytes of replies that may be under way; one block may exceed it. A server buffers what it
+            has not sent yet, which for many large blocks is slower than sending them one by one.
+        expect_raw: Whether to expect raw records; if not, every reply goes through the reader's buffer.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        keys: Sequence[OffloadKey],
+        wire_keys: Sequence[bytes],
+        blocks: Sequence[memoryview],
+        *,
+        namespace_digest: bytes,
+        pipeline_bytes: int,
+        expect_raw: bool,
+    ) -> None:
+        super().__init__(node, len(keys))
+        self.damaged: list[int] = []
+        """Positions of blocks whose record can be of use to nobody."""
+        self.statuses: dict[int, RecordStatus] = {}
+        """What is wrong with records that were received, by position."""
+        self._keys = keys
+        self._wire_keys = wire_keys
+        self._blocks = blocks
+        self._namespace_digest = namespace_digest
+        self._expect_raw = expect_raw
+        self._record_bytes_max = HEADER_BYTES + len(blocks[0])
+        self._opening = b"$%d\r\n" % self._record_bytes_max
+        self._head_bytes = len(self._opening) + HEADER_BYTES
+        reply_bytes = len(self._opening) + self._record_bytes_max + len(_CRLF)
+        self._under_way_max = max(1, pipeline_bytes // reply_bytes)
+        # Twice as many slots as replies may be under way: they are asked for before the ones received are verified.
+        self._slots = min(2 * self._under_way_max, self.count)
+        self._sent = 0
+        self._received = 0  # expected replies that are completely there
+        self._heads = memoryview(b"")
+        self._pieces: list[memoryview] = []  # where what has been asked for goes
+        self._at = 0  # the piece that is received next
+
+    def begin(self, link: Link, deadline: float) -> None:
+        self._heads = link.heads(self._slots * (self._head_bytes + len(_CRLF)))
+        self._ask(link, deadline)
+
+    def finish(self, link: Link, deadline: float) -> None:
+        while self.answered < self.count:
+            if self._expect_raw:
+                self._receive(link, deadline)
+            if not self._expect_raw or link.replies.buffered_bytes:
+                self._verify()
+                self._read(link, deadline)
+            if self._sent - self._received <= self._under_way_max // 2:
+                self._ask(link, deadline)
+            self._verify()
+
+    def _ask(self, link: Link, deadline: float) -> None:
+        """Ask for as many blocks as may be under way."""
+        end = min(self.count, self._received + self._under_way_max)
+        if end <= self._sent:
+            return
+        commands = [b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(key), key) for key in self._wire_keys[self._sent : end]]
+        link.stream.send((b"".join(commands),), deadline)
+        if self._at >= len(self._pieces):
+            self._pieces, self._at = [], 0
+        self._lay_out(self._sent, end)
+        self._sent = end
+
+    def _lay_out(self, start: int, end: int) -> None:
+        stride = self._head_bytes + len(_CRLF)
+        for position in range(start, end):
+            slot = position % self._slots * stride
+            self._pieces.append(self._heads[slot : slot + self._head_bytes])
+            self._pieces.append(self._blocks[position])
+            self._pieces.append(self._heads[slot + self._head_bytes : slot + stride])
+
+    # Replies as they are expected.
+
+    def _receive(self, link: Link, deadline: float) -> None:
+        """Receive what is there; put it back from the first reply on that is not as expected."""
+        count = link.stream.receive(self._pieces[self._at : self._at + _IOV_PIECES], deadline)
+        pieces, at = self._pieces, self._at
+        while count:
+            piece = pieces[at]
+            taken = min(count, len(piece))
+            kind = at % _PIECES
+            if kind == 0 and not self._begins_as_expected(len(piece) - taken):
+                before = self._head_bytes - len(piece)
+                head = self._heads[self._slot() : self._slot() + self._head_bytes]
+                link.replies.put_back([head, *pieces[at + 1 : at + _IOV_PIECES]], before + count)
+                return
+            if taken < len(piece):
+                pieces[at] = piece[taken:]
+                break
+            count -= taken
+            at += 1
+            if kind == _PIECES - 1:
+                end = self._slot() + self._head_bytes
+                if self._heads[end : end + len(_CRLF)] != _CRLF:
+                    raise WireError("protocol")
+                self._received += 1
+        self._at = at
+
+    def _begins_as_expected(self, missing: int) -> bool:
+        """Return whether the head of the next reply, but for its last `missing` bytes, may be that of a raw record."""
+        start, known = self._slot(), min(len(self._opening), self._head_bytes - missing)
+        return self._heads[start : start + known] == self._opening[:known]
+
+    def _slot(self) -> int:
+        return self._received % self._slots * (self._head_bytes + len(_CRLF))
+
+    def _verify(self) -> None:
+        """Verify the expected replies that are there."""
+        for position in range(self.answered, self._received):
+            start = position % self._slots * (self._head_bytes + len(_CRLF)) + len(self._opening)
+            block = self._blocks[position]
+            self._judge(position, self._heads[start : start + HEADER_BYTES], block)
+
+    def _judge(self, position: int, header: memoryview, payload: memoryview) -> None:
+        key, block = self._keys[position], self._blocks[position]
+        self.answered += 1
+        status = decode_record(header, payload, key, block, self._namespace_digest)
+        if status is not RecordStatus.OK:
+            self.failures[position] = status.value
+            self.statuses[position] = status
+            if status in _DELETABLE:
+                self.damaged.append(position)
+
+    # Any replies.
+
+    def _read(self, link: Link, deadline: float) -> None:
+        """Read one reply, whatever it is, and those that are in the buffer already."""
+        while True:
+            self._read_one(link, deadline)
+            if not link.replies.buffered_bytes:
+                break
+            if self._received == self._sent:
+                raise WireError("protocol")
+        self._pieces, self._at = [], 0
+        self._lay_out(self._received, self._sent)
+
+    def _read_one(self, link: Link, deadline: float) -> None:
+        position = self._received
+        try:
+            length = link.replies.bulk_length(self._record_bytes_max, deadline)
+        except WireError as error:
+            if error.reason == TOO_LONG:  # it would never load; what follows on this connection is lost with it
+                self.damaged.append(position)
+            raise
+        self._received += 1
+        if isinstance(length, int):
+            record = link.replies.bulk(length, deadline)
+            self._judge(position, record[:HEADER_BYTES], record[HEADER_BYTES:])
+        else:
+            self.failures[position] = length.reason if isinstance(length, Refusal) else MISSING
+            self.answered += 1

@@ -1,0 +1,104 @@
+"""One word for each thing that can go wrong between here and a block, as the counters have it."""
+
+from __future__ import annotations
+
+import ssl
+from typing import Final
+
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    MaxConnectionsError,
+    NoPermissionError,
+    RedisError,
+    ResponseError,
+)
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+MISSING: Final = "missing"
+NO_SPACE: Final = "no_space"
+READ_ONLY: Final = "readonly"
+MOVED: Final = "moved"
+TIMEOUT: Final = "timeout"
+UNAVAILABLE: Final = "unavailable"
+AUTH: Final = "auth"
+SERVER_ERROR: Final = "server_error"
+PERMISSION: Final = "permission"
+TLS: Final = "tls"
+TOO_LONG: Final = "too_long"
+WRONG_TYPE: Final = "wrong_type"
+
+_BY_CODE: Final = {
+    b"OOM": NO_SPACE,
+    b"READONLY": READ_ONLY,
+    b"MISCONF": READ_ONLY,
+    b"NOREPLICAS": READ_ONLY,
+    b"LOADING": "loading",
+    b"MOVED": MOVED,
+    b"ASK": "ask",
+    b"TRYAGAIN": "ask",
+    b"CROSSSLOT": "ask",
+    b"CLUSTERDOWN": "cluster_down",
+    b"MASTERDOWN": "cluster_down",
+    b"NOAUTH": AUTH,
+    b"WRONGPASS": AUTH,
+    b"NOPERM": PERMISSION,
+    b"WRONGTYPE": WRONG_TYPE,
+    b"BUSY": "busy",
+}
+
+REFUSES_STORES: Final = frozenset((NO_SPACE, READ_ONLY))
+"""Refusals that the next store would meet too."""
+
+NOT_OURS_TO_USE: Final = {
+    AUTH: "refuses the user or password; check 'username' and 'password'",
+    PERMISSION: "does not permit what this tier does; its user needs +get +set +strlen +unlink +touch on keys 'tkv1:*'",
+    SERVER_ERROR: "answers with an error; check 'db', and that it is a Redis of the 'mode' that is set",
+    TLS: "does not pass the check of its certificate; check 'tls_ca' and the host name, or offers no TLS",
+}
+"""What no waiting helps against, and what to do."""
+
+
+class WireError(Exception):
+    """What arrived is not an answer to what was sent: the connection cannot be used any more.
+
+    Args:
+        reason: One word for the counters.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(reason)
+
+
+def reason_of_code(line: bytes) -> str:
+    """Return the word for an error reply, such as b"OOM command not allowed ..."; its text is not kept."""
+    return _BY_CODE.get(line.split(b" ", 1)[0], SERVER_ERROR)
+
+
+def reason_of_error(error: BaseException) -> str:
+    """Return the word for what a socket or redis-py raised, looking at what caused it first."""
+    if isinstance(error, WireError):
+        return error.reason
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and len(chain) < 16:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    for kind, reason in _BY_TYPE:
+        if any(isinstance(each, kind) for each in chain):
+            return reason
+    return UNAVAILABLE if isinstance(error, (OSError, RedisError)) else "error"
+
+
+_BY_TYPE: Final[tuple[tuple[type[BaseException], str], ...]] = (
+    (AuthenticationError, AUTH),
+    (NoPermissionError, PERMISSION),
+    (ssl.SSLCertVerificationError, TLS),
+    (BusyLoadingError, "loading"),
+    (MaxConnectionsError, "busy"),
+    (RedisTimeoutError, TIMEOUT),
+    (TimeoutError, TIMEOUT),
+    (ssl.SSLError, TLS),
+    (ResponseError, SERVER_ERROR),
+)

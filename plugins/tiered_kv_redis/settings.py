@@ -1,0 +1,173 @@
+"""The YAML entry of a redis tier."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Literal, NamedTuple
+from urllib.parse import unquote, urlsplit
+
+from pydantic import BeforeValidator, Field, SecretStr, model_validator
+
+from tiered_kv.settings import TierSettings
+from tiered_kv.units import Bytes, Count, Seconds
+
+DEFAULT_PORT = 6379
+_ADDRESS = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.%]+)\]|(?P<host>[^\s:/@\[\]]+)):(?P<port>\d{1,5})")
+_URL_ACCEPTED = "redis://host:6379/0, rediss://host:6379/0 (TLS) or unix:///path/to/socket"
+
+
+class Address(NamedTuple):
+    """Where a server listens."""
+
+    host: str
+    port: int
+
+
+def parse_address(text: str) -> Address:
+    """Return the address that "host:port" or "[ipv6]:port" names.
+
+    Raises:
+        ValueError: It names none.
+    """
+    match = _ADDRESS.fullmatch(text)
+    if match is None or not 0 < int(match["port"]) < 65536:
+        raise ValueError("expected host:port, such as 10.0.0.1:6379 or [::1]:6379")
+    return Address(match["ipv6"] or match["host"], int(match["port"]))
+
+
+def _checked_address(value: object) -> object:
+    if isinstance(value, str):
+        parse_address(value)
+    return value
+
+
+AddressText = Annotated[str, BeforeValidator(_checked_address)]
+
+
+class RedisSettings(TierSettings):
+    """Settings of the tier that keeps blocks in Redis.
+
+    A user and a password in `url` are moved to `username` and `password` when the entry is read.
+    """
+
+    type: str = "redis"
+    url: str | None = Field(default=None, description=f"The server: {_URL_ACCEPTED}. Or give `host` and `port`.")
+    host: str | None = Field(default=None, min_length=1, description="The server's host; instead of `url`.")
+    port: Count = Field(default=DEFAULT_PORT, ge=1, le=65535, description="The server's port.")
+    socket: str | None = Field(default=None, min_length=1, description="Path of a Unix socket; instead of `url`.")
+    db: Count = Field(default=0, ge=0, description="Number of the database; a cluster has only 0.")
+    mode: Literal["standalone", "sentinel", "cluster"] = Field(
+        default="standalone", description="One server, the master that sentinels name, or a Redis Cluster."
+    )
+    nodes: tuple[AddressText, ...] = Field(
+        default=(),
+        max_length=256,
+        description="host:port of some members of the cluster, or of the sentinels; besides `url` or `host`.",
+    )
+    service: str | None = Field(default=None, min_length=1, description="Name of the master that sentinels watch.")
+    username: SecretStr | None = Field(default=None, description="User; Redis's `default` without it.")
+    password: SecretStr | None = Field(default=None, description='Password; write "${REDIS_PASSWORD}".')
+    sentinel_username: SecretStr | None = Field(default=None, description="User at the sentinels.")
+    sentinel_password: SecretStr | None = Field(default=None, description="Password at the sentinels.")
+    tls: bool = Field(default=False, description="Encrypt connections; a rediss:// URL sets it.")
+    tls_ca: str | None = Field(default=None, description="File of CA certificates; by default the system's.")
+    tls_cert: str | None = Field(default=None, description="File of the client's certificate.")
+    tls_key: str | None = Field(default=None, description="File of the client's private key.")
+    tls_key_password: SecretStr | None = Field(default=None, description="Password of the private key.")
+    tls_verify: bool = Field(default=True, description="Check the server's certificate and host name.")
+    connections: Count = Field(
+        default=4, ge=1, le=64, description="Connections to each server, and transfers that run at once."
+    )
+    pipeline: Bytes = Field(
+        default=1 << 20, ge=1, le=1 << 30, description="Bytes that a connection may have asked for and not received."
+    )
+    ttl: Seconds | None = Field(
+        default=None, ge=0.001, le=10 * 365 * 86400, description="How long a block lives after it was stored."
+    )
+    codec: Literal["raw", "zstd"] = Field(
+        default="raw", description="How blocks are stored: as they are, or compressed (extra `zstd`)."
+    )
+    timeout: Seconds = Field(
+        default=5.0, gt=0, le=3600, description="How long one transfer of at most 2 MiB (or one block) may take."
+    )
+    connect_timeout: Seconds = Field(default=1.0, gt=0, le=60, description="How long a connection may take to open.")
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """The servers to begin with, the one of `url` or `host` first; empty with a Unix socket."""
+        first = () if self.host is None else (Address(self.host, self.port),)
+        return first + tuple(map(parse_address, self.nodes))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_url_apart(cls, data: object) -> object:
+        """Put what the URL says where explicit settings would be."""
+        if not isinstance(data, Mapping) or not isinstance(data.get("url"), str):
+            return data
+        parts = _parts_of(data["url"])
+        for name in parts:
+            if data.get(name) not in (None, False):
+                raise ValueError(f"'url' and '{name}' both say it; give one of them")
+        return {**data, **parts, "url": _without_userinfo(data["url"])}
+
+    @model_validator(mode="after")
+    def _names_a_server(self) -> RedisSettings:
+        if self.socket is not None and (self.host is not None or self.nodes or self.tls):
+            raise ValueError("a Unix socket has no 'host', 'nodes' or 'tls'")
+        if self.mode != "standalone" and self.socket is not None:
+            raise ValueError(f"mode '{self.mode}' needs servers on the network, not a Unix socket")
+        if self.mode == "standalone" and (self.host is None) == (self.socket is None):
+            raise ValueError(f"expected 'url' ({_URL_ACCEPTED}), or 'host', or 'socket'")
+        if self.mode == "standalone" and self.nodes:
+            raise ValueError("'nodes' is for mode 'cluster' or 'sentinel'")
+        if self.mode != "standalone" and not self.addresses:
+            raise ValueError(f"mode '{self.mode}' needs 'nodes' or 'url'")
+        if (self.mode == "sentinel") != (self.service is not None):
+            raise ValueError("'service' and mode 'sentinel' belong together")
+        if self.mode == "cluster" and self.db:
+            raise ValueError("a cluster has no database but 0")
+        if self.tls_key_password is not None and self.tls_key is None:
+            raise ValueError("'tls_key_password' without 'tls_key'")
+        if not self.tls and (self.tls_ca or self.tls_cert or self.tls_key):
+            raise ValueError("'tls_ca', 'tls_cert' and 'tls_key' need 'tls: true' or a rediss:// URL")
+        return self
+
+
+def _parts_of(url: str) -> dict[str, object]:
+    """Return the settings that a URL stands for; no message repeats any of it, since it may hold a password."""
+    try:
+        split = urlsplit(url)
+        port = split.port
+    except ValueError:
+        raise ValueError(f"'url' cannot be read: expected {_URL_ACCEPTED}") from None
+    if split.query or split.fragment:
+        raise ValueError("'url' may not have a query: give its settings as keys of their own")
+    parts: dict[str, object] = {}
+    if split.scheme == "unix":
+        parts["socket"] = unquote(split.path)
+    elif split.scheme in ("redis", "rediss") and split.hostname:
+        parts["host"] = unquote(split.hostname)
+        if port is not None:
+            parts["port"] = port
+        if split.scheme == "rediss":
+            parts["tls"] = True
+        database = split.path.strip("/")
+        if database:
+            if not database.isdecimal():
+                raise ValueError("the path of 'url' is the number of a database, such as /0")
+            if int(database):
+                parts["db"] = int(database)
+    else:
+        raise ValueError(f"'url' names no server: expected {_URL_ACCEPTED}")
+    if split.username:
+        parts["username"] = SecretStr(unquote(split.username))
+    if split.password:
+        parts["password"] = SecretStr(unquote(split.password))
+    return parts
+
+
+def _without_userinfo(url: str) -> str:
+    scheme, _, rest = url.partition("://")
+    authority, slash, path = rest.partition("/")
+    return f"{scheme}://{authority.rpartition('@')[2]}{slash}{path}"

@@ -1,0 +1,131 @@
+"""Bytes in and out of a connected socket, gathered and scattered, by a deadline."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+IOV_MAX = os.sysconf("SC_IOV_MAX")
+"""Buffers that one system call takes."""
+
+_TIMEVAL = struct.Struct("ll")
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Stream(Protocol):
+    """A connection's bytes; one thread at a time.
+
+    Every method raises `TimeoutError` when `deadline` (seconds of `time.monotonic()`) has passed, and another
+    `OSError` when the connection is gone. Either leaves the stream in doubt.
+    """
+
+    def start(self) -> None:
+        """Take the socket over from redis-py, which leaves its timeouts on it."""
+
+    def send(self, parts: Sequence[Buffer], deadline: float) -> None:
+        """Send all of `parts`, one after the other."""
+
+    def receive(self, views: Sequence[memoryview], deadline: float) -> int:
+        """Fill the beginning of `views`, none of which is empty, with what is there; return how many bytes."""
+
+
+class PlainStream:
+    """A socket as it is. The kernel keeps the time, so that a call is one system call and needs no poll before it.
+
+    Args:
+        sock: A connected stream socket.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    def start(self) -> None:
+        self._sock.settimeout(None)
+
+    def send(self, parts: Sequence[Buffer], deadline: float) -> None:
+        at = 0
+        while at < len(parts):
+            batch = parts[at : at + IOV_MAX]
+            sent = self._send_some(batch, deadline)
+            whole = 0
+            for part in batch:
+                if sent < len(part):
+                    break
+                sent -= len(part)
+                whole += 1
+            at += whole
+            if sent:  # a part was cut in two, which happens only when the socket is slow
+                self._send_rest(memoryview(parts[at])[sent:], deadline)
+                at += 1
+
+    def receive(self, views: Sequence[memoryview], deadline: float) -> int:
+        self._arm(socket.SO_RCVTIMEO, deadline)
+        try:
+            count = self._sock.recvmsg_into(views[:IOV_MAX])[0]
+        except BlockingIOError:
+            raise TimeoutError("nothing was received in time") from None
+        if not count:
+            raise ConnectionResetError("the server closed the connection")
+        return count
+
+    def _send_some(self, parts: Sequence[Buffer], deadline: float) -> int:
+        self._arm(socket.SO_SNDTIMEO, deadline)
+        try:
+            return self._sock.sendmsg(parts)
+        except BlockingIOError:
+            raise TimeoutError("nothing was sent in time") from None
+
+    def _send_rest(self, rest: memoryview, deadline: float) -> None:
+        while rest:
+            rest = rest[self._send_some((rest,), deadline) :]
+
+    def _arm(self, option: int, deadline: float) -> None:
+        left_us = int((deadline - time.monotonic()) * 1e6)
+        if left_us <= 0:
+            raise TimeoutError("the deadline has passed")
+        self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(left_us, 1_000_000)))
+
+
+class TlsStream:
+    """A socket under TLS, which takes and gives one buffer at a time.
+
+    Args:
+        sock: A connected TLS socket.
+    """
+
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        self._sock = sock
+
+    def start(self) -> None:
+        return
+
+    def send(self, parts: Sequence[Buffer], deadline: float) -> None:
+        for part in parts:
+            rest = memoryview(part)
+            while rest:
+                self._arm(deadline)
+                rest = rest[self._sock.send(rest) :]
+
+    def receive(self, views: Sequence[memoryview], deadline: float) -> int:
+        self._arm(deadline)
+        count = self._sock.recv_into(views[0])
+        if not count:
+            raise ConnectionResetError("the server closed the connection")
+        return count
+
+    def _arm(self, deadline: float) -> None:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the deadline has passed")
+        self._sock.settimeout(left_s)
+
+
+def stream_of(sock: socket.socket) -> Stream:
+    """Return the stream over a socket that redis-py has connected."""
+    return TlsStream(sock) if isinstance(sock, ssl.SSLSocket) else PlainStream(sock)

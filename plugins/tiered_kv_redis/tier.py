@@ -1,0 +1,125 @@
+"""The redis tier: blocks in Redis behind the secondary tier's contract."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.errors import TierUnavailableError
+from tiered_kv.toolkit.blocking import BlockingTier
+from tiered_kv.toolkit.jobs import Outcome
+from tiered_kv.toolkit.queued import block_bytes_of
+from tiered_kv_redis.blocks import Blocks
+from tiered_kv_redis.reasons import NOT_OURS_TO_USE
+from tiered_kv_redis.settings import RedisSettings
+
+_log = logging.getLogger(__name__)
+
+PART_BYTES = 2 << 20
+"""Of a job, for one thread and the connections that it uses."""
+_SHUTDOWN_TIMEOUT_S = 2.0
+
+
+class RedisTier(BlockingTier):
+    """Blocks in a Redis server or cluster, for every machine that reaches it.
+
+    A server that does not answer when the tier is opened is used as soon as it does; one that refuses the
+    password, the user or TLS is an error.
+
+    Args:
+        offloading_spec, primary_kv_view, tier_type: As in `SecondaryTierManager`. A `TierSpec` gives the
+            namespace; without one all stacks of one block size share one.
+        settings: The tier's YAML entry.
+
+    Raises:
+        MissingExtraError: The codec's library is not installed.
+        TierUnavailableError: The server refuses this client.
+    """
+
+    def __init__(
+        self,
+        offloading_spec: Any,  # Any: an engine's own class; read by getattr
+        primary_kv_view: memoryview,
+        tier_type: str,
+        settings: RedisSettings,
+    ) -> None:
+        name = getattr(offloading_spec, "name", None) or tier_type
+        self._settings = settings
+        # First what can fail for good reasons: a tier that was not opened holds no view of the region.
+        self._blocks = Blocks(
+            name,
+            settings,
+            block_bytes_of(primary_kv_view),
+            getattr(offloading_spec, "namespace_digest", bytes(16)),
+            getattr(offloading_spec, "namespace", {}),
+        )
+        try:
+            refusal = self._blocks.contact()
+            if refusal in NOT_OURS_TO_USE:
+                raise TierUnavailableError(f"the server {NOT_OURS_TO_USE[refusal]}", tier=name, operation="open")
+            if refusal:
+                _log.warning("tier '%s': no server can be used yet (%s); it is used when one can", name, refusal)
+            super().__init__(
+                offloading_spec,
+                primary_kv_view,
+                tier_type,
+                threads=settings.connections,
+                part_bytes=PART_BYTES,
+                lookup_timeout_s=settings.lookup_timeout,
+                shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
+            )
+        except BaseException:
+            self._blocks.close()
+            raise
+
+    # The scheduler's thread.
+
+    @property
+    def lookup_failures(self) -> int:
+        return super().lookup_failures + self._blocks.counters.get("unanswered_lookups")
+
+    def reset_cache(self) -> bool:
+        self.begin_epoch()
+        self._blocks.reset(self.epoch)
+        return True
+
+    def stats(self) -> Mapping[str, int]:
+        return {**super().stats(), **self._blocks.counters.snapshot()}
+
+    def describe(self) -> Mapping[str, object]:
+        """Return where the blocks are and how they get there; asks the server.
+
+        Raises:
+            TierUnavailableError: It does not answer, or refuses.
+        """
+        refusal = self._blocks.contact()
+        if refusal:
+            hint = NOT_OURS_TO_USE.get(refusal, f"cannot be used now: {refusal}")
+            raise TierUnavailableError(f"the server {hint}", tier=self.name, operation="describe")
+        settings = self._settings
+        return {
+            "medium": "redis",
+            "mode": settings.mode,
+            "servers": ", ".join(self._blocks.servers()),
+            "tls": settings.tls,
+            "codec": settings.codec,
+            "connections": settings.connections,
+            "pipeline_bytes": settings.pipeline,
+            "ttl": "none" if settings.ttl is None else f"{settings.ttl:g} s",
+        }
+
+    # Worker threads.
+
+    def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
+        return self._blocks.store(keys, blocks, self.part_epoch)
+
+    def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
+        return self._blocks.load(keys, blocks)
+
+    def contains_blocks(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        return self._blocks.contains(keys)
+
+    def close(self) -> None:
+        self._blocks.close()

@@ -1,0 +1,161 @@
+"""The YAML entry of a redis tier: what it accepts, what it says, and what it never shows."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+from tiered_kv.errors import MissingExtraError, TieredKVError, TierUnavailableError
+from tiered_kv.testing.redis_servers import PASSWORD, RedisServer, redis_server, tls_redis_server
+from tiered_kv.testing.rig import TierRig, make_keys
+
+pytest.importorskip("redis", reason="redis-py is not installed")
+
+import tiered_kv_redis
+from tiered_kv_redis.settings import Address, RedisSettings
+from tiered_kv_redis.tier import RedisTier
+
+__all__ = ["redis_server", "tls_redis_server"]
+
+SECRET = "pl4nted-s3cret"
+
+
+def read(**entry: object) -> RedisSettings:
+    return RedisSettings.model_validate({"type": "redis", **entry})
+
+
+def rig_of(settings: RedisSettings) -> TierRig:
+    return TierRig(
+        lambda spec, view: RedisTier(spec, view, "redis", settings), num_blocks=64, block_bytes=4096, wait_s=10.0
+    )
+
+
+def test_a_url_says_host_port_database_tls_user_and_password() -> None:
+    settings = read(url="rediss://some%40one:p%3Aw@example.org:7000/3")
+    assert settings.addresses == (Address("example.org", 7000),)
+    assert (settings.tls, settings.db) == (True, 3)
+    assert settings.username is not None
+    assert settings.username.get_secret_value() == "some@one"
+    assert settings.password is not None
+    assert settings.password.get_secret_value() == "p:w"
+    assert settings.url == "rediss://example.org:7000/3"
+
+
+def test_a_url_may_name_a_unix_socket_or_an_ipv6_host() -> None:
+    assert read(url="unix:///run/redis.sock").socket == "/run/redis.sock"
+    assert read(url="redis://[::1]:7000").addresses == (Address("::1", 7000),)
+    assert read(mode="cluster", nodes=["[::1]:7000", "b:1"]).addresses == (Address("::1", 7000), Address("b", 1))
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({}, "expected 'url'"),
+        ({"url": "http://localhost"}, "names no server"),
+        ({"url": "redis://localhost/x"}, "number of a database"),
+        ({"url": "redis://localhost?db=1"}, "may not have a query"),
+        ({"url": "redis://localhost:99999"}, "cannot be read"),
+        ({"url": "redis://localhost", "host": "other"}, "both say it"),
+        ({"url": "redis://:a@localhost", "password": "b"}, "both say it"),
+        ({"host": "a", "socket": "/b"}, "Unix socket"),
+        ({"host": "a", "nodes": ["b:1"]}, "'nodes' is for"),
+        ({"mode": "cluster"}, "needs 'nodes'"),
+        ({"mode": "cluster", "nodes": ["b"]}, "host:port"),
+        ({"mode": "cluster", "url": "redis://a/2"}, "no database but 0"),
+        ({"mode": "sentinel", "nodes": ["b:1"]}, "belong together"),
+        ({"host": "a", "tls_ca": "ca.pem"}, "need 'tls: true'"),
+        ({"host": "a", "connections": 0}, "greater than or equal to 1"),
+    ],
+)
+def test_what_cannot_be_used_is_said(entry: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(**entry)
+
+
+def test_no_setting_shows_its_secret(caplog: pytest.LogCaptureFixture) -> None:
+    entry = {
+        "url": f"redis://{SECRET}:{SECRET}@127.0.0.1:1/0",
+        "sentinel_password": SECRET,
+        "tls": True,
+        "tls_key": "key.pem",
+        "tls_key_password": SECRET,
+    }
+    settings = read(**entry)
+    assert SECRET not in f"{settings!r} {settings} {settings.public_dict()} {settings.model_dump_json()}"
+    for wrong in ({"db": -1}, {"port": SECRET}, {"nodes": [SECRET]}, {"url": f"redis://x:{SECRET}@h/{SECRET}"}):
+        with pytest.raises(ValueError) as raised:  # noqa: PT011  what matters is what it does not say
+            read(**{**entry, **wrong})
+        assert SECRET not in str(raised.value).replace(f"input_value='{SECRET}'", "")
+    assert SECRET not in caplog.text
+
+
+def test_a_wrong_password_is_an_error_that_does_not_repeat_it(
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    redis_server.call("CONFIG", "SET", "requirepass", "the right one")
+    for entry in ({"password": SECRET}, {"username": "someone", "password": SECRET}, {}):
+        with pytest.raises(TierUnavailableError, match="refuses the user or password") as raised:
+            rig_of(read(url=redis_server.url, **entry))
+        shown = f"{raised.value!r} {raised.value} {raised.value.__cause__!r} {raised.value.__context__!r}"
+        assert SECRET not in shown
+    assert SECRET not in caplog.text
+
+
+def test_a_user_that_may_not_do_what_is_needed_is_an_error(redis_server: RedisServer) -> None:
+    redis_server.call("ACL", "SETUSER", "reader", "on", f">{SECRET}", "~*", "+ping", "+client")
+    with pytest.raises(TierUnavailableError, match="does not permit"):
+        rig_of(read(url=redis_server.url, username="reader", password=SECRET))
+
+
+def test_the_commands_that_the_page_names_are_enough(redis_server: RedisServer) -> None:
+    rights = ["+get", "+set", "+strlen", "+unlink", "+touch"]
+    redis_server.call("ACL", "SETUSER", "tier", "on", f">{SECRET}", "~tkv1:*", *rights)
+    rig = rig_of(read(url=redis_server.url, username="tier", password=SECRET))
+    keys = make_keys(4)
+    try:
+        assert rig.store(keys).success
+        assert rig.load(keys) == set(keys)
+        assert rig.tier.reset_cache()
+        assert rig.store(keys).success
+    finally:
+        rig.close()
+
+
+def test_an_open_tier_shows_no_password(tls_redis_server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    tls = tls_redis_server.tls
+    assert tls is not None
+    files = {"tls_ca": str(tls.ca), "tls_cert": str(tls.cert), "tls_key": str(tls.key)}
+    rig = rig_of(read(url=tls_redis_server.url.replace("://", f"://:{PASSWORD}@"), **files))
+    try:
+        rig.store(make_keys(4))
+        tls_redis_server.kill()
+        rig.load(make_keys(4))
+        blocks = rig.tier._blocks  # type: ignore[attr-defined]
+        pools = [node._pool for node in blocks._topology.nodes()]
+        shown = f"{vars(rig.tier)} {vars(blocks)} {pools} {rig.tier.stats()} {caplog.text}"
+        assert PASSWORD not in shown
+        assert PASSWORD not in Path("/proc/self/cmdline").read_text()
+    finally:
+        rig.close()
+
+
+def test_a_server_whose_certificate_nobody_vouches_for_is_an_error(tls_redis_server: RedisServer) -> None:
+    with pytest.raises(TierUnavailableError, match="certificate"):
+        rig_of(read(url=tls_redis_server.url, password=PASSWORD))
+
+
+def test_a_missing_client_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)
+    (tier_type,) = tiered_kv_redis.tiered_kv_register_tiers()
+    with pytest.raises(MissingExtraError, match=r"tiered-kv\[redis\]"):
+        tier_type.load()
+
+
+def test_every_error_is_of_this_project(redis_server: RedisServer) -> None:
+    with pytest.raises(TieredKVError):
+        rig_of(read(url=redis_server.url, db=4711))

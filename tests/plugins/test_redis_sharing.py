@@ -1,0 +1,54 @@
+"""Processes that share a Redis server: with one namespace they share blocks, with two they do not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tiered_kv.testing.redis_servers import RedisServer, redis_server
+
+pytest.importorskip("redis", reason="redis-py is not installed")
+
+__all__ = ["redis_server"]
+
+ROOT = Path(__file__).parents[2]
+
+PROGRAM = """
+import json, sys, time
+from tiered_kv.testing.rig import TierRig, make_keys
+from tiered_kv.tiering.base import TierSpec
+from tiered_kv_redis.settings import RedisSettings
+from tiered_kv_redis.tier import RedisTier
+
+url, digest, action = sys.argv[1:]
+settings = RedisSettings.model_validate({"url": url})
+spec = TierSpec("redis", 4096, digest.encode(), {"model": digest})
+open_tier = lambda spec, view: RedisTier(spec, view, "redis", settings)
+rig = TierRig(open_tier, num_blocks=64, block_bytes=4096, wait_s=10.0, spec=spec)
+keys = make_keys(16)
+stored = rig.store(keys).success if action == "store" else False
+found = sum(rig.lookup(key) for key in keys)
+loaded = len(rig.load(keys))
+rig.close()
+print(json.dumps({"stored": stored, "found": found, "loaded": loaded}))
+"""
+
+
+def run(url: str, digest: str, action: str) -> dict[str, int]:
+    path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'plugins'}", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, url, digest, action], env=path, check=True, capture_output=True, timeout=60
+    )
+    answer: dict[str, int] = json.loads(done.stdout)
+    return answer
+
+
+def test_two_processes_share_blocks_of_one_namespace_and_not_of_two(redis_server: RedisServer) -> None:
+    assert run(redis_server.url, "sixteen bytes, 1", "store") == {"stored": True, "found": 16, "loaded": 16}
+    assert run(redis_server.url, "sixteen bytes, 1", "load") == {"stored": False, "found": 16, "loaded": 16}
+    assert run(redis_server.url, "sixteen bytes, 2", "load") == {"stored": False, "found": 0, "loaded": 0}
+    assert b"sixteen bytes, 1" in redis_server.get(f"tkv1:{b'sixteen bytes, 1'.hex()}:namespace".encode())

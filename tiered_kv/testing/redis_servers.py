@@ -1,0 +1,361 @@
+"""Redis servers for tests: real ones on loopback, started from a plain `redis-server`, and fakeredis over TCP.
+
+    from tiered_kv.testing.redis_servers import redis_server, redis_cluster
+
+A test module that imports a fixture has it; each skips, with the reason, where what it needs is not installed. Every
+server has a directory of its own, listens on free ports of 127.0.0.1 only, and is ended with the test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+START_TIMEOUT_S = 15.0
+STOP_TIMEOUT_S = 10.0
+CLUSTER_TIMEOUT_S = 60.0
+PASSWORD = "a-password-for-tests"
+"""Of servers that want one."""
+
+_PORT_ATTEMPTS = 5
+_BUS_OFFSET = 10_000
+"""A cluster's members talk to each other on their port plus this."""
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """A certificate authority and what it signed, for 127.0.0.1 and localhost.
+
+    Args:
+        ca: The authority's certificate.
+        cert, key: Of server and client.
+    """
+
+    ca: Path
+    cert: Path
+    key: Path
+
+
+class RedisServer:
+    """A `redis-server` process. It may be stopped, killed, frozen and started again on the same port.
+
+    Args:
+        directory: An empty directory for it.
+        options: Further arguments, such as `("--maxmemory", "8mb")`.
+        password: What it asks for; empty for nothing.
+        tls: Listen with TLS only, and ask for a client's certificate.
+        port: Where to listen; by default a free port.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        options: Sequence[str] = (),
+        *,
+        password: str = "",
+        tls: TlsFiles | None = None,
+        port: int | None = None,
+    ) -> None:
+        self.port = free_port() if port is None else port
+        self.password = password
+        self.tls = tls
+        self._directory = directory
+        self._options = tuple(options)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._takes_another_port = port is None
+
+    @property
+    def url(self) -> str:
+        """Where it is, without the password."""
+        return f"{'rediss' if self.tls else 'redis'}://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start it and return when it answers. Nothing is left of what it held before."""
+        for attempt in range(_PORT_ATTEMPTS):
+            self._process = subprocess.Popen(
+                self._command(), cwd=self._directory, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+            if self._answers():
+                self._takes_another_port = False
+                return
+            self.kill()
+            if not self._takes_another_port or attempt == _PORT_ATTEMPTS - 1:
+                break
+            self.port = free_port()  # somebody took it first
+        log = self._directory / "log"
+        raise RuntimeError(f"redis-server did not start: {log.read_text()[-2000:] if log.exists() else 'no log'}")
+
+    def stop(self) -> None:
+        """End it in good order."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it as a crash would."""
+        self._end(signal.SIGKILL)
+
+    def restart(self, *options: str) -> None:
+        """Kill it and start it again, empty, with further options from now on."""
+        self.kill()
+        self._options += options
+        self.start()
+
+    def freeze(self) -> None:
+        """Stop it from running, with its connections open."""
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it run on."""
+        self._signal(signal.SIGCONT)
+
+    def call(self, *arguments: str | bytes) -> bytes:
+        """Send one command with `redis-cli`-like plainness, over a connection of its own; return the raw reply."""
+        with self._connect() as sock:
+            reply = b""
+            if self.password:
+                reply = _exchange(sock, ("AUTH", self.password))
+                assert reply.startswith(b"+OK"), "the server refuses the test's own password"
+            return _exchange(sock, arguments)
+
+    def set(self, key: bytes, value: bytes) -> None:
+        """Store a value as any client could."""
+        assert self.call("SET", key, value) == b"+OK\r\n"
+
+    def get(self, key: bytes) -> bytes:
+        """Return a value that is there."""
+        reply = self.call("GET", key)
+        assert reply.startswith(b"$"), reply[:80]
+        return reply[reply.index(b"\r\n") + 2 : -2]
+
+    def keys(self, pattern: str = "*") -> list[bytes]:
+        """Return the names of values that match."""
+        reply = self.call("EVAL", "return table.concat(redis.call('KEYS', ARGV[1]), '\\r\\n\\r\\n')", "0", pattern)
+        joined = reply[reply.index(b"\r\n") + 2 : -2]
+        return joined.split(b"\r\n\r\n") if joined else []
+
+    def _command(self) -> list[str]:
+        ports = ["--port", str(self.port)]
+        if self.tls is not None:
+            ports = ["--port", "0", "--tls-port", str(self.port), "--tls-ca-cert-file", str(self.tls.ca)]
+            ports += ["--tls-cert-file", str(self.tls.cert), "--tls-key-file", str(self.tls.key)]
+        password = ["--requirepass", self.password] if self.password else []
+        quiet = ["--save", "", "--appendonly", "no", "--logfile", "log", "--dir", str(self._directory)]
+        quiet += ["--repl-diskless-sync-delay", "0"]  # replicas are there at once
+        return [_redis_server(), *ports, "--bind", "127.0.0.1", *quiet, *password, *self._options]
+
+    def _answers(self) -> bool:
+        assert self._process is not None
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline and self._process.poll() is None:
+            with contextlib.suppress(OSError, AssertionError):
+                if self.call("PING").startswith((b"+PONG", b"-MASTERDOWN")):
+                    return self._process.poll() is None
+            time.sleep(_POLL_S)
+        return False
+
+    def _connect(self) -> socket.socket:
+        sock = socket.create_connection(("127.0.0.1", self.port), timeout=5.0)
+        if self.tls is None:
+            return sock
+        import ssl
+
+        context = ssl.create_default_context(cafile=str(self.tls.ca))
+        context.load_cert_chain(self.tls.cert, self.tls.key)
+        try:
+            return context.wrap_socket(sock, server_hostname="127.0.0.1")
+        except OSError:
+            sock.close()
+            raise
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def _end(self, number: signal.Signals) -> None:
+        if self._process is None:
+            return
+        self._signal(signal.SIGCONT)
+        self._signal(number)
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(STOP_TIMEOUT_S)
+        self._process = None
+
+
+class RedisClusterServers:
+    """Three masters with a replica each.
+
+    Args:
+        directory: An empty directory for them.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.servers: list[RedisServer] = []
+        for number in range(6):
+            own = directory / str(number)
+            own.mkdir()
+            options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000", "--cluster-config-file", "nodes")
+            port = free_port(below=65_536 - _BUS_OFFSET)
+            self.servers.append(RedisServer(own, (*options, "--cluster-replica-validity-factor", "0"), port=port))
+
+    @property
+    def addresses(self) -> list[str]:
+        """Each member's host:port."""
+        return [f"127.0.0.1:{server.port}" for server in self.servers]
+
+    def start(self) -> None:
+        """Start all of them and return when every slot has a master and every master its replica."""
+        for server in self.servers:
+            server.start()
+        create = ["redis-cli", "--cluster", "create", *self.addresses, "--cluster-replicas", "1", "--cluster-yes"]
+        subprocess.run(create, check=True, timeout=CLUSTER_TIMEOUT_S, stdout=subprocess.DEVNULL)
+        self.wait_until_whole(self.servers)
+        deadline = time.monotonic() + CLUSTER_TIMEOUT_S
+        while sum(b"master_link_status:up" in server.call("INFO", "replication") for server in self.servers) < 3:
+            assert time.monotonic() < deadline, "the replicas do not follow"
+            time.sleep(_POLL_S)
+
+    def masters(self) -> list[RedisServer]:
+        """Return those that are masters now, of those that answer."""
+        found = []
+        for server in self.servers:
+            with contextlib.suppress(OSError):
+                if b"role:master" in server.call("INFO", "replication"):
+                    found.append(server)
+        return found
+
+    def wait_until_whole(self, servers: Sequence[RedisServer]) -> None:
+        """Return when each of `servers` says that every slot is served."""
+        deadline = time.monotonic() + CLUSTER_TIMEOUT_S
+        for server in servers:
+            while b"cluster_state:ok" not in server.call("CLUSTER", "INFO"):
+                assert time.monotonic() < deadline, "the cluster does not come together"
+                time.sleep(_POLL_S)
+
+    def stop(self) -> None:
+        """End all of them."""
+        for server in self.servers:
+            server.kill()
+
+
+def free_port(below: int = 65_536) -> int:
+    """Return a port that nobody listens on now."""
+    while True:
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            port: int = sock.getsockname()[1]
+        if port < below:
+            return port
+
+
+def make_tls_files(directory: Path) -> TlsFiles:
+    """Make an authority and a certificate for 127.0.0.1 with `openssl`; skip where it is missing."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    files = TlsFiles(directory / "ca.pem", directory / "cert.pem", directory / "key.pem")
+    ca_key, request, extensions = directory / "ca.key", directory / "request.pem", directory / "extensions"
+    extensions.write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
+    new_key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    ca = ["openssl", "req", "-x509", *new_key, "-keyout", str(ca_key), "-out", str(files.ca), "-days", "2"]
+    _run([*ca, "-subj", "/CN=tests"])
+    _run(["openssl", "req", *new_key, "-keyout", str(files.key), "-out", str(request), "-subj", "/CN=127.0.0.1"])
+    sign = ["openssl", "x509", "-req", "-in", str(request), "-CA", str(files.ca), "-CAkey", str(ca_key)]
+    _run([*sign, "-CAcreateserial", "-out", str(files.cert), "-days", "2", "-extfile", str(extensions)])
+    return files
+
+
+@pytest.fixture
+def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    """A plain redis-server."""
+    yield from _served(RedisServer(_subdirectory(tmp_path)))
+
+
+@pytest.fixture
+def tls_redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    """A redis-server that wants TLS with a client's certificate, and `PASSWORD`."""
+    _redis_server()
+    directory = _subdirectory(tmp_path)
+    yield from _served(RedisServer(directory, password=PASSWORD, tls=make_tls_files(directory)))
+
+
+@pytest.fixture
+def redis_cluster(tmp_path: Path) -> Iterator[RedisClusterServers]:
+    """A Redis Cluster of three masters and three replicas; takes seconds to start."""
+    _redis_server()
+    if shutil.which("redis-cli") is None:
+        pytest.skip("redis-cli is not installed")
+    cluster = RedisClusterServers(_subdirectory(tmp_path))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+def fake_redis_url() -> Iterator[str]:
+    """The URL of fakeredis behind a TCP socket, in this process."""
+    fakeredis = pytest.importorskip("fakeredis", reason="fakeredis is not installed")
+    server = fakeredis.TcpFakeServer(("127.0.0.1", 0), server_type="redis")
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield f"redis://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(STOP_TIMEOUT_S)
+
+
+def _served(server: RedisServer) -> Iterator[RedisServer]:
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
+
+
+def _redis_server() -> str:
+    path = shutil.which("redis-server")
+    if path is None:
+        pytest.skip("redis-server is not installed")
+    return path
+
+
+def _subdirectory(tmp_path: Path) -> Path:
+    directory = tmp_path / "redis"
+    directory.mkdir()
+    return directory
+
+
+def _run(command: Sequence[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=START_TIMEOUT_S)
+
+
+def _exchange(sock: socket.socket, arguments: Sequence[str | bytes]) -> bytes:
+    """Send a command and return its reply as it came."""
+    encoded = [argument.encode() if isinstance(argument, str) else argument for argument in arguments]
+    parts = [b"*%d\r\n" % len(encoded)] + [b"$%d\r\n%b\r\n" % (len(each), each) for each in encoded]
+    sock.sendall(b"".join(parts))
+    reply = b""
+    while True:
+        received = sock.recv(1 << 16)
+        if not received:
+            raise ConnectionError("the server closed the connection")
+        reply += received
+        line, found, rest = reply.partition(b"\r\n")
+        if found and (line[:1] != b"$" or line == b"$-1" or len(rest) >= int(line[1:]) + 2):
+            return reply
