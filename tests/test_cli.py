@@ -9,13 +9,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from tiered_kv import __version__
+from tiered_kv._cli import output
 from tiered_kv._cli import plugins as plugins_verb
 from tiered_kv.cli import main
+from tiered_kv.cpu.policies import LRUPolicy
 from tiered_kv.hooks import PluginReport
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.tiering.base import JobMetadata
@@ -328,6 +331,87 @@ def test_bad_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFixtu
     assert "usage:" in capsys.readouterr().err
 
 
+def test_bad_usage_shows_the_usage_of_its_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, problem in [
+        (["check", "x", "--colour"], "unknown arguments: --colour"),
+        (["check"], "required: STACK"),
+        (["replay", "x", "--turns", "many"], "argument --turns: expected a whole number, found 'many'"),
+        (["replay", "x", "--request-timeout", "soon"], "expected a duration such as 250ms"),
+    ]:
+        with pytest.raises(SystemExit):
+            main(arguments)
+        told = capsys.readouterr().err
+        assert told.startswith(f"usage: tiered-kv {arguments[0]} ")
+        assert problem in told
+
+
+@pytest.mark.parametrize("policy", ["lruu", "os:getcwd", "nonesuch:Policy", "pathlib:Path"])
+def test_check_finds_a_policy_that_a_stack_could_not_open_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], policy: str
+) -> None:
+    stack = stack_file(tmp_path, capacity=f"1MiB, policy: '{policy}'")
+    assert main(["check", stack]) != 0
+    captured = capsys.readouterr()
+    assert "primary.policy: " in captured.out + captured.err
+    assert main(["replay", stack]) == 2
+
+
+class UnluckyPolicy(LRUPolicy):
+    def __init__(self, num_blocks: int) -> None:
+        raise RuntimeError(f"cannot order {num_blocks} blocks")
+
+
+def test_check_builds_the_policy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("policies_of_this_test")
+    module.__dict__["Unlucky"] = UnluckyPolicy
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert main(["check", stack_file(tmp_path, capacity=f"1MiB, policy: '{module.__name__}:Unlucky'"), "--json"]) == 1
+    assert "RuntimeError: cannot order 256 blocks" in printed(capsys)["tiers"][0]["error"]
+
+
+def test_check_shows_free_space(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", stack_file(tmp_path, nvme(tmp_path / "cache")), "--json"]) == 0
+    details = printed(capsys)["tiers"][1]["details"]
+    assert details["free_bytes"] > 0
+
+
+def test_a_table_for_a_file_has_no_trailing_spaces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", stack_file(tmp_path, nvme(tmp_path / "cache"))]) == 0
+    assert main(["plugins"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line != line.rstrip()] == []
+
+
+def test_numbers_stay_whole_on_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "_PLAIN_WIDTH", 20)
+    output.print_table(["tier", "hits", "stored GB"], [["memory", "123,456,789", "1,234.56"]])
+    assert capsys.readouterr().out.rstrip().splitlines()[-1].split() == ["memory", "123,456,789", "1,234.56"]
+    words = "a text that is long enough to be folded"
+    output.print_table(["tier", "opens", "details"], [["memory", "ok", words]], numbers=False)
+    text = capsys.readouterr().out
+    assert " ".join(text.split()).endswith(words.split()[-1])
+    assert "memory   ok" in text
+
+
+@pytest.mark.parametrize("arguments", [["schema"], ["plugins"], ["--help"], ["check", "STACK"]])
+def test_output_that_cannot_be_written_is_an_error(tmp_path: Path, arguments: list[str]) -> None:
+    stack = stack_file(tmp_path, "type: memory, capacity: 64MiB")
+    command = [*COMMAND, *(stack if argument == "STACK" else argument for argument in arguments)]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (2, "error: cannot write the output: No space left on device\n")
+
+
+def test_a_closed_standard_output_is_an_error(tmp_path: Path) -> None:
+    command = ["sh", "-c", '"$@" >&-', "sh", *COMMAND, "check", stack_file(tmp_path)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (2, "error: cannot write the output: standard output is closed\n")
+
+
 def test_what_people_look_at_is_not_loaded_for_machines() -> None:
     program = "import sys; from tiered_kv.cli import main; main(['plugins', '--json']); print('rich' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -341,4 +425,4 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
     process.stdout.close()
     assert process.stderr.read() == b""
     process.stderr.close()
-    assert process.wait(timeout=60) != 0
+    assert process.wait(timeout=60) == 141

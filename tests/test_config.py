@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, SecretStr
 
-from tiered_kv.config import StackConfig, load_config
+from tiered_kv.config import BUILT_IN_POLICIES, StackConfig, load_config
+from tiered_kv.cpu.policies import make_policy
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import TierType, hookimpl, tier_plugins
 from tiered_kv.namespace import Namespace
@@ -28,6 +29,7 @@ from tiered_kv.units import (
     format_seconds,
     parse_bytes,
     parse_seconds,
+    rounded_bytes,
 )
 
 MINIMAL: dict[str, object] = {
@@ -107,6 +109,21 @@ class TestUnits:
         with pytest.raises(ValueError, match=r"MiB \(1048576 bytes\) or MB \(1000000 bytes\)"):
             parse_bytes("64M")
 
+    @pytest.mark.parametrize(
+        ("size_bytes", "text"),
+        [
+            (0, "0B"),
+            (1, "1B"),
+            (1023, "1023B"),
+            (98_000_000, "93.5MiB"),
+            (640 << 20, "640MiB"),
+            (1536 << 20, "1.5GiB"),
+            (2 << 40, "2TiB"),
+        ],
+    )
+    def test_sizes_for_people_are_rounded(self, size_bytes: int, text: str) -> None:
+        assert rounded_bytes(size_bytes) == text
+
     @given(st.integers(min_value=0, max_value=BYTES_MAX))
     def test_a_printed_size_reads_back_as_itself(self, size_bytes: int) -> None:
         assert parse_bytes(format_bytes(size_bytes)) == size_bytes
@@ -177,9 +194,12 @@ class TestFile:
             ("block: {bytes: 1, bytes: 2}\n", "the key 'bytes' stands here twice"),
             ("a: &x 1\nb: *x\n", "no aliases"),
             ("{a: b}: c\n", "a key must be a text"),
-            ("a: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
-            ("- 1\n", "expected a mapping"),
-            ("", "expected a mapping"),
+            ("a: !!python/object/apply:os.getcwd []\n", "line 1, column 4: tags are not allowed, found"),
+            ("- 1\n", "expected a mapping with namespace, block and primary, found a list"),
+            ("", "the file is empty: expected a mapping"),
+            ("# nothing yet\n", "the file is empty"),
+            ("a: {b: ${X}}\n", r"line 1, column 9: .*put a text with \$\{NAME\} in quotes"),
+            ("- [${X}]\n", r"put a text with \$\{NAME\} in quotes"),
             ("a: \x00\n", "not YAML"),
             ("[" * 100_000, "nested too deeply"),
         ],
@@ -188,10 +208,16 @@ class TestFile:
         with pytest.raises(ConfigError, match=message):
             parse_stack_text(text)
 
+    @pytest.mark.parametrize("text", ["block: 1\n", "primary: ${NONE}\n", "a: [\n", "- 1\n"])
+    def test_every_mistake_in_a_file_is_told_with_its_path(self, tmp_path: Path, text: str) -> None:
+        path = tmp_path / "stack.yaml"
+        path.write_text(text)
+        assert error_of(path).startswith(f"{path}: ")
+
     def test_a_file_has_a_largest_size(self, tmp_path: Path) -> None:
         path = tmp_path / "large.yaml"
         path.write_bytes(b"#" * (FILE_BYTES_MAX + 1))
-        assert f"at most {FILE_BYTES_MAX} bytes" in error_of(path)
+        assert "at most 1MiB" in error_of(path)
 
 
 class TestVariables:
@@ -226,10 +252,19 @@ class TestMistakes:
             ({"blok": 1}, "blok: unknown key, with the value 1; did you mean 'block'?"),
             ({"block": {"byts": 1, "bytes": 1}}, "block.byts: unknown key, with the value 1; did you mean 'bytes'?"),
             ({"block": {}}, "block.bytes: this key is required: Bytes of a block."),
-            ({"block": {"bytes": 1, "tokens": True}}, "block.tokens: expected a whole number, found True"),
+            ({"block": {"bytes": 1, "tokens": True}}, "block.tokens: expected a whole number, found true"),
             ({"block": {"bytes": 0}}, "block.bytes: expected a value greater than or equal to 1, found 0"),
             ({"primary": {"capacity": "8 parsecs"}}, "primary.capacity: expected a size such as 64MiB"),
             ({"primary": "8GiB"}, "primary: expected a mapping, found '8GiB'"),
+            ({"block": {"bytes": 1, "tokens": "many"}}, "block.tokens: expected a whole number, found 'many'"),
+            ({"block": None}, "block: expected a mapping, found nothing"),
+            ({"namespace": {"model": 1.0}}, "namespace.model: expected a text; put it in quotes: '1.0'"),
+            ({"namespace": {"model": True}}, "namespace.model: expected a text; put it in quotes: 'true'"),
+            ({"primary": {"capacity": "1MiB", "huge_pages": "x"}}, "huge_pages: expected true or false, found 'x'"),
+            (
+                {"primary": {"capacity": "1MiB", "policy": "lruu"}},
+                "primary.policy: expected lru, arc, or 'module",
+            ),
             ({"version": 2}, "version: expected 1, found 2"),
             ({"primary": {"capacity": "100KiB"}}, "primary.capacity: expected room for at least 2 blocks of 64KiB"),
             ({"primary": {"capacity": "1MiB", "promotion_budget": 1}}, "primary.promotion_budget: expected room"),
@@ -291,6 +326,10 @@ class TestSecrets:
             {"tls": "${SECRET}"},
             {"nonsense": "vault://user:hunter2-hunter2@host"},
             {"nonsense": {"password": "hunter2-hunter2"}},
+            {"type": "${SECRET}"},
+            {"type": "os:${SECRET}"},
+            {"name": "${SECRET} "},
+            {"store_budget": "${SECRET}"},
         ],
     )
     def test_no_error_shows_a_secret(self, settings: dict[str, object]) -> None:
@@ -301,6 +340,12 @@ class TestSecrets:
         while error is not None:
             assert self.SECRET not in str(error) + repr(error)
             error = error.__cause__ or error.__context__
+
+    @pytest.mark.parametrize("policy", ["${SECRET}", "os:${SECRET}", "${SECRET}:X"])
+    def test_no_error_shows_a_policy_that_came_from_a_variable(self, policy: str) -> None:
+        config = {**MINIMAL, "primary": {"capacity": "1MiB", "policy": policy}}
+        message = error_of(config, {"SECRET": self.SECRET})
+        assert message == "primary.policy: expected lru, arc, or 'module:Class' of a policy, found ***"
 
     def test_no_printed_configuration_shows_a_secret(self) -> None:
         config = load_config(
@@ -319,7 +364,7 @@ class TestSecrets:
             "capacity": "1MiB",
             "policy": "lru",
             "shared": None,
-            "huge_pages": False,
+            "huge_pages": True,
             "prefault": False,
             "numa_node": None,
             "promotion_budget": None,
@@ -343,6 +388,13 @@ def test_a_configuration_reads_back_what_it_prints() -> None:
     assert load_config(printed, environ={}) == config
 
 
+def test_the_policies_that_a_file_may_name_are_those_there_are() -> None:
+    for policy in BUILT_IN_POLICIES:
+        make_policy(policy, 2)
+    with pytest.raises(ConfigError, match=", ".join(sorted(BUILT_IN_POLICIES))):
+        make_policy("nonesuch", 2)
+
+
 def test_the_schema_knows_every_tier_and_its_settings() -> None:
     schema = stack_schema()
     entry = schema["$defs"]["tier-vault"]
@@ -354,13 +406,12 @@ def test_the_schema_knows_every_tier_and_its_settings() -> None:
     assert {"$ref": "#/$defs/tier-vault"} in schema["properties"]["secondary"]["items"]["oneOf"]
 
 
-def test_the_configuration_reference_mentions_every_setting() -> None:
-    text = (Path(__file__).parent.parent / "docs" / "configuration.md").read_text()
-    missing = [
-        f"{title}.{name}"
-        for title, definition in {"stack": stack_schema(), **stack_schema()["$defs"]}.items()
-        if not title.startswith("tier-vault")
-        for name in definition.get("properties", {})
-        if f"`{name}`" not in text
-    ]
-    assert missing == []
+def test_the_configuration_reference_or_the_tier_s_page_mentions_every_setting() -> None:
+    docs = Path(__file__).parent.parent / "docs"
+    missing = []
+    for title, definition in {"stack": stack_schema(), **stack_schema()["$defs"]}.items():
+        tier = title.removeprefix("tier-")
+        pages = [page for page in (docs / "configuration.md", docs / f"{tier}.md") if page.exists()]
+        text = "".join(page.read_text() for page in pages)
+        missing += [f"{title}.{name}" for name in definition.get("properties", {}) if f"`{name}`" not in text]
+    assert [name for name in missing if not name.startswith("tier-vault")] == []

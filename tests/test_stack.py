@@ -319,7 +319,7 @@ class TestOpening:
         register("first", First)
         register("second", Second)
         source = stack_of({"type": "first"}, {"type": "second"}, primary={"shared": f"tiered-kv-test-{id(closed)}"})
-        with pytest.raises(TierError, match="tier 'second' open: OSError: no such disk"):
+        with pytest.raises(TierError, match="tier 'second' cannot be opened: OSError: no such disk"):
             open_stack(source)
         assert closed == ["first"]
         assert not Path("/dev/shm", f"tiered-kv-test-{id(closed)}").exists()

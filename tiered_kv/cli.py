@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
+import io
 import sys
 import traceback
 from collections.abc import Sequence
 
 from tiered_kv import __version__
+from tiered_kv._cli.output import OutputError, ReaderGoneError, flush_output
 from tiered_kv._cli.status import Status
 from tiered_kv.errors import TieredKVError
 
@@ -24,10 +25,29 @@ _VERBS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status; `argv` is by default that of the process."""
-    args = _parser(argv).parse_args(argv)
+    if sys.stderr is None:  # it was closed; then nobody reads it
+        sys.stderr = io.StringIO()
+    if sys.stdout is None:
+        print("error: cannot write the output: standard output is closed", file=sys.stderr)
+        return Status.ERROR
+    try:
+        try:
+            return _run(argv)
+        finally:  # argparse prints, and exits, by itself
+            flush_output()
+    except ReaderGoneError:
+        return Status.READER_GONE
+    except OutputError as error:
+        print(f"error: cannot write the output: {error}", file=sys.stderr)
+        return Status.ERROR
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    args, unknown = _parser(argv).parse_known_args(argv)
+    if unknown:
+        args.parser.error(f"unknown arguments: {' '.join(unknown)}")
     try:
         status: int = args.run(args)
-        sys.stdout.flush()
         return status
     except TieredKVError as error:
         if args.debug:
@@ -37,10 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return Status.INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read the output has gone; the interpreter's own flush at exit must not fail on it again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return Status.ERROR
 
 
 def _parser(argv: Sequence[str] | None) -> argparse.ArgumentParser:
@@ -58,5 +74,5 @@ def _parser(argv: Sequence[str] | None) -> argparse.ArgumentParser:
         if verb in given:
             module = importlib.import_module(f"tiered_kv._cli.{verb}")
             module.add_arguments(sub)
-            sub.set_defaults(run=module.run)
+            sub.set_defaults(run=module.run, parser=sub)
     return parser

@@ -6,6 +6,7 @@ secret. `docs/configuration.md` is the reference.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Mapping
 from typing import Literal
@@ -15,6 +16,7 @@ from pydantic import Field, SerializeAsAny, field_validator, model_validator
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import tier_plugins
 from tiered_kv.namespace import Namespace, NamespaceIdentity
+from tiered_kv.redaction import HIDDEN, EnvironmentText
 from tiered_kv.settings import StrictModel, TierSettings
 from tiered_kv.stackfile import fill_variables, read_stack_file
 from tiered_kv.units import Bytes, Count, Seconds, format_bytes
@@ -30,6 +32,7 @@ __all__ = [
     "tier_settings",
 ]
 
+BUILT_IN_POLICIES = ("lru", "arc")
 PRIMARY_BLOCKS_MIN = 2
 PRIMARY_TIER_NAME = "cpu"
 """The primary tier's name in counters; no secondary tier may have it."""
@@ -56,7 +59,7 @@ class PrimarySettings(StrictModel):
         pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}$",
         description="Name of a file in /dev/shm that workers map too; private memory without it.",
     )
-    huge_pages: bool = Field(default=False, description="Ask the kernel for transparent huge pages.")
+    huge_pages: bool = Field(default=True, description="Ask the kernel for transparent huge pages; it may decline.")
     prefault: bool = Field(default=False, description="Touch every page when the stack is opened.")
     numa_node: Count | None = Field(default=None, ge=0, description="Bind the memory to this NUMA node.")
     promotion_budget: Bytes | None = Field(
@@ -66,6 +69,16 @@ class PrimarySettings(StrictModel):
     promotion_hold: Seconds = Field(
         default=10.0, gt=0, le=3600, description="How long a promoted block waits for its request."
     )
+
+    @field_validator("policy", mode="before")
+    @classmethod
+    def _policy_can_be_found(cls, policy: object) -> object:
+        """Refuse here, where a variable's value is still known as one, what could only fail later."""
+        problem = _policy_problem(policy) if isinstance(policy, str) else ""
+        if problem:
+            why = f" ({problem})" if ":" in str(policy) and not isinstance(policy, EnvironmentText) else ""
+            raise ValueError(f"expected {', '.join(BUILT_IN_POLICIES)}, or 'module:Class' of a policy{why}")
+        return policy
 
 
 class StackConfig(StrictModel):
@@ -147,8 +160,18 @@ def load_config(
     """
     if isinstance(source, StackConfig):
         return source
-    raw = source if isinstance(source, Mapping) else read_stack_file(source)
-    data = fill_variables(raw, os.environ if environ is None else environ)
+    environ = os.environ if environ is None else environ
+    if isinstance(source, Mapping):
+        return _config_of(source, environ)
+    raw = read_stack_file(source)
+    try:
+        return _config_of(raw, environ)
+    except ConfigError as error:
+        raise ConfigError(error.message, location=error.location, file=os.fspath(source)) from None
+
+
+def _config_of(raw: Mapping[str, object], environ: Mapping[str, str]) -> StackConfig:
+    data = fill_variables(raw, environ)
     tiers, problems = _check_entries(data.get("secondary"))
     config = check(StackConfig, {**data, "secondary": [] if problems else tiers})
     if isinstance(config, list):
@@ -204,5 +227,20 @@ def _check_entry(entry: object, location: Location) -> TierSettings | list[Confi
     try:
         tier_type = tier_plugins().resolve(name)
     except ConfigError as error:
-        return [ConfigError(str(error), location=dotted((*location, "type")))]
+        known = ", ".join(tier_plugins().tier_types())
+        hidden = f"expected one of {known}, or 'module:Class', found {HIDDEN}"
+        message = hidden if isinstance(name, EnvironmentText) else str(error)
+        return [ConfigError(message, location=dotted((*location, "type")))]
     return check(tier_type.settings, entry, location)
+
+
+def _policy_problem(policy: str) -> str:
+    """Return why no policy called `policy` can be found, or an empty text."""
+    module_name, colon, class_name = policy.partition(":")
+    if not colon:
+        return "" if policy in BUILT_IN_POLICIES else "unknown policy"
+    try:
+        target = getattr(importlib.import_module(module_name), class_name)
+    except Exception as error:  # whatever a stranger's module raises when it is imported
+        return f"{type(error).__name__}: {error}"
+    return "" if isinstance(target, type) else f"{class_name} is no class"

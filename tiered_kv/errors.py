@@ -25,11 +25,13 @@ class ConfigError(TieredKVError):
     Args:
         message: What was wanted, what was found, and what would be accepted.
         location: Path of the setting, such as "secondary.0.capacity"; empty for the whole file.
+        file: The file that it stands in, if there is one.
     """
 
-    def __init__(self, message: str, *, location: str = "") -> None:
+    def __init__(self, message: str, *, location: str = "", file: str = "") -> None:
+        self.message = message
         self.location = location
-        super().__init__(f"{location}: {message}" if location else message)
+        super().__init__(": ".join(part for part in (file, location, message) if part))
 
 
 class MissingExtraError(ConfigError):
@@ -60,7 +62,8 @@ class TierError(TieredKVError):
     def __init__(self, message: str, *, tier: str = "", operation: str = "") -> None:
         self.tier = tier
         self.operation = operation
-        where = " ".join(part for part in (tier and f"tier '{tier}'", operation) if part)
+        what = "cannot be opened" if operation == "open" else operation
+        where = " ".join(part for part in (tier and f"tier '{tier}'", what) if part)
         super().__init__(f"{where}: {message}" if where else message)
 
 

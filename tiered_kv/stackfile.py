@@ -15,8 +15,11 @@ import yaml
 
 from tiered_kv.errors import ConfigError
 from tiered_kv.redaction import EnvironmentText
+from tiered_kv.units import format_bytes
 
 FILE_BYTES_MAX = 1 << 20
+
+_SHOWN_CHARACTERS_MAX = 40
 
 _VARIABLE = re.compile(r"\$\$|\$\{(?:(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\})?")
 
@@ -34,7 +37,7 @@ def read_stack_file(path: str | os.PathLike[str]) -> dict[str, object]:
     except OSError as error:
         raise ConfigError(f"the stack's file cannot be read: {error.strerror}", location=str(source)) from error
     if len(text) > FILE_BYTES_MAX:
-        raise ConfigError(f"a stack's file has at most {FILE_BYTES_MAX} bytes", location=str(source))
+        raise ConfigError(f"a stack's file has at most {format_bytes(FILE_BYTES_MAX)}", location=str(source))
     return parse_stack_text(text, str(source))
 
 
@@ -49,17 +52,30 @@ def parse_stack_text(text: str | bytes, source: str = "the stack") -> dict[str, 
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise ConfigError(f"{where}{error.problem or error.context}", location=source) from None
+        problem = error.problem or error.context or "this is not YAML"
+        if isinstance(error, yaml.constructor.ConstructorError) and problem.startswith("could not determine a con"):
+            problem = f"tags are not allowed, found {problem.rpartition(' ')[2]}"
+        elif mark and _is_bare_variable(text, mark):
+            problem += "; within [...] and {...}, put a text with ${NAME} in quotes"
+        raise ConfigError(f"{where}{problem}", location=source) from None
+    except yaml.reader.ReaderError as error:
+        raise ConfigError(f"this is not YAML: {error.reason}, at position {error.position}", location=source) from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"this is not YAML: {error}", location=source) from None
     except RecursionError:
         raise ConfigError("this is nested too deeply", location=source) from None
+    if data is None:
+        raise ConfigError("the file is empty: expected a mapping with namespace, block and primary", location=source)
     if not isinstance(data, dict):
-        raise ConfigError(
-            f"expected a mapping with namespace, block and primary, found {type(data).__name__}",
-            location=source,
-        )
+        found = "a list" if isinstance(data, list) else repr(data)[:_SHOWN_CHARACTERS_MAX]
+        raise ConfigError(f"expected a mapping with namespace, block and primary, found {found}", location=source)
     return data
+
+
+def _is_bare_variable(text: str | bytes, mark: yaml.Mark) -> bool:
+    """Return whether the "{" of a variable is what YAML stumbled over at `mark`."""
+    lines = (text.decode("utf-8", "replace") if isinstance(text, bytes) else text).splitlines()
+    return mark.line < len(lines) and lines[mark.line][max(0, mark.column - 1) : mark.column + 1] == "${"
 
 
 def fill_variables(data: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, object]:

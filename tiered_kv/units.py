@@ -3,7 +3,7 @@
 A setting that is a size is an `int` of bytes in Python and "64MiB" in YAML; one that is a duration is a
 `float` of seconds and "250ms". `Bytes`, `Seconds` and `Count` are the types for pydantic models; the parse
 and format functions behind them serve the command line. What a format function prints, its parser reads
-back as the same number.
+back as the same number; `rounded_bytes` is for reading only.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _DURATIONS = {unit: Decimal(seconds) for unit, seconds in _SECONDS.items()}
 _CANONICAL_DURATIONS = ("d", "h", "m", "s", "ms", "us")
 
 _QUANTITY = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)", re.ASCII)
-_SIZE_ACCEPTED = "a size such as 64MiB, 1.5GB or a whole number of bytes"
-_DURATION_ACCEPTED = "a duration such as 250ms, 30s, 1h or a number of seconds"
+_SIZE_ACCEPTED = "a size such as 64MiB or 1.5GB, or a number of bytes"
+_DURATION_ACCEPTED = "a duration such as 250ms, 30s or 1h, or a number of seconds"
 
 
 def parse_bytes(value: object) -> int:
@@ -41,9 +41,9 @@ def parse_bytes(value: object) -> int:
         raise ValueError(f"expected {_SIZE_ACCEPTED}{hint}")
     size = number * _SIZES[unit or "B"]
     if size != int(size):
-        raise ValueError(f"expected {_SIZE_ACCEPTED}, and this is not a whole number of bytes")
+        raise ValueError(f"expected {_SIZE_ACCEPTED}; this is a fraction of a byte")
     if size > BYTES_MAX:
-        raise ValueError(f"expected {_SIZE_ACCEPTED} of at most {BYTES_MAX} bytes")
+        raise ValueError(f"expected {_SIZE_ACCEPTED}, less than 8192PiB")
     return int(size)
 
 
@@ -55,6 +55,15 @@ def format_bytes(size_bytes: int) -> str:
         if size_bytes % scale == 0 and (size_bytes or scale == 1)
     ]
     return min(exact, key=len)
+
+
+def rounded_bytes(size_bytes: int) -> str:
+    """Return a size for people, to three digits or so: 97654321 is "93.1MiB". `format_bytes` is exact."""
+    for unit, scale in reversed(_BINARY.items()):
+        if size_bytes >= scale:
+            count = size_bytes / scale
+            return f"{count:.0f}{unit}" if count >= 100 or count == int(count) else f"{count:.1f}{unit}"
+    return f"{size_bytes}B"
 
 
 def parse_seconds(value: object) -> float:

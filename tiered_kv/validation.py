@@ -10,12 +10,16 @@ from pydantic import BaseModel, SecretBytes, SecretStr, ValidationError
 from pydantic_core import ErrorDetails
 
 from tiered_kv.errors import ConfigError
-from tiered_kv.redaction import HIDDEN, redact, scrub, secrets_in
+from tiered_kv.redaction import HIDDEN, is_secret_name, redact, scrub, secrets_in
 
 _SHOWN_CHARACTERS_MAX = 80
 
 # The first that fits, so the general one is last.
 _REWORDED = {
+    "Input should be a valid string": "expected a text",
+    "Input should be a valid boolean": "expected true or false",
+    "Input should be a valid integer": "expected a whole number",
+    "Input should be a valid number": "expected a number",
     "Input should be a valid dictionary": "expected a mapping",
     "Input should be a valid tuple": "expected a list",
     "Input should be greater": "expected a value greater",
@@ -24,6 +28,9 @@ _REWORDED = {
     "String should match pattern": "expected a text that matches",
     "String should have": "expected a text with",
 }
+
+# What pydantic adds after these says nothing that a reader of the stack's file does not see.
+_WITHOUT_DETAIL = (" or instance of", ", unable to ", ", got ")
 
 Model = TypeVar("Model", bound=BaseModel)
 Location = tuple[int | str, ...]
@@ -93,6 +100,8 @@ def _message(model: type[BaseModel], detail: ErrorDetails) -> str:
         known = list(parent.model_fields) if parent else []
         accepted = f"{suggestion(name, known)}; known keys: {', '.join(known)}" if known else ""
         return f"unknown key, with the value {_shown(value, name)}{accepted}"
+    if detail["type"] == "string_type" and isinstance(value, (bool, int, float)) and not is_secret_name(name):
+        return f"expected a text; put it in quotes: '{_shown(value, name)}'"
     wanted = _reworded(detail["msg"])
     if isinstance(value, Mapping) and detail["type"] == "value_error":  # a check of several settings together
         return wanted
@@ -106,12 +115,17 @@ def _reworded(message: str) -> str:
         message = message.removeprefix(prefix)
     for prefix, ours in _REWORDED.items():
         if message.startswith(prefix):
-            return ours + message.removeprefix(prefix).partition(" or instance of")[0]
+            rest = message.removeprefix(prefix)
+            for detail in _WITHOUT_DETAIL:
+                rest = rest.partition(detail)[0]
+            return ours + rest
     return message
 
 
 def _shown(value: object, name: str) -> str:
     public = redact(value, name)
+    if isinstance(public, bool) or public is None:
+        return {True: "true", False: "false", None: "nothing"}[public]
     text = HIDDEN if public == HIDDEN else repr(public)
     return text if len(text) <= _SHOWN_CHARACTERS_MAX else f"{text[:_SHOWN_CHARACTERS_MAX]}…"
 

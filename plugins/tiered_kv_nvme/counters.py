@@ -19,6 +19,8 @@ class Counters:
     """Times the file system had less space than the capacity allows."""
     room_timeouts: int = 0
     """Stores that were given up because no room was made in time."""
+    refused_stores: int = 0
+    """Stores that were failed at once: the disk is full, and there is no segment to reclaim."""
     reclaimed_segments: int = 0
     relocated_blocks: int = 0
     """Blocks that moved on when their segment was reclaimed, because they had been used."""

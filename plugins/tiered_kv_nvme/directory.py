@@ -10,11 +10,12 @@ Anything else is foreign: never touched, but counted against the capacity.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
@@ -32,12 +33,20 @@ DIRECTORY_RESERVE_BYTES: Final = 64 << 10
 SEGMENT_RESERVE_BYTES: Final = 8 << 10
 """Kept free beside each segment: blocks in which the file system notes the file's extents."""
 
+_NAMESPACE_KEY = "namespace"
 _MARKER_TEMPORARY = MARKER_NAME + ".tmp"
 _LEFTOVERS = (_MARKER_TEMPORARY, "probe.tmp")
 _OURS = frozenset((LOCK_NAME, MARKER_NAME, EPOCH_NAME, *_LEFTOVERS))
 _TOLERATED = _OURS | {"lost+found"}
 _MARKER_BYTES_MAX = 1 << 20
 _DIRECTORY_MODE = 0o700
+_REMEDIES = {
+    errno.ENOSPC: "; free some space on its disk, or give a directory on another",
+    errno.EDQUOT: "; free some of your quota on its disk, or give a directory on another",
+    errno.EACCES: "; make it writable for this user, or give another",
+    errno.EPERM: "; make it writable for this user, or give another",
+    errno.EROFS: "; give one on a file system that can be written to",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +114,7 @@ class Directory:
                 self._check_marker()
                 undo.pop_all()
         except OSError as error:
-            raise TierUnavailableError(
-                f"the directory {self.path} cannot be used: {error.strerror}", tier=tier, operation="open"
-            ) from error
+            raise TierUnavailableError(self._why_unusable(error), tier=tier, operation="open") from error
 
     def segment_name(self, slot: int) -> str:
         """Return the file name of the segment in `slot`."""
@@ -165,11 +172,14 @@ class Directory:
         except BlockingIOError as error:
             owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
             os.close(fd)
-            raise TierBusyError(
-                f"{self.path} is in use by process {owner}; stop it, or give this stack a directory of its own",
-                tier=self._tier,
-                operation="open",
-            ) from error
+            if owner == str(os.getpid()):
+                message = (
+                    f"{self.path} is in use by another tier of this process, or by process {owner} of another "
+                    "container; give each tier its own directory"
+                )
+            else:
+                message = f"{self.path} is in use by process {owner}; stop it, or give this stack its own directory"
+            raise TierBusyError(message, tier=self._tier, operation="open") from error
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         return fd
@@ -213,11 +223,7 @@ class Directory:
         wanted = json.loads(json.dumps(dict(self.identity.namespace), default=str))
         found: dict[str, object] = {**namespace, "block_bytes": block_bytes}
         wanted["block_bytes"] = self.identity.block_bytes
-        fields = [
-            f"{name}: {found.get(name)!r} there, {wanted.get(name)!r} here"
-            for name in sorted(found.keys() | wanted.keys())
-            if found.get(name) != wanted.get(name)
-        ]
+        fields = list(_differences(found, wanted))
         detail = "; ".join(fields) or f"digest {digest} there, {self.identity.digest.hex()} here"
         return f"{self.path} holds blocks of another namespace ({detail}); give each namespace its own directory"
 
@@ -238,8 +244,29 @@ class Directory:
         os.rename(_MARKER_TEMPORARY, MARKER_NAME, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         os.fsync(self.fd)
 
+    def _why_unusable(self, error: OSError) -> str:
+        if os.path.exists(self.path) and not os.path.isdir(self.path):
+            return f"{self.path} is a file; give a directory"
+        return f"the directory {self.path} cannot be used: {reason_and_remedy(error)}"
+
     def _format_error(self, message: str) -> FormatError:
         return FormatError(message, tier=self._tier, operation="open")
+
+
+def reason_and_remedy(error: OSError) -> str:
+    """Return what the system says of a directory that cannot be used, and what to do."""
+    return f"{error.strerror}{_REMEDIES.get(error.errno or 0, '')}"
+
+
+def _differences(there: Mapping[str, object], here: Mapping[str, object], prefix: str = "") -> Iterator[str]:
+    """Yield what differs between two nested mappings, a line for each innermost key."""
+    for name in sorted(there.keys() | here.keys()):
+        old, new = there.get(name), here.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            # What everything stands in would only repeat itself.
+            yield from _differences(old, new, "" if name == _NAMESPACE_KEY else f"{prefix}{name}.")
+        elif old != new:
+            yield f"{prefix}{name}: {old!r} there, {new!r} here"
 
 
 def _sizes(entry: os.DirEntry[str], directory_fd: int) -> tuple[int, int]:

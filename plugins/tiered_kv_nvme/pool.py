@@ -17,6 +17,9 @@ from enum import Enum
 from tiered_kv_nvme.layout import batch_header_bytes
 from tiered_kv_nvme.segment import Demand, Segment, SegmentState
 
+SEGMENTS_TO_RELOCATE = 3
+"""One that is reclaimed, one that its used blocks move to, one for stores."""
+
 
 class Stream(Enum):
     """Who fills segments. Each has its own, so that stores cannot take the room that used blocks move to."""
@@ -73,6 +76,7 @@ class SegmentPool:
         self.segments: dict[int, Segment] = {}
         self.generation = 0
         """The greatest generation that was given out."""
+        self._growth_refused = False
         self._ages = itertools.count()
         self._free: deque[Segment] = deque()
         self._active: dict[Stream, Segment] = {}
@@ -89,7 +93,7 @@ class SegmentPool:
             stream: Who asks.
 
         Returns:
-            The room, or None if none came in time, the cache was reset since, or the pool is closed.
+            The room, or None if none came in time or can come, the cache was reset since, or the pool is closed.
         """
         deadline = time.monotonic() + timeout_s
         with self.changed:
@@ -104,7 +108,7 @@ class SegmentPool:
                     self._activate(self._free.popleft(), stream)
                     continue
                 remaining_s = deadline - time.monotonic()
-                if remaining_s <= 0 or not self.changed.wait(remaining_s):
+                if remaining_s <= 0 or self.is_starved or not self.changed.wait(remaining_s):
                     return None
         return None
 
@@ -206,6 +210,23 @@ class SegmentPool:
         assert not segment.readers
         assert not segment.writers
         del self.segments[segment.slot]
+
+    def note_growth(self, *, refused: bool) -> None:
+        """Locked. Say whether the disk, or the capacity, has no room for another segment."""
+        self._growth_refused = refused
+        self.changed.notify_all()
+
+    @property
+    def is_starved(self) -> bool:
+        """Locked. Whether to wait for a free segment is in vain: none can be added, and there is none to reclaim."""
+        return self._growth_refused and all(
+            segment.state in (SegmentState.FREE, SegmentState.ACTIVE) for segment in self.segments.values()
+        )
+
+    @property
+    def can_relocate(self) -> bool:
+        """Locked. Whether relocations may take a segment of their own without leaving none for stores."""
+        return len(self.segments) >= SEGMENTS_TO_RELOCATE
 
     def next_generation(self) -> int:
         """Locked. Return a generation greater than all before."""

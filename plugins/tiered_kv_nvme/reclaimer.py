@@ -149,6 +149,8 @@ class Reclaimer:
             slot = next(slot for slot in range(count + 1) if slot not in self._pool.segments)
             generation = self._pool.next_generation()
         segment = self._files.create(slot, generation)
+        with self._pool.changed:
+            self._pool.note_growth(refused=segment in (NoSegment.NO_SPACE, NoSegment.AT_CAPACITY))
         if isinstance(segment, NoSegment):
             wait_s = _RETRY_S if segment is NoSegment.FAILED else _GROW_RETRY_S
             self._grow_after_s = time.monotonic() + wait_s
@@ -165,7 +167,8 @@ class Reclaimer:
             segment.state = SegmentState.RECLAIMING
             void = segment.epoch != self._pool.epoch
             resets = self._pool.resets
-        if not void:
+            can_relocate = self._pool.can_relocate
+        if not void and can_relocate:
             self._relocate(segment, resets)
         self._drop(segment)
         with self._pool.changed:
@@ -235,9 +238,11 @@ class Reclaimer:
                 self._pool.adopt(segment)
             else:
                 self._pool.remove(segment)
+                self._pool.note_growth(refused=False)
         self._counters.add("reclaimed_segments")
         if not usable:
             self._files.delete(segment)
+            self._grow_after_s = 0.0  # its space may be had
         while table.keys:
             del table.keys[-_CHUNK_KEYS:]
             time.sleep(_PAUSE_S)

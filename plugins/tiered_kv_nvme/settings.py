@@ -26,8 +26,8 @@ class NvmeSettings(TierSettings):
     capacity: Bytes = Field(description="What the directory may occupy, everything in it counted.")
     segment: Bytes | None = Field(
         default=None,
-        description="Size of a segment file, a multiple of 4KiB; by default a 64th of the capacity, "
-        "within 8MiB and 256MiB. Space is reclaimed a segment at a time.",
+        description="Size of a segment file, a multiple of 4KiB; by default a 64th of the capacity, from 8MiB to "
+        "256MiB, and more from 128GiB on. Space is reclaimed a segment at a time.",
     )
     threads: Count = Field(default=8, ge=1, le=256, description="How many transfers run at once.")
     direct: Direct = Field(

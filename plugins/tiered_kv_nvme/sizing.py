@@ -55,7 +55,7 @@ class Sizing:
         if segment_bytes is not None:
             if segment_bytes < least_bytes or segment_bytes % PAGE_BYTES:
                 raise ConfigError(
-                    f"a segment of {format_bytes(segment_bytes)} does not do for blocks of "
+                    f"a segment of {format_bytes(segment_bytes)} cannot be used with blocks of "
                     f"{format_bytes(block_bytes)}: it takes a multiple of {format_bytes(PAGE_BYTES)}, "
                     f"at least {format_bytes(least_bytes)}",
                     location="segment",

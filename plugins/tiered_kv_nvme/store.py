@@ -10,8 +10,9 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.toolkit.codecs import codec_by_name
 from tiered_kv.toolkit.jobs import Outcome
+from tiered_kv.units import rounded_bytes
 from tiered_kv_nvme.counters import Counters
-from tiered_kv_nvme.directory import Directory, Identity
+from tiered_kv_nvme.directory import Directory, Identity, reason_and_remedy
 from tiered_kv_nvme.disk import DirectIO, Disk, file_system_of, probe_direct
 from tiered_kv_nvme.epoch import Epoch
 from tiered_kv_nvme.files import SegmentFiles
@@ -85,7 +86,7 @@ class SegmentStore:
             self._epoch = Epoch(self._directory.fd)
         except OSError as error:
             self._directory.close()
-            raise TierUnavailableError(f"{path}: {error.strerror}", tier=tier, operation="open") from error
+            raise TierUnavailableError(f"{path}: {reason_and_remedy(error)}", tier=tier, operation="open") from error
         sizing = options.sizing
         self._files = SegmentFiles(
             disk, self._directory, self.direct, self.counters, sizing.segment_bytes, sizing.capacity_bytes
@@ -172,12 +173,18 @@ class SegmentStore:
         """Return what the store is and can do here. Does I/O."""
         sizing = self._options.sizing
         listing = self._directory.list()
+        status = os.statvfs(self._directory.fd)
+        free_bytes = status.f_bavail * status.f_frsize
+        room_bytes = listing.used_bytes + free_bytes
+        short = f"only {rounded_bytes(room_bytes)} of the capacity can be had: its disk has no more free space"
         return {
             "path": self._directory.path,
             "file_system": file_system_of(os.path.realpath(self._directory.path)),
             "direct_io": "yes" if self.direct.enabled else f"no: {self.direct.reason}",
             "capacity_bytes": sizing.capacity_bytes,
             "used_bytes": listing.used_bytes,
+            "free_bytes": free_bytes,
+            **({"warning": short} if room_bytes < sizing.capacity_bytes else {}),
             "segment_bytes": sizing.segment_bytes,
             "segments_max": sizing.segments_max,
             "foreign_files": listing.foreign_files,

@@ -18,7 +18,7 @@ from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.sizing import Sizing
 from tiered_kv_nvme.store import SegmentStore, StoreOptions
 
-_PART_BYTES = 4 << 20
+_PART_BYTES = 2 << 20
 _ROOM_TIMEOUT_MAX_S = 5.0
 
 

@@ -144,7 +144,9 @@ class BatchWriter:
                 if resets != self._pool.resets:
                     return done, "reset"
                 if stream is Stream.STORES:
-                    self._counters.add("room_timeouts")
+                    with self._pool.changed:
+                        starved = self._pool.is_starved
+                    self._counters.add("refused_stores" if starved else "room_timeouts")
                 return done, "no_space"
             end = done + reservation.count
             places = old_places[done:end] if old_places is not None else None

@@ -96,7 +96,7 @@ def test_a_name_that_is_a_path_is_refused(name: str) -> None:
 def test_attaching_checks_the_size(shared_name: str, tmp_path: Path) -> None:
     region = PrimaryRegion(2, 4096, name=shared_name)
     assert region.path is not None
-    with pytest.raises(ConfigError, match="8192 bytes"):
+    with pytest.raises(ConfigError, match=r"3 blocks of 4KiB in the region .*, found 8KiB"):
         PrimaryRegion.attach(region.path, 3, 4096)
     with pytest.raises(ConfigError, match="cannot attach"):
         PrimaryRegion.attach(tmp_path / "none", 3, 4096)

@@ -74,7 +74,7 @@ def test_blocks_outlive_the_stack_and_the_file_keeps_its_limit(tmp_path: Path) -
 
 @pytest.mark.usefixtures("plugin")
 def test_a_file_that_cannot_be_used_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(TierUnavailableError, match=r"tier 'sqlite' open: .*blocks\.db"):
+    with pytest.raises(TierUnavailableError, match=r"tier 'sqlite' cannot be opened: .*blocks\.db"):
         open_stack(stack_with(tmp_path / "missing" / "blocks.db"))
     path = tmp_path / "blocks.db"
     path.write_bytes(b"no database" * 1000)

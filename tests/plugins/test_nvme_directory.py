@@ -15,12 +15,18 @@ import pytest
 from tiered_kv.errors import FormatError, TierBusyError, TierUnavailableError
 from tiered_kv.testing.rig import make_keys
 from tiered_kv_nvme.directory import Directory, Identity
+from tiered_kv_nvme.disk import Disk
 from tiered_kv_nvme.files import SegmentFiles
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.plugins.conftest import StoreBench
+
+
+class FullDisk(Disk):
+    def fallocate(self, fd: int, size_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, "injected")
 
 
 def rewrite_marker(bench: StoreBench, **changes: object) -> None:
@@ -30,7 +36,7 @@ def rewrite_marker(bench: StoreBench, **changes: object) -> None:
 
 def test_a_second_owner_in_the_same_process_is_refused(bench: StoreBench) -> None:
     store = bench.open()
-    with pytest.raises(TierBusyError, match=rf"in use by process {os.getpid()}"):
+    with pytest.raises(TierBusyError, match=r"in use by another tier of this process.*; give each tier"):
         bench.open()
     store.close()
     bench.open()
@@ -46,7 +52,7 @@ def test_a_second_process_is_refused_and_told_who_owns_it(bench: StoreBench) -> 
     command = [sys.executable, "-c", program, str(bench.path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode != 0
-    assert f"tier 'second' open: {bench.path} is in use by process {os.getpid()}" in result.stderr
+    assert f"tier 'second' cannot be opened: {bench.path} is in use by process {os.getpid()}" in result.stderr
 
 
 def test_a_directory_of_another_format_version_is_refused_untouched(bench: StoreBench) -> None:
@@ -66,9 +72,23 @@ def test_a_directory_of_another_namespace_is_refused_and_says_what_differs(bench
     other = Identity(bytes(16), {"model": "other"}, bench.block_bytes)
     with pytest.raises(FormatError, match="model: 'bench' there, 'other' here"):
         Directory(str(bench.path), other)
+    nested = Identity(bytes(16), {"model": "bench", "parallel": {"rank": 1}}, bench.block_bytes)
+    with pytest.raises(FormatError, match=r"\(parallel: None there, \{'rank': 1\} here\)"):
+        Directory(str(bench.path), nested)
     larger = Identity(bench.identity.digest, bench.identity.namespace, 8192)
     with pytest.raises(FormatError, match="block_bytes: 4096 there, 8192 here"):
         Directory(str(bench.path), larger)
+
+
+def test_of_two_nested_namespaces_only_what_differs_is_shown(tmp_path: Path) -> None:
+    def identity(tenant: str, rank: int) -> Identity:
+        inner = {"model": "m", "tenant": tenant, "parallel": {"tensor": 2, "rank": rank}}
+        return Identity(tenant.encode().ljust(16), {"namespace": inner, "format": 1}, 4096)
+
+    Directory(str(tmp_path / "kv"), identity("default", 0)).close()
+    with pytest.raises(FormatError) as caught:
+        Directory(str(tmp_path / "kv"), identity("bob", 1))
+    assert "(parallel.rank: 0 there, 1 here; tenant: 'default' there, 'bob' here)" in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', "\x00\xff"])
@@ -149,8 +169,35 @@ def test_a_symbolic_link_in_place_of_a_segment_is_not_followed(bench: StoreBench
 
 def test_a_path_that_is_no_directory_is_a_clear_error(bench: StoreBench) -> None:
     bench.path.write_text("a file")
-    with pytest.raises(TierUnavailableError, match="cannot be used: File exists"):
+    with pytest.raises(TierUnavailableError, match="kv is a file; give a directory"):
         bench.open()
+
+
+@pytest.mark.parametrize(
+    ("code", "remedy"), [(errno.ENOSPC, "free some space on its disk"), (errno.EACCES, "make it writable")]
+)
+def test_a_directory_that_cannot_be_made_ready_says_what_to_do(
+    bench: StoreBench, monkeypatch: pytest.MonkeyPatch, code: int, remedy: str
+) -> None:
+    def fail(directory: Directory) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Directory, "_write_marker", fail)
+        with pytest.raises(TierUnavailableError, match=f"{os.strerror(code)}; {remedy}"):
+            bench.open()
+
+
+def test_a_capacity_that_the_disk_cannot_give_is_told(bench: StoreBench) -> None:
+    store = bench.open()
+    described = store.describe()
+    assert isinstance(described["free_bytes"], int)
+    assert "warning" not in described
+    store.close()
+    bench.capacity_bytes, bench.segment_bytes = 1 << 60, None
+    bench.path = bench.path.with_name("larger")
+    described = bench.open(FullDisk()).describe()
+    assert "of the capacity can be had" in str(described["warning"])
 
 
 def test_a_path_may_be_relative_or_begin_with_a_tilde(bench: StoreBench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,16 @@ def fail(code: int) -> Callable[[Sequence[memoryview], int], int | None]:
     return raise_error
 
 
+def full_after(allocations: int) -> Callable[[], None]:
+    allowed = iter(range(allocations))
+
+    def allocate() -> None:
+        if next(allowed, None) is None:
+            raise OSError(errno.ENOSPC, "injected")
+
+    return allocate
+
+
 def opened(bench: StoreBench, disk: Disk, **options: object) -> SegmentStore:
     """Open a store and let its reclaimer get ready, so that what goes wrong next does so in a store or load."""
     store = bench.open(disk, **options)
@@ -158,13 +168,7 @@ def test_a_failed_read_fails_its_run_and_keeps_the_blocks(bench: StoreBench) -> 
 
 def test_a_full_file_system_makes_do_with_the_segments_there_are(bench: StoreBench) -> None:
     disk = FaultyDisk()
-    allowed = iter(range(5))
-
-    def fill_up() -> None:
-        if next(allowed, None) is None:
-            raise OSError(errno.ENOSPC, "injected")
-
-    disk.on_allocate = fill_up
+    disk.on_allocate = full_after(5)
     store = bench.open(disk)
     for number in range(20):
         assert bench.put(store, make_keys(40, f"batch {number}")).successful_keys is None
@@ -174,18 +178,30 @@ def test_a_full_file_system_makes_do_with_the_segments_there_are(bench: StoreBen
     assert len(bench.segments) == 5
 
 
-def test_a_file_system_without_any_space_fails_stores_in_time(bench: StoreBench) -> None:
+@pytest.mark.parametrize("segments", [0, 1])
+def test_a_file_system_with_too_little_space_fails_stores_at_once(bench: StoreBench, segments: int) -> None:
     disk = FaultyDisk()
+    disk.on_allocate = full_after(segments)
+    store = bench.open(disk, room_timeout_s=600.0)
+    for number in range(20):
+        outcome = bench.put(store, make_keys(3, f"batch {number}"))
+        assert (outcome.successful_keys, outcome.reason) == ([], "no_space")
+    assert store.stats()["refused_stores"] == 20
+    assert store.stats()["room_timeouts"] == 0
+    assert len(bench.segments) == segments
 
-    def full() -> None:
-        raise OSError(errno.ENOSPC, "injected")
 
-    disk.on_allocate = full
-    store = bench.open(disk, room_timeout_s=0.1)
-    outcome = bench.put(store, make_keys(3))
-    assert (outcome.successful_keys, outcome.reason) == ([], "no_space")
-    assert store.stats()["room_timeouts"] == 1
-    assert bench.segments == []
+def test_two_segments_are_enough_to_keep_the_newest_blocks(bench: StoreBench) -> None:
+    disk = FaultyDisk()
+    disk.on_allocate = full_after(2)
+    store = bench.open(disk, room_timeout_s=600.0)
+    for number in range(20):
+        keys = make_keys(40, f"batch {number}")
+        assert bench.put(store, keys).successful_keys is None
+        assert keys[-1] in bench.get(store, keys)  # used, so it would move on if there were room
+    assert store.stats()["no_space_errors"] > 0
+    assert store.stats()["refused_stores"] == store.stats()["room_timeouts"] == 0
+    assert len(bench.segments) == 2
 
 
 def test_a_disk_that_recovers_is_used_again(bench: StoreBench) -> None:

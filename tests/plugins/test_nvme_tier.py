@@ -76,7 +76,7 @@ def test_lookups_are_answered_at_once(tmp_path: Path) -> None:
 
 def test_a_directory_is_one_stacks_own(tmp_path: Path) -> None:
     rig = TierRig(open_with(tmp_path / "kv"), num_blocks=8, block_bytes=4096, wait_s=20.0)
-    with pytest.raises(TierBusyError, match="in use by process"):
+    with pytest.raises(TierBusyError, match="in use by another tier of this process"):
         TierRig(open_with(tmp_path / "kv"), num_blocks=8, block_bytes=4096, wait_s=20.0)
     rig.close()
 

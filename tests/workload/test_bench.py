@@ -89,5 +89,5 @@ def test_a_tier_that_does_not_answer_ends_the_bench(region: PrimaryRegion, tier:
 
 @pytest.mark.parametrize("name", ["blocks", "batch", "rounds"])
 def test_a_setting_out_of_its_range_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}: must be at least 1"):
+    with pytest.raises(ConfigError, match=f"{name}: expected at least 1"):
         BenchSettings(**{"blocks": 1, name: 0})

@@ -78,5 +78,5 @@ def test_no_system_prompt_is_possible() -> None:
 
 @pytest.mark.parametrize("name", ["chats", "turns", "active_chats", "turn_blocks", "system_prompts"])
 def test_a_number_out_of_its_range_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}: must be at least 1, and is 0"):
+    with pytest.raises(ConfigError, match=f"{name}: expected at least 1, found 0"):
         ChatWorkload(**{name: 0})

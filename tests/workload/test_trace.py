@@ -48,7 +48,7 @@ def test_fields_that_it_does_not_know_are_ignored(tmp_path: Path) -> None:
         ("\udcff", "not a JSON object"),
         ("[" * 100_000, "not a JSON object"),
         ("9" * 10_000, "not a JSON object"),
-        ("[1]", r"wanted a JSON object, found \[1\]"),
+        ("[1]", r"expected a JSON object, found \[1\]"),
         (without("timestamp"), "'timestamp' is missing"),
         (without("hash_ids"), "'hash_ids' is missing"),
         (GOOD | {"input_length": -1}, "'input_length' must be a whole number, 0 or more, and is -1"),
@@ -74,7 +74,7 @@ def test_a_bad_line_says_where_and_what(tmp_path: Path, line: object, problem: s
 
 def test_a_line_that_never_ends_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "LINE_BYTES_MAX", 1000)
-    with pytest.raises(ConfigError, match="longer than 1000 bytes"):
+    with pytest.raises(ConfigError, match="longer than 1kB"):
         list(read_trace(written(tmp_path, "1" * 1001)))
 
 
@@ -83,6 +83,14 @@ def test_an_absent_trace_is_a_clear_error(tmp_path: Path) -> None:
         list(read_trace(tmp_path / "absent"))
     with pytest.raises(ConfigError, match="Is a directory"):
         list(read_trace(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["", "\n \n"])
+def test_an_empty_trace_is_an_error(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"trace\.jsonl: the trace is empty: expected a request in each line"):
+        list(read_trace(file))
 
 
 def test_keys_are_the_same_in_every_process() -> None:

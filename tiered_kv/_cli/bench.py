@@ -13,7 +13,7 @@ from tiered_kv.config import StackConfig, load_config
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
 from tiered_kv.settings import TierSettings
-from tiered_kv.units import format_bytes
+from tiered_kv.units import format_bytes, rounded_bytes
 from tiered_kv.workload.bench import BenchSettings, TierBench, bench_tier
 
 _ROUND_BYTES = 256 << 20
@@ -22,15 +22,21 @@ _ROUND_BYTES = 256 << 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Stores new blocks in each tier, looks them up, loads them back and checks every byte. The blocks have keys "
+        "Store new blocks in each tier, look them up, load them back and check every byte. The blocks have keys "
         "of their own and stay until the tier drops them as its oldest; in a full tier they take the place of "
         "blocks * rounds of yours. The stack must not be open elsewhere if a tier needs it alone (nvme does)."
     )
     parser.add_argument("stack", metavar="STACK", help="the stack's YAML file")
     parser.add_argument("--tier", metavar="NAME", help="measure this tier only")
-    parser.add_argument("--blocks", metavar="N", type=positive_int, help="blocks in a round (256 MiB of them)")
-    parser.add_argument("--batch", metavar="N", type=positive_int, default=32, help="blocks in a job (%(default)s)")
-    parser.add_argument("--rounds", metavar="N", type=positive_int, default=3, help="repetitions (%(default)s)")
+    parser.add_argument(
+        "--blocks", metavar="N", type=positive_int, help="blocks in a round (default: 256 MiB of blocks)"
+    )
+    parser.add_argument(
+        "--batch", metavar="N", type=positive_int, default=32, help="blocks in a job (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", metavar="N", type=positive_int, default=3, help="repetitions (default: %(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> Status:
@@ -80,13 +86,14 @@ def _bench(
 
 def _show(stack: str, results: list[TierBench], settings: BenchSettings) -> None:
     block_bytes = results[0].block_bytes
-    written = format_bytes(settings.blocks * settings.rounds * block_bytes)
+    written = rounded_bytes(settings.blocks * settings.rounds * block_bytes)
+    rounds = f"{settings.rounds} rounds" if settings.rounds > 1 else "1 round"
     print_table(
         ["tier", "store GB/s", "load GB/s", "lookup us", "p99", "verified", "corrupt"],
         [_row(result) for result in results],
         title=f"{stack}: {settings.blocks:,} blocks of {format_bytes(block_bytes)}, {settings.batch} to a job",
     )
-    print_text(f"Medians (and spreads) of {settings.rounds} rounds; each tier was given {written} of new blocks.")
+    print_text(f"Medians (and spreads) of {rounds}; each tier was given {written} of new blocks.")
     for result in results:
         if result.failed_stores or result.failed_loads:
             reasons = ", ".join(f"{reason} {jobs}" for reason, jobs in result.reasons.items())

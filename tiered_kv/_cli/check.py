@@ -10,10 +10,11 @@ from tiered_kv._cli.opening import open_tier
 from tiered_kv._cli.output import print_json, print_table, print_text
 from tiered_kv._cli.status import Status
 from tiered_kv.config import StackConfig, load_config
+from tiered_kv.cpu.policies import make_policy
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.errors import TieredKVError
+from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.settings import TierSettings
-from tiered_kv.units import format_bytes
+from tiered_kv.units import format_bytes, rounded_bytes
 
 _PROBE_BLOCKS = 2
 """Size of the region that tiers are opened over where the primary tier's own cannot be had."""
@@ -39,6 +40,10 @@ class TierCheck:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Validate a stack's file, open all of its tiers together, and show what each can do here. It opens them for "
+        "real: nvme makes its directory, and a segment or two in it, which stay."
+    )
     parser.add_argument("stack", metavar="STACK", help="the stack's YAML file")
 
 
@@ -73,6 +78,7 @@ def _check_all(config: StackConfig) -> list[TierCheck]:
 def _check_primary(config: StackConfig) -> tuple[TierCheck, PrimaryRegion]:
     settings = config.primary
     try:
+        _build_policy(settings.policy, config.primary_blocks)
         region = PrimaryRegion(
             config.primary_blocks,
             config.block.bytes,
@@ -93,6 +99,16 @@ def _check_primary(config: StackConfig) -> tuple[TierCheck, PrimaryRegion]:
     return TierCheck("cpu", "cpu", True, details=details), region
 
 
+def _build_policy(policy: str, blocks: int) -> None:
+    try:
+        make_policy(policy, blocks)
+    except TieredKVError:
+        raise
+    except Exception as error:  # whatever a stranger's policy raises
+        reason = f"the policy {policy!r} cannot be made: {type(error).__name__}: {error}"
+        raise ConfigError(reason, location="primary.policy") from error
+
+
 def _check_tier(config: StackConfig, settings: TierSettings, region: PrimaryRegion, opened: ExitStack) -> TierCheck:
     try:
         tier = open_tier(config, settings, region.kv_view)
@@ -109,7 +125,7 @@ def _check_tier(config: StackConfig, settings: TierSettings, region: PrimaryRegi
 
 def _show(stack: str, config: StackConfig, checks: list[TierCheck]) -> None:
     print_text(f"{stack}: blocks of {format_bytes(config.block.bytes)}, {config.block.tokens} tokens")
-    print_text(f"namespace {config.identity.digest.hex()}")
+    print_text(f"namespace {config.identity.digest.hex()}\n")
     rows = [[check.name, check.type, "ok" if check.ok else "FAILED", _details(check)] for check in checks]
     print_table(["tier", "type", "opens", "what it can do here"], rows, numbers=False)
 
@@ -122,5 +138,5 @@ def _detail(name: str, value: object) -> str:
     if isinstance(value, bool):
         return f"{name}: {'yes' if value else 'no'}"
     if isinstance(value, int) and name.endswith("_bytes"):
-        return f"{name.removesuffix('_bytes')}: {format_bytes(value)}"
+        return f"{name.removesuffix('_bytes')}: {rounded_bytes(value)}"
     return f"{name}: {value}"

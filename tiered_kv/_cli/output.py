@@ -7,6 +7,7 @@ a table or a progress bar is really drawn.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,22 +20,33 @@ if TYPE_CHECKING:
 
 _PLAIN_WIDTH = 120
 """Columns of a table that goes to a file or a pipe."""
+_WIDTH_MAX = 10_000
+_FOLDED_WIDTH_MIN = 24
+"""Columns that a folded text has at least."""
+
+
+class OutputError(Exception):
+    """Standard output cannot be written to; the message says why."""
+
+
+class ReaderGoneError(OutputError):
+    """Whoever read standard output has gone."""
 
 
 def print_json(result: Mapping[str, object]) -> None:
     """Print one JSON object; what JSON has no form for, such as a tier's path, is printed as text."""
-    print(json.dumps(result, indent=2, default=str))
+    _write(json.dumps(result, indent=2, default=str) + "\n")
 
 
 def print_text(text: str) -> None:
     """Print a line for people, exactly as it is."""
-    _console().print(text, markup=False, highlight=False, soft_wrap=True)
+    _write(text + "\n")
 
 
 def print_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", numbers: bool = True
 ) -> None:
-    """Print a table for people.
+    """Print a table for people. Where it is wider than the terminal, only a last column of text is folded.
 
     Args:
         columns: The heads.
@@ -43,19 +55,55 @@ def print_table(
         numbers: Whether all columns but the first hold numbers, which are aligned to the right.
     """
     from rich import box
+    from rich.measure import Measurement
     from rich.table import Table
     from rich.text import Text
 
-    console = _console()
-    if title:
-        console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for index, column in enumerate(columns):
-        is_number = numbers and index > 0
-        table.add_column(column, justify="right" if is_number else "left", overflow="fold")
+        is_folded = not numbers and index == len(columns) - 1
+        table.add_column(
+            column,
+            justify="right" if numbers and index > 0 else "left",
+            overflow="fold",
+            no_wrap=not is_folded,
+            min_width=_FOLDED_WIDTH_MIN if is_folded else max(len(row[index]) for row in [columns, *rows]),
+        )
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    console.print(table)
+    console = _console()
+    # A narrow terminal breaks lines; rich would leave numbers out.
+    console.width = max(
+        console.width, Measurement.get(console, console.options.update(width=_WIDTH_MAX), table).minimum
+    )
+    with console.capture() as captured:
+        if title:
+            console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
+        console.print(table)
+    lines = [line.rstrip() for line in captured.get().splitlines()]
+    _write("\n".join(lines).lstrip("\n") + "\n")
+
+
+def flush_output() -> None:
+    """Hand on what was printed.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
+    _write("", flush=True)
+
+
+def _write(text: str, *, flush: bool = False) -> None:
+    """Write to standard output. Once that has failed, it leads to nowhere, so that nothing fails on it again."""
+    try:
+        sys.stdout.write(text)
+        if flush:
+            sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise ReaderGoneError("its reader has gone") from error
+        raise OutputError(error.strerror) from error
 
 
 @contextmanager

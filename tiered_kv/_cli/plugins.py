@@ -17,7 +17,7 @@ _QUANTITIES = {"iB": "size", "ms": "duration"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Lists every tier type that a stack's file can name, and the settings of its entry."
+    parser.description = "List every tier type that a stack's file can name, and the settings of its entry."
 
 
 def run(args: argparse.Namespace) -> Status:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
-from tiered_kv._cli.arguments import positive_int, seconds
+from tiered_kv._cli.arguments import positive_int, seconds, whole_number
 from tiered_kv._cli.output import interrupt_flag, print_json, print_table, print_text, progress
 from tiered_kv._cli.status import Status
 from tiered_kv.errors import ConfigError
@@ -53,19 +53,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=positive_int,
         default=drive.concurrency,
-        help="requests that run at once (%(default)s)",
+        help="requests that run at once (default: %(default)s)",
     )
     parser.add_argument(
         "--request-timeout",
         metavar="TIME",
         type=seconds,
         default=drive.request_timeout_s,
-        help="how long a request waits for its prefix, such as 250ms; the rest then counts as missed (5s)",
+        help="how long a request waits for its prefix, such as 250ms; the rest then counts as missed (default: 5s)",
     )
     chats = parser.add_argument_group("built-in chats", "multi-turn chats that share system prompts")
     for name, about in _CHAT_OPTIONS.items():
         default = getattr(ChatWorkload(), name)
-        chats.add_argument(f"--{name.replace('_', '-')}", metavar="N", type=int, help=f"{about} ({default})")
+        about = f"{about} (default: {default})"
+        chats.add_argument(f"--{name.replace('_', '-')}", metavar="N", type=whole_number, help=about)
 
 
 @dataclass(frozen=True, slots=True)

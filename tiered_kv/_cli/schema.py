@@ -11,8 +11,8 @@ from tiered_kv.schema import stack_schema
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Prints the JSON schema of a stack's file, with the settings of every tier type found here. For an editor "
-        "with a YAML language server, keep it with `tiered-kv schema > stack.schema.json` and begin the stack's file "
+        "Print the JSON schema of a stack's file, with the settings of every tier type found here. For an editor "
+        "with a YAML language server, save it with `tiered-kv schema > stack.schema.json` and begin the stack's file "
         "with `# yaml-language-server: $schema=stack.schema.json`."
     )
 

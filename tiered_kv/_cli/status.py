@@ -15,3 +15,5 @@ class Status(IntEnum):
     """The verb could not do its work; standard error says why. argparse uses the same for wrong usage."""
     INTERRUPTED = 130
     """Ctrl-C, as shells number it: 128 and the signal."""
+    READER_GONE = 141
+    """Whoever read the output has gone (`| head`), as shells number it: 128 and SIGPIPE."""

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from tiered_kv.errors import ConfigError
+from tiered_kv.units import format_bytes, rounded_bytes
 
 SHARED_MEMORY_DIRECTORY = Path("/dev/shm")
 
@@ -35,7 +36,8 @@ class PrimaryRegion:
         block_bytes: Bytes of a row, at least 1.
         name: None for private memory; otherwise the name of a file to create in /dev/shm, mode 0600. Call
             `unlink` once every worker has attached, so that a killed process leaves nothing behind.
-        huge_pages: Ask the kernel for transparent huge pages; it may decline.
+        huge_pages: Ask the kernel for transparent huge pages; it may decline. A disk moves blocks in them up to half
+            as fast again, since one request then covers megabytes and not a list of single pages.
         prefault: Touch every page now, so that the first stores do not pay for it.
         numa_node: Bind the memory to this node.
 
@@ -51,7 +53,7 @@ class PrimaryRegion:
         block_bytes: int,
         *,
         name: str | None = None,
-        huge_pages: bool = False,
+        huge_pages: bool = True,
         prefault: bool = False,
         numa_node: int | None = None,
     ) -> None:
@@ -90,7 +92,10 @@ class PrimaryRegion:
         try:
             found = os.fstat(fd).st_size
             if found != wanted:
-                raise ConfigError(f"the region {path} has {found} bytes; {num_blocks} x {block_bytes} were expected")
+                raise ConfigError(
+                    f"expected {num_blocks} blocks of {format_bytes(block_bytes)} in the region {path}, "
+                    f"found {format_bytes(found)}"
+                )
             mapping = mmap.mmap(fd, wanted)
         finally:
             os.close(fd)
@@ -130,7 +135,7 @@ class PrimaryRegion:
             code = int(cudart.cudaHostRegister(self.array.ctypes.data, self.array.nbytes, 0))
             if code:
                 raise ConfigError(
-                    f"CUDA cannot pin {self.array.nbytes} bytes (cudaHostRegister: error {code}); "
+                    f"CUDA cannot pin {rounded_bytes(self.array.nbytes)} (cudaHostRegister: error {code}); "
                     "lower primary.capacity or raise the limit of locked memory (ulimit -l)"
                 )
             self.is_pinned = True
@@ -173,9 +178,13 @@ def _map_private(size_bytes: int) -> mmap.mmap:
         return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"cannot map {size_bytes} bytes of memory ({error}); lower primary.capacity",
+            f"cannot map {rounded_bytes(size_bytes)} of memory: {_reason(error)}; lower it",
             location="primary.capacity",
         ) from error
+
+
+def _reason(error: OSError | OverflowError) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else "that is more than there can be"
 
 
 def _shared_path(name: str) -> Path:
@@ -189,7 +198,10 @@ def _create_shared(path: Path, size_bytes: int) -> mmap.mmap:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except FileExistsError as error:
-        raise ConfigError(f"{path} exists: another process uses this name, or one that was killed left it") from error
+        raise ConfigError(
+            f"{path} exists: another process uses this name, or one that was killed left it; "
+            "delete it if no process uses it"
+        ) from error
     except OSError as error:
         raise ConfigError(f"cannot create {path}: {error.strerror}") from error
     try:
@@ -197,7 +209,7 @@ def _create_shared(path: Path, size_bytes: int) -> mmap.mmap:
         free = status.f_bavail * status.f_frsize
         if free < size_bytes:
             raise ConfigError(
-                f"{path.parent} has {free} bytes free and the region needs {size_bytes}; "
+                f"{path.parent} has {rounded_bytes(free)} free and the region needs {rounded_bytes(size_bytes)}; "
                 "lower primary.capacity, or enlarge it (mount -o remount,size=...)"
             )
         os.posix_fallocate(fd, 0, size_bytes)
@@ -205,7 +217,7 @@ def _create_shared(path: Path, size_bytes: int) -> mmap.mmap:
     except BaseException as error:
         path.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise ConfigError(f"cannot size {path} to {size_bytes} bytes: {error.strerror}") from error
+            raise ConfigError(f"cannot size {path} to {rounded_bytes(size_bytes)}: {error.strerror}") from error
         raise
     finally:
         os.close(fd)

@@ -51,9 +51,9 @@ class BenchSettings:
     def __post_init__(self) -> None:
         for name in ("blocks", "batch", "rounds"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"must be at least 1, and is {getattr(self, name)}", location=name)
+                raise ConfigError(f"expected at least 1, found {getattr(self, name)}", location=name)
         if self.timeout_s <= 0:
-            raise ConfigError(f"must be more than 0, and is {self.timeout_s}", location="timeout_s")
+            raise ConfigError(f"expected more than 0, found {self.timeout_s}", location="timeout_s")
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,9 +49,9 @@ class ChatWorkload:
     def __post_init__(self) -> None:
         for name in ("chats", "turns", "active_chats", "turn_blocks", "system_prompts"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"must be at least 1, and is {getattr(self, name)}", location=name)
+                raise ConfigError(f"expected at least 1, found {getattr(self, name)}", location=name)
         if self.system_blocks < 0:
-            raise ConfigError(f"must be at least 0, and is {self.system_blocks}", location="system_blocks")
+            raise ConfigError(f"expected at least 0, found {self.system_blocks}", location="system_blocks")
 
     @property
     def requests_total(self) -> int:

@@ -53,10 +53,10 @@ class ReplaySettings:
     def __post_init__(self) -> None:
         for name in ("concurrency", "lookup_blocks", "store_blocks"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"must be at least 1, and is {getattr(self, name)}", location=name)
+                raise ConfigError(f"expected at least 1, found {getattr(self, name)}", location=name)
         for name in ("request_timeout_s", "drain_timeout_s"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"must not be negative, and is {getattr(self, name)}", location=name)
+                raise ConfigError(f"expected at least 0, found {getattr(self, name)}", location=name)
 
 
 def replay(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tiered_kv.errors import ConfigError
+from tiered_kv.units import format_bytes
 from tiered_kv.workload.request import HASH_ID_MAX, Request
 
 LINE_BYTES_MAX = 4 << 20
@@ -28,7 +29,7 @@ def read_trace(path: Path, *, requests_max: int | None = None) -> Iterator[Reque
         requests_max: Stop after this many; None for all.
 
     Raises:
-        ConfigError: The file cannot be read, or a line is not a request; the message names file and line.
+        ConfigError: The file cannot be read or is empty, or a line is not a request; the message names file and line.
     """
     try:
         with path.open("rb") as file:
@@ -37,13 +38,15 @@ def read_trace(path: Path, *, requests_max: int | None = None) -> Iterator[Reque
             while requests_max is None or count < requests_max:
                 line = file.readline(LINE_BYTES_MAX + 1)
                 if not line:
-                    return
+                    break
                 number += 1
                 if len(line) > LINE_BYTES_MAX:
-                    _reject(path, number, f"the line is longer than {LINE_BYTES_MAX} bytes")
+                    _reject(path, number, f"the line is longer than {format_bytes(LINE_BYTES_MAX)}")
                 if line.strip():
                     yield _parse(path, number, line)
                     count += 1
+            if not count and requests_max != 0:
+                raise ConfigError("the trace is empty: expected a request in each line", location=str(path))
     except OSError as error:
         raise ConfigError(f"cannot read the trace {path}: {error.strerror}") from error
 
@@ -54,7 +57,7 @@ def _parse(path: Path, number: int, line: bytes) -> Request:
     except (ValueError, RecursionError) as error:
         _reject(path, number, f"not a JSON object: {error}")
     if not isinstance(entry, dict):
-        _reject(path, number, f"wanted a JSON object, found {_shown(entry)}")
+        _reject(path, number, f"expected a JSON object, found {_shown(entry)}")
     return Request(
         timestamp_ms=_whole(path, number, entry, "timestamp"),
         input_length=_whole(path, number, entry, "input_length"),
