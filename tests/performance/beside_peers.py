@@ -24,6 +24,7 @@ from typing import Any  # what a script prints
 HERE = Path(__file__).parent
 SIZES = ((65536, 16384), (1 << 20, 1024))
 TIMEOUT_S = 900
+PARTS = ("nvme", "open", "step", "manager")
 
 
 @dataclass
@@ -35,20 +36,22 @@ class Measurements:
     peers: Path
     samples: defaultdict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
 
-    def round(self) -> None:
-        """Run every side once."""
-        self._disk_limit()
-        for block_bytes, blocks in SIZES:
-            self._throughput(block_bytes, blocks)
-        full = self._ours("nvme_rates.py", "--capacity-blocks", "16384", "--blocks", "49152")
-        self._add("store 64 KiB while full", "ours", full["full_store_gb_per_s"])
-        self._add("store 64 KiB while full", "own empty rate", full["empty_store_gb_per_s"])
-        opened = self._ours("open_directory.py", "--rounds", "1")
-        self._add("open 1,000,000 blocks (s)", "ours", opened["open_seconds"][0])
-        steps = self._ours("step_latency.py")
-        self._add("step p99 (us)", "ours", steps["busy_step_us"]["p99"])
-        self._add("step p99 (us)", "own idle step", steps["idle_step_us"]["p99"])
-        self._manager()
+    def round(self, parts: Sequence[str]) -> None:
+        """Run every side of `parts` once."""
+        if "nvme" in parts:
+            self._disk_limit()
+            for block_bytes, blocks in SIZES:
+                self._throughput(block_bytes, blocks)
+        if "open" in parts:
+            opened = self._ours("open_directory.py", "--rounds", "1")
+            self._add("open 1,000,000 blocks (s)", "ours", opened["open_seconds"][0])
+        if "step" in parts:
+            steps = self._ours("step_latency.py")
+            for percentile in ("p50", "p99"):
+                self._add(f"step {percentile} (us)", "ours", steps["busy_step_us"][percentile])
+                self._add(f"step {percentile} (us)", "own idle step", steps["idle_step_us"][percentile])
+        if "manager" in parts:
+            self._manager()
 
     def table(self, rows: Sequence[tuple[str, str, str]]) -> str:
         """Return a Markdown table of (what, of whom, at least) against this project."""
@@ -70,10 +73,15 @@ class Measurements:
         with tempfile.TemporaryDirectory(dir=self.directory) as path:
             adapter = json.dumps({"type": "fs_native", "base_path": path, "num_workers": 8, "use_odirect": True})
             lmcache = _run([str(self.peers / "lmcache/run"), str(self.bench / "lmcache_l2.py"), *size, adapter])
+        full = self._ours("nvme_rates.py", *size[:2], "--blocks", str(3 * blocks), "--capacity-blocks", str(blocks))
         for direction in ("store", "load"):
             what = f"{direction} {label} (GB/s)"
             for whom, rates in (("ours", ours), ("vLLM fs", vllm), ("LMCache fs_native", lmcache)):
                 self._add(what, whom, rates[f"{direction}_gb_per_s"])
+        what = f"store {label} while full (GB/s)"
+        self._add(what, "ours", full["full_store_gb_per_s"])
+        self._add(what, "own empty rate", full["empty_store_gb_per_s"])
+        self._add(what, "vLLM fs", vllm["store_gb_per_s"])
 
     def _disk_limit(self) -> None:
         output = subprocess.run(
@@ -86,7 +94,8 @@ class Measurements:
         for line in output.splitlines():
             mode, rate, _ = line.split()
             for label in ("64 KiB", "1 MiB"):
-                self._add(f"{'store' if mode == 'write' else 'load'} {label} (GB/s)", "fio", float(rate))
+                for what in [f"store {label}", f"store {label} while full"] if mode == "write" else [f"load {label}"]:
+                    self._add(f"{what} (GB/s)", "fio", float(rate))
 
     def _manager(self) -> None:
         ours = self._ours("manager_rates.py", directory=False)
@@ -118,12 +127,18 @@ ROWS = (
     ("load 64 KiB (GB/s)", "LMCache fs_native", ""),
     ("store 1 MiB (GB/s)", "LMCache fs_native", ""),
     ("load 1 MiB (GB/s)", "LMCache fs_native", ""),
-    ("store 64 KiB while full", "own empty rate", "0.7 x"),
+    ("store 64 KiB while full (GB/s)", "own empty rate", "0.7 x"),
+    ("store 1 MiB while full (GB/s)", "own empty rate", "0.7 x"),
+    ("store 64 KiB while full (GB/s)", "vLLM fs", "3 x"),
+    ("store 1 MiB while full (GB/s)", "vLLM fs", "1.3 x"),
+    ("store 64 KiB while full (GB/s)", "fio", "0.9 x"),
+    ("store 1 MiB while full (GB/s)", "fio", "0.9 x"),
     ("open 1,000,000 blocks (s)", "", "2 s"),
     ("manager store (keys/s)", "vLLM manager", "3 x"),
     ("manager lookup_hit (keys/s)", "vLLM manager", "3 x"),
     ("manager lookup_miss (keys/s)", "vLLM manager", "3 x"),
     ("manager load (keys/s)", "vLLM manager", "3 x"),
+    ("step p50 (us)", "own idle step", ""),
     ("step p99 (us)", "own idle step", "at most 3 x, under 300 us"),
 )
 
@@ -148,11 +163,12 @@ def main() -> None:
     parser.add_argument("--bench", type=Path, required=True)
     parser.add_argument("--peers", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure; by default all")
     arguments = parser.parse_args()
     measurements = Measurements(arguments.directory, arguments.bench, arguments.peers)
     for number in range(arguments.rounds):
         print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr)
-        measurements.round()
+        measurements.round(arguments.parts)
     print(measurements.table(ROWS))
 
 
