@@ -169,20 +169,27 @@ class Directory:
         fd = os.open(LOCK_NAME, OPEN_FLAGS | os.O_CREAT, FILE_MODE, dir_fd=self.fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
-            os.close(fd)
-            if owner == str(os.getpid()):
-                message = (
-                    f"{self.path} is in use by another tier of this process, or by process {owner} of another "
-                    "container; give each tier its own directory"
-                )
-            else:
-                message = f"{self.path} is in use by process {owner}; stop it, or give this stack its own directory"
-            raise TierBusyError(message, tier=self._tier, operation="open") from error
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        except BaseException as error:
+            try:
+                if isinstance(error, BlockingIOError):
+                    raise self._busy(fd) from error
+                raise
+            finally:
+                os.close(fd)  # a descriptor that is forgotten here would hold the lock for ever
         return fd
+
+    def _busy(self, lock_fd: int) -> TierBusyError:
+        owner = os.pread(lock_fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        if owner == str(os.getpid()):
+            message = (
+                f"{self.path} is in use by another tier of this process, or by process {owner} of another "
+                "container; give each tier its own directory"
+            )
+        else:
+            message = f"{self.path} is in use by process {owner}; stop it, or give this stack its own directory"
+        return TierBusyError(message, tier=self._tier, operation="open")
 
     def _remove_leftovers(self) -> None:
         """Remove what a crash while opening may have left."""
@@ -273,13 +280,23 @@ def _sizes(entry: os.DirEntry[str], directory_fd: int) -> tuple[int, int]:
     """Return the size of an entry and what it occupies, a directory with all that is in it; 0 for what has vanished."""
     try:
         status = entry.stat(follow_symlinks=False)
-        occupied_bytes = status.st_blocks * 512
-        if entry.is_dir(follow_symlinks=False):
-            occupied_bytes = sum(
-                os.fstat(fd).st_blocks * 512
-                + sum(os.stat(name, dir_fd=fd, follow_symlinks=False).st_blocks * 512 for name in names)
-                for _, _, names, fd in os.fwalk(entry.name, dir_fd=directory_fd)
-            )
     except OSError:
         return 0, 0
+    occupied_bytes = status.st_blocks * 512
+    if entry.is_dir(follow_symlinks=False):
+        inside_bytes = 0
+        try:
+            for _, _, names, fd in os.fwalk(entry.name, dir_fd=directory_fd):
+                inside_bytes += os.fstat(fd).st_blocks * 512 + sum(_occupied_bytes(name, fd) for name in names)
+        except OSError:
+            pass  # it has vanished, or is not ours to look into: what was seen of it counts
+        occupied_bytes = max(occupied_bytes, inside_bytes)
     return status.st_size, occupied_bytes
+
+
+def _occupied_bytes(name: str, directory_fd: int) -> int:
+    """Return what a file occupies; 0 if it has vanished."""
+    try:
+        return os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_blocks * 512
+    except OSError:
+        return 0

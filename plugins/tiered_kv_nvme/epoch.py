@@ -1,65 +1,95 @@
 """The epoch of a directory: a random number that every batch carries.
 
-A batch whose epoch is not the directory's holds nothing. So a reset of the cache is the store of one number, and it
-must survive the process without I/O on the thread that resets: the number lives in a file that is
-mapped shared, where a store is the kernel's at once, whatever becomes of the process.
+A batch whose epoch is not the directory's holds nothing. So a reset of the cache is one small write to a file. It is
+buffered: what is in the kernel's page cache survives the process, and `sync` makes it survive a power failure.
 """
 
 from __future__ import annotations
 
-import mmap
+import errno
 import os
 import secrets
+import struct
+import threading
 
 from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS
 from tiered_kv_nvme.layout import PAGE_BYTES
 
 EPOCH_NAME = "epoch"
 
-_MAGIC = int.from_bytes(b"TKVNEPO1", "little")
+_MAGIC = b"TKVNEPO1"
 _MASK = (1 << 64) - 1
+_RECORD = struct.Struct("<8sQQ")  # magic, epoch, the epoch with every bit inverted
 
 
 class Epoch:
-    """The mapped epoch file.
+    """The epoch file.
 
     A file that is missing, damaged or half written makes a new epoch: losing blocks is allowed, bringing
     reset ones back is not.
 
     Args:
         directory_fd: The directory, open.
+
+    Raises:
+        OSError: The file cannot be read or written.
     """
 
     def __init__(self, directory_fd: int) -> None:
-        fd = os.open(EPOCH_NAME, OPEN_FLAGS | os.O_CREAT, FILE_MODE, dir_fd=directory_fd)
+        self._lock = threading.Lock()  # for the order of writes; not held while the device is waited for
+        self._fd = os.open(EPOCH_NAME, OPEN_FLAGS | os.O_CREAT, FILE_MODE, dir_fd=directory_fd)
         try:
-            if os.fstat(fd).st_size != PAGE_BYTES:
-                os.ftruncate(fd, 0)
-                os.posix_fallocate(fd, 0, PAGE_BYTES)
-            self._map = mmap.mmap(fd, PAGE_BYTES)
-        finally:
-            os.close(fd)
-        # Words, not bytes: each is stored by one instruction and so is never half written.
-        self._words = memoryview(self._map).cast("Q")
-        magic, value, complement = self._words[0], self._words[1], self._words[2]
-        self.value = value
-        """The epoch of what is stored now."""
-        if magic != _MAGIC or value != complement ^ _MASK:
-            self.renew()
-            self._words[0] = _MAGIC
-            self.sync()
+            if os.fstat(self._fd).st_size != PAGE_BYTES:
+                os.ftruncate(self._fd, 0)
+                os.posix_fallocate(self._fd, 0, PAGE_BYTES)
+            record = os.pread(self._fd, _RECORD.size, 0)
+            magic, value, complement = _RECORD.unpack(record.ljust(_RECORD.size, b"\0"))
+            self.value = value
+            """The epoch of what is stored now."""
+            self._written = magic == _MAGIC and value == complement ^ _MASK
+            if not self._written:
+                self.renew()
+                self.sync()
+        except BaseException:
+            os.close(self._fd)
+            raise
 
     def renew(self) -> None:
-        """Void everything that was stored before. Does no I/O; `sync` makes it outlast a power failure."""
-        self.value = secrets.randbits(64)
-        self._words[1] = self.value
-        self._words[2] = self.value ^ _MASK
+        """Void everything that was stored before: one small buffered write.
+
+        Raises:
+            OSError: The new epoch holds, but is not in the file; `sync` tries again.
+        """
+        with self._lock:
+            self.value = secrets.randbits(64)
+            self._written = False
+            self._write()
 
     def sync(self) -> None:
-        """Wait until the epoch is on the device."""
-        self._map.flush()
+        """Wait until the epoch is on the device.
+
+        Raises:
+            OSError: It is not.
+        """
+        with self._lock:
+            if not self._written:
+                self._write()
+            fd = self._fd
+        try:
+            os.fdatasync(fd)
+        except OSError:
+            self._written = False  # the kernel may have dropped the page
+            raise
 
     def close(self) -> None:
-        """Unmap the file."""
-        self._words.release()
-        self._map.close()
+        """Close the file."""
+        with self._lock:
+            fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _write(self) -> None:
+        record = _RECORD.pack(_MAGIC, self.value, self.value ^ _MASK)
+        if os.pwrite(self._fd, record, 0) != len(record):
+            raise OSError(errno.EIO, "the epoch was written in part")
+        self._written = True

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
+from collections.abc import Set
 from dataclasses import dataclass
 from enum import Enum
 
@@ -42,14 +44,28 @@ class SegmentFiles:
     segment_bytes: int
     capacity_bytes: int
 
-    def create(self, slot: int, generation: int) -> Segment | NoSegment:
-        """Make and preallocate the file of a free segment, if the capacity has room for it."""
-        if self.excess_bytes() + self.segment_bytes + SEGMENT_RESERVE_BYTES > 0:
-            return NoSegment.AT_CAPACITY
-        name = self.directory.segment_name(slot)
+    def create(self, taken: Set[int], generation: int) -> Segment | NoSegment:
+        """Make and preallocate the file of a free segment, if the capacity has room for it.
+
+        Args:
+            taken: The slots of all segments. A segment file in another slot is one that could not be deleted;
+                it is deleted now, or its slot avoided.
+            generation: The segment's.
+        """
+        slot = -1
         flags = OPEN_FLAGS | os.O_CREAT | os.O_EXCL | self.direct.flag
         fd = -1
         try:
+            listing = self.directory.list()
+            stray = [slot for slot in listing.segments if slot not in taken]
+            if stray:
+                for slot in stray:
+                    self._delete(slot)
+                listing = self.directory.list()
+            if listing.claimed_bytes + self.segment_bytes + SEGMENT_RESERVE_BYTES > self.capacity_bytes:
+                return NoSegment.AT_CAPACITY
+            slot = next(slot for slot in itertools.count() if slot not in taken and slot not in listing.segments)
+            name = self.directory.segment_name(slot)
             fd = os.open(name, flags, FILE_MODE, dir_fd=self.directory.fd)
             self.disk.fallocate(fd, self.segment_bytes)
             segment = Segment(slot, fd, self.segment_bytes, generation)
@@ -120,14 +136,20 @@ class SegmentFiles:
 
     def delete(self, segment: Segment) -> None:
         """Close the file and give its space back."""
-        os.close(segment.fd)
-        self._unlink(segment.slot)
-        self.counters.add("deleted_segments")
+        try:
+            os.close(segment.fd)
+        except OSError:
+            self.counters.add("io_errors")
+        self._delete(segment.slot)
 
     def discard(self, slot: int) -> None:
         """Delete a file that holds nothing that can be used."""
         self._unlink(slot)
         self.counters.add("discarded_segments")
+
+    def _delete(self, slot: int) -> None:
+        if self._unlink(slot):
+            self.counters.add("deleted_segments")
 
     def _write_header(self, segment: Segment, generation: int) -> None:
         page = Scratch().take(PAGE_BYTES)
@@ -137,8 +159,10 @@ class SegmentFiles:
         write_fully(self.disk, segment.fd, [page], 0)
         self.disk.datasync(segment.fd)
 
-    def _unlink(self, slot: int) -> None:
+    def _unlink(self, slot: int) -> bool:
         try:
             os.unlink(self.directory.segment_name(slot), dir_fd=self.directory.fd)
         except OSError:
             self.counters.add("io_errors")
+            return False
+        return True

@@ -23,6 +23,8 @@ PAGE_BYTES = 4096
 """Alignment of everything that a direct transfer begins or ends at."""
 KEY_BYTES_MAX = 1024
 CHECKSUM_BYTES = 16
+_NUMBER_MAX = (1 << 63) - 1
+"""No size, offset or number that is read is greater: it is an offset for the system, and one more can be written."""
 
 _SEGMENT_MAGIC = b"TKVNSEG1"
 _BATCH_MAGIC = b"TKVNBAT1"
@@ -85,7 +87,9 @@ class SegmentHeader:
         version, page_bytes, *fields = _SEGMENT.unpack_from(page, _PROLOGUE.size)
         if version != FORMAT_VERSION or page_bytes != PAGE_BYTES:
             return None
-        return cls(*fields)
+        header = cls(*fields)
+        fits = 2 * PAGE_BYTES <= header.segment_bytes <= _NUMBER_MAX and header.segment_bytes % PAGE_BYTES == 0
+        return header if fits and header.generation < _NUMBER_MAX else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +180,12 @@ class Summary:
         """Return the footer in `page`, or None if it is damaged or was never written."""
         if not _intact(page, _SUMMARY_MAGIC):
             return None
-        return cls(*_SUMMARY.unpack_from(page, _PROLOGUE.size))
+        summary = cls(*_SUMMARY.unpack_from(page, _PROLOGUE.size))
+        fits = (
+            PAGE_BYTES <= summary.end_offset <= summary.segment_bytes - PAGE_BYTES
+            and summary.end_offset % PAGE_BYTES == summary.table_bytes % PAGE_BYTES == 0
+        )
+        return summary if fits and summary.sequence < _NUMBER_MAX else None
 
 
 class Entry(NamedTuple):
@@ -233,13 +242,20 @@ class EntryTable:
         )
 
     def append(self, keys: Sequence[OffloadKey], entries: Sequence[Entry]) -> None:
-        """Add the blocks of one batch."""
-        self.offsets.extend([entry.offset for entry in entries])
-        self.stored_bytes.extend([entry.stored_bytes for entry in entries])
-        self.codecs.extend([entry.codec for entry in entries])
-        self.checksums += b"".join([entry.checksum for entry in entries])
-        self.used += bytes(len(entries))
-        self.keys += keys
+        """Add the blocks of one batch: all of them, or none if there is no memory for them."""
+        count = len(self.keys)
+        try:
+            self.offsets.extend([entry.offset for entry in entries])
+            self.stored_bytes.extend([entry.stored_bytes for entry in entries])
+            self.codecs.extend([entry.codec for entry in entries])
+            self.checksums += b"".join([entry.checksum for entry in entries])
+            self.used += bytes(len(entries))
+            self.keys += keys
+        except BaseException:  # columns of different lengths would give later entries the wrong numbers
+            for column in (self.offsets, self.stored_bytes, self.codecs, self.used, self.keys):
+                del column[count:]
+            del self.checksums[count * CHECKSUM_BYTES :]
+            raise
 
     def extend(self, other: EntryTable) -> None:
         """Add another table's entries after the own ones."""
@@ -268,10 +284,13 @@ class EntryTable:
             return None
         columns = np.frombuffer(table[:keys_offset], dtype=_ENTRY_COLUMNS)
         lengths = columns["key"]
-        ends = columns["offset"] + columns["stored"]
+        offsets = columns["offset"]
+        ends = offsets + columns["stored"]
         if (
             int(lengths.sum(dtype=np.int64)) > len(table) - keys_offset
             or (columns["stored"] > bounds.stored_bytes_max).any()
+            or ((lengths == 0) | (lengths > KEY_BYTES_MAX)).any()
+            or (offsets > bounds.end_offset_max).any()  # for itself too: the sum may have overflowed
             or (ends > bounds.end_offset_max).any()
         ):
             return None
@@ -290,7 +309,7 @@ def _split(blob: bytes, lengths: list[int]) -> list[OffloadKey]:
     if not lengths:
         return []
     size = lengths[0]
-    if lengths.count(size) == len(lengths) and size:  # the usual case, and five times as fast
+    if lengths.count(size) == len(lengths):  # the usual case, and five times as fast
         return [OffloadKey(blob[at : at + size]) for at in range(0, size * len(lengths), size)]
     keys: list[OffloadKey] = []
     at = 0

@@ -210,6 +210,8 @@ class SegmentPool:
         assert not segment.readers
         assert not segment.writers
         del self.segments[segment.slot]
+        if not self.can_relocate and Stream.RELOCATIONS in self._active:
+            self._retire(Stream.RELOCATIONS)  # or there would be none left for stores
 
     def note_growth(self, *, refused: bool) -> None:
         """Locked. Say whether the disk, or the capacity, has no room for another segment."""

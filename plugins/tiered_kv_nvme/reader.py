@@ -112,6 +112,7 @@ class BlockReader:
         wanted, epoch = self._pin(keys, blocks)
         slots = {item.segment.slot for item in wanted}
         loaded: set[OffloadKey] = set()
+        failed: set[OffloadKey] = set()  # a key that is asked for twice is loaded if both its blocks are
         corrupt: list[Wanted] = []
         reason = "absent" if len(wanted) < len(keys) else ""
         try:
@@ -121,12 +122,14 @@ class BlockReader:
                 except OSError:
                     self._counters.add("io_errors")
                     reason = "io_error"
+                    failed.update(item.key for item in run.blocks)
                     continue
                 for item in run.blocks:
                     if item.ordinal in sound:
                         item.segment.table.used[item.ordinal] = 1
                         loaded.add(item.key)
                     else:
+                        failed.add(item.key)
                         corrupt.append(item)
         finally:
             still_valid = self._unpin(slots, corrupt, epoch)
@@ -134,6 +137,7 @@ class BlockReader:
             reason = "checksum"
         if not still_valid:
             return Outcome((), "reset")
+        loaded -= failed
         return ALL_DONE if len(loaded) == len(set(keys)) else Outcome(loaded, reason)
 
     def read_stored(self, segment: Segment, ordinals: Sequence[int], buffer: Scratch) -> list[memoryview | None]:

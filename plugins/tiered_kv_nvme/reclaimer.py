@@ -145,10 +145,9 @@ class Reclaimer:
         if time.monotonic() < self._grow_after_s:
             return False
         with self._pool.changed:
-            count = len(self._pool.segments)
-            slot = next(slot for slot in range(count + 1) if slot not in self._pool.segments)
+            taken = frozenset(self._pool.segments)
             generation = self._pool.next_generation()
-        segment = self._files.create(slot, generation)
+        segment = self._files.create(taken, generation)
         with self._pool.changed:
             self._pool.note_growth(refused=segment in (NoSegment.NO_SPACE, NoSegment.AT_CAPACITY))
         if isinstance(segment, NoSegment):
@@ -168,16 +167,22 @@ class Reclaimer:
             void = segment.epoch != self._pool.epoch
             resets = self._pool.resets
             can_relocate = self._pool.can_relocate
-        if not void and can_relocate:
-            self._relocate(segment, resets)
-        self._drop(segment)
-        with self._pool.changed:
-            if segment.readers:
-                self._pool.changed.wait(_RETRY_S)
-            if segment.readers:
-                segment.state = SegmentState.SEALED
-                return False
-        self._use_again(segment)
+        try:
+            if not void and can_relocate:
+                self._relocate(segment, resets)
+            self._drop(segment)
+            with self._pool.changed:
+                if segment.readers:
+                    self._pool.changed.wait(_RETRY_S)
+                if segment.readers:
+                    segment.state = SegmentState.SEALED
+                    return False
+            self._use_again(segment)
+        except BaseException:
+            with self._pool.changed:  # or nobody would ever choose it again
+                if segment.state is SegmentState.RECLAIMING:
+                    segment.state = SegmentState.SEALED
+            raise
         return True
 
     def _relocate(self, segment: Segment, resets: int) -> None:
@@ -252,7 +257,12 @@ class Reclaimer:
         now_s = time.monotonic()
         if now_s < self._excess_after_s:
             return False
-        if self._files.excess_bytes() > 0:
+        try:
+            excess_bytes = self._files.excess_bytes()
+        except OSError:  # too many open files, say: no reason to delete anything
+            self._counters.add("io_errors")
+            return False
+        if excess_bytes > 0:
             return True
         self._excess_after_s = now_s + _GROW_RETRY_S
         return False

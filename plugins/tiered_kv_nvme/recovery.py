@@ -11,6 +11,7 @@ import errno
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 from tiered_kv_nvme.disk import Disk, Scratch, read_fully
 from tiered_kv_nvme.files import SegmentFiles
@@ -27,6 +28,8 @@ from tiered_kv_nvme.layout import (
 from tiered_kv_nvme.pool import SegmentPool
 from tiered_kv_nvme.segment import Segment, SegmentState
 
+_T = TypeVar("_T")
+
 
 def recover(files: SegmentFiles, pool: SegmentPool, index: Index, *, threads: int) -> None:
     """Fill `pool` and `index` from the directory; unusable segments, and those over the capacity, are deleted.
@@ -37,13 +40,23 @@ def recover(files: SegmentFiles, pool: SegmentPool, index: Index, *, threads: in
         threads: How many segments are read at once.
 
     Raises:
-        OSError: A segment file cannot be opened; nothing is left open.
+        OSError: A segment file cannot be opened, or there is no memory to read it; nothing is left open.
     """
     slots = files.directory.list().segments
     with ThreadPoolExecutor(threads, thread_name_prefix="tiered-kv-nvme-recovery") as executor:
         scans = [executor.submit(_Scan(files, slot, pool.epoch).run) for slot in slots]
     found = sorted(_results(scans), key=_newest_last(pool.epoch))
-    found = _within_capacity(files, found)
+    try:
+        _delete_excess(files, found)
+        _adopt(found, pool, index)
+    except BaseException:
+        _close(found)
+        raise
+    files.counters.add("recovered_blocks", len(index.places))
+
+
+def _adopt(found: Sequence[Segment], pool: SegmentPool, index: Index) -> None:
+    """Add segments, the oldest first, and go on with the newest that has room."""
     resumable: Segment | None = None
     with pool.changed:
         for segment in found:
@@ -53,7 +66,6 @@ def recover(files: SegmentFiles, pool: SegmentPool, index: Index, *, threads: in
                 resumable = segment
         if resumable is not None:
             pool.resume(resumable)
-    files.counters.add("recovered_blocks", len(index.places))
 
 
 class _Scan:
@@ -79,9 +91,15 @@ class _Scan:
             return None
         try:
             segment = self._read(fd)
-        except OSError:
+        except OSError as error:  # its header: there is nothing to keep
+            if error.errno == errno.ENOMEM:
+                os.close(fd)
+                raise
             self._files.counters.add("io_errors")
             segment = None
+        except BaseException:
+            os.close(fd)
+            raise
         if segment is None:
             os.close(fd)
             self._files.discard(self._slot)
@@ -96,18 +114,33 @@ class _Scan:
         segment = Segment(self._slot, fd, header.segment_bytes, header.generation)
         self._file_bytes = os.fstat(fd).st_size
         segment.damaged = self._file_bytes < header.segment_bytes
-        summary = self._read_summary(segment)
+        summary = self._keep_what_came(self._read_summary, segment)
         if summary is not None and summary.epoch != self._epoch:
             segment.epoch = summary.epoch
             segment.state = SegmentState.SEALED
             return segment
-        batches = self._read_batches(segment)
+        batches = self._keep_what_came(self._read_batches, segment)
         if len(segment.table) or segment.damaged:
             segment.epoch = self._epoch
             segment.state = SegmentState.SEALED if summary is not None and not batches else SegmentState.FULL
         segment.reserved_blocks = len(segment.table)
         segment.key_bytes = sum(map(len, segment.table.keys))
         return segment
+
+    def _keep_what_came(self, read: Callable[[Segment], _T], segment: Segment) -> _T | None:
+        """Read a part of the segment; None if the disk failed.
+
+        What was read before stays. The segment is not written to again: what could not be read may be found by
+        the next opening, unless a summary or another batch hides it.
+        """
+        try:
+            return read(segment)
+        except OSError as error:
+            if error.errno == errno.ENOMEM:  # says nothing of the file
+                raise
+            self._files.counters.add("io_errors")
+            segment.damaged = True
+            return None
 
     def _read_summary(self, segment: Segment) -> Summary | None:
         """Fill the segment from its summary; return None if it has no sound one."""
@@ -201,19 +234,21 @@ def _results(scans: Sequence[Future[Segment | None]]) -> list[Segment]:
     failures = [error for scan in scans if (error := scan.exception()) is not None]
     segments = [found for scan in scans if not scan.exception() and (found := scan.result()) is not None]
     if failures:
-        for segment in segments:
-            os.close(segment.fd)
+        _close(segments)
         raise failures[0]
     return segments
 
 
-def _within_capacity(files: SegmentFiles, found: Sequence[Segment]) -> list[Segment]:
-    """Delete segments until the directory is within its capacity, and return those that stay."""
-    kept = list(found)
-    while kept and files.excess_bytes() > 0:
-        files.delete(kept.pop(0))
+def _delete_excess(files: SegmentFiles, found: list[Segment]) -> None:
+    """Delete segments, and take them out of `found`, until the directory is within its capacity."""
+    while found and files.excess_bytes() > 0:
+        files.delete(found.pop(0))
         files.counters.add("discarded_segments")
-    return kept
+
+
+def _close(segments: Sequence[Segment]) -> None:
+    for segment in segments:
+        os.close(segment.fd)
 
 
 def _newest_last(epoch: int) -> Callable[[Segment], tuple[bool, bool, int]]:

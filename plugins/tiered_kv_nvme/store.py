@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TierUnavailableError
-from tiered_kv.toolkit.codecs import codec_by_name
+from tiered_kv.toolkit.codecs import Codec, codec_by_name
 from tiered_kv.toolkit.jobs import Outcome
 from tiered_kv.units import rounded_bytes
 from tiered_kv_nvme.counters import Counters
@@ -80,13 +81,21 @@ class SegmentStore:
         self._options = options
         self.counters = Counters()
         self._directory = Directory(path, identity, tier=tier)
+        with ExitStack() as undo:
+            undo.callback(self._directory.close)
+            self._open(path, identity, tier, codec, disk, undo)
+            undo.pop_all()
+
+    def _open(self, path: str, identity: Identity, tier: str, codec: Codec, disk: Disk, undo: ExitStack) -> None:
+        """Make everything that works on the directory; what `undo` then holds gives it up again."""
+        options = self._options
         try:
             off = DirectIO(False, "turned off by the setting 'direct'")
             self.direct = probe_direct(disk, self._directory.fd) if options.want_direct else off
             self._epoch = Epoch(self._directory.fd)
         except OSError as error:
-            self._directory.close()
             raise TierUnavailableError(f"{path}: {reason_and_remedy(error)}", tier=tier, operation="open") from error
+        undo.callback(self._epoch.close)
         sizing = options.sizing
         self._files = SegmentFiles(
             disk, self._directory, self.direct, self.counters, sizing.segment_bytes, sizing.capacity_bytes
@@ -96,11 +105,12 @@ class SegmentStore:
         try:
             recover(self._files, self._pool, self.index, threads=options.threads)
         except OSError as error:
-            self._epoch.close()
-            self._directory.close()
             raise TierUnavailableError(
                 f"a segment in {path} cannot be opened: {error.strerror}", tier=tier, operation="open"
             ) from error
+
+        for segment in self._pool.segments.values():
+            undo.callback(os.close, segment.fd)
 
         # Memory that is not aligned, or payloads that are not whole pages, take the way through a buffer.
         whole_pages = identity.block_bytes % PAGE_BYTES == 0
@@ -148,9 +158,12 @@ class SegmentStore:
     def reset(self) -> None:
         """Forget every block, for good: what is stored now is not found again after a crash either.
 
-        Returns at once and does no I/O; a block that is being loaded is reported as failed.
+        Takes one small buffered write; a block that is being loaded is reported as failed.
         """
-        self._epoch.renew()
+        try:
+            self._epoch.renew()
+        except OSError:
+            self.counters.add("io_errors")  # the reclaimer tries again
         with self._pool.changed:
             self._pool.reset(self._epoch.value)
             self._reclaimer.forget(self.index.clear())
@@ -193,6 +206,11 @@ class SegmentStore:
             "blocks_found": self.counters.recovered_blocks,
         }
 
+    def stop_stores(self) -> None:
+        """Let stores that wait for room fail, and no other begin; loads go on."""
+        with self._pool.changed:
+            self._pool.close()
+
     def close(self, timeout_s: float = 5.0) -> bool:
         """Write the summaries that are missing and give the directory up.
 
@@ -214,14 +232,20 @@ class SegmentStore:
             idle = [segment for segment in segments if not segment.readers and not segment.writers]
             for segment in idle:
                 self._pool.remove(segment)
-        for segment in idle:
-            if segment.state is SegmentState.FULL and segment.epoch == self._pool.epoch:
-                self._files.seal(segment)
-            os.close(segment.fd)
+        with ExitStack() as release:
+            for segment in idle:
+                release.callback(os.close, segment.fd)
+            for segment in idle:
+                if segment.state is SegmentState.FULL and segment.epoch == self._pool.epoch:
+                    self._files.seal(segment)
         if len(idle) < len(segments):
             return False
-        self._epoch.sync()
-        self._epoch.close()
-        self._directory.close()
         self._released = True
+        with ExitStack() as release:
+            release.callback(self._directory.close)
+            release.callback(self._epoch.close)
+            try:
+                self._epoch.sync()
+            except OSError:
+                self.counters.add("io_errors")
         return True

@@ -82,6 +82,10 @@ class NvmeTier(BlockingTier):
     def describe(self) -> Mapping[str, object]:
         return self._store.describe()
 
+    def shutdown(self) -> None:
+        self._store.stop_stores()  # a worker that waits for room would outlast the time that closing has
+        super().shutdown()
+
     # Worker threads.
 
     def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:

@@ -221,3 +221,39 @@ def test_segments_that_cannot_be_opened_are_not_deleted(bench: StoreBench, monke
         with pytest.raises(TierUnavailableError, match="cannot be opened: Too many open files"):
             bench.open()
     assert bench.get(bench.open(), keys) == set(keys)
+
+
+@pytest.mark.parametrize("call", ["ftruncate", "pwrite"])
+def test_a_lock_that_cannot_be_signed_is_given_back(
+    bench: StoreBench, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(TierUnavailableError, match="free some space"):
+            Directory(str(bench.path), bench.identity)
+    Directory(str(bench.path), bench.identity).close()
+
+
+def test_a_file_that_vanishes_from_a_foreign_directory_counts_nothing_and_the_others_still_count(
+    bench: StoreBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = Directory(str(bench.path), bench.identity)
+    before_bytes = directory.list().used_bytes
+    (bench.path / "backup").mkdir()
+    for name in ("gone", "here"):
+        (bench.path / "backup" / name).write_bytes(bytes(1 << 20))
+    stat_really = os.stat
+
+    def stat_of_what_is_here(path: str, **options: int) -> os.stat_result:
+        if path == "gone":
+            raise FileNotFoundError(errno.ENOENT, "gone")
+        return stat_really(path, **options)  # type: ignore[arg-type]  # as `os.stat`
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", stat_of_what_is_here)
+        added_bytes = directory.list().used_bytes - before_bytes
+    directory.close()
+    assert 1 << 20 <= added_bytes < 2 << 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -11,7 +12,10 @@ import pytest
 
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys
+from tiered_kv_nvme.directory import Directory, Listing
 from tiered_kv_nvme.disk import Disk
+from tiered_kv_nvme.segment import SegmentState
+from tiered_kv_nvme.writer import BatchWriter, Relocation
 
 if TYPE_CHECKING:
     from tests.plugins.conftest import StoreBench
@@ -214,6 +218,135 @@ def test_a_disk_that_recovers_is_used_again(bench: StoreBench) -> None:
     keys = make_keys(40)
     bench.wait_until(lambda: bench.put(store, keys).successful_keys is None)
     assert bench.get(store, keys) == set(keys)
+
+
+class FaultyListing:
+    """Stands in for `Directory.list`, and fails while it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.failing = False
+        self.failures = 0
+        self._list = Directory.list
+        monkeypatch.setattr(Directory, "list", lambda directory: self.call(directory))
+        monkeypatch.setattr("tiered_kv_nvme.reclaimer._GROW_RETRY_S", 0.0)  # looked up each time
+
+    def call(self, directory: Directory) -> Listing:
+        if self.failing:
+            self.failures += 1
+            raise OSError(errno.EMFILE, "injected")
+        return self._list(directory)
+
+
+@pytest.mark.parametrize("batches_before", [1, 60])
+def test_a_directory_that_cannot_be_listed_costs_no_segment(
+    bench: StoreBench, monkeypatch: pytest.MonkeyPatch, batches_before: int
+) -> None:
+    listing = FaultyListing(monkeypatch)
+    store = bench.open()
+    for number in range(batches_before):
+        assert bench.put(store, make_keys(40, f"before {number}")).successful_keys is None
+    bench.wait_until_ready(store)
+    segments = len(bench.segments)
+    listing.failing = True
+    for number in range(60):
+        assert bench.put(store, make_keys(40, f"batch {number}")).successful_keys is None
+    bench.wait_until_ready(store)
+    assert listing.failures > 0
+    assert len(bench.segments) == store.stats()["segments"] == segments
+    newest = make_keys(40, "batch 59")
+    assert newest[-1] in bench.get(store, newest)
+    listing.failing = False
+    for number in range(60):
+        assert bench.put(store, make_keys(40, f"after {number}")).successful_keys is None
+    assert len(bench.segments) > 10  # it grows again
+
+
+def test_a_segment_whose_reclaiming_failed_is_reclaimed_later(
+    bench: StoreBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = bench.open()
+    failures = iter(range(3))
+    relocate = BatchWriter.relocate
+
+    def fail_at_first(writer: BatchWriter, relocation: Relocation, resets: int) -> int:
+        if next(failures, None) is not None:
+            raise RuntimeError("injected")
+        return relocate(writer, relocation, resets)
+
+    monkeypatch.setattr(BatchWriter, "relocate", fail_at_first)
+    for number in range(60):
+        keys = make_keys(40, f"batch {number}")
+        assert bench.put(store, keys).successful_keys is None
+        store.touch(keys[:1])
+    bench.wait_until_ready(store)
+    assert next(failures, None) is None
+    states = [segment.state for segment in store._pool.segments.values()]
+    assert SegmentState.RECLAIMING not in states
+
+
+def test_the_last_two_segments_are_for_stores(bench: StoreBench) -> None:
+    disk = FaultyDisk()
+    disk.on_allocate = full_after(3)
+    store = bench.open(disk, room_timeout_s=2.0)
+    for number in range(20):  # one segment takes what moves on
+        keys = make_keys(40, f"before {number}")
+        assert bench.put(store, keys).successful_keys is None
+        store.touch(keys)
+    assert store.stats()["relocated_blocks"] > 0
+
+    def fail_once(buffers: Sequence[memoryview], offset: int) -> int | None:
+        if offset == 0 and threading.current_thread().name.endswith("-reclaimer"):
+            disk.on_write = lambda buffers, offset: None
+            raise OSError(errno.EIO, "injected")
+        return None
+
+    disk.on_write = fail_once  # so that the segment is deleted
+    for number in range(20):
+        bench.put(store, make_keys(40, f"between {number}"))
+    bench.wait_until(lambda: len(bench.segments) == 2)
+    for number in range(20):
+        keys = make_keys(40, f"after {number}")
+        assert bench.put(store, keys).successful_keys is None
+        assert keys[-1] in bench.get(store, keys)
+
+
+def test_a_segment_file_that_could_not_be_deleted_is_deleted_later(
+    bench: StoreBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiered_kv_nvme.reclaimer._GROW_RETRY_S", 0.0)
+    disk = FaultyDisk()
+    store = bench.open(disk)
+    for number in range(60):
+        assert bench.put(store, make_keys(40, f"before {number}")).successful_keys is None
+    bench.wait_until_ready(store)
+    segments = len(bench.segments)
+    unlink = os.unlink
+    refused: list[str] = []
+
+    def refuse(path: str, *, dir_fd: int | None = None) -> None:
+        if path.startswith("segment-"):
+            refused.append(path)
+            raise OSError(errno.EIO, "injected")
+        unlink(path, dir_fd=dir_fd)
+
+    def fail_once(buffers: Sequence[memoryview], offset: int) -> int | None:
+        if offset == 0 and threading.current_thread().name.endswith("-reclaimer"):
+            disk.on_write = lambda buffers, offset: None
+            raise OSError(errno.EIO, "injected")
+        return None
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tiered_kv_nvme.files.os.unlink", refuse)
+        disk.on_write = fail_once
+        for number in range(60):
+            assert bench.put(store, make_keys(40, f"between {number}")).successful_keys is None
+        assert refused
+        assert store.stats()["deleted_segments"] == 0
+        assert len(bench.segments) == segments == store.stats()["segments"] + 1
+    for number in range(60):
+        assert bench.put(store, make_keys(40, f"after {number}")).successful_keys is None
+    assert store.stats()["deleted_segments"] == 1
+    assert len(bench.segments) == segments == store.stats()["segments"]
 
 
 def test_without_direct_io_the_page_cache_is_used_and_it_is_said(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import shutil
 import signal
@@ -16,9 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiered_kv.base import OffloadKey, make_offload_key
+from tiered_kv.errors import TierUnavailableError
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import block_content, make_keys
 from tiered_kv_nvme.disk import Disk
+from tiered_kv_nvme.files import SegmentFiles
 from tiered_kv_nvme.layout import PAGE_BYTES, SegmentHeader
 
 if TYPE_CHECKING:
@@ -261,3 +265,106 @@ def test_closing_and_opening_at_any_moment_finds_what_was_stored(bench: StoreBen
 def test_contents_of_the_bench_differ_by_key() -> None:
     one, other = make_keys(2)
     assert block_content(one, 64) != block_content(other, 64)
+
+
+def test_a_reset_whose_write_fails_holds_in_memory_and_is_written_later(
+    bench: StoreBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(fd: int, data: bytes, offset: int) -> int:
+        raise OSError(errno.EIO, "injected")
+
+    store = bench.open()
+    old, new = make_keys(20, "old"), make_keys(20, "new")
+    bench.put(store, old)
+    before = store.stats()["io_errors"]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", fail)
+        store.reset()
+    assert store.stats()["io_errors"] == before + 1
+    assert store.stats()["resets"] == store._pool.resets == 1
+    assert bench.get(store, old) == set()
+    bench.put(store, new)
+    store.close()
+    assert bench.get(bench.open(), old + new) == set(new)
+
+
+def test_an_epoch_that_cannot_be_flushed_does_not_keep_the_directory(
+    bench: StoreBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = bench.open()
+    keys = make_keys(20)
+    bench.put(store, keys)
+
+    def fail() -> None:
+        raise OSError(errno.EIO, "injected")
+
+    monkeypatch.setattr(store._epoch, "sync", fail)
+    assert store.close()
+    assert store.counters.io_errors == 1
+    assert bench.get(bench.open(), keys) == set(keys)
+
+
+class UnreadableDisk(Disk):
+    """Fails reads of segments that begin at one of `offsets`."""
+
+    def __init__(self, code: int, offsets: set[int]) -> None:
+        self.code = code
+        self.offsets = offsets
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if offset in self.offsets:
+            raise OSError(self.code, os.strerror(self.code))
+        return super().preadv(fd, buffers, offset)
+
+
+def test_what_was_read_before_a_read_error_stays_and_the_rest_is_found_later(bench: StoreBench) -> None:
+    store = bench.open()
+    keys = make_keys(20)
+    for start in range(0, 20, 5):
+        bench.put(store, keys[start : start + 5])
+    crashed = shutil.copytree(bench.path, bench.path.with_name("crashed"))  # there is no summary
+    store.close()
+    bench.path = crashed
+    assert bench.segment_bytes is not None
+    disk = UnreadableDisk(errno.EIO, {bench.segment_bytes - PAGE_BYTES, 13 * PAGE_BYTES})  # footer, third batch
+    store = bench.open(disk)
+    assert store.contains(keys) == [True] * 10 + [False] * 10
+    disk.offsets = set()
+    assert bench.get(store, keys) == set(keys[:10])
+    assert store.stats()["discarded_segments"] == 0
+    store.close()
+    assert bench.get(bench.open(), keys) == set(keys)
+
+
+@pytest.mark.parametrize("offset", [0, PAGE_BYTES])
+def test_want_of_memory_while_opening_deletes_nothing(bench: StoreBench, offset: int) -> None:
+    store = bench.open()
+    keys = make_keys(20)
+    bench.put(store, keys)
+    crashed = shutil.copytree(bench.path, bench.path.with_name("crashed"))
+    store.close()
+    bench.path = crashed
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(TierUnavailableError, match=os.strerror(errno.ENOMEM)):
+        bench.open(UnreadableDisk(errno.ENOMEM, {offset}))
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert bench.get(bench.open(), keys) == set(keys)
+
+
+def test_a_directory_that_cannot_be_weighed_leaves_nothing_open(
+    bench: StoreBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(files: SegmentFiles) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    store = bench.open()
+    keys = make_keys(20)
+    bench.put(store, keys)
+    store.close()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(SegmentFiles, "excess_bytes", fail)
+        with pytest.raises(TierUnavailableError):
+            bench.open()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert bench.get(bench.open(), keys) == set(keys)

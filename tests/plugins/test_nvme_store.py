@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import tracemalloc
 from array import array
@@ -17,7 +18,7 @@ from tiered_kv_nvme.index import Index, place_of, slot_of
 from tiered_kv_nvme.layout import KEY_BYTES_MAX, Entry, EntryTable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from tests.plugins.conftest import StoreBench
 
@@ -155,3 +156,40 @@ def test_the_index_takes_at_most_150_bytes_a_block_beyond_its_key() -> None:
 
 def test_the_columns_of_a_table_have_the_widths_that_the_format_has() -> None:
     assert [array(code).itemsize for code in "QIH"] == [8, 4, 2]
+
+
+def test_a_key_that_is_asked_for_twice_is_loaded_only_if_both_blocks_are(bench: StoreBench) -> None:
+    class FailingDisk(Disk):
+        reads = 0
+
+        def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            self.reads += 1
+            if self.reads == 2:
+                raise OSError(errno.EIO, "injected")
+            return super().preadv(fd, buffers, offset)
+
+    disk = FailingDisk()
+    store = bench.open(disk)
+    keys = make_keys(1)
+    bench.put(store, keys)
+    disk.reads = 0
+    outcome = store.load(keys * 2, bench.memory(2))
+    assert outcome.reason == "io_error"
+    assert not outcome.successful_keys
+    assert outcome.successful_keys is not None
+    assert store.load(keys * 2, bench.memory(2)).successful_keys is None
+
+
+def test_a_batch_that_cannot_be_added_to_a_table_leaves_it_as_it_was() -> None:
+    def keys_without_memory() -> Iterator[OffloadKey]:
+        yield OffloadKey(b"second")
+        raise MemoryError
+
+    table = EntryTable()
+    entries = [Entry(4096, 4096, 0, b"1" * 16)]
+    table.append([OffloadKey(b"first")], entries)
+    before = table.encode()
+    with pytest.raises(MemoryError):
+        table.append(keys_without_memory(), entries * 2)  # type: ignore[arg-type]  # anything that can be gone through
+    assert len(table) == len(table.used) == 1
+    assert table.encode() == before
