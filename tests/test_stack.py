@@ -378,3 +378,26 @@ class TestClosing:
         assert stack.region.close() is True
         with pytest.raises(ValueError, match="released"):
             stack.kv_view[0, 0]
+
+
+class OneAfterAnother(FourMethodTier):
+    """Says of each block that it is there a tenth of a second after it said so of the one before."""
+
+    asked: dict[OffloadKey, float]
+    began_s: float
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        if not hasattr(self, "asked"):
+            self.asked, self.began_s = {}, time.monotonic()
+        due_s = self.asked.setdefault(key, self.began_s + 0.1 * len(self.asked))
+        return None if time.monotonic() < due_s else super().lookup(key, req_context)
+
+
+def test_a_tier_that_brings_one_block_after_another_does_not_outlast_the_timeout(register: Register) -> None:
+    register("trickle", OneAfterAnother)
+    primary: dict[str, object] = {"promotion_budget": BLOCK_BYTES}
+    with open_stack(stack_of({"type": "trickle", "lookup_timeout": "1h"}, primary=primary)) as stack:
+        keys = keys_of(200)
+        assert stack.put(keys, blocks_of(200), timeout=30.0) == 200
+        assert stack.flush()
+        assert stack.get(keys[:100], empty(100), timeout=0.25) < 50  # all of them take ten seconds

@@ -22,6 +22,8 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
+    from tiered_kv.worker.base import OffloadingHandler
+
 OffloadKey = NewType("OffloadKey", bytes)
 """A block hash of any length, followed by the index of its KV cache group as a big-endian uint32."""
 
@@ -333,5 +335,5 @@ class OffloadingSpec(ABC):
     @abstractmethod
     def get_handlers(
         self, kv_caches: CanonicalKVCaches
-    ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], Any]]:  # Any: the engine's handler
+    ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]:
         """Yield (source spec type, destination spec type, handler) for each direction a worker can copy in."""

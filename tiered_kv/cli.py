@@ -13,6 +13,7 @@ from tiered_kv import __version__
 from tiered_kv._cli.output import OutputError, ReaderGoneError, flush_output
 from tiered_kv._cli.status import Status
 from tiered_kv.errors import TieredKVError
+from tiered_kv.redaction import scrub
 
 _VERBS = {
     "check": "validate a stack's file, open every tier, show what each can do here",
@@ -52,7 +53,7 @@ def _run(argv: Sequence[str] | None) -> int:
     except TieredKVError as error:
         if args.debug:
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {scrub(str(error), set())}", file=sys.stderr)  # STACK may be a URL by mistake
         return Status.ERROR
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from collections.abc import Mapping
 from typing import Literal
 
@@ -16,7 +17,7 @@ from pydantic import Field, SerializeAsAny, field_validator, model_validator
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import tier_plugins
 from tiered_kv.namespace import Namespace, NamespaceIdentity
-from tiered_kv.redaction import HIDDEN, EnvironmentText
+from tiered_kv.redaction import HIDDEN, EnvironmentText, redact
 from tiered_kv.settings import StrictModel, TierSettings
 from tiered_kv.stackfile import fill_variables, read_stack_file
 from tiered_kv.units import Bytes, Count, Seconds, format_bytes
@@ -34,6 +35,8 @@ __all__ = [
 
 BUILT_IN_POLICIES = ("lru", "arc")
 PRIMARY_BLOCKS_MIN = 2
+_REFERENCE = re.compile(r"[\w.]+:[\w.]+")
+"""How a class is named; nothing else is imported, a URL that stands in the wrong place for one."""
 PRIMARY_TIER_NAME = "cpu"
 """The primary tier's name in counters; no secondary tier may have it."""
 
@@ -224,6 +227,10 @@ def _check_entry(entry: object, location: Location) -> TierSettings | list[Confi
         known = ", ".join([*tier_plugins().tier_types(), "'module:Class'"])
         message = f"expected a mapping with the key 'type', which is one of: {known}"
         return [ConfigError(message, location=dotted(location))]
+    if ":" in name and not _REFERENCE.fullmatch(name):
+        shown = HIDDEN if isinstance(name, EnvironmentText) else f"'{redact(name)}'"
+        message = f"expected a tier type, or 'module:Class', found {shown}"
+        return [ConfigError(message, location=dotted((*location, "type")))]
     try:
         tier_type = tier_plugins().resolve(name)
     except ConfigError as error:
@@ -239,6 +246,8 @@ def _policy_problem(policy: str) -> str:
     module_name, colon, class_name = policy.partition(":")
     if not colon:
         return "" if policy in BUILT_IN_POLICIES else "unknown policy"
+    if not _REFERENCE.fullmatch(policy):
+        return "this names no class"
     try:
         target = getattr(importlib.import_module(module_name), class_name)
     except Exception as error:  # whatever a stranger's module raises when it is imported

@@ -122,10 +122,10 @@ class BlockFacade:
                 loaded += ready
                 if known < len(wanted):  # a miss: what lies behind it is of no use
                     count = loaded - ready + known
+                if ready < len(wanted) and time.monotonic() >= end_s:
+                    break  # also where a slow tier brings one block after another
                 if ready:
                     pause_s = _PAUSE_MIN_S
-                elif time.monotonic() >= end_s:
-                    break
                 elif loaded < count:
                     pause_s = _pause(pause_s)
         return loaded

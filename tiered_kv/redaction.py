@@ -1,13 +1,14 @@
 """Keeping secrets out of logs, errors and printed configurations.
 
 A value is secret if it came from the environment, if it is a pydantic `SecretStr` or `SecretBytes`, or if the
-setting that holds it is named like one. The user and password in a URL are secret wherever the URL stands.
+setting that holds it is named like one. User, password, query and fragment of a URL are secret wherever it stands.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from urllib.parse import quote, unquote
 
 from pydantic import SecretBytes, SecretStr
 
@@ -15,10 +16,17 @@ HIDDEN = "***"
 
 _SECRET_NAME = re.compile(
     r"pass(word|wd|phrase)|secret|token(?!s)|credential|(api|access|private|encryption|account)_?key|"
-    r"^(key|auth|pwd|dsn)$|connection_string|authorization",
+    r"^(key|auth|pass|dsn)$|pwd?$|connection_string|authorization",
     re.IGNORECASE,
 )
-_URL_USERINFO = re.compile(r"(?<=://)[^/\s@]*(?:@[^/\s@]*)*@")
+
+# A password that nobody encoded may hold "/", "@", "?" and spaces, and a slash of the scheme may be missing: all up to
+# the last "@" goes. In a text of several words, as libraries write it, only up to the end of the word.
+_USERINFO_OF_VALUE = re.compile(r"(:/{1,2})(?!/).*@", re.DOTALL)
+_USERINFO_IN_TEXT = re.compile(r"(:/{1,2})(?!/)\S*@")
+_USERINFO_WITHOUT_SCHEME = re.compile(r"^[^/\s@:]*:.*@", re.DOTALL)
+_QUERY = re.compile(r"(:/{1,2}[^\s?#'\"]*[?#])[^\s'\"]+")
+_PASSWORD = re.compile(r"^(?:[A-Za-z][\w+.-]*:/{1,2})?[^/\s@:]*:(.*)@", re.DOTALL)
 
 
 class EnvironmentText(str):
@@ -52,7 +60,9 @@ def redact(value: object, name: str = "") -> object:
     if value and isinstance(value, (str, bytes, int, float)) and is_secret_name(name):
         return value if isinstance(value, bool) else HIDDEN
     if isinstance(value, str):
-        return _URL_USERINFO.sub(f"{HIDDEN}@", value)
+        shown, is_url = _USERINFO_OF_VALUE.subn(rf"\1{HIDDEN}@", value)
+        shown = shown if is_url else _USERINFO_WITHOUT_SCHEME.sub(f"{HIDDEN}@", shown)
+        return _QUERY.sub(rf"\1{HIDDEN}", shown)
     return value
 
 
@@ -64,14 +74,26 @@ def secrets_in(value: object, name: str = "") -> set[str]:
         return set().union(*(secrets_in(item, name) for item in value))
     if isinstance(value, SecretStr):
         return {value.get_secret_value()}
-    if isinstance(value, str) and (isinstance(value, EnvironmentText) or is_secret_name(name)):
-        return {str(value)}
-    return set()
+    if isinstance(value, SecretBytes):
+        return {value.get_secret_value().decode("utf-8", "replace")}
+    if isinstance(value, EnvironmentText) or (is_secret_name(name) and not isinstance(value, bool)):
+        return texts_in(value)
+    password = _PASSWORD.match(value) if isinstance(value, str) else None
+    return {password[1], unquote(password[1])} if password else set()
+
+
+def texts_in(value: object) -> set[str]:
+    """Return every text and number in `value`, as texts."""
+    if isinstance(value, Mapping):
+        return set().union(*map(texts_in, value.values()))
+    if isinstance(value, (list, tuple)):
+        return set().union(*map(texts_in, value))
+    return {str(value)} if isinstance(value, (str, int, float)) and not isinstance(value, bool) else set()
 
 
 def scrub(text: str, secrets: set[str]) -> str:
-    """Return `text`, which a library wrote, without any of `secrets` and without the passwords in URLs."""
+    """Return `text`, which a library wrote, without any of `secrets` and without what is secret in URLs."""
     for secret in sorted(secrets, key=len, reverse=True):
         if secret:
-            text = text.replace(secret, HIDDEN)
-    return _URL_USERINFO.sub(f"{HIDDEN}@", text)
+            text = text.replace(secret, HIDDEN).replace(quote(secret, safe=""), HIDDEN)
+    return _QUERY.sub(rf"\1{HIDDEN}", _USERINFO_IN_TEXT.sub(rf"\1{HIDDEN}@", text))

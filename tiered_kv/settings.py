@@ -10,7 +10,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
-from tiered_kv.redaction import HIDDEN, has_environment_text, redact
+from tiered_kv.redaction import HIDDEN, has_environment_text, redact, secrets_in, texts_in
 from tiered_kv.units import Bytes, Count, Seconds
 
 
@@ -26,6 +26,17 @@ class StrictModel(BaseModel):
         """Return the settings as YAML would have them, sizes and durations with units, secrets as `***`."""
         dumped = self.model_dump(mode="json")
         return {name: self._public(name, getattr(self, name), plain) for name, plain in dumped.items()}
+
+    def secret_texts(self) -> set[str]:
+        """Return every secret text in the settings, for use with `redaction.scrub`."""
+        found: set[str] = set()
+        for name, value in self:
+            for item in value if isinstance(value, tuple) else (value,):
+                if isinstance(item, StrictModel):
+                    found |= item.secret_texts()
+                else:
+                    found |= texts_in(item) if name in self._from_environment else secrets_in(item, name)
+        return found
 
     def __repr_args__(self) -> list[tuple[str | None, object]]:
         return [

@@ -15,7 +15,7 @@ from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.facade import BlockFacade, Blocks
-from tiered_kv.settings import TierSettings
+from tiered_kv.redaction import scrub
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
 from tiered_kv.tiering.limits import ManagerLimits, TierLimits
@@ -45,6 +45,9 @@ class Stack:
 
     Args:
         config: The configuration.
+        backend: Rows of a region that was made elsewhere, with the sizes of `config`; the stack closes the region. By
+            default the stack makes a region of its own, pinned where this process has a GPU.
+        enable_events: Whether `manager.take_events` tells the primary tier's blocks too.
 
     Attributes:
         config: The same.
@@ -56,24 +59,16 @@ class Stack:
         tier_names: Their names.
     """
 
-    def __init__(self, config: StackConfig) -> None:
+    def __init__(self, config: StackConfig, *, backend: CPUBackend | None = None, enable_events: bool = False) -> None:
         self.config = config
         with ExitStack() as undo:
-            settings = config.primary
-            self.region = PrimaryRegion(
-                config.primary_blocks,
-                config.block.bytes,
-                name=settings.shared,
-                huge_pages=settings.huge_pages,
-                prefault=settings.prefault,
-                numa_node=settings.numa_node,
-            )
+            backend = backend or CPUBackend(_own_region(config))
+            self.region = backend.region
             undo.callback(self.region.close)
-            self.region.pin()
             self.kv_view = self.region.kv_view
-            self.primary = CPUOffloadingManager(CPUBackend(self.region), settings.policy)
+            self.primary = CPUOffloadingManager(backend, config.primary.policy, enable_events=enable_events)
             self.secondary_tiers: list[SecondaryTierManager] = []
-            undo.callback(_shut_down, self.secondary_tiers)
+            undo.callback(_shut_down, self.secondary_tiers, config)
             for index in range(len(config.secondary)):
                 self.secondary_tiers.append(self._open_tier(index))
             self.tier_names = [tier.name for tier in config.secondary]
@@ -81,7 +76,7 @@ class Stack:
                 self.primary,
                 self.secondary_tiers,
                 names=self.tier_names,
-                tier_limits=[_tier_limits(tier) for tier in config.secondary],
+                tier_limits=[TierLimits.of(tier) for tier in config.secondary],
                 limits=_manager_limits(config),
             )
             self._facade = BlockFacade(self.manager, self.region, _batch_blocks(config))
@@ -140,7 +135,25 @@ class Stack:
             raise ConfigError(message, location=location) from error
 
 
-def _shut_down(tiers: list[SecondaryTierManager]) -> None:
+def _own_region(config: StackConfig) -> PrimaryRegion:
+    settings = config.primary
+    region = PrimaryRegion(
+        config.primary_blocks,
+        config.block.bytes,
+        name=settings.shared,
+        huge_pages=settings.huge_pages,
+        prefault=settings.prefault,
+        numa_node=settings.numa_node,
+    )
+    try:
+        region.pin()
+    except BaseException:
+        region.close()
+        raise
+    return region
+
+
+def _shut_down(tiers: list[SecondaryTierManager], config: StackConfig) -> None:
     """Close and forget tiers because another could not be opened; that error is the one to tell.
 
     Whoever keeps that error keeps this stack with its traceback. Tiers that stayed in the list would keep their views
@@ -151,21 +164,9 @@ def _shut_down(tiers: list[SecondaryTierManager]) -> None:
         try:
             tier.shutdown()
         except Exception as error:  # whatever a stranger's tier raises
-            reason = f"{type(error).__name__}: {error}"  # the text, since the error keeps the tier with its traceback
+            # The text, since the error keeps the tier with its traceback.
+            reason = f"{type(error).__name__}: {scrub(str(error), config.secret_texts())}"
             _log.warning("a '%s' tier failed to shut down: %s", tier.tier_type, reason)
-
-
-def _tier_limits(tier: TierSettings) -> TierLimits:
-    return TierLimits(
-        store_budget_bytes=tier.store_budget,
-        load_budget_bytes=tier.load_budget,
-        job_timeout_s=tier.job_timeout,
-        lookup_timeout_s=tier.lookup_timeout,
-        admit_after=tier.admit_after,
-        fill_on_promotion=tier.fill_on_promotion,
-        breaker_failures=tier.breaker_failures,
-        breaker_cooldown_s=tier.breaker_cooldown,
-    )
 
 
 def _manager_limits(config: StackConfig) -> ManagerLimits:

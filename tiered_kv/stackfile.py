@@ -14,12 +14,10 @@ from pathlib import Path
 import yaml
 
 from tiered_kv.errors import ConfigError
-from tiered_kv.redaction import EnvironmentText
+from tiered_kv.redaction import HIDDEN, EnvironmentText
 from tiered_kv.units import format_bytes
 
 FILE_BYTES_MAX = 1 << 20
-
-_SHOWN_CHARACTERS_MAX = 40
 
 _VARIABLE = re.compile(r"\$\$|\$\{(?:(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\})?")
 
@@ -47,29 +45,52 @@ def parse_stack_text(text: str | bytes, source: str = "the stack") -> dict[str, 
     Raises:
         ConfigError: It is not YAML, repeats a key, has an alias, or is no mapping.
     """
-    try:
-        data = yaml.load(text, _StackLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        problem = error.problem or error.context or "this is not YAML"
-        if isinstance(error, yaml.constructor.ConstructorError) and problem.startswith("could not determine a con"):
-            problem = f"tags are not allowed, found {problem.rpartition(' ')[2]}"
-        elif mark and _is_bare_variable(text, mark):
-            problem += "; within [...] and {...}, put a text with ${NAME} in quotes"
-        raise ConfigError(f"{where}{problem}", location=source) from None
-    except yaml.reader.ReaderError as error:
-        raise ConfigError(f"this is not YAML: {error.reason}, at position {error.position}", location=source) from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"this is not YAML: {error}", location=source) from None
-    except RecursionError:
-        raise ConfigError("this is nested too deeply", location=source) from None
+    data, problem = _load(text)
+    if problem:
+        # Raised outside of the handler: PyYAML's own error repeats the lines that it stumbled over.
+        raise ConfigError(problem, location=source)
     if data is None:
         raise ConfigError("the file is empty: expected a mapping with namespace, block and primary", location=source)
     if not isinstance(data, dict):
-        found = "a list" if isinstance(data, list) else repr(data)[:_SHOWN_CHARACTERS_MAX]
+        found = "a list" if isinstance(data, list) else "a single value"  # not which: this may be the wrong file
         raise ConfigError(f"expected a mapping with namespace, block and primary, found {found}", location=source)
     return data
+
+
+def _load(text: str | bytes) -> tuple[object, str]:
+    """Return what YAML `text` says, and what is wrong with it, or an empty text."""
+    try:
+        return yaml.load(text, _StackLoader), ""
+    except yaml.MarkedYAMLError as error:
+        return None, _told(error, text)
+    except yaml.reader.ReaderError as error:
+        return None, f"this is not YAML: {error.reason}, at position {error.position}"
+    except RecursionError:
+        return None, "this is nested too deeply"
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError) as error:
+        # The last four are how PyYAML fails on a value that is not of the type that its tag says.
+        return None, f"this is not YAML: a value cannot be read ({type(error).__name__})"
+
+
+def _told(error: yaml.MarkedYAMLError, text: str | bytes) -> str:
+    """Return where and what is wrong."""
+    mark = error.problem_mark or error.context_mark
+    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    problem = _without_quotations(error)
+    if isinstance(error, yaml.constructor.ConstructorError) and problem.startswith("could not determine a con"):
+        problem = f"tags are not allowed, found {HIDDEN}; put a text that begins with '!' in quotes"
+    elif mark and _is_bare_variable(text, mark):
+        problem += "; within [...] and {...}, put a text with ${NAME} in quotes"
+    return f"{where}{problem}"
+
+
+def _without_quotations(error: yaml.MarkedYAMLError) -> str:
+    """Return what is wrong, without the words of the file that PyYAML repeats: one of them may be a password."""
+    problem: str = error.problem or error.context or "this is not YAML"
+    if isinstance(error, _StackFileError):
+        return problem
+    # A single character helps to find the place, and '<block end>' is PyYAML's own name for something.
+    return re.sub(r"'([^']*)'", lambda quoted: quoted[0] if re.fullmatch(r".?|<.*>", quoted[1]) else HIDDEN, problem)
 
 
 def _is_bare_variable(text: str | bytes, mark: yaml.Mark) -> bool:
@@ -120,23 +141,33 @@ def _fill_text(text: str, location: str, environ: Mapping[str, str]) -> str:
     return EnvironmentText(filled) if from_environment else filled
 
 
+class _StackFileError(yaml.MarkedYAMLError):
+    """What YAML allows and a stack's file does not."""
+
+
 class _StackLoader(yaml.SafeLoader):
-    """The safe loader, without aliases and duplicate keys."""
+    """The safe loader, without aliases, duplicate keys, and keys alone."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.MarkedYAMLError(
+            raise _StackFileError(
                 problem="a stack's file has no aliases: write the value again", problem_mark=self.get_mark()
             )
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
         seen: set[str] = set()
-        for key_node, _ in node.value:
+        for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
-                raise yaml.MarkedYAMLError(problem="a key must be a text", problem_mark=key_node.start_mark)
+                raise _StackFileError(problem="a key must be a text", problem_mark=key_node.start_mark)
+            if node.flow_style and value_node.start_mark.index == value_node.end_mark.index:
+                # The rest of a password with a comma in it looks like this: it is not repeated.
+                raise _StackFileError(
+                    problem="a key has no value; within {...}, put a text with a comma in quotes",
+                    problem_mark=key_node.start_mark,
+                )
             if key_node.value in seen:
-                raise yaml.MarkedYAMLError(
+                raise _StackFileError(
                     problem=f"the key '{key_node.value}' stands here twice", problem_mark=key_node.start_mark
                 )
             seen.add(key_node.value)

@@ -10,9 +10,11 @@ from pydantic import BaseModel, SecretBytes, SecretStr, ValidationError
 from pydantic_core import ErrorDetails
 
 from tiered_kv.errors import ConfigError
-from tiered_kv.redaction import HIDDEN, is_secret_name, redact, scrub, secrets_in
+from tiered_kv.redaction import HIDDEN, is_secret_name, redact, scrub, secrets_in, texts_in
 
 _SHOWN_CHARACTERS_MAX = 80
+_SURELY_MEANT = 0.75
+"""How similar an unknown key is, from 0 to 1, to the one that it is a misspelling of without much doubt."""
 
 # The first that fits, so the general one is last.
 _REWORDED = {
@@ -63,7 +65,7 @@ def check(model: type[Model], data: object, location: Location = ()) -> Model | 
         return [error]
     except ValidationError as error:
         # What pydantic says is reworded and not chained: it may hold what must not be shown.
-        secrets = secrets_in(data)
+        secrets = secrets_in(data) | _declared_secrets(model, data)
         return [
             ConfigError(scrub(_message(model, detail), secrets), location=dotted((*location, *detail["loc"])))
             for detail in error.errors(include_url=False)
@@ -99,14 +101,14 @@ def _message(model: type[BaseModel], detail: ErrorDetails) -> str:
     if detail["type"] == "extra_forbidden":
         known = list(parent.model_fields) if parent else []
         accepted = f"{suggestion(name, known)}; known keys: {', '.join(known)}" if known else ""
-        return f"unknown key, with the value {_shown(value, name)}{accepted}"
+        found = HIDDEN if parent and _may_be_a_secret(parent, name) else _shown(value, name)
+        return f"unknown key, with the value {found}{accepted}"
     if detail["type"] == "string_type" and isinstance(value, (bool, int, float)) and not is_secret_name(name):
         return f"expected a text; put it in quotes: '{_shown(value, name)}'"
     wanted = _reworded(detail["msg"])
     if isinstance(value, Mapping) and detail["type"] == "value_error":  # a check of several settings together
         return wanted
-    holds_secret = field is not None and bool({SecretStr, SecretBytes} & set(_types_in(field.annotation)))
-    return f"{wanted}, found {HIDDEN if holds_secret else _shown(value, name)}"
+    return f"{wanted}, found {HIDDEN if _leads_to_a_secret(model, location) else _shown(value, name)}"
 
 
 def _reworded(message: str) -> str:
@@ -122,7 +124,47 @@ def _reworded(message: str) -> str:
     return message
 
 
+def _may_be_a_secret(model: type[BaseModel], unknown: str) -> bool:
+    """Return whether the key `unknown` may be meant for a secret: not where it looks like a setting that is none."""
+    fields = model.model_fields
+    if not any(_is_secret(field.annotation) for field in fields.values()):
+        return False
+    near = difflib.get_close_matches(unknown, fields, n=1, cutoff=_SURELY_MEANT)
+    return not near or _is_secret(fields[near[0]].annotation)
+
+
+def _declared_secrets(model: type[BaseModel], data: Mapping[str, object]) -> set[str]:
+    """Return the texts in `data` that are meant for settings of a secret type, whatever they are called."""
+    found: set[str] = set()
+    for name, field in model.model_fields.items():
+        value = data.get(name)
+        if _is_secret(field.annotation):
+            found |= texts_in(value)
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            for inner in filter(_is_model, _types_in(field.annotation)):
+                found |= _declared_secrets(inner, item) if isinstance(item, Mapping) else set()
+    return found
+
+
+def _leads_to_a_secret(model: type[BaseModel], location: Location) -> bool:
+    """Return whether a setting of a secret type stands at `location`, or around it."""
+    for depth in range(len(location)):
+        parent = _model_at(model, location[:depth])
+        field = parent.model_fields.get(str(location[depth])) if parent else None
+        if field and _is_secret(field.annotation):
+            return True
+    return False
+
+
+def _is_secret(annotation: object) -> bool:
+    return not {SecretStr, SecretBytes}.isdisjoint(_types_in(annotation))
+
+
 def _shown(value: object, name: str) -> str:
+    if isinstance(value, Mapping):  # whose own keys say nothing of what its values are
+        return repr({str(key): HIDDEN for key in value})[:_SHOWN_CHARACTERS_MAX]
+    if isinstance(value, (list, tuple)) and any(isinstance(item, (Mapping, list, tuple)) for item in value):
+        return "a list"
     public = redact(value, name)
     if isinstance(public, bool) or public is None:
         return {True: "true", False: "false", None: "nothing"}[public]

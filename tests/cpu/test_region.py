@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tiered_kv.cpu import region as region_module
 from tiered_kv.cpu.region import SHARED_MEMORY_DIRECTORY, PrimaryRegion
 from tiered_kv.errors import ConfigError
 
@@ -154,6 +155,27 @@ def test_a_region_that_cuda_refuses_to_pin_says_what_to_do(monkeypatch: pytest.M
     with pytest.raises(ConfigError, match="error 2"):
         region.pin()
     region.close()
+
+
+def test_shared_memory_is_bound_to_its_node_before_it_has_pages(
+    shared_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocated: list[int] = []
+
+    def bind(address: int, size_bytes: int, node: int) -> None:
+        allocated.append((SHARED_MEMORY_DIRECTORY / shared_name).stat().st_blocks)
+
+    monkeypatch.setattr(region_module, "_bind_to_node", bind)
+    region = PrimaryRegion(4, 4096, name=shared_name, numa_node=0)
+    assert region.path is not None
+    allocated.append(region.path.stat().st_blocks)
+    assert allocated == [0, 4 * 4096 // 512]
+    region.close()
+
+
+def test_shared_memory_that_cannot_be_bound_leaves_nothing(shared_name: str) -> None:
+    with pytest.raises(ConfigError, match=r"numa_node|NUMA"):
+        PrimaryRegion(1, 4096, name=shared_name, numa_node=1000)
 
 
 def test_a_numa_node_that_is_not_there_is_an_error() -> None:

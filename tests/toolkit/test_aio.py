@@ -179,6 +179,20 @@ def test_lookups_are_answered_while_every_transfer_hangs(make_stage: MakeStage) 
     rig.wait([load])
 
 
+def test_a_lookup_has_its_own_deadline_and_not_that_of_the_job_before_it(make_stage: MakeStage) -> None:
+    stage = make_stage()
+    left_s: dict[str, float] = {}
+
+    async def note(operation: str, keys: Sequence[OffloadKey]) -> None:
+        left_s[operation] = stage.tier.part_deadline - time.monotonic()
+
+    stage.tier.before = note
+    stage.rig.wait([stage.rig.submit_store(make_keys(1), deadline=time.monotonic() + 1000.0)])
+    assert stage.rig.lookup(make_keys(1)[0])
+    assert left_s["store"] > PATIENCE_S
+    assert 0.0 < left_s["lookup"] <= PATIENCE_S
+
+
 def test_a_coroutine_that_hangs_is_cancelled_at_its_jobs_deadline(make_stage: MakeStage) -> None:
     stage = make_stage()
     stage.tier.before = stage.wait_for_gate

@@ -76,6 +76,7 @@ class Bench:
         part_blocks: int = 4,
         lookup_timeout_s: float = PATIENCE_S,
         shutdown_timeout_s: float = PATIENCE_S,
+        lookup_thread: bool = False,
     ) -> DictTier:
         tier = cls(
             TierSpec("bench", BLOCK_BYTES),
@@ -85,6 +86,7 @@ class Bench:
             part_bytes=part_blocks * BLOCK_BYTES,
             lookup_timeout_s=lookup_timeout_s,
             shutdown_timeout_s=shutdown_timeout_s,
+            lookup_thread=lookup_thread,
         )
         tier.__post_init__()
         self.tiers.append(tier)
@@ -367,6 +369,32 @@ def test_a_lookup_that_hangs_is_a_miss_and_the_next_is_served(bench: Bench) -> N
         return tier.lookup(key_of(0), ReqContext("b")) is True
 
     wait_until(is_found)
+
+
+def test_a_lookup_has_its_own_deadline_and_not_that_of_the_job_before_it(bench: Bench) -> None:
+    tier = bench.tier(threads=1, lookup_timeout_s=PATIENCE_S)
+    left_s: list[float] = []
+    tier.before = lambda operation, keys: left_s.append(tier.part_deadline - time.monotonic())
+    tier.submit_store(bench.job([0], timeout_s=1000.0))
+    finish(tier)
+    wait_until(lambda: tier.lookup(key_of(0), ReqContext("request")))
+    assert left_s[0] > PATIENCE_S
+    assert 0.0 < left_s[1] <= PATIENCE_S
+
+
+def test_a_thread_for_lookups_answers_while_every_other_thread_transfers(bench: Bench) -> None:
+    tier = bench.tier(threads=2, part_blocks=1, lookup_thread=True)
+    gate = bench.gate()
+    tier.before = lambda operation, keys: operation == "lookup" or gate.wait(PATIENCE_S)
+    tier.submit_load(bench.job([0, 1, 2, 3], load=True))
+    wait_until(lambda: len(tier.parts) == 2)
+    wait_until(lambda: tier.lookup(key_of(0), ReqContext("request")) is not None)
+    assert tier.parts == [("load", 1), ("load", 1), ("lookup", 1)], "a thread for lookups took a load"
+    gate.set()
+    finish(tier)
+    tier.shutdown()
+    assert len(tier._worker_threads) == 3
+    assert not any(thread.is_alive() for thread in tier._worker_threads)
 
 
 def test_a_failed_load_corrects_the_answer(bench: Bench) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiered_kv.base import OffloadKey, make_offload_key
-from tiered_kv.toolkit.codecs import RAW, Codec, codec_by_name, codec_names
+from tiered_kv.toolkit.codecs import RAW, Codec, RawCodec, codec_by_name, codec_names
 from tiered_kv.toolkit.record import (
     FORMAT_VERSION,
     HEADER_BYTES,
@@ -114,7 +114,7 @@ def test_another_blocks_record_is_refused() -> None:
     [
         (0, RecordStatus.BAD_MAGIC),
         (8, RecordStatus.BAD_VERSION),
-        (11, RecordStatus.UNKNOWN_CODEC),
+        (11, RecordStatus.BAD_CHECKSUM),
         (12, RecordStatus.BAD_HEADER),
         (16, RecordStatus.BAD_HEADER),
         (20, RecordStatus.BAD_HEADER),
@@ -133,6 +133,18 @@ def test_each_field_has_its_place_and_its_verdict(offset: int, status: RecordSta
     record = bytearray(record_of(BLOCK, RAW))
     record[offset] ^= 0x01
     assert decode(bytes(record))[0] is status
+
+
+def test_only_a_sound_record_is_of_an_unknown_codec() -> None:
+    """Else a flipped bit of the codec's number would make of a damaged record one that others may read."""
+
+    class LaterCodec(RawCodec):
+        codec_id = 65_000
+
+    record = bytearray(record_of(BLOCK, LaterCodec()))
+    assert decode(bytes(record))[0] is RecordStatus.UNKNOWN_CODEC
+    record[-1] ^= 0x01
+    assert decode(bytes(record))[0] is RecordStatus.BAD_CHECKSUM
 
 
 def test_a_raw_payload_is_verified_where_it_landed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 
@@ -13,6 +14,7 @@ from tiered_kv.config import StackConfig, load_config
 from tiered_kv.cpu.policies import make_policy
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, TieredKVError
+from tiered_kv.redaction import scrub, secrets_in
 from tiered_kv.settings import TierSettings
 from tiered_kv.units import format_bytes, rounded_bytes
 
@@ -110,17 +112,24 @@ def _build_policy(policy: str, blocks: int) -> None:
 
 
 def _check_tier(config: StackConfig, settings: TierSettings, region: PrimaryRegion, opened: ExitStack) -> TierCheck:
+    secrets = secrets_in(dict(settings))
     try:
         tier = open_tier(config, settings, region.kv_view)
     except TieredKVError as error:
-        return TierCheck(settings.name, settings.type, False, str(error))
+        return TierCheck(settings.name, settings.type, False, scrub(str(error), secrets))
     opened.callback(tier.shutdown)
     try:
-        return TierCheck(settings.name, settings.type, True, details=dict(tier.describe()))
+        return TierCheck(settings.name, settings.type, True, details=_public(tier.describe(), secrets))
+    except TieredKVError as error:
+        return TierCheck(settings.name, settings.type, False, scrub(str(error), secrets))
     except Exception as error:  # whatever a stranger's tier raises
-        return TierCheck(
-            settings.name, settings.type, False, f"it cannot be described: {type(error).__name__}: {error}"
-        )
+        reason = f"it cannot be described: {type(error).__name__}: {scrub(str(error), secrets)}"
+        return TierCheck(settings.name, settings.type, False, reason)
+
+
+def _public(details: Mapping[str, object], secrets: set[str]) -> dict[str, object]:
+    """Return what a tier says of itself, without what it should have kept to itself."""
+    return {name: scrub(value, secrets) if isinstance(value, str) else value for name, value in details.items()}
 
 
 def _show(stack: str, config: StackConfig, checks: list[TierCheck]) -> None:

@@ -13,7 +13,7 @@ import os
 import platform
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -59,30 +59,39 @@ class PrimaryRegion:
     ) -> None:
         if num_blocks < 1 or block_bytes < 1:
             raise ConfigError(f"a region needs at least one block and one byte, not {num_blocks} x {block_bytes}")
-        self.path: Path | None = None
         size_bytes = num_blocks * block_bytes
-        if name is None:
-            mapping = _map_private(size_bytes)
+        self.path = None if name is None else _shared_path(name)
+        if self.path is None:
+            self._adopt(_map_private(size_bytes), num_blocks, block_bytes)
+            self._place(huge_pages, numa_node)
         else:
-            self.path = _shared_path(name)
-            mapping = _create_shared(self.path, size_bytes)
-        self._adopt(mapping, num_blocks, block_bytes)
-        try:
-            self.has_huge_pages = huge_pages and _advise_huge_pages(mapping)
-            if numa_node is not None:
-                _bind_to_node(self.array.ctypes.data, size_bytes, numa_node)
-            if prefault:
-                self.flat[:: mmap.PAGESIZE] = bytes(len(range(0, size_bytes, mmap.PAGESIZE)))
-        except BaseException:
-            self.close()
-            raise
+            fd, mapping = _create_shared(self.path, size_bytes)
+            try:
+                self._adopt(mapping, num_blocks, block_bytes)
+                self._place(huge_pages, numa_node)
+                size_shared(fd, self.path, size_bytes)  # pages go where the mapping was bound to
+            except BaseException:
+                self.close()
+                raise
+            finally:
+                os.close(fd)
+        if prefault:
+            self.flat[:: mmap.PAGESIZE] = bytes(len(range(0, size_bytes, mmap.PAGESIZE)))
 
     @classmethod
-    def attach(cls, path: str | os.PathLike[str], num_blocks: int, block_bytes: int) -> PrimaryRegion:
+    def attach(
+        cls,
+        path: str | os.PathLike[str],
+        num_blocks: int,
+        block_bytes: int,
+        *,
+        huge_pages: bool = False,
+        numa_node: int | None = None,
+    ) -> Self:
         """Map the file of a region that another process created; all arguments as they were there.
 
         Raises:
-            ConfigError: There is no such file, or its size is another.
+            ConfigError: There is no such file, its size is another, or it cannot be bound to the node.
         """
         wanted = num_blocks * block_bytes
         try:
@@ -101,8 +110,8 @@ class PrimaryRegion:
             os.close(fd)
         region = cls.__new__(cls)
         region.path = None  # the creator unlinks
-        region.has_huge_pages = False
         region._adopt(mapping, num_blocks, block_bytes)
+        region._place(huge_pages, numa_node)
         return region
 
     def _adopt(self, mapping: mmap.mmap, num_blocks: int, block_bytes: int) -> None:
@@ -118,6 +127,16 @@ class PrimaryRegion:
             num_blocks, block_bytes
         )
         """The same bytes as a numpy array."""
+
+    def _place(self, huge_pages: bool, numa_node: int | None) -> None:
+        assert self._mapping is not None
+        try:
+            self.has_huge_pages = huge_pages and _advise_huge_pages(self._mapping)
+            if numa_node is not None:
+                _bind_to_node(self.array.ctypes.data, self.array.nbytes, numa_node)
+        except BaseException:
+            self.close()
+            raise
 
     def pin(self) -> bool:
         """Page-lock the region for this process's GPU, so that copies to and from it are direct and asynchronous.
@@ -193,8 +212,8 @@ def _shared_path(name: str) -> Path:
     return SHARED_MEMORY_DIRECTORY / name
 
 
-def _create_shared(path: Path, size_bytes: int) -> mmap.mmap:
-    """Create and map the file; its pages are allocated now, since a full tmpfs would kill a writer later (SIGBUS)."""
+def _create_shared(path: Path, size_bytes: int) -> tuple[int, mmap.mmap]:
+    """Create and map the file; return its descriptor and the mapping, whose pages are yet to be allocated."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except FileExistsError as error:
@@ -205,22 +224,33 @@ def _create_shared(path: Path, size_bytes: int) -> mmap.mmap:
     except OSError as error:
         raise ConfigError(f"cannot create {path}: {error.strerror}") from error
     try:
-        status = os.fstatvfs(fd)
-        free = status.f_bavail * status.f_frsize
-        if free < size_bytes:
-            raise ConfigError(
-                f"{path.parent} has {rounded_bytes(free)} free and the region needs {rounded_bytes(size_bytes)}; "
-                "lower primary.capacity, or enlarge it (mount -o remount,size=...)"
-            )
-        os.posix_fallocate(fd, 0, size_bytes)
-        return mmap.mmap(fd, size_bytes)
+        os.ftruncate(fd, size_bytes)
+        return fd, mmap.mmap(fd, size_bytes)
     except BaseException as error:
         path.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise ConfigError(f"cannot size {path} to {rounded_bytes(size_bytes)}: {error.strerror}") from error
-        raise
-    finally:
         os.close(fd)
+        if isinstance(error, (OSError, OverflowError)):
+            raise ConfigError(f"cannot map {path}: {_reason(error)}") from error
+        raise
+
+
+def size_shared(fd: int, path: Path, size_bytes: int) -> None:
+    """Allocate every page of a file in shared memory now, since a full one would kill a writer later (SIGBUS).
+
+    Raises:
+        ConfigError: There is not so much.
+    """
+    status = os.fstatvfs(fd)
+    free = status.f_bavail * status.f_frsize
+    if free < size_bytes:
+        raise ConfigError(
+            f"{path.parent} has {rounded_bytes(free)} free and the region needs {rounded_bytes(size_bytes)}; "
+            "lower primary.capacity, or enlarge it (mount -o remount,size=...)"
+        )
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)
+    except OSError as error:
+        raise ConfigError(f"cannot size {path} to {rounded_bytes(size_bytes)}: {error.strerror}") from error
 
 
 def _cuda_runtime() -> Any:  # Any: torch's binding of the CUDA runtime, or None

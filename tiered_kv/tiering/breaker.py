@@ -41,10 +41,11 @@ class Breaker:
 
     def fail(self, now_s: float) -> None:
         """A job or lookup failed, or was not answered in time."""
+        if self.state is BreakerState.OPEN:
+            return  # it was begun before: stragglers, one after the other, must not put off the probe
         self._failures += 1
         if self.state is BreakerState.HALF_OPEN or self._failures >= self._failures_max:
-            if self.state is not BreakerState.OPEN:
-                self.times_opened += 1
+            self.times_opened += 1
             self.state = BreakerState.OPEN
             self._opened_at_s = now_s
 

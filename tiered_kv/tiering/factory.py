@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from tiered_kv.config import tier_settings
 from tiered_kv.errors import ConfigError, TieredKVError, TierError
 from tiered_kv.hooks import TierType, hookimpl, tier_plugins, tier_type_of_class
-from tiered_kv.redaction import scrub, secrets_in
+from tiered_kv.redaction import scrub
 from tiered_kv.settings import ClassArguments, TierSettings
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.validation import suggestion
@@ -78,7 +78,7 @@ class SecondaryTierFactory:
         except TieredKVError:
             raise
         except Exception as error:  # whatever a stranger's constructor raises
-            reason = f"{type(error).__name__}: {scrub(str(error), secrets_in(checked.model_dump()))}"
+            reason = f"{type(error).__name__}: {scrub(str(error), checked.secret_texts())}"
         # Raised outside of the handler: the stranger's own text may hold what must not be shown.
         raise TierError(reason, tier=checked.name, operation="open")
 

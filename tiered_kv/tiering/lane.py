@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from tiered_kv.base import OffloadingEvent, ReqContext
+from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
+from tiered_kv.errors import TierError
 from tiered_kv.tiering.admission import Admission
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.breaker import Breaker, BreakerState
@@ -17,6 +19,9 @@ from tiered_kv.tiering.jobs import Job
 from tiered_kv.tiering.limits import TierLimits
 
 logger = logging.getLogger(__name__)
+
+Offered = TypeVar("Offered")
+"""A block that is offered to a tier, in the words of whoever offers it."""
 
 HARMLESS_REASONS = frozenset({"absent", "checksum", "no_space", "reset", "truncated"})
 """Reasons for which a tier that works may fail a whole job: losing a block is allowed. The breaker ignores them."""
@@ -103,6 +108,30 @@ class Lane:
         if state is BreakerState.OPEN or (state is BreakerState.HALF_OPEN and self._unexpired):
             return "breaker"
         return ""
+
+    def select(self, offered: list[Offered], key_of: Callable[[Offered], OffloadKey]) -> list[Offered]:
+        """Return what the tier gets of blocks that are offered to it, and count the rest.
+
+        It gets those that are admitted, head first, as far as its budget goes.
+        """
+        reason = self.refusal()
+        if reason:
+            self.skip(reason, len(offered))
+            return []
+        room = max(self.store_room(), 0)
+        if self.admission.is_open():
+            self.skip("budget", max(len(offered) - room, 0))
+            return offered[:room]
+        selected: list[Offered] = []
+        for number, each in enumerate(offered):
+            if len(selected) == room:  # an offer that finds no room does not count
+                self.skip("budget", len(offered) - number)
+                break
+            if self.admission.admit(key_of(each)):
+                selected.append(each)
+            else:
+                self.skip("admission", 1)
+        return selected
 
     def submit(self, job: Job, req_context: ReqContext) -> bool:
         """Give a job to the tier; False, with the job forgotten, where the tier refuses it with an exception."""
@@ -242,10 +271,16 @@ class Lane:
             self.counters["corrupt_blocks"] += num_blocks
 
     def note_exception(self, operation: str) -> None:
-        """Count an exception of the tier, in an `except` block; the first is logged."""
+        """Count an exception of the tier, in an `except` block; the first is logged.
+
+        The log has its type and where it came from, not its text: a client library may have put a password into that.
+        """
         self.counters["exceptions"] += 1
         if self.counters["exceptions"] == 1:  # the counter tells the rest; a broken tier must not flood the log
-            logger.exception("tier %r raised in %s; further exceptions are only counted", self.name, operation)
+            kind, _, traceback = sys.exc_info()
+            nameless = TierError(kind.__name__ if kind else "", tier=self.name, operation=operation)
+            about = "tier %r raised in %s; further exceptions are only counted"
+            logger.error(about, self.name, operation, exc_info=(TierError, nameless, traceback))
 
 
 def _blocks(budget_bytes: int | None, default_bytes: int, block_bytes: int) -> int:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from tiered_kv.settings import TierSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,20 @@ class TierLimits:
     fill_on_promotion: bool = False
     breaker_failures: int = 5
     breaker_cooldown_s: float = 2.0
+
+    @classmethod
+    def of(cls, settings: TierSettings) -> Self:
+        """Return the limits that a tier's entry tells."""
+        return cls(
+            store_budget_bytes=settings.store_budget,
+            load_budget_bytes=settings.load_budget,
+            job_timeout_s=settings.job_timeout,
+            lookup_timeout_s=settings.lookup_timeout,
+            admit_after=settings.admit_after,
+            fill_on_promotion=settings.fill_on_promotion,
+            breaker_failures=settings.breaker_failures,
+            breaker_cooldown_s=settings.breaker_cooldown,
+        )
 
 
 @dataclass(frozen=True, slots=True)

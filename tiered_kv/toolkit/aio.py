@@ -221,6 +221,7 @@ class AsyncTier(QueuedTier):
     async def _run_probes(self, ticket: Part) -> None:
         while (probe := self._batched_lookups.take()) is not None:
             answers = [False] * len(probe.keys)
+            PART_DEADLINE.set(probe.deadline)
             timeout = asyncio.timeout_at(probe.deadline)
             try:
                 async with timeout:

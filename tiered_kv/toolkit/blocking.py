@@ -35,6 +35,7 @@ class BlockingTier(QueuedTier):
         part_bytes: Bytes of one part of a job, at most; a part has at least one block.
         lookup_timeout_s: How long a lookup may go unanswered before it is a miss.
         shutdown_timeout_s: How long `shutdown` waits for the threads before it leaves them behind.
+        lookup_thread: Whether one more thread serves lookups and nothing else, so that none waits for a part to end.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class BlockingTier(QueuedTier):
         part_bytes: int = 4 << 20,
         lookup_timeout_s: float = 1.0,
         shutdown_timeout_s: float = 2.0,
+        lookup_thread: bool = False,
     ) -> None:
         if threads < 1:
             raise ValueError(f"threads must be at least 1, not {threads}")
@@ -60,7 +62,9 @@ class BlockingTier(QueuedTier):
             shutdown_timeout_s=shutdown_timeout_s,
         )
         self._threads_max = threads
+        self._has_lookup_thread = lookup_thread
         self._work_tokens: SimpleQueue[bool] = SimpleQueue()  # one for each look into the queue that may find something
+        self._lookup_tokens: SimpleQueue[bool] = SimpleQueue()  # the same, of the thread for lookups
         self._threads_lock = threading.Lock()  # guards the three below
         self._worker_threads: list[threading.Thread] = []
         self._threads_running = 0
@@ -101,13 +105,22 @@ class BlockingTier(QueuedTier):
             self._start_thread()
         self._work_tokens.put(_WORK)
 
+    def _put_probe(self) -> None:
+        super()._put_probe()
+        if self._has_lookup_thread:
+            self._lookup_tokens.put(_WORK)
+
     def _start_thread(self) -> None:
         """Start one more thread; it starts the next, so that the scheduler waits for one start at most."""
         with self._threads_lock:
             number = len(self._worker_threads)
-            if number >= self._threads_max or self._is_stopping:
+            if number >= self._threads_max + self._has_lookup_thread or self._is_stopping:
                 return
-            thread = threading.Thread(target=self._serve, name=f"tiered-kv-{self.name}-{number}", daemon=True)
+            what = (
+                (self._lookup_tokens, Lane.LOOKUP) if number == self._threads_max else (self._work_tokens, Lane.STORE)
+            )
+            name = f"tiered-kv-{self.name}-{number}"
+            thread = threading.Thread(target=self._serve, args=what, name=name, daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:  # no more threads to be had: do with fewer, and try again later
@@ -116,10 +129,10 @@ class BlockingTier(QueuedTier):
             self._worker_threads.append(thread)
             self._threads_running += 1
 
-    def _serve(self) -> None:
+    def _serve(self, tokens: SimpleQueue[bool], last_lane: Lane) -> None:
         self._start_thread()
-        while self._work_tokens.get() is _WORK:
-            self._serve_one()
+        while tokens.get() is _WORK:
+            self._serve_one(last_lane)
         with self._threads_lock:
             self._threads_running -= 1
             is_last = self._threads_running == 0
@@ -129,8 +142,8 @@ class BlockingTier(QueuedTier):
             except BaseException as error:  # an author's mistake must not print from a dying thread
                 self._note_error("close", error)
 
-    def _serve_one(self) -> None:
-        part = self._part_queue.take()
+    def _serve_one(self, last_lane: Lane) -> None:
+        part = self._part_queue.take(last_lane)
         if part is None:
             return
         if part.job.lane is Lane.LOOKUP:
@@ -161,6 +174,7 @@ class BlockingTier(QueuedTier):
 
     def _run_probes(self) -> None:
         while (probe := self._batched_lookups.take()) is not None:
+            PART_DEADLINE.set(probe.deadline)
             try:
                 answers = checked_answers(self.contains_blocks(probe.keys), probe.keys)
             except BaseException as error:
@@ -176,6 +190,7 @@ class BlockingTier(QueuedTier):
             threads = list(self._worker_threads)
         for _ in range(self._threads_max):
             self._work_tokens.put(_STOP)
+        self._lookup_tokens.put(_STOP)
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return sum(thread.is_alive() for thread in threads)

@@ -25,7 +25,7 @@ from tiered_kv.toolkit.queue import PartQueue
 _log = logging.getLogger("tiered_kv.toolkit")
 
 PART_DEADLINE: ContextVar[float] = ContextVar("tiered_kv_part_deadline", default=math.inf)
-"""The deadline of the job that this thread, or task, is serving."""
+"""The deadline of the job or lookups that this thread, or task, is serving."""
 PART_EPOCH: ContextVar[int] = ContextVar("tiered_kv_part_epoch")
 """The epoch of the job that this thread, or task, is serving."""
 
@@ -219,7 +219,10 @@ class QueuedTier(SecondaryTierManager):
 
     @property
     def part_deadline(self) -> float:
-        """When the job of the part that this thread, or task, is serving expires, in seconds of `time.monotonic()`."""
+        """When what this thread, or task, is serving expires, in seconds of `time.monotonic()`.
+
+        That is a job; or lookups, the first of which is a miss from then on.
+        """
         return PART_DEADLINE.get()
 
     @property

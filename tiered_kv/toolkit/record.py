@@ -41,7 +41,7 @@ class RecordStatus(Enum):
     BAD_HEADER = "bad_header"
     """A reserved field is not zero, or a flag or key id is set that this version does not know."""
     UNKNOWN_CODEC = "unknown_codec"
-    """No such codec, or its library is not installed."""
+    """The record is sound, and there is no such codec here, or its library is not installed."""
     BAD_LENGTH = "bad_length"
     WRONG_NAMESPACE = "wrong_namespace"
     WRONG_KEY = "wrong_key"
@@ -97,11 +97,7 @@ def encode_record(
     codec_id = codec.codec_id
     if payload is None:
         payload, codec_id = block, RAW.codec_id
-    fields = (codec_id, 0, 0, 0, len(block), len(payload), namespace_digest, digest_of(key))
-    unsigned = _LAYOUT.pack(MAGIC, FORMAT_VERSION, *fields, _NO_CHECKSUM, _RESERVED)
-    checksum = _checksum(unsigned, payload)
-    header = unsigned[:_CHECKSUM_OFFSET] + checksum + unsigned[_CHECKSUM_OFFSET + DIGEST_BYTES :]
-    return header, payload
+    return _header(key, codec_id, len(block), payload, namespace_digest), payload
 
 
 def read_header(header: Bytes) -> RecordHeader | RecordStatus:
@@ -163,6 +159,8 @@ def decode_record(
         block: Where the block belongs, one-dimensional and writable, of the block's size.
         namespace_digest: 16 bytes.
     """
+    if payload is block and header == _header(key, RAW.codec_id, len(block), block, namespace_digest):
+        return RecordStatus.OK  # it has the one header that a raw block has; what follows finds out why another has not
     parsed = read_header(header)
     if isinstance(parsed, RecordStatus):
         return parsed
@@ -172,8 +170,6 @@ def decode_record(
     if len(payload) != parsed.payload_bytes:
         return RecordStatus.TRUNCATED if len(payload) < parsed.payload_bytes else RecordStatus.BAD_LENGTH
     codec = codec_by_id(parsed.codec_id)
-    if codec is None:
-        return RecordStatus.UNKNOWN_CODEC
     if codec is RAW:
         if payload is not block:
             block[:] = payload
@@ -184,9 +180,19 @@ def decode_record(
     unsigned[_CHECKSUM_OFFSET : _CHECKSUM_OFFSET + DIGEST_BYTES] = _NO_CHECKSUM
     if _checksum(unsigned, payload) != parsed.checksum:
         return RecordStatus.BAD_CHECKSUM
+    if codec is None:
+        return RecordStatus.UNKNOWN_CODEC
     if codec is not RAW and not codec.decode(memoryview(payload), block):
         return RecordStatus.BAD_PAYLOAD
     return RecordStatus.OK
+
+
+def _header(key: OffloadKey, codec_id: int, raw_bytes: int, payload: Bytes, namespace_digest: bytes) -> bytes:
+    fields = (codec_id, 0, 0, 0, raw_bytes, len(payload), namespace_digest, digest_of(key))
+    unsigned = _LAYOUT.pack(MAGIC, FORMAT_VERSION, *fields, _NO_CHECKSUM, _RESERVED)
+    return b"".join(
+        (unsigned[:_CHECKSUM_OFFSET], _checksum(unsigned, payload), unsigned[_CHECKSUM_OFFSET + DIGEST_BYTES :])
+    )
 
 
 def _checksum(unsigned_header: Bytes, payload: Bytes) -> bytes:
