@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults
+from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults, _Connection
 
 DATA = bytes(range(256)) * 1024
 
@@ -249,3 +251,22 @@ def test_it_closes_amid_a_stall_and_leaves_nothing_behind(server: EchoServer) ->
         proxy.close()
         with contextlib.suppress(ConnectionResetError):
             assert client.recv(1) == b""
+
+
+def test_a_connection_that_has_just_come_to_its_end_is_not_ended_again(server: EchoServer) -> None:
+    counts: Counter[str] = Counter()
+
+    async def end_and_reset() -> None:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as listener,
+            socket.create_connection(listener.getsockname()) as client,
+        ):
+            accepted, _ = listener.accept()
+            accepted.setblocking(False)
+            connection = _Connection(accepted, dict.fromkeys(Direction, NO_FAULTS), counts)
+            client.shutdown(socket.SHUT_WR)
+            await connection.run(server.address)
+            connection.end("reset", by_reset=True)  # as the proxy does until it has forgotten the connection
+
+    asyncio.run(end_and_reset())
+    assert counts["reset"] == 0

@@ -9,6 +9,8 @@
     rig             a tier on a test bench, with known bytes in every block
     gate, clock     what tests steer the above with, in place of sleeping
     leaks           what a test leaves behind
+    wire_faults     a pytest class to subclass: a tier whose server is behind a bad network (its bench: wire_bench)
+    key_value       a small server, and a good tier over the network to it
     proxy           a TCP proxy that does to connections what networks do
 
 The extra `test` brings pytest and Hypothesis. Import the modules by name.
@@ -22,4 +24,6 @@ if importlib.util.find_spec("pytest") is not None:
     import pytest
 
     # So that a failed `assert` of these modules shows its values in an author's test run too.
-    pytest.register_assert_rewrite("tiered_kv.testing.conformance", "tiered_kv.testing.rig", "tiered_kv.testing.model")
+    pytest.register_assert_rewrite(
+        *(f"tiered_kv.testing.{name}" for name in ("conformance", "rig", "model", "wire_bench", "wire_faults"))
+    )

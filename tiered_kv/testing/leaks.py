@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Self
 
 _SHARED_MEMORY = Path("/dev/shm")
+_SEMAPHORE = "sem."
+"""How the names of POSIX semaphores begin. This project has none: they are those of other programs, come and go."""
 _DESCRIPTORS = "/proc/self/fd"
 _POLL_S = 0.005
 
@@ -84,7 +86,8 @@ def _open_descriptors() -> frozenset[tuple[str, str]]:
 def _shared_memory() -> frozenset[str]:
     try:
         with os.scandir(_SHARED_MEMORY) as entries:
-            return frozenset(entry.name for entry in entries if entry.is_file(follow_symlinks=False))
+            files = (entry.name for entry in entries if entry.is_file(follow_symlinks=False))
+            return frozenset(name for name in files if not name.startswith(_SEMAPHORE))
     except FileNotFoundError:
         return frozenset()
 

@@ -150,6 +150,11 @@ class FaultProxy:
         """How many connections there are."""
         return len(self._connections)
 
+    @property
+    def is_refusing(self) -> bool:
+        """Whether new connections are refused."""
+        return self._accepting is None
+
     def refuse_connections(self, refuses: bool = True) -> None:
         """Have new connections refused, or taken again; the port stays ours. Those that are open stay open."""
         self._call(self._set_refusing(refuses))
@@ -249,6 +254,7 @@ class _Connection:
                 await _cancel(both)
                 await _cancel(ended)
         finally:
+            self._ended.set()  # until it is forgotten, a moment later, there is nothing left to end
             self._client.close()
             self._server.close()
 

@@ -80,6 +80,12 @@ class RedisServer:
         """Where it is, without the password."""
         return f"{'rediss' if self.tls else 'redis'}://127.0.0.1:{self.port}"
 
+    @property
+    def pid(self) -> int:
+        """The id of its process, which runs."""
+        assert self._process is not None, "it does not run"
+        return self._process.pid
+
     def start(self) -> None:
         """Start it and return when it answers. Nothing is left of what it held before."""
         for attempt in range(_PORT_ATTEMPTS):
@@ -142,6 +148,14 @@ class RedisServer:
         reply = self.call("EVAL", "return table.concat(redis.call('KEYS', ARGV[1]), '\\r\\n\\r\\n')", "0", pattern)
         joined = reply[reply.index(b"\r\n") + 2 : -2]
         return joined.split(b"\r\n\r\n") if joined else []
+
+    def damage(self, pattern: str, longer_than_bytes: int) -> None:
+        """Flip a bit in the last byte of every matching value that is longer, as any client could."""
+        for name in self.keys(pattern):
+            value = bytearray(self.get(name))
+            if len(value) > longer_than_bytes:
+                value[-1] ^= 0x01
+                self.set(name, bytes(value))
 
     def _command(self) -> list[str]:
         ports = ["--port", str(self.port)]

@@ -60,6 +60,7 @@ class TierRig:
         num_blocks: Rows of the region.
         block_bytes: Bytes of a row.
         wait_s: How long a job or a lookup may take.
+        job_timeout_s: The deadline that jobs are given, from their submission on; `wait_s` by default.
         spec: What the tier is opened for; by default a namespace of the rig's own.
     """
 
@@ -70,6 +71,7 @@ class TierRig:
         num_blocks: int,
         block_bytes: int,
         wait_s: float,
+        job_timeout_s: float | None = None,
         spec: TierSpec | None = None,
     ) -> None:
         self.spec = spec or TierSpec("conformance", block_bytes, bytes(range(16)), {"model": "conformance"})
@@ -77,7 +79,8 @@ class TierRig:
         self.epoch = 0
         """Which content `store` writes and `load` expects; a test moves it on after a reset."""
         self._open_tier = open_tier
-        self._wait_s = wait_s
+        self.wait_s = wait_s
+        self.job_timeout_s = wait_s if job_timeout_s is None else job_timeout_s
         self._region = PrimaryRegion(num_blocks, block_bytes)
         self._region.array[:] = _GUARD
         self._expected = self._region.array.copy()
@@ -113,10 +116,14 @@ class TierRig:
         return job.job_id
 
     def submit_load(
-        self, keys: Sequence[OffloadKey], rows: Sequence[int] | None = None, deadline: float | None = None
+        self,
+        keys: Sequence[OffloadKey],
+        rows: Sequence[int] | None = None,
+        deadline: float | None = None,
+        request: ReqContext | None = None,
     ) -> JobId:
-        """Submit a load of `keys` into rows that hold none of their bytes."""
-        job = self._new_job(keys, rows, deadline, is_promotion=True)
+        """Submit a load of `keys`, for a request if one is given, into rows that hold none of their bytes."""
+        job = self._new_job(keys, rows, deadline, is_promotion=True, request=request)
         self._region.array[job.block_ids] = _GUARD
         self.tier.submit_load(job)
         self.tier.on_schedule_end()
@@ -125,10 +132,10 @@ class TierRig:
     def wait(self, job_ids: Iterable[JobId]) -> list[JobResult]:
         """Return the results of jobs, in order, once all have been reported."""
         wanted = list(job_ids)
-        end = time.monotonic() + self._wait_s
+        end = time.monotonic() + self.wait_s
         while missing := [job_id for job_id in wanted if job_id not in self._results]:
             self.poll()
-            assert time.monotonic() < end, f"jobs {missing} were not reported within {self._wait_s} s"
+            assert time.monotonic() < end, f"jobs {missing} were not reported within {self.wait_s} s"
             time.sleep(_POLL_S)
         if not self._jobs:
             self.check_region()
@@ -159,15 +166,28 @@ class TierRig:
         By default a new request asks, so that no remembered answer is given.
         """
         asking = request or self.new_request()
-        end = time.monotonic() + self._wait_s
+        end = time.monotonic() + self.wait_s
         while (answer := self.tier.lookup(key, asking)) is None:
             self.tier.on_schedule_end()
             self.poll()
-            assert time.monotonic() < end, f"lookup had no answer within {self._wait_s} s"
+            assert time.monotonic() < end, f"lookup had no answer within {self.wait_s} s"
             time.sleep(_POLL_S)
         if request is None:
             self.tier.on_request_finished(asking)
         return answer
+
+    def lookup_all(self, keys: Sequence[OffloadKey], request: ReqContext | None = None) -> list[bool]:
+        """Return the tier's answers to `lookup_many` once none is None any more; by default a new request asks."""
+        asking = request or self.new_request()
+        end = time.monotonic() + self.wait_s
+        while None in (answers := self.tier.lookup_many(keys, asking)):
+            self.tier.on_schedule_end()
+            self.poll()
+            assert time.monotonic() < end, f"lookup_many had no answer within {self.wait_s} s"
+            time.sleep(_POLL_S)
+        if request is None:
+            self.tier.on_request_finished(asking)
+        return [bool(answer) for answer in answers]
 
     # -- the whole tier ----------------------------------------------------------------------------
 
@@ -199,12 +219,14 @@ class TierRig:
         deadline: float | None,
         *,
         is_promotion: bool,
+        request: ReqContext | None = None,
     ) -> JobMetadata:
         block_ids: BlockIds = np.array(rows if rows is not None else self.take_rows(len(keys)), dtype=np.int64)
         busy = {row for job in self._jobs.values() for row in job.block_ids.tolist()}
         assert not busy & set(block_ids.tolist()), "the test uses a block of a job in flight; give the rig more blocks"
-        end = time.monotonic() + self._wait_s if deadline is None else deadline
-        job = JobMetadata(next(self._job_ids), list(keys), block_ids, is_promotion, ReqContext("jobs"), end)
+        end = time.monotonic() + self.job_timeout_s if deadline is None else deadline
+        asking = request or ReqContext("jobs")
+        job = JobMetadata(next(self._job_ids), list(keys), block_ids, is_promotion, asking, end)
         self._jobs[job.job_id] = job
         return job
 

@@ -15,6 +15,7 @@ import itertools
 import os
 import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -42,11 +43,17 @@ class S3Server:
 
     Args:
         url: Its endpoint, as `endpoint_url` takes it.
-        process: The process; it can be stopped and continued by its id.
+        process: The process.
     """
 
     url: str
     process: subprocess.Popen[bytes]
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port."""
+        host, _, port = self.url.rpartition("/")[2].partition(":")
+        return host, int(port)
 
     def settings(self, bucket: str, **changes: object) -> dict[str, object]:
         """Return the YAML entry of an s3 tier in one of the server's buckets."""
@@ -87,8 +94,30 @@ class S3Server:
             client.close()
         return name
 
+    def damage(self, bucket: str, part: str) -> None:
+        """Flip a bit in the last byte of every object with `part` in its name, as any client could."""
+        client = self.client()
+        try:
+            pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket)
+            for name in [entry["Key"] for page in pages for entry in page.get("Contents", ())]:
+                if part in name:
+                    data = bytearray(client.get_object(Bucket=bucket, Key=name)["Body"].read())
+                    data[-1] ^= 0x01
+                    client.put_object(Bucket=bucket, Key=name, Body=bytes(data))
+        finally:
+            client.close()
+
+    def freeze(self) -> None:
+        """Stop it from running, with its connections open."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it run on."""
+        self.process.send_signal(signal.SIGCONT)
+
     def stop(self) -> None:
         """End the server, by force if it does not end by itself."""
+        self.thaw()
         self.process.terminate()
         try:
             self.process.wait(STOP_S_MAX)
@@ -217,7 +246,7 @@ from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoReque
 from werkzeug.serving import make_server
 
 class Handler(MotoRequestHandler):
-    protocol_version = "HTTP/1.1"  # keeps connections open, as S3 does
+    protocol_version = "HTTP/1.1"  # as S3 has it; but werkzeug closes every connection after one answer
 
 logging.getLogger("werkzeug").setLevel(logging.ERROR)
 server = make_server(

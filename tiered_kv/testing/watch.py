@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 import xxhash
@@ -83,13 +83,13 @@ class WatchedTier(WrapperTier):
         self._begin(job_metadata)
         self._store_blocks += len(job_metadata.keys)
         self.store_blocks_peak = max(self.store_blocks_peak, self._store_blocks)
-        super().submit_store(job_metadata)
+        self._submit(super().submit_store, job_metadata)
 
     def submit_load(self, job_metadata: JobMetadata) -> None:
         self._begin(job_metadata)
         self._load_blocks += len(job_metadata.keys)
         self.load_blocks_peak = max(self.load_blocks_peak, self._load_blocks)
-        super().submit_load(job_metadata)
+        self._submit(super().submit_load, job_metadata)
 
     def get_finished(self) -> Iterable[JobResult]:
         results = list(super().get_finished())
@@ -97,6 +97,13 @@ class WatchedTier(WrapperTier):
             if result.job_id in self._jobs:
                 self._end(*self._jobs.pop(result.job_id))
         return results
+
+    def _submit(self, submit: Callable[[JobMetadata], None], job: JobMetadata) -> None:
+        try:
+            submit(job)
+        except Exception:  # it has no such job, then
+            self._end(*self._jobs.pop(job.job_id))
+            raise
 
     def _begin(self, job: JobMetadata) -> None:
         self._ledger.begin(job)

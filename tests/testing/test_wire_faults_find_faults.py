@@ -1,0 +1,209 @@
+"""The suite for bad networks fails for tiers that break its promises, and for the reason that it names.
+
+That it passes for the good tier that these are made from is tested with the page that shows it, docs/testing.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
+
+import pytest
+
+from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.testing.key_value import LOOKUP_S, Connection, KeyValueServer, KeyValueTier, wire_name
+from tiered_kv.testing.lies import Lie, LyingTier
+from tiered_kv.testing.proxy import Direction, FaultProxy
+from tiered_kv.testing.rig import TierRig
+from tiered_kv.testing.wire_bench import Blow, ByteFault, LastingFault, WireBench
+from tiered_kv.testing.wire_faults import TierUnderWireFaults, a_load, a_store
+from tiered_kv.tiering.base import SecondaryTierManager
+from tiered_kv.toolkit.jobs import Outcome
+from tiered_kv.toolkit.record import HEADER_BYTES
+
+
+@pytest.fixture
+def server() -> Iterator[KeyValueServer]:
+    server = KeyValueServer()
+    yield server
+    server.stop()
+
+
+# Tiers of which each breaks one promise.
+
+
+class TrustingTier(KeyValueTier):
+    """Skips the checksum."""
+
+    def accepts(self, record: bytes, key: OffloadKey, block: memoryview) -> bool:
+        is_whole = len(record) == HEADER_BYTES + self.block_bytes
+        if is_whole:
+            block[:] = record[HEADER_BYTES:]
+        return is_whole
+
+
+class KeepingTier(KeyValueTier):
+    """Leaves damaged blocks where they are, and goes on to say that it has them."""
+
+    def drop(self, connection: Connection, key: OffloadKey, deadline: float) -> None:
+        return
+
+
+class RememberingTier(KeepingTier):
+    """Answers from an index of what it has stored, whatever its loads find."""
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        return True if key in self._stored else super().lookup(key, req_context)
+
+    def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
+        outcome = super().store_blocks(keys, blocks)
+        self._stored = self._stored | set(keys)
+        return outcome
+
+    _stored: frozenset[OffloadKey] = frozenset()
+
+
+class ReusingTier(KeyValueTier):
+    """Goes on using a connection on which something went wrong."""
+
+    @contextlib.contextmanager
+    def connection(self, deadline: float) -> Iterator[Connection]:
+        connection = self._idle.pop() if self._idle else Connection(self._address, deadline)
+        try:
+            yield connection
+        finally:
+            self._idle.append(connection)
+
+
+class PatientTier(KeyValueTier):
+    """Waits for its server longer than the job may take."""
+
+    def deadline(self) -> float:
+        return time.monotonic() + 2.0
+
+
+class RaisingTier(KeyValueTier):
+    """Lets a network's error out of its methods."""
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        with self.connection(time.monotonic() + LOOKUP_S) as connection:
+            return connection.ask(b"HAS %b\n" % wire_name(key), time.monotonic() + LOOKUP_S) == b"1"
+
+
+class UnforgettingTier(KeyValueTier):
+    """Says that it has forgotten everything, and has not."""
+
+    def reset_cache(self) -> bool:
+        return True
+
+
+class LeavingTier(KeyValueTier):
+    """Leaves its connections open."""
+
+    left: ClassVar[list[Connection]] = []
+
+    def close(self) -> None:
+        self.left.extend(self._idle)
+
+
+class SulkingTier(KeyValueTier):
+    """Never tries again after a failure."""
+
+    has_failed = False
+
+    def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
+        if self.has_failed:
+            return Outcome((), "unavailable")
+        try:
+            return super().store_blocks(keys, blocks)
+        except OSError:
+            self.has_failed = True
+            raise
+
+
+Check = Callable[[TierUnderWireFaults, WireBench], None]
+MakeTier = Callable[[object, memoryview, tuple[str, int]], SecondaryTierManager]
+
+
+def liar(lie: Lie) -> MakeTier:
+    return lambda spec, view, address: LyingTier(KeyValueTier(spec, view, address), lie)
+
+
+def flip(direction: Direction) -> Check:
+    exchange = a_store if direction is Direction.TO_SERVER else a_load
+    return lambda suite, bench: suite.test_a_fault_at_any_byte_costs_a_miss_at_most(
+        bench, direction, ByteFault.FLIP, exchange
+    )
+
+
+def stall(suite: TierUnderWireFaults, bench: WireBench) -> None:
+    suite.test_on_a_dead_wire_jobs_end_by_their_deadline_and_lookups_are_answered(bench, LastingFault.STALL_TO_CLIENT)
+
+
+def die(suite: TierUnderWireFaults, bench: WireBench) -> None:
+    suite.test_on_a_dead_wire_jobs_end_by_their_deadline_and_lookups_are_answered(bench, LastingFault.DEAD)
+
+
+def reset(suite: TierUnderWireFaults, bench: WireBench) -> None:
+    suite.test_connections_may_end_between_transfers(bench, Blow.RESET)
+
+
+def forget(suite: TierUnderWireFaults, bench: WireBench) -> None:
+    suite.test_a_reset_holds_whatever_the_wire_does(bench, LastingFault.DEAD)
+
+
+def close(suite: TierUnderWireFaults, bench: WireBench) -> None:
+    bench.stored(2)
+    bench.close()
+
+
+FAULTS: list[tuple[str, MakeTier, Check, str]] = [
+    ("skips the checksum, on what is sent", TrustingTier, flip(Direction.TO_SERVER), "wrong bytes"),
+    ("skips the checksum, on what comes", TrustingTier, flip(Direction.TO_CLIENT), "wrong bytes"),
+    ("keeps damaged blocks", KeepingTier, flip(Direction.TO_SERVER), "stay answered True"),
+    ("does not learn from loads", RememberingTier, flip(Direction.TO_SERVER), "still answered True"),
+    ("reuses a connection that was cut", ReusingTier, reset, "does not work again"),
+    ("waits beyond the deadline", PatientTier, stall, "were not reported"),
+    ("reports twice", liar(Lie.REPORTS_TWICE), stall, "reported twice"),
+    ("reports nothing", liar(Lie.REPORTS_NOTHING), stall, "were not reported"),
+    ("resets nothing", UnforgettingTier, forget, "wrong bytes"),
+    ("leaves connections open", LeavingTier, close, "open after shutdown"),
+    ("never tries again", SulkingTier, die, "does not work again"),
+]
+
+
+@pytest.fixture
+def open_bench(server: KeyValueServer) -> Iterator[Callable[[MakeTier], WireBench]]:
+    with FaultProxy(server.address) as proxy:
+        rigs: list[TierRig] = []
+
+        def open_(make_tier: MakeTier) -> WireBench:
+            address = (proxy.host, proxy.port)
+            rigs.append(
+                TierRig(lambda spec, view: make_tier(spec, view, address), num_blocks=128, block_bytes=512, wait_s=1.0)
+            )
+            return WireBench(rigs[0], proxy, job_timeout_s=0.1, grace_s=0.2, recovery_s=0.7)
+
+        yield open_
+        for rig in rigs:
+            rig.close()
+        while LeavingTier.left:
+            LeavingTier.left.pop().close()
+
+
+@pytest.mark.parametrize(("make_tier", "check", "says"), [fault[1:] for fault in FAULTS], ids=[f[0] for f in FAULTS])
+def test_a_tier_that_breaks_a_promise_is_found(
+    open_bench: Callable[[MakeTier], WireBench], make_tier: MakeTier, check: Check, says: str
+) -> None:
+    bench = open_bench(make_tier)
+    with pytest.raises(AssertionError) as failure:
+        check(TierUnderWireFaults(), bench)
+    assert says in str(failure.value)
+
+
+def test_a_tier_whose_methods_raise_is_found(open_bench: Callable[[MakeTier], WireBench]) -> None:
+    bench = open_bench(RaisingTier)
+    with pytest.raises(ConnectionError):
+        die(TierUnderWireFaults(), bench)

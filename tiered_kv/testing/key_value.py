@@ -1,0 +1,180 @@
+"""A small server on loopback, and a good tier over the network to it: an example, and what bad ones are made from."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.toolkit.blocking import BlockingTier
+from tiered_kv.toolkit.codecs import RAW
+from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
+from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record
+
+LOOKUP_S = 0.2
+NAMESPACE = bytes(16)
+
+
+class KeyValueServer(socketserver.ThreadingTCPServer):
+    """Values by name: each request is a line, `PUT name length` followed by as many bytes; each answer too."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Session)
+        self.values: dict[bytes, bytes] = {}
+        self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01})
+        self._thread.start()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.socket.getsockname()
+        return host, port
+
+    def stop(self) -> None:
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of connections that broke, or carried nonsense."""
+
+
+class _Session(socketserver.StreamRequestHandler):
+    disable_nagle_algorithm = True
+    server: KeyValueServer
+
+    def handle(self) -> None:
+        values = self.server.values
+        for line in iter(self.rfile.readline, b""):
+            match line.split():
+                case [b"PUT", name, length]:
+                    value = self.rfile.read(int(length))
+                    if len(value) == int(length):
+                        values.setdefault(name, value)
+                    self.wfile.write(b"OK\n")
+                case [b"GET", name]:
+                    self.wfile.write(b"%d\n%b" % (len(values.get(name, b"")), values.get(name, b"")))
+                case [b"HAS", name]:
+                    self.wfile.write(b"%d\n" % (name in values))
+                case [b"DEL", name]:
+                    values.pop(name, None)
+                    self.wfile.write(b"OK\n")
+                case _:
+                    return
+
+
+class Connection:
+    """A connection to the server, whose every step ends by a deadline."""
+
+    def __init__(self, address: tuple[str, int], deadline: float) -> None:
+        self._socket = socket.create_connection(address, _left_s(deadline))
+
+    def ask(self, request: bytes, deadline: float) -> bytes:
+        """Send a request and return the line that answers it."""
+        self._socket.settimeout(_left_s(deadline))
+        self._socket.sendall(request)
+        line = b""
+        while not line.endswith(b"\n"):
+            line += self.receive(1, deadline)
+        return line[:-1]
+
+    def receive(self, count: int, deadline: float) -> bytes:
+        data = b""
+        while len(data) < count:
+            self._socket.settimeout(_left_s(deadline))
+            received = self._socket.recv(count - len(data))
+            if not received:
+                raise ConnectionResetError("the server has gone")
+            data += received
+        return data
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _left_s(deadline: float) -> float:
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("the deadline has passed")
+    return left_s
+
+
+class KeyValueTier(BlockingTier):
+    """Blocks in a `KeyValueServer`. What a subclass may spoil is in methods of its own.
+
+    Args:
+        spec, view: As in `SecondaryTierManager`.
+        address: Of the server, or of a proxy before it.
+    """
+
+    def __init__(self, spec: object, view: memoryview, address: tuple[str, int]) -> None:
+        super().__init__(spec, view, "key-value", threads=2, lookup_timeout_s=LOOKUP_S, shutdown_timeout_s=1.0)
+        self._address = address
+        self._idle: list[Connection] = []
+
+    def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
+        deadline = self.deadline()
+        with self.connection(deadline) as connection:
+            for key, block in zip(keys, blocks, strict=True):
+                header, payload = encode_record(key, block, NAMESPACE, RAW)
+                record = bytes(header) + bytes(payload)
+                answer = connection.ask(b"PUT %b %d\n%b" % (wire_name(key), len(record), record), deadline)
+                if answer != b"OK":
+                    raise ConnectionError("that is no answer")
+        return ALL_DONE
+
+    def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
+        deadline = self.deadline()
+        loaded = []
+        with self.connection(deadline) as connection:
+            for key, block in zip(keys, blocks, strict=True):
+                length = int(connection.ask(b"GET %b\n" % wire_name(key), deadline))
+                if not 0 <= length <= HEADER_BYTES + self.block_bytes:
+                    raise ConnectionError("that is no record")
+                record = connection.receive(length, deadline)
+                if self.accepts(record, key, block):
+                    loaded.append(key)
+                elif record:
+                    self.drop(connection, key, deadline)
+        return Outcome(loaded, "checksum")
+
+    def contains_blocks(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        deadline = time.monotonic() + LOOKUP_S
+        with self.connection(deadline) as connection:
+            return [connection.ask(b"HAS %b\n" % wire_name(key), deadline) == b"1" for key in keys]
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+    def deadline(self) -> float:
+        return self.part_deadline
+
+    def accepts(self, record: bytes, key: OffloadKey, block: memoryview) -> bool:
+        status = decode_record(record[:HEADER_BYTES], record[HEADER_BYTES:], key, block, NAMESPACE)
+        return status is RecordStatus.OK
+
+    def drop(self, connection: Connection, key: OffloadKey, deadline: float) -> None:
+        connection.ask(b"DEL %b\n" % wire_name(key), deadline)
+
+    @contextlib.contextmanager
+    def connection(self, deadline: float) -> Iterator[Connection]:
+        """Lend a connection; one on which anything went wrong is not lent again."""
+        connection = self._idle.pop() if self._idle else Connection(self._address, deadline)
+        try:
+            yield connection
+        except BaseException:
+            connection.close()
+            raise
+        self._idle.append(connection)
+
+
+def wire_name(key: OffloadKey) -> bytes:
+    """Return what a block is called at the server."""
+    return key.hex().encode()

@@ -1,0 +1,219 @@
+"""What must hold for a tier whose server is behind a bad network, as a pytest class that a tier's author subclasses.
+
+    class TestMyTierUnderWireFaults(TierUnderWireFaults):
+        @pytest.fixture
+        def server_address(self, my_server: MyServer) -> tuple[str, int]:
+            return "127.0.0.1", my_server.port
+
+        @pytest.fixture
+        def open_tier(self, proxy: FaultProxy) -> OpenTier:
+            return lambda spec, view: MyTier(spec, view, "mine", host=proxy.host, port=proxy.port)
+
+Blocks may be lost, jobs may fail and lookups may miss. Never may wrong bytes be loaded, nor a block be answered True
+that cannot be loaded, beyond the one answer that its load proves wrong. Every job is reported once, by its deadline;
+and when the network is whole again, so is the tier. `docs/testing.md` says what each check keeps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.errors import TierError
+from tiered_kv.testing.leaks import Footprint, left_behind
+from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults
+from tiered_kv.testing.rig import OpenTier, TierRig
+from tiered_kv.testing.wire_bench import Blow, ByteFault, LastingFault, WireBench
+
+_HEAD_OFFSETS = (0, 1, 4, 10, 25, 60, 110, 180, 300)
+_TRANSFER_S = 0.5
+"""How long a transfer is made to take, so that something can befall it."""
+
+Exchange = Callable[[WireBench], tuple[list[OffloadKey], Callable[[], object]]]
+"""Prepares an exchange with the server: the keys that it is about, and a callable by which it happens."""
+
+
+def a_lookup(bench: WireBench) -> tuple[list[OffloadKey], Callable[[], object]]:
+    keys = [*bench.stored(1), *bench.new_keys(1)]
+    return keys, lambda: bench.play(keys)
+
+
+def a_load(bench: WireBench) -> tuple[list[OffloadKey], Callable[[], object]]:
+    keys, request = bench.stored(1), bench.rig.new_request()
+    bench.rig.lookup_all(keys, request)  # so that the load is all that goes over the wire
+    return keys, lambda: bench.play(keys, request)
+
+
+def a_store(bench: WireBench) -> tuple[list[OffloadKey], Callable[[], object]]:
+    keys = bench.new_keys(1)
+    return keys, lambda: bench.rig.store(keys)
+
+
+class TierUnderWireFaults:
+    """Subclass it as `Test...`, and define the fixtures `server_address` and `open_tier`.
+
+    Give the tier timeouts of its own that are longer than `job_timeout_s`, and a `lookup_timeout` that is not, so
+    that what is tested is whether it keeps the deadlines of its jobs. Have it ask the server, where it could
+    remember an answer.
+
+    Attributes:
+        block_bytes, num_blocks: Of the region.
+        job_timeout_s: The deadline of jobs while a fault is on.
+        grace_s: How much later they may be reported.
+        recovery_s: How long after a fault the tier may take to work again.
+        shutdown_limit_s: How long `shutdown` may take while nothing arrives.
+    """
+
+    block_bytes: ClassVar[int] = 4096
+    num_blocks: ClassVar[int] = 512
+    job_timeout_s: ClassVar[float] = 0.5
+    grace_s: ClassVar[float] = 1.0
+    recovery_s: ClassVar[float] = 15.0
+    shutdown_limit_s: ClassVar[float] = 6.0
+
+    def offsets(self, fault: ByteFault, exchange_bytes: int) -> set[int]:
+        """Return at which bytes of an exchange a fault is tried: in its first line, headers, middle and tail."""
+        tail = (exchange_bytes // 2, exchange_bytes - 150, exchange_bytes - 60, exchange_bytes - 3, exchange_bytes - 1)
+        return {offset for offset in (*_HEAD_OFFSETS, *tail) if 0 <= offset < exchange_bytes}
+
+    @pytest.fixture
+    def server_address(self) -> tuple[str, int]:
+        """Return host and port of the server."""
+        raise NotImplementedError("a subclass of TierUnderWireFaults defines the fixture 'server_address'")
+
+    @pytest.fixture
+    def open_tier(self, proxy: FaultProxy) -> OpenTier:
+        """Return a callable that opens the tier on the server behind `proxy`."""
+        raise NotImplementedError("a subclass of TierUnderWireFaults defines the fixture 'open_tier'")
+
+    @pytest.fixture
+    def proxy(self, server_address: tuple[str, int], tmp_path: Path) -> Iterator[FaultProxy]:
+        """The network; when the test is over, no thread or descriptor is left."""
+        before = Footprint.take(tmp_path)
+        with FaultProxy(server_address) as proxy:
+            yield proxy
+        left = left_behind(before, tmp_path, self.recovery_s)
+        assert not left, f"the tier left behind: {left}"
+
+    @pytest.fixture
+    def bench(self, open_tier: OpenTier, proxy: FaultProxy) -> Iterator[WireBench]:
+        """The tier on a bench."""
+        rig = TierRig(open_tier, num_blocks=self.num_blocks, block_bytes=self.block_bytes, wait_s=self.recovery_s)
+        bench = WireBench(
+            rig, proxy, job_timeout_s=self.job_timeout_s, grace_s=self.grace_s, recovery_s=self.recovery_s
+        )
+        yield bench
+        bench.close()
+
+    # -- at one byte -------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("exchange", [a_lookup, a_load, a_store])
+    @pytest.mark.parametrize("fault", ByteFault)
+    @pytest.mark.parametrize("direction", Direction)
+    def test_a_fault_at_any_byte_costs_a_miss_at_most(
+        self, bench: WireBench, direction: Direction, fault: ByteFault, exchange: Exchange
+    ) -> None:
+        """Each byte of some all over the exchange is damaged, or is where every connection ends."""
+        struck = -_strikes(bench.proxy)
+        for offset in sorted(self.offsets(fault, _bytes_of(exchange, bench, direction))):
+            keys, happen = exchange(bench)
+            with bench.bad_wire(direction, fault.at(offset)):
+                happen()
+            bench.expect_recovered(keys)
+        struck += _strikes(bench.proxy)
+        assert struck, "the fault never struck: the exchange does not go through the proxy"
+
+    # -- while it lasts ----------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("fault", LastingFault)
+    def test_on_a_dead_wire_jobs_end_by_their_deadline_and_lookups_are_answered(
+        self, bench: WireBench, fault: LastingFault
+    ) -> None:
+        kept, fresh = bench.stored(8), bench.new_keys(8)
+        with bench.lasting(fault):
+            jobs = [bench.rig.submit_load(kept), bench.rig.submit_store(fresh), bench.rig.submit_load(kept)]
+            bench.play(kept + fresh)
+            bench.rig.wait(jobs)
+        bench.expect_recovered(kept + fresh)
+
+    @pytest.mark.parametrize("fault", LastingFault)
+    def test_a_reset_holds_whatever_the_wire_does(self, bench: WireBench, fault: LastingFault) -> None:
+        keys = bench.stored(8)
+        with bench.lasting(fault):
+            if not bench.rig.tier.reset_cache():
+                pytest.skip("the tier cannot reset: the manager stops using it then")
+            bench.rig.epoch = 1  # from here on, the bytes of before are wrong
+            bench.play(keys)
+            bench.rig.store(keys[:4])
+        bench.play(keys)
+        bench.expect_recovered(keys)
+        bench.rig.reopen()
+        bench.play(keys)
+
+    @pytest.mark.parametrize("fault", LastingFault)
+    def test_shutdown_on_a_dead_wire_is_bounded(self, bench: WireBench, fault: LastingFault) -> None:
+        kept = bench.stored(8)
+        with bench.lasting(fault):
+            bench.rig.submit_load(kept)
+            bench.rig.submit_store(bench.new_keys(8))
+            bench.rig.tier.lookup(kept[0], bench.rig.new_request())
+            begin = time.monotonic()
+            bench.rig.tier.shutdown()
+            took_s = time.monotonic() - begin
+        assert took_s < self.shutdown_limit_s
+
+    def test_a_tier_may_be_opened_on_a_dead_wire(self, bench: WireBench) -> None:
+        keys = bench.stored(4)
+        with bench.lasting(LastingFault.DEAD):
+            try:
+                bench.rig.reopen()
+            except TierError:  # an error is as good: the stack says what is wrong
+                is_open = False
+            else:
+                is_open = True
+                bench.play(keys)
+        if not is_open:
+            bench.rig.reopen()
+        bench.expect_recovered(keys)
+
+    # -- amid transfers ----------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("blow", Blow)
+    def test_connections_may_end_between_transfers(self, bench: WireBench, blow: Blow) -> None:
+        kept = bench.stored(8)
+        for _ in range(3):
+            bench.strike(blow)
+            bench.expect_recovered(kept)
+
+    @pytest.mark.parametrize("blow", Blow)
+    @pytest.mark.parametrize("direction", Direction)
+    def test_connections_may_end_amid_transfers(self, bench: WireBench, direction: Direction, blow: Blow) -> None:
+        kept, fresh = bench.stored(32), bench.new_keys(32)
+        name = f"bytes_{direction.value}"
+        moved = bench.proxy.counts()[name] + 2 * self.block_bytes
+        bench.proxy.set_faults(direction, Faults(bytes_per_s=32 * self.block_bytes / _TRANSFER_S))
+        jobs = [bench.rig.submit_load(kept), bench.rig.submit_store(fresh)]
+        bench.until(lambda: bench.proxy.counts()[name] >= moved, "no transfer goes through the proxy")
+        bench.strike(blow)
+        bench.proxy.set_faults(direction, NO_FAULTS)
+        bench.rig.wait(jobs)
+        bench.expect_recovered(kept + fresh)
+
+
+def _bytes_of(exchange: Exchange, bench: WireBench, direction: Direction) -> int:
+    """Return how many bytes an exchange has in one direction, on a connection that is open already."""
+    name = f"bytes_{direction.value}"
+    _, happen = exchange(bench)
+    before = bench.proxy.counts()[name]
+    happen()
+    return bench.proxy.counts()[name] - before
+
+
+def _strikes(proxy: FaultProxy) -> int:
+    counts = proxy.counts()
+    return counts["flipped"] + counts["cut"]
