@@ -34,8 +34,8 @@ TOUCH_INTERVAL_S: Final = 60.0
 ENTRY_BYTES: Final = 512
 """What a file may make its directory grow by."""
 
-_NOT_DAMAGED: Final = (RecordStatus.OK, RecordStatus.UNKNOWN_CODEC, RecordStatus.BAD_VERSION)
-"""Others may be able to read it: a codec whose library is missing here, a later release."""
+_NOT_DAMAGED: Final = (RecordStatus.OK, RecordStatus.UNKNOWN_CODEC)
+"""Others may be able to read it: it is sound, and in a codec whose library is missing here."""
 
 
 @dataclass(frozen=True, slots=True)

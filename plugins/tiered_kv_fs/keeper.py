@@ -85,11 +85,14 @@ class Keeper:
         self._resets = 0  # likewise, after `_epoch`
         self._resets_written = 0
         self._ended_owners_counted = 0
+        self._count_seen: float | None = None  # the time of the last count, by its host's clock
+        self._count_seen_s = 0.0  # when it was seen first, by ours
         self._stored_at_last_tick = -1
         self._reasons_logged: set[str] = set()
         self._refusal = ("", 0.0)  # why the last refill failed, and until when that stands; replaced in one step
         self._tasks: SimpleQueue[_Refill | None] = SimpleQueue()
         self._is_stopping = threading.Event()
+        self._noting = threading.Thread()  # runs while a reset is being noted; scheduler thread
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
@@ -108,10 +111,18 @@ class Keeper:
         return answer
 
     def reset(self, epoch: str) -> None:
-        """Note that `epoch` is the one from now on. Does no system call that could wait; scheduler thread."""
+        """Note that `epoch` is the one from now on. Does not wait for the file system; scheduler thread.
+
+        The keeper's thread may be waiting for the ledger, so another notes at once that there is something to write.
+        """
         self._epoch = epoch
         self._resets += 1
-        self._volume.owner.ask_for_reset(self._resets)
+        if not self._noting.is_alive():
+            self._noting = threading.Thread(target=self._note_resets, name=f"{self._thread.name}-reset", daemon=True)
+            try:
+                self._noting.start()
+            except RuntimeError:  # no thread to be had: the keeper will write it
+                pass
         self.wake()
 
     def wake(self) -> None:
@@ -122,8 +133,23 @@ class Keeper:
         """Have the thread close the directory and end; return whether it has in time."""
         self._is_stopping.set()
         self._tasks.put(None)
+        deadline = time.monotonic() + timeout_s
         self._thread.join(timeout_s)
+        if self._noting.is_alive():
+            self._noting.join(max(0.0, deadline - time.monotonic()))
         return not self._thread.is_alive()
+
+    # A thread for a moment.
+
+    def _note_resets(self) -> None:
+        """Note in the owner's file that a reset has been asked for, so that it outlives this process."""
+        noted = -1
+        while noted != self._resets:
+            noted = self._resets
+            try:
+                self._volume.owner.ask_for_reset(noted)
+            except OSError as error:
+                self._counters.add(f"failed_{reason_of(error)}")
 
     # The keeper's thread.
 
@@ -223,6 +249,7 @@ class Keeper:
             self._claim_again()
         while self._resets != self._resets_written:
             number, epoch = self._resets, self._epoch  # in this order: the epoch is at least as new as the number
+            self._volume.owner.ask_for_reset(number)
             with self._volume.ledger.locked():
                 write_epoch(self._volume.namespace_path, epoch)
             self._volume.owner.note_epoch(epoch, number)
@@ -231,7 +258,7 @@ class Keeper:
 
     def _tick(self) -> str:
         self._look_after()
-        stored = self._counters.snapshot()["stored_files"]
+        stored = self._counters["stored_files"]
         if stored == self._stored_at_last_tick:
             self._give_back()
         self._stored_at_last_tick = stored
@@ -239,7 +266,7 @@ class Keeper:
             is_due = (
                 state.total_bytes is None
                 or self._volume.ended_owners != self._ended_owners_counted
-                or abs(time.time() - state.counted_at_s) >= self._limits.count_interval_s
+                or self._is_count_old(state.counted_at_s)
             )
             if state.total_bytes is not None:
                 self.used_bytes = state.total_bytes
@@ -248,6 +275,14 @@ class Keeper:
             if self._sweeper.make_room(self._limits.grant_bytes, must_count=is_due) is not Sweep.BUSY:
                 self._ended_owners_counted = max(ended_owners, self._ended_owners_counted)
         return ""
+
+    def _is_count_old(self, counted_at_s: float) -> bool:
+        """Return whether nobody has counted for long. Clocks of hosts differ, so a time is taken for a name only."""
+        now_s = time.monotonic()
+        if counted_at_s != self._count_seen:
+            is_first, self._count_seen, self._count_seen_s = self._count_seen is None, counted_at_s, now_s
+            return is_first and abs(time.time() - counted_at_s) >= self._limits.count_interval_s
+        return now_s - self._count_seen_s >= self._limits.count_interval_s
 
     def _give_back(self) -> None:
         """Return what has not been used for a while to those who may need it."""

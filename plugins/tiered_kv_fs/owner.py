@@ -1,18 +1,18 @@
 """An owner: one tier in one process that shares a directory, and the file that says so.
 
 The file is locked as long as the owner lives; the kernel takes the lock away from a process that ends, however it
-ends. It is mapped as well: a reset of the cache is noted there by storing a word, without a system call that the
-scheduler would have to wait for, and survives the process.
+ends. A reset of the cache is noted there with one small write that needs no lock, and survives the process. The file is
+not mapped: a mapped page whose file is cut off, or whose server is gone, ends the process that touches it.
 """
 
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import secrets
 import socket
 import struct
+import threading
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,7 +20,11 @@ from tiered_kv_fs.layout import EPOCH, NAMESPACE, OWNER
 from tiered_kv_fs.posix import is_linked, opened, remove, try_lock, write_all
 
 _OWNER_BYTES: Final = 4096
-_WORDS: Final = 2  # the last reset that was asked for, and the last that the epoch file knows of
+_WORD = struct.Struct("<Q")
+_ASKED_AT: Final = 0
+"""The last reset that was asked for."""
+_KNOWN_AT: Final = 8
+"""The last reset that the epoch file knows of."""
 _TEXT_AT: Final = 64
 _TEXT = struct.Struct("<32s16s")  # namespace and epoch, in hex
 _WHO_AT: Final = 256
@@ -60,17 +64,15 @@ class Owner:
         self._path = f"{directory}/{self.name}"
         self._namespace = namespace
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._lock = threading.Lock()  # between a late note of a reset and `close`
+        who = f"{socket.gethostname()} {os.getpid()}\n".encode()[: _OWNER_BYTES - _WHO_AT]
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            write_all(self._fd, [bytes(_OWNER_BYTES)])  # a hole could not be filled through the map on a full disk
-            self._map = mmap.mmap(self._fd, _OWNER_BYTES)
+            write_all(self._fd, [bytes(_WHO_AT), who, bytes(_OWNER_BYTES - _WHO_AT - len(who))])
         except BaseException:
             os.close(self._fd)
             remove(self._path)
             raise
-        who = f"{socket.gethostname()} {os.getpid()}\n".encode()[: _OWNER_BYTES - _WHO_AT]
-        self._map[_WHO_AT : _WHO_AT + len(who)] = who
-        self._words = memoryview(self._map)[: 8 * _WORDS].cast("Q")
 
     @property
     def is_present(self) -> bool:
@@ -78,21 +80,26 @@ class Owner:
         return is_linked(self._fd, self._path)
 
     def ask_for_reset(self, number: int) -> None:
-        """Note that reset `number` of this tier has been asked for. Does no system call."""
-        self._words[0] = number
+        """Note that reset `number` of this tier has been asked for. Any thread that may wait."""
+        self._write(_WORD.pack(number), _ASKED_AT)
 
     def note_epoch(self, epoch: str, number: int) -> None:
-        """Note that the epoch file says `epoch`, which it does since reset `number`."""
-        _TEXT.pack_into(self._map, _TEXT_AT, self._namespace.encode(), epoch.encode())
-        self._words[1] = number
+        """Note that the epoch file says `epoch`, which it does since reset `number`. Any thread that may wait."""
+        self._write(_TEXT.pack(self._namespace.encode(), epoch.encode()), _TEXT_AT)
+        self._write(_WORD.pack(number), _KNOWN_AT)
 
     def close(self, *, remove_file: bool) -> None:
         """Give the lock back; the file goes too, unless it has to tell of a reset."""
-        self._words.release()
-        self._map.close()
         if remove_file:
             remove(self._path)
-        os.close(self._fd)
+        with self._lock:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+    def _write(self, data: bytes, at: int) -> None:
+        with self._lock:
+            if self._fd >= 0:
+                os.pwrite(self._fd, data, at)
 
 
 def read_owners(directory: str) -> list[OwnerNote]:

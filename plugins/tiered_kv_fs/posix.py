@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import secrets
 import stat
 import time
@@ -30,6 +31,7 @@ _REASONS: Final = {
     errno.ELOOP: "not_a_file",
     errno.EISDIR: "not_a_file",
     errno.ENXIO: "not_a_file",
+    errno.ENAMETOOLONG: "not_a_file",
     errno.ENOTDIR: "not_a_file",
 }
 _LOCK_POLL_S: Final = 0.002
@@ -109,8 +111,10 @@ def is_linked(fd: int, path: str) -> bool:
     """Return whether `path` still names the open file."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
-    except FileNotFoundError:
-        return False
+    except OSError as error:
+        if reason_of(error) in ("missing", "stale"):  # another host has removed it
+            return False
+        raise
 
 
 def make_directory(path: str, dir_fd: int | None = None) -> bool:
@@ -120,6 +124,17 @@ def make_directory(path: str, dir_fd: int | None = None) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+def directories(path: str, pattern: re.Pattern[str]) -> list[str]:
+    """Return the paths of the directories in `path` whose names match; symbolic links are none. Empty if it is gone."""
+    try:
+        with os.scandir(path) as entries:
+            return [
+                entry.path for entry in entries if pattern.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+            ]
+    except FileNotFoundError:
+        return []
 
 
 def read_file(path: str, size_max_bytes: int) -> bytes | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from tiered_kv_fs.layout import BLOCK, EPOCH, NAMESPACE, SHARD, TEMPORARY, TEMPORARY_BLOCK
-from tiered_kv_fs.posix import occupied_bytes
+from tiered_kv_fs.posix import occupied_bytes, reason_of
 
 CANDIDATES_MAX: Final = 65_536
 """Files that one survey remembers as the next to go; at most about 20 MB."""
@@ -145,6 +145,7 @@ def _walk_shard(shard_path: str, epoch: str) -> Iterator[_Entry]:
             yield from _foreign(path, status, is_directory)
 
 
+_NOT_FOR_US: Final = frozenset({"permission", "not_a_file"})
 _ROOT_FILES: Final = re.compile(r"tiered-kv-fs\.json|ledger|sweep")
 _NAMESPACE_FILES: Final = re.compile(r"namespace\.json|epoch")
 
@@ -161,10 +162,18 @@ def _small_or_foreign(
 
 
 def _foreign(path: str, status: os.stat_result, is_directory: bool) -> Iterator[_Entry]:
+    """Yield an entry that is not ours, and what can be seen in it: `lost+found`, for one, is root's alone."""
     yield path, status, "foreign", ""
-    if is_directory:
-        for _, inner, inner_status, inner_is_directory in _entries(path):
-            yield from _foreign(inner, inner_status, inner_is_directory)
+    waiting = [path] if is_directory else []
+    while waiting:
+        try:
+            for _, inner, inner_status, inner_is_directory in _entries(waiting.pop()):
+                yield inner, inner_status, "foreign", ""
+                if inner_is_directory:
+                    waiting.append(inner)
+        except OSError as error:
+            if reason_of(error) not in _NOT_FOR_US:
+                raise
 
 
 def _entries(path: str) -> Iterator[tuple[str, str, os.stat_result, bool]]:

@@ -11,7 +11,7 @@ from typing import Final
 from tiered_kv_fs.counters import Counters
 from tiered_kv_fs.epochs import read_epoch
 from tiered_kv_fs.layout import EPOCH, NAMESPACE, SHARD
-from tiered_kv_fs.posix import opened, remove, try_lock
+from tiered_kv_fs.posix import directories, opened, remove, try_lock
 from tiered_kv_fs.survey import Candidate, Survey, survey
 from tiered_kv_fs.volume import Volume
 
@@ -127,8 +127,8 @@ class Sweeper:
 
     def _joined_epochs(self) -> set[tuple[str, str]]:
         root = self._volume.path
-        namespaces = [name for name in os.listdir(root) if NAMESPACE.fullmatch(name)]
-        epochs = ((name, read_epoch(f"{root}/{name}")) for name in namespaces)
+        namespaces = [path.rsplit("/", 1)[1] for path in directories(root, NAMESPACE)]
+        epochs = [(name, read_epoch(f"{root}/{name}")) for name in namespaces]
         return {(name, epoch) for name, epoch in epochs if epoch is not None}
 
     def _remove_leftovers(self, found: Survey, alive: set[str], sweep_fd: int) -> int:
@@ -166,15 +166,13 @@ class Sweeper:
 
     def _remove_empty_epochs(self, live_epochs: set[tuple[str, str]]) -> None:
         """Remove the directories of epochs that nobody asks for and that have no files any more."""
-        root = self._volume.path
-        for namespace in filter(NAMESPACE.fullmatch, os.listdir(root)):
-            for epoch in filter(EPOCH.fullmatch, os.listdir(f"{root}/{namespace}")):
-                if (namespace, epoch) in live_epochs:
-                    continue
-                path = f"{root}/{namespace}/{epoch}"
-                for shard in filter(SHARD.fullmatch, os.listdir(path)):
-                    _remove_directory(f"{path}/{shard}")
-                _remove_directory(path)
+        for namespace_path in directories(self._volume.path, NAMESPACE):
+            for path in directories(namespace_path, EPOCH):
+                namespace, epoch = path.rsplit("/", 2)[1:]
+                if (namespace, epoch) not in live_epochs:
+                    for shard_path in directories(path, SHARD):
+                        _remove_directory(shard_path)
+                    _remove_directory(path)
 
 
 def _remove_directory(path: str) -> None:

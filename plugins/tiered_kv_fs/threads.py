@@ -49,12 +49,22 @@ class DaemonThreads(Executor):
             self._busy += 1
             needs_thread = self._busy > len(self._threads) and len(self._threads) < self._threads_max
         if needs_thread:
-            thread = threading.Thread(target=self._serve, name=f"{self._name}-{len(self._threads)}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+            self._start_thread()
         future: Future[T] = Future()
         self._calls.put((future, lambda: function(*args, **kwargs)))
         return future
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._serve, name=f"{self._name}-{len(self._threads)}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no more threads to be had: do with those there are
+            if not self._threads:
+                with self._lock:
+                    self._busy -= 1
+                raise TierUnavailableError("no thread can be started") from error
+            return
+        self._threads.append(thread)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Let the threads end once nothing waits; `join` waits for them."""

@@ -74,7 +74,6 @@ class Volume:
         """Owners that had ended without saying so, as found by this one."""
         self._identity = identity
         self._tier = tier
-        self._former_owners: list[Owner] = []  # the scheduler may still note a reset in the last one
         try:
             os.makedirs(self.path, mode=DIRECTORY_MODE, exist_ok=True)
             self._device = os.stat(self.path).st_dev
@@ -99,7 +98,7 @@ class Volume:
         former = self.owner
         self.owner, _ = self._claim(epoch, former)
         if self.owner is not former:
-            self._former_owners.append(former)
+            former.close(remove_file=True)
 
     def reap(self, state: LedgerState) -> list[OwnerNote]:
         """Forget owners that have ended, do the resets that they left undone, and return those that live.
@@ -129,8 +128,6 @@ class Volume:
 
     def close(self, *, gives_up: bool) -> None:
         """Close the owner's file; with `gives_up` False it stays, since it has to tell of a reset."""
-        for owner in self._former_owners:
-            owner.close(remove_file=True)
         self.owner.close(remove_file=gives_up)
 
     def _claim(self, epoch: str | None, owner: Owner | None) -> tuple[Owner, str]:
