@@ -5,25 +5,54 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.toolkit.codecs import RAW, codec_by_name
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.record import HEADER_BYTES
 from tiered_kv_redis.counters import Counters
+from tiered_kv_redis.endpoint import check_tls_files
 from tiered_kv_redis.exchange import Calls, Exchange, Stores, converse
 from tiered_kv_redis.keyspace import KeySpace
 from tiered_kv_redis.loads import Loads
 from tiered_kv_redis.node import Node, NodeDownError
-from tiered_kv_redis.reasons import MISSING, MOVED, READ_ONLY, WRONG_TYPE
-from tiered_kv_redis.replies import command
+from tiered_kv_redis.reasons import CLUSTER_DOWN, MISSING, MOVED, READ_ONLY, SERVER_ERROR, WRONG_TYPE
+from tiered_kv_redis.replies import Reply, command
 from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.topology import topology_of
 
 _log = logging.getLogger(__name__)
 
-Attempt = Callable[[Sequence[int]], dict[int, str]]
+Failures = dict[int, str]
+"""Why blocks failed, by their position."""
+_SENDS_BYTES = 4 << 20
+_SEND_BYTES_MIN = 1 << 20
+"""Of records in one call to send: the server reads them while the next are being hashed. Each call gives up the
+interpreter and has to get it back, so many small ones cost more than the server gains by an earlier start. Where
+several connections send side by side, the server has enough to read without."""
+
+Attempt = Callable[[Sequence[int]], Failures]
 """Tries the blocks at some positions, and returns why those that failed did."""
+Conversation = TypeVar("Conversation", bound=Exchange)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Blocks of one part of a job.
+
+    Args:
+        keys: Their keys.
+        wire_keys: What they are called in the servers.
+        blocks: The blocks.
+        deadline: Of everything that is done with them, in seconds of `time.monotonic()`.
+    """
+
+    keys: Sequence[OffloadKey]
+    wire_keys: Sequence[bytes]
+    blocks: Sequence[memoryview]
+    deadline: float
 
 
 class Blocks:
@@ -37,7 +66,8 @@ class Blocks:
         namespace: The same in readable form.
 
     Raises:
-        ConfigError, MissingExtraError: The codec's library is missing.
+        ConfigError: A file of certificates or keys cannot be used.
+        MissingExtraError: The codec's library is not installed.
     """
 
     def __init__(
@@ -54,17 +84,24 @@ class Blocks:
         self._record_bytes_max = HEADER_BYTES + block_bytes
         self._namespace_digest = namespace_digest
         self._codec = codec_by_name(settings.codec)
+        check_tls_files(settings)
         self._ttl_ms = None if settings.ttl is None else max(1, round(settings.ttl * 1000))
+        self._send_bytes = max(_SEND_BYTES_MIN, _SENDS_BYTES // settings.connections)
         self._topology = topology_of(settings)
         self._keyspace = KeySpace(self._topology, namespace_digest, namespace)
         self._noted: set[str] = set()
+        # Whether the next store asks what is there before it sends: so if half of what the last one offered was there.
+        # Threads overwrite each other's answer, which costs one a round trip, or the wire some blocks.
+        self._asks_first = False
 
     def contact(self) -> str:
         """Reach the server once; return the one word for why it cannot be used, or an empty string."""
         try:
-            self._keyspace.current(time.monotonic() + self._settings.timeout)
+            self._keyspace.contact(time.monotonic() + self._settings.timeout)
         except NodeDownError as error:
-            return error.reason
+            # Only a member of a cluster says that something has moved.
+            is_misnamed = error.reason == MOVED and self._settings.mode != "cluster"
+            return SERVER_ERROR if is_misnamed else error.reason
         return ""
 
     def servers(self) -> list[str]:
@@ -75,38 +112,25 @@ class Blocks:
         """Forget every block, at once."""
         self._keyspace.reset(epoch)
 
-    def store(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], epoch: int) -> Outcome:
-        """Store blocks, leaving out those that are there; none if the tier's epoch is no longer `epoch`."""
-        deadline = time.monotonic() + self._settings.timeout
+    def store(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], epoch: int, deadline: float) -> Outcome:
+        """Store blocks, leaving those that are there; none if the tier's epoch is no longer `epoch`."""
         try:
             generation = self._keyspace.current(deadline)
         except NodeDownError as error:
             return self._failed("store", len(keys), error.reason)
         if generation.epoch != epoch:
             return Outcome((), "reset")
-        wire_keys = self._keyspace.wire_keys(generation, keys)
+        batch = _Batch(keys, self._keyspace.wire_keys(generation, keys), blocks, deadline)
+        return self._outcome("store", keys, _with_second_attempt(lambda at: self._store(at, batch), len(keys)))
 
-        def attempt(positions: Sequence[int]) -> dict[int, str]:
-            lengths, failures = self._lengths(positions, wire_keys, deadline)
-            absent = [at for at in positions if at not in failures and not self._may_be_block(lengths.get(at))]
-            self.counters.add("present_blocks", len(positions) - len(failures) - len(absent))
-            return failures | self._store_absent(absent, keys, wire_keys, blocks, deadline)
-
-        return self._outcome("store", keys, self._with_second_attempt(attempt, len(keys)))
-
-    def load(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        """Load blocks into place; those that are damaged are deleted, so that they can be stored again."""
-        deadline = time.monotonic() + self._settings.timeout
+    def load(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], deadline: float) -> Outcome:
+        """Load blocks into place; what cannot be loaded is deleted, so that it can be stored again."""
         try:
             generation = self._keyspace.current(deadline)
         except NodeDownError as error:
             return self._failed("load", len(keys), error.reason)
-        wire_keys = self._keyspace.wire_keys(generation, keys)
-
-        def attempt(positions: Sequence[int]) -> dict[int, str]:
-            return self._load(positions, keys, wire_keys, blocks, deadline)
-
-        return self._outcome("load", keys, self._with_second_attempt(attempt, len(keys)))
+        batch = _Batch(keys, self._keyspace.wire_keys(generation, keys), blocks, deadline)
+        return self._outcome("load", keys, _with_second_attempt(lambda at: self._load(at, batch), len(keys)))
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """Return for each key whether something of a block's size is there."""
@@ -118,12 +142,12 @@ class Blocks:
             return [False] * len(keys)
         found: dict[int, int] = {}
 
-        def attempt(positions: Sequence[int]) -> dict[int, str]:
+        def attempt(positions: Sequence[int]) -> Failures:
             lengths, failures = self._lengths(positions, wire_keys, deadline)
             found.update(lengths)
             return failures
 
-        failures = self._with_second_attempt(attempt, len(keys))
+        failures = _with_second_attempt(attempt, len(keys))
         for reason in set(failures.values()):
             self._failed("lookup", list(failures.values()).count(reason), reason)
         return [self._may_be_block(found.get(at)) for at in range(len(keys))]
@@ -137,127 +161,137 @@ class Blocks:
         finally:
             self._topology.close()
 
-    # Conversations. Each takes positions in `keys`, and returns why those that failed did.
+    # Conversations. Each is about positions in a batch, and returns why those that failed did.
 
-    def _store_absent(
-        self,
-        positions: Sequence[int],
-        keys: Sequence[OffloadKey],
-        wire_keys: Sequence[bytes],
-        blocks: Sequence[memoryview],
-        deadline: float,
-    ) -> dict[int, str]:
-        failures: dict[int, str] = {}
-        stores: list[tuple[Exchange, Sequence[int]]] = []
-        for node, own in self._split(positions, wire_keys, failures):
-            if node.store_refusal:  # it has just refused some: spare the wire
-                failures.update(dict.fromkeys(own, node.store_refusal))
-                continue
-            exchange = Stores(
+    def _store(self, positions: Sequence[int], batch: _Batch) -> Failures:
+        """Store blocks where nothing lies, or nothing that can be a block."""
+        occupied, failures = positions, Failures()
+        if not self._asks_first:
+            occupied, failures = self._send(positions, batch, overwrite=False)
+        if not occupied:
+            return failures
+        lengths, unknown = self._lengths(occupied, batch.wire_keys, batch.deadline)
+        no_blocks = [at for at in occupied if at not in unknown and not self._may_be_block(lengths.get(at))]
+        present = len(occupied) - len(unknown) - len(no_blocks)
+        self.counters.add("present_blocks", present)
+        self._asks_first = 2 * present >= len(positions)
+        return failures | unknown | self._send(no_blocks, batch, overwrite=True)[1]
+
+    def _send(self, positions: Sequence[int], batch: _Batch, *, overwrite: bool) -> tuple[list[int], Failures]:
+        """Store blocks; return where something lies already and was left there, besides the failures."""
+
+        def stores(node: Node, own: Sequence[int]) -> Stores:
+            return Stores(
                 node,
-                [keys[at] for at in own],
-                [wire_keys[at] for at in own],
-                [blocks[at] for at in own],
+                [batch.keys[at] for at in own],
+                [batch.wire_keys[at] for at in own],
+                [batch.blocks[at] for at in own],
                 namespace_digest=self._namespace_digest,
                 codec=self._codec,
                 ttl_ms=self._ttl_ms,
+                overwrite=overwrite,
+                send_bytes=self._send_bytes,
             )
-            stores.append((exchange, own))
-        return failures | self._converse(stores, deadline)
 
-    def _load(
-        self,
-        positions: Sequence[int],
-        keys: Sequence[OffloadKey],
-        wire_keys: Sequence[bytes],
-        blocks: Sequence[memoryview],
-        deadline: float,
-    ) -> dict[int, str]:
-        failures: dict[int, str] = {}
-        loads: list[tuple[Loads, Sequence[int]]] = []
-        for node, own in self._split(positions, wire_keys, failures):
-            exchange = Loads(
+        failures: Failures = {}
+        shares: list[tuple[Node, list[int]]] = []
+        for node, own in self._split(positions, batch.wire_keys, batch.deadline, failures):
+            if node.store_refusal:  # it has just refused some: spare the wire
+                failures.update(dict.fromkeys(own, node.store_refusal))
+            else:
+                shares.append((node, own))
+        done = self._converse(shares, stores, batch.deadline, failures)
+        return [own[at] for exchange, own in done for at in exchange.occupied], failures
+
+    def _load(self, positions: Sequence[int], batch: _Batch) -> Failures:
+        """Load blocks, and delete what cannot be loaded."""
+
+        def loads(node: Node, own: Sequence[int]) -> Loads:
+            return Loads(
                 node,
-                [keys[at] for at in own],
-                [wire_keys[at] for at in own],
-                [blocks[at] for at in own],
+                [batch.keys[at] for at in own],
+                [batch.wire_keys[at] for at in own],
+                [batch.blocks[at] for at in own],
                 namespace_digest=self._namespace_digest,
                 pipeline_bytes=self._settings.pipeline,
                 expect_raw=self._codec is RAW,
             )
-            loads.append((exchange, own))
-        failures |= self._converse(loads, deadline)
-        damaged = [own[at] for exchange, own in loads for at in exchange.damaged]
+
+        failures: Failures = {}
+        shares = self._split(positions, batch.wire_keys, batch.deadline, failures)
+        done = self._converse(shares, loads, batch.deadline, failures)
+        damaged = [own[at] for exchange, own in done for at in exchange.damaged]
         if damaged:
             self.counters.add("corrupt_blocks", len(damaged))
-            self._delete([wire_keys[at] for at in damaged], deadline)
+            self._ask(b"UNLINK", damaged, batch.wire_keys, batch.deadline, {})  # if that fails they are found again
         return failures
 
     def _lengths(
         self, positions: Sequence[int], wire_keys: Sequence[bytes], deadline: float
-    ) -> tuple[dict[int, int], dict[int, str]]:
+    ) -> tuple[dict[int, int], Failures]:
         """Return how many bytes are stored at each position, and why that is not known of others."""
-        failures: dict[int, str] = {}
-        calls = [
-            (Calls(node, [command(b"STRLEN", wire_keys[at]) for at in own]), own)
-            for node, own in self._split(positions, wire_keys, failures)
-        ]
-        failures |= self._converse(calls, deadline)
+        failures: Failures = {}
         lengths: dict[int, int] = {}
-        for exchange, own in calls:
-            for at, reply in zip(own, exchange.replies, strict=False):  # there are fewer replies after trouble
-                if isinstance(reply, int):
-                    lengths[at] = reply
-                elif failures.get(at) == WRONG_TYPE:  # something lies there, and it is no block
-                    lengths[at] = 0
-                    del failures[at]
+        for at, reply in self._ask(b"STRLEN", positions, wire_keys, deadline, failures):
+            if isinstance(reply, int):
+                lengths[at] = reply
+            elif failures.get(at) == WRONG_TYPE:  # something lies there, and it is no block
+                lengths[at] = 0
+                del failures[at]
         return lengths, failures
 
-    def _delete(self, wire_keys: Sequence[bytes], deadline: float) -> None:
-        """Delete values that are no blocks; if that fails they are found again."""
-        shares = self._split(range(len(wire_keys)), wire_keys, {})
-        calls = [(Calls(node, [command(b"UNLINK", wire_keys[at]) for at in own]), own) for node, own in shares]
-        self._converse(calls, deadline)
+    def _ask(
+        self, name: bytes, positions: Sequence[int], wire_keys: Sequence[bytes], deadline: float, failures: Failures
+    ) -> list[tuple[int, Reply]]:
+        """Send one short command a block, and return the replies that came, each with its position."""
+
+        def calls(node: Node, own: Sequence[int]) -> Calls:
+            return Calls(node, [command(name, wire_keys[at]) for at in own])
+
+        shares = self._split(positions, wire_keys, deadline, failures)
+        done = self._converse(shares, calls, deadline, failures)
+        return [answered for exchange, own in done for answered in zip(own, exchange.replies, strict=False)]
 
     def _split(
-        self, positions: Sequence[int], wire_keys: Sequence[bytes], failures: dict[int, str]
+        self, positions: Sequence[int], wire_keys: Sequence[bytes], deadline: float, failures: Failures
     ) -> list[tuple[Node, list[int]]]:
-        """Return the servers with the positions of their blocks; where nobody knows them, add to `failures`."""
+        """Return the servers with the positions of their blocks; where there is none, add to `failures`."""
         if not positions:
             return []
         try:
-            shares = self._topology.split([wire_keys[at] for at in positions])
+            shares = self._topology.split([wire_keys[at] for at in positions], deadline)
         except NodeDownError as error:
             failures.update(dict.fromkeys(positions, error.reason))
             return []
-        return [(node, [positions[at] for at in own]) for node, own in shares]
+        placed = [(node, [positions[at] for at in own]) for node, own in shares]
+        if sum(len(own) for _, own in placed) < len(positions):
+            homeless = set(positions).difference(*(own for _, own in placed))
+            failures.update(dict.fromkeys(homeless, CLUSTER_DOWN))
+        return placed
 
-    def _converse(self, exchanges: Sequence[tuple[Exchange, Sequence[int]]], deadline: float) -> dict[int, str]:
+    def _converse(
+        self,
+        shares: Sequence[tuple[Node, list[int]]],
+        exchange_with: Callable[[Node, Sequence[int]], Conversation],
+        deadline: float,
+        failures: Failures,
+    ) -> list[tuple[Conversation, list[int]]]:
+        """Run one exchange with each server, all at once; return them with their positions, and add to `failures`."""
+        exchanges = [(exchange_with(node, own), own) for node, own in shares]
         converse([exchange for exchange, _ in exchanges], deadline)
-        failures: dict[int, str] = {}
         for exchange, own in exchanges:
             for at, reason in exchange.failures.items():
                 failures[own[at]] = reason
             if exchange.trouble or {MOVED, READ_ONLY} & set(exchange.failures.values()):
                 self._topology.refresh()
-        return failures
-
-    def _with_second_attempt(self, attempt: Attempt, count: int) -> dict[int, str]:
-        """Try all blocks, and those once more that have moved to another server."""
-        failures = attempt(range(count))
-        moved = [at for at, reason in failures.items() if reason == MOVED]
-        if moved:
-            for at in moved:
-                del failures[at]
-            failures |= attempt(moved)
-        return failures
+        return exchanges
 
     # What became of it.
 
     def _may_be_block(self, length: int | None) -> bool:
         return length is not None and HEADER_BYTES < length <= self._record_bytes_max
 
-    def _outcome(self, operation: str, keys: Sequence[OffloadKey], failures: Mapping[int, str]) -> Outcome:
+    def _outcome(self, operation: str, keys: Sequence[OffloadKey], failures: Failures) -> Outcome:
         done = "stored_blocks" if operation == "store" else "loaded_blocks"
         self.counters.add(done, len(keys) - len(failures))
         if not failures:
@@ -279,3 +313,14 @@ class Blocks:
             self._noted.add(kind)
             _log.warning("tier '%s': %s; further ones are only counted", self._name, kind)
         return Outcome((), reason)
+
+
+def _with_second_attempt(attempt: Attempt, count: int) -> Failures:
+    """Try all blocks, and those once more that have moved to another server."""
+    failures = attempt(range(count))
+    moved = [at for at, reason in failures.items() if reason == MOVED]
+    if moved:
+        for at in moved:
+            del failures[at]
+        failures |= attempt(moved)
+    return failures

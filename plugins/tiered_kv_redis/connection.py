@@ -32,7 +32,7 @@ class Link:
 
     def is_quiet(self) -> bool:
         """Return whether nothing has arrived that nobody asked for; the end of the connection is such a thing."""
-        return not self.replies.buffered_bytes and not self._poll.poll(0)
+        return not self.replies.buffered_bytes and not self.stream.pending_bytes() and not self._poll.poll(0)
 
     def heads(self, size: int) -> memoryview:
         """Return `size` bytes that keep their place until more are asked for."""

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
+from typing import Final
 
-FIXED = ("stored_blocks", "present_blocks", "loaded_blocks", "corrupt_blocks", "unanswered_lookups")
-"""Counts that are there from the start; `failed_<reason>` ones come as they happen."""
+from tiered_kv.toolkit import counters
+
+_NAMES: Final = {
+    "stored_blocks": "blocks stored, those included that were there already",
+    "present_blocks": "blocks that were to be stored and were there already",
+    "loaded_blocks": "blocks loaded and verified",
+    "corrupt_blocks": "blocks whose value cannot be read here; it was deleted",
+    "unanswered_lookups": "keys that became a miss because no server answered",
+}
+_FAMILIES: Final = {
+    "failed_stores_": "blocks that were not stored, by reason",
+    "failed_loads_": "blocks that were not loaded, by reason",
+    "failed_lookups_": "keys without an answer, by reason",
+}
 
 
-class Counters:
-    """Counts of events by name; any thread may call."""
+class Counters(counters.Counters):
+    """This tier's counts. Any thread may call."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter(dict.fromkeys(FIXED, 0))
-
-    def add(self, name: str, count: int = 1) -> None:
-        """Count `count` more events of the kind `name`."""
-        if count:
-            with self._lock:
-                self._counts[name] += count
-
-    def get(self, name: str) -> int:
-        """Return one count."""
-        return self._counts[name]
-
-    def snapshot(self) -> dict[str, int]:
-        """Return all counts by name."""
-        with self._lock:
-            return dict(self._counts)
+        super().__init__(_NAMES, _FAMILIES)

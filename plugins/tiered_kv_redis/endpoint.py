@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from typing import Any
 
 from pydantic import SecretStr
@@ -9,17 +10,20 @@ from redis.backoff import NoBackoff
 from redis.credentials import UsernamePasswordCredentialProvider
 from redis.retry import Retry
 
+from tiered_kv.errors import ConfigError
 from tiered_kv_redis.connection import TcpConnection, TlsConnection, UnixConnection
 from tiered_kv_redis.settings import Address, RedisSettings
 
 Options = dict[str, Any]  # Any: redis-py's keyword arguments
 
+LOOKUP_CONNECTIONS = 1
+"""Connections to each server besides those for transfers, so that a lookup never waits for one to end."""
+
 
 def pool_options(settings: RedisSettings, address: Address | None) -> Options:
     """Return the arguments of a `ConnectionPool` for the server at `address`, or on the Unix socket."""
-    options = {**common_options(settings), "max_connections": settings.connections, "db": settings.db}
-    # One attempt: `Node` says when the next is made.
-    options["retry"] = Retry(NoBackoff(), 0)
+    options = {**common_options(settings), "max_connections": settings.connections + LOOKUP_CONNECTIONS}
+    options["db"] = settings.db
     if address is None:
         return {**options, "path": settings.socket, "connection_class": UnixConnection}
     kind = TlsConnection if settings.tls else TcpConnection
@@ -27,17 +31,11 @@ def pool_options(settings: RedisSettings, address: Address | None) -> Options:
     return {**options, **tls, "host": address.host, "port": address.port, "connection_class": kind}
 
 
-def client_options(settings: RedisSettings) -> Options:
-    """Return the arguments of a client of redis-py's own that asks a cluster for its topology."""
-    tls = {"ssl": True, **tls_options(settings)} if settings.tls else {}
-    return {**common_options(settings), **tls}
-
-
 def sentinel_options(settings: RedisSettings) -> Options:
     """Return the arguments for redis-py's connections to sentinels."""
-    options = client_options(settings)
+    tls = {"ssl": True, **tls_options(settings)} if settings.tls else {}
     credentials = _credentials(settings.sentinel_username, settings.sentinel_password)
-    return {**options, "credential_provider": credentials, "retry": Retry(NoBackoff(), 0)}
+    return {**common_options(settings), **tls, "credential_provider": credentials}
 
 
 def common_options(settings: RedisSettings) -> Options:
@@ -45,6 +43,8 @@ def common_options(settings: RedisSettings) -> Options:
     return {
         # In version 2 of the protocol a server says nothing unless it is asked.
         "protocol": 2,
+        # One attempt: whoever makes it says when the next is made.
+        "retry": Retry(NoBackoff(), 0),
         "socket_timeout": settings.connect_timeout,
         "socket_connect_timeout": settings.connect_timeout,
         "credential_provider": _credentials(settings.username, settings.password),
@@ -58,10 +58,42 @@ def tls_options(settings: RedisSettings) -> Options:
         "ssl_ca_certs": settings.tls_ca,
         "ssl_certfile": settings.tls_cert,
         "ssl_keyfile": settings.tls_key,
-        "ssl_password": None if password is None else password.get_secret_value(),
+        "ssl_password": _text_of(password),
         "ssl_cert_reqs": "required" if settings.tls_verify else "none",
         "ssl_check_hostname": settings.tls_verify,
     }
+
+
+def check_tls_files(settings: RedisSettings) -> None:
+    """Read certificates and key once: redis-py reads them with each connection, where a bad one looks like no server.
+
+    Raises:
+        ConfigError: One cannot be read, or is not what it should be.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    certificates = (("tls_ca", settings.tls_ca, "CA certificates"), ("tls_cert", settings.tls_cert, "a certificate"))
+    for name, path, what in certificates:
+        if path is not None:
+            try:
+                context.load_verify_locations(path)
+            except OSError as error:
+                raise _unusable(name, path, f"a file of {what} in PEM format", error) from None
+    if settings.tls_cert is None:
+        return
+    name, path = ("tls_key", settings.tls_key) if settings.tls_key else ("tls_cert", settings.tls_cert)
+    try:
+        open(path, "rb").close()  # OpenSSL does not say which of the two files is missing
+        context.load_cert_chain(settings.tls_cert, settings.tls_key, _text_of(settings.tls_key_password))
+    except OSError as error:
+        wanted = "a file with the certificate's private key in PEM format, and its 'tls_key_password' if it has one"
+        raise _unusable(name, path, wanted, error) from None
+
+
+def _unusable(name: str, path: str, wanted: str, error: OSError) -> ConfigError:
+    is_read = isinstance(error, ssl.SSLError) or error.strerror is None
+    return ConfigError(
+        f"'{name}': expected {wanted}, found {path}: {'not usable as such' if is_read else error.strerror}"
+    )
 
 
 def _credentials(username: SecretStr | None, password: SecretStr | None) -> UsernamePasswordCredentialProvider | None:
@@ -70,5 +102,10 @@ def _credentials(username: SecretStr | None, password: SecretStr | None) -> User
         return None
     return UsernamePasswordCredentialProvider(
         None if username is None else username.get_secret_value(),
-        "" if password is None else password.get_secret_value(),
+        _text_of(password),
     )
+
+
+def _text_of(secret: SecretStr | None) -> str:
+    """Return a secret; an empty text for none, since OpenSSL asks at the terminal for a password that is not given."""
+    return "" if secret is None else secret.get_secret_value()

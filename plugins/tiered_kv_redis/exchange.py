@@ -16,8 +16,7 @@ from tiered_kv_redis.reasons import REFUSES_STORES, TIMEOUT, WireError, reason_o
 from tiered_kv_redis.replies import Refusal, Reply
 from tiered_kv_redis.stream import Buffer
 
-_SEND_BYTES = 256 << 10
-"""Of records in one call to send: the server reads them while the next are being hashed."""
+_STORED = b"+OK\r\n"
 
 
 class Exchange(ABC):
@@ -147,6 +146,8 @@ class Stores(Exchange):
         namespace_digest: For the records.
         codec: For the records.
         ttl_ms: How long they shall live; None for ever.
+        overwrite: Whether to replace what lies there; if not, the server says where something does.
+        send_bytes: Of records in one call to send, at most one block more.
     """
 
     def __init__(
@@ -159,18 +160,23 @@ class Stores(Exchange):
         namespace_digest: bytes,
         codec: Codec,
         ttl_ms: int | None,
+        overwrite: bool,
+        send_bytes: int,
     ) -> None:
         super().__init__(node, len(keys))
+        self.occupied: list[int] = []
+        """Positions where something lies already, which was left there."""
         self._keys = keys
         self._wire_keys = wire_keys
         self._blocks = blocks
         self._namespace_digest = namespace_digest
         self._codec = codec
-        if ttl_ms is None:
-            self._opening, self._ending = b"*3\r\n$3\r\nSET\r\n", b"\r\n"
-        else:
-            self._opening = b"*5\r\n$3\r\nSET\r\n"
-            self._ending = b"\r\n$2\r\nPX\r\n$%d\r\n%d\r\n" % (len(str(ttl_ms)), ttl_ms)
+        self._send_bytes = send_bytes
+        options = [] if overwrite else [b"NX"]
+        if ttl_ms is not None:
+            options += [b"PX", b"%d" % ttl_ms]
+        self._opening = b"*%d\r\n$3\r\nSET\r\n" % (3 + len(options))
+        self._ending = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(option), option) for option in options)
 
     def begin(self, link: Link, deadline: float) -> None:
         parts: list[Buffer] = []
@@ -185,7 +191,7 @@ class Stores(Exchange):
             parts.append(payload)
             ending = self._ending
             size += length
-            if size >= _SEND_BYTES:
+            if size >= self._send_bytes:
                 parts.append(ending)
                 link.stream.send(parts, deadline)
                 parts, size, ending = [], 0, b""
@@ -194,12 +200,19 @@ class Stores(Exchange):
             link.stream.send(parts, deadline)
 
     def finish(self, link: Link, deadline: float) -> None:
-        for position in range(self.count):
-            reply = link.replies.reply(deadline)
-            if reply != b"OK":
-                if not isinstance(reply, Refusal):
-                    raise WireError("protocol")
-                self.failures[position] = reply.reason
-                if reply.reason in REFUSES_STORES:
-                    self.node.refuse_stores(reply.reason)
-            self.answered += 1
+        while self.answered < self.count:
+            done = link.replies.skip(_STORED, self.count - self.answered, deadline)
+            self.answered += done
+            if not done:
+                self._note(link.replies.reply(deadline))
+                self.answered += 1
+
+    def _note(self, reply: Reply) -> None:
+        if reply is None:
+            self.occupied.append(self.answered)
+        elif isinstance(reply, Refusal):
+            self.failures[self.answered] = reply.reason
+            if reply.reason in REFUSES_STORES:
+                self.node.refuse_stores(reply.reason)
+        elif reply != b"OK":
+            raise WireError("protocol")

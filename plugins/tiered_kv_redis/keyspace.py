@@ -13,6 +13,7 @@ the server that follows. So
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 
 from tiered_kv_redis.exchange import Calls, converse
 from tiered_kv_redis.node import NodeDownError
+from tiered_kv_redis.reasons import CLUSTER_DOWN, MOVED, READ_ONLY, TOO_LONG, WRONG_TYPE
 from tiered_kv_redis.replies import Reply, command
 from tiered_kv_redis.topology import Topology
 
@@ -73,6 +75,15 @@ class KeySpace:
         with self._swapping:
             self._generation = Generation(epoch, _new_token())
 
+    def contact(self, deadline: float) -> None:
+        """Have the server answer, whatever it has answered before.
+
+        Raises:
+            NodeDownError: The server is not reached, or refuses.
+        """
+        self.current(deadline)
+        self._call(deadline, b"STRLEN", self._key)
+
     def current(self, deadline: float) -> Generation:
         """Return the generation, which the server has.
 
@@ -83,7 +94,8 @@ class KeySpace:
         if generation.is_written:
             if time.monotonic() - self._touched_at >= TOUCH_PAUSE_S:
                 self._touched_at = time.monotonic()
-                self._call(deadline, b"TOUCH", self._key)
+                with contextlib.suppress(NodeDownError):  # the blocks may be elsewhere than the generation
+                    self._call(deadline, b"TOUCH", self._key)
             return generation
         if not self._settling.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise NodeDownError("timeout")
@@ -131,7 +143,12 @@ class KeySpace:
         return settled
 
     def _stored(self, deadline: float) -> bytes:
-        stored = self._call(deadline, b"GET", self._key)
+        try:
+            stored = self._call(deadline, b"GET", self._key)
+        except NodeDownError as error:
+            if error.reason not in (WRONG_TYPE, TOO_LONG):  # what somebody else wrote is replaced
+                raise
+            return b""
         return stored if isinstance(stored, bytes) else b""
 
     def _describe(self, deadline: float) -> None:
@@ -139,11 +156,14 @@ class KeySpace:
         self._call(deadline, b"SET", self._prefix + b"namespace", self._described)
 
     def _call(self, deadline: float, name: bytes, key: bytes, *arguments: bytes) -> Reply:
-        ((node, _),) = self._topology.split([key])
+        shares = self._topology.split([key], deadline)
+        if not shares:
+            raise NodeDownError(CLUSTER_DOWN)
+        ((node, _),) = shares
         calls = Calls(node, [command(name, key, *arguments)])
         converse([calls], deadline)
         if calls.failures:
-            if calls.trouble or calls.failures[0] == "moved":
+            if calls.trouble or calls.failures[0] in (MOVED, READ_ONLY):
                 self._topology.refresh()
             raise NodeDownError(calls.failures[0])
         return calls.replies[0]

@@ -16,8 +16,8 @@ _CRLF = b"\r\n"
 _PIECES = 3
 """Pieces of memory that one expected reply is received into: its head, the block, the end of the line."""
 _IOV_PIECES = 1023
-_DELETABLE = frozenset(RecordStatus) - {RecordStatus.OK, RecordStatus.UNKNOWN_CODEC, RecordStatus.BAD_VERSION}
-"""What is damaged for everyone; the others may be read by a newer version, or with a library that is missing here."""
+_UNDER_WAY_MIN = 2
+"""Blocks: while one is received and verified, the server has the next to send."""
 
 
 class Loads(Exchange):
@@ -33,7 +33,7 @@ class Loads(Exchange):
         wire_keys: What they are called there.
         blocks: Where the blocks belong.
         namespace_digest: For the records.
-        pipeline_bytes: Bytes of replies that may be under way; one block may exceed it. A server buffers what it
+        pipeline_bytes: Bytes of replies that may be under way; two blocks may exceed it. A server buffers what it
             has not sent yet, which for many large blocks is slower than sending them one by one.
         expect_raw: Whether to expect raw records; if not, every reply goes through the reader's buffer.
     """
@@ -51,9 +51,8 @@ class Loads(Exchange):
     ) -> None:
         super().__init__(node, len(keys))
         self.damaged: list[int] = []
-        """Positions of blocks whose record can be of use to nobody."""
-        self.statuses: dict[int, RecordStatus] = {}
-        """What is wrong with records that were received, by position."""
+        """Positions whose value is no record that can be read here. While it lies there it is taken for the block, and
+        no store replaces it; so it has to go, whatever is wrong with it."""
         self._keys = keys
         self._wire_keys = wire_keys
         self._blocks = blocks
@@ -63,7 +62,7 @@ class Loads(Exchange):
         self._opening = b"$%d\r\n" % self._record_bytes_max
         self._head_bytes = len(self._opening) + HEADER_BYTES
         reply_bytes = len(self._opening) + self._record_bytes_max + len(_CRLF)
-        self._under_way_max = max(1, pipeline_bytes // reply_bytes)
+        self._under_way_max = max(_UNDER_WAY_MIN, pipeline_bytes // reply_bytes)
         # Twice as many slots as replies may be under way: they are asked for before the ones received are verified.
         self._slots = min(2 * self._under_way_max, self.count)
         self._sent = 0
@@ -155,9 +154,7 @@ class Loads(Exchange):
         status = decode_record(header, payload, key, block, self._namespace_digest)
         if status is not RecordStatus.OK:
             self.failures[position] = status.value
-            self.statuses[position] = status
-            if status in _DELETABLE:
-                self.damaged.append(position)
+            self.damaged.append(position)
 
     # Any replies.
 

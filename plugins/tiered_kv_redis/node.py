@@ -55,6 +55,7 @@ class Node:
         self._reason = ""
         self._store_at = 0.0
         self._store_refusal = ""
+        self._is_retired = False
 
     def take(self) -> WireConnection:
         """Return a connection that is open and has nothing to be read; pair it with `give_back` or `drop`.
@@ -85,6 +86,10 @@ class Node:
         if self._failures:
             with self._lock:
                 self._failures = 0
+        if self._is_retired:
+            connection.disconnect()  # type: ignore[no-untyped-call]  # redis-py annotates some of its methods only
+            self._pool.release(connection)
+            return
         self._idle.append(connection)
 
     def drop(self, connection: WireConnection, reason: str) -> None:
@@ -112,6 +117,13 @@ class Node:
     def store_refusal(self) -> str:
         """Why the server is not offered blocks now; empty if it is."""
         return self._store_refusal if time.monotonic() < self._store_at else ""
+
+    def retire(self) -> None:
+        """Close the connections to a server that has no blocks any more: those in use when they are given back."""
+        self._is_retired = True
+        with contextlib.suppress(IndexError):
+            while True:
+                self.give_back(self._idle.pop())
 
     def close(self) -> None:
         """Close every connection, those in use too."""

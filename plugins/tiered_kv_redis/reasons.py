@@ -8,6 +8,7 @@ from typing import Final
 from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
+    ClusterError,
     MaxConnectionsError,
     NoPermissionError,
     RedisError,
@@ -22,6 +23,7 @@ MOVED: Final = "moved"
 TIMEOUT: Final = "timeout"
 UNAVAILABLE: Final = "unavailable"
 AUTH: Final = "auth"
+CLUSTER_DOWN: Final = "cluster_down"
 SERVER_ERROR: Final = "server_error"
 PERMISSION: Final = "permission"
 TLS: Final = "tls"
@@ -38,8 +40,8 @@ _BY_CODE: Final = {
     b"ASK": "ask",
     b"TRYAGAIN": "ask",
     b"CROSSSLOT": "ask",
-    b"CLUSTERDOWN": "cluster_down",
-    b"MASTERDOWN": "cluster_down",
+    b"CLUSTERDOWN": CLUSTER_DOWN,
+    b"MASTERDOWN": CLUSTER_DOWN,
     b"NOAUTH": AUTH,
     b"WRONGPASS": AUTH,
     b"NOPERM": PERMISSION,
@@ -52,7 +54,8 @@ REFUSES_STORES: Final = frozenset((NO_SPACE, READ_ONLY))
 
 NOT_OURS_TO_USE: Final = {
     AUTH: "refuses the user or password; check 'username' and 'password'",
-    PERMISSION: "does not permit what this tier does; its user needs +get +set +strlen +unlink +touch on keys 'tkv1:*'",
+    PERMISSION: "does not permit what this tier does; its user needs +get +set +strlen +unlink +touch "
+    "on keys 'tkv1:*', in a cluster also +cluster|slots",
     SERVER_ERROR: "answers with an error; check 'db', and that it is a Redis of the 'mode' that is set",
     TLS: "does not pass the check of its certificate; check 'tls_ca' and the host name, or offers no TLS",
 }
@@ -100,5 +103,6 @@ _BY_TYPE: Final[tuple[tuple[type[BaseException], str], ...]] = (
     (RedisTimeoutError, TIMEOUT),
     (TimeoutError, TIMEOUT),
     (ssl.SSLError, TLS),
+    (ClusterError, CLUSTER_DOWN),
     (ResponseError, SERVER_ERROR),
 )

@@ -65,6 +65,29 @@ class ReplyReader:
             self._end += taken
             size -= taken
 
+    def skip(self, expected: bytes, count: int, deadline: float) -> int:
+        """Pass over replies that are exactly `expected`, up to the first that is not or is not there yet.
+
+        Waits only if nothing at all has been received. What it does not pass over is for `reply`.
+
+        Args:
+            expected: A whole reply, and the shortest that may come.
+            count: How many replies are still to come, at least 1.
+            deadline: Seconds of `time.monotonic()`.
+
+        Returns:
+            How many were passed over, at most `count`.
+        """
+        if self._start == self._end:
+            self._make_room(count * len(expected))
+            free = memoryview(self._buffer)[self._end : self._end + count * len(expected)]
+            self._end += self._stream.receive([free], deadline)
+        done = 0
+        while done < count and self._buffer.startswith(expected, self._start, self._end):
+            self._start += len(expected)
+            done += 1
+        return done
+
     def reply(self, deadline: float) -> Reply:
         """Return the next reply, which is none to a command that fetches a block.
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from pydantic import BeforeValidator, Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, model_validator
 
 from tiered_kv.settings import TierSettings
 from tiered_kv.units import Bytes, Count, Seconds
 
 DEFAULT_PORT = 6379
-_ADDRESS = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.%]+)\]|(?P<host>[^\s:/@\[\]]+)):(?P<port>\d{1,5})")
+_HOST_CHARACTERS = r"[^\s:/@\[\]]+"
+_ADDRESS = re.compile(rf"(?:\[(?P<ipv6>[0-9A-Fa-f:.%]+)\]|(?P<host>{_HOST_CHARACTERS})):(?P<port>\d{{1,5}})")
+_HOST = re.compile(rf"{_HOST_CHARACTERS}|[0-9A-Fa-f:.]+(%\w+)?")
 _URL_ACCEPTED = "redis://host:6379/0, rediss://host:6379/0 (TLS) or unix:///path/to/socket"
 
 
@@ -31,18 +33,17 @@ def parse_address(text: str) -> Address:
         ValueError: It names none.
     """
     match = _ADDRESS.fullmatch(text)
-    if match is None or not 0 < int(match["port"]) < 65536:
+    if match is None or not 0 < int(match["port"]) < 65536 or not _is_host(match["ipv6"] or match["host"]):
         raise ValueError("expected host:port, such as 10.0.0.1:6379 or [::1]:6379")
     return Address(match["ipv6"] or match["host"], int(match["port"]))
 
 
-def _checked_address(value: object) -> object:
-    if isinstance(value, str):
-        parse_address(value)
-    return value
-
-
-AddressText = Annotated[str, BeforeValidator(_checked_address)]
+def _is_host(text: str) -> bool:
+    """Return whether `text` is an address or may be a name: the first connection finds out."""
+    try:
+        return _HOST.fullmatch(text) is not None and bool(text.encode("idna"))
+    except UnicodeError:  # a label of it is empty or too long
+        return False
 
 
 class RedisSettings(TierSettings):
@@ -60,7 +61,7 @@ class RedisSettings(TierSettings):
     mode: Literal["standalone", "sentinel", "cluster"] = Field(
         default="standalone", description="One server, the master that sentinels name, or a Redis Cluster."
     )
-    nodes: tuple[AddressText, ...] = Field(
+    nodes: tuple[str, ...] = Field(
         default=(),
         max_length=256,
         description="host:port of some members of the cluster, or of the sentinels; besides `url` or `host`.",
@@ -77,10 +78,13 @@ class RedisSettings(TierSettings):
     tls_key_password: SecretStr | None = Field(default=None, description="Password of the private key.")
     tls_verify: bool = Field(default=True, description="Check the server's certificate and host name.")
     connections: Count = Field(
-        default=4, ge=1, le=64, description="Connections to each server, and transfers that run at once."
+        default=4, ge=1, le=64, description="Connections to each server for transfers; one more is for lookups."
     )
     pipeline: Bytes = Field(
-        default=1 << 20, ge=1, le=1 << 30, description="Bytes that a connection may have asked for and not received."
+        default=1 << 20,
+        ge=1,
+        le=1 << 30,
+        description="Bytes that a connection may have asked for and not received; two blocks always.",
     )
     ttl: Seconds | None = Field(
         default=None, ge=0.001, le=10 * 365 * 86400, description="How long a block lives after it was stored."
@@ -89,7 +93,7 @@ class RedisSettings(TierSettings):
         default="raw", description="How blocks are stored: as they are, or compressed (extra `zstd`)."
     )
     timeout: Seconds = Field(
-        default=5.0, gt=0, le=3600, description="How long one transfer of at most 2 MiB (or one block) may take."
+        default=5.0, gt=0, le=3600, description="How long one transfer of at most 8 MiB (or one block) may take."
     )
     connect_timeout: Seconds = Field(default=1.0, gt=0, le=60, description="How long a connection may take to open.")
 
@@ -112,6 +116,20 @@ class RedisSettings(TierSettings):
         return {**data, **parts, "url": _without_userinfo(data["url"])}
 
     @model_validator(mode="after")
+    def _are_what_they_are_called(self) -> RedisSettings:
+        """Refuse URLs where parts belong; a check of the whole entry repeats no value, which may be a secret."""
+        if self.host is not None and not _is_host(self.host):
+            raise ValueError("'host' is a name or an address, without port, user or password; a URL belongs in 'url'")
+        if self.socket is not None and "://" in self.socket:
+            raise ValueError("'socket' is a path; a URL belongs in 'url'")
+        for number, node in enumerate(self.nodes):
+            try:
+                parse_address(node)
+            except ValueError as error:
+                raise ValueError(f"'nodes.{number}': {error}") from None
+        return self
+
+    @model_validator(mode="after")
     def _names_a_server(self) -> RedisSettings:
         if self.socket is not None and (self.host is not None or self.nodes or self.tls):
             raise ValueError("a Unix socket has no 'host', 'nodes' or 'tls'")
@@ -127,6 +145,8 @@ class RedisSettings(TierSettings):
             raise ValueError("'service' and mode 'sentinel' belong together")
         if self.mode == "cluster" and self.db:
             raise ValueError("a cluster has no database but 0")
+        if self.tls_key is not None and self.tls_cert is None:
+            raise ValueError("'tls_key' without 'tls_cert'")
         if self.tls_key_password is not None and self.tls_key is None:
             raise ValueError("'tls_key_password' without 'tls_key'")
         if not self.tls and (self.tls_ca or self.tls_cert or self.tls_key):

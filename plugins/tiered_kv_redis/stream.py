@@ -34,6 +34,9 @@ class Stream(Protocol):
     def receive(self, views: Sequence[memoryview], deadline: float) -> int:
         """Fill the beginning of `views`, none of which is empty, with what is there; return how many bytes."""
 
+    def pending_bytes(self) -> int:
+        """Return how many bytes have left the socket and have not been received."""
+
 
 class PlainStream:
     """A socket as it is. The kernel keeps the time, so that a call is one system call and needs no poll before it.
@@ -73,6 +76,9 @@ class PlainStream:
         if not count:
             raise ConnectionResetError("the server closed the connection")
         return count
+
+    def pending_bytes(self) -> int:
+        return 0
 
     def _send_some(self, parts: Sequence[Buffer], deadline: float) -> int:
         self._arm(socket.SO_SNDTIMEO, deadline)
@@ -118,6 +124,9 @@ class TlsStream:
         if not count:
             raise ConnectionResetError("the server closed the connection")
         return count
+
+    def pending_bytes(self) -> int:
+        return self._sock.pending()
 
     def _arm(self, deadline: float) -> None:
         left_s = deadline - time.monotonic()

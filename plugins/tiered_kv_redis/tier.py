@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,8 +18,10 @@ from tiered_kv_redis.settings import RedisSettings
 
 _log = logging.getLogger(__name__)
 
-PART_BYTES = 2 << 20
-"""Of a job, for one thread and the connections that it uses."""
+_PARTS_BYTES = 32 << 20
+_PART_BYTES_MIN = 8 << 20
+"""Of a job, for one thread: between two parts its connection is idle for a round trip and for what Python does around
+it. Several connections fill each other's pauses; a single one needs long parts, of which all may be `_PARTS_BYTES`."""
 _SHUTDOWN_TIMEOUT_S = 2.0
 
 
@@ -34,6 +37,7 @@ class RedisTier(BlockingTier):
         settings: The tier's YAML entry.
 
     Raises:
+        ConfigError: A file of certificates or keys cannot be used.
         MissingExtraError: The codec's library is not installed.
         TierUnavailableError: The server refuses this client.
     """
@@ -66,9 +70,10 @@ class RedisTier(BlockingTier):
                 primary_kv_view,
                 tier_type,
                 threads=settings.connections,
-                part_bytes=PART_BYTES,
+                part_bytes=max(_PART_BYTES_MIN, _PARTS_BYTES // settings.connections),
                 lookup_timeout_s=settings.lookup_timeout,
                 shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
+                lookup_thread=True,
             )
         except BaseException:
             self._blocks.close()
@@ -78,7 +83,7 @@ class RedisTier(BlockingTier):
 
     @property
     def lookup_failures(self) -> int:
-        return super().lookup_failures + self._blocks.counters.get("unanswered_lookups")
+        return super().lookup_failures + self._blocks.counters["unanswered_lookups"]
 
     def reset_cache(self) -> bool:
         self.begin_epoch()
@@ -113,13 +118,16 @@ class RedisTier(BlockingTier):
     # Worker threads.
 
     def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        return self._blocks.store(keys, blocks, self.part_epoch)
+        return self._blocks.store(keys, blocks, self.part_epoch, self._transfer_deadline())
 
     def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        return self._blocks.load(keys, blocks)
+        return self._blocks.load(keys, blocks, self._transfer_deadline())
 
     def contains_blocks(self, keys: Sequence[OffloadKey]) -> list[bool]:
         return self._blocks.contains(keys)
 
     def close(self) -> None:
         self._blocks.close()
+
+    def _transfer_deadline(self) -> float:
+        return min(self.part_deadline, time.monotonic() + self._settings.timeout)

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+import math
+import random
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from redis.cluster import ClusterNode, RedisCluster
+from redis.connection import ConnectionPool
 from redis.crc import key_slot
 from redis.exceptions import RedisError
 from redis.sentinel import Sentinel
 
-from tiered_kv_redis.endpoint import client_options, pool_options, sentinel_options
+from tiered_kv_redis.endpoint import pool_options, sentinel_options
 from tiered_kv_redis.node import Node, NodeDownError
-from tiered_kv_redis.reasons import reason_of_error
+from tiered_kv_redis.reasons import CLUSTER_DOWN, TIMEOUT, reason_of_error
 from tiered_kv_redis.settings import Address, RedisSettings
 
 REFRESH_PAUSE_S = 0.5
 """Between two questions of where the servers are."""
+REFRESH_WAIT_S = 0.2
+"""How long the answer is waited for where there is an older one, which is used then."""
+_CLOSE_WAIT_S = 0.5
 
 
 class Topology(ABC):
     """The servers, and how keys are spread over them. Any thread may call."""
 
     @abstractmethod
-    def split(self, wire_keys: Sequence[bytes]) -> list[tuple[Node, list[int]]]:
+    def split(self, wire_keys: Sequence[bytes], deadline: float) -> list[tuple[Node, list[int]]]:
         """Return the servers that have `wire_keys`, each with the positions of its own.
 
+        A key that no server has now is left out.
+
         Raises:
-            NodeDownError: Nobody says where the servers are.
+            NodeDownError: Nobody says where the servers are, by the deadline.
         """
 
     def refresh(self) -> None:
@@ -58,7 +65,7 @@ class OneServer(Topology):
         label = str(settings.socket) if address is None else label_of(address)
         self._node = Node(label, pool_options(settings, address))
 
-    def split(self, wire_keys: Sequence[bytes]) -> list[tuple[Node, list[int]]]:
+    def split(self, wire_keys: Sequence[bytes], deadline: float) -> list[tuple[Node, list[int]]]:
         return [(self._node, list(range(len(wire_keys))))]
 
     def nodes(self) -> list[Node]:
@@ -68,17 +75,21 @@ class OneServer(Topology):
 class MovingServers(Topology):
     """Servers whose places somebody knows, who is asked at first use and after `refresh`.
 
+    redis-py asks one member after the other, and waits for each that does not answer. So a thread of its own does the
+    asking, one at a time, and nobody waits for it longer than a deadline allows.
+
     Args:
         settings: The tier's.
     """
 
     def __init__(self, settings: RedisSettings) -> None:
         self._settings = settings
-        self._nodes: dict[Address, Node] = {}
-        self._lock = threading.Lock()  # held while asking; guards all of this
+        self._nodes: dict[Address, Node] = {}  # replaced as a whole, by the thread that asks
+        self._reason = ""  # why the last question was not answered
         self._is_stale = True
-        self._asked_at = -REFRESH_PAUSE_S
-        self._reason = ""
+        self._lock = threading.Lock()  # guards the two below
+        self._asking: threading.Thread | None = None
+        self._asked_at = -math.inf
 
     def refresh(self) -> None:
         self._is_stale = True
@@ -90,29 +101,47 @@ class MovingServers(Topology):
     def _discover(self) -> None:
         """Ask, and keep the answer; raises what redis-py raises."""
 
-    def _ensure_known(self, *, is_known: bool) -> None:
-        """Ask if need be; what was known before stays in use if nobody answers."""
+    def close(self) -> None:
+        if self._asking is not None:
+            self._asking.join(_CLOSE_WAIT_S)  # it ends by itself; if a server keeps it, what it opened goes with it
+        super().close()
+
+    def _ensure_known(self, deadline: float, *, is_known: bool) -> None:
+        """Have somebody asked if need be; what was known before stays in use until there is an answer."""
         if is_known and not self._is_stale:
             return
         with self._lock:
-            now = time.monotonic()
-            if self._is_stale and now - self._asked_at >= REFRESH_PAUSE_S:
-                self._asked_at = now
-                self._reason = ""
-                try:
-                    self._discover()
-                    self._is_stale = False
-                except (RedisError, OSError) as error:
-                    self._reason = reason_of_error(error)
-                self._asked_at = time.monotonic()
-            if self._reason and not is_known:
-                raise NodeDownError(self._reason)
+            asking = self._asking
+            if asking is None or not asking.is_alive():
+                if not self._is_stale or time.monotonic() - self._asked_at < REFRESH_PAUSE_S:
+                    return
+                asking = threading.Thread(target=self._ask, name="tiered-kv-redis-topology", daemon=True)
+                asking.start()
+                self._asking = asking
+        wait_s = deadline - time.monotonic()
+        asking.join(max(0.0, min(wait_s, REFRESH_WAIT_S) if is_known else wait_s))
 
-    def _node_at(self, address: Address) -> Node:
-        node = self._nodes.get(address)
-        if node is None:
-            node = self._nodes[address] = Node(label_of(address), pool_options(self._settings, address))
-        return node
+    def _ask(self) -> None:
+        self._is_stale = False  # first, so that a refresh that comes meanwhile is not lost
+        self._reason = ""
+        try:
+            self._discover()
+        except Exception as error:  # a server that talks nonsense raises anything; here nothing can catch it
+            self._is_stale = True
+            self._reason = error.reason if isinstance(error, NodeDownError) else reason_of_error(error)
+        self._asked_at = time.monotonic()
+
+    def _use(self, addresses: Iterable[Address]) -> dict[Address, Node]:
+        """Return the servers at `addresses`, which are all that are used from now on."""
+        before = self._nodes
+        nodes = {
+            address: before.get(address) or Node(label_of(address), pool_options(self._settings, address))
+            for address in addresses
+        }
+        self._nodes = nodes
+        for address in before.keys() - nodes.keys():
+            before[address].retire()
+        return nodes
 
 
 class SentinelMaster(MovingServers):
@@ -129,10 +158,10 @@ class SentinelMaster(MovingServers):
         )
         self._master: Node | None = None
 
-    def split(self, wire_keys: Sequence[bytes]) -> list[tuple[Node, list[int]]]:
-        self._ensure_known(is_known=self._master is not None)
+    def split(self, wire_keys: Sequence[bytes], deadline: float) -> list[tuple[Node, list[int]]]:
+        self._ensure_known(deadline, is_known=self._master is not None)
         if self._master is None:
-            raise NodeDownError("unavailable")
+            raise NodeDownError(self._reason or TIMEOUT)
         return [(self._master, list(range(len(wire_keys))))]
 
     def close(self) -> None:
@@ -142,11 +171,12 @@ class SentinelMaster(MovingServers):
 
     def _discover(self) -> None:
         host, port = self._sentinel.discover_master(self._settings.service)  # type: ignore[no-untyped-call]
-        self._master = self._node_at(Address(host, int(port)))
+        address = Address(host, int(port))
+        self._master = self._use([address])[address]
 
 
 class Cluster(MovingServers):
-    """A Redis Cluster. redis-py finds out which master has which slots.
+    """A Redis Cluster, any member of which says which master has which slots.
 
     Args:
         settings: The tier's.
@@ -154,41 +184,54 @@ class Cluster(MovingServers):
 
     def __init__(self, settings: RedisSettings) -> None:
         super().__init__(settings)
-        self._client: RedisCluster | None = None
         self._masters: dict[int, Node] = {}  # by slot; replaced as a whole
 
-    def split(self, wire_keys: Sequence[bytes]) -> list[tuple[Node, list[int]]]:
-        self._ensure_known(is_known=bool(self._masters))
+    def split(self, wire_keys: Sequence[bytes], deadline: float) -> list[tuple[Node, list[int]]]:
+        self._ensure_known(deadline, is_known=bool(self._masters))
         masters = self._masters
+        if not masters:
+            raise NodeDownError(self._reason or TIMEOUT)
         parts: dict[Node, list[int]] = {}
         for position, wire_key in enumerate(wire_keys):
             node = masters.get(key_slot(wire_key))
             if node is None:
                 self.refresh()
-                raise NodeDownError("cluster_down")
-            parts.setdefault(node, []).append(position)
+            else:
+                parts.setdefault(node, []).append(position)
         return list(parts.items())
 
-    def close(self) -> None:
-        super().close()
-        if self._client is not None:
-            self._client.close()
-
     def _discover(self) -> None:
-        if self._client is None:
-            start = [
-                ClusterNode(host, port)  # type: ignore[no-untyped-call]
-                for host, port in self._settings.addresses
-            ]
-            self._client = RedisCluster(startup_nodes=start, **client_options(self._settings))
-        else:
-            self._client.nodes_manager.initialize()
-        manager = self._client.nodes_manager
-        self._masters = {
-            slot: self._node_at(Address(members[0].host, int(members[0].port)))
-            for slot, members in dict(manager.slots_cache).items()
-            if members
-        }
+        # Those that are known may have moved, all of them; those that the settings name are found again.
+        known = list(self._nodes)
+        random.shuffle(known)
+        failure: Exception = NodeDownError(CLUSTER_DOWN)
+        for address in dict.fromkeys((*known, *self._settings.addresses)):
+            try:
+                masters = self._masters_by(address)
+            except (RedisError, OSError) as error:
+                failure = error
+                continue
+            if masters:
+                nodes = self._use(set(masters.values()))
+                self._masters = {slot: nodes[master] for slot, master in masters.items()}
+                return
+        raise failure
+
+    def _masters_by(self, member: Address) -> dict[int, Address]:
+        """Return what a member says: where the master of each slot is that has one."""
+        pool = ConnectionPool(**pool_options(self._settings, member))
+        try:
+            connection = pool.get_connection()
+            connection.send_command("CLUSTER", "SLOTS")  # type: ignore[no-untyped-call]  # as in `SentinelMaster`
+            ranges = connection.read_response()
+        finally:
+            pool.disconnect()
+        masters: dict[int, Address] = {}
+        for first, last, (host, port, *_), *_ in ranges:
+            # A member that does not know what it is called says nothing for a host, or "?".
+            name = member.host if host in (None, b"", b"?") else host.decode()
+            masters.update(dict.fromkeys(range(first, last + 1), Address(name, port)))
+        return masters
 
 
 def topology_of(settings: RedisSettings) -> Topology:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from tiered_kv.errors import TierUnavailableError
 from tiered_kv.testing.redis_servers import RedisClusterServers, RedisServer, free_port, redis_cluster, redis_server
 from tiered_kv.testing.rig import TierRig, make_keys
+from tiered_kv.tiering.base import TierSpec
 
 pytest.importorskip("redis", reason="redis-py is not installed")
+
+from redis.crc import key_slot
 
 from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.tier import RedisTier
@@ -20,10 +25,14 @@ from tiered_kv_redis.tier import RedisTier
 __all__ = ["redis_cluster", "redis_server"]
 
 
-def open_rig(**settings: object) -> TierRig:
+def open_rig(namespace_digest: bytes = bytes(16), /, **settings: object) -> TierRig:
     checked = RedisSettings.model_validate({"timeout": "2s", "connect_timeout": "500ms", **settings})
     return TierRig(
-        lambda spec, view: RedisTier(spec, view, "redis", checked), num_blocks=1024, block_bytes=4096, wait_s=20.0
+        lambda spec, view: RedisTier(spec, view, "redis", checked),
+        num_blocks=1024,
+        block_bytes=4096,
+        wait_s=20.0,
+        spec=TierSpec("redis", 4096, namespace_digest),
     )
 
 
@@ -65,6 +74,86 @@ def test_a_killed_master_costs_misses_only_and_hits_return(redis_cluster: RedisC
         assert rig.store(new).success
         assert rig.load(new) == set(new)
     finally:
+        rig.close()
+
+
+@pytest.fixture
+def one_master(tmp_path: Path) -> Iterator[RedisServer]:
+    """A cluster of one master that has only the upper half of the slots, and serves those."""
+    options = ("--cluster-enabled", "yes", "--cluster-config-file", "nodes", "--cluster-require-full-coverage", "no")
+    server = RedisServer(tmp_path, options, port=free_port(below=55_000))
+    server.start()
+    try:
+        assert server.call("CLUSTER", "ADDSLOTSRANGE", "8192", "16383") == b"+OK\r\n"
+        until(lambda: b"cluster_state:ok" in server.call("CLUSTER", "INFO"))
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.mark.slow
+def test_a_slot_without_a_master_is_a_miss_and_the_others_are_used(one_master: RedisServer) -> None:
+    digests = [bytes([number]) * 16 for number in range(64)]
+    digest = next(each for each in digests if key_slot(f"tkv1:{each.hex()}:generation".encode()) >= 8192)
+    rig = open_rig(digest, mode="cluster", nodes=[f"127.0.0.1:{one_master.port}"])
+    try:
+        keys = make_keys(64)
+        stored = set(rig.store(keys).successful_keys or ())
+        assert 8 < len(stored) < 56
+        assert rig.load(keys) == stored
+        assert {key for key, found in zip(keys, rig.lookup_all(keys), strict=True) if found} == stored
+        assert rig.tier.stats()["failed_loads_cluster_down"] == 64 - len(stored)
+    finally:
+        rig.close()
+
+
+@pytest.mark.slow
+def test_the_commands_that_the_page_names_are_enough_in_a_cluster(one_master: RedisServer) -> None:
+    one_master.call("CLUSTER", "ADDSLOTSRANGE", "0", "8191")
+    until(lambda: b"cluster_slots_ok:16384" in one_master.call("CLUSTER", "INFO"))
+    rights = ["+get", "+set", "+strlen", "+unlink", "+touch", "+cluster|slots"]
+    one_master.call("ACL", "SETUSER", "tier", "on", ">secret", "~tkv1:*", *rights)
+    url = f"redis://tier:secret@127.0.0.1:{one_master.port}"
+    rig = open_rig(mode="cluster", url=url)
+    try:
+        assert rig.store(make_keys(8)).success
+        assert rig.load(make_keys(8)) == set(make_keys(8))
+    finally:
+        rig.close()
+    one_master.call("ACL", "SETUSER", "tier", "-cluster|slots")
+    with pytest.raises(TierUnavailableError, match=r"\+cluster"):
+        open_rig(mode="cluster", url=url)
+
+
+@pytest.mark.parametrize("entry", [{"mode": "cluster"}, {"mode": "sentinel", "service": "blocks"}])
+def test_a_tier_may_be_opened_before_its_cluster_or_sentinels(
+    entry: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = open_rig(**entry, nodes=[f"127.0.0.1:{free_port()}" for _ in range(3)])
+    try:
+        assert "no server can be used yet (unavailable)" in caplog.text
+        result = rig.store(make_keys(4))
+        assert (result.success, result.reason) == (False, "unavailable")
+        assert not rig.lookup(make_keys(1)[0])
+    finally:
+        rig.close()
+
+
+@pytest.mark.parametrize("mode", [{"mode": "cluster"}, {"mode": "sentinel", "service": "blocks"}])
+def test_members_that_do_not_answer_hold_nobody_beyond_a_deadline(mode: dict[str, object]) -> None:
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]  # which take connections and say nothing
+    nodes = [f"127.0.0.1:{each.getsockname()[1]}" for each in listeners]
+    begin = time.monotonic()
+    rig = open_rig(**mode, nodes=nodes, timeout="300ms", connect_timeout="400ms", lookup_timeout="200ms")
+    try:
+        assert time.monotonic() - begin < 1.2, "opening waited for each of them"
+        begin = time.monotonic()
+        result = rig.wait([rig.submit_load(make_keys(4), deadline=begin + 0.2)])[0]
+        assert not result.success
+        assert time.monotonic() - begin < 0.8
+    finally:
+        for each in listeners:
+            each.close()
         rig.close()
 
 
@@ -117,3 +206,14 @@ def test_a_sentinel_names_the_master_and_its_successor(redis_server: RedisServer
         sentinel.kill()
         sentinel.wait()
         replica.kill()
+
+
+@pytest.mark.slow
+def test_a_cluster_whose_mode_is_not_said_is_an_error(redis_cluster: RedisClusterServers) -> None:
+    refusals: list[str] = []
+    for master in redis_cluster.masters():  # one has the slot of the generation
+        try:
+            open_rig(url=master.url).close()
+        except TierUnavailableError as error:
+            refusals.append(str(error))
+    assert ["'mode'" in refusal for refusal in refusals] == [True, True]

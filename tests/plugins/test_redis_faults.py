@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tiered_kv.errors import TierUnavailableError
+from tiered_kv.testing.proxy import NO_FAULTS, FaultProxy, Faults
 from tiered_kv.testing.redis_servers import RedisServer, free_port, redis_server
 from tiered_kv.testing.rig import TierRig, make_keys
 
@@ -97,7 +98,10 @@ def test_a_server_that_is_killed_costs_misses_and_is_used_again(redis_server: Re
     rig = open_rig(url=redis_server.url, connect_timeout="500ms")
     keys = make_keys(8)
     rig.store(keys)
+    assert rig.tier.describe()
     redis_server.kill()
+    with pytest.raises(TierUnavailableError, match="cannot be used now: unavailable"):
+        rig.tier.describe()
     assert rig.load(keys) == set()
     assert not rig.store(make_keys(4, "meanwhile")).success
     before = rig.tier.lookup_failures
@@ -186,6 +190,9 @@ def test_blocks_that_the_server_evicts_are_misses(redis_server: RedisServer, ope
         lambda value: b"$16512\r\n" + value[8:],
         lambda value: value[:-1] + bytes([value[-1] ^ 1]),
         lambda value: value[:30] + bytes([value[30] ^ 1]) + value[31:],
+        lambda value: value[:8] + b"\x02" + value[9:],  # another version of the format
+        lambda value: value[:10] + b"\x01" + value[11:],  # another codec
+        lambda value: value[:10] + b"\xff" + value[11:],  # an unknown codec
     ],
 )
 @pytest.mark.parametrize("position", [0, 3, 7])
@@ -222,6 +229,22 @@ def test_values_of_other_kinds_and_holes_are_misses(redis_server: RedisServer, o
     assert [key for key in keys if rig.lookup(key)] == [key for key in keys if key in good]
     assert rig.store(keys).success
     assert rig.load(keys) == set(keys)
+
+
+def test_a_lookup_does_not_wait_for_a_transfer_over_a_slow_wire(redis_server: RedisServer, open_rig: OpenRig) -> None:
+    with FaultProxy(("127.0.0.1", redis_server.port)) as proxy:
+        rig = open_rig(url=f"redis://{proxy.host}:{proxy.port}", connections=2, lookup_timeout="500ms")
+        keys = make_keys(128)
+        rig.store(keys)
+        proxy.to_client = Faults(bytes_per_s=1e6)
+        loads = [rig.submit_load(keys[:64]), rig.submit_load(keys[64:])]  # 1 MiB each, over connections of their own
+        before = proxy.counts()["bytes_to_client"]
+        until(lambda: proxy.counts()["bytes_to_client"] > before + 100_000)  # both are under way
+        assert rig.lookup(keys[0])
+        assert rig.tier.stats()["jobs_in_flight"] == 2, "the wire was not slow"
+        assert rig.tier.lookup_failures == 0
+        proxy.to_client = NO_FAULTS
+        assert all(result.success for result in rig.wait(loads))
 
 
 def test_a_compressed_block_is_read_by_a_tier_that_stores_raw_ones(
@@ -270,6 +293,21 @@ def test_a_lost_generation_brings_no_old_block_back(redis_server: RedisServer, o
     redis_server.call("DEL", name)
     rig.reopen()
     assert rig.load(keys) == set()
+
+
+@pytest.mark.parametrize("value", [("SET", "garbage"), ("SET", "0123456789abcdef" * 1000), ("LPUSH", "a list")])
+def test_what_is_no_generation_is_replaced(
+    redis_server: RedisServer, open_rig: OpenRig, value: tuple[str, str]
+) -> None:
+    rig = open_rig(url=redis_server.url)
+    (name,) = [name for name in redis_server.keys("tkv1:*") if name.endswith(b":generation")]
+    redis_server.call("DEL", name)
+    redis_server.call(value[0], name, value[1])
+    rig.reopen()
+    keys = make_keys(4)
+    until(lambda: rig.store(keys).success)
+    rig.reopen()
+    assert rig.load(keys) == set(keys)
 
 
 def test_nothing_listens_is_told_by_describe(open_rig: OpenRig) -> None:

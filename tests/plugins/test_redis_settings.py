@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tiered_kv.errors import MissingExtraError, TieredKVError, TierUnavailableError
+from tiered_kv.errors import ConfigError, MissingExtraError, TieredKVError, TierUnavailableError
 from tiered_kv.testing.redis_servers import PASSWORD, RedisServer, redis_server, tls_redis_server
 from tiered_kv.testing.rig import TierRig, make_keys
+from tiered_kv.validation import validate
 
 pytest.importorskip("redis", reason="redis-py is not installed")
 
@@ -67,6 +69,10 @@ def test_a_url_may_name_a_unix_socket_or_an_ipv6_host() -> None:
         ({"mode": "cluster", "url": "redis://a/2"}, "no database but 0"),
         ({"mode": "sentinel", "nodes": ["b:1"]}, "belong together"),
         ({"host": "a", "tls_ca": "ca.pem"}, "need 'tls: true'"),
+        ({"host": "a", "tls": True, "tls_key": "key.pem"}, "without 'tls_cert'"),
+        ({"host": "a..b"}, "'host' is a name or an address"),
+        ({"socket": "unix:///run/redis.sock"}, "'socket' is a path"),
+        ({"mode": "cluster", "nodes": ["a..b:1"]}, "host:port"),
         ({"host": "a", "connections": 0}, "greater than or equal to 1"),
     ],
 )
@@ -80,6 +86,7 @@ def test_no_setting_shows_its_secret(caplog: pytest.LogCaptureFixture) -> None:
         "url": f"redis://{SECRET}:{SECRET}@127.0.0.1:1/0",
         "sentinel_password": SECRET,
         "tls": True,
+        "tls_cert": "cert.pem",
         "tls_key": "key.pem",
         "tls_key_password": SECRET,
     }
@@ -147,6 +154,54 @@ def test_an_open_tier_shows_no_password(tls_redis_server: RedisServer, caplog: p
 def test_a_server_whose_certificate_nobody_vouches_for_is_an_error(tls_redis_server: RedisServer) -> None:
     with pytest.raises(TierUnavailableError, match="certificate"):
         rig_of(read(url=tls_redis_server.url, password=PASSWORD))
+
+
+def test_a_certificate_or_key_that_cannot_be_used_is_said_when_it_is_opened(
+    tls_redis_server: RedisServer, tmp_path: Path
+) -> None:
+    tls = tls_redis_server.tls
+    assert tls is not None
+    good = {"tls_ca": str(tls.ca), "tls_cert": str(tls.cert), "tls_key": str(tls.key)}
+    garbage = tmp_path / "garbage.pem"
+    garbage.write_text("no PEM")
+    for name in good:
+        for wrong, why in ((tmp_path / "absent.pem", "No such file"), (garbage, "not usable"), (tmp_path, "directory")):
+            if name != "tls_key" and wrong is tmp_path:
+                why = ""  # what OpenSSL says of a directory differs between versions
+            with pytest.raises(ConfigError, match=f"'{name}': expected .*{wrong}.*{why}"):
+                rig_of(read(url=tls_redis_server.url, password=PASSWORD, **{**good, name: str(wrong)}))
+    with pytest.raises(ConfigError, match="'tls_key': expected"):  # a key, but another one's
+        rig_of(
+            read(url=tls_redis_server.url, password=PASSWORD, **{**good, "tls_key": str(tls.ca.with_suffix(".key"))})
+        )
+
+
+def test_an_encrypted_key_needs_its_password_and_asks_nobody(tls_redis_server: RedisServer, tmp_path: Path) -> None:
+    tls = tls_redis_server.tls
+    assert tls is not None
+    locked = tmp_path / "locked.pem"
+    lock = ["openssl", "pkey", "-in", str(tls.key), "-aes256", "-passout", f"pass:{SECRET}", "-out", str(locked)]
+    subprocess.run(lock, check=True, capture_output=True)
+    entry = {"tls_ca": str(tls.ca), "tls_cert": str(tls.cert), "tls_key": str(locked), "password": PASSWORD}
+    for wrong in ({}, {"tls_key_password": "another"}):
+        with pytest.raises(ConfigError, match="'tls_key_password'"):
+            rig_of(read(url=tls_redis_server.url, **entry, **wrong))
+    rig = rig_of(read(url=tls_redis_server.url, **entry, tls_key_password=SECRET))
+    try:
+        assert rig.store(make_keys(2)).success
+    finally:
+        rig.close()
+
+
+@pytest.mark.parametrize(
+    "host", [f"redis://u:{SECRET}@h", f"u:{SECRET}@h", f":{SECRET}@h", f"{SECRET}@h", f"h:{SECRET}"]
+)
+@pytest.mark.parametrize("name", ["host", "nodes"])
+def test_a_password_in_a_host_is_refused_and_not_repeated(name: str, host: str) -> None:
+    entry: dict[str, dict[str, object]] = {"host": {"host": host}, "nodes": {"mode": "cluster", "nodes": [f"{host}:1"]}}
+    with pytest.raises(ConfigError) as raised:
+        validate(RedisSettings, {"type": "redis", **entry[name]})
+    assert SECRET not in str(raised.value)
 
 
 def test_a_missing_client_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

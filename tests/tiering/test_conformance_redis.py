@@ -1,13 +1,15 @@
-"""The redis tier keeps the contract of a secondary tier: on real servers, and on fakeredis."""
+"""The redis tier keeps the contract of a secondary tier: on real servers, on a slow wire, and on fakeredis."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
 from tiered_kv.testing.conformance import TierConformance
+from tiered_kv.testing.proxy import FaultProxy, Faults
 from tiered_kv.testing.redis_servers import (
     PASSWORD,
     RedisClusterServers,
@@ -19,6 +21,7 @@ from tiered_kv.testing.redis_servers import (
 )
 from tiered_kv.testing.rig import OpenTier
 from tiered_kv.tiering.base import SecondaryTierManager
+from tiered_kv.toolkit.record import HEADER_BYTES
 
 pytest.importorskip("redis", reason="redis-py is not installed")
 
@@ -44,19 +47,16 @@ class TestRedisTier(TierConformance):
         return opener(url=redis_server.url, **self.settings)
 
     def corrupt(self, tier: SecondaryTierManager) -> bool:
-        """Flip a byte of every block, as another client could."""
-        for name in self.server.keys("tkv1:*"):
-            value = bytearray(self.server.get(name))
-            if len(value) > 128 and not name.endswith(b":namespace"):
-                value[-1] ^= 0x01
-                self.server.set(name, bytes(value))
+        self.server.damage("tkv1:*", HEADER_BYTES)
         return True
 
 
+@pytest.mark.slow
 class TestRedisTierWithCompression(TestRedisTier):
     settings: ClassVar[dict[str, object]] = {"codec": "zstd", "ttl": "1h"}
 
 
+@pytest.mark.slow
 class TestRedisTierWithSmallPipelines(TestRedisTier):
     settings: ClassVar[dict[str, object]] = {"pipeline": 10_000, "connections": 1}
     block_bytes = 3000
@@ -72,6 +72,7 @@ class TestRedisTierOverTls(TestRedisTier):
         return opener(url=tls_redis_server.url, password=PASSWORD, **files)
 
 
+@pytest.mark.slow
 class TestRedisTierOverAUnixSocket(TestRedisTier):
     @pytest.fixture
     def open_tier(self, redis_server: RedisServer, tmp_path: Path) -> OpenTier:
@@ -79,6 +80,26 @@ class TestRedisTierOverAUnixSocket(TestRedisTier):
         path = str(tmp_path / "socket")
         redis_server.restart("--unixsocket", path)
         return opener(url=f"unix://{path}")
+
+
+@pytest.mark.slow
+class TestRedisTierOnALatentWire(TestRedisTier):
+    wire = Faults(latency_s=0.002)
+
+    @pytest.fixture
+    def open_tier(self, redis_server: RedisServer, slow_wire: FaultProxy) -> OpenTier:
+        self.server = redis_server
+        return opener(url=f"redis://{slow_wire.host}:{slow_wire.port}")
+
+    @pytest.fixture
+    def slow_wire(self, redis_server: RedisServer) -> Iterator[FaultProxy]:
+        with FaultProxy(("127.0.0.1", redis_server.port)) as proxy:
+            proxy.to_server = proxy.to_client = self.wire
+            yield proxy
+
+
+class TestRedisTierOnANarrowWire(TestRedisTierOnALatentWire):
+    wire = Faults(bytes_per_s=20e6)
 
 
 class TestRedisTierOnFakeredis(TierConformance):
