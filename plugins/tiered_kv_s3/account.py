@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from concurrent.futures import Future
 from typing import Any
 
 from tiered_kv.errors import ConfigError, TierUnavailableError
@@ -15,18 +16,21 @@ from tiered_kv_s3.signer import Credentials
 DEFAULT_REGION = "us-east-1"
 RENEW_PAUSE_S = 5.0
 """How long after one attempt to get fresh credentials the next one is made."""
+EXPIRY_MARGIN_S = 30
+"""Credentials that expire sooner are waited for; until then the old ones do while new ones are fetched."""
 
-_CLIENT_CONNECTIONS = 4
-_CLIENT_ATTEMPTS = 3
 _LOGGERS_OF_REQUESTS = ("auth", "endpoint", "hooks", "httpsession", "parsers", "retryhandler", "awsrequest", "client")
 
 
 class Account:
-    """A boto3 session with its credentials, and a client for what is not on the hot path. Any thread may call.
+    """A boto3 session and its credentials. Any thread may call.
+
+    A provider of credentials may ask a server, or start a program, that hangs, and boto3 sets no limit to that. So they
+    are asked on a thread of its own, which nobody waits for longer than a request may take.
 
     Args:
         settings: The tier's YAML entry.
-        tier: The tier's name, for messages.
+        tier: The tier's name, for messages and the thread.
 
     Raises:
         ConfigError: boto3 cannot work with the settings.
@@ -35,117 +39,133 @@ class Account:
     def __init__(self, settings: S3Settings, tier: str) -> None:
         self._settings = settings
         self._tier = tier
-        self._lock = threading.Lock()  # guards the session's credentials while they are renewed
+        self._explicit = _explicit(settings)
+        self._lock = threading.Lock()  # guards the rest; never held while a provider is asked
+        self._provider: Any = None  # Any: boto3 makes its classes when they are asked for
+        self._current: Credentials | None = None
+        self._fetch: Future[Credentials] | None = None
+        self._fetched_s = -RENEW_PAUSE_S
         self._renewed_s = -RENEW_PAUSE_S
         _silence_request_logs()
         try:
-            self._session: Any = self._open_session()  # Any: boto3 makes its classes when they are asked for
+            self._session: Any = self._open_session()
             self.region: str = settings.region or self._session.region_name or DEFAULT_REGION
-            self.client = self._make_client(self.region)
         except _library_errors() as error:
             raise ConfigError(f"tier '{tier}': boto3 refuses the settings: {type(error).__name__}") from None
 
-    def credentials(self) -> Credentials:
+    def credentials(self, deadline: float) -> Credentials:
         """Return what to sign with now; those of a role or a process are refreshed in time.
 
         Raises:
-            TierUnavailableError: There are none.
+            TierUnavailableError: There are none, or none by the deadline.
         """
-        try:
-            provider = self._session.get_credentials()
-            frozen = provider.get_frozen_credentials() if provider is not None else None
-        except _library_errors() as error:
-            raise self._error(f"credentials cannot be had: {type(error).__name__}", "sign") from None
-        if frozen is None or not frozen.access_key:
-            raise self._error("there are no credentials; see boto3's chain of providers, or set access_key_id", "sign")
-        return Credentials(frozen.access_key, frozen.secret_key, frozen.token or "")
-
-    def renew(self, stale: Credentials) -> bool:
-        """Look for credentials anew, since the server takes `stale` for expired; return whether there are others."""
-        if self._settings.access_key_id is not None:
-            return False
+        if self._explicit is not None:
+            return self._explicit
         with self._lock:
-            try:
-                return self.credentials() != stale or (self._reopen_session() and self.credentials() != stale)
-            except TierUnavailableError:
-                return False
+            current = self._current
+            if current is not None and not _expires_within(self._provider, None):
+                return current
+            fetch = self._begin_fetch()
+            if current is not None and not _expires_within(self._provider, EXPIRY_MARGIN_S):
+                return current
+        try:
+            return fetch.result(max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            raise self._error("credentials cannot be had in time") from None
+
+    def renew(self, stale: Credentials, deadline: float) -> bool:
+        """Look for credentials anew, since the server takes `stale` for expired; return whether there are others."""
+        if self._explicit is not None:
+            return False
+        failures: tuple[type[Exception], ...] = (TierUnavailableError, *_library_errors())
+        try:
+            if self.credentials(deadline) != stale:
+                return True
+            with self._lock:
+                if time.monotonic() - self._renewed_s >= RENEW_PAUSE_S:
+                    self._renewed_s = time.monotonic()
+                    self._session = self._open_session()  # which reads files and environment again
+                    self._current = self._fetch = None
+            return self.credentials(deadline) != stale
+        except failures:
+            return False
 
     def endpoint(self, region: str) -> Endpoint:
         """Return where the bucket is, if it is in `region`: what boto3 makes of the settings."""
         from botocore import UNSIGNED
-
-        client = self._make_client(region, signature_version=UNSIGNED)
-        try:
-            url = client.generate_presigned_url("get_object", Params={"Bucket": self._settings.bucket, "Key": "x"})
-        except _library_errors() as error:
-            raise ConfigError(f"tier '{self._tier}': boto3 finds no endpoint: {type(error).__name__}") from None
-        finally:
-            client.close()
-        return Endpoint.of_url(url)
-
-    def move(self, region: str) -> None:
-        """Use the bucket in `region` from now on."""
-        with self._lock:
-            self.region = region
-            self._replace_client()
-
-    def close(self) -> None:
-        self.client.close()
-
-    def _open_session(self) -> Any:
-        import boto3
-
-        settings = self._settings
-        secrets = {
-            "aws_access_key_id": settings.access_key_id,
-            "aws_secret_access_key": settings.secret_access_key,
-            "aws_session_token": settings.session_token,
-        }
-        given: dict[str, Any] = {
-            name: secret.get_secret_value() for name, secret in secrets.items() if secret is not None
-        }
-        return boto3.session.Session(profile_name=settings.profile, **given)
-
-    def _reopen_session(self) -> bool:
-        """Have files and environment read again, if that was not just done; under the lock."""
-        if time.monotonic() - self._renewed_s < RENEW_PAUSE_S:
-            return False
-        self._renewed_s = time.monotonic()
-        try:
-            self._session = self._open_session()
-            self._replace_client()
-        except _library_errors():
-            return False
-        return True
-
-    def _replace_client(self) -> None:
-        replaced, self.client = self.client, self._make_client(self.region)
-        replaced.close()
-
-    def _make_client(self, region: str, **options: Any) -> Any:
         from botocore.config import Config
 
         settings = self._settings
         config = Config(
-            connect_timeout=settings.request_timeout,
-            read_timeout=settings.request_timeout,
-            retries={"max_attempts": min(_CLIENT_ATTEMPTS, settings.attempts) - 1, "mode": "standard"},
-            max_pool_connections=_CLIENT_CONNECTIONS,
-            request_checksum_calculation="when_required",
-            response_checksum_validation="when_required",
+            signature_version=UNSIGNED,
             s3={"addressing_style": settings.addressing, "us_east_1_regional_endpoint": "regional"},
-            **{"signature_version": "s3v4", **options},
         )
-        return self._session.client(
-            "s3",
-            region_name=region,
-            endpoint_url=settings.endpoint_url,
-            verify=settings.ca_file or True,
-            config=config,
-        )
+        try:
+            client = self._session.client(
+                "s3",
+                region_name=region,
+                endpoint_url=settings.endpoint_url,
+                config=config,
+                aws_access_key_id="none",  # so that no provider is asked for those that are not needed here
+                aws_secret_access_key="none",
+            )
+            try:
+                url = client.generate_presigned_url("get_object", Params={"Bucket": settings.bucket, "Key": "x"})
+            finally:
+                client.close()
+        except _library_errors() as error:
+            raise ConfigError(f"tier '{self._tier}': boto3 finds no endpoint: {type(error).__name__}") from None
+        return Endpoint.of_url(url)
 
-    def _error(self, message: str, operation: str) -> TierUnavailableError:
-        return TierUnavailableError(message, tier=self._tier, operation=operation)
+    def _begin_fetch(self) -> Future[Credentials]:
+        """Have credentials fetched, unless that is being done or was just done; under the lock."""
+        now_s = time.monotonic()
+        if self._fetch is not None and (not self._fetch.done() or now_s - self._fetched_s < RENEW_PAUSE_S):
+            return self._fetch
+        fetch: Future[Credentials] = Future()
+        name = f"tiered-kv-{self._tier}-credentials"
+        threading.Thread(target=self._run_fetch, args=(self._session, fetch), name=name, daemon=True).start()
+        self._fetch, self._fetched_s = fetch, now_s
+        return fetch
+
+    def _run_fetch(self, session: Any, fetch: Future[Credentials]) -> None:
+        try:
+            provider = session.get_credentials()
+            frozen = provider.get_frozen_credentials() if provider is not None else None
+            if frozen is None or not frozen.access_key:
+                raise self._error("there are no credentials; see boto3's chain of providers, or set access_key_id")
+            found = Credentials(frozen.access_key, frozen.secret_key, frozen.token or "")
+        except TierUnavailableError as error:
+            fetch.set_exception(error)
+        except Exception as error:  # whatever a provider raises, which may quote what it was told
+            fetch.set_exception(self._error(f"credentials cannot be had: {type(error).__name__}"))
+        else:
+            with self._lock:
+                if self._session is session:
+                    self._provider, self._current = provider, found
+            fetch.set_result(found)
+
+    def _open_session(self) -> Any:
+        import boto3
+
+        return boto3.session.Session(profile_name=self._settings.profile)
+
+    def _error(self, message: str) -> TierUnavailableError:
+        return TierUnavailableError(message, tier=self._tier, operation="sign")
+
+
+def _explicit(settings: S3Settings) -> Credentials | None:
+    """Return the credentials that stand in the settings."""
+    if settings.access_key_id is None or settings.secret_access_key is None:
+        return None
+    token = settings.session_token.get_secret_value() if settings.session_token is not None else ""
+    return Credentials(settings.access_key_id.get_secret_value(), settings.secret_access_key.get_secret_value(), token)
+
+
+def _expires_within(provider: Any, seconds: int | None) -> bool:
+    """Return whether credentials expire soon; None for when their provider likes to be asked again."""
+    refresh_needed = getattr(provider, "refresh_needed", None)  # those that last have none
+    return refresh_needed is not None and bool(refresh_needed(seconds))
 
 
 def _library_errors() -> tuple[type[Exception], ...]:

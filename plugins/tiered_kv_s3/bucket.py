@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import email.utils
 import hashlib
 import random
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from urllib.parse import quote
 
 from tiered_kv_s3.account import Account
-from tiered_kv_s3.connection import Answer, Connection, Patience
+from tiered_kv_s3.connection import Answer, BadAnswerError, Connection, Patience
 from tiered_kv_s3.counters import Counters
 from tiered_kv_s3.endpoint import tls_context
 from tiered_kv_s3.pool import ConnectionPool
@@ -24,6 +25,9 @@ BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 2.0
 HEADS_IN_FLIGHT_MAX = 16
 """Connections over which one batch of presence requests travels."""
+
+_UNEXPLAINED = frozenset({400, 401, 403})
+"""Expired credentials, a clock that is wrong, or another region, if the answer's body says so."""
 
 Sink = Callable[[int], Sequence[memoryview] | None]
 """Where a body of so many bytes goes; None if it is not wanted."""
@@ -51,6 +55,7 @@ class Bucket:
         self._signer = Signer(account.region)
         self._clock_offset_s = 0.0  # the server's clock less ours
         self._closing = threading.Event()
+        self._moving = threading.Lock()
 
     @property
     def open_connections(self) -> int:
@@ -78,8 +83,8 @@ class Bucket:
 
         return self._persist(put, deadline)
 
-    def get(self, name: str, sink: Sink, deadline: float) -> Verdict:
-        """Read an object into what `sink` gives for its length."""
+    def get(self, name: str, sink: Sink, deadline: float, *, expires: bool = True) -> Verdict:
+        """Read an object into what `sink` gives for its length; `expires` tells whether `ttl` goes for it."""
 
         def get(connection: Connection, credentials: Credentials, patience: Patience) -> tuple[Answer, bytes]:
             head = self._head_of("GET", name, {}, EMPTY_PAYLOAD, connection, credentials)
@@ -87,10 +92,12 @@ class Bucket:
             connection.send([head], patience)
             answer = connection.receive_head(patience)
             if answer.status != 200:
-                return answer, connection.receive_error(answer, patience)
-            if self._is_expired(answer):
+                return _unless_success(answer), connection.receive_error(answer, patience)
+            if expires and self._is_expired(answer):
                 raise _Settled(Verdict.EXPIRED)
-            parts = sink(answer.body_bytes) if answer.body_bytes is not None else None
+            if answer.body_bytes is None:
+                raise _Settled(Verdict.UNSIZED)
+            parts = sink(answer.body_bytes)
             if parts is None:
                 raise _Settled(Verdict.OVERSIZED)
             connection.receive_body(parts, patience)
@@ -110,7 +117,7 @@ class Bucket:
             connection.send([head], patience)
             answer = connection.receive_head(patience)
             if answer.status != 200:
-                return answer, connection.receive_error(answer, patience)
+                return _unless_success(answer), connection.receive_error(answer, patience)
             page = answer, connection.receive_text(answer, patience)
             return answer, b""
 
@@ -128,6 +135,26 @@ class Bucket:
 
         return self._persist(delete, deadline)
 
+    def delete_many(self, wanted: bytes, deadline: float) -> tuple[Verdict, bytes]:
+        """Delete the objects that the text `wanted` names; return what the server says of them."""
+        said = b""
+        digest = hashlib.md5(wanted, usedforsecurity=False).digest()  # what every server of this protocol asks for
+        headers = {"content-length": str(len(wanted)), "content-md5": base64.b64encode(digest).decode()}
+        payload_hash = _hash_of([wanted])
+
+        def delete_many(connection: Connection, credentials: Credentials, patience: Patience) -> tuple[Answer, bytes]:
+            nonlocal said
+            head = self._head_of("POST", "", headers, payload_hash, connection, credentials, "delete=")
+            self._counters.add("delete_requests")
+            connection.send([head, wanted], patience)
+            answer = connection.receive_head(patience)
+            if answer.status != 200:
+                return _unless_success(answer), connection.receive_error(answer, patience)
+            said = connection.receive_text(answer, patience)
+            return answer, b""
+
+        return self._persist(delete_many, deadline), said
+
     def are_there(self, names: Sequence[str], deadline: float) -> list[Verdict]:
         """Return DONE for each object that is there, ABSENT or EXPIRED for those that are not, or what went wrong.
 
@@ -135,7 +162,10 @@ class Bucket:
         answered the last. One that fails is tried again by itself.
         """
         verdicts: list[Verdict | None] = [None] * len(names)
-        self._ask_side_by_side(names, verdicts, deadline)
+        for _ in range(self._attempts):  # a server closes a connection now and then: the others go on side by side
+            unanswered = [index for index, verdict in enumerate(verdicts) if verdict is None]
+            if self._ask_side_by_side(names, unanswered, verdicts, deadline) or self._closing.is_set():
+                break
         return [
             verdict if verdict is not None else self._persist(self._head(name), deadline)
             for name, verdict in zip(names, verdicts, strict=True)
@@ -175,7 +205,14 @@ class Bucket:
             answer = connection.receive_head(patience, has_body=False)
             if answer.status == 200 and self._is_expired(answer):
                 raise _Settled(Verdict.EXPIRED)
-            return answer, b""
+            if answer.status not in _UNEXPLAINED or not connection.is_reusable:
+                return answer, b""
+            # What is wrong stands in the body, which answers to HEAD have not: ask for the first byte.
+            text = self._head_of("GET", name, {"range": "bytes=0-0"}, EMPTY_PAYLOAD, connection, credentials)
+            self._counters.add("get_requests")
+            connection.send([text], patience)
+            answer = connection.receive_head(patience)
+            return answer, connection.receive_error(answer, patience)
 
         return head
 
@@ -210,7 +247,8 @@ class Bucket:
         return verdict
 
     def _try(self, exchange: _Exchange, patience: Patience) -> Verdict:
-        credentials = self._account.credentials()
+        credentials = self._account.credentials(patience.deadline)
+        region = self._signer.region
         try:
             connection = self._pool.take(patience)
         except OSError as error:
@@ -225,33 +263,43 @@ class Bucket:
             self._pool.give_back(connection)
         if 200 <= answer.status < 300:
             return Verdict.DONE
-        return self._adapt(verdict_of(answer, body), answer, body, credentials)
-
-    def _adapt(self, verdict: Verdict, answer: Answer, body: bytes, credentials: Credentials) -> Verdict:
-        """Do what the server's complaint asks for, so that the next try may succeed."""
-        if verdict is Verdict.SKEWED:
-            server_s = seconds_of(answer.headers.get("date", ""))
-            if server_s is None:
-                return Verdict.REFUSED
-            self._clock_offset_s = server_s - time.time()
-        elif verdict is Verdict.MOVED:
-            region = region_in(answer, body)
-            if region == self._signer.region:
-                return Verdict.REFUSED  # it is where we asked: a redirect that leads nowhere
-            self._account.move(region)
-            self._signer = Signer(region)
-            self._pool.move(self._account.endpoint(region))
-        elif verdict is Verdict.CREDENTIALS and not self._account.renew(credentials):
+        verdict = verdict_of(answer, body)
+        if verdict is Verdict.MOVED:
+            return self._follow(region, region_in(answer, body))
+        if verdict is Verdict.CREDENTIALS and not self._account.renew(credentials, patience.deadline):
             return Verdict.CREDENTIALS_EXPIRED
+        if verdict is Verdict.SKEWED:
+            return self._set_clock(answer)
         return verdict
+
+    def _follow(self, asked: str, region: str) -> Verdict:
+        """Ask in `region` from now on, since the bucket is not where it was asked for."""
+        with self._moving:
+            if region == asked:
+                return Verdict.REFUSED  # it is where we asked: a redirect that leads nowhere
+            if region != self._signer.region:  # else another thread has been told the same
+                self._pool.move(self._account.endpoint(region))
+                self._account.region = region
+                self._signer = Signer(region)
+        return Verdict.MOVED
+
+    def _set_clock(self, answer: Answer) -> Verdict:
+        """Sign with the server's time from now on."""
+        server_s = seconds_of(answer.headers.get("date", ""))
+        if server_s is None:
+            return Verdict.REFUSED
+        self._clock_offset_s = server_s - time.time()
+        return Verdict.SKEWED
 
     # Many requests.
 
-    def _ask_side_by_side(self, names: Sequence[str], verdicts: list[Verdict | None], deadline: float) -> None:
-        """Fill in the verdicts that can be had without trying twice."""
+    def _ask_side_by_side(
+        self, names: Sequence[str], wanted: Sequence[int], verdicts: list[Verdict | None], deadline: float
+    ) -> bool:
+        """Fill in the verdicts that can be had without trying twice; return whether every connection held."""
         patience = Patience(deadline, self._stall_s)
-        credentials = self._account.credentials()
-        waiting = deque(range(len(names)))
+        credentials = self._account.credentials(deadline)
+        waiting = deque(wanted)
         travelling: deque[tuple[int, Connection]] = deque()
         try:
             while waiting or travelling:
@@ -266,11 +314,15 @@ class Bucket:
                 elif answer.status == 404:
                     verdicts[index] = Verdict.ABSENT
                 self._pool.give_back(travelling.popleft()[1])
-        except OSError:  # the rest is tried one by one
-            pass
+        except TimeoutError:
+            return True  # another try would be as late
+        except OSError:
+            self._counters.add("retries")
+            return False
         finally:
             for _, connection in travelling:
                 self._pool.give_back(connection, reuse=False)
+        return True
 
 
 _Exchange = Callable[[Connection, Credentials, Patience], tuple[Answer, bytes]]
@@ -282,6 +334,17 @@ class _Settled(Exception):
 
     def __init__(self, verdict: Verdict) -> None:
         self.verdict = verdict
+
+
+def _unless_success(answer: Answer) -> Answer:
+    """Return an answer that is an error.
+
+    Raises:
+        BadAnswerError: It is a success of another kind than was asked for.
+    """
+    if 200 <= answer.status < 300:
+        raise BadAnswerError(f"the answer has status {answer.status}, not 200")
+    return answer
 
 
 def _put_headers(settings: S3Settings) -> dict[str, str]:

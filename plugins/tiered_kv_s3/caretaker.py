@@ -59,6 +59,7 @@ class Caretaker:
         self._interval_s = interval_s
         self._is_introduced = False
         self._next_sweep_s = 0.0
+        self._sweep_s = 0.0  # what the last one took; so long a pause follows
         self._wake = threading.Event()
         self._stop = threading.Event()
         self._start_lock = threading.Lock()
@@ -94,8 +95,11 @@ class Caretaker:
                 pause_s = self._round()
             except Exception:  # the thread lives on, whatever a library raises
                 self._counters.add("failed_rounds")
-                pause_s = RETRY_S
-            if self._stop.wait(ROUND_S_MIN):
+                self._ledger.fail_round()
+                if self._stop.wait(RETRY_S):  # however many stores ask for room
+                    return
+                continue
+            if self._stop.wait(max(ROUND_S_MIN, self._sweep_s) if self._ledger.found_room else RETRY_S):
                 return
             self._wake.wait(pause_s)
 
@@ -107,8 +111,10 @@ class Caretaker:
             self._introduce()
         if self._sweeper is None:
             return self._interval_s
-        if time.monotonic() >= self._next_sweep_s or self._ledger.wants_sweep:
+        began_s = time.monotonic()
+        if began_s >= self._next_sweep_s or self._ledger.wants_round:
             has_more = self._sweeper.sweep(self._stop.is_set)
+            self._sweep_s = time.monotonic() - began_s
             self._next_sweep_s = time.monotonic() + (0.0 if has_more else self._interval_s)
         return max(0.0, self._next_sweep_s - time.monotonic())
 

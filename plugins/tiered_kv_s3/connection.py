@@ -93,7 +93,7 @@ class Connection:
         self.endpoint = endpoint
         self.is_reusable = False
         """Whether the last answer was read to its end and the server keeps the connection."""
-        plain = socket.create_connection((endpoint.host, endpoint.port), patience.next_timeout_s())
+        plain = _connected(endpoint, patience)
         try:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             plain.settimeout(patience.next_timeout_s())
@@ -230,6 +230,29 @@ class Connection:
             if not received:
                 raise BadAnswerError("the body of the answer is cut off")
             position += received
+
+
+def _connected(endpoint: Endpoint, patience: Patience) -> socket.socket:
+    """Return a socket that is connected to the first of the server's addresses that answers.
+
+    All of them together get the time that the request has; `socket.create_connection` gives it to each. Looking the
+    name up has its limit in the system's resolver.
+    """
+    failure: OSError = OSError(f"{endpoint.host} has no address")
+    for family, kind, protocol, _, address in socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM):
+        plain = socket.socket(family, kind, protocol)
+        try:
+            plain.settimeout(patience.next_timeout_s())
+            plain.connect(address)
+        except OSError as error:
+            plain.close()
+            failure = error
+        except BaseException:
+            plain.close()
+            raise
+        else:
+            return plain
+    raise failure
 
 
 def _parse_head(head: bytes) -> tuple[Answer, bool]:

@@ -102,7 +102,7 @@ class Epoch:
             return self._value
         data = bytearray(_OBJECT_BYTES)
         verdict = self._bucket.get(
-            self._name, lambda size: [memoryview(data)] if size == _OBJECT_BYTES else None, deadline
+            self._name, lambda size: [memoryview(data)] if size == _OBJECT_BYTES else None, deadline, expires=False
         )
         if verdict is Verdict.DONE:
             found = _parse(bytes(data))

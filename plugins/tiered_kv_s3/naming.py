@@ -3,6 +3,7 @@
     PREFIX/NAMESPACE/namespace.json             the namespace in readable form
     PREFIX/NAMESPACE/epoch                      the epoch of what is valid; absent before the first reset
     PREFIX/NAMESPACE/blocks/EPOCH/FF/KEY        a block's record; FF is the first byte of KEY
+    PREFIX/NAMESPACE/grants/...                 what each process may yet store, see grants.py
 
 NAMESPACE is the namespace's digest, KEY the digest of the block's key that stands in its record too, EPOCH 8 random
 bytes, or zeros before the first reset; all in hex.
@@ -42,6 +43,11 @@ class Naming:
     def blocks(self) -> str:
         """What the names of all blocks, of whatever epoch, begin with."""
         return f"{self._root}/blocks/"
+
+    @property
+    def grants(self) -> str:
+        """What the names of all grants begin with."""
+        return f"{self._root}/grants/"
 
     def blocks_of(self, epoch: str) -> str:
         """What the names of an epoch's blocks begin with."""

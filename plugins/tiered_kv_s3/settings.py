@@ -87,6 +87,13 @@ class S3Settings(TierSettings):
         default="raw", description="How blocks are stored: as they are, or compressed (extra `zstd`)."
     )
 
+    @field_validator("prefix")
+    @classmethod
+    def _check_prefix(cls, prefix: str) -> str:
+        if {".", ".."} & set(prefix.split("/")):
+            raise ValueError("expected no '.' and no '..' between slashes: servers take them out of a path")
+        return prefix
+
     @field_validator("endpoint_url")
     @classmethod
     def _check_endpoint(cls, url: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Deleting the oldest blocks: those past their time, and as many as the capacity demands."""
+"""Keeping the capacity and the age of a namespace's blocks: what may be stored, and what has to be deleted."""
 
 from __future__ import annotations
 
@@ -6,14 +6,21 @@ import heapq
 import time
 from collections.abc import Callable
 
+from tiered_kv.errors import TierUnavailableError
 from tiered_kv_s3.counters import Counters
+from tiered_kv_s3.grants import Grants
 from tiered_kv_s3.ledger import Ledger
 from tiered_kv_s3.listing import Listed, Listing
+from tiered_kv_s3.presence import Presence
 
 LISTING_S_MAX = 600.0
 """How long the listing of one sweep may take."""
+DELETING_S_MAX = 60.0
+"""And its deleting."""
 SWEPT_MAX = 10_000
 """Blocks that one sweep deletes at most; it holds as many names in memory."""
+
+_Doomed = list[tuple[float, str, int]]  # age, name, size
 
 
 class Sweeper:
@@ -25,51 +32,67 @@ class Sweeper:
         listing: Lists and deletes.
         prefix: What the names of all blocks begin with.
         ledger: What is counted.
+        grants: Where this process and the others say what they will store; None where there is no capacity.
+        presence: Told of what was deleted.
         ttl_s: How old a block may be; None for any age.
         counters: Where deletions are counted.
     """
 
-    def __init__(self, listing: Listing, prefix: str, ledger: Ledger, ttl_s: float | None, counters: Counters) -> None:
+    def __init__(
+        self,
+        listing: Listing,
+        prefix: str,
+        ledger: Ledger,
+        grants: Grants | None,
+        presence: Presence,
+        ttl_s: float | None,
+        counters: Counters,
+    ) -> None:
         self._listing = listing
         self._prefix = prefix
         self._ledger = ledger
+        self._grants = grants
+        self._presence = presence
         self._ttl_s = ttl_s
         self._counters = counters
 
     def sweep(self, is_stopping: Callable[[], bool]) -> bool:
-        """List all blocks and delete what has to go; return whether more has to go.
+        """Make one round: announce, list, delete what has to go; return whether more has to go.
 
         Raises:
-            TierUnavailableError: The server does not list, or does not delete.
+            TierUnavailableError: The server does not write, list or delete.
         """
-        self._ledger.begin_listing()
+        began_s = time.monotonic()
+        try:
+            return self._round(began_s + LISTING_S_MAX, is_stopping)
+        finally:
+            if self._grants:
+                self._grants.allow_for(time.monotonic() - began_s)
+
+    def _round(self, deadline: float, is_stopping: Callable[[], bool]) -> bool:
+        announced_bytes = self._ledger.begin_round()
+        valid_until_s = self._grants.announce(announced_bytes) if self._grants else 0.0
+        others = self._grants.of_others(deadline) if self._grants else None  # before the blocks: see `Ledger`
         listed_bytes = 0
-        oldest: list[tuple[float, str, int]] = []  # heap of (age, name, size), the youngest on top
-        for page in self._listing.pages(self._prefix, time.monotonic() + LISTING_S_MAX):
+        oldest: _Doomed = []  # a heap, the youngest on top
+        for page in self._listing.pages(self._prefix, deadline):
             if is_stopping():
                 return False
             for entry in page:
                 listed_bytes += entry.size_bytes
-                self._keep_if_old(oldest, entry)
-        self._ledger.end_listing(listed_bytes)
+                _keep_if_old(oldest, entry)
+        others_bytes, owners = (others.total_bytes, others.owners) if others else (0, 0)
+        self._ledger.end_listing(listed_bytes, others_bytes, owners, valid_until_s)
         doomed = self._doomed(sorted(oldest, reverse=True))
-        if not doomed:
-            return False
-        deleted = self._listing.delete([name for _, name, _ in doomed])
-        self._counters.add("deleted_blocks", deleted)
-        if deleted == len(doomed):
-            self._ledger.remove(sum(size_bytes for _, _, size_bytes in doomed))
-        return len(doomed) == SWEPT_MAX or self._ledger.wants_sweep
+        if doomed:
+            self._delete(doomed)
+        if self._grants:
+            taken_bytes = self._ledger.end_round()
+            if taken_bytes < announced_bytes:
+                self._grants.announce(taken_bytes)
+        return len(doomed) == SWEPT_MAX
 
-    def _keep_if_old(self, oldest: list[tuple[float, str, int]], entry: Listed) -> None:
-        """Remember the block if it is among the oldest `SWEPT_MAX`."""
-        item = (entry.age_s, entry.name, entry.size_bytes)
-        if len(oldest) < SWEPT_MAX:
-            heapq.heappush(oldest, item)
-        elif item > oldest[0]:
-            heapq.heapreplace(oldest, item)
-
-    def _doomed(self, oldest_first: list[tuple[float, str, int]]) -> list[tuple[float, str, int]]:
+    def _doomed(self, oldest_first: _Doomed) -> _Doomed:
         """Return those that are too old, and as many more as the capacity demands."""
         surplus_bytes = self._ledger.surplus_bytes
         doomed = []
@@ -80,3 +103,22 @@ class Sweeper:
             doomed.append(item)
             surplus_bytes -= size_bytes
         return doomed
+
+    def _delete(self, doomed: _Doomed) -> None:
+        deleted = self._listing.delete([name for _, name, _ in doomed], time.monotonic() + DELETING_S_MAX)
+        self._counters.add("deleted_blocks", deleted)
+        if deleted < len(doomed):  # which of them is not worth asking: the next listing tells
+            raise TierUnavailableError(f"{len(doomed) - deleted} blocks could not be deleted", operation="delete")
+        self._ledger.remove(sum(size_bytes for _, _, size_bytes in doomed))
+        now_s = time.monotonic()
+        for _, name, _ in doomed:
+            self._presence.note(name, False, now_s)
+
+
+def _keep_if_old(oldest: _Doomed, entry: Listed) -> None:
+    """Remember the block if it is among the oldest `SWEPT_MAX`."""
+    item = (entry.age_s, entry.name, entry.size_bytes)
+    if len(oldest) < SWEPT_MAX:
+        heapq.heappush(oldest, item)
+    elif item > oldest[0]:
+        heapq.heapreplace(oldest, item)

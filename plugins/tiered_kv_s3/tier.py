@@ -18,7 +18,8 @@ from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.caretaker import Caretaker
 from tiered_kv_s3.counters import Counters
 from tiered_kv_s3.epoch import Epoch, EpochError
-from tiered_kv_s3.ledger import Ledger
+from tiered_kv_s3.grants import Grants
+from tiered_kv_s3.ledger import Ledger, Stored
 from tiered_kv_s3.listing import Listing
 from tiered_kv_s3.naming import Naming
 from tiered_kv_s3.presence import Presence
@@ -30,8 +31,8 @@ _PART_BYTES = 1
 """One block to a part: what a job takes is mostly the server's time to answer, so its blocks travel side by side."""
 _SHUTDOWN_S = 2.0
 _PROBE_S = 10.0
-_FOREIGN = frozenset({RecordStatus.BAD_VERSION, RecordStatus.UNKNOWN_CODEC})
-"""Records that another version, or another installation, can read: a miss here, and not deleted."""
+_FOREIGN = frozenset({RecordStatus.UNKNOWN_CODEC})
+"""Sound records that another installation can read: a miss here, and not deleted."""
 
 _SURELY_NOT_STORED = frozenset({Verdict.DENIED, Verdict.REFUSED, Verdict.NO_BUCKET, Verdict.UNTRUSTED})
 
@@ -58,7 +59,8 @@ class S3Tier(BlockingTier):
     ) -> None:
         name = getattr(offloading_spec, "name", None) or tier_type
         self._settings = settings
-        _check_capacity(settings, block_bytes_of(primary_kv_view))
+        record_bytes = HEADER_BYTES + block_bytes_of(primary_kv_view)
+        _check_capacity(settings, record_bytes)
         self._namespace_digest: bytes = getattr(offloading_spec, "namespace_digest", bytes(16))
         self._naming = Naming(settings.prefix, self._namespace_digest)
         self._codec = codec_by_name(settings.codec)
@@ -67,7 +69,6 @@ class S3Tier(BlockingTier):
         try:
             self._bucket = Bucket(settings, self._account, self._counters)
         except OSError as error:
-            self._account.close()
             raise ConfigError(f"no certificates can be read: {error.strerror}", location="ca_file") from None
         super().__init__(
             offloading_spec,
@@ -78,7 +79,7 @@ class S3Tier(BlockingTier):
             lookup_timeout_s=settings.lookup_timeout,
             shutdown_timeout_s=_SHUTDOWN_S,
         )
-        self._listing = Listing(settings.bucket, self._bucket, self._account, self._counters, name)
+        self._listing = Listing(settings.bucket, self._bucket, name)
         self._epoch = Epoch(self._bucket, self._naming, name)
         self._presence = Presence(
             self._bucket,
@@ -87,7 +88,10 @@ class S3Tier(BlockingTier):
             answer_ttl_s=settings.presence_ttl,
             object_ttl_s=settings.ttl,
         )
-        self._ledger = Ledger(settings.capacity)
+        self._ledger = Ledger(settings.capacity, record_bytes)
+        self._grants: Grants | None = None
+        if settings.capacity is not None:
+            self._grants = Grants(self._bucket, self._listing, self._naming.grants, settings.sweep_interval)
         self._caretaker = self._make_caretaker(offloading_spec)
 
     # Worker threads.
@@ -140,13 +144,12 @@ class S3Tier(BlockingTier):
 
     def close(self) -> None:
         self._bucket.close()
-        self._account.close()
 
     # The scheduler's thread.
 
     @property
     def lookup_failures(self) -> int:
-        return super().lookup_failures + self._counters.failed_lookups
+        return super().lookup_failures + self._counters["failed_lookups"]
 
     def reset_cache(self) -> bool:
         self.begin_epoch()
@@ -186,6 +189,8 @@ class S3Tier(BlockingTier):
         self._caretaker.stop()
         if not self._epoch.is_saved:
             self._save_epoch_at_last()
+        if self._ledger.close() and self._grants is not None:
+            self._give_up_grant(self._grants)
         self._bucket.close()  # what is in flight fails now, so that the threads end
         super().shutdown()
         self._caretaker.join(_SHUTDOWN_S)
@@ -205,14 +210,13 @@ class S3Tier(BlockingTier):
             return "no_space"
         verdict = Verdict.BROKEN
         try:
-            verdict = self._bucket.put(name, [header, payload], deadline)
+            verdict = self._bucket.put(name, [header, payload], min(deadline, self._ledger.valid_until_s))
         finally:
-            # Unless the server said no, a store that failed may have been done all the same.
-            self._ledger.settle(size_bytes, is_stored=verdict not in _SURELY_NOT_STORED)
+            self._ledger.settle(size_bytes, _stored(verdict))
         if verdict is not Verdict.DONE:
             return verdict.reason
         self._presence.note(name, True, time.monotonic())
-        if self._ledger.wants_sweep:
+        if self._ledger.wants_round:
             self._caretaker.start()
         return ""
 
@@ -262,11 +266,26 @@ class S3Tier(BlockingTier):
         except TierError:
             pass
 
+    def _give_up_grant(self, grants: Grants) -> None:
+        """Try to leave to the others what this process does not store any more; else it runs out by itself."""
+        try:
+            grants.give_up(time.monotonic() + _SHUTDOWN_S / 4)
+        except TierError:
+            pass
+
     def _make_caretaker(self, offloading_spec: Any) -> Caretaker:
         settings = self._settings
         sweeper = None
         if settings.capacity is not None or settings.ttl is not None:
-            sweeper = Sweeper(self._listing, self._naming.blocks, self._ledger, settings.ttl, self._counters)
+            sweeper = Sweeper(
+                self._listing,
+                self._naming.blocks,
+                self._ledger,
+                self._grants,
+                self._presence,
+                settings.ttl,
+                self._counters,
+            )
         return Caretaker(
             self._bucket,
             self._naming,
@@ -304,8 +323,14 @@ class _Landing:
         return [memoryview(self.header), self.payload]
 
 
-def _check_capacity(settings: S3Settings, block_bytes: int) -> None:
-    record_bytes = HEADER_BYTES + block_bytes
+def _stored(verdict: Verdict) -> Stored:
+    """Return whether a store may have taken room: unless the server said no, it may have been done all the same."""
+    if verdict is Verdict.DONE:
+        return Stored.YES
+    return Stored.NO if verdict in _SURELY_NOT_STORED else Stored.PERHAPS
+
+
+def _check_capacity(settings: S3Settings, record_bytes: int) -> None:
     if settings.capacity is not None and settings.capacity < record_bytes:
         raise ConfigError(
             f"{settings.capacity} bytes do not hold one record of {record_bytes} bytes", location="capacity"

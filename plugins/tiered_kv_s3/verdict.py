@@ -9,6 +9,7 @@ from enum import Enum
 from tiered_kv_s3.connection import Answer, BadAnswerError
 
 _CODE = re.compile(rb"<Code>([A-Za-z0-9.]{1,100})</Code>")
+_REGION_NAME = re.compile(r"[a-z0-9-]{1,64}")
 _REGION = re.compile(rb"<Region>([a-z0-9-]{1,64})</Region>")
 
 _CREDENTIAL_CODES = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"})
@@ -25,6 +26,8 @@ class Verdict(Enum):
     """The object is older than blocks may be."""
     OVERSIZED = "oversized"
     """The object is longer, or shorter, than a record can be."""
+    UNSIZED = "no_length"
+    """The answer does not say how long the object is; a proxy on the way has taken that out."""
     CREDENTIALS_EXPIRED = "credentials_expired"
     """The server takes them for expired, and there are no others."""
     NO_BUCKET = "no_bucket"
@@ -106,4 +109,5 @@ def code_of(body: bytes) -> str:
 def region_in(answer: Answer, body: bytes) -> str:
     """Return the region where the answer says the bucket is, or an empty string."""
     found = _REGION.search(body)
-    return answer.headers.get("x-amz-bucket-region", "") or (found[1].decode() if found else "")
+    region = answer.headers.get("x-amz-bucket-region", "") or (found[1].decode() if found else "")
+    return region if _REGION_NAME.fullmatch(region) else ""

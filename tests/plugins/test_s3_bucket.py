@@ -222,6 +222,20 @@ def test_the_capacity_holds_at_every_moment(moto_server: S3Server, moto_bucket: 
     assert rig.tier.stats()["deleted_blocks"] > 20
 
 
+def test_those_who_share_a_bucket_keep_its_capacity_together(
+    moto_server: S3Server, moto_bucket: str, make_rig: MakeRig
+) -> None:
+    capacity = 30 * RECORD_BYTES
+    rigs = [make_rig(capacity=capacity, sweep_interval=300) for _ in range(3)]
+    stored = [0] * len(rigs)
+    for turn in range(8):
+        jobs = [rig.submit_store(make_keys(12, f"{number}-{turn}")) for number, rig in enumerate(rigs)]
+        for number, (rig, job) in enumerate(zip(rigs, jobs, strict=True)):
+            stored[number] += len(rig.succeeded(rig.wait([job])[0]))
+        assert stored_bytes(moto_server, moto_bucket) <= capacity
+    assert all(stored), "each of them has its share"
+
+
 def test_a_capacity_below_one_record_is_refused(make_rig: MakeRig) -> None:
     with pytest.raises(ConfigError, match="do not hold one record of 4224 bytes"):
         make_rig(capacity=RECORD_BYTES - 1)

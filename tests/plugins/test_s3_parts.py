@@ -1,4 +1,4 @@
-"""The s3 tier's parts by themselves: settings, names, what is asked and how often, the epoch, and what is swept."""
+"""The s3 tier's parts by themselves: settings, names, what is asked and how often, and the epoch."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from tiered_kv.testing.rig import make_keys
 from tiered_kv_s3.bucket import Bucket, Sink
 from tiered_kv_s3.counters import Counters
 from tiered_kv_s3.epoch import Epoch, EpochError
-from tiered_kv_s3.ledger import Ledger
 from tiered_kv_s3.listing import PAGE_OBJECTS, Listed, Listing
 from tiered_kv_s3.naming import FIRST_EPOCH, Naming
 from tiered_kv_s3.presence import HEADS_PER_PAGE, LISTED_PAGES_MAX, Presence
 from tiered_kv_s3.settings import S3Settings
-from tiered_kv_s3.sweeper import Sweeper
 from tiered_kv_s3.verdict import Verdict
 
 NAMING = Naming("kv", bytes(range(16)))
@@ -43,6 +41,8 @@ def test_settings_are_strict() -> None:
         {"prefix": "/a"},
         {"prefix": "a//b"},
         {"prefix": "a b"},
+        {"prefix": ".."},
+        {"prefix": "a/./b"},
         {"endpoint_url": "localhost:9000"},
         {"endpoint_url": "http://user:password@host"},
         {"endpoint_url": "http://host:port"},
@@ -92,7 +92,8 @@ class FakeBucket:
         self.heads += len(names)
         return [self.answer or (Verdict.DONE if name in self.objects else Verdict.ABSENT) for name in names]
 
-    def get(self, name: str, sink: Sink, deadline: float) -> Verdict:
+    def get(self, name: str, sink: Sink, deadline: float, *, expires: bool = True) -> Verdict:
+        assert not expires, "the epoch is not subject to ttl"
         if self.answer is not None:
             return self.answer
         if name not in self.objects:
@@ -123,11 +124,6 @@ class FakeListing:
         for start in range(0, max(1, len(self.entries)), PAGE_OBJECTS):
             self.pages_listed += 1
             yield self.entries[start : start + PAGE_OBJECTS]
-
-    def delete(self, names: Sequence[str]) -> int:
-        doomed = set(names)
-        self.entries = [entry for entry in self.entries if entry.name not in doomed]
-        return len(names)
 
 
 def make_presence(bucket: FakeBucket, listing: FakeListing, answer_ttl_s: float = 60.0) -> tuple[Presence, Counters]:
@@ -212,7 +208,7 @@ def test_answers_that_cannot_be_had_are_misses_that_are_counted_and_not_kept() -
     names = names_of("block", 3)
     bucket.answer = Verdict.TIMEOUT
     assert presence.ask(names, PREFIX, soon()) == [False] * 3
-    assert counters.failed_lookups == 3
+    assert counters["failed_lookups"] == 3
     bucket.answer = None
     bucket.objects = dict.fromkeys(names, b"")
     assert presence.ask(names, PREFIX, soon()) == [True] * 3
@@ -258,39 +254,3 @@ def test_an_epoch_that_cannot_be_read_is_an_error_with_its_reason() -> None:
     with pytest.raises(EpochError, match="denied") as raised:
         Epoch(cast(Bucket, bucket), NAMING, "s3").value(soon())
     assert raised.value.verdict is Verdict.DENIED
-
-
-# -- sweeping --------------------------------------------------------------------------------------
-
-
-def test_the_oldest_blocks_go_first_and_no_more_than_needed() -> None:
-    listing = FakeListing([Listed(f"block-{age}", 10, float(age)) for age in (3, 9, 1, 7, 5, 2, 8, 4, 6, 0)])
-    counters, ledger = Counters(), Ledger(80)
-    sweeper = Sweeper(cast(Listing, listing), "kv/", ledger, None, counters)
-    assert not sweeper.sweep(lambda: False)
-    assert sorted(entry.age_s for entry in listing.entries) == [0, 1, 2, 3, 4, 5]
-    assert (ledger.used_bytes, counters.deleted_blocks) == (60, 4)
-
-
-def test_blocks_past_their_time_go_whatever_room_there_is() -> None:
-    listing = FakeListing([Listed(f"block-{age}", 10, float(age)) for age in range(10)])
-    Sweeper(cast(Listing, listing), "kv/", Ledger(None), 6.5, Counters()).sweep(lambda: False)
-    assert max(entry.age_s for entry in listing.entries) == 6
-
-
-def test_the_ledger_counts_what_is_stored_while_a_listing_is_made() -> None:
-    ledger = Ledger(100)
-    assert not ledger.reserve(10, time.monotonic()), "before the first listing nobody knows"
-    ledger.begin_listing()
-    ledger.end_listing(60)
-    assert ledger.reserve(10, soon())
-    ledger.settle(10, is_stored=True)
-    ledger.begin_listing()
-    assert ledger.reserve(20, soon())
-    ledger.settle(20, is_stored=True)
-    assert not ledger.reserve(20, soon())
-    ledger.end_listing(70)
-    assert ledger.used_bytes == 90
-    assert ledger.reserve(10, soon())
-    ledger.settle(10, is_stored=False)
-    assert ledger.used_bytes == 90

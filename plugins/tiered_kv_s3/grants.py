@@ -1,0 +1,101 @@
+"""Grants: what each process that shares a namespace may yet store, told to the others by the names of small objects.
+
+    PREFIX/NAMESPACE/grants/OWNER-BYTES-SECONDS
+
+OWNER is 16 random digits of one tier in one process, BYTES its grant, SECONDS how long that holds, by the server's
+clock, from when the object was written. An owner that was killed is forgotten after that time. Everything is in the
+names, so one listing tells all. How the capacity follows from this: `ledger.py`.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from dataclasses import dataclass
+
+from tiered_kv.errors import TierUnavailableError
+from tiered_kv_s3.bucket import Bucket
+from tiered_kv_s3.listing import Listing
+from tiered_kv_s3.verdict import Verdict
+
+CLOCKS_S = 10.0
+"""How far the clocks of one service's servers may be apart."""
+_LIFETIME_S_MIN = 60
+_ROUNDS = 3
+_REQUEST_S_MAX = 10.0
+_NAME = re.compile(r"([0-9a-f]{16})-(\d{1,18})-(\d{1,9})")
+
+
+@dataclass(frozen=True, slots=True)
+class OtherGrants:
+    """What the others may yet store.
+
+    Args:
+        total_bytes: All of it.
+        owners: How many they are.
+    """
+
+    total_bytes: int
+    owners: int
+
+
+class Grants:
+    """This process's grant, and those of the others. One thread, the caretaker's.
+
+    Every method raises `TierUnavailableError` where the server does not do it.
+
+    Args:
+        bucket, listing: Where they are.
+        prefix: What the names of all grants begin with.
+        interval_s: How often the grant is announced again, at least.
+    """
+
+    def __init__(self, bucket: Bucket, listing: Listing, prefix: str, interval_s: float) -> None:
+        self._bucket = bucket
+        self._listing = listing
+        self._prefix = prefix
+        self._owner = secrets.token_hex(8)
+        self._lifetime_s = max(_LIFETIME_S_MIN, int(_ROUNDS * interval_s))
+        self._written: set[str] = set()  # names of our own that may be there
+
+    def allow_for(self, round_s: float) -> None:
+        """Announce what holds for several rounds, now that one has taken `round_s`."""
+        self._lifetime_s = max(self._lifetime_s, int(_ROUNDS * round_s))
+
+    def announce(self, size_bytes: int) -> float:
+        """Tell the others of a grant; return until when it holds, in seconds of `time.monotonic()`."""
+        began_s = time.monotonic()
+        name = f"{self._prefix}{self._owner}-{size_bytes}-{self._lifetime_s}"
+        self._written.add(name)
+        verdict = self._bucket.put(name, [b""], began_s + _REQUEST_S_MAX)
+        if verdict is not Verdict.DONE:
+            raise TierUnavailableError(f"a grant cannot be written: {verdict.reason}", operation="grant")
+        for former in self._written - {name}:
+            self._forget(former, time.monotonic() + _REQUEST_S_MAX)
+        return began_s + self._lifetime_s
+
+    def of_others(self, deadline: float) -> OtherGrants:
+        """Return what the others have announced, and delete what nobody has renewed for long."""
+        by_owner: dict[str, int] = {}
+        for page in self._listing.pages(self._prefix, deadline):
+            for entry in page:
+                said = _NAME.fullmatch(entry.name.removeprefix(self._prefix))
+                if said is None or said[1] == self._owner:
+                    continue
+                if entry.age_s > int(said[3]) + CLOCKS_S:
+                    self._bucket.delete(entry.name, deadline)
+                else:  # while it is being replaced there are two
+                    by_owner[said[1]] = by_owner.get(said[1], 0) + int(said[2])
+        return OtherGrants(sum(by_owner.values()), len(by_owner))
+
+    def give_up(self, deadline: float) -> None:
+        """Tell the others that this process stores nothing any more."""
+        for name in list(self._written):
+            self._forget(name, deadline)
+
+    def _forget(self, name: str, deadline: float) -> None:
+        verdict = self._bucket.delete(name, deadline)
+        if verdict is not Verdict.DONE:
+            raise TierUnavailableError(f"a grant cannot be deleted: {verdict.reason}", operation="grant")
+        self._written.discard(name)

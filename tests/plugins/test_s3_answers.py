@@ -1,0 +1,309 @@
+"""Answers that are not those of a plain S3: what comes of them costs no stored block, and ends by the deadline."""
+
+from __future__ import annotations
+
+import email.utils
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tiered_kv.errors import TierUnavailableError
+from tiered_kv.testing.rig import TierRig, make_keys
+from tiered_kv.toolkit.record import encode_record
+from tiered_kv_s3.connection import Connection, Patience
+from tiered_kv_s3.endpoint import Endpoint
+from tiered_kv_s3.epoch import _format
+from tiered_kv_s3.naming import Naming
+from tiered_kv_s3.settings import S3Settings
+
+pytest.importorskip("boto3", reason="boto3 is not installed")
+
+from tiered_kv_s3.tier import S3Tier
+
+Answerer = Callable[[str, str, dict[str, str], bytes], bytes]
+"""From method, target, headers and body to the bytes of an answer; no bytes close the connection."""
+
+BLOCK_BYTES = 4096
+
+
+class ScriptedServer:
+    """Answers each request with what the test's function returns."""
+
+    def __init__(self) -> None:
+        self.answer: Answerer = lambda method, target, headers, body: answer(404)
+        self.seen: list[tuple[str, str]] = []
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self._connections: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+
+    def stop(self) -> None:
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join()
+        self._listening.close()
+        for connection in self._connections:
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+        for thread in self._threads:
+            thread.join()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:
+                return
+            self._connections.append(connection)
+            self._threads.append(threading.Thread(target=self._serve, args=(connection,)))
+            self._threads[-1].start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, connection.makefile("rb") as reading:
+            try:
+                while line := reading.readline():
+                    method, target, _ = line.decode().split()
+                    headers = dict(
+                        field.decode().strip().lower().split(": ", 1) for field in iter(reading.readline, b"\r\n")
+                    )
+                    body = reading.read(int(headers.get("content-length", "0")))
+                    self.seen.append((method, target))
+                    said = self.answer(method, target, headers, body)
+                    if not said:
+                        return
+                    connection.sendall(said)
+            except OSError:
+                return
+
+
+def answer(status: int, body: bytes = b"", **headers: str) -> bytes:
+    lines = [f"HTTP/1.1 {status} x", f"content-length: {len(body)}", f"date: {email.utils.formatdate(usegmt=True)}"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def error(status: int, code: str) -> bytes:
+    return answer(status, f"<Error><Code>{code}</Code></Error>".encode())
+
+
+def hours_ago(hours: float) -> str:
+    return email.utils.formatdate(time.time() - hours * 3600, usegmt=True)
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    server = ScriptedServer()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def open_rig(server: ScriptedServer) -> Iterator[Callable[..., TierRig]]:
+    rigs: list[TierRig] = []
+
+    def open_one(**changes: object) -> TierRig:
+        entry = {
+            "bucket": "bucket",
+            "endpoint_url": server.url,
+            "access_key_id": "id",
+            "secret_access_key": "secret",
+            "connections": 4,
+            "job_timeout": 5,
+            **changes,
+        }
+        settings = S3Settings.model_validate({name: value for name, value in entry.items() if value is not None})
+        rigs.append(
+            TierRig(
+                lambda spec, view: S3Tier(spec, view, "s3", settings),
+                num_blocks=256,
+                block_bytes=BLOCK_BYTES,
+                wait_s=20,
+            )
+        )
+        return rigs[-1]
+
+    yield open_one
+    for rig in rigs:
+        rig.close()
+
+
+def ask(rig: TierRig, count: int) -> list[bool]:
+    """Look many keys up for one request."""
+    request, keys = rig.new_request(), make_keys(count)
+    end = time.monotonic() + 10.0
+    while None in (answers := rig.tier.lookup_many(keys, request)):
+        assert time.monotonic() < end, "no answer"
+        time.sleep(0.002)
+    return [bool(is_there) for is_there in answers]
+
+
+@pytest.mark.parametrize("strange", ["chunked", "partial", "unlike"])
+def test_an_answer_of_another_form_deletes_no_block_and_makes_no_epoch(
+    server: ScriptedServer, open_rig: Callable[..., TierRig], strange: str
+) -> None:
+    rig = open_rig(attempts=2)
+    (key,) = make_keys(1)
+    header, payload = encode_record(key, memoryview(bytes(BLOCK_BYTES)), rig.spec.namespace_digest)
+    record = header + bytes(payload)
+
+    def reply(method: str, target: str, headers: dict[str, str], body: bytes) -> bytes:
+        if method != "GET" or "/blocks/" not in target:
+            return answer(404)
+        if strange == "partial":
+            return answer(206, record)
+        if strange == "unlike":
+            return answer(204)
+        return b"HTTP/1.1 200 x\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n" % len(record) + record + b"\r\n0\r\n\r\n"
+
+    server.answer = reply
+    (result,) = rig.wait([rig.submit_load([key])])
+    assert (result.success, result.reason) == (False, "no_length" if strange == "chunked" else "broken")
+    assert not [method for method, _ in server.seen if method == "DELETE"]
+    assert rig.tier.stats()["corrupt_blocks"] == rig.tier.stats()["oversized_blocks"] == 0
+
+
+def test_the_epoch_does_not_grow_too_old(server: ScriptedServer, open_rig: Callable[..., TierRig]) -> None:
+    rig = open_rig(ttl=3600)
+    epoch = "00000000000000aa"
+    name = Naming("tiered-kv", rig.spec.namespace_digest).epoch
+
+    def reply(method: str, target: str, headers: dict[str, str], body: bytes) -> bytes:
+        if method == "GET" and target.endswith(name):
+            return answer(200, _format(epoch), last_modified=hours_ago(24))
+        return answer(200) if method == "PUT" else answer(404)
+
+    server.answer = reply
+    assert rig.store(make_keys(2)).success, "a namespace that was reset a day ago can be used"
+    assert any(f"/blocks/{epoch}/" in target for method, target in server.seen if method == "PUT")
+
+
+def test_lookups_learn_that_credentials_have_expired(
+    server: ScriptedServer, open_rig: Callable[..., TierRig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    file = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    file.write_text("[kv]\naws_access_key_id = OLD\naws_secret_access_key = old\n")
+    valid = "OLD"
+
+    def reply(method: str, target: str, headers: dict[str, str], body: bytes) -> bytes:
+        if f"credential={valid}/".lower() in headers["authorization"]:
+            return answer(200) if "/blocks/" in target else answer(404)
+        return answer(400) if method == "HEAD" else error(400, "ExpiredToken")
+
+    server.answer = reply
+    rig = open_rig(profile="kv", access_key_id=None, secret_access_key=None, presence_ttl=0)
+    assert ask(rig, 2) == [True, True]
+    file.write_text("[kv]\naws_access_key_id = NEW\naws_secret_access_key = new\n")
+    valid = "NEW"
+    assert ask(rig, 2) == [True, True], "nothing but HEAD was asked, whose answers have no body"
+
+
+def test_a_connection_that_is_closed_between_requests_costs_no_lookups_their_speed(
+    server: ScriptedServer, open_rig: Callable[..., TierRig]
+) -> None:
+    """A server that closes connections after some requests each, as nginx does, and takes 20 ms to answer."""
+    answered = 0
+
+    def reply(method: str, target: str, headers: dict[str, str], body: bytes) -> bytes:
+        nonlocal answered
+        if method != "HEAD":
+            return error(501, "NotImplemented") if "list-type" in target else answer(404)
+        time.sleep(0.02)
+        answered += 1
+        return b"" if answered == 20 else answer(200)
+
+    server.answer = reply
+    rig = open_rig(lookup_timeout=2.0)
+    assert not rig.lookup(make_keys(1, "to have the epoch read")[0]) or answered
+    assert ask(rig, 200) == [True] * 200, "one at a time they would have taken 3.6 seconds"
+
+
+def test_a_listing_that_does_not_say_how_it_goes_on_is_not_taken_for_whole(
+    server: ScriptedServer, open_rig: Callable[..., TierRig]
+) -> None:
+    listing = b"<ListBucketResult><IsTruncated>true</IsTruncated></ListBucketResult>"
+    server.answer = lambda method, target, headers, body: (
+        answer(200, listing) if "list-type" in target else answer(200 if method == "HEAD" else 404)
+    )
+    assert ask(open_rig(), 40) == [True] * 40, "each was asked for instead"
+
+
+@pytest.mark.parametrize("region", ["Frankfurt!", "eu west"])
+def test_a_region_that_is_none_is_a_refusal(
+    server: ScriptedServer, open_rig: Callable[..., TierRig], region: str
+) -> None:
+    server.answer = lambda method, target, headers, body: answer(301, x_amz_bucket_region=region)
+    rig = open_rig()
+    (failed,) = rig.wait([rig.submit_load(make_keys(1))])
+    assert failed.reason == "refused"
+    with pytest.raises(TierUnavailableError, match="refused"):
+        rig.tier.describe()
+
+
+def test_all_addresses_of_a_server_together_get_the_time_of_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ExitStack() as stack:
+        for _ in range(4):  # fill the queue of those who wait to be accepted
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        address = (socket.AF_INET, socket.SOCK_STREAM, 6, "", full.getsockname())
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [address] * 8)
+        began_s = time.monotonic()
+        with pytest.raises(TimeoutError):
+            Connection(Endpoint("server", 80, False, "/b"), None, Patience(began_s + 0.5, 0.4))
+        assert time.monotonic() - began_s < 1.5
+
+
+CREDENTIAL_PROGRAM = """
+import datetime, json, pathlib, sys, time
+hang = pathlib.Path(sys.argv[1])
+while hang.exists():
+    time.sleep(0.02)
+expires = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=300)
+print(json.dumps({"Version": 1, "AccessKeyId": "id", "SecretAccessKey": "s", "Expiration": expires.isoformat()}))
+"""
+
+
+@pytest.mark.slow
+def test_a_provider_of_credentials_that_hangs_holds_nothing_up(
+    server: ScriptedServer, open_rig: Callable[..., TierRig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    hang, program = tmp_path / "hang", tmp_path / "program.py"
+    program.write_text(CREDENTIAL_PROGRAM)
+    config = tmp_path / "config"
+    config.write_text(f"[profile kv]\ncredential_process = {sys.executable} {program} {hang}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    server.answer = lambda method, target, headers, body: answer(200 if method == "PUT" else 404)
+    changes = {"profile": "kv", "access_key_id": None, "secret_access_key": None, "job_timeout": 2}
+    rig = open_rig(**changes)
+    assert rig.store(make_keys(2)).success
+    hang.touch()
+    try:
+        for number in range(4):  # they last for five minutes more, and the provider would like to renew them
+            assert rig.store(make_keys(2, f"later-{number}")).success
+        newcomer = open_rig(**changes)
+        began_s = time.monotonic()
+        (result,) = newcomer.wait([newcomer.submit_store(make_keys(2), deadline=began_s + 0.5)])
+        assert not result.success
+        assert time.monotonic() - began_s < 2.0
+    finally:
+        hang.unlink()
+    end = time.monotonic() + 15.0
+    while not newcomer.store(make_keys(2)).success:
+        assert time.monotonic() < end, "it does not recover"

@@ -1,0 +1,330 @@
+"""The capacity of a bucket's namespace: kept by all who share it together, whatever they do at the same time."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import cast
+
+import pytest
+
+from tiered_kv.errors import TierUnavailableError
+from tiered_kv_s3 import caretaker
+from tiered_kv_s3.bucket import Bucket
+from tiered_kv_s3.caretaker import Caretaker
+from tiered_kv_s3.counters import Counters
+from tiered_kv_s3.epoch import Epoch
+from tiered_kv_s3.grants import CLOCKS_S, Grants
+from tiered_kv_s3.ledger import Ledger, Stored
+from tiered_kv_s3.listing import Listed, Listing
+from tiered_kv_s3.naming import Naming
+from tiered_kv_s3.presence import Presence
+from tiered_kv_s3.sweeper import Sweeper
+from tiered_kv_s3.verdict import Verdict
+
+BLOCKS = "kv/blocks/"
+GRANTS = "kv/grants/"
+RECORD_BYTES = 10
+
+
+def soon() -> float:
+    return time.monotonic() + 10.0
+
+
+class SharedBucket:
+    """Objects in a dictionary, with a clock of its own; what others do meanwhile happens at every request."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, tuple[int, float]] = {}
+        self.now_s = 0.0
+        self.refuses_deletes = False
+        self.page_objects = 3
+
+    def meanwhile(self) -> None:
+        return
+
+    def used_bytes(self) -> int:
+        return sum(size for name, (size, _) in self.objects.items() if name.startswith(BLOCKS))
+
+    def put(self, name: str, pieces: Sequence[bytes], deadline: float) -> Verdict:
+        self.meanwhile()
+        self.objects[name] = (sum(map(len, pieces)), self.now_s)
+        return Verdict.DONE
+
+    def delete(self, name: str, deadline: float) -> Verdict:
+        self.meanwhile()
+        if self.refuses_deletes:
+            return Verdict.DENIED
+        self.objects.pop(name, None)
+        return Verdict.DONE
+
+
+class SharedListing:
+    """Lists a `SharedBucket` page by page, and deletes in it."""
+
+    def __init__(self, bucket: SharedBucket) -> None:
+        self._bucket = bucket
+
+    def pages(self, prefix: str, deadline: float) -> Iterator[list[Listed]]:
+        after = ""
+        while True:
+            self._bucket.meanwhile()
+            names = sorted(name for name in self._bucket.objects if name.startswith(prefix) and name > after)
+            page = names[: self._bucket.page_objects]
+            found = [(name, *self._bucket.objects[name]) for name in page]
+            yield [Listed(name, size, self._bucket.now_s - written_s) for name, size, written_s in found]
+            if len(names) == len(page):
+                return
+            after = page[-1]
+
+    def delete(self, names: Sequence[str], deadline: float) -> int:
+        if self._bucket.refuses_deletes:
+            return 0
+        for name in names:
+            self._bucket.meanwhile()
+            self._bucket.objects.pop(name, None)
+        return len(names)
+
+
+class Process:
+    """One of those that share the bucket."""
+
+    def __init__(
+        self, bucket: SharedBucket, number: int, capacity_bytes: int | None, ttl_s: float | None = None
+    ) -> None:
+        listing = cast(Listing, SharedListing(bucket))
+        self.bucket = bucket
+        self.counters = Counters()
+        self.ledger = Ledger(capacity_bytes, RECORD_BYTES)
+        self.presence = Presence(cast(Bucket, bucket), listing, self.counters, answer_ttl_s=60.0, object_ttl_s=ttl_s)
+        self.grants = Grants(cast(Bucket, bucket), listing, GRANTS, 1.0) if capacity_bytes else None
+        self.sweeper = Sweeper(listing, BLOCKS, self.ledger, self.grants, self.presence, ttl_s, self.counters)
+        self._number = number
+        self._stores = 0
+
+    def sweep(self) -> None:
+        self.sweeper.sweep(lambda: False)
+
+    def store(self, outcome: Stored = Stored.YES) -> bool:
+        """Store one block; return whether there was room."""
+        if not self.ledger.reserve(RECORD_BYTES, time.monotonic()):
+            return False
+        self._stores += 1
+        name = f"{BLOCKS}{self._number}-{self._stores:05}"
+        self.bucket.meanwhile()
+        if outcome is not Stored.NO:
+            self.bucket.now_s += 0.001
+            self.bucket.objects[name] = (RECORD_BYTES, self.bucket.now_s)
+            self.bucket.meanwhile()
+        self.ledger.settle(RECORD_BYTES, outcome)
+        return True
+
+
+class Turns:
+    """Runs actors on threads of their own, one at a time, and has the next one drawn at each of their requests."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self._scheduler = threading.Semaphore(0)
+        self._actors: dict[int, threading.Semaphore] = {}  # by thread
+        self._threads: list[threading.Thread] = []
+        self._is_over = False
+
+    def add(self, step: Callable[[], None]) -> None:
+        """Have `step` called again and again."""
+        turn = threading.Semaphore(0)
+
+        def act() -> None:
+            self._actors[threading.get_ident()] = turn
+            turn.acquire()
+            try:
+                while not self._is_over:
+                    step()
+                    self.give_up_turn()
+            finally:
+                self._scheduler.release()
+
+        self._threads.append(threading.Thread(target=act))
+        self._threads[-1].start()
+
+    def give_up_turn(self) -> None:
+        """Let others go on. Once it is over everybody runs to the end of what it does, one after the other."""
+        if not self._is_over:
+            self._scheduler.release()
+            self._actors[threading.get_ident()].acquire()
+
+    def run(self, turns: int, check: Callable[[], None]) -> None:
+        while len(self._actors) < len(self._threads):
+            time.sleep(0.001)
+        actors = [self._actors[thread.ident or 0] for thread in self._threads]
+        try:
+            for _ in range(turns):
+                self.chance.choice(actors).release()
+                self._scheduler.acquire()
+                check()
+        finally:
+            self._is_over = True
+            for thread, actor in zip(self._threads, actors, strict=True):
+                actor.release()
+                thread.join()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_the_capacity_holds_whatever_those_who_share_it_do_at_the_same_time(seed: int) -> None:
+    turns = Turns(seed)
+    bucket = SharedBucket()
+    bucket.meanwhile = turns.give_up_turn  # type: ignore[method-assign]
+    capacity_bytes = RECORD_BYTES * turns.chance.choice((7, 20, 40))
+    processes = [Process(bucket, number, capacity_bytes) for number in range(turns.chance.randint(1, 4))]
+    outcomes = (Stored.YES, Stored.YES, Stored.YES, Stored.PERHAPS, Stored.NO)
+    stored = 0
+
+    def actor_of(process: Process) -> Callable[[], None]:
+        def store() -> None:
+            nonlocal stored
+            stored += process.store(turns.chance.choice(outcomes))
+
+        return store
+
+    for process in processes:
+        turns.add(process.sweep)
+        for _ in range(3):
+            turns.add(actor_of(process))
+
+    def check() -> None:
+        assert bucket.used_bytes() <= capacity_bytes
+
+    turns.run(4000, check)
+    assert stored > 20
+
+
+def test_one_process_uses_nearly_all_of_the_capacity() -> None:
+    process = Process(SharedBucket(), 0, 100 * RECORD_BYTES)
+    for _ in range(60):
+        process.sweep()
+        while process.store():
+            pass
+    assert process.bucket.used_bytes() >= 95 * RECORD_BYTES
+    process.sweep()
+    assert process.bucket.used_bytes() == 80 * RECORD_BYTES, "and makes room for the next stores"
+
+
+def test_the_oldest_blocks_go_first_and_are_known_to_be_gone() -> None:
+    process = Process(SharedBucket(), 0, 10 * RECORD_BYTES)
+    for age in (3, 9, 1, 7, 5, 2, 8, 4, 6, 0):
+        process.bucket.objects[f"{BLOCKS}{age}"] = (RECORD_BYTES, -float(age))
+    process.sweep()
+    assert sorted(process.bucket.objects) == [f"{BLOCKS}{age}" for age in range(8)] + list(process.bucket.objects)[-1:]
+    assert process.counters["deleted_blocks"] == 2
+    assert process.presence.known(f"{BLOCKS}9", BLOCKS) is False
+
+
+def test_blocks_past_their_time_go_whatever_room_there_is() -> None:
+    process = Process(SharedBucket(), 0, None, ttl_s=6.5)
+    for age in range(10):
+        process.bucket.objects[f"{BLOCKS}{age}"] = (RECORD_BYTES, -float(age))
+    process.sweep()
+    assert sorted(process.bucket.objects) == [f"{BLOCKS}{age}" for age in range(7)]
+
+
+def test_the_grant_of_a_process_that_was_killed_is_free_after_its_time() -> None:
+    bucket = SharedBucket()
+    killed, other = Process(bucket, 0, 100 * RECORD_BYTES), Process(bucket, 1, 100 * RECORD_BYTES)
+    killed.sweep()
+    other.sweep()
+    (name,) = [name for name in bucket.objects if name.startswith(GRANTS) and "-60" in name][:1]
+    bucket.now_s += 60 + CLOCKS_S + 1
+    other.sweep()
+    assert name not in bucket.objects
+    stored = 0
+    for _ in range(60):
+        other.sweep()
+        while other.store():
+            stored += 1
+    assert bucket.used_bytes() > 90 * RECORD_BYTES
+
+
+def test_who_could_not_renew_its_grant_stores_nothing_any_more() -> None:
+    ledger = Ledger(100, RECORD_BYTES)
+    ledger.begin_round()
+    ledger.end_listing(0, 0, 0, time.monotonic() - 0.001)
+    assert not ledger.reserve(RECORD_BYTES, soon())
+
+
+def test_a_grant_holds_for_longer_than_a_round_takes() -> None:
+    process = Process(SharedBucket(), 0, 100 * RECORD_BYTES)
+    assert process.grants is not None
+    began_s = time.monotonic()
+    assert 59 < process.grants.announce(10) - began_s < 65
+    process.grants.allow_for(100.0)
+    assert 299 < process.grants.announce(10) - began_s < 305
+    assert [name[-4:] for name in process.bucket.objects] == ["-300"]
+
+
+def test_a_process_that_ends_leaves_its_grant_to_the_others() -> None:
+    process = Process(SharedBucket(), 0, 100 * RECORD_BYTES)
+    process.sweep()
+    assert any(name.startswith(GRANTS) for name in process.bucket.objects)
+    assert process.ledger.close()
+    assert not process.ledger.reserve(RECORD_BYTES, soon())
+    assert process.grants is not None
+    process.grants.give_up(soon())
+    assert process.bucket.objects == {}
+
+
+def test_stores_that_wait_for_the_first_listing_fail_when_that_fails() -> None:
+    ledger = Ledger(100, RECORD_BYTES)
+    took_s: list[float] = []
+
+    def store() -> None:
+        began_s = time.monotonic()
+        assert not ledger.reserve(RECORD_BYTES, soon())
+        took_s.append(time.monotonic() - began_s)
+
+    thread = threading.Thread(target=store)
+    thread.start()
+    while not took_s:
+        ledger.fail_round()
+        time.sleep(0.001)
+    thread.join()
+    assert took_s[0] < 5.0
+
+
+def test_a_server_that_does_not_delete_is_not_asked_in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caretaker, "ROUND_S_MIN", 0.01)
+    monkeypatch.setattr(caretaker, "RETRY_S", 0.2)
+    process = Process(SharedBucket(), 0, 10 * RECORD_BYTES)
+    process.bucket.refuses_deletes = True
+    process.bucket.objects = {f"{BLOCKS}{number}": (RECORD_BYTES, 0.0) for number in range(20)}
+    epoch = Epoch(cast(Bucket, process.bucket), Naming("kv", bytes(16)), "s3")
+    keeper = Caretaker(
+        cast(Bucket, process.bucket),
+        Naming("kv", bytes(16)),
+        {},
+        epoch,
+        process.sweeper,
+        process.ledger,
+        process.counters,
+        interval_s=0.01,
+        name="caretaker",
+    )
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        keeper.start()  # as every store does that finds no room
+        time.sleep(0.001)
+    keeper.stop()
+    assert keeper.join(5.0)
+    assert 1 <= process.counters["failed_rounds"] <= 4
+
+
+def test_what_cannot_be_deleted_is_an_error_and_stays_counted() -> None:
+    process = Process(SharedBucket(), 0, 10 * RECORD_BYTES)
+    process.bucket.refuses_deletes = True
+    process.bucket.objects = {f"{BLOCKS}{number}": (RECORD_BYTES, 0.0) for number in range(20)}
+    with pytest.raises(TierUnavailableError, match="12 blocks could not be deleted"):
+        process.sweep()
+    assert process.ledger.used_bytes == 20 * RECORD_BYTES
+    assert not process.store()
