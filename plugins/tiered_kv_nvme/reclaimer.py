@@ -64,6 +64,7 @@ class Reclaimer:
         self._buffer = Scratch()
         self._grow_after_s = 0.0
         self._excess_after_s = 0.0
+        self._unrenewed: Segment | None = None
         self._forgotten: list[dict[OffloadKey, int]] = []
         self._logged: set[type[Exception]] = set()
         self._stopping = False
@@ -133,6 +134,8 @@ class Reclaimer:
 
     def _make_room(self) -> bool:
         """Make one segment free, or try to; return whether that was possible."""
+        if self._unrenewed is not None:
+            return self._use_again(self._unrenewed)
         with self._pool.changed:
             segment = self._pool.oldest()
             void = segment is not None and segment.epoch != self._pool.epoch
@@ -159,7 +162,7 @@ class Reclaimer:
         return True
 
     def _reclaim(self, segment: Segment) -> bool:
-        """Use a segment again; return False if it is being read for so long that it was put back."""
+        """Use a segment again; return False if it cannot be written, or is read for so long that it was put back."""
         with self._pool.changed:
             if segment.readers:
                 return True  # since it was chosen; choose again
@@ -177,13 +180,12 @@ class Reclaimer:
                 if segment.readers:
                     segment.state = SegmentState.SEALED
                     return False
-            self._use_again(segment)
+            return self._use_again(segment)
         except BaseException:
             with self._pool.changed:  # or nobody would ever choose it again
                 if segment.state is SegmentState.RECLAIMING:
                     segment.state = SegmentState.SEALED
             raise
-        return True
 
     def _relocate(self, segment: Segment, resets: int) -> None:
         """Copy blocks that were used since they were written, up to `RELOCATED_SHARE_MAX` of the segment."""
@@ -231,12 +233,23 @@ class Reclaimer:
             self._counters.add("dropped_blocks", dropped)
             time.sleep(_PAUSE_S)
 
-    def _use_again(self, segment: Segment) -> None:
-        """Make a segment that nobody knows any more free, or delete it where it must not or cannot be used."""
+    def _use_again(self, segment: Segment) -> bool:
+        """Make a segment that nobody knows any more free, or delete it where it must not be used.
+
+        Returns:
+            False where its header could not be written. It is tried again before another segment loses its blocks:
+            that one would fare no better.
+        """
         table = segment.table
+        usable = not segment.damaged and not self._over_capacity()
         with self._pool.changed:
             generation = self._pool.next_generation()
-        usable = not segment.damaged and not self._over_capacity() and self._files.renew(segment, generation)
+        if usable and not self._files.renew(segment, generation):
+            self._unrenewed = segment
+            with self._pool.changed:
+                self._pool.changed.wait(_RETRY_S)
+            return False
+        self._unrenewed = None
         with self._pool.changed:
             if usable:
                 segment.renew(generation)
@@ -251,6 +264,7 @@ class Reclaimer:
         while table.keys:
             del table.keys[-_CHUNK_KEYS:]
             time.sleep(_PAUSE_S)
+        return True
 
     def _over_capacity(self) -> bool:
         """Return whether foreign files have grown into the room of segments; looked up every few seconds."""

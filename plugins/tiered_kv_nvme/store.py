@@ -203,7 +203,7 @@ class SegmentStore:
             "foreign_files": listing.foreign_files,
             "codec": self._options.codec,
             "threads": self._options.threads,
-            "blocks_found": self.counters.recovered_blocks,
+            "blocks_found": self.counters["recovered_blocks"],
         }
 
     def stop_stores(self) -> None:

@@ -65,6 +65,12 @@ def fail(code: int) -> Callable[[Sequence[memoryview], int], int | None]:
     return raise_error
 
 
+def spoil_oldest(store: SegmentStore) -> None:
+    """Have a segment deleted when its turn comes, as one is whose file somebody has cut short."""
+    with store._pool.changed:
+        min(store._pool.segments.values(), key=lambda segment: segment.age).damaged = True
+
+
 def full_after(allocations: int) -> Callable[[], None]:
     allowed = iter(range(allocations))
 
@@ -220,6 +226,38 @@ def test_a_disk_that_recovers_is_used_again(bench: StoreBench) -> None:
     assert bench.get(store, keys) == set(keys)
 
 
+def test_a_disk_that_takes_no_headers_costs_the_blocks_of_one_segment(bench: StoreBench) -> None:
+    disk = FaultyDisk()
+    store = opened(bench, disk, room_timeout_s=0.02)
+    batches = [make_keys(40, f"batch {number}") for number in range(60)]
+    for keys in batches:
+        bench.put(store, keys)
+    bench.wait_until_ready(store)
+    segments = len(bench.segments)
+    held = sum(store.contains([key for keys in batches for key in keys]))
+
+    def refuse_headers(buffers: Sequence[memoryview], offset: int) -> int | None:
+        if offset == 0:
+            raise OSError(errno.EROFS, "injected")
+        return None
+
+    disk.on_write = refuse_headers
+    errors = store.stats()["io_errors"]
+    for number in range(40):  # until there is no free segment any more, and then some
+        bench.put(store, make_keys(40, f"refused {number}"))
+    bench.wait_until(lambda: store.stats()["io_errors"] >= errors + 5)
+    assert len(bench.segments) == segments
+    blocks_of_a_segment = (256 << 10) // 4096
+    reclaimed_before = 2 * blocks_of_a_segment  # free ones that were ready, and the one that is tried again and again
+    assert (
+        sum(store.contains([key for keys in batches for key in keys])) >= held - reclaimed_before - blocks_of_a_segment
+    )
+    disk.on_write = lambda buffers, offset: None
+    newest = make_keys(40, "newest")
+    bench.wait_until(lambda: bench.put(store, newest).successful_keys is None)
+    assert bench.get(store, newest) == set(newest)
+
+
 class FaultyListing:
     """Stands in for `Directory.list`, and fails while it is told to."""
 
@@ -294,15 +332,11 @@ def test_the_last_two_segments_are_for_stores(bench: StoreBench) -> None:
         store.touch(keys)
     assert store.stats()["relocated_blocks"] > 0
 
-    def fail_once(buffers: Sequence[memoryview], offset: int) -> int | None:
-        if offset == 0 and threading.current_thread().name.endswith("-reclaimer"):
-            disk.on_write = lambda buffers, offset: None
-            raise OSError(errno.EIO, "injected")
-        return None
-
-    disk.on_write = fail_once  # so that the segment is deleted
-    for number in range(20):
-        bench.put(store, make_keys(40, f"between {number}"))
+    spoil_oldest(store)
+    for number in range(40):  # every segment is filled and reclaimed
+        keys = make_keys(40, f"between {number}")
+        bench.put(store, keys)
+        store.touch(keys)
     bench.wait_until(lambda: len(bench.segments) == 2)
     for number in range(20):
         keys = make_keys(40, f"after {number}")
@@ -314,8 +348,7 @@ def test_a_segment_file_that_could_not_be_deleted_is_deleted_later(
     bench: StoreBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tiered_kv_nvme.reclaimer._GROW_RETRY_S", 0.0)
-    disk = FaultyDisk()
-    store = bench.open(disk)
+    store = bench.open()
     for number in range(60):
         assert bench.put(store, make_keys(40, f"before {number}")).successful_keys is None
     bench.wait_until_ready(store)
@@ -329,15 +362,9 @@ def test_a_segment_file_that_could_not_be_deleted_is_deleted_later(
             raise OSError(errno.EIO, "injected")
         unlink(path, dir_fd=dir_fd)
 
-    def fail_once(buffers: Sequence[memoryview], offset: int) -> int | None:
-        if offset == 0 and threading.current_thread().name.endswith("-reclaimer"):
-            disk.on_write = lambda buffers, offset: None
-            raise OSError(errno.EIO, "injected")
-        return None
-
     with monkeypatch.context() as patch:
         patch.setattr("tiered_kv_nvme.files.os.unlink", refuse)
-        disk.on_write = fail_once
+        spoil_oldest(store)
         for number in range(60):
             assert bench.put(store, make_keys(40, f"between {number}")).successful_keys is None
         assert refused

@@ -139,6 +139,7 @@ def test_the_least_capacity_works(bench: StoreBench, block_bytes: int) -> None:
     store.reset()
     for key in make_keys(20):
         assert bench.put(store, [key]).successful_keys is None
+    bench.wait_until_ready(store)
     assert bench.get(store, make_keys(20)) == {key for key in make_keys(20) if store.contains([key])[0]}
 
 

@@ -300,7 +300,7 @@ def test_an_epoch_that_cannot_be_flushed_does_not_keep_the_directory(
 
     monkeypatch.setattr(store._epoch, "sync", fail)
     assert store.close()
-    assert store.counters.io_errors == 1
+    assert store.counters["io_errors"] == 1
     assert bench.get(bench.open(), keys) == set(keys)
 
 
