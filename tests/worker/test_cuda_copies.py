@@ -1,0 +1,240 @@
+"""What the CUDA copier asks of torch and of the driver, with both played by stand-ins that copy at once.
+
+The handlers' own tests run on a real device where there is one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from tiered_kv.errors import ConfigError
+from tiered_kv.worker.cuda import CudaCopier, DriverCopies, _Attributes, _load_driver
+from tiered_kv.worker.plan import CopyPlan
+
+CUDA_ERROR_INVALID_VALUE = 1
+
+
+class FakeCuda:
+    """Plays torch.cuda: one list of what happened on the device, in order."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.num_events = 0
+        self.has_failed = False
+
+    def check(self) -> None:
+        if self.has_failed:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    @contextlib.contextmanager
+    def device(self, device: object) -> Iterator[None]:
+        yield
+
+    def current_stream(self, device: object) -> str:
+        return "compute"
+
+    def Stream(self, device: object) -> FakeStream:
+        return FakeStream(self)
+
+    def Event(self, enable_timing: bool) -> FakeEvent:
+        assert enable_timing
+        self.num_events += 1
+        return FakeEvent(self)
+
+
+class FakeStream:
+    cuda_stream = 77
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+
+    def wait_stream(self, stream: str) -> None:
+        self._cuda.check()
+        self._cuda.log.append(f"wait for {stream}")
+
+    def synchronize(self) -> None:
+        self._cuda.check()
+        self._cuda.log.append("synchronize")
+
+
+class FakeEvent:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+
+    def record(self, stream: FakeStream) -> None:
+        self._cuda.log.append("event")
+
+    def query(self) -> bool:
+        self.synchronize()
+        return True
+
+    def synchronize(self) -> None:
+        self._cuda.check()
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        self._cuda.check()
+        return 2.5
+
+
+def integer(value: Any) -> int:
+    return int(value.value or 0)
+
+
+class EachDriver:
+    """Plays a driver without batches."""
+
+    def __init__(self, log: list[str], code: int = 0) -> None:
+        self.log = log
+        self.code = code
+
+    def cuMemcpyAsync(self, destination: Any, source: Any, length: Any, stream: Any) -> int:
+        self.log.append("copy")
+        assert integer(stream) == FakeStream.cuda_stream
+        if not self.code:
+            ctypes.memmove(integer(destination), integer(source), integer(length))
+        return self.code
+
+
+class FirstBatchDriver(EachDriver):
+    """Plays the driver of CUDA 12.8."""
+
+    def __init__(self, log: list[str], code: int = 0, batch_code: int = 0) -> None:
+        super().__init__(log, code)
+        self.batch_code = batch_code
+
+    def cuMemcpyBatchAsync(self, *arguments: Any) -> int:
+        assert len(arguments) == 9
+        return self.copy_batch(*arguments[:7], arguments[8])
+
+    def copy_batch(self, *arguments: Any) -> int:
+        destinations, sources, lengths, count, attributes, first_runs, num_attributes, stream = arguments
+        self.log.append(f"batch of {count.value}")
+        assert integer(stream) == FakeStream.cuda_stream
+        assert (integer(num_attributes), first_runs._obj.value) == (1, 0)
+        assert isinstance(attributes._obj, _Attributes)
+        assert attributes._obj.source_access_order == 1
+        assert ctypes.sizeof(_Attributes) == 24
+        if not self.batch_code:
+            words = ctypes.c_uint64 * count.value
+            columns = [words.from_address(integer(each)) for each in (destinations, sources, lengths)]
+            for destination, source, length in zip(*columns, strict=True):
+                ctypes.memmove(destination, source, length)
+        return self.batch_code
+
+
+class SecondBatchDriver(FirstBatchDriver):
+    """Plays the driver of CUDA 13, which has both versions."""
+
+    def cuMemcpyBatchAsync(self, *arguments: Any) -> int:
+        raise AssertionError("the second version is there")
+
+    def cuMemcpyBatchAsync_v2(self, *arguments: Any) -> int:
+        return self.copy_batch(*arguments)
+
+
+class Reversal:
+    """A plan that reverses rows of 16 bytes."""
+
+    def __init__(self, num_runs: int) -> None:
+        self.source = np.random.default_rng(0).integers(0, 256, (num_runs, 16), dtype=np.uint8)
+        self.destination = np.zeros_like(self.source)
+        at = np.arange(num_runs, dtype=np.int64) * 16
+        self.plan = CopyPlan(
+            self.source.ctypes.data + at,
+            self.destination.ctypes.data + at[::-1].copy(),
+            np.full(num_runs, 16, dtype=np.int64),
+        )
+
+    def is_done(self) -> bool:
+        return np.array_equal(self.destination, self.source[::-1])
+
+
+def copier(cuda: FakeCuda, driver: object) -> CudaCopier:
+    return CudaCopier(cast("Any", "cuda:0"), cuda=cuda, driver=driver)
+
+
+@pytest.mark.parametrize(
+    ("driver_type", "copies"),
+    [(EachDriver, ["copy"] * 3), (FirstBatchDriver, ["batch of 3"]), (SecondBatchDriver, ["batch of 3"])],
+)
+def test_a_job_waits_for_the_compute_stream_and_is_one_batch(driver_type: type[EachDriver], copies: list[str]) -> None:
+    cuda = FakeCuda()
+    reversal = Reversal(3)
+    copy = copier(cuda, driver_type(cuda.log)).submit(reversal.plan)
+    assert cuda.log == ["wait for compute", "event", *copies, "event"]
+    assert reversal.is_done()
+    copy.wait()
+    assert copy.has_ended()
+    assert copy.seconds() == 0.0025
+
+
+def test_a_job_without_runs_asks_the_driver_for_nothing() -> None:
+    cuda = FakeCuda()
+    copy = copier(cuda, SecondBatchDriver(cuda.log)).submit(Reversal(0).plan)
+    assert cuda.log == ["wait for compute", "event", "event"]
+    assert copy.seconds() == 0.0025
+
+
+def test_a_driver_that_refuses_batches_is_asked_for_one_copy_after_the_other_from_then_on() -> None:
+    cuda = FakeCuda()
+    reversal = Reversal(2)
+    driver = DriverCopies(FirstBatchDriver(cuda.log, batch_code=CUDA_ERROR_INVALID_VALUE))
+    assert driver.copy(reversal.plan, FakeStream.cuda_stream)
+    assert driver.copy(reversal.plan, FakeStream.cuda_stream)
+    assert cuda.log == ["batch of 2", "copy", "copy", "copy", "copy"]
+    assert reversal.is_done()
+
+
+def test_a_job_that_the_driver_refuses_is_reported_failed_after_its_end() -> None:
+    cuda = FakeCuda()
+    copy = copier(cuda, EachDriver(cuda.log, code=CUDA_ERROR_INVALID_VALUE)).submit(Reversal(2).plan)
+    assert cuda.log == ["wait for compute", "event", "copy", "event"]
+    assert copy.has_ended()
+    assert copy.seconds() is None
+
+
+def test_a_device_that_fails_ends_its_jobs_as_failed() -> None:
+    cuda = FakeCuda()
+    device = copier(cuda, SecondBatchDriver(cuda.log))
+    copy = device.submit(Reversal(2).plan)
+    cuda.has_failed = True
+    late = device.submit(Reversal(2).plan)
+    for each in (copy, late):
+        each.wait()
+        assert each.has_ended()
+        assert each.seconds() is None
+    device.close()
+
+
+def test_a_device_that_fails_between_a_job_s_end_and_its_report_fails_the_job() -> None:
+    cuda = FakeCuda()
+    copy = copier(cuda, SecondBatchDriver(cuda.log)).submit(Reversal(2).plan)
+    assert copy.has_ended()
+    cuda.has_failed = True
+    assert copy.seconds() is None
+
+
+def test_without_the_driver_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiered_kv.worker.cuda._DRIVER", "libnonesuch.so.1")
+    with pytest.raises(ConfigError, match=r"need NVIDIA's driver: libnonesuch"):
+        _load_driver.__wrapped__()
+
+
+def test_events_are_used_again() -> None:
+    cuda = FakeCuda()
+    device = copier(cuda, SecondBatchDriver(cuda.log))
+    for _ in range(5):
+        assert device.submit(Reversal(1).plan).seconds() == 0.0025
+    assert cuda.num_events == 2
+
+
+def test_closing_waits_for_the_stream() -> None:
+    cuda = FakeCuda()
+    copier(cuda, SecondBatchDriver(cuda.log)).close()
+    assert cuda.log == ["synchronize"]

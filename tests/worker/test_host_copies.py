@@ -1,0 +1,54 @@
+"""Copies within the CPU's memory."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from tiered_kv.worker.host import HostCopier, copy_runs
+from tiered_kv.worker.plan import CopyPlan
+
+
+class Shuffle:
+    """A plan that moves each of some runs elsewhere."""
+
+    def __init__(self, num_runs: int, run_bytes: int) -> None:
+        random = np.random.default_rng(num_runs)
+        self.source = random.integers(0, 256, (num_runs, run_bytes), dtype=np.uint8)
+        self.destination = np.zeros_like(self.source)
+        self.order = random.permutation(num_runs)
+        self.plan = CopyPlan(
+            self.source.ctypes.data + self.order * run_bytes,
+            self.destination.ctypes.data + np.arange(num_runs) * run_bytes,
+            np.full(num_runs, run_bytes, dtype=np.int64),
+        )
+
+    def is_done(self) -> bool:
+        return np.array_equal(self.destination, self.source[self.order])
+
+
+@pytest.mark.parametrize("num_runs", [0, 1, 2, 3000])
+def test_every_run_is_copied(num_runs: int) -> None:
+    shuffle = Shuffle(num_runs, 24)
+    assert copy_runs(shuffle.plan) >= 0
+    assert shuffle.is_done()
+
+
+def test_many_small_runs_do_not_wait_for_an_engine_that_computes_in_python() -> None:
+    shuffle = Shuffle(4000, 64)
+    copier = HostCopier("tiered-kv-test")
+    began = time.perf_counter()
+    copy = copier.submit(shuffle.plan)
+    turns = 0
+    while not copy.has_ended():
+        turns += 1  # never lets go of the interpreter's lock by itself
+    # Runs that each waited for the lock would take 4000 switch intervals.
+    assert time.perf_counter() - began < 1000 * sys.getswitchinterval()
+    assert copy.seconds() is not None
+    assert shuffle.is_done()
+    copier.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("tiered-kv-test")]

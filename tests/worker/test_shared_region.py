@@ -1,0 +1,191 @@
+"""A region that several processes map: nobody waits, nobody is left over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tiered_kv.cpu.region import SHARED_MEMORY_DIRECTORY, PrimaryRegion
+from tiered_kv.errors import ConfigError
+from tiered_kv.worker import shared_region
+from tiered_kv.worker.shared_region import SharedRegion
+
+PARTIES = ["scheduler", "worker 0", "worker 1"]
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    name = f"tiered-kv-test-{uuid.uuid4().hex}"
+    yield name
+    assert not file_of(name).exists()
+
+
+def file_of(name: str) -> Path:
+    return SHARED_MEMORY_DIRECTORY / f"{name}+workers"
+
+
+def join(name: str, party: str, num_blocks: int = 4) -> SharedRegion:
+    return SharedRegion.join(name, num_blocks, 4096, party=party, parties=PARTIES)
+
+
+def hold(name: str, party: str) -> subprocess.Popen[str]:
+    """Start a process that has joined, and waits to be killed."""
+    program = (
+        "import sys; from tiered_kv.worker.shared_region import SharedRegion\n"
+        "SharedRegion.join(sys.argv[1], 4, 4096, party=sys.argv[2], parties=sys.argv[3:])\n"
+        "print('joined', flush=True); sys.stdin.read()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, name, party, *PARTIES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "joined\n"
+    return process
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGKILL)
+    with process:
+        pass
+
+
+@pytest.mark.parametrize("order", [PARTIES, PARTIES[::-1], ["worker 1", "scheduler", "worker 0"]])
+def test_all_map_the_same_bytes_in_whatever_order_they_come(name: str, order: list[str]) -> None:
+    regions: list[SharedRegion] = []
+    for index, party in enumerate(order):
+        assert not any(region.is_complete() for region in regions)
+        assert all(region.missing_parties() == sorted(order[index:]) for region in regions)
+        regions.append(join(name, party))
+    assert all(region.is_complete() and not region.missing_parties() for region in regions)
+    assert not file_of(name).exists(), "the name goes with the last who comes"
+    for index, region in enumerate(regions):
+        region.array[index] = index + 1
+    for region in regions:
+        assert region.array[:3, 0].tolist() == [1, 2, 3]
+        assert region.close()
+
+
+def test_all_have_mapped_a_region_also_when_one_has_left_it(name: str) -> None:
+    regions = [join(name, party) for party in PARTIES]
+    regions.pop().close()
+    assert all(region.is_complete() for region in regions)
+    for region in regions:
+        region.close()
+
+
+def test_who_leaves_before_all_have_come_is_missing_again(name: str) -> None:
+    scheduler, worker = join(name, "scheduler"), join(name, "worker 0")
+    worker.close()
+    assert scheduler.missing_parties() == ["worker 0", "worker 1"]
+    again = join(name, "worker 0")
+    assert again.missing_parties() == ["worker 1"]
+    scheduler.close()
+    assert file_of(name).exists()
+    again.close()
+
+
+def test_a_second_process_of_the_same_party_is_refused(name: str) -> None:
+    region = join(name, "worker 0")
+    with pytest.raises(ConfigError, match="another process is 'worker 0'"):
+        join(name, "worker 0")
+    region.close()
+
+
+def test_another_size_is_refused_while_somebody_is_there(name: str) -> None:
+    region = join(name, "worker 0")
+    with pytest.raises(ConfigError, match="expected 5 blocks of 4KiB"):
+        join(name, "worker 1", num_blocks=5)
+    assert region.missing_parties() == ["scheduler", "worker 1"]
+    region.close()
+
+
+def test_a_party_that_was_killed_is_missing_again(name: str) -> None:
+    kill(hold(name, "worker 0"))
+    scheduler = join(name, "scheduler")
+    worker = hold(name, "worker 1")
+    assert scheduler.missing_parties() == ["worker 0"]
+    kill(worker)
+    assert scheduler.missing_parties() == ["worker 0", "worker 1"]
+    scheduler.close()
+
+
+def test_what_a_killed_run_left_is_used_again_with_any_size(name: str) -> None:
+    kill(hold(name, "worker 0"))
+    assert file_of(name).exists()
+    region = join(name, "worker 0", num_blocks=7)
+    assert region.array.shape == (7, 4096)
+    assert file_of(name).stat().st_size == 7 * 4096
+    region.close()
+
+
+def test_killed_processes_leave_nothing_once_all_have_come(name: str) -> None:
+    processes = [hold(name, party) for party in PARTIES]
+    assert not file_of(name).exists()
+    for process in processes:
+        kill(process)
+
+
+def test_a_restarted_worker_does_not_pass_for_the_one_before(name: str) -> None:
+    regions = [join(name, party) for party in PARTIES]
+    again = join(name, "worker 1")
+    assert again.missing_parties() == ["scheduler", "worker 0"]
+    assert regions[0].is_complete()
+    for region in [*regions, again]:
+        region.close()
+
+
+def test_a_file_of_a_single_process_is_not_taken_for_a_shared_one(name: str) -> None:
+    private = PrimaryRegion(4, 4096, name=name)
+    shared = join(name, "worker 0")
+    shared.array[0, 0] = 1
+    assert not private.array.any()
+    shared.close()
+    private.close()
+
+
+def test_more_than_there_is_leaves_nothing(name: str) -> None:
+    status = os.statvfs(SHARED_MEMORY_DIRECTORY)
+    with pytest.raises(ConfigError, match="free and the region needs"):
+        join(name, "scheduler", num_blocks=status.f_blocks * status.f_frsize // 4096 + 1)
+
+
+def test_a_numa_node_that_is_not_there_is_an_error_and_leaves_nothing(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"numa_node|NUMA"):
+        SharedRegion.join(name, 4, 4096, party="scheduler", parties=PARTIES, numa_node=1000)
+
+
+def test_a_neighbour_that_does_not_finish_its_turn_is_waited_for_in_bounds(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fd = shared_region._open_for_turn(file_of(name))
+    monkeypatch.setattr(shared_region, "JOIN_TIMEOUT_S", 0.05)
+    with pytest.raises(ConfigError, match="see what holds it"):
+        join(name, "scheduler")
+    os.close(fd)
+    join(name, "scheduler").close()
+
+
+def test_a_file_of_another_user_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    file_of(name).write_bytes(b"")
+    monkeypatch.setattr(os, "geteuid", lambda: file_of(name).stat().st_uid + 1)
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        join(name, "scheduler")
+    file_of(name).unlink()
+
+
+@pytest.mark.parametrize("bad", ["", "a/b"])
+def test_a_name_that_is_a_path_is_refused(bad: str) -> None:
+    with pytest.raises(ConfigError, match="plain name"):
+        join(bad, "scheduler")
+
+
+def test_an_empty_region_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="at least one"):
+        join(name, "scheduler", num_blocks=0)

@@ -1,0 +1,258 @@
+"""One stack opened from several sides, here all in one process; test_three_processes.py has them apart."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tiered_kv.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    OffloadingSpec,
+    OffloadKey,
+    ReqContext,
+    make_offload_key,
+)
+from tiered_kv.cpu.region import SHARED_MEMORY_DIRECTORY
+from tiered_kv.errors import ConfigError, TieredKVError
+from tiered_kv.mediums import CPULoadStoreSpec
+from tiered_kv.stack import Stack
+from tiered_kv.worker import SharedStack, TieredOffloadingSpec, WorkerHandlers
+
+torch = pytest.importorskip("torch")
+
+PAGE_BYTES = 2048
+KEYS = [make_offload_key(bytes([number]) * 16, 0) for number in range(6)]
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    name = f"tiered-kv-test-{uuid.uuid4().hex}"
+    yield name
+    assert not list(SHARED_MEMORY_DIRECTORY.glob(f"*{name}*"))
+
+
+def stack_of(*, block_bytes: int = 2 * PAGE_BYTES, shared: str | None = None) -> dict[str, object]:
+    return {
+        "namespace": {"model": "test"},
+        "block": {"bytes": block_bytes, "tokens": 16},
+        "primary": {"capacity": 4 * block_bytes, "shared": shared},
+    }
+
+
+def shared_stack(name: str | None, **settings: Any) -> SharedStack:
+    return SharedStack(stack_of(**settings), name=name, bytes_per_worker=PAGE_BYTES, num_workers=2)
+
+
+class Cache:
+    """A worker's cache of four blocks of one page."""
+
+    def __init__(self, page_bytes: int = PAGE_BYTES) -> None:
+        self.tensor = torch.zeros((4, page_bytes), dtype=torch.uint8)
+        self.canonical = CanonicalKVCaches(
+            [CanonicalKVCacheTensor(self.tensor, page_bytes)], [[CanonicalKVCacheRef(0, page_bytes)]]
+        )
+
+
+def transfer(handlers: WorkerHandlers, blocks: list[int], rows: list[int], *, is_store: bool) -> None:
+    spec = (GPULoadStoreSpec(blocks, [len(blocks)]), CPULoadStoreSpec(rows))
+    handler = handlers.store if is_store else handlers.load
+    handler.transfer_async(1, spec if is_store else spec[::-1])
+    handler.wait([1])
+    assert [result.success for result in handler.get_finished()] == [True]
+
+
+def prepare_store(stack: Stack, keys: list[OffloadKey]) -> list[int] | None:
+    output = stack.manager.prepare_store(keys, ReqContext(req_id="r"))
+    if output is None:
+        return None
+    assert isinstance(output.store_spec, CPULoadStoreSpec)
+    rows: list[int] = output.store_spec.block_ids.tolist()
+    return rows
+
+
+def test_each_worker_has_its_own_part_of_every_row(name: str) -> None:
+    shared = shared_stack(name)
+    caches = [Cache(), Cache()]
+    handlers = [shared.open_handlers(cache.canonical, rank) for rank, cache in enumerate(caches)]
+    stack = shared.open_stack()
+    rows = prepare_store(stack, KEYS[:2])
+    assert rows is not None
+    for rank, cache in enumerate(caches):
+        cache.tensor[2], cache.tensor[0] = 10 + rank, 20 + rank
+        transfer(handlers[rank], [2, 0], rows, is_store=True)
+    stack.manager.complete_store(KEYS[:2], ReqContext(req_id="r"))
+    assert stack.region.array[rows[0], ::PAGE_BYTES].tolist() == [10, 11]
+    assert stack.region.array[rows[1], ::PAGE_BYTES].tolist() == [20, 21]
+    for rank, cache in enumerate(caches):
+        transfer(handlers[rank], [3, 1], rows, is_store=False)
+        assert cache.tensor[:, 0].tolist() == [20 + rank, 20 + rank, 10 + rank, 10 + rank]
+    for each in handlers:
+        each.shutdown()
+    stack.close()
+
+
+def test_workers_of_different_sizes_do_not_share_bytes(name: str) -> None:
+    sizes = [PAGE_BYTES, PAGE_BYTES // 2]  # of the last pipeline stage, say, with fewer layers
+    sides = [SharedStack(stack_of(), name=name, bytes_per_worker=size, num_workers=2) for size in sizes]
+    caches = [Cache(size) for size in sizes]
+    handlers = [side.open_handlers(caches[rank].canonical, rank) for rank, side in enumerate(sides)]
+    stack = sides[0].open_stack()
+    for rank, cache in enumerate(caches):
+        cache.tensor[:] = 10 + rank
+        transfer(handlers[rank], [0], [0], is_store=True)
+    for rank, cache in enumerate(caches):
+        cache.tensor[:] = 0
+        transfer(handlers[rank], [0], [0], is_store=False)
+        assert (cache.tensor[0] == 10 + rank).all()
+    for each in handlers:
+        each.shutdown()
+    stack.close()
+
+
+def test_a_scheduler_that_waits_for_others_says_so_once_and_counts(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    shared = shared_stack(name)
+    stack = shared.open_stack()
+    first = shared.open_handlers(Cache().canonical, 0)
+    assert stack.counters()["cpu"]["refused_incomplete"] == 0
+    assert prepare_store(stack, KEYS[:1]) is None
+    assert prepare_store(stack, KEYS[:1]) is None
+    assert stack.counters()["cpu"]["refused_incomplete"] == 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "nothing is stored or promoted until worker 1 has mapped the engine's memory"
+    ]
+    second = shared.open_handlers(Cache().canonical, 1)
+    assert prepare_store(stack, KEYS[:1]) is not None
+    assert stack.counters()["cpu"]["refused_incomplete"] == 2
+    stack.manager.complete_store(KEYS[:1], ReqContext(req_id="r"))
+    for each in (first, second):
+        each.shutdown()
+    stack.close()
+
+
+def test_nothing_is_stored_or_copied_before_every_process_has_mapped_the_memory(name: str) -> None:
+    shared = shared_stack(name)
+    stack = shared.open_stack()
+    first = shared.open_handlers(Cache().canonical, 0)
+    assert prepare_store(stack, KEYS[:1]) is None
+    assert stack.put(KEYS[:1], np.zeros((1, 2 * PAGE_BYTES), dtype=np.uint8), timeout=0.05) == 0
+    with pytest.raises(TieredKVError, match="worker 1 did not"):
+        first.store.transfer_async(1, (GPULoadStoreSpec([0], [1]), CPULoadStoreSpec([0])))
+    second = shared.open_handlers(Cache().canonical, 1)
+    rows = prepare_store(stack, KEYS[:1])
+    assert rows is not None
+    transfer(first, [0], rows, is_store=True)
+    stack.manager.complete_store(KEYS[:1], ReqContext(req_id="r"))
+    first.shutdown()
+    second.shutdown()
+    stack.close()
+
+
+def test_a_worker_that_is_started_again_alone_copies_nothing(name: str) -> None:
+    shared = shared_stack(name)
+    stack = shared.open_stack()
+    workers = [shared.open_handlers(Cache().canonical, rank) for rank in (0, 1)]
+    workers.pop().shutdown()
+    again = shared.open_handlers(Cache().canonical, 1)
+    with pytest.raises(TieredKVError, match="scheduler, worker 0 did not"):
+        again.load.transfer_async(1, (CPULoadStoreSpec([0]), GPULoadStoreSpec([0], [1])))
+    again.shutdown()
+    workers[0].shutdown()
+    stack.close()
+
+
+def test_closing_before_all_have_come_leaves_nothing(name: str) -> None:
+    shared = shared_stack(name)
+    worker = shared.open_handlers(Cache().canonical, 0)
+    stack = shared.open_stack()
+    stack.close()
+    worker.shutdown()
+    worker.shutdown()
+
+
+def test_the_stack_can_name_the_memory(name: str) -> None:
+    shared_stack(None, shared=name).open_stack().close()
+    with pytest.raises(ConfigError, match=r"primary\.shared: a stack of several processes needs a name"):
+        shared_stack(None)
+
+
+def test_blocks_that_do_not_hold_the_parts_of_all_workers_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"block\.bytes: .*2 parts of 2KiB: expected at least 4KiB, found 4095B"):
+        shared_stack("n", block_bytes=2 * PAGE_BYTES - 1)
+    with pytest.raises(ConfigError, match="at least one worker"):
+        SharedStack(stack_of(), name="n", bytes_per_worker=0)
+
+
+def test_caches_that_do_not_fit_leave_nothing_open(name: str) -> None:
+    shared = shared_stack(name)
+    with pytest.raises(ValueError, match="this worker's part of a row is 2KiB"):
+        shared.open_handlers(Cache(PAGE_BYTES + 1).canonical, 0)
+    with pytest.raises(ValueError, match="no worker 2 among 2"):
+        shared.open_handlers(Cache().canonical, 2)
+
+
+def test_a_tier_that_cannot_be_opened_leaves_nothing_open(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = stack_of() | {"secondary": [{"type": "nvme", "path": str(tmp_path / "file"), "capacity": "64MiB"}]}
+    with pytest.raises(TieredKVError):
+        SharedStack(config, name=name, bytes_per_worker=PAGE_BYTES).open_stack()
+
+
+def engine_configs(name: str, rank: int, stack: object, **extra: object) -> tuple[Any, Any]:
+    """Return what an engine of two workers passes, with blocks of two tensors and 16 tokens."""
+    vllm_config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            engine_id=name, kv_connector_extra_config={"stack": stack, "block_size": 32, **extra}
+        ),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1, prefill_context_parallel_size=1, world_size=2, rank=rank
+        ),
+    )
+    kv_cache_config = SimpleNamespace(
+        num_blocks=4,
+        kv_cache_tensors=[SimpleNamespace(size=4 * 256), SimpleNamespace(size=4 * 768)],
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))],
+    )
+    return vllm_config, kv_cache_config
+
+
+def test_the_spec_gives_a_manager_and_the_handlers_of_each_worker(name: str) -> None:
+    specs = [TieredOffloadingSpec(*engine_configs(name, rank, stack_of())) for rank in (0, 1)]
+    assert all(isinstance(spec, OffloadingSpec) and spec.block_size_factor == 2 for spec in specs)
+    assert specs[0].shared.bytes_per_worker == 2 * (256 + 768)
+    tensors = [torch.full((4, size), 5, dtype=torch.int8) for size in (256, 768)]
+    caches = CanonicalKVCaches(
+        [CanonicalKVCacheTensor(tensor, tensor.shape[1]) for tensor in tensors],
+        [[CanonicalKVCacheRef(0, 256), CanonicalKVCacheRef(1, 768)]],
+    )
+    triples = [list(spec.get_handlers(caches)) for spec in specs]
+    manager = specs[0].get_manager()
+    assert specs[0].get_manager() is manager
+    (gpu, cpu, store), (cpu_again, gpu_again, load) = triples[0]
+    assert (gpu, cpu) == (gpu_again, cpu_again) == (GPULoadStoreSpec, CPULoadStoreSpec)
+    output = manager.prepare_store(KEYS[:1], ReqContext(req_id="r"))
+    assert output is not None
+    store.transfer_async(1, (GPULoadStoreSpec([1], [1], [1]), output.store_spec))
+    store.wait([1])
+    manager.complete_store(KEYS[:1], ReqContext(req_id="r"))
+    load.transfer_async(2, (manager.prepare_load(KEYS[:1], ReqContext(req_id="s")), GPULoadStoreSpec([3], [1], [1])))
+    load.wait([2])
+    assert [result.success for result in (*store.get_finished(), *load.get_finished())] == [True, True]
+    manager.complete_load(KEYS[:1], ReqContext(req_id="s"))
+    for handlers in triples:
+        for _, _, handler in handlers:
+            handler.shutdown()
+    manager.shutdown()
+
+
+def test_a_spec_without_a_stack_says_what_it_wants() -> None:
+    with pytest.raises(ConfigError, match="stack: expected the path"):
+        TieredOffloadingSpec(*engine_configs("n", 0, None))

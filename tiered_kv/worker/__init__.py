@@ -1,0 +1,27 @@
+"""The worker's half of offloading: copies between a device's KV cache and the primary tier (extra `torch`).
+
+    handlers = open_handlers(kv_caches, stack.region)           # an engine in one process
+    shared = SharedStack("stack.yaml", name=..., bytes_per_worker=..., num_workers=2)   # scheduler and workers apart
+
+Importing this package imports no torch; what needs it imports it when it runs.
+"""
+
+from tiered_kv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from tiered_kv.worker.base import OffloadingHandler, TransferResult, TransferSpec, TransferType, WorkerHandlers
+from tiered_kv.worker.handlers import open_handlers
+from tiered_kv.worker.shared import SharedStack
+from tiered_kv.worker.spec import TieredOffloadingSpec
+
+__all__ = [
+    "CanonicalKVCacheRef",
+    "CanonicalKVCacheTensor",
+    "CanonicalKVCaches",
+    "OffloadingHandler",
+    "SharedStack",
+    "TieredOffloadingSpec",
+    "TransferResult",
+    "TransferSpec",
+    "TransferType",
+    "WorkerHandlers",
+    "open_handlers",
+]

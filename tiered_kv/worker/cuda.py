@@ -1,0 +1,200 @@
+"""Copies between a CUDA device and pinned CPU memory.
+
+A direction has one side stream, so its jobs run in the order of their submission beside the model's own work. A job
+is one call of the driver for all of its runs where the driver can (cuMemcpyBatchAsync, CUDA 12.8), and one call a run
+where it cannot. torch owns streams and events; the driver is called directly, since torch has no batched copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tiered_kv.errors import ConfigError
+from tiered_kv.worker.plan import CopyPlan
+
+if TYPE_CHECKING:
+    import torch
+
+_log = logging.getLogger(__name__)
+
+_DRIVER = "libcuda.so.1"
+_CUDA_SUCCESS = 0
+_SRC_ACCESS_ORDER_STREAM = 1
+"""CU_MEMCPY_SRC_ACCESS_ORDER_STREAM of cuda.h: sources are read in the stream's order."""
+
+
+class CudaCopier:
+    """Copies on a side stream of one device.
+
+    Args:
+        device: The CUDA device.
+        cuda: The module `torch.cuda`; anything like it in tests.
+        driver: The CUDA driver's library; likewise.
+    """
+
+    def __init__(self, device: torch.device, *, cuda: Any = None, driver: Any = None) -> None:  # Any: see `cuda`
+        if cuda is None:
+            import torch
+
+            cuda = torch.cuda
+        self._device = device
+        self._cuda = cuda
+        self._stream = cuda.Stream(device)
+        self._driver = DriverCopies(driver or _load_driver())
+        self._events: list[Any] = []
+        """Timing events to be used again."""
+
+    def submit(self, plan: CopyPlan) -> CudaCopy:
+        begin, end = self._event(), self._event()
+        try:
+            with self._cuda.device(self._device):
+                # A store reads what the model has been told to write by now. A load overwrites blocks that work
+                # submitted earlier may still read, or clear.
+                self._stream.wait_stream(self._cuda.current_stream(self._device))
+                begin.record(self._stream)
+                has_begun = self._driver.copy(plan, self._stream.cuda_stream)
+                end.record(self._stream)
+        except RuntimeError as error:  # the device has failed before, and runs nothing any more
+            _log.warning("the CUDA device takes no copies: %s", error)
+            has_begun = False
+        return CudaCopy(begin, end, has_begun, plan, self._events)
+
+    def close(self) -> None:
+        try:
+            self._stream.synchronize()
+        except RuntimeError as error:  # the device has failed, and copies nothing any more
+            _log.warning("the CUDA device failed before its copies had ended: %s", error)
+
+    def _event(self) -> Any:  # Any: torch.cuda.Event
+        return self._events.pop() if self._events else self._cuda.Event(enable_timing=True)
+
+
+class CudaCopy:
+    """A plan on the side stream.
+
+    Args:
+        begin: Recorded before its first run.
+        end: Recorded after its last.
+        has_begun: Whether the driver took all runs. If not, some may still be copied: the end is awaited all the same.
+        plan: Kept until the end, in case the driver reads its arrays late.
+        events: Where the two events go when the copy has been collected.
+    """
+
+    def __init__(self, begin: Any, end: Any, has_begun: bool, plan: CopyPlan, events: list[Any]) -> None:
+        self._begin = begin
+        self._end = end
+        self._has_failed = not has_begun
+        self._plan = plan
+        self._events = events
+
+    def has_ended(self) -> bool:
+        try:
+            return bool(self._end.query())
+        except RuntimeError as error:  # the device has failed, and so has everything on it
+            self._fail(error)
+            return True
+
+    def wait(self) -> None:
+        try:
+            self._end.synchronize()
+        except RuntimeError as error:
+            self._fail(error)
+
+    def seconds(self) -> float | None:
+        if self._has_failed:
+            return None
+        try:
+            elapsed_s = float(self._begin.elapsed_time(self._end)) / 1e3
+        except RuntimeError as error:  # it failed since the copy was asked whether it had ended
+            self._fail(error)
+            return None
+        self._events += [self._begin, self._end]
+        return elapsed_s
+
+    def _fail(self, error: RuntimeError) -> None:
+        if not self._has_failed:
+            _log.warning("a copy on the CUDA device failed: %s", error)
+        self._has_failed = True
+
+
+class _Location(ctypes.Structure):
+    """CUmemLocation of cuda.h."""
+
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes of cuda.h."""
+
+    _fields_ = (
+        ("source_access_order", ctypes.c_int),
+        ("source_hint", _Location),
+        ("destination_hint", _Location),
+        ("flags", ctypes.c_uint),
+    )
+
+
+class DriverCopies:
+    """Submits plans by the driver's fastest call.
+
+    Args:
+        driver: The driver's library, `libcuda.so.1`.
+    """
+
+    def __init__(self, driver: Any) -> None:  # Any: ctypes' functions
+        self._driver = driver
+        # Version 2 (CUDA 13) lost an argument that told which copy could not be submitted.
+        second = getattr(driver, "cuMemcpyBatchAsync_v2", None)
+        self._batch: Any = second or getattr(driver, "cuMemcpyBatchAsync", None)
+        self._is_first_version = second is None
+
+    def copy(self, plan: CopyPlan, stream: int) -> bool:
+        """Submit all runs of a plan to a stream, and return whether the driver took them."""
+        if not len(plan.lengths):
+            return True
+        if self._batch is not None:
+            code = self._copy_batch(plan, stream)
+            if code == _CUDA_SUCCESS:
+                return True
+            _log.warning("cuMemcpyBatchAsync failed (CUDA error %d); runs are copied one by one from now on", code)
+            self._batch = None
+        return self._copy_each(plan, stream)
+
+    def _copy_batch(self, plan: CopyPlan, stream: int) -> int:
+        attributes = _Attributes(source_access_order=_SRC_ACCESS_ORDER_STREAM)
+        first_run, failed_run = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        arguments = [
+            ctypes.c_void_p(plan.destinations.ctypes.data),
+            ctypes.c_void_p(plan.sources.ctypes.data),
+            ctypes.c_void_p(plan.lengths.ctypes.data),
+            ctypes.c_size_t(len(plan.lengths)),
+            ctypes.byref(attributes),
+            ctypes.byref(first_run),
+            ctypes.c_size_t(1),
+        ]
+        if self._is_first_version:
+            arguments.append(ctypes.byref(failed_run))
+        return int(self._batch(*arguments, ctypes.c_void_p(stream)))
+
+    def _copy_each(self, plan: CopyPlan, stream: int) -> bool:
+        copy, stream_pointer = self._driver.cuMemcpyAsync, ctypes.c_void_p(stream)
+        runs = np.stack([plan.destinations, plan.sources, plan.lengths], axis=1).tolist()
+        for destination, source, length in runs:
+            code = copy(ctypes.c_uint64(destination), ctypes.c_uint64(source), ctypes.c_size_t(length), stream_pointer)
+            if code != _CUDA_SUCCESS:
+                _log.warning("cuMemcpyAsync failed: CUDA error %d", code)
+                return False
+        return True
+
+
+@functools.cache
+def _load_driver() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(_DRIVER)
+    except OSError as error:
+        raise ConfigError(f"copies to and from a GPU need NVIDIA's driver: {error}") from error

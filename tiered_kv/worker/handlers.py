@@ -1,0 +1,132 @@
+"""The handlers of a worker: GPU to CPU and back over a region, and the same between two places of CPU memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tiered_kv.base import CanonicalKVCaches
+from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.errors import ShutdownError
+from tiered_kv.worker.base import (
+    LOAD,
+    STORE,
+    OffloadingHandler,
+    TransferResult,
+    TransferSpec,
+    TransferType,
+    WorkerHandlers,
+)
+from tiered_kv.worker.copier import Copier, Copy
+from tiered_kv.worker.cuda import CudaCopier
+from tiered_kv.worker.host import HostCopier
+from tiered_kv.worker.layout import BlockLayout, device_of, lay_out
+from tiered_kv.worker.plan import plan_transfer
+
+
+def open_handlers(
+    kv_caches: CanonicalKVCaches,
+    region: PrimaryRegion,
+    *,
+    block_size_factor: int = 1,
+    part_offset: int = 0,
+    part_bytes: int | None = None,
+) -> WorkerHandlers:
+    """Return handlers that copy between `kv_caches` and `region`.
+
+    Args:
+        kv_caches: All on one CUDA device, or all in CPU memory. They must stay where they are until shutdown.
+        region: The primary tier's memory, pinned here where the caches are on a CUDA device. It stays the caller's,
+            and is not unmapped before both handlers have been shut down, whoever closes it.
+        block_size_factor: Device blocks in an offloaded block.
+        part_offset: Where this worker's part of a row begins, in bytes.
+        part_bytes: Bytes of that part; by default the rest of the row.
+
+    Raises:
+        ValueError: The caches contradict themselves, do not fit into the part, or are on a device that cannot be used.
+        ConfigError: CUDA cannot pin the region.
+    """
+    device = device_of(kv_caches)
+    layout = lay_out(
+        kv_caches, region, block_size_factor=block_size_factor, part_offset=part_offset, part_bytes=part_bytes
+    )
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"KV caches on '{device}' cannot be offloaded, only those on CUDA devices and in CPU memory")
+    if device.type == "cuda":
+        import torch
+
+        with torch.cuda.device(device):  # not on the thread's device: CUDA would set up another one beside it
+            region.pin()
+    memory = (kv_caches, region.array)
+
+    def handler(kind: TransferType, name: str) -> CopyHandler:
+        copier: Copier = CudaCopier(device) if device.type == "cuda" else HostCopier(f"tiered-kv-{name}")
+        return CopyHandler(layout, kind, copier, memory)
+
+    return WorkerHandlers(store=handler(STORE, "store"), load=handler(LOAD, "load"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    job_id: int
+    copy: Copy
+    total_bytes: int
+
+
+class CopyHandler(OffloadingHandler):
+    """One direction. All methods belong to one thread.
+
+    Args:
+        layout: Where blocks lie.
+        kind: `STORE` or `LOAD`.
+        copier: What copies; the handler closes it.
+        memory: Whatever must be kept for the layout's addresses to stay valid.
+    """
+
+    def __init__(self, layout: BlockLayout, kind: TransferType, copier: Copier, memory: object) -> None:
+        self._layout = layout
+        self._kind = kind
+        self._copier = copier
+        # Called by `shutdown`; or else where the handler is dropped, since copies must not outlive their memory.
+        self._end = weakref.finalize(self, _end_copies, copier, memory)
+        self._transfers: deque[_Transfer] = deque()
+        """Those that are to be reported, in the order of their submission."""
+        self._by_id: dict[int, _Transfer] = {}
+
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        if not self._end.alive:
+            raise ShutdownError(f"transfer {job_id} was begun after the handler was shut down")
+        if job_id in self._by_id:
+            raise ValueError(f"transfer {job_id} is still to be reported; give each job a number of its own")
+        plan = plan_transfer(self._layout, self._kind, spec)
+        transfer = _Transfer(job_id, self._copier.submit(plan), plan.total_bytes)
+        self._transfers.append(transfer)
+        self._by_id[job_id] = transfer
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        results = []
+        while self._transfers and self._transfers[0].copy.has_ended():
+            transfer = self._transfers.popleft()
+            del self._by_id[transfer.job_id]
+            seconds = transfer.copy.seconds()
+            results.append(
+                TransferResult(transfer.job_id, seconds is not None, transfer.total_bytes, seconds, self._kind)
+            )
+        return results
+
+    def wait(self, job_ids: Iterable[int]) -> None:
+        for job_id in job_ids:
+            transfer = self._by_id.get(job_id)
+            if transfer is not None:
+                transfer.copy.wait()
+
+    def shutdown(self) -> None:
+        self._end()
+
+
+def _end_copies(copier: Copier, memory: object) -> None:
+    """Close the copier while somebody holds the memory."""
+    copier.close()

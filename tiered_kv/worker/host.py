@@ -1,0 +1,80 @@
+"""Copies within the CPU's memory, for engines whose KV cache lies there.
+
+One thread a direction, and one `memmove` a run. The interpreter's lock is kept from run to run: a thread that released
+it for each, as ctypes usually does, would wait for the interpreter's switch interval (five milliseconds) to take it
+again wherever the engine's thread computes in Python, and that for microseconds of copying. So a job delays the
+engine's Python by no more than the job's own copying, and only while it runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+
+from tiered_kv.worker.plan import CopyPlan
+
+_log = logging.getLogger(__name__)
+
+
+class HostCopier:
+    """Copies on a thread of its own.
+
+    Args:
+        name: The thread's.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+
+    def submit(self, plan: CopyPlan) -> HostCopy:
+        return HostCopy(self._pool.submit(copy_runs, plan))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class HostCopy:
+    """A plan on the copier's thread."""
+
+    def __init__(self, future: Future[float]) -> None:
+        self._future = future
+
+    def has_ended(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> None:
+        # Not `concurrent.futures.wait`: it never returns for what a pool dropped as it was shut down.
+        with contextlib.suppress(CancelledError):
+            self._future.exception()
+
+    def seconds(self) -> float | None:
+        if self._future.cancelled():
+            return None
+        error = self._future.exception()
+        if error is not None:
+            _log.warning("a copy in the CPU's memory failed: %s: %s", type(error).__name__, error)
+            return None
+        return self._future.result()
+
+
+def copy_runs(plan: CopyPlan) -> float:
+    """Copy all runs of a plan, and return how many seconds it took."""
+    began = time.perf_counter()
+    memmove = _memmove()
+    runs = zip(plan.destinations.tolist(), plan.sources.tolist(), plan.lengths.tolist(), strict=True)
+    for destination, source, length in runs:
+        memmove(destination, source, length)
+    return time.perf_counter() - began
+
+
+@functools.cache
+def _memmove() -> Callable[[int, int, int], None]:
+    memmove = ctypes.PyDLL(None).memmove  # PyDLL: calls keep the interpreter's lock
+    memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    memmove.restype = None
+    return memmove

@@ -1,0 +1,195 @@
+"""Where the bytes of a block lie: in the tensors of a device's KV cache, and in a row of the region.
+
+A row of the region holds one offloaded block, that is `block_size_factor` device blocks of one KV cache group. Each
+worker owns the same part of every row. In that part stand, for each of the group's refs in order, the ref's pages of
+the offloaded block's device blocks, side by side and without padding:
+
+    row     | worker 0                                      | worker 1 ...
+    part    | ref 0                 | ref 1                 |
+            | page 0 | page 1 | ... | page 0 | page 1 | ... |
+
+So device blocks that are neighbours on both sides can be copied as one.
+
+vLLM 0.33 gives its refs a `mapping` besides, whether or not its canonical layout is asked for: it tells how pages would
+stand in a row that all parallel configurations could read. Rows here are of one configuration, and it is not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tiered_kv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.units import format_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+Int64Array = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """One KV cache group. The arrays are of shape (refs, 1), ready to be broadcast over blocks.
+
+    Args:
+        addresses: Of each ref's page in device block 0.
+        strides: Bytes from a device block to the next.
+        page_bytes: Bytes of a page that are copied.
+        row_offsets: Where a ref's first page stands in the worker's part of a row.
+        num_blocks: Device blocks that all of the refs have.
+    """
+
+    addresses: Int64Array
+    strides: Int64Array
+    page_bytes: Int64Array
+    row_offsets: Int64Array
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """Both sides of a worker's copies.
+
+    Args:
+        groups: The KV cache groups.
+        block_size_factor: Device blocks in an offloaded block.
+        part_address: Of the worker's part of row 0.
+        row_bytes: Bytes from a row to the next.
+        num_rows: Rows of the region.
+    """
+
+    groups: tuple[GroupLayout, ...]
+    block_size_factor: int
+    part_address: int
+    row_bytes: int
+    num_rows: int
+
+
+def lay_out(
+    kv_caches: CanonicalKVCaches,
+    region: PrimaryRegion,
+    *,
+    block_size_factor: int = 1,
+    part_offset: int = 0,
+    part_bytes: int | None = None,
+) -> BlockLayout:
+    """Return the layout of `kv_caches` in `region`.
+
+    Args:
+        kv_caches: The device's caches; they must stay where they are.
+        region: The primary tier's memory; likewise.
+        block_size_factor: Device blocks in an offloaded block.
+        part_offset: Where the worker's part of a row begins.
+        part_bytes: Bytes of that part; by default the rest of the row.
+
+    Raises:
+        ValueError: The caches contradict themselves, or a block of them does not fit into the part.
+    """
+    if block_size_factor < 1:
+        raise ValueError(f"block_size_factor must be at least 1, found {block_size_factor}")
+    if not kv_caches.group_data_refs:
+        raise ValueError("the KV caches have no group: group_data_refs is empty")
+    room_bytes = region.block_bytes - part_offset
+    part_bytes = room_bytes if part_bytes is None else part_bytes
+    if part_offset < 0 or not 0 <= part_bytes <= room_bytes:
+        raise ValueError(
+            f"a part of {part_bytes} bytes at offset {part_offset} does not lie in a row of {region.block_bytes} bytes"
+        )
+    rows = [_rows_of(cache, index) for index, cache in enumerate(kv_caches.tensors)]
+    groups = []
+    for index, refs in enumerate(kv_caches.group_data_refs):
+        group = _lay_out_group(rows, refs, index, block_size_factor)
+        needed_bytes = block_size_factor * int(group.page_bytes.sum())
+        if needed_bytes > part_bytes:
+            raise ValueError(
+                f"an offloaded block of group {index} has {format_bytes(needed_bytes)} ({len(refs)} refs, "
+                f"{block_size_factor} device blocks), and this worker's part of a row is {format_bytes(part_bytes)}"
+            )
+        groups.append(group)
+    part_address = region.array.ctypes.data + part_offset
+    return BlockLayout(tuple(groups), block_size_factor, part_address, region.block_bytes, region.num_blocks)
+
+
+def device_of(kv_caches: CanonicalKVCaches) -> torch.device:
+    """Return the device that all tensors are on.
+
+    Raises:
+        ValueError: There is no tensor, or they are on several devices.
+    """
+    devices = {cache.tensor.device for cache in kv_caches.tensors}
+    if len(devices) != 1:
+        found = ", ".join(sorted(map(str, devices))) or "none"
+        raise ValueError(f"the KV caches must be on one device, found {found}")
+    return devices.pop()
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A tensor as rows, one for each block."""
+
+    address: int
+    row_bytes: int
+    stride_bytes: int
+    num_blocks: int
+
+
+def _rows_of(cache: CanonicalKVCacheTensor, index: int) -> _Rows:
+    """Return how the blocks of a tensor follow each other, and how many bytes of each are the tensor's own.
+
+    Either a block is an entry of the first dimension, in which case there may be gaps between them; or the tensor
+    is contiguous, and is cut into pages.
+    """
+    tensor, page_bytes = cache.tensor, cache.page_size_bytes
+    if page_bytes < 1 or tensor.dim() < 1 or not tensor.numel():
+        raise ValueError(f"tensor {index} of shape {tuple(tensor.shape)} with pages of {page_bytes} bytes has no block")
+    item_bytes = tensor.element_size()
+    row_bytes = tensor[0].numel() * item_bytes
+    stride_bytes = tensor.stride(0) * item_bytes if tensor.shape[0] > 1 else max(page_bytes, row_bytes)
+    if not tensor[0].is_contiguous():
+        raise ValueError(f"a block of tensor {index} is not contiguous: its strides are {tuple(tensor.stride())}")
+    if page_bytes in (row_bytes, stride_bytes) and row_bytes <= stride_bytes:
+        return _Rows(tensor.data_ptr(), row_bytes, stride_bytes, tensor.shape[0])
+    num_blocks, rest = divmod(tensor.numel() * item_bytes, page_bytes)
+    if rest or not tensor.is_contiguous():
+        raise ValueError(
+            f"tensor {index} of shape {tuple(tensor.shape)} and strides {tuple(tensor.stride())} ({item_bytes} bytes "
+            f"an element) cannot be cut into pages of {page_bytes} bytes"
+        )
+    return _Rows(tensor.data_ptr(), page_bytes, page_bytes, num_blocks)
+
+
+def _lay_out_group(
+    rows: Sequence[_Rows],
+    refs: Sequence[CanonicalKVCacheRef],
+    group: int,
+    factor: int,
+) -> GroupLayout:
+    if not refs:
+        raise ValueError(f"group {group} has no tensor")
+    for ref in refs:
+        if not 0 <= ref.tensor_idx < len(rows):
+            raise ValueError(f"group {group} refers to tensor {ref.tensor_idx}, and there are {len(rows)} tensors")
+        page_bytes = rows[ref.tensor_idx].row_bytes
+        if not 1 <= ref.page_size_bytes <= page_bytes:
+            raise ValueError(
+                f"group {group} uses {ref.page_size_bytes} bytes of tensor {ref.tensor_idx}, "
+                f"whose blocks have {page_bytes}"
+            )
+    used = [rows[ref.tensor_idx] for ref in refs]
+    copied_bytes = _column([ref.page_size_bytes for ref in refs])
+    return GroupLayout(
+        addresses=_column([each.address for each in used]),
+        strides=_column([each.stride_bytes for each in used]),
+        page_bytes=copied_bytes,
+        row_offsets=factor * (np.cumsum(copied_bytes, axis=0) - copied_bytes),
+        num_blocks=min(each.num_blocks for each in used),
+    )
+
+
+def _column(values: Sequence[int]) -> Int64Array:
+    return np.array(values, dtype=np.int64).reshape(-1, 1)

@@ -1,0 +1,197 @@
+"""One stack for an engine of several processes: a scheduler that decides, and workers that copy."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping
+
+from tiered_kv.base import CanonicalKVCaches
+from tiered_kv.config import StackConfig, load_config
+from tiered_kv.cpu.backend import CPUBackend
+from tiered_kv.errors import ConfigError, TieredKVError
+from tiered_kv.stack import Stack
+from tiered_kv.tiering.manager import PRIMARY_NAME
+from tiered_kv.units import format_bytes
+from tiered_kv.worker.base import OffloadingHandler, TransferResult, TransferSpec, WorkerHandlers
+from tiered_kv.worker.handlers import open_handlers
+from tiered_kv.worker.shared_region import SharedRegion
+
+_log = logging.getLogger(__name__)
+
+SCHEDULER = "scheduler"
+
+
+class SharedStack:
+    """What every process of an engine makes alike, and opens its own side of.
+
+    The region's memory is mapped by the scheduler's process and by each worker's; whoever opens first creates it, and
+    nobody waits for the others. Until all have opened, the manager stores and promotes nothing, and a transfer is
+    refused: bytes would go to a region that the others do not see.
+
+    Args:
+        source: The stack: the path of a YAML file, a mapping, or a configuration. Its secondary tiers are opened by
+            the scheduler alone.
+        name: A file name that belongs to this run of the engine; by default the stack's `primary.shared`.
+        bytes_per_worker: What this worker stores of an offloaded block, all layers; in the scheduler, the most that any
+            does. A block has room for as much from each.
+        num_workers: Workers that hold parts of each block, as with tensor parallelism.
+        block_size_factor: GPU blocks in an offloaded block.
+
+    Raises:
+        ConfigError: The stack cannot be used, or its blocks do not hold the parts of all workers.
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | Mapping[str, object] | StackConfig,
+        *,
+        name: str | None = None,
+        bytes_per_worker: int,
+        num_workers: int = 1,
+        block_size_factor: int = 1,
+    ) -> None:
+        self.config = load_config(source)
+        self.bytes_per_worker = bytes_per_worker
+        self.num_workers = num_workers
+        self.block_size_factor = block_size_factor
+        given = name or self.config.primary.shared
+        if given is None:
+            raise ConfigError("a stack of several processes needs a name for its memory", location="primary.shared")
+        self.name = given
+        if bytes_per_worker < 1 or num_workers < 1:
+            raise ConfigError(f"expected at least one worker and one byte, found {num_workers} x {bytes_per_worker}")
+        if bytes_per_worker * num_workers > self.config.block.bytes:
+            raise ConfigError(
+                f"an offloaded block has {num_workers} parts of {format_bytes(bytes_per_worker)}: expected at least "
+                f"{format_bytes(bytes_per_worker * num_workers)}, found {format_bytes(self.config.block.bytes)}",
+                location="block.bytes",
+            )
+
+    def open_stack(self, *, enable_events: bool = False) -> Stack:
+        """Open the scheduler's side: the manager, and the secondary tiers. Close it with `Stack.close`.
+
+        Args:
+            enable_events: As for `Stack`.
+
+        Raises:
+            ConfigError, TierError: As `open_stack`; or the memory is in use by another run.
+        """
+        return _SharedSide(self.config, _SharedBackend(self._join(SCHEDULER)), enable_events=enable_events)
+
+    def open_handlers(self, kv_caches: CanonicalKVCaches, rank: int = 0) -> WorkerHandlers:
+        """Open a worker's side. Its part of the memory is unmapped when both handlers have been shut down.
+
+        Args:
+            kv_caches: The worker's caches; see `open_handlers` of this package.
+            rank: Which worker, 0 to `num_workers` - 1.
+
+        Raises:
+            ValueError: The caches contradict themselves, or do not fit into the worker's part of a block.
+            ConfigError: The memory cannot be had or pinned, or another process has this rank.
+        """
+        if not 0 <= rank < self.num_workers:
+            raise ValueError(f"there is no worker {rank} among {self.num_workers}")
+        region = self._join(_worker(rank))
+        # Equal shares, whatever `bytes_per_worker` is: it differs between workers that have different layers.
+        part_bytes = self.config.block.bytes // self.num_workers
+        try:
+            handlers = open_handlers(
+                kv_caches,
+                region,
+                block_size_factor=self.block_size_factor,
+                part_offset=rank * part_bytes,
+                part_bytes=part_bytes,
+            )
+        except BaseException:
+            region.close()
+            raise
+        users = {handlers.store, handlers.load}
+        return WorkerHandlers(
+            store=_SharedHandler(handlers.store, region, users), load=_SharedHandler(handlers.load, region, users)
+        )
+
+    def _join(self, party: str) -> SharedRegion:
+        settings = self.config.primary
+        return SharedRegion.join(
+            self.name,
+            self.config.primary_blocks,
+            self.config.block.bytes,
+            party=party,
+            parties=[SCHEDULER, *map(_worker, range(self.num_workers))],
+            huge_pages=settings.huge_pages,
+            numa_node=settings.numa_node,
+        )
+
+
+def _worker(rank: int) -> str:
+    return f"worker {rank}"
+
+
+class _SharedBackend(CPUBackend):
+    """Has no room before all processes have mapped the region."""
+
+    region: SharedRegion
+
+    def __init__(self, region: SharedRegion) -> None:
+        super().__init__(region)
+        self.refused_incomplete = 0
+        """How often there was no room because of it."""
+
+    def get_num_free_blocks(self) -> int:
+        if self.region.is_complete():
+            return super().get_num_free_blocks()
+        if not self.refused_incomplete:
+            missing = ", ".join(self.region.missing_parties())
+            _log.warning("nothing is stored or promoted until %s has mapped the engine's memory", missing)
+        self.refused_incomplete += 1
+        return 0
+
+
+class _SharedSide(Stack):
+    """The scheduler's stack, which counts what it refused while it waited for workers."""
+
+    def __init__(self, config: StackConfig, backend: _SharedBackend, *, enable_events: bool) -> None:
+        super().__init__(config, backend=backend, enable_events=enable_events)
+        self._shared_backend = backend
+
+    def counters(self) -> dict[str, dict[str, int]]:
+        counted = super().counters()
+        counted[PRIMARY_NAME]["refused_incomplete"] = self._shared_backend.refused_incomplete
+        return counted
+
+
+class _SharedHandler(OffloadingHandler):
+    """A handler over a region that is unmapped with the last of its users.
+
+    Args:
+        handler: What copies.
+        region: The region.
+        users: The handlers that are not shut down yet; shared between them.
+    """
+
+    def __init__(self, handler: OffloadingHandler, region: SharedRegion, users: set[OffloadingHandler]) -> None:
+        self._handler = handler
+        self._region = region
+        self._users = users
+
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        if not self._region.is_complete():
+            missing = ", ".join(self._region.missing_parties())
+            raise TieredKVError(
+                f"transfer {job_id} was begun before every process had mapped the region; {missing} "
+                "did not. An engine starts its scheduler and all its workers anew under a new name"
+            )
+        return self._handler.transfer_async(job_id, spec)
+
+    def get_finished(self) -> list[TransferResult]:
+        return self._handler.get_finished()
+
+    def wait(self, job_ids: Iterable[int]) -> None:
+        self._handler.wait(job_ids)
+
+    def shutdown(self) -> None:
+        self._handler.shutdown()
+        self._users.discard(self._handler)
+        if not self._users:
+            self._region.close()
