@@ -1,0 +1,179 @@
+"""Runs in an environment with vLLM for the CPU: a whole engine, a small model of random weights, nothing downloaded.
+
+    python vllm_engine_program.py MODEL_DIRECTORY '{"mode": "chat", "kv_transfer_config": {...}, ...}'
+
+`chat` plays conversations of several turns that share system prompts, and drops the engine's own prefix cache after
+each batch of requests; `first_token` measures how long prompts take to their first token. Prints lines of JSON, the
+last one the result; after {"pause": true} it waits for a line on its standard input. A test reads and writes them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_NO_USAGE_STATS="1",
+)
+
+BLOCK_TOKENS = 32
+SETTLE_S = 0.3
+"""A third of the time that a prompt's blocks have to reach a tier; nothing is measured meanwhile."""
+CHAT_MODEL = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    # Large enough that every token depends on all of its context, as the test makes sure.
+    "initializer_range": 0.2,
+}
+LARGE_MODEL = {
+    "vocab_size": 1024,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+}
+
+
+def save_model(directory: Path, size: dict[str, Any]) -> None:
+    """Save a Llama of `size` with seeded random weights, unless it is there already."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if (directory / "config.json").exists():
+        return
+    torch.manual_seed(0)
+    config = LlamaConfig(**size, max_position_embeddings=8192, dtype="float32")
+    LlamaForCausalLM(config).save_pretrained(directory)
+
+
+def open_engine(directory: Path, kv_transfer_config: dict[str, Any] | None) -> Any:
+    from vllm import LLM
+
+    options = {"kv_transfer_config": kv_transfer_config} if kv_transfer_config else {}
+    # In float32: in smaller types the result depends on how a prompt is cut into batches, with or without offloading.
+    return LLM(
+        str(directory),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=4096,
+        block_size=BLOCK_TOKENS,
+        dtype="float32",
+        seed=0,
+        **options,
+    )
+
+
+def manager_of(engine: Any) -> Any:
+    connector = engine.llm_engine.engine_core.engine_core.scheduler.connector
+    return None if connector is None else connector.connector_scheduler.manager
+
+
+def counters_of(engine: Any) -> dict[str, dict[str, int]]:
+    """Return what our tiers have counted, in our stack or below vLLM's tiering."""
+    manager = manager_of(engine)
+    if manager is None:
+        return {}
+    if hasattr(manager, "counters"):
+        return dict(manager.counters())
+    return {
+        name: values
+        for tier in manager.secondary_tiers
+        if hasattr(tier, "counters")
+        for name, values in tier.counters().items()
+    }
+
+
+def say(message: dict[str, Any]) -> None:
+    print(json.dumps(message), flush=True)
+
+
+def generate(engine: Any, prompts: list[list[int]], max_tokens: int) -> list[Any]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, detokenize=False, ignore_eos=True)
+    outputs: list[Any] = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    return outputs
+
+
+def chat(engine: Any, options: dict[str, Any]) -> None:
+    """Play `conversations` of `turns`; `pause_after_turn` names the turn after which to wait for a line."""
+    random_numbers = random.Random(options.get("seed", 0))
+    systems = [[random_numbers.randrange(512) for _ in range(160)] for _ in range(4)]
+    histories = [list(systems[number % len(systems)]) for number in range(options["conversations"])]
+    tokens: list[list[list[int]]] = [[] for _ in histories]
+    cached_tokens = 0
+    for turn in range(options["turns"]):
+        order = list(range(len(histories)))
+        random_numbers.shuffle(order)
+        for history in histories:
+            history += [random_numbers.randrange(512) for _ in range(random_numbers.randrange(20, 90))]
+        for first in range(0, len(order), 6):
+            batch = order[first : first + 6]
+            for number, output in zip(batch, generate(engine, [histories[number] for number in batch], 6), strict=True):
+                answer = list(output.outputs[0].token_ids)
+                tokens[number].append(answer)
+                histories[number] += answer
+                cached_tokens += output.num_cached_tokens or 0
+            assert engine.reset_prefix_cache()
+        if turn == options.get("pause_after_turn"):
+            say({"pause": True, "counters": counters_of(engine)})
+            sys.stdin.readline()
+    say({"tokens": tokens, "cached_tokens": cached_tokens, "counters": counters_of(engine)})
+
+
+def first_token(engine: Any, options: dict[str, Any]) -> None:
+    """Compute some prompts, then restore them, all in each round; each has lost its place in the primary tier by then.
+
+    Waits for a line before each round, so that a test can run several engines by turns.
+    """
+    random_numbers = random.Random(0)
+    prompts = [[random_numbers.randrange(1024) for _ in range(2048)] for _ in range(3)]
+    generate(engine, [[1] * 40], 1)  # whatever an engine does once
+    say({"computed": [timed(engine, prompt) for prompt in prompts]})
+    for _ in range(options["rounds"]):
+        sys.stdin.readline()
+        say({"restored": [timed(engine, prompt) for prompt in prompts]})
+
+
+def timed(engine: Any, prompt: list[int]) -> dict[str, float]:
+    """Return the first token of a prompt, how long it took, and how many of its tokens were found."""
+    began_s = time.perf_counter()
+    (output,) = generate(engine, [prompt], 1)
+    seconds = time.perf_counter() - began_s
+    assert engine.reset_prefix_cache()
+    # vLLM's worker stores in the step after the one that computed; a prompt of less than a block gives it steps.
+    for _ in range(3):
+        generate(engine, [[2] * 8], 1)
+        time.sleep(SETTLE_S)
+    return {"token": output.outputs[0].token_ids[0], "seconds": seconds, "found": output.num_cached_tokens}
+
+
+def main() -> None:
+    directory, options = Path(sys.argv[1]), json.loads(sys.argv[2])
+    # Threads that are bound to cores wait for each other for ever where other processes have these cores too.
+    os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS=str(options["threads"]))
+    # To measure, the engine is in a process of its own, as in a server. To look into it, it is in this one.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if options["mode"] == "first_token" else "0"
+    save_model(directory, LARGE_MODEL if options["mode"] == "first_token" else CHAT_MODEL)
+    engine = open_engine(directory, options.get("kv_transfer_config"))
+    try:
+        (first_token if options["mode"] == "first_token" else chat)(engine, options)
+    finally:
+        engine.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    main()

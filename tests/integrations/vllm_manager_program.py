@@ -1,0 +1,392 @@
+"""Runs in an environment with vLLM: vLLM's own tiering manager above our tiers gets the calls of vLLM's scheduler.
+
+    python vllm_manager_program.py DIRECTORY '{"redis": {...}, "s3": {...}}'
+
+Each check opens vLLM's `TieringOffloadingSpec`, so that its factories construct our tier, and drives the manager as
+vLLM's connector does. Prints one line of JSON for each check: its name, and an error or nothing. A test reads them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+from vllm_program_parts import (  # type: ignore[import-not-found]  # found beside this program when it runs
+    CHUNK_BYTES,
+    WAIT_S,
+    config_with,
+    keys_of,
+    refusal_of,
+    wait_for,
+)
+
+from tiered_kv.errors import ConfigError, FormatError
+from tiered_kv.integrations.vllm.metrics import COUNTER_METRIC
+from tiered_kv.testing.four_methods import FourMethodTier
+
+PRIMARY_CHUNKS = 16
+WHOLE_PRIMARY = {"store_budget": PRIMARY_CHUNKS * CHUNK_BYTES, "load_budget": PRIMARY_CHUNKS * CHUNK_BYTES}
+
+Entry = Mapping[str, object]
+
+
+class GatedTier(FourMethodTier):
+    """A tier whose calls block: loads and lookups wait until a gate opens."""
+
+    loads = threading.Event()
+    lookups = threading.Event()
+
+    def submit_load(self, job_metadata: Any) -> None:
+        self.loads.wait(WAIT_S)
+        super().submit_load(job_metadata)
+
+    def lookup(self, key: Any, req_context: Any) -> bool | None:
+        self.lookups.wait(WAIT_S)
+        return super().lookup(key, req_context)
+
+
+class Engine:
+    """The part of vLLM's scheduler and worker that calls the manager; blocks are told apart by their key."""
+
+    def __init__(self, entries: Sequence[Entry], *, model: str = "m", enable_events: bool = False) -> None:
+        tiers = [
+            {"type": "TieredKVTier", "module_path": "tiered_kv.integrations.vllm", "tier": entry} for entry in entries
+        ]
+        extra = {"cpu_bytes_to_use": PRIMARY_CHUNKS * CHUNK_BYTES, "secondary_tiers": tiers}
+        self.spec = TieringOffloadingSpec(config_with(extra, model, enable_events))
+        self.manager = self.spec.get_manager()
+        self.region = np.asarray(self.manager.primary_tier.get_kv_memoryview()).view(np.uint8)
+        self.tiers = self.manager.secondary_tiers
+        self._names = iter(range(1 << 30))
+
+    def begin(self, keys: Sequence[bytes]) -> ReqContext:
+        context = ReqContext(req_id=f"request-{next(self._names)}")
+        for position, key in enumerate(keys):
+            context.set_offload_key_position(key, (position + 1) * 16)
+        self.manager.on_new_request(context)
+        return context
+
+    def step(self) -> None:
+        self.manager.on_schedule_end(ScheduleEndContext((), ()))
+
+    def finish(self, context: ReqContext) -> None:
+        self.manager.on_request_finished(context)
+        self.step()
+
+    def store(self, keys: Sequence[bytes]) -> None:
+        """A request that computes and stores all of `keys`."""
+        context = self.begin(keys)
+        output = wait_for(lambda: self._prepare_store(keys, context))
+        for key, row in zip(output.keys_to_store, output.store_spec.block_ids.tolist(), strict=True):
+            self.region[row] = content_of(key)
+        if output.keys_to_store:
+            self.manager.complete_store(set(output.keys_to_store), context)
+        self.finish(context)
+
+    def _prepare_store(self, keys: Sequence[bytes], context: ReqContext) -> Any:
+        output = self.manager.prepare_store(list(keys), context)
+        self.step()
+        return output
+
+    def lookup(self, keys: Sequence[bytes], context: ReqContext) -> int | None:
+        """Return how many of `keys` can be loaded now, or None where vLLM would ask again in its next step."""
+        hits, is_deferred = 0, False
+        for key in keys:
+            answer = self.manager.lookup(key, context)
+            is_deferred |= answer in (LookupResult.HIT_PENDING, LookupResult.RETRY)
+            if answer is LookupResult.MISS:
+                break
+            hits += answer is not LookupResult.RETRY
+        return None if is_deferred else hits
+
+    def find(self, keys: Sequence[bytes], context: ReqContext) -> int:
+        """Ask until there is an answer, a step each time."""
+        end_s = time.monotonic() + WAIT_S
+        while (hits := self.lookup(keys, context)) is None:
+            assert time.monotonic() < end_s, "the lookup was never answered"
+            self.step()
+            time.sleep(0.0005)
+        return hits
+
+    def load(self, keys: Sequence[bytes]) -> int:
+        """A request that loads what it can of `keys`; returns how many, after it has compared their bytes."""
+        context = self.begin(keys)
+        hits = self.find(keys, context)
+        if hits:
+            rows = self.manager.prepare_load(list(keys[:hits]), context).block_ids.tolist()
+            for key, row in zip(keys, rows, strict=False):
+                assert np.array_equal(self.region[row], content_of(key)), f"wrong bytes in {key.hex()}"
+            self.manager.complete_load(set(keys[:hits]), context)
+        self.finish(context)
+        return hits
+
+    def settle(self) -> None:
+        """Step until no transfer is in flight."""
+        end_s = time.monotonic() + WAIT_S
+        while self.manager.has_pending_work():
+            assert time.monotonic() < end_s, "transfers do not end"
+            self.step()
+            time.sleep(0.0005)
+
+    def counted(self, index: int = 0) -> dict[str, int]:
+        (counters,) = self.tiers[index].counters().values()
+        return dict(counters)
+
+    def close(self) -> None:
+        self.region = np.empty(0, dtype=np.uint8)
+        self.manager.shutdown()
+
+
+def content_of(key: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    seed = int.from_bytes(hashlib.sha256(key).digest()[:8], "little")
+    return np.random.default_rng(seed).integers(0, 256, int(CHUNK_BYTES), dtype=np.uint8)
+
+
+@contextlib.contextmanager
+def engine_on(entries: Sequence[Entry], **options: Any) -> Iterator[Engine]:
+    engine = Engine(entries, **options)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+class Checks:
+    """The checks, one method each, in the order they run."""
+
+    def __init__(self, directory: Path, remote: Mapping[str, Entry]) -> None:
+        self.directory = directory
+        self.remote = remote
+
+    def nvme(self, name: str, **more: object) -> Entry:
+        entry = {"type": "nvme", "path": str(self.directory / name), "capacity": "64MiB"}
+        return {**entry, **WHOLE_PRIMARY, **more}
+
+    def store_cascade_evict_promote(self) -> None:
+        batches = [keys_of(f"batch-{number}", 8) for number in range(8)]
+        with engine_on([self.nvme("cascade")]) as engine:
+            for batch in batches:
+                engine.store(batch)
+                engine.settle()
+            assert engine.counted()["stored_blocks"] == 64
+            assert [engine.load(batch) for batch in batches[:6]] == [8] * 6
+            assert engine.counted()["loaded_blocks"] >= 32
+            assert engine.load(keys_of("unknown", 4)) == 0
+        with engine_on([self.nvme("cascade", load_budget=4 * CHUNK_BYTES)]) as engine:
+            assert [engine.load(batch) for batch in batches] == [4] * 8, (
+                "a request brings up no more than the load budget"
+            )
+
+    def a_prefix_that_the_primary_tier_cannot_hold(self) -> None:
+        keys = keys_of("long", 64)
+        with engine_on([self.nvme("long")]) as engine:
+            for first in range(0, 64, 8):
+                engine.store(keys[first : first + 8])
+                engine.settle()
+            assert 0 < engine.load(keys) <= PRIMARY_CHUNKS
+
+    def every_tier_and_a_restart(self) -> None:
+        keys = keys_of("restart", 8)
+        for entry in (self.nvme("restart"), *({**entry, **WHOLE_PRIMARY} for entry in self.remote.values())):
+            with engine_on([entry]) as engine:
+                engine.store(keys)
+                engine.settle()
+                assert engine.counted()["stored_blocks"] == 8, engine.counted()
+            with engine_on([entry]) as engine:
+                assert engine.load(keys) == 8, (entry["type"], engine.counted())
+
+    def all_tiers_together(self) -> None:
+        entries = [self.nvme("together"), *({**entry, **WHOLE_PRIMARY} for entry in self.remote.values())]
+        with engine_on(entries) as engine:
+            for number in range(12):
+                engine.store(keys_of(f"together-{number}", 4))
+                engine.settle()
+            for number in range(12):
+                assert engine.load(keys_of(f"together-{number}", 4)) == 4
+            assert [engine.counted(index)["stored_blocks"] for index in range(len(entries))] == [48] * len(entries)
+
+    def partial_failure(self) -> None:
+        keys = keys_of("partial", 8)
+        with engine_on([self.nvme("partial")]) as engine:
+            engine.store(keys)
+            engine.settle()
+            for number in range(3):
+                engine.store(keys_of(f"others-{number}", 8))
+                engine.settle()
+            damage(self.directory / "partial", content_of(keys[5]).tobytes())
+            assert engine.load(keys) == 5, engine.counted()
+            assert engine.counted()["corrupt_blocks"] == 1
+            assert engine.load(keys) == 5, "what was loaded before the damage stays"
+
+    def reset_cache(self) -> None:
+        keys = keys_of("reset", 4)
+        with engine_on([self.nvme("reset")]) as engine:
+            for number in range(4):
+                engine.store(keys_of(f"reset-{number}", 4))
+            engine.store(keys)
+            context = engine.begin(keys_of("reset-0", 4))
+            engine.lookup(keys_of("reset-0", 4), context)
+            engine.step()  # promotions and cascades are in flight
+            engine.manager.reset_cache()
+            assert not engine.manager.has_pending_work()
+            if hasattr(engine.manager, "on_reset_flushed"):
+                assert engine.load(keys) == 0, "vLLM promotes nothing until its workers have let go"
+                engine.manager.on_reset_flushed()
+            assert engine.load(keys) == 4, "vLLM keeps its secondary tiers"
+            engine.finish(context)
+
+    def drain_jobs_waits_for_a_tier_that_blocks(self) -> None:
+        keys = keys_of("drain", 4)
+        GatedTier.lookups.set()
+        with engine_on([{"type": f"{__name__}:GatedTier"}]) as engine:
+            engine.store(keys)
+            for number in range(5):
+                engine.store(keys_of(f"drain-{number}", 4))
+                engine.settle()
+            context = engine.begin(keys)
+            while engine.lookup(keys, context) is None and not engine.manager._jobs:
+                engine.step()
+            timer = threading.Timer(0.2, GatedTier.loads.set)
+            began_s = time.monotonic()
+            timer.start()
+            engine.manager.reset_cache()
+            assert time.monotonic() - began_s > 0.15
+            timer.join()
+            engine.finish(context)
+
+    def a_lookup_that_is_never_answered_is_a_miss(self) -> None:
+        GatedTier.lookups.clear()
+        with engine_on([{"type": f"{__name__}:GatedTier", "lookup_timeout": "100ms"}]) as engine:
+            began_s = time.monotonic()
+            assert engine.load(keys_of("never", 8)) == 0
+            assert 0.09 < time.monotonic() - began_s < 5
+            GatedTier.lookups.set()
+
+    def a_broken_tier_is_left_alone(self) -> None:
+        class Raising(FourMethodTier):
+            def lookup(self, key: Any, req_context: Any) -> bool | None:
+                raise OSError("broken")
+
+            def submit_store(self, job_metadata: Any) -> None:
+                raise OSError("broken")
+
+        globals()["Raising"] = Raising
+        with engine_on([{"type": f"{__name__}:Raising", "breaker_failures": 3, "breaker_cooldown": "60s"}]) as engine:
+            for number in range(6):
+                engine.store(keys_of(f"broken-{number}", 2))
+                engine.settle()
+            assert engine.counted()["breaker_opened"] == 1
+            assert engine.counted()["skipped_breaker"] > 0
+            assert engine.load(keys_of("broken-unknown", 2)) == 0
+
+    def budgets_and_admission(self) -> None:
+        with engine_on([self.nvme("budget", store_budget=2 * CHUNK_BYTES)]) as engine:
+            engine.store(keys_of("budget", 8))
+            engine.settle()
+            assert engine.counted()["stored_blocks"] == 2
+            assert engine.counted()["skipped_budget"] == 6
+        with engine_on([self.nvme("admission", admit_after=2)]) as engine:
+            for _ in range(2):
+                engine.store(keys_of("admission", 4))
+                engine.settle()
+                engine.manager.reset_cache()
+            assert engine.counted()["skipped_admission"] == 4
+            assert engine.counted()["stored_blocks"] == 4
+        with engine_on([self.nvme("both", admit_after=2, store_budget=2 * CHUNK_BYTES)]) as engine:
+            keys = keys_of("both", 4)
+            for offered in (keys, keys, keys[2:]):
+                engine.store(offered)
+                engine.settle()
+                engine.manager.reset_cache()
+                if hasattr(engine.manager, "on_reset_flushed"):
+                    engine.manager.on_reset_flushed()
+            assert engine.counted()["stored_blocks"] == 4, "an offer that found no room did not count"
+
+    def events_and_metrics(self) -> None:
+        keys = keys_of("events", 4)
+        with engine_on([{"type": "memory", "capacity": "1MiB"}], enable_events=True) as engine:
+            engine.store(keys)
+            engine.settle()
+            events = [event for event in engine.manager.take_events() if event.ownership == "memory"]
+            assert {key for event in events for key in event.keys} == set(keys)
+            assert COUNTER_METRIC in engine.spec.build_metric_definitions(engine.spec.extra_config)
+            stats = wait_for(engine.tiers[0].get_stats)
+            values = stats.data["data"][COUNTER_METRIC]
+            assert values[("memory", "stored_blocks")] == 4
+            assert not stats.is_empty()
+            if hasattr(engine.manager, "config_info"):
+                assert engine.manager.config_info()[1]["tiered_kv_type"] == "memory"
+
+    def another_model_is_refused(self) -> None:
+        with engine_on([self.nvme("model")]):
+            pass
+        message = refusal_of(lambda: Engine([self.nvme("model")], model="another"), FormatError)
+        assert "another" in message, message
+
+    def unknown_settings_are_explained(self) -> None:
+        for entry, words in (
+            ({"type": "nvme", "path": "x", "capacty": "1GiB"}, "capacty"),
+            ({"type": "nvm"}, "unknown tier type 'nvm'"),
+        ):
+            message = refusal_of(functools.partial(Engine, [entry]), ConfigError)
+            assert words in message, message
+
+    def shutdown_gives_everything_back(self) -> None:
+        engine = Engine([self.nvme("shutdown")])
+        path = Path(engine.manager.primary_tier._mmap_region.mmap_path)
+        assert path.exists()
+        for number in range(4):
+            engine.store(keys_of(f"shutdown-{number}", 4))
+        engine.close()
+        assert not path.exists()
+        left = [thread.name for thread in threading.enumerate() if thread.name.startswith("tiered-kv-nvme")]
+        assert left == [], left
+        with engine_on([self.nvme("shutdown")]) as again:  # the directory's lock is free
+            assert again.load(keys_of("shutdown-0", 4)) == 4
+
+
+def damage(directory: Path, payload: bytes) -> None:
+    """Flip a byte of a payload wherever it stands in the files of a directory."""
+    found = 0
+    for path in (path for path in directory.rglob("*") if path.is_file()):
+        data = path.read_bytes()
+        at = data.find(payload)
+        if at >= 0:
+            with path.open("r+b") as file:
+                file.seek(at + 100)
+                file.write(bytes([data[at + 100] ^ 1]))
+            found += 1
+    assert found == 1, f"the block stands in {found} files"
+
+
+def main() -> None:
+    directory, remote = Path(sys.argv[1]), json.loads(sys.argv[2])
+    wanted = sys.argv[3:]
+    checks = Checks(directory, remote)
+    sys.modules.setdefault(__name__, sys.modules["__main__"])
+    names = [
+        name for name, value in vars(Checks).items() if callable(value) and not name.startswith("_") and name != "nvme"
+    ]
+    for name in wanted or names:
+        began_s, error = time.monotonic(), ""
+        try:
+            getattr(checks, name)()
+        except Exception:
+            error = traceback.format_exc()
+        print(json.dumps({"check": name, "error": error, "seconds": round(time.monotonic() - began_s, 2)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

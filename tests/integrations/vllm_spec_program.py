@@ -1,0 +1,364 @@
+"""Runs in an environment with vLLM: our spec makes a manager and workers, and they get the calls of vLLM's connector.
+
+    python vllm_spec_program.py DIRECTORY
+
+The scheduler and two workers are three specs in one process, with KV caches in CPU memory. What goes from the scheduler
+to the workers is a copy, as it is in vLLM. Prints one line of JSON for each check: its name, and an error or nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    LookupResult,
+    Medium,
+    OffloadingManager,
+    ReqContext,
+    ScheduleEndContext,
+    TierFilter,
+    TierMatcher,
+)
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm_program_parts import (  # type: ignore[import-not-found]  # found beside this program when it runs
+    WAIT_S,
+    config_with,
+    keys_of,
+    refusal_of,
+    wait_for,
+)
+
+from tiered_kv.errors import ConfigError, TieredKVError
+from tiered_kv.integrations.vllm.metrics import COUNTER_METRIC
+from tiered_kv.integrations.vllm.stackconfig import stack_config
+
+WORKERS = 2
+LAYERS = 2
+PAGE_BYTES = 8 << 10
+PRIMARY_BLOCKS = 16
+DEVICE_BLOCKS = 64
+
+
+def config_of(stack: object, rank: int = 0, *, engine_id: str, replica: int = 0, enable_events: bool = False) -> Any:
+    extra = {"spec_name": "TieredKVOffloadingSpec", "spec_module_path": "tiered_kv.integrations.vllm", "stack": stack}
+    config = config_with(extra, enable_events=enable_events)
+    parallel = dataclasses.replace(
+        config.parallel, rank=rank, world_size=WORKERS, tp_size=WORKERS, data_parallel_index=replica
+    )
+    return dataclasses.replace(
+        config, parallel=parallel, worker_kv_bytes_per_block=LAYERS * PAGE_BYTES, engine_id=engine_id
+    )
+
+
+class Engine:
+    """A scheduler and two workers; each device block holds random bytes."""
+
+    def __init__(self, stack: object, *, enable_events: bool = False) -> None:
+        options: dict[str, Any] = {"engine_id": f"test-{uuid.uuid4().hex}", "enable_events": enable_events}
+        specs = [OffloadingSpecFactory.create_spec(config_of(stack, rank, **options)) for rank in (0, 0, 1)]
+        self.caches = [
+            [torch.randint(-128, 128, (DEVICE_BLOCKS, PAGE_BYTES), dtype=torch.int8) for _ in range(LAYERS)]
+            for _ in range(WORKERS)
+        ]
+        # As in vLLM: the workers come first.
+        self.workers = [spec.get_worker(canonical(layers)) for spec, layers in zip(specs[1:], self.caches, strict=True)]
+        self.spec = specs[0]
+        self.manager = self.spec.get_manager()
+        self._numbers = iter(range(1 << 30))
+
+    def begin(self, keys: Sequence[bytes], **options: Any) -> ReqContext:
+        context = ReqContext(req_id=f"request-{next(self._numbers)}", **options)
+        for position, key in enumerate(keys):
+            context.set_offload_key_position(key, (position + 1) * 16)
+        self.manager.on_new_request(context)
+        return context
+
+    def step(self) -> None:
+        self.manager.on_schedule_end(ScheduleEndContext((), ()))
+
+    def finish(self, context: ReqContext) -> None:
+        self.manager.on_request_finished(context)
+        self.step()
+
+    def transfer(self, verb: str, source: object, destination: object) -> None:
+        job = next(self._numbers)
+        for worker in self.workers:
+            getattr(worker, verb)(job, *deepcopy((source, destination)))
+        for worker in self.workers:
+            worker.wait({job})
+            (result,) = wait_for(worker.get_finished)
+            assert result.success
+            assert result.job_id == job
+
+    def store(self, keys: Sequence[bytes], first: int) -> None:
+        """A request whose blocks lie on the device from `first` on."""
+        context = self.begin(keys)
+        output = wait_for(lambda: self.prepare_store(keys, context))
+        blocks = [first + keys.index(key) for key in output.keys_to_store]
+        if blocks:
+            self.transfer("submit_store", GPULoadStoreSpec(blocks, [len(blocks)], [0]), output.store_spec)
+            self.manager.complete_store(set(output.keys_to_store), context)
+        self.finish(context)
+
+    def prepare_store(self, keys: Sequence[bytes], context: ReqContext) -> Any:
+        output = self.manager.prepare_store(list(keys), context)
+        self.step()
+        return output
+
+    def find(self, keys: Sequence[bytes], context: ReqContext) -> int:
+        end_s = time.monotonic() + WAIT_S
+        while True:
+            answers = [self.manager.lookup(key, context) for key in keys]
+            hits = next((n for n, answer in enumerate(answers) if answer is LookupResult.MISS), len(keys))
+            if all(answer is LookupResult.HIT for answer in answers[:hits]):
+                return hits
+            assert time.monotonic() < end_s, "the lookup was never answered"
+            self.step()
+            time.sleep(0.0005)
+
+    def load(self, keys: Sequence[bytes], first: int) -> int:
+        """A request that loads what it can of `keys` to the device's blocks from `first` on; returns how many."""
+        context = self.begin(keys)
+        hits = self.find(keys, context)
+        if hits:
+            source = self.manager.prepare_load(list(keys[:hits]), context)
+            blocks = list(range(first, first + hits))
+            self.transfer("submit_load", source, GPULoadStoreSpec(blocks, [hits], [0]))
+            self.manager.complete_load(set(keys[:hits]), context)
+        self.finish(context)
+        return hits
+
+    def blocks(self, first: int, count: int) -> list[torch.Tensor]:
+        return [layer[first : first + count].clone() for layers in self.caches for layer in layers]
+
+    def settle(self) -> None:
+        end_s = time.monotonic() + WAIT_S
+        while sum(values.get("jobs_in_flight", 0) for values in self.manager.counters().values()):
+            assert time.monotonic() < end_s, "transfers do not end"
+            self.step()
+            time.sleep(0.0005)
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.shutdown()
+        self.manager.shutdown()
+
+
+def canonical(layers: list[torch.Tensor]) -> CanonicalKVCaches:
+    return CanonicalKVCaches(
+        tensors=[CanonicalKVCacheTensor(layer, PAGE_BYTES) for layer in layers],
+        group_data_refs=[[CanonicalKVCacheRef(index, PAGE_BYTES) for index in range(len(layers))]],
+    )
+
+
+@contextlib.contextmanager
+def engine_with(stack: object, **options: Any) -> Iterator[Engine]:
+    engine = Engine(stack, **options)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+class Checks:
+    """The checks, one method each, in the order they run."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def _stack(self, name: str, **more: object) -> Mapping[str, object]:
+        row_bytes = WORKERS * LAYERS * PAGE_BYTES
+        budgets = {"store_budget": PRIMARY_BLOCKS * row_bytes, "load_budget": PRIMARY_BLOCKS * row_bytes}
+        nvme = {"type": "nvme", "path": str(self.directory / name), "capacity": "64MiB", **budgets}
+        return {"primary": {"capacity": PRIMARY_BLOCKS * row_bytes}, "secondary": [nvme], **more}
+
+    def store_evict_restart_load(self) -> None:
+        stack = self._stack("restart")
+        keys = keys_of("first", 8)
+        with engine_with(stack) as engine:
+            engine.store(keys, 0)
+            expected = engine.blocks(0, 8)
+            engine.settle()
+            for number in range(3):
+                engine.store(keys_of(f"other-{number}", 8), 8)
+                engine.settle()
+            assert engine.load(keys, 40) == 8
+            assert all(map(torch.equal, engine.blocks(40, 8), expected))
+            assert engine.manager.counters()["nvme"]["loaded_blocks"] == 8
+        with engine_with(stack) as engine:
+            assert engine.load(keys, 16) == 8
+            assert all(map(torch.equal, engine.blocks(16, 8), expected))
+
+    def a_reset_forgets_all_and_keeps_rows_until_the_workers_let_go(self) -> None:
+        keys = keys_of("reset", 4)
+        with engine_with(self._stack("reset")) as engine:
+            engine.store(keys, 0)
+            engine.settle()
+            context = engine.begin(keys_of("writing", 4))
+            output = engine.prepare_store(keys_of("writing", 4), context)
+            reading = engine.begin(keys)
+            engine.find(keys, reading)
+            rows = {
+                *output.store_spec.block_ids.tolist(),
+                *engine.manager.prepare_load(keys, reading).block_ids.tolist(),
+            }
+            engine.manager.reset_cache()
+            assert engine.load(keys, 0) == 0, "a reset reaches every tier"
+            others = engine.begin([])
+            while (given := engine.manager.prepare_store([keys_of(f"fill-{len(rows)}", 1)[0]], others)) is not None:
+                rows |= set(given.store_spec.block_ids.tolist())
+            assert len(rows) == PRIMARY_BLOCKS, "no row was given away twice"
+            for _ in range(16):
+                engine.step()
+            if hasattr(OffloadingManager, "on_reset_flushed"):
+                early = engine.manager.prepare_store(keys_of("early", 8), others)
+                assert early is None, "the workers' rows were given away before vLLM said that they let go"
+                engine.manager.on_reset_flushed()
+            again = engine.manager.prepare_store(keys_of("again", 8), others)
+            assert again is not None, "the workers' rows were not given back"
+            for ended in (context, reading, others):
+                engine.finish(ended)
+
+    def a_request_that_wants_no_storage_gets_none(self) -> None:
+        keys = keys_of("filter", 4)
+        with engine_with(self._stack("filter")) as engine:
+            engine.store(keys, 0)
+            engine.settle()
+        with engine_with(self._stack("filter")) as engine:
+            context = engine.begin(keys, load_tier_filter=TierFilter((TierMatcher(medium=Medium.CPU),)))
+            assert engine.find(keys, context) == 0
+            engine.finish(context)
+            context = engine.begin(keys)
+            assert engine.find(keys, context) == 4
+            assert engine.manager.get_load_source(keys[0], context) is CacheHitSource.DISK
+            engine.finish(context)
+
+    def a_copy_that_fails_ends_the_engine_and_nothing_is_stored(self) -> None:
+        stack, keys = self._stack("failing"), keys_of("failing", 4)
+        with engine_with(stack) as engine:
+            context = engine.begin(keys)
+            output = engine.prepare_store(keys, context)
+            device = GPULoadStoreSpec([0, 1, 2, 3], [4], [0])
+            with mock.patch("tiered_kv.worker.host.copy_runs", side_effect=OSError("no copy")):
+                for job, worker in enumerate(engine.workers):
+                    worker.submit_store(job, device, output.store_spec)
+                    worker.wait({job})
+            for worker in engine.workers:
+                message = refusal_of(worker.get_finished, TieredKVError)
+                assert "from GPU to CPU" in message, message
+            # vLLM's worker raises this as well, so its scheduler hears of no job that has ended.
+        with engine_with(stack) as engine:
+            assert engine.load(keys, 0) == 0
+
+    def events_tell_the_primary_tier_s_blocks_where_vllm_wants_events(self) -> None:
+        keys = keys_of("events", 4)
+        for is_wanted in (True, False):
+            with engine_with(self._stack("events"), enable_events=is_wanted) as engine:
+                engine.store(keys, 0)
+                stored = [event for event in engine.manager.take_events() if event.medium is Medium.CPU]
+                assert {key for event in stored for key in event.keys} == (set(keys) if is_wanted else set())
+                engine.settle()
+                engine.manager.reset_cache()
+                removed = [event for event in engine.manager.take_events() if event.removed]
+                assert {key for event in removed for key in event.keys} == (set(keys) if is_wanted else set())
+
+    def all_that_must_agree_is_in_the_namespace(self) -> None:
+        config = config_of(self._stack("namespace"), engine_id="e")
+        (group,) = config.groups
+        parallel, cache = config.parallel, config.cache
+        others = [
+            dataclasses.replace(config, model=dataclasses.replace(config.model, name="other")),
+            dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="fp8_e4m3")),
+            dataclasses.replace(config, kv_cache_layout="LBHNC"),
+            dataclasses.replace(config, groups=(dataclasses.replace(group, tokens_per_block=32),)),
+            dataclasses.replace(config, groups=(dataclasses.replace(group, layer_names=("layer.0", "layer.2")),)),
+            dataclasses.replace(config, worker_kv_bytes_per_block=2 * config.worker_kv_bytes_per_block),
+            dataclasses.replace(config, cache=dataclasses.replace(cache, blocks_per_chunk=2)),
+            dataclasses.replace(config, cache=dataclasses.replace(cache, tokens_per_hash=8)),
+            *(
+                dataclasses.replace(config, parallel=dataclasses.replace(parallel, tp_size=1, **{size: 2}))
+                for size in ("pp_size", "pcp_size", "dcp_size")
+            ),
+        ]
+        digests = [stack_config(each).identity.digest for each in (config, *others)]
+        with mock.patch.dict("os.environ", PYTHONHASHSEED="7"):
+            digests.append(stack_config(config).identity.digest)
+        with mock.patch("tiered_kv.integrations.vllm.identity._device", return_value="cpu x86_64 amx"):
+            digests.append(stack_config(config).identity.digest)
+        assert len(set(digests)) == len(digests), digests
+        replica = dataclasses.replace(config, parallel=dataclasses.replace(parallel, data_parallel_index=1))
+        assert stack_config(replica).identity.digest == digests[0], "replicas share their blocks"
+
+    def metrics_tell_every_tier(self) -> None:
+        with engine_with(self._stack("metrics")) as engine:
+            engine.store(keys_of("metrics", 4), 0)
+            engine.settle()
+            assert COUNTER_METRIC in type(engine.spec).build_metric_definitions(engine.spec.extra_config)
+            values = wait_for(engine.manager.get_stats).data["data"][COUNTER_METRIC]
+            assert values[("nvme", "stored_blocks")] == 4
+            assert values[("cpu", "stored_blocks")] == 4
+            (info,) = engine.manager.config_info()
+            assert tuple(info) == type(engine.spec).config_info_keys({})
+
+    def a_file_says_what_vllm_does_not_know(self) -> None:
+        path = self.directory / "stack.yaml"
+        kv = self.directory / "replica-${TIERED_KV_REPLICA}"
+        text = f"""
+            namespace: {{model: meta-llama/Llama-3.1-8B, revision: main, tenant: a}}
+            primary: {{capacity: 1MiB}}
+            secondary: [{{type: nvme, path: "{kv}", capacity: 64MiB}}]
+        """
+        path.write_text(text)
+        spec = OffloadingSpecFactory.create_spec(config_of(str(path), engine_id="e", replica=3))
+        config = spec._shared.config
+        assert config.secondary[0].path.endswith("replica-3")
+        assert config.namespace.model == "meta-llama/Llama-3.1-8B"
+        assert config.namespace.dtype == "bfloat16"
+        assert config.block.bytes == WORKERS * LAYERS * PAGE_BYTES
+        path.write_text(text.replace("tenant: a", "dtype: float16"))
+        assert "'dtype' cannot be set here" in self._refusal_of(str(path))
+        path.write_text(text.replace("primary:", "block: {bytes: 4KiB}\n            primary:"))
+        assert "vLLM tells the size of a block" in self._refusal_of(str(path))
+        path.write_text(text.replace("capacity: 64MiB", "capacty: 64MiB"))
+        assert "capacty" in self._refusal_of(str(path))
+        assert str(path) in self._refusal_of(str(path))
+        assert "expected the path" in self._refusal_of(None)
+
+    def _refusal_of(self, stack: object) -> str:
+        attempt = functools.partial(OffloadingSpecFactory.create_spec, config_of(stack, engine_id="e"))
+        return str(refusal_of(attempt, ConfigError))
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    checks = Checks(Path(sys.argv[1]))
+    checks.directory.mkdir(exist_ok=True)
+    for name in sys.argv[2:] or [name for name in vars(Checks) if not name.startswith("_")]:
+        began_s, error = time.monotonic(), ""
+        try:
+            getattr(checks, name)()
+        except Exception:
+            error = traceback.format_exc()
+        print(json.dumps({"check": name, "error": error, "seconds": round(time.monotonic() - began_s, 2)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Tiered KV inside inference engines: one module or package an engine, each imported only by who uses that engine."""

@@ -1,0 +1,20 @@
+"""A prefix cache for Hugging Face Transformers that outlives the process.
+
+    from tiered_kv.integrations.transformers import PrefixCache
+
+    with PrefixCache.open(model, "stack.yaml") as prefixes:
+        cache, tokens = prefixes.restore(input_ids)
+        output = model.generate(input_ids, past_key_values=cache, return_dict_in_generate=True)
+        prefixes.save(output.sequences, output.past_key_values)
+
+Needs the extra `transformers`. `docs/transformers.md` says what is stored, under which keys, and what is refused.
+"""
+
+from __future__ import annotations
+
+from tiered_kv.integrations.transformers.identity import Weights
+from tiered_kv.integrations.transformers.layout import BlockLayout
+from tiered_kv.integrations.transformers.prefix_cache import PrefixCache, PrefixCacheStats, Restored
+from tiered_kv.integrations.transformers.token_hash import block_keys
+
+__all__ = ["BlockLayout", "PrefixCache", "PrefixCacheStats", "Restored", "Weights", "block_keys"]

@@ -1,0 +1,138 @@
+"""Which model computed a block: digests of its configuration and of its weights, for the namespace.
+
+How the model is run (attention implementation, versions of torch and Transformers, kernels, threads) is not part of it:
+these change the last bits of a key or value, as they change those of a logit, and not what it stands for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from tiered_kv.integrations.transformers import layout as block_layout
+from tiered_kv.integrations.transformers import token_hash
+from tiered_kv.integrations.transformers.layout import BlockLayout
+
+if TYPE_CHECKING:
+    import torch
+
+_DIGEST_BYTES = 16
+_CONFIG_PERSON = b"tiered-kv-cfg-v1"
+_WEIGHTS_PERSON = b"tiered-kv-wts-v1"
+
+_SAMPLES = 16
+_SAMPLE_BYTES = 4096
+
+_REMEDY = "name the model and its revision in the stack's namespace, and pass weights='revision'"
+
+_NOT_OF_THE_MODEL = frozenset(
+    {
+        # Where it came from, and by what.
+        "_name_or_path",
+        "architectures",
+        "transformers_version",
+        # The weights' digest has their data types.
+        "dtype",
+        "torch_dtype",
+        # What a call returns.
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "return_dict_in_generate",
+        "use_cache",
+        # Names of classes.
+        "id2label",
+        "label2id",
+        "problem_type",
+    }
+)
+"""Entries of a configuration that no key or value depends on. All others count, those of future versions too."""
+
+
+class Weights(StrEnum):
+    """How a model's weights are told from others."""
+
+    FULL = "full"
+    """By a hash of every byte."""
+    SAMPLED = "sampled"
+    """By a hash of 16 pages of each tensor: quick, and blind to a change of a few single values."""
+    REVISION = "revision"
+    """By the `model` and `revision` of the stack's namespace; no weight is read, and you vouch for the name."""
+
+
+def namespace_fields(model: Any, layout: BlockLayout, weights: Weights) -> dict[str, object]:
+    """Return what the namespace says of the model, by field; `model` is a PreTrainedModel.
+
+    Raises:
+        ValueError: The weights cannot be read.
+    """
+    extra = {"config": config_digest(model.config.to_dict()), "byte_order": sys.byteorder, "weights": str(weights)}
+    if weights is not Weights.REVISION:
+        extra["weights"] = f"{weights}:{weights_digest(model.state_dict(), sampled=weights is Weights.SAMPLED)}"
+    return {
+        "dtype": str(layout.dtype).removeprefix("torch."),
+        "layout": block_layout.NAME,
+        "hash_algorithm": token_hash.ALGORITHM,
+        "layers": layout.layers,
+        "groups": (f"full attention, {layout.kv_heads} heads of {layout.head_dim}",),
+        "extra": extra,
+    }
+
+
+def config_digest(config: Mapping[str, object]) -> str:
+    """Return 32 hexadecimal digits for a model's configuration, as its `to_dict` gives it."""
+    counting = {name: value for name, value in config.items() if name not in _NOT_OF_THE_MODEL}
+    return _digest(_with_text_keys(counting), _CONFIG_PERSON)
+
+
+def weights_digest(state: Mapping[str, torch.Tensor], *, sampled: bool = False) -> str:
+    """Return 32 hexadecimal digits for a model's weights, as its `state_dict` gives them.
+
+    Args:
+        state: Tensors by name, on any device.
+        sampled: Read 16 pages of 4 KiB of each tensor that has more, the first and the last among them.
+
+    Raises:
+        ValueError: An entry is not a tensor, or has no content.
+    """
+    entries = []
+    for name, tensor in sorted(state.items()):
+        if not hasattr(tensor, "is_meta") or tensor.is_meta:
+            raise ValueError(f"the weight '{name}' cannot be read: it is offloaded, or not a tensor; {_REMEDY}")
+        try:
+            content = _content_digest(tensor, sampled)
+        except (RuntimeError, NotImplementedError, TypeError) as error:  # tensors of a class that hides its bytes
+            raise ValueError(f"the weight '{name}' cannot be read ({type(error).__name__}); {_REMEDY}") from error
+        entries.append([name, str(tensor.dtype), list(tensor.shape), content])
+    return _digest(entries, _WEIGHTS_PERSON)
+
+
+def _content_digest(tensor: torch.Tensor, sampled: bool) -> str:
+    import torch
+
+    content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if sampled and content.numel() > _SAMPLES * _SAMPLE_BYTES:
+        last = content.numel() - _SAMPLE_BYTES
+        starts = [last * number // (_SAMPLES - 1) for number in range(_SAMPLES)]
+        content = torch.cat([content[start : start + _SAMPLE_BYTES] for start in starts])
+    return xxhash.xxh3_128_hexdigest(content.cpu().numpy().data)
+
+
+def _with_text_keys(value: object) -> object:
+    """Return `value` with keys that JSON can sort, and anything that it does not know as text."""
+    if isinstance(value, Mapping):
+        return {str(key): _with_text_keys(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_with_text_keys(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def _digest(value: object, person: bytes) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES, person=person).hexdigest()

@@ -1,0 +1,110 @@
+"""What a block's bytes are: the keys and values of some tokens, of every layer, one row of the primary tier.
+
+A row is an array of shape (layers, 2, kv_heads, block_tokens, head_dim) in C order, of the cache's data type: for
+each layer its keys, then its values. Tokens and head_dim stand last, as in the tensors of Transformers, so that a
+copy moves runs of `block_tokens * head_dim` elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiered_kv.facade import Blocks
+
+if TYPE_CHECKING:
+    import torch
+
+NAME = "layer,kv,head,token,dim"
+"""What the namespace calls this order."""
+
+States = Sequence["tuple[torch.Tensor, torch.Tensor]"]
+"""For each layer its keys and its values, each of shape (1, kv_heads, tokens, head_dim)."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """The shape of a block, and the copies between blocks and a cache's tensors. Any thread may use it.
+
+    Args:
+        layers: Layers of the model, all alike.
+        kv_heads: Heads of the keys and values; fewer than those of the queries with grouped-query attention.
+        head_dim: Elements of a head.
+        block_tokens: Tokens of a block.
+        dtype: Data type of the keys and values.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block_tokens: int
+    dtype: torch.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        element_bytes: int = self.dtype.itemsize
+        return math.prod(self._row_shape) * element_bytes
+
+    @property
+    def _row_shape(self) -> tuple[int, ...]:
+        return (self.layers, 2, self.kv_heads, self.block_tokens, self.head_dim)
+
+    def gather(self, states: States, first_block: int, blocks: int) -> Blocks:
+        """Copy blocks out of a cache's tensors.
+
+        Args:
+            states: Tensors of at least `(first_block + blocks) * block_tokens` tokens, on any device.
+            first_block: Number of the first block to copy.
+            blocks: How many to copy, at least 1.
+
+        Returns:
+            uint8 of shape (blocks, block_bytes), which shares no memory with `states`.
+        """
+        rows = np.empty((blocks, self.block_bytes), dtype=np.uint8)
+        shaped = self._shaped(rows)
+        for layer, pair in enumerate(states):
+            for part, tensor in enumerate(pair):
+                shaped[:, layer, part].copy_(self._blocks_of(tensor.detach(), first_block, blocks))
+        return rows
+
+    def scatter(self, rows: Blocks, states: States, first_block: int) -> None:
+        """Copy blocks into a cache's tensors.
+
+        Args:
+            rows: uint8 of shape (blocks, block_bytes), writable, rows contiguous and one after the other; not changed.
+            states: Tensors of at least `(first_block + blocks) * block_tokens` tokens, all on one device.
+            first_block: Number of the block that the first row holds.
+        """
+        # To the device in one transfer; on the CPU this is no copy.
+        shaped = self._shaped(rows).to(states[0][0].device)
+        for layer, pair in enumerate(states):
+            for part, tensor in enumerate(pair):
+                self._blocks_of(tensor, first_block, len(rows)).copy_(shaped[:, layer, part])
+
+    def empty_states(self, blocks: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return tensors for the tokens of `blocks` blocks, their content undefined."""
+        import torch
+
+        shape = (1, self.kv_heads, blocks * self.block_tokens, self.head_dim)
+
+        def tensor() -> torch.Tensor:
+            return torch.empty(shape, dtype=self.dtype, device=device)
+
+        return [(tensor(), tensor()) for _ in range(self.layers)]
+
+    def _shaped(self, rows: Blocks) -> torch.Tensor:
+        """Return `rows` as a tensor of shape (blocks, layers, 2, kv_heads, block_tokens, head_dim), memory shared."""
+        import torch
+
+        return torch.from_numpy(rows).view(self.dtype).view(len(rows), *self._row_shape)
+
+    def _blocks_of(self, tensor: torch.Tensor, first_block: int, blocks: int) -> torch.Tensor:
+        """Return a view of the tensor's tokens, of shape (blocks, kv_heads, block_tokens, head_dim)."""
+        begin, end = first_block * self.block_tokens, (first_block + blocks) * self.block_tokens
+        shape = (self.kv_heads, blocks, self.block_tokens, self.head_dim)
+        return tensor[0, :, begin:end].view(shape).transpose(0, 1)

@@ -1,0 +1,311 @@
+"""The prefix cache: a prompt's keys and values into a stack, and back into a cache that a model takes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.errors import MissingExtraError
+from tiered_kv.integrations.transformers.identity import Weights
+from tiered_kv.integrations.transformers.layout import BlockLayout, States
+from tiered_kv.integrations.transformers.saver import Saver, Snapshot
+from tiered_kv.integrations.transformers.stack_source import complete
+from tiered_kv.integrations.transformers.support import states_of, token_count
+from tiered_kv.integrations.transformers.token_hash import block_keys
+from tiered_kv.stack import Stack, open_stack
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import DynamicCache
+
+_PART_BYTES = 32 << 20
+"""Memory beside the cache's own that one `restore` takes: blocks are brought in by parts of this size."""
+
+
+class Restored(NamedTuple):
+    """What `restore` found.
+
+    Args:
+        cache: A `DynamicCache` of the model, for `past_key_values`; empty where nothing was found.
+        tokens: How many tokens of the prompt it has: whole blocks, and always fewer than the prompt.
+    """
+
+    cache: DynamicCache
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCacheStats:
+    """What a prefix cache has done since it was opened, in blocks.
+
+    Args:
+        restored_blocks: Given back by `restore`.
+        missed_blocks: Asked for by `restore` and not found, or not in time; all behind the first one included.
+        stored_blocks: Saved, or found to be in the stack already.
+        dropped_blocks: Not saved: no room for a snapshot, no room in the stack in time, or closed before.
+        pending_blocks: On their way into the stack at this moment.
+    """
+
+    restored_blocks: int
+    missed_blocks: int
+    stored_blocks: int
+    dropped_blocks: int
+    pending_blocks: int
+
+
+class PrefixCache:
+    """Keeps the keys and values of prompts in a stack, by blocks of tokens. Any thread may call any method.
+
+    It serves one model as it was when the cache was opened: after a change of its weights, open another. Prompts are
+    single sequences without padding, positions counted from 0.
+
+    Args:
+        model_config: The model's configuration.
+        layout: Of its blocks.
+        stack: An open stack for them, which nobody else uses and which `close` closes.
+        pending_bytes_max: Memory that snapshots may take on their way into the stack; at least one block is allowed.
+        save_timeout_s: How long one snapshot may wait for room in the stack.
+
+    Attributes:
+        layout: The same.
+        stack: The same.
+
+    Use `PrefixCache.open`, which makes all of these from a model and a stack's file.
+    """
+
+    def __init__(
+        self, model_config: Any, layout: BlockLayout, stack: Stack, *, pending_bytes_max: int, save_timeout_s: float
+    ) -> None:
+        self._model_config = model_config
+        self.layout = layout
+        self.stack = stack
+        self._seed = stack.config.namespace.hash_seed
+        self._saver = Saver(stack, max(1, pending_bytes_max // layout.block_bytes), save_timeout_s)
+        self._lock = threading.Lock()
+        """Guards the fields below."""
+        self._kept: weakref.WeakKeyDictionary[DynamicCache, OffloadKey] = weakref.WeakKeyDictionary()
+        """For each cache that was restored or saved, the key of the last of its blocks that the stack was given."""
+        self._restored_blocks = 0
+        self._missed_blocks = 0
+
+    @classmethod
+    def open(
+        cls,
+        model: Any,  # a PreTrainedModel, whose module is not loaded here
+        stack: str | os.PathLike[str] | Mapping[str, object],
+        *,
+        block_tokens: int | None = None,
+        weights: Literal["full", "sampled", "revision"] | Weights = Weights.FULL,
+        pending_bytes_max: int | None = None,
+        save_timeout_s: float = 30.0,
+    ) -> PrefixCache:
+        """Open a stack for a model's blocks.
+
+        Args:
+            model: A causal language model of Transformers, in evaluation mode. It is not kept.
+            stack: The path of a stack's file, or a mapping of the same form. It need not say the size of a block, nor
+                what the model says of the namespace.
+            block_tokens: Tokens of a block; by default what the stack says, or 16.
+            weights: How the weights are told from others: a hash of every byte ("full"), of samples ("sampled"), or the
+                namespace's `model` and `revision`, for which you vouch ("revision").
+            pending_bytes_max: Memory that snapshots may take on their way into the stack; by default as much as the
+                primary tier.
+            save_timeout_s: How long one snapshot may wait for room in the stack.
+
+        Raises:
+            TypeError, ValueError: The model cannot be served, and why.
+            ConfigError: The stack's file cannot be used, or contradicts the model.
+            TierError: A tier cannot be opened.
+        """
+        _require_extra()
+        config, layout = complete(stack, model, block_tokens, Weights(weights))
+        if pending_bytes_max is None:
+            pending_bytes_max = config.primary.capacity
+        return cls(
+            model.config,
+            layout,
+            open_stack(config),
+            pending_bytes_max=pending_bytes_max,
+            save_timeout_s=save_timeout_s,
+        )
+
+    def restore(self, input_ids: torch.Tensor, *, timeout: float = 1.0) -> Restored:
+        """Return a cache with the keys and values of the longest prefix of a prompt that the stack has.
+
+        At least one token of the prompt is left to compute, since a model answers only to tokens that it is given.
+
+        Args:
+            input_ids: The prompt's token ids, of shape (tokens,) or (1, tokens), on the model's device.
+            timeout: Seconds to wait for tiers, in all. What has come by then is what is returned.
+
+        Raises:
+            TypeError, ValueError: `input_ids` are not those of one prompt.
+            ShutdownError: The prefix cache is closed.
+        """
+        end_s = time.monotonic() + timeout
+        token_ids = _token_ids(input_ids)
+        keys = block_keys(token_ids[:-1], self.layout.block_tokens, self._seed)
+        states, blocks = self._load(keys, input_ids.device, end_s)
+        cache = _cache_of(self._model_config, states)
+        with self._lock:
+            self._restored_blocks += blocks
+            self._missed_blocks += len(keys) - blocks
+            if blocks:
+                self._kept[cache] = keys[blocks - 1]
+        return Restored(cache, blocks * self.layout.block_tokens)
+
+    def save(self, input_ids: torch.Tensor, cache: DynamicCache) -> int:
+        """Store a prompt's full blocks in the background, those that this cache was restored or saved with left out.
+
+        Their bytes are copied before this returns, so the model may go on with the cache at once. Where the copies that
+        are on their way already take `pending_bytes_max`, the blocks behind what fits are dropped and counted.
+
+        Args:
+            input_ids: The tokens that the cache was computed from, from the first one on, of shape (tokens,) or
+                (1, tokens). There may be more than the cache has, as after `generate`, or fewer.
+            cache: The model's cache.
+
+        Returns:
+            How many blocks are on their way into the stack.
+
+        Raises:
+            TypeError: The cache is of a kind that cannot be saved, or `input_ids` are no token ids.
+            ValueError: The cache is not of this model, or there are several sequences.
+            ShutdownError: The prefix cache is closed.
+        """
+        token_ids = _token_ids(input_ids)
+        states = states_of(cache, self.layout)
+        keys = block_keys(token_ids[: token_count(states)], self.layout.block_tokens, self._seed)
+        first = self._kept_blocks(cache, keys)
+        blocks = self._saver.reserve(len(keys) - first)
+        if not blocks:
+            return 0
+        try:
+            rows = self.layout.gather(states, first, blocks)
+        except BaseException:
+            self._saver.release(blocks)
+            raise
+        last = keys[first + blocks - 1]
+        with self._lock:
+            self._kept[cache] = last
+        on_loss = functools.partial(self._forget, weakref.ref(cache))
+        return blocks if self._saver.submit(Snapshot(keys[first : first + blocks], rows, on_loss)) else 0
+
+    def flush(self, timeout: float = 10.0) -> bool:
+        """Wait until everything that was saved has reached every tier, and return whether it has in time.
+
+        Raises:
+            ShutdownError: The prefix cache is closed.
+        """
+        end_s = time.monotonic() + timeout
+        return self._saver.wait(timeout) and self.stack.flush(max(0.0, end_s - time.monotonic()))
+
+    def stats(self) -> PrefixCacheStats:
+        """Return what was done so far; `stack.counters()` has it by tier."""
+        stored, dropped, pending = self._saver.counts()
+        with self._lock:
+            return PrefixCacheStats(self._restored_blocks, self._missed_blocks, stored, dropped, pending)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Wait for what was saved, `timeout` seconds at most, drop the rest, and close the stack.
+
+        A second call does nothing.
+        """
+        self._saver.stop(timeout)
+        self.stack.close(timeout)
+        self._saver.join(timeout)
+
+    def __enter__(self) -> PrefixCache:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _kept_blocks(self, cache: DynamicCache, keys: Sequence[OffloadKey]) -> int:
+        """Return how many of a prompt's first blocks the stack was given from this cache.
+
+        A key stands for all tokens up to its block. So this holds also for a cache that was cropped or reset, and went
+        on with other tokens: it counts what both have in common, or nothing.
+        """
+        with self._lock:
+            kept = self._kept.get(cache)
+        return keys.index(kept) + 1 if kept in keys else 0
+
+    def _forget(self, reference: weakref.ref[DynamicCache]) -> None:
+        """Take nothing for granted of a cache some of whose blocks were lost: its next `save` offers them all again."""
+        cache = reference()
+        if cache is not None:
+            with self._lock:
+                self._kept.pop(cache, None)
+
+    def _load(self, keys: Sequence[OffloadKey], device: torch.device, end_s: float) -> tuple[States, int]:
+        """Return tensors with the longest prefix of `keys` that comes in time, and of how many blocks it is."""
+        part_blocks = max(1, min(len(keys), _PART_BYTES // self.layout.block_bytes))
+        rows = np.empty((part_blocks, self.layout.block_bytes), dtype=np.uint8)
+        states: States = []
+        done = 0
+        while done < len(keys):
+            wanted = keys[done : done + part_blocks]
+            found = self.stack.get(wanted, rows[: len(wanted)], max(0.0, end_s - time.monotonic()))
+            if found and not states:
+                states = self.layout.empty_states(len(keys), device)
+            if found:
+                self.layout.scatter(rows[:found], states, done)
+            done += found
+            if found < len(wanted) or time.monotonic() >= end_s:
+                break
+        tokens = done * self.layout.block_tokens
+        if 0 < done < len(keys):
+            states = [(keys[:, :, :tokens].clone(), values[:, :, :tokens].clone()) for keys, values in states]
+        return states, done
+
+
+def _token_ids(input_ids: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
+    """Return the token ids of one prompt as an array of shape (tokens,)."""
+    import torch
+
+    if not isinstance(input_ids, torch.Tensor):
+        raise TypeError(f"input_ids must be a tensor of token ids, not {type(input_ids).__name__}")
+    if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype is torch.bool:
+        raise TypeError(f"input_ids must be integers, not {input_ids.dtype}")
+    if input_ids.dim() > 2 or input_ids.dim() == 0 or (input_ids.dim() == 2 and input_ids.shape[0] != 1):
+        raise ValueError(
+            f"input_ids must be of shape (tokens,) or (1, tokens), found {tuple(input_ids.shape)}; "
+            "a batch of several prompts has no prefix of its own: restore and save each by itself"
+        )
+    array: np.ndarray[Any, np.dtype[Any]] = input_ids.detach().reshape(-1).cpu().numpy()
+    return array
+
+
+def _cache_of(model_config: Any, states: States) -> DynamicCache:
+    """Return a cache of the model that has `states` for its own, or an empty one."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model_config)
+    for layer, (keys, values) in zip(cache.layers, states, strict=False):
+        layer.update(keys[:, :, :0], values[:, :, :0])  # it learns data type and device; no content is copied
+        layer.keys, layer.values = keys, values
+    return cache
+
+
+def _require_extra() -> None:
+    try:
+        import torch  # noqa: F401 - whether it is there
+        import transformers  # noqa: F401 - the same
+    except ImportError as error:
+        raise MissingExtraError("the prefix cache for Transformers", "transformers") from error

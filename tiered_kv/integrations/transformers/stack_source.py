@@ -1,0 +1,106 @@
+"""The stack of a prefix cache: a stack's file that leaves out what the model says, completed from the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from tiered_kv.config import StackConfig, load_config
+from tiered_kv.errors import ConfigError
+from tiered_kv.integrations.transformers.identity import Weights, namespace_fields
+from tiered_kv.integrations.transformers.layout import BlockLayout
+from tiered_kv.integrations.transformers.support import layout_of
+from tiered_kv.namespace import Namespace
+from tiered_kv.stackfile import read_stack_file
+from tiered_kv.units import format_bytes
+
+BLOCK_TOKENS = 16
+"""Where neither the caller nor the stack's file says otherwise."""
+
+
+def complete(
+    source: str | os.PathLike[str] | Mapping[str, object],
+    model: Any,  # a PreTrainedModel
+    block_tokens: int | None,
+    weights: Weights,
+) -> tuple[StackConfig, BlockLayout]:
+    """Return the configuration of a stack for a model's blocks, and their layout.
+
+    Args:
+        source: The path of a stack's file, or a mapping of the same form. `block` and `namespace` may be left out, or
+            may have what the model does not say: `block.tokens`, and the namespace's `model`, `revision`,
+            `tenant`, `hash_seed`, `extra`. Whatever else they have must agree with the model.
+        model, block_tokens, weights: As in `PrefixCache.open`.
+
+    Raises:
+        ConfigError: The configuration cannot be used, or contradicts the model or an argument.
+        TypeError, ValueError: The model cannot be served.
+    """
+    if isinstance(source, Mapping):
+        return _complete(source, model, block_tokens, weights)
+    raw = read_stack_file(source)
+    try:
+        return _complete(raw, model, block_tokens, weights)
+    except ConfigError as error:
+        raise ConfigError(error.message, location=error.location, file=os.fspath(source)) from None
+
+
+def _complete(
+    raw: Mapping[str, object], model: Any, block_tokens: int | None, weights: Weights
+) -> tuple[StackConfig, BlockLayout]:
+    given_block, given_names = _mapping(raw, "block"), _mapping(raw, "namespace")
+    missing = [name for name in ("model", "revision") if name not in given_names]
+    if weights is Weights.REVISION and missing:
+        raise ConfigError(
+            "weights='revision' takes the namespace's model and revision for the weights; give both",
+            location=f"namespace.{missing[0]}",
+        )
+    names = {"model": str(getattr(getattr(model, "config", None), "model_type", "")) or "model", **given_names}
+    # Read with blocks of one byte, which fit everywhere; then once more, as it stands, with those of the model.
+    draft = load_config({**raw, "block": {"bytes": 1, **given_block}, "namespace": names})
+    tokens = _block_tokens(draft.block.tokens if "tokens" in given_block else None, block_tokens)
+    layout = layout_of(model, tokens)
+    if "bytes" in given_block and draft.block.bytes != layout.block_bytes:
+        raise ConfigError(
+            f"a block of {tokens} tokens of this model has {format_bytes(layout.block_bytes)}, "
+            f"found {format_bytes(draft.block.bytes)}; leave it out, or change block.tokens",
+            location="block.bytes",
+        )
+    namespace = _namespace(draft.namespace, given_names, namespace_fields(model, layout, weights))
+    block = {"bytes": layout.block_bytes, "tokens": tokens}
+    parts = {"primary": draft.primary, "secondary": list(draft.secondary)}
+    return load_config({"namespace": namespace, "block": block, **parts}), layout
+
+
+def _mapping(raw: Mapping[str, object], name: str) -> Mapping[str, object]:
+    value = raw.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError("expected a mapping, or nothing", location=name)
+    return value
+
+
+def _block_tokens(in_file: int | None, asked: int | None) -> int:
+    if asked is not None and asked < 1:
+        raise ValueError(f"block_tokens must be at least 1, not {asked}")
+    if in_file is not None and asked is not None and in_file != asked:
+        raise ConfigError(f"found {in_file}, and block_tokens={asked} was asked for", location="block.tokens")
+    return in_file or asked or BLOCK_TOKENS
+
+
+def _namespace(draft: Namespace, given: Mapping[str, object], fields: Mapping[str, object]) -> Namespace:
+    """Return the namespace of the file with the model's `fields`; none of them may be given with another value."""
+    extra = fields["extra"]
+    assert isinstance(extra, dict)
+    wanted = {f"extra.{name}": value for name, value in extra.items()}
+    wanted |= {name: value for name, value in fields.items() if name != "extra"}
+    found: dict[str, object] = {f"extra.{name}": value for name, value in draft.extra.items()}
+    found |= {name: getattr(draft, name) for name in given if name in fields and name != "extra"}
+    for name, value in wanted.items():
+        if name in found and found[name] != value:
+            raise ConfigError(
+                f"the model says {value!r}, found {found[name]!r}; leave it out", location=f"namespace.{name}"
+            )
+    return draft.model_copy(update={**fields, "extra": {**draft.extra, **extra}})

@@ -1,0 +1,171 @@
+"""Which models and caches can be served, and a clear refusal of all others.
+
+A block may be given back to any prompt that begins with its tokens. That is right only where the keys and values of
+a token depend on the tokens up to it and on nothing else, and where the cache keeps them all, unchanged. Whatever is
+known to be otherwise is refused: to save it wrong would be to answer wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from tiered_kv.integrations.transformers.layout import BlockLayout, States
+
+if TYPE_CHECKING:
+    import torch
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+_FIXED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
+"""Rotary embeddings whose angles depend on a token's position alone. With "dynamic" and "longrope" they change with
+the length of the whole prompt, and so do the keys of its first tokens."""
+
+
+def layout_of(model: Any, block_tokens: int) -> BlockLayout:  # Any: a PreTrainedModel
+    """Return the layout of a model's blocks, from its configuration.
+
+    Raises:
+        TypeError: It is no causal language model of Transformers.
+        ValueError: Its keys and values cannot be kept by token, and why.
+    """
+    reason = next(_refusals(model), "")
+    if reason:
+        raise ValueError(f"a prefix cache cannot serve this {type(model).__name__}: {reason}")
+    config = model.config
+    shape = _head_shape(config)
+    assert shape is not None
+    dtype = model.dtype
+    if str(dtype).removeprefix("torch.") not in _DTYPES:
+        raise ValueError(f"keys and values must be of one of {', '.join(_DTYPES)}; this model's are {dtype}")
+    return BlockLayout(config.num_hidden_layers, *shape, block_tokens, dtype)
+
+
+def states_of(cache: Any, layout: BlockLayout) -> States:  # Any: whatever a caller takes for a cache
+    """Return the tensors of a cache, each as it is at this moment.
+
+    A `DynamicCache` puts a new tensor in the place of the old one when it grows, and changes none. So what is
+    returned stays as it is while a model goes on, in this thread or another.
+
+    Raises:
+        TypeError: The cache is of a kind that does not keep every token's keys and values as they were computed.
+        ValueError: It is not of the model that `layout` belongs to, holds several sequences, or was reset.
+    """
+    _check_kind(cache)
+    pairs = [(layer.keys, layer.values) for layer in cache.layers]
+    if all(keys is None or keys.numel() == 0 for keys, _ in pairs):
+        return []
+    if len(pairs) != layout.layers or any(keys is None for keys, _ in pairs):
+        raise ValueError(
+            f"the cache has keys of {len(pairs)} layers or fewer, and the model has {layout.layers} layers"
+        )
+    for pair in pairs:
+        for tensor in pair:
+            _check_states(tensor, layout)
+    if not pairs[0][0][:, :, : layout.block_tokens].any():
+        raise ValueError(
+            "the first tokens of the cache have zeroes for keys: it was reset (Transformers 4 keeps its length), "
+            "or they are padding; give each prompt a new cache"
+        )
+    return pairs
+
+
+def token_count(states: States) -> int:
+    """Return how many tokens every layer has; while a model runs, its first layers have more than its last."""
+    return min((tensor.shape[2] for pair in states for tensor in pair), default=0)
+
+
+def _refusals(model: Any) -> Iterator[str]:
+    from transformers import DynamicCache, PreTrainedModel
+    from transformers.cache_utils import DynamicLayer
+
+    if getattr(model, "peft_config", None):
+        yield "its adapter can be switched without a trace in its weights; merge it first (merge_and_unload)"
+    if not isinstance(model, PreTrainedModel) or not model.can_generate():
+        raise TypeError(f"expected a causal language model of Transformers, found {type(model).__name__}")
+    config = model.config
+    if config.is_encoder_decoder:
+        yield "it is an encoder and a decoder, and a decoder's keys depend on what was encoded"
+    if config.get_text_config(decoder=True) is not config:
+        yield "it takes more than text, and token ids do not tell one image or sound from another"
+    if getattr(config, "use_bidirectional_attention", None) or getattr(config, "is_causal", True) is False:
+        yield "its attention is not causal, so a token's keys depend on the tokens after it"
+    if model.training:
+        yield "it is in training mode; call model.eval()"
+    unknown = _rope_types(config) - _FIXED_ROPE_TYPES
+    if unknown:
+        names = ", ".join(sorted(unknown))
+        yield f"with rotary embeddings of type {names} a token's keys may depend on the prompt's length"
+    if getattr(config, "kv_lora_rank", None) is not None:
+        yield "its keys and values are latent and differ in shape (multi-head latent attention)"
+    layers = DynamicCache(config=config).layers
+    kinds = sorted({type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer})
+    if kinds:
+        names = ", ".join(kinds)
+        yield f"not all of its layers keep every token ({names}): sliding windows, recurrent or shared states"
+    elif not _has_default_cache(model):
+        yield "it keeps a cache of a kind of its own: recurrent states, most likely"
+    elif _head_shape(config) is None:
+        yield "its configuration does not give one number and size of key and value heads for all layers"
+
+
+def _has_default_cache(model: Any) -> bool:
+    # What `generate` asks before it makes a DynamicCache; in Transformers 4 recurrent models show by nothing else.
+    ask = getattr(model, "_supports_default_dynamic_cache", None)
+    return ask is None or bool(ask())
+
+
+def _head_shape(config: Any) -> tuple[int, int] | None:
+    """Return how many key and value heads a layer has, and the elements of one; None where layers differ."""
+    shapes = []
+    for layer in getattr(config, "per_layer_config", None) or [config]:
+        heads = getattr(layer, "num_attention_heads", None)
+        kv_heads = getattr(layer, "num_key_value_heads", None) or (1 if _is_multi_query(layer) else heads)
+        head_dim = getattr(layer, "head_dim", None) or (layer.hidden_size // heads if isinstance(heads, int) else None)
+        shapes.append((kv_heads, head_dim))
+    kv_heads, head_dim = shapes[0]
+    if any(shape != shapes[0] for shape in shapes) or not (isinstance(kv_heads, int) and isinstance(head_dim, int)):
+        return None
+    return kv_heads, head_dim
+
+
+def _is_multi_query(config: Any) -> bool:
+    # Of Falcon; its new architecture repeats the keys of its groups for every head before it caches them.
+    return bool(getattr(config, "multi_query", False)) and not getattr(config, "new_decoder_architecture", False)
+
+
+def _rope_types(config: Any) -> set[str]:
+    found: set[str] = set()
+    for name in ("rope_parameters", "rope_scaling"):
+        value = getattr(config, name, None)
+        if isinstance(value, Mapping):  # of the model, or one for each kind of layer
+            for entry in (value, *(item for item in value.values() if isinstance(item, Mapping))):
+                found |= {str(entry[key]) for key in ("rope_type", "type") if entry.get(key)}
+    return found
+
+
+def _check_kind(cache: Any) -> None:
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
+
+    if type(cache) is not DynamicCache:
+        raise TypeError(
+            f"a {type(cache).__name__} cannot be saved: only a DynamicCache keeps keys and values as they were computed"
+        )
+    if getattr(cache, "offloading", False):
+        raise TypeError("a DynamicCache that moves its layers to the CPU cannot be saved: they may be on their way")
+    for number, layer in enumerate(cache.layers):
+        if type(layer) is not DynamicLayer:
+            raise TypeError(f"layer {number} of the cache is a {type(layer).__name__}, which does not keep every token")
+
+
+def _check_states(tensor: torch.Tensor, layout: BlockLayout) -> None:
+    if tensor.dim() != 4 or tensor.shape[0] != 1:
+        raise ValueError(f"one sequence can be saved at a time; the cache's tensors are of shape {tuple(tensor.shape)}")
+    found = (tensor.shape[1], tensor.shape[3], tensor.dtype)
+    wanted = (layout.kv_heads, layout.head_dim, layout.dtype)
+    if found != wanted:
+        raise ValueError(
+            "the cache is not of this model: expected {} heads of {} elements of {}, ".format(*wanted)
+            + "found {} heads of {} elements of {}".format(*found)
+        )

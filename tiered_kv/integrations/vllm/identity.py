@@ -1,0 +1,114 @@
+"""Which blocks of a vLLM engine are interchangeable: the namespace, from what vLLM tells an offloading backend.
+
+vLLM tells the model's name, the data type, the layout, the groups and the parallel sizes. It does not tell the revision
+or the quantization of the weights, nor the name of the hash algorithm; whoever needs these told apart names them in
+`namespace`. That costs no correctness where hashes differ: blocks hashed otherwise have other keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED
+
+from tiered_kv.errors import ConfigError
+from tiered_kv.namespace import Namespace, Parallel
+from tiered_kv.validation import suggestion, validate
+
+OWN_FIELDS = ("model", "revision", "quantization", "tenant", "hash_algorithm", "extra")
+"""What a configuration may say of the namespace; the rest is vLLM's to say."""
+
+ROW_LAYOUT = "tiered-kv-1"
+"""How our worker lays a chunk out in a row of the primary tier."""
+VLLM_ROW_LAYOUT = "vllm-direct"
+"""How vLLM's own worker does."""
+
+REPLICA_VARIABLE = "TIERED_KV_REPLICA"
+"""In a stack or tier of ours, `${TIERED_KV_REPLICA}` is the index of the data-parallel replica that opens it."""
+
+
+def environment(config: Any) -> dict[str, str]:  # Any: vLLM's OffloadingConfig
+    """Return the variables that a stack's texts may name: those of the process, and the replica's index."""
+    return {**os.environ, REPLICA_VARIABLE: str(config.parallel.data_parallel_index)}
+
+
+def namespace_of(config: Any, said: object, *, row_layout: str, location: str = "namespace") -> Namespace:
+    """Return the namespace of an engine's blocks.
+
+    Args:
+        config: vLLM's `OffloadingConfig`.
+        said: What the user's configuration says of it: a mapping of some of `OWN_FIELDS`, or None.
+        row_layout: How the worker lays a chunk out in a row.
+        location: Where `said` stands, for messages.
+
+    Raises:
+        ConfigError: `said` cannot be used.
+    """
+    own = _own_fields(said, location)
+    extra = own.pop("extra", {})
+    if not isinstance(extra, Mapping):
+        raise ConfigError(f"expected a mapping, found {extra!r}", location=f"{location}.extra")
+    parallel = config.parallel
+    fields = {
+        "model": config.model.name,
+        "dtype": config.model.dtype,
+        "layout": config.kv_cache_layout or "default",
+        "hash_algorithm": "vllm",
+        "hash_seed": os.environ.get("PYTHONHASHSEED", DEFAULT_NONE_HASH_SEED),
+        "layers": sum(len(group.layer_names) for group in config.groups),
+        "groups": tuple(_describe(group) for group in config.groups),
+        "parallel": Parallel(
+            tensor=parallel.tp_size,
+            pipeline=parallel.pp_size,
+            decode_context=parallel.dcp_size,
+            prefill_context=parallel.pcp_size,
+        ),
+        **own,
+        "extra": {
+            **extra,
+            "engine": "vllm",
+            "device": _device(),
+            "rows": row_layout,
+            "tokens_per_hash": str(config.cache.tokens_per_hash),
+            "canonical": str(bool(config.canonical_layout)).lower(),
+            "replicated": str(bool(config.replicated_layout)).lower(),
+        },
+    }
+    return validate(Namespace, fields, (location,))
+
+
+def chunk_tokens(config: Any) -> int:  # Any: vLLM's OffloadingConfig
+    """Return how many tokens a chunk of the first group holds."""
+    return int(config.groups[0].tokens_per_block * config.cache.blocks_per_chunk)
+
+
+def _own_fields(said: object, location: str) -> dict[str, object]:
+    if said is None:
+        return {}
+    if not isinstance(said, Mapping):
+        raise ConfigError(f"expected a mapping, found {said!r}", location=location)
+    for name in said:
+        if name not in OWN_FIELDS:
+            known = ", ".join(OWN_FIELDS)
+            hint = suggestion(str(name), OWN_FIELDS) or "; vLLM tells the rest of it"
+            raise ConfigError(f"'{name}' cannot be set here{hint}; what can: {known}", location=location)
+    return dict(said)
+
+
+def _device() -> str:
+    """Return what a page looks like within: on CPUs, vLLM packs keys as the instructions at hand want them."""
+    kind = str(current_platform.device_type)
+    if kind != "cpu":
+        return kind
+    capabilities = torch.cpu.get_capabilities()
+    return f"cpu {capabilities['architecture']}{' amx' if capabilities.get('amx_tile') else ''}"
+
+
+def _describe(group: Any) -> str:  # Any: vLLM's OffloadingGroupConfig
+    names = hashlib.blake2b("\n".join(group.layer_names).encode(), digest_size=8).hexdigest()
+    return f"{group.group_id}: {group.tokens_per_block} tokens, {len(group.layer_names)} layers {names}"

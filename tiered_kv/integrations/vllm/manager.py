@@ -1,0 +1,191 @@
+"""Our tiering manager as vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingManager,
+    OffloadPolicy,
+    RequestOffloadingContext,
+    TierFilter,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from tiered_kv.base import OffloadKey, PrepareStoreOutput
+from tiered_kv.base import OffloadPolicy as OurPolicy
+from tiered_kv.integrations.vllm.events import hit_source, vllm_events
+from tiered_kv.integrations.vllm.metrics import CounterReport
+from tiered_kv.mediums import CPULoadStoreSpec
+from tiered_kv.stack import Stack
+from tiered_kv.tiering.manager import PRIMARY_NAME
+
+
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    """Blocks that vLLM's workers read or write; vLLM names them again, as a set, when they have."""
+
+    is_store: bool
+    keys: Sequence[OffloadKey]
+    req_context: Any
+
+
+class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not there when types are checked
+    """Answers vLLM's scheduler from a stack. All methods belong to its thread, and none but `shutdown` waits.
+
+    Args:
+        stack: The open stack, which this closes.
+        tells_events: Whether vLLM wants events.
+        flush_steps: After how many steps a worker has surely done what `reset_cache` asked it to flush, for vLLM 0.32;
+            None where vLLM tells by `on_reset_flushed`.
+    """
+
+    def __init__(self, stack: Stack, *, tells_events: bool, flush_steps: int | None) -> None:
+        self._stack = stack
+        self._manager = stack.manager
+        self._primary = stack.primary
+        self._lookup = stack.manager.lookup
+        self._blocks = stack.primary.blocks
+        self._sources = {tier.name: hit_source(tier) for tier in stack.config.secondary}
+        self._report = CounterReport()
+        self._transfers: dict[str, list[_Transfer]] = {}  # by request
+        self._stale: list[_Transfer] = []
+        self._tells_events = tells_events
+        self._flush_steps = flush_steps
+        self._steps_to_flush: int | None = None
+
+    # Lookups and transfers.
+
+    def lookup(self, key: OffloadKey, req_context: Any) -> LookupResult:
+        if req_context.load_tier_filter is not TierFilter.ALL and not _allows_storage(req_context):
+            answer = self._primary.lookup(key, req_context)
+        else:
+            answer = self._lookup(key, req_context)
+        if answer:
+            return LookupResult.HIT
+        if answer is None:
+            return LookupResult.HIT_PENDING if key in self._blocks else LookupResult.RETRY
+        return LookupResult.MISS
+
+    def get_load_source(self, key: OffloadKey, req_context: Any) -> CacheHitSource:
+        tier = self._manager.hit_tier(key, req_context)
+        return CacheHitSource.HOST if tier == PRIMARY_NAME else self._sources[tier]
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: Any) -> CPULoadStoreSpec:
+        spec = self._manager.prepare_load(keys, req_context)
+        self._begin(_Transfer(False, list(keys), req_context))
+        return spec
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: Any) -> None:
+        transfer = self._end(False, keys, req_context)
+        self._manager.complete_load(keys if transfer is None else transfer.keys, req_context)
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: Any) -> PrepareStoreOutput | None:
+        output = self._manager.prepare_store(keys, req_context)
+        if output is not None and output.keys_to_store:
+            self._begin(_Transfer(True, output.keys_to_store, req_context))
+        return output
+
+    def complete_store(self, keys: Collection[OffloadKey], req_context: Any, success: bool = True) -> None:
+        transfer = self._end(True, keys, req_context)
+        # In the order of the prefix, which vLLM's set of keys has lost: tiers read them back in fewer, larger reads.
+        self._manager.complete_store(keys if transfer is None else transfer.keys, req_context, success)
+
+    def touch(self, keys: Collection[OffloadKey], req_context: Any) -> None:
+        self._manager.touch(keys, req_context)
+
+    def _begin(self, transfer: _Transfer) -> None:
+        self._transfers.setdefault(transfer.req_context.req_id, []).append(transfer)
+
+    def _end(self, is_store: bool, keys: Collection[OffloadKey], req_context: Any) -> _Transfer | None:
+        """Return the transfer of these keys, and forget it."""
+        transfers = self._transfers.get(req_context.req_id, [])
+        for index, transfer in enumerate(transfers):
+            if transfer.is_store is is_store and len(transfer.keys) == len(keys) and transfer.keys[0] in keys:
+                del transfers[index]
+                if not transfers:
+                    del self._transfers[req_context.req_id]
+                return transfer
+        return None
+
+    # Requests and steps.
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        answer = self._manager.on_new_request(req_context)
+        is_whole = answer.policy is OurPolicy.REQUEST_LEVEL
+        return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL if is_whole else OffloadPolicy.CHUNK_LEVEL)
+
+    def on_request_finished(self, req_context: Any) -> None:
+        self._manager.on_request_finished(req_context)
+
+    def on_schedule_end(self, context: Any) -> None:
+        self._manager.on_schedule_end()
+        if self._steps_to_flush is not None:
+            self._steps_to_flush -= 1
+            if not self._steps_to_flush:
+                self.on_reset_flushed()
+
+    def has_pending_work(self) -> bool:
+        """Return False: what arrives while vLLM is idle is collected in its next step; nobody waits for it before."""
+        return False
+
+    # Resets, and the end.
+
+    def reset_cache(self) -> None:
+        """Forget every block in every tier, as after an update of the weights.
+
+        vLLM forgets the transfers that its workers have not reported, and never completes them. Their rows stay out of
+        use until the workers have flushed them.
+        """
+        self._manager.reset_cache()
+        self._stale += [transfer for transfers in self._transfers.values() for transfer in transfers]
+        self._transfers.clear()
+        self._steps_to_flush = self._flush_steps
+
+    def on_reset_flushed(self) -> None:
+        self._steps_to_flush = None
+        stale, self._stale = self._stale, []
+        for transfer in stale:
+            if transfer.is_store:
+                self._manager.complete_store(transfer.keys, transfer.req_context, False)
+            else:
+                self._manager.complete_load(transfer.keys, transfer.req_context)
+
+    def take_events(self) -> Iterable[Any]:
+        events = self._manager.take_events()
+        return vllm_events(events) if self._tells_events else ()
+
+    def get_stats(self) -> Any:
+        return self._report.take(self._manager.counters)
+
+    def counters(self) -> dict[str, dict[str, int]]:
+        """Return what has been counted, by tier."""
+        return self._manager.counters()
+
+    def config_info(self) -> Sequence[Mapping[str, str | int]]:
+        config = self._stack.config
+        return [
+            {
+                "tiered_kv_tiers": ",".join(self._stack.tier_names),
+                "tiered_kv_blocks": config.primary_blocks,
+                "tiered_kv_block_bytes": config.block.bytes,
+                "tiered_kv_namespace": config.identity.digest.hex(),
+            }
+        ]
+
+    def shutdown(self) -> None:
+        """Let what is on its way to the tiers arrive, within the stack's time, and close them."""
+        self._stack.close()
+
+
+INFO_KEYS = ("tiered_kv_tiers", "tiered_kv_blocks", "tiered_kv_block_bytes", "tiered_kv_namespace")
+"""The labels that `TieredKVManager.config_info` fills."""
+
+
+def _allows_storage(req_context: Any) -> bool:
+    """Return whether a request may be served from the tiers below the primary one."""
+    return bool(req_context.load_tier_filter.allows(Medium.STORAGE, None))

@@ -1,0 +1,65 @@
+"""The configuration of a stack inside vLLM: what the user's file says, completed by what vLLM knows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from tiered_kv.config import StackConfig, load_config
+from tiered_kv.errors import ConfigError
+from tiered_kv.integrations.vllm.identity import ROW_LAYOUT, chunk_tokens, environment, namespace_of
+from tiered_kv.stackfile import fill_variables, read_stack_file
+
+ROW_ALIGNMENT_BYTES = 4096
+"""Rows are whole pages, so that disks read and write them directly."""
+
+_EXTRA = "kv_connector_extra_config"
+
+
+def bytes_per_worker(config: Any) -> int:  # Any: vLLM's OffloadingConfig
+    """Return the bytes of one chunk in one worker.
+
+    Raises:
+        ConfigError: vLLM tells no size.
+    """
+    size = int(config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk)
+    if size < 1:
+        raise ConfigError("vLLM tells no size of a KV cache block, so there is nothing to offload")
+    return size
+
+
+def stack_config(config: Any) -> StackConfig:  # Any: vLLM's OffloadingConfig
+    """Return the stack of a vLLM engine, the same in its scheduler and its workers.
+
+    Raises:
+        ConfigError: The file, or a setting in it, cannot be used.
+    """
+    source = config.extra_config.get("stack")
+    if not isinstance(source, (str, os.PathLike, Mapping)):
+        raise ConfigError(
+            f"expected the path of a stack's file, or a stack, found {source!r}",
+            location="kv_connector_extra_config.stack",
+        )
+    if isinstance(source, Mapping):
+        return _completed(source, config)
+    raw = read_stack_file(source)
+    try:
+        return _completed(raw, config)
+    except ConfigError as error:
+        raise ConfigError(error.message, location=error.location, file=os.fspath(source)) from None
+
+
+def _completed(raw: Mapping[str, object], config: Any) -> StackConfig:
+    if "block" in raw:
+        raise ConfigError("vLLM tells the size of a block; leave this out", location="block")
+    if config.canonical_layout:
+        raise ConfigError(
+            "canonical_layout is for vLLM's own worker; leave it out", location="kv_connector_extra_config"
+        )
+    environ = environment(config)
+    said = fill_variables({"namespace": raw.get("namespace")}, environ)["namespace"]
+    row_bytes = bytes_per_worker(config) * config.parallel.world_size
+    block = {"bytes": -(-row_bytes // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES, "tokens": chunk_tokens(config)}
+    namespace = namespace_of(config, said, row_layout=ROW_LAYOUT)
+    return load_config({**raw, "namespace": namespace, "block": block}, environ=environ)

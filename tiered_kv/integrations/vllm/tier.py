@@ -1,0 +1,322 @@
+"""A tier of ours as a secondary tier of vLLM's own tiering.
+
+vLLM's manager trusts its tiers: it knows no budgets, deadlines, breakers or failed requests. So between it and the tier
+stands what stands there in our own manager, a `Lane`, and this adapter answers for it.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import operator
+import time
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadPolicy, RequestOffloadingContext
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.base import OffloadPolicy as OurPolicy
+from tiered_kv.config import tier_settings
+from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.integrations.vllm.events import hit_source, vllm_events
+from tiered_kv.integrations.vllm.identity import VLLM_ROW_LAYOUT, chunk_tokens, environment, namespace_of
+from tiered_kv.integrations.vllm.metrics import CounterReport, metric_definitions
+from tiered_kv.integrations.vllm.requests import RequestBook, RequestNotes
+from tiered_kv.stackfile import fill_variables
+from tiered_kv.tiering.base import JobResult as OurResult
+from tiered_kv.tiering.base import TierSpec
+from tiered_kv.tiering.factory import SecondaryTierFactory
+from tiered_kv.tiering.isolation import IsolatedTier
+from tiered_kv.tiering.jobs import Job
+from tiered_kv.tiering.lane import Lane
+from tiered_kv.tiering.limits import TierLimits
+
+_log = logging.getLogger(__name__)
+
+ROOM_WAIT_S = 10.0
+"""How long a request is told to ask again because others' loads take all of the load budget."""
+DRAIN_WARNING_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
+_POLL_S = 0.0005
+_KEY_OF = operator.itemgetter(0)
+
+
+class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not there when types are checked
+    """Configured as `{"type": "TieredKVTier", "module_path": "tiered_kv.integrations.vllm", "tier": {...}}`.
+
+    vLLM calls all methods under its manager's lock, one after the other, from the scheduler's thread or its poll
+    thread. None but `drain_jobs` and `shutdown` waits.
+
+    Args:
+        offloading_spec: vLLM's spec, whose `config` tells what the blocks are.
+        primary_kv_view: The primary tier's memory, of shape (num_chunks, row bytes).
+        tier_type: What the configuration calls this class. Metrics show the tier's own name instead.
+        backpressure_detector: vLLM's, if its configuration has one. It may be used beside the tier's `store_budget`.
+        tier: One entry of `secondary` in a stack's file.
+        namespace: What the user says of the namespace; see `identity.OWN_FIELDS`.
+        locality: "LOCAL" or "REMOTE", for vLLM's events and load filters.
+
+    Raises:
+        ConfigError: A setting cannot be used, or a library is missing.
+        TierError: The tier cannot be opened.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,  # Any: vLLM's OffloadingSpec
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,  # Any: vLLM's BackpressureDetector
+        *,
+        tier: Mapping[str, object],
+        namespace: Mapping[str, object] | None = None,
+        locality: str | None = None,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        config = offloading_spec.config
+        entry = fill_variables({"tier": dict(tier)}, environment(config))["tier"]
+        settings = tier_settings(entry)
+        num_blocks, self._block_bytes = primary_kv_view.shape or (0, 0)
+        identity = namespace_of(
+            config, namespace, row_layout=getattr(offloading_spec, "row_layout", VLLM_ROW_LAYOUT)
+        ).identify(block_bytes=self._block_bytes, block_tokens=chunk_tokens(config))
+        spec = TierSpec(settings.name, self._block_bytes, identity.digest, identity.described)
+        # vLLM's view is of signed bytes, and it releases it while our tier may still hold its own.
+        view = primary_kv_view.cast("B").cast("B", (num_blocks, self._block_bytes))
+        opened = SecondaryTierFactory.create(spec, view, settings)
+        self.tier_type = settings.name
+        self.locality = None if locality is None else Locality(locality.upper())
+        self.cache_hit_source = hit_source(settings)
+        self._info = {"tiered_kv_type": settings.type, "tiered_kv_namespace": identity.digest.hex()}
+        self._tells_events = offloading_spec.kv_events_config.enable_kv_cache_events
+        self._clock = time.monotonic
+        self._lane = Lane(
+            settings.name,
+            opened if opened.is_nonblocking else IsolatedTier(opened),
+            TierLimits.of(settings),
+            self._block_bytes,
+            self._block_bytes * num_blocks,
+            self._clock,
+        )
+        self._is_closed = False
+        self._requests = RequestBook(self._clock)
+        self._report = CounterReport(self._clock)
+        self._began_s: dict[int, float] = {}
+        self._loading_for: dict[int, str] = {}  # job to request
+        self._ended: list[JobResult] = []
+
+    # Lookups.
+
+    def lookup(self, key: OffloadKey, req_context: Any) -> LookupResult:
+        lane, notes = self._lane, self._requests.of(req_context.req_id)
+        if notes.has_timed_out or key in notes.failed or not lane.is_searched:
+            return LookupResult.MISS
+        try:
+            answer = lane.tier.lookup(key, req_context)
+        except Exception:
+            lane.note_exception("lookup")
+            return self._give_up(notes)
+        if answer is None:
+            if notes.may_wait(key, self._clock(), lane.limits.lookup_timeout_s):
+                return LookupResult.RETRY
+            lane.counters["expired_lookups"] += 1
+            return self._give_up(notes)
+        return self._promise(key, notes) if answer else LookupResult.MISS
+
+    def _promise(self, key: OffloadKey, notes: RequestNotes) -> LookupResult:
+        """Answer for a key that the tier has; vLLM takes a row for each hit, and submits the load as the step ends."""
+        lane = self._lane
+        # vLLM lets a request's own promotions evict each other. A request that wants more than there is room for would
+        # go round for ever, so it gets a head of its prefix that fits.
+        if notes.hits < lane.load_blocks_max:
+            if lane.load_room() > 0:
+                notes.hits += 1
+                lane.load_blocks_reserved += 1
+                notes.asked.pop(key, None)
+                return LookupResult.HIT
+            if lane.is_loading and notes.may_wait(key, self._clock(), ROOM_WAIT_S):
+                return LookupResult.RETRY
+        lane.counters["refused_promotions"] += 1
+        return LookupResult.MISS
+
+    def _give_up(self, notes: RequestNotes) -> LookupResult:
+        notes.has_timed_out = True
+        self._lane.breaker.fail(self._clock())
+        return LookupResult.MISS
+
+    # Jobs.
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        taken = self._lane.select(_in_prefix_order(job_metadata), _KEY_OF)
+        if taken:
+            self._submit(job_metadata, taken)
+        else:
+            # A block that was not admitted is as it should be; one that found no room is a store that failed.
+            self._end(job_metadata.job_id, is_success=self._lane.store_room() > 0)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        lane = self._lane
+        lane.load_blocks_reserved = max(lane.load_blocks_reserved - len(job_metadata.keys), 0)
+        self._loading_for[job_metadata.job_id] = job_metadata.req_context.req_id
+        if lane.refusal():  # the breaker has opened since the lookup
+            self._fail(job_metadata)
+        else:
+            self._submit(job_metadata, _in_prefix_order(job_metadata))
+
+    def _submit(self, job_metadata: TransferJob, pairs: list[tuple[OffloadKey, int]]) -> None:
+        lane, now_s = self._lane, self._clock()
+        keys, blocks = [key for key, _ in pairs], [CPUBlock(row) for _, row in pairs]
+        deadline_s = now_s + lane.limits.job_timeout_s
+        self._began_s[job_metadata.job_id] = now_s
+        job = Job(job_metadata.job_id, keys, blocks, job_metadata.is_promotion, deadline_s)
+        if not lane.submit(job, job_metadata.req_context):
+            self._fail(job_metadata)
+
+    def _fail(self, job_metadata: TransferJob) -> None:
+        self._note_failed(job_metadata.job_id, job_metadata.keys)
+        self._end(job_metadata.job_id, is_success=False)
+
+    def _end(self, job_id: int, *, is_success: bool) -> None:
+        """Report a job that moved nothing, with the next that are asked for."""
+        self._began_s.pop(job_id, None)
+        self._loading_for.pop(job_id, None)
+        self._ended.append(JobResult(job_id, is_success, transfer_time=0.0, transfer_bytes=0))
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        self._collect()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _collect(self) -> None:
+        self._ended += [self._translate(job, result) for job, result in self._lane.collect()]
+
+    def _translate(self, job: Job, result: OurResult) -> JobResult:
+        done = set(job.keys) if result.success else set(result.successful_keys or ()).intersection(job.keys)
+        if len(done) < len(job.keys):
+            self._note_failed(job.job_id, [key for key in job.keys if key not in done])
+        self._loading_for.pop(job.job_id, None)
+        return JobResult(
+            job.job_id,
+            success=len(done) == len(job.keys),
+            successful_keys=tuple(done) if job.is_promotion and len(done) < len(job.keys) else None,
+            transfer_time=self._clock() - self._began_s.pop(job.job_id),
+            transfer_bytes=len(done) * self._block_bytes,
+        )
+
+    def _note_failed(self, job_id: int, keys: Iterable[OffloadKey]) -> None:
+        """Remember for the request of a load what it must not be sent to load again."""
+        req_id = self._loading_for.get(job_id)
+        notes = None if req_id is None else self._requests.known(req_id)
+        if notes is not None:
+            notes.failed.update(keys)
+
+    def drain_jobs(self) -> None:
+        """Wait until the tier has let go of every row, as vLLM asks before it gives the rows to others.
+
+        There is no deadline: vLLM has no quarantine, and a row that is given away too early would hold wrong bytes.
+        The tier drops what it has not begun when its `job_timeout` is over, so only a call that hangs holds this up.
+        """
+        lane = self._lane
+        warn_s = self._clock() + DRAIN_WARNING_S
+        self._collect()
+        while lane.jobs:
+            time.sleep(_POLL_S)
+            self._collect()
+            lane.expire(self._clock())
+            if self._clock() >= warn_s:
+                warn_s += DRAIN_WARNING_S
+                _log.warning(
+                    "tier '%s' still works on %d jobs; vLLM waits for it to reset its cache", lane.name, len(lane.jobs)
+                )
+
+    # Requests and steps.
+
+    def touch(self, keys: Collection[OffloadKey], req_context: Any) -> None:
+        self._lane.call("touch", keys, req_context)
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        self._requests.begin(req_context.req_id)
+        answer = self._lane.call("on_new_request", req_context)
+        if answer is not None and answer.policy is OurPolicy.REQUEST_LEVEL:
+            return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        self._requests.end(req_context.req_id)
+        self._lane.call("on_request_finished", req_context)
+
+    def on_schedule_end(self, context: Any) -> None:
+        lane, now_s = self._lane, self._clock()
+        # All loads of the step have been submitted. What is still reserved found no room in the primary tier.
+        lane.load_blocks_reserved = 0
+        lane.call("on_schedule_end")
+        lane.expire(now_s)
+        lane.tick(now_s)
+
+    # Events, metrics, the end.
+
+    def take_events(self) -> Iterable[Any]:
+        events = self._lane.take_events()
+        return vllm_events(events, self.locality) if self._tells_events else ()
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        return metric_definitions()
+
+    def get_stats(self) -> Any:
+        return self._report.take(self.counters)
+
+    def counters(self) -> dict[str, dict[str, int]]:
+        """Return what the tier, and the lane before it, have counted, by the tier's name."""
+        lane = self._lane
+        return {
+            lane.name: {
+                **lane.counters,
+                "jobs_in_flight": len(lane.jobs),
+                "breaker_opened": lane.breaker.times_opened,
+                **(lane.call("stats") or {}),
+            }
+        }
+
+    @classmethod
+    def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:
+        return ("tiered_kv_type", "tiered_kv_namespace")
+
+    def config_info(self) -> Mapping[str, str]:
+        return self._info
+
+    def shutdown(self) -> None:
+        """Let what is on its way arrive, for a while, and close the tier. Nothing but this may be called afterwards.
+
+        vLLM unmaps the primary tier's memory next, unless somebody has a view of it. That may be a thread that still
+        works on it, but not a tier that is closed: this lets go of the tier.
+        """
+        if not self._is_closed:
+            self._is_closed = True
+            end_s = self._clock() + CLOSE_TIMEOUT_S
+            while self._lane.jobs and self._clock() < end_s:
+                time.sleep(_POLL_S)
+                self._collect()
+            self._lane.call("shutdown")
+            del self._lane
+            gc.collect()  # a tier and its callbacks hold each other
+
+
+def _in_prefix_order(job_metadata: TransferJob) -> list[tuple[OffloadKey, int]]:
+    """Return a job's keys and rows, head of the prefix first.
+
+    vLLM passes keys through sets, which lose their order; its request remembers at which token each ends. Blocks that
+    are stored in order are read back in fewer, larger reads.
+    """
+    rows = np.asarray(job_metadata.chunk_ids).tolist()
+    pairs = list(zip(job_metadata.keys, rows, strict=True))
+    position_of = job_metadata.req_context.get_offload_key_position
+    positions = {key: position_of(key) for key, _ in pairs}
+    if None in positions.values():
+        return pairs
+    return sorted(pairs, key=lambda pair: positions[pair[0]])

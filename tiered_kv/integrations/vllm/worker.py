@@ -1,0 +1,75 @@
+"""Our transfer handlers as vLLM's worker, for KV caches on CUDA devices and in CPU memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+
+from tiered_kv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from tiered_kv.errors import TieredKVError
+from tiered_kv.worker.base import WorkerHandlers
+
+
+def our_caches(kv_caches: Any) -> CanonicalKVCaches:  # Any: vLLM's CanonicalKVCaches
+    """Return vLLM's caches as ours: the same tensors.
+
+    vLLM's references also tell how a page would lie in its canonical layout, whether that is asked for or not. Our
+    specs refuse to be asked for it.
+    """
+    return CanonicalKVCaches(
+        tensors=[CanonicalKVCacheTensor(each.tensor, each.page_size_bytes) for each in kv_caches.tensors],
+        group_data_refs=[
+            [CanonicalKVCacheRef(ref.tensor_idx, ref.page_size_bytes) for ref in refs]
+            for refs in kv_caches.group_data_refs
+        ],
+    )
+
+
+class HandlerWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is not there when types are checked
+    """One direction for each of vLLM's two verbs. All methods belong to the worker's thread.
+
+    vLLM knows no transfer that failed: what a worker reports is taken for stored, or for loaded. (It asserts success,
+    which `python -O` leaves out.) So a copy that failed is an exception, which ends the engine: better than a block
+    that was computed upon bytes that did not arrive, or one that is stored without its bytes.
+
+    Args:
+        handlers: Our handlers, which this shuts down.
+        on_shutdown: Called after that, to let go of the region.
+    """
+
+    def __init__(self, handlers: WorkerHandlers, on_shutdown: Callable[[], object] = lambda: None) -> None:
+        self._handlers = handlers
+        self._on_shutdown = on_shutdown
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        return self._handlers.store.transfer_async(job_id, (src_spec, dst_spec))
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
+        # From 0.33 on an expedited load is waited for in its step. Ours begin at once, behind the loads before them.
+        return self._handlers.load.transfer_async(job_id, (src_spec, dst_spec))
+
+    def get_finished(self) -> list[TransferResult]:
+        """Return the transfers that have ended.
+
+        Raises:
+            TieredKVError: One of them failed; the log tells why.
+        """
+        results = [*self._handlers.store.get_finished(), *self._handlers.load.get_finished()]
+        failed = [each for each in results if not each.success]
+        if failed:
+            source, destination = failed[0].transfer_type or ("?", "?")
+            raise TieredKVError(
+                f"{len(failed)} of {len(results)} copies between the KV cache and the primary tier failed, the first "
+                f"of them job {failed[0].job_id} from {source} to {destination}; the engine must end"
+            )
+        return [TransferResult(each.job_id, each.success, each.transfer_size, each.transfer_time) for each in results]
+
+    def wait(self, job_ids: set[int]) -> None:
+        self._handlers.store.wait(job_ids)
+        self._handlers.load.wait(job_ids)
+
+    def shutdown(self) -> None:
+        self._handlers.shutdown()
+        self._on_shutdown()
