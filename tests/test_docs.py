@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,6 +81,66 @@ def test_every_counter_of_a_busy_replay_is_described(tmp_path: Path, failing: st
 @pytest.mark.parametrize("error", [OSError(28, "full"), OSError(5, "bad"), TimeoutError(), ValueError()])
 def test_every_reason_of_the_toolkit_is_described(error: Exception) -> None:
     assert f"`{failure_reason(error)}`" in (ROOT / "docs/counters.md").read_text()
+
+
+BUILT_IN: dict[str, dict[str, object]] = {
+    "fs": {"path": "", "capacity": "64MiB"},
+    "memory": {"capacity": "64MiB"},
+    "nvme": {"path": "", "capacity": "64MiB"},
+    "redis": {"url": "redis://127.0.0.1:1"},
+    "s3": {
+        "bucket": "bucket",
+        "endpoint_url": "http://127.0.0.1:1",
+        "region": "us-east-1",
+        "access_key_id": "id",
+        "secret_access_key": "secret",
+        "capacity": "64MiB",
+    },
+}
+"""Entries of all built-in tiers, with every setting that brings a counter; nobody listens where they lead to."""
+
+
+def test_every_built_in_tier_is_looked_at() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["tiered_kv"].keys() == BUILT_IN.keys()
+
+
+@pytest.mark.parametrize("tier_type", BUILT_IN)
+def test_a_tier_has_the_counters_that_the_page_gives_it_and_no_others(tier_type: str, tmp_path: Path) -> None:
+    if tier_type == "s3":
+        pytest.importorskip("boto3", reason="boto3 is not installed")
+    entry = {"type": tier_type, **BUILT_IN[tier_type]}
+    if "path" in entry:
+        entry["path"] = str(tmp_path / "kv")
+    tier = SecondaryTierFactory.create(None, memoryview(bytearray(16 * KIB)).cast("B", (4, 4 * KIB)), entry)
+    try:
+        counters = set(tier.stats())
+    finally:
+        tier.shutdown()
+    assert counters == counters_of("tiers made with the toolkit") | counters_of(tier_type)
+
+
+def counters_of(section: str) -> set[str]:
+    """Return the counters that the page describes in a section, families (`failed_…`) left out."""
+    page = (ROOT / "docs/counters.md").read_text()
+    (text,) = re.findall(rf"^## Of {section}\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)
+    table = text.partition("| counter |")[2].partition("\n\n")[0]
+    cells = " ".join(row.split("|")[1] for row in table.splitlines() if row.startswith("|"))
+    return {name for name in re.findall(r"`(\w+…?)`", cells) if not name.endswith("…")}
+
+
+def test_the_primary_tier_and_the_manager_have_the_counters_that_the_page_gives_them() -> None:
+    with open_stack({"namespace": {"model": "m"}, "block": {"bytes": KIB}, "primary": {"capacity": 4 * KIB}}) as stack:
+        assert set(stack.counters()["cpu"]) == counters_of("the primary tier")
+    # Those of a tier come as they happen, so their names are looked for where they are counted.
+    source = "".join(path.read_text() for path in (ROOT / "tiered_kv/tiering").glob("*.py"))
+    counted = set(re.findall(r"counters\[\"(\w+)\"\]", source))
+    described = counters_of("every secondary tier")
+    assert counted <= described
+    built = {"stored_blocks", "stored_bytes", "loaded_blocks", "loaded_bytes", "store_jobs", "load_jobs"}
+    built |= {"skipped_budget", "skipped_admission", "skipped_breaker", "skipped_disabled"}
+    built |= {"failed_stores", "failed_loads", "jobs_in_flight", "breaker_opened"}
+    assert described == counted | built, "no described counter is missing"
 
 
 def is_described(name: str, page: str) -> bool:

@@ -3,8 +3,9 @@
     python tests/performance/beside_peers.py DIRECTORY --bench ../shared/bench --peers PEERS --rounds 3 >table.md
 
 DIRECTORY is on the disk to measure. PEERS holds the peers' environments, made by the bench folder's `setup_peers.sh`;
-`fio` must be installed. Every round runs each side once, in turn, so that what else the machine does meets all of
-them alike. A row gives medians, the lowest and highest of the rounds, and the ratio of the medians.
+`fio`, `redis-server` and `nginx` must be installed. Every round runs each side once, in turn, so that what else the
+machine does meets all of them alike. A row gives medians, the lowest and highest of the rounds, and the ratio of the
+medians.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any  # what a script prints
 HERE = Path(__file__).parent
 SIZES = ((65536, 16384), (1 << 20, 1024))
 TIMEOUT_S = 900
-PARTS = ("nvme", "open", "step", "manager")
+PARTS = ("nvme", "open", "step", "manager", "redis", "s3")
 
 
 @dataclass
@@ -52,6 +53,11 @@ class Measurements:
                 self._add(f"step {percentile} (us)", "own idle step", steps["idle_step_us"][percentile])
         if "manager" in parts:
             self._manager()
+        if "redis" in parts:
+            for label, block_bytes, blocks in (("64 KiB", 65536, 4096), ("1 MiB", 1 << 20, 512)):
+                self._redis(label, block_bytes, blocks)
+        if "s3" in parts:
+            self._s3()
 
     def table(self, rows: Sequence[tuple[str, str, str]]) -> str:
         """Return a Markdown table of (what, of whom, at least) against this project."""
@@ -105,6 +111,25 @@ class Measurements:
             self._add(what, "ours", ours[f"{pattern}_keys_per_s"])
             self._add(what, "vLLM manager", theirs[f"{pattern}_keys_per_s"])
 
+    def _redis(self, label: str, block_bytes: int, blocks: int) -> None:
+        size = ("--block-bytes", str(block_bytes), "--blocks", str(blocks), "--rounds", "1")
+        others = ("--bench", str(self.bench), "--peers", str(self.peers))
+        rates = self._ours("redis_rates.py", *size, *others, directory=False)
+        for direction in ("store", "load"):
+            for ours, whom, theirs in (("one_connection", "raw RESP", "raw"), ("default", "LMCache resp", "resp")):
+                what = f"redis {direction} {label}, {ours.replace('_', ' ')}"
+                for unit, name in (("GB/s", "gb_per_s"), ("CPU-s/GB", "cpu_s_per_gb")):
+                    self._add(f"{what} ({unit})", "ours", rates[f"{ours}_{direction}_{name}"])
+                    self._add(f"{what} ({unit})", whom, rates[f"{theirs}_{direction}_{name}"])
+
+    def _s3(self) -> None:
+        rates = self._ours("s3_rates.py", "--rounds", "1", directory=False)
+        for direction in ("store", "load"):
+            for unit, name in (("GB/s", "gb_per_s"), ("CPU-s/GB", "cpu_s_per_gb")):
+                what = f"s3 {direction} 1 MiB ({unit})"
+                self._add(what, "ours", rates[f"ours_{direction}"][name])
+                self._add(what, "boto3", rates[f"boto3_{direction}"][name])
+
     def _ours(self, script: str, *arguments: str, directory: bool = True) -> dict[str, Any]:
         where = [str(self.directory)] if directory else []
         return _run([sys.executable, str(HERE / script), *where, *arguments])
@@ -140,6 +165,20 @@ ROWS = (
     ("manager load (keys/s)", "vLLM manager", "3 x"),
     ("step p50 (us)", "own idle step", ""),
     ("step p99 (us)", "own idle step", "at most 3 x, under 300 us"),
+    *(
+        (f"redis {direction} {size}, {ours} ({unit})", whom, target if unit == "GB/s" else "")
+        for ours, whom, targets in (
+            ("one connection", "raw RESP", {"store": "0.85 x", "load": "0.85 x"}),
+            ("default", "LMCache resp", {"store": "1.2 x", "load": "1 x"}),
+        )
+        for unit in ("GB/s", "CPU-s/GB")
+        for size in ("64 KiB", "1 MiB")
+        for direction, target in targets.items()
+    ),
+    ("s3 store 1 MiB (GB/s)", "boto3", "2 x"),
+    ("s3 load 1 MiB (GB/s)", "boto3", "2 x"),
+    ("s3 store 1 MiB (CPU-s/GB)", "boto3", "at most 0.5 x"),
+    ("s3 load 1 MiB (CPU-s/GB)", "boto3", "at most 0.5 x"),
 )
 
 

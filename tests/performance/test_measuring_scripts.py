@@ -47,6 +47,14 @@ def test_s3_rates() -> None:
     assert run("s3_rates.py", "--blocks", "32", "--rounds", "1")
 
 
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
+def test_redis_rates() -> None:
+    rates = run("redis_rates.py", "--blocks", "64", "--rounds", "1")
+    for side in ("one_connection", "default"):
+        assert rates[f"{side}_store_gb_per_s"] > 0
+        assert rates[f"{side}_load_gb_per_s"] > 0
+
+
 def test_step_latency(tmp_path: Path) -> None:
     steps = run("step_latency.py", str(tmp_path), "--steps", "20")
     assert steps["nvme_loaded_blocks"] > 0, "the tier was not busy"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,11 +22,15 @@ from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.model import StackUnderTest
 from tiered_kv.testing.prompt import PromptTier
+from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults
+from tiered_kv.testing.redis_servers import RedisServer, redis_server
+from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.testing.state_machine import OpenStack, make_state_machine
 from tiered_kv.testing.watch import RowLedger, WatchedTier
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.limits import TierLimits
 from tiered_kv.tiering.manager import TieringOffloadingManager
+from tiered_kv.toolkit.record import HEADER_BYTES
 from tiered_kv_fs.settings import FsSettings
 from tiered_kv_fs.tier import FsTier
 from tiered_kv_memory.settings import MemorySettings
@@ -32,10 +38,21 @@ from tiered_kv_memory.tier import MemoryTier
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.tier import NvmeTier
 
+__all__ = ["moto_bucket", "moto_server", "redis_server"]
+
 BLOCK_NAME_LETTERS = 32
 """Length of the name of a block's file of the fs tier: its digest in hexadecimal."""
 NUM_BLOCKS = 16
 BLOCK_BYTES = 512
+REDIS_EXAMPLES = 20
+S3_EXAMPLES = 5
+WIRE_FAULTS = {
+    "answers do not arrive": (Direction.TO_CLIENT, Faults(stalls=True)),
+    "answers are cut off": (Direction.TO_CLIENT, Faults(cut_after_bytes=700)),
+    "answers are damaged": (Direction.TO_CLIENT, Faults(flip_at_byte=300)),
+    "requests are cut off": (Direction.TO_SERVER, Faults(cut_after_bytes=900, cut_by_reset=True)),
+    "requests are damaged": (Direction.TO_SERVER, Faults(flip_at_byte=800)),
+}
 
 
 class ResettableTier(FourMethodTier):
@@ -72,7 +89,13 @@ def fs(spec: TierSpec, view: memoryview, directory: Path) -> SecondaryTierManage
     return FsTier(spec, view, spec.name, settings)
 
 
-def open_stack_over(*make_tiers: MakeTier, policy: str = "lru") -> OpenStack:
+Corrupt = Callable[[Path], None]
+"""Damages what the tiers of the stack over a directory have stored."""
+
+
+def open_stack_over(
+    *make_tiers: MakeTier, policy: str = "lru", corrupt: Corrupt | None = None, wire: FaultProxy | None = None
+) -> OpenStack:
     """Return an opener of stacks with tiers that can be made to fail, to hang and to lose bytes."""
 
     def open_stack(directory: Path) -> StackUnderTest:
@@ -96,7 +119,10 @@ def open_stack_over(*make_tiers: MakeTier, policy: str = "lru") -> OpenStack:
             ],
             clock=clock,
         )
-        return StackUnderTest(manager, clock, faults, partial(corrupt_files, directory), ledger)
+        if wire is not None:
+            for name, (direction, fault) in WIRE_FAULTS.items():
+                faults[name] = partial(switch_wire, wire, direction, fault)
+        return StackUnderTest(manager, clock, faults, partial(corrupt or corrupt_files, directory), ledger)
 
     return open_stack
 
@@ -119,6 +145,10 @@ def open_stack_over_blocking_tier(directory: Path) -> StackUnderTest:
 
 def switch_gate(gate: Gate, hangs: bool) -> None:
     (gate.close if hangs else gate.open)()
+
+
+def switch_wire(wire: FaultProxy, direction: Direction, faults: Faults, on: bool) -> None:
+    wire.set_faults(direction, faults if on else NO_FAULTS)
 
 
 def corrupt_files(directory: Path) -> None:
@@ -158,10 +188,96 @@ EVERY_STACK = {
 
 @pytest.mark.parametrize("name", EVERY_STACK)
 def test_a_stack_keeps_its_promises_in_any_order_of_events(name: str) -> None:
-    run(EVERY_STACK[name], examples=25)
+    run(EVERY_STACK[name], examples=10)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY_STACK)
 def test_a_stack_keeps_its_promises_in_many_orders_of_events(name: str) -> None:
     run(EVERY_STACK[name], examples=int(os.environ.get("TIERED_KV_EXAMPLES", "150")))
+
+
+# Stacks over servers.
+
+
+def namespace_of(directory: Path, spec: TierSpec) -> TierSpec:
+    """Return the spec with a namespace of the directory's own, so that histories do not see each other's blocks."""
+    return replace(spec, namespace_digest=hashlib.blake2b(str(directory).encode(), digest_size=16).digest())
+
+
+def redis_at(port: int, **settings: object) -> MakeTier:
+    pytest.importorskip("redis", reason="redis-py is not installed")
+    from tiered_kv_redis.settings import RedisSettings
+    from tiered_kv_redis.tier import RedisTier
+
+    checked = RedisSettings.model_validate({"url": f"redis://127.0.0.1:{port}", "connections": 2, **settings})
+    return lambda spec, view, directory: RedisTier(namespace_of(directory, spec), view, spec.name, checked)
+
+
+def s3_at(server: S3Server, bucket: str, **settings: object) -> MakeTier:
+    from tiered_kv_s3.settings import S3Settings
+    from tiered_kv_s3.tier import S3Tier
+
+    checked = S3Settings.model_validate(server.settings(bucket, connections=2, **settings))
+    return lambda spec, view, directory: S3Tier(namespace_of(directory, spec), view, spec.name, checked)
+
+
+def damage_redis(server: RedisServer, directory: Path) -> None:
+    server.damage("tkv1:*", HEADER_BYTES)
+
+
+def damage_bucket(server: S3Server, bucket: str, directory: Path) -> None:
+    server.damage(bucket, "/blocks/")
+
+
+@pytest.fixture
+def bad_wire_to_redis(redis_server: RedisServer) -> Iterator[FaultProxy]:
+    with FaultProxy(("127.0.0.1", redis_server.port)) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def bad_wire_to_s3(moto_server: S3Server) -> Iterator[FaultProxy]:
+    with FaultProxy(moto_server.address) as proxy:
+        yield proxy
+
+
+@pytest.mark.slow
+def test_a_stack_over_redis_keeps_its_promises(redis_server: RedisServer) -> None:
+    corrupt = partial(damage_redis, redis_server)
+    run(open_stack_over(redis_at(redis_server.port), corrupt=corrupt), examples=REDIS_EXAMPLES)
+
+
+@pytest.mark.slow
+def test_a_stack_over_redis_keeps_its_promises_on_a_bad_wire(
+    redis_server: RedisServer, bad_wire_to_redis: FaultProxy
+) -> None:
+    timeouts = {"timeout": "50ms", "connect_timeout": "50ms", "lookup_timeout": "50ms"}
+    tier = redis_at(bad_wire_to_redis.port, **timeouts)
+    corrupt = partial(damage_redis, redis_server)
+    run(open_stack_over(tier, corrupt=corrupt, wire=bad_wire_to_redis), examples=REDIS_EXAMPLES)
+
+
+@pytest.mark.slow
+def test_a_stack_over_s3_keeps_its_promises(moto_server: S3Server, moto_bucket: str) -> None:
+    corrupt = partial(damage_bucket, moto_server, moto_bucket)
+    run(open_stack_over(s3_at(moto_server, moto_bucket), corrupt=corrupt), examples=S3_EXAMPLES)
+
+
+@pytest.mark.slow
+def test_a_stack_over_s3_keeps_its_promises_on_a_bad_wire(
+    moto_server: S3Server, moto_bucket: str, bad_wire_to_s3: FaultProxy
+) -> None:
+    url = f"http://{bad_wire_to_s3.host}:{bad_wire_to_s3.port}"
+    timeouts = {"job_timeout": "200ms", "request_timeout": "100ms", "lookup_timeout": "100ms", "attempts": 2}
+    tier = s3_at(moto_server, moto_bucket, endpoint_url=url, **timeouts)
+    corrupt = partial(damage_bucket, moto_server, moto_bucket)
+    run(open_stack_over(tier, corrupt=corrupt, wire=bad_wire_to_s3), examples=S3_EXAMPLES)
+
+
+@pytest.mark.slow
+def test_a_stack_over_redis_and_s3_keeps_its_promises(
+    redis_server: RedisServer, moto_server: S3Server, moto_bucket: str
+) -> None:
+    tiers = redis_at(redis_server.port), s3_at(moto_server, moto_bucket)
+    run(open_stack_over(nvme, *tiers, corrupt=partial(damage_redis, redis_server)), examples=S3_EXAMPLES)

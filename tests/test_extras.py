@@ -1,0 +1,157 @@
+"""A stack that needs a library which is not installed says which extra brings it, wherever it is opened."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+Entry = dict[str, object]
+
+
+class Told(NamedTuple):
+    """The error of `open_stack`, if any, and the status and output of `tiered-kv check`."""
+
+    error: str
+    status: int
+    output: str
+
+
+LIBRARIES = {
+    "redis": ("redis",),
+    "s3": ("boto3", "botocore"),
+    "fs": ("aiofiles",),
+    "zstd": ("zstandard",),
+}
+"""What is missing where an extra was not installed."""
+
+NO_TIER = {"torch", "transformers", "crypto", "test", "all"}
+"""Extras that no tier type and no codec asks for."""
+
+TIERS: dict[str, Entry] = {
+    "fs": {"capacity": "64MiB"},
+    "memory": {"capacity": "64MiB"},
+    "nvme": {"capacity": "64MiB"},
+    "redis": {"url": "redis://127.0.0.1:1"},
+    "s3": {
+        "bucket": "bucket",
+        "endpoint_url": "http://127.0.0.1:1",
+        "region": "us-east-1",
+        "access_key_id": "id",
+        "secret_access_key": "secret",
+        "attempts": 1,
+    },
+}
+"""Valid entries of all built-in tiers; those with a directory get one."""
+
+PROGRAM = """
+import contextlib, io, json, sys
+
+missing, stacks = json.loads(sys.argv[1])
+
+class WithoutExtras:
+    '''The finder of installed modules, for which some are not installed: not even `find_spec` knows of them.'''
+
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in missing else self.finder.find_spec(name, path, target)
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+sys.meta_path[:] = [WithoutExtras(finder) for finder in sys.meta_path]
+
+import tiered_kv
+from tiered_kv.cli import main
+
+told = {}
+for name, stack in stacks.items():
+    try:
+        tiered_kv.open_stack(stack).close()
+        error = ""
+    except tiered_kv.TieredKVError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    output, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        status = main(["check", stack])
+    told[name] = [error, status, output.getvalue() + errors.getvalue()]
+with contextlib.redirect_stdout(io.StringIO()):
+    told["plugins"] = ["", main(["plugins"]), ""]
+    told["schema"] = ["", main(["schema"]), ""]
+print(json.dumps(told))
+"""
+
+
+def told_without(extras: Sequence[str], entries: Mapping[str, Entry], directory: Path) -> dict[str, Told]:
+    """Return what is told of a stack for each entry where the libraries of `extras` are not installed."""
+    stacks = {}
+    for name, entry in entries.items():
+        own = {"path": str(directory / name)} if entry["type"] in ("fs", "nvme") else {}
+        stack = {
+            "namespace": {"model": "m"},
+            "block": {"bytes": 4096},
+            "primary": {"capacity": "1MiB"},
+            "secondary": [{**entry, **own}],
+        }
+        stacks[name] = str(directory / f"{name}.yaml")
+        Path(stacks[name]).write_text(json.dumps(stack))  # which is YAML too
+    missing = [module for extra in extras for module in LIBRARIES[extra]]
+    command = [sys.executable, "-c", PROGRAM, json.dumps([missing, stacks])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return {name: Told(*told) for name, told in json.loads(done.stdout).items()}
+
+
+def test_every_extra_is_looked_at() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = set(project["optional-dependencies"])
+    assert extras == LIBRARIES.keys() | NO_TIER
+    for extra, modules in LIBRARIES.items():
+        assert any(needed.startswith(modules[0]) for needed in project["optional-dependencies"][extra])
+    assert project["entry-points"]["tiered_kv"].keys() == TIERS.keys()
+
+
+def assert_install_command(told: Told, feature: str, extra: str) -> None:
+    command = f"{feature} needs a library that is not installed: pip install 'tiered-kv[{extra}]'"
+    assert told.error == f"MissingExtraError: {command}"
+    assert told.status == 1
+    assert command in " ".join(told.output.split())
+    assert "Traceback" not in told.output
+
+
+def test_without_any_extra_a_stack_says_which_one_it_needs(tmp_path: Path) -> None:
+    entries: dict[str, Entry] = {extra: {"type": extra, **TIERS[extra]} for extra in LIBRARIES if extra in TIERS}
+    local = {name: {"type": name, **TIERS[name]} for name in ("memory", "nvme")}
+    compressed = {f"{name}-zstd": {**entry, "codec": "zstd"} for name, entry in local.items()}
+    told = told_without(list(LIBRARIES), {**entries, **local, **compressed}, tmp_path)
+    for extra in entries:
+        assert_install_command(told[extra], f"tier '{extra}'", extra)
+    for name in compressed:
+        assert_install_command(told[name], "codec 'zstd'", "zstd")
+    for name in local:
+        assert (told[name].error, told[name].status) == ("", 0), "what needs no extra works"
+    assert (told["plugins"].status, told["schema"].status) == (0, 0), "no plugin is broken by it"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", LIBRARIES)
+def test_one_missing_extra_concerns_only_what_needs_it(extra: str, tmp_path: Path) -> None:
+    entries: dict[str, Entry] = {name: {"type": name, **entry} for name, entry in TIERS.items()}
+    compressed = {f"{name}-zstd": {**entry, "codec": "zstd"} for name, entry in entries.items() if name != extra}
+    told = told_without([extra], {**entries, **(compressed if extra == "zstd" else {})}, tmp_path)
+    for name in entries:
+        if name == extra:
+            assert_install_command(told[name], f"tier '{extra}'", extra)
+        else:
+            assert told[name].error == "", "a server that does not answer is no error"
+    for name in compressed if extra == "zstd" else ():
+        assert_install_command(told[name], "codec 'zstd'", "zstd")

@@ -1,0 +1,113 @@
+"""No secret is shown by a configuration, nor by any error about one: a marker is planted in each setting of each tier
+type, in each way in which a secret gets there, and looked for in all that is said."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from tiered_kv.cli import main
+from tiered_kv.config import StackConfig, load_config
+from tiered_kv.errors import ConfigError
+from tiered_kv.hooks import tier_plugins
+from tiered_kv.stackfile import parse_stack_text
+from tiered_kv.testing.secret_hunt import Sheet, new_marker
+from tiered_kv.testing.secret_plants import (
+    BY_CLASS,
+    MISTAKES,
+    QUICK,
+    STACK,
+    WAYS,
+    entry_of,
+    hunt_in_configuration,
+    settings_of,
+    show_config,
+    with_value,
+)
+
+TYPES = [*tier_plugins().tier_types(), BY_CLASS]
+
+
+@pytest.mark.parametrize("type_name", TYPES)
+def test_no_configuration_or_error_shows_what_a_tier_s_secret_setting_holds(type_name: str) -> None:
+    sheet = hunt_in_configuration(type_name, QUICK, secret_only=True)
+    assert sheet.findings() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("type_name", TYPES)
+def test_no_configuration_or_error_shows_what_any_setting_of_a_tier_got_as_a_secret(
+    type_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    sheet = hunt_in_configuration(type_name)
+    sheet.note("the log", caplog.text)
+    assert sheet.findings() == []
+    assert len(sheet) > 20, "there was something to look at"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("section", ["namespace", "block", "primary", "version"])
+def test_no_configuration_or_error_shows_what_a_stack_s_setting_holds(section: str) -> None:
+    planted = new_marker()
+    sheet = Sheet({"the secret": planted})
+    for setting in settings_of(StackConfig):
+        if setting.path[0] != section:
+            continue
+        for way, form in WAYS.items():
+            for further in MISTAKES.values():
+                if way != "as it is":
+                    source = {**with_value(STACK, setting.path, form.format(planted)), **further}
+                    show_config(sheet, f"{setting.path} {way}", source, planted)
+    assert sheet.findings() == []
+
+
+@pytest.mark.parametrize("name", ["pasword", "pw", "pass", "secret", "acess_key", "sentinel_pasword", "x", "dsn"])
+@pytest.mark.parametrize("type_name", ["redis", "s3"])
+def test_a_misspelled_secret_is_not_repeated(type_name: str, name: str) -> None:
+    planted = new_marker()
+    sheet = Sheet({"the secret": planted})
+    for value in (planted, [planted], {"a": planted}):
+        entry = {**entry_of(type_name), name: value}
+        show_config(sheet, name, {**STACK, "secondary": [entry]}, planted)
+        show_config(sheet, name, {**STACK, "secondary": [{**entry, "type": "nonesuch"}]}, planted)
+        show_config(sheet, name, {**STACK, "secondry": [entry]}, planted)
+    assert sheet.findings() == []
+
+
+def test_the_rest_of_a_message_stays() -> None:
+    entry = {**entry_of("redis"), "ttll": "1h"}
+    with pytest.raises(ConfigError, match=r"secondary\.0\.ttll: unknown key, with the value '1h'; did you mean 'ttl'"):
+        load_config({**STACK, "secondary": [entry]})
+
+
+BROKEN_YAML = r"""
+password: {0}: x¦password: !{0}¦password: !{0} x¦password: !{0}!x y¦password: !<{0}> x¦password: *{0}¦password: @{0}
+password: %{0}¦password: "{0}¦password: '{0}¦password: "\\{0}"¦password: |{0}¦password: >{0}¦password: `{0}`
+password: [{0}¦x: {{password: a,{0}}}¦x: {{password: {0}¦x: {{password: a{{{0}}}¦password: {0}]: y\n{0}¦{0}¦"{0}"¦- {0}
+- - {0}\nx¦{0}\n--- {0}¦password: !!bool {0}¦password: !!int {0}¦password: !!float {0}¦password: !!timestamp {0}
+password: !!binary {0}é¦password: !!python/name:{0} x¦password: !!python/object/apply:{0} []¦password: !!omap {0}
+password: &{0} x\ny: &{0} z\nq: *{0}x
+? [{0}]\n: x¦? {{a: {0}}}\n: x¦<<: {0}¦<<: [{0}]¦%{0}\n--- x¦%YAML {0}\n--- x
+%TAG {0} {0}\n--- x¦password: {0}\n  x: y¦password: {0}\n\\tx¦password: {0}\nz¦password: "{0}" y¦\0{0}¦a: {0}\0
+password: {0}\nx: 1\nx: 2¦password: ${{{0}¦password: a${{{0}!}}¦password: ${0}¦[[[{0}¦{{{{{0}¦key: - {0}
+""".strip()
+
+
+@pytest.mark.parametrize("template", [case for line in BROKEN_YAML.splitlines() for case in line.split("¦")])
+def test_no_syntax_error_repeats_the_file(template: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planted = new_marker()
+    text = template.replace(r"\n", "\n").replace(r"\0", "\0").format(planted)
+    sheet = Sheet({"the secret": planted})
+    try:
+        parse_stack_text(text)
+    except ConfigError as error:
+        sheet.note_error("parse", error)
+    file = tmp_path / "stack.yaml"
+    file.write_text(text)
+    main(["check", str(file), "--debug"])
+    captured = capsys.readouterr()
+    sheet.note("check", captured.out, captured.err)
+    assert sheet.findings() == []
