@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 
 from tiered_kv.testing.clock import ManualClock
+from tiered_kv.testing.figures import FIGURES, Figures, Profile
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.leaks import Footprint, left_behind
 
@@ -20,6 +21,45 @@ _PATIENT = hypothesis.settings(deadline=None, database=None, suppress_health_che
 hypothesis.settings.register_profile("repeatable", _PATIENT, derandomize=True)
 hypothesis.settings.register_profile("explore", _PATIENT, max_examples=1000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("trust", "the proofs of docs/guarantees.md, pytest -m trust")
+    group.addoption(
+        "--trust",
+        choices=[profile.value for profile in Profile],
+        default=Profile.SHORT.value,
+        help="how much the proofs try: short, as in continuous integration, or full",
+    )
+    group.addoption("--trust-table", type=Path, metavar="PATH", help="write the table of figures as JSON, too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[FIGURES] = Figures()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print what the proofs of this run came to, if there were any."""
+    figures = config.stash[FIGURES]
+    if figures:
+        terminalreporter.section(f"trust, {config.getoption('--trust')} profile")
+        for line in figures.lines():
+            terminalreporter.line(line)
+        path = config.getoption("--trust-table")
+        if path is not None:
+            figures.write(path)
+
+
+@pytest.fixture(scope="session")
+def figures(pytestconfig: pytest.Config) -> Figures:
+    """Where a proof says how much it tried, and how much of that kept its promise."""
+    return pytestconfig.stash[FIGURES]
+
+
+@pytest.fixture(scope="session")
+def profile(pytestconfig: pytest.Config) -> Profile:
+    """How much the proofs of this run try."""
+    return Profile(pytestconfig.getoption("--trust"))
 
 
 @pytest.fixture(scope="session")

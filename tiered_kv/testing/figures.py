@@ -1,0 +1,139 @@
+"""The table of figures: what each proof tried, and how much of it kept its promise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+
+class Profile(Enum):
+    """How much the proofs of a run try."""
+
+    SHORT = "short"
+    """What continuous integration has time for: every kind of case, and of the many a sample."""
+    FULL = "full"
+    """Every case that there is, and ten minutes of load."""
+
+
+class Proof(NamedTuple):
+    """A row of the table.
+
+    Args:
+        promise: Which promise of `docs/guarantees.md` it proves.
+        unit: What it counts.
+    """
+
+    promise: str
+    unit: str
+
+
+WRONG_BYTES, PHANTOM, WAIT, LIMITS, ENGINE = "wrong bytes", "phantoms", "waits", "limits", "engine"
+SECRECY, UPGRADE = "secrecy", "upgrades"
+
+PROOFS: Mapping[str, Proof] = {
+    "crash/nvme": Proof(PHANTOM, "system calls killed at"),
+    "crash/fs": Proof(PHANTOM, "system calls killed at"),
+    "crash/redis": Proof(PHANTOM, "system calls killed at"),
+    "crash/s3": Proof(PHANTOM, "system calls killed at"),
+    "io-errors/nvme": Proof(ENGINE, "system calls that failed or came short"),
+    "io-errors/fs": Proof(ENGINE, "system calls that failed or came short"),
+    "full-disk": Proof(ENGINE, "tiers on a full file system"),
+    "power-loss": Proof(PHANTOM, "file systems shut down"),
+    "corruption/nvme": Proof(WRONG_BYTES, "damages"),
+    "corruption/fs": Proof(WRONG_BYTES, "damages"),
+    "corruption/redis": Proof(WRONG_BYTES, "damages"),
+    "corruption/s3": Proof(WRONG_BYTES, "damages"),
+    "corruption/memory": Proof(WRONG_BYTES, "damages"),
+    "fuzz/record": Proof(WRONG_BYTES, "inputs"),
+    "fuzz/segment": Proof(WRONG_BYTES, "inputs"),
+    "fuzz/replies": Proof(WRONG_BYTES, "inputs"),
+    "fuzz/stack-file": Proof(ENGINE, "inputs"),
+    "fuzz/trace": Proof(ENGINE, "inputs"),
+    "wire-faults": Proof(WRONG_BYTES, "faults on the wire"),
+    "simulation": Proof(WRONG_BYTES, "seeds"),
+    "races": Proof(WRONG_BYTES, "races"),
+    "soak": Proof(LIMITS, "minutes"),
+    "frozen-servers": Proof(WAIT, "requests while all servers hung"),
+    "security": Proof(SECRECY, "checks"),
+    "encryption": Proof(SECRECY, "damages and wrong keys"),
+    "upgrades": Proof(UPGRADE, "golden files and foreign versions"),
+    "planted-defects": Proof("the proofs themselves", "defects planted, and found"),
+}
+"""Every row that the table has; one that no test filled is shown as not run."""
+
+
+@dataclass
+class Figure:
+    """What a proof came to in this run."""
+
+    tried: int = 0
+    passed: int = 0
+    note: str = ""
+
+
+class Figures:
+    """Collects what the tests of one run proved."""
+
+    def __init__(self) -> None:
+        self._figures: dict[str, Figure] = {}
+
+    def add(self, proof: str, tried: int, passed: int, note: str = "") -> None:
+        """Count cases of a proof.
+
+        Args:
+            proof: A key of `PROOFS`.
+            tried: How many cases there were.
+            passed: How many kept the promise.
+            note: What else the table shall say, such as the seeds or the minutes.
+
+        Raises:
+            KeyError: The table has no such row.
+        """
+        PROOFS[proof]
+        figure = self._figures.setdefault(proof, Figure())
+        figure.tried += tried
+        figure.passed += passed
+        if note and note not in figure.note:
+            figure.note = f"{figure.note}; {note}" if figure.note else note
+
+    def __bool__(self) -> bool:
+        return bool(self._figures)
+
+    @property
+    def broken(self) -> list[str]:
+        """The proofs with a case that did not pass."""
+        return [name for name, figure in self._figures.items() if figure.passed != figure.tried]
+
+    @property
+    def missing(self) -> list[str]:
+        """The proofs that no test filled."""
+        return [name for name in PROOFS if name not in self._figures]
+
+    def lines(self) -> Iterable[str]:
+        """Return the table as text."""
+        yield f"{'proof':<18} {'of':<22} {'tried':>8} {'passed':>8}  what"
+        for name, proof in PROOFS.items():
+            figure = self._figures.get(name)
+            if figure is None:
+                yield f"{name:<18} {proof.promise:<22} {'-':>8} {'-':>8}  not run: {proof.unit}"
+            else:
+                what = f"{proof.unit} ({figure.note})" if figure.note else proof.unit
+                yield f"{name:<18} {proof.promise:<22} {figure.tried:>8} {figure.passed:>8}  {what}"
+
+    def write(self, path: Path) -> None:
+        """Write the table as JSON, one object a proof."""
+        rows = {
+            name: {"tried": figure.tried, "passed": figure.passed, "note": figure.note}
+            for name, figure in self._figures.items()
+        }
+        path.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+FIGURES = pytest.StashKey[Figures]()
+"""Where a run keeps its figures."""
