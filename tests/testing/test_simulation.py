@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.testing.figures import Figures, Profile
 from tiered_kv.testing.simulation import Failure, Scenario, run
-from tiered_kv.testing.simulation import tier as simulated_tier
+from tiered_kv.testing.simulation import storage as simulated_storage
 from tiered_kv.testing.simulation.__main__ import main
+from tiered_kv.testing.simulation.scenario import ACTIONS
 from tiered_kv.testing.simulation.simulation import Simulation
+from tiered_kv.testing.simulation.toolkit_tier import SimulatedToolkitTier
 from tiered_kv.tiering.jobs import Job
 from tiered_kv.tiering.lane import Lane
 from tiered_kv.tiering.promotion import Promotions
+from tiered_kv.toolkit.jobs import Part
+from tiered_kv.toolkit.queue import PartQueue
 from tiered_kv.toolkit.record import RecordStatus
 
 SEEDS = 1000
@@ -55,8 +61,13 @@ def test_twenty_seeds_keep_every_promise() -> None:
 
 
 @pytest.mark.slow
-def test_a_thousand_seeds_keep_every_promise() -> None:
-    failure = first_failure(SEEDS)
+@pytest.mark.trust
+def test_a_thousand_seeds_keep_every_promise(figures: Figures, profile: Profile) -> None:
+    """Or ten thousand, in the full profile."""
+    seeds = SEEDS * (10 if profile is Profile.FULL else 1)
+    failure = first_failure(seeds)
+    passed = seeds if failure is None else failure.scenario.seed
+    figures.add("simulation", seeds, passed, f"{ACTIONS} actions each")
     assert failure is None, str(failure and failure.shortest())
 
 
@@ -102,6 +113,7 @@ def test_runs_reach_what_they_are_there_to_reach() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.trust("planted-defects")
 def test_a_checksum_that_is_not_checked_is_found() -> None:
     def unchecked(
         header: memoryview, payload: memoryview, key: OffloadKey, block: memoryview, namespace_digest: bytes
@@ -111,11 +123,12 @@ def test_a_checksum_that_is_not_checked_is_found() -> None:
         block[:] = payload
         return RecordStatus.OK
 
-    with mock.patch.object(simulated_tier, "decode_record", unchecked):
+    with mock.patch.object(simulated_storage, "decode_record", unchecked):
         assert_found("hold other bytes")
 
 
 @pytest.mark.slow
+@pytest.mark.trust("planted-defects")
 def test_a_block_that_is_released_before_its_transfer_ends_is_found() -> None:
     finish = Promotions.finish
 
@@ -136,21 +149,50 @@ def test_a_block_that_is_released_before_its_transfer_ends_is_found() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.trust("planted-defects")
 def test_a_job_that_never_expires_is_found() -> None:
     with mock.patch.object(Lane, "expire", return_value=[]):
         assert_found("outlived its deadline")
 
 
 @pytest.mark.slow
+@pytest.mark.trust("planted-defects")
 def test_a_promotion_that_survives_a_reset_is_found() -> None:
     with mock.patch.object(Promotions, "reset"):
         assert_found("")
 
 
 @pytest.mark.slow
+@pytest.mark.trust("planted-defects")
 def test_a_hold_that_is_never_released_is_found() -> None:
     with mock.patch.object(Promotions, "release_overdue", return_value=0):
         assert_found("still pinned")
+
+
+@pytest.mark.slow
+@pytest.mark.trust("planted-defects")
+def test_a_job_that_is_reported_while_parts_of_it_run_is_found() -> None:
+    end = PartQueue.end
+
+    def end_of_any(queue: PartQueue, part: Part) -> bool:
+        end(queue, part)
+        return part.start == 0
+
+    with mock.patch.object(PartQueue, "end", end_of_any):
+        assert_found("")
+
+
+@pytest.mark.slow
+@pytest.mark.trust("planted-defects")
+def test_a_store_from_before_a_reset_that_is_published_is_found() -> None:
+    move = SimulatedToolkitTier._step
+
+    def step_in_this_epoch(tier: SimulatedToolkitTier, transfer: Any) -> None:
+        transfer.part.job.epoch = tier.epoch
+        move(tier, transfer)
+
+    with mock.patch.object(SimulatedToolkitTier, "_step", step_in_this_epoch):
+        assert_found("is not there to be found")
 
 
 def assert_found(text: str) -> None:

@@ -295,6 +295,7 @@ def fill(entry: dict[str, object]) -> list[OffloadKey]:
 
 
 @pytest.mark.slow
+@pytest.mark.trust("frozen-servers")
 def test_frozen_servers_hold_up_nobody_and_are_used_again(
     entries: list[dict[str, object]], redis_server: RedisServer, moto_server: S3Server
 ) -> None:

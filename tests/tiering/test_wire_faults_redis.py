@@ -22,6 +22,7 @@ DENSE_BYTES = 340
 
 
 @pytest.mark.slow
+@pytest.mark.trust("wire-faults")
 class TestRedisTierUnderWireFaults(TierUnderWireFaults):
     def offsets(self, fault: ByteFault, exchange_bytes: int) -> set[int]:
         """Flip a bit of every byte before the payload too: an exchange takes a millisecond."""

@@ -18,6 +18,7 @@ __all__ = ["moto_bucket", "moto_server"]
 
 
 @pytest.mark.slow
+@pytest.mark.trust("wire-faults")
 class TestS3TierUnderWireFaults(TierUnderWireFaults):
     @pytest.fixture
     def server_address(self, moto_server: S3Server) -> tuple[str, int]:

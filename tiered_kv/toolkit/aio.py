@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.toolkit.jobs import ALL_DONE, Lane, Outcome, Part, checked_answers, checked_outcome
-from tiered_kv.toolkit.queued import PART_DEADLINE, PART_EPOCH, QueuedTier, block_bytes_of
+from tiered_kv.toolkit.jobs import Lane, Outcome, Part, checked_answers, checked_outcome
+from tiered_kv.toolkit.queued import PART_DEADLINE, QueuedTier, block_bytes_of
 
 T = TypeVar("T")
 
@@ -191,32 +191,24 @@ class AsyncTier(QueuedTier):
             outcome = await self._transfer(part)
         except BaseException as error:  # cancelled before its first step, or outside the author's method
             outcome = Outcome((), self._reason_of("transfer", error))
-        if outcome is not ALL_DONE:
-            part.job.failed_parts.append((part, outcome))
         self._blocks_in_flight -= part.stop - part.start
-        if self._part_queue.end(part):
-            self._report([part.job])
+        self._end_part(part, outcome)
         self._start_parts()
 
     async def _transfer(self, part: Part) -> Outcome:
         job = part.job
-        if job.deadline <= time.monotonic():
-            return Outcome((), "expired")
-        if job.epoch != self.epoch:
-            return Outcome((), "reset")
-        PART_EPOCH.set(job.epoch)
-        PART_DEADLINE.set(job.deadline)
+        if (refused := self._begin_part(part)) is not None:
+            return refused
         keys = job.keys[part.start : part.stop]
         transfer = self.store_blocks if job.lane is Lane.STORE else self.load_blocks
         timeout = asyncio.timeout_at(None if job.deadline == math.inf else job.deadline)
         try:
             async with timeout:
                 await self._ensure_open()
-                outcome = checked_outcome(await transfer(keys, self._blocks_of(part)), keys)
+                return checked_outcome(await transfer(keys, self._blocks_of(part)), keys)
         except BaseException as error:
             reason = "expired" if timeout.expired() else self._reason_of(transfer.__name__, error)
             return Outcome((), reason)
-        return outcome if job.epoch == self.epoch else Outcome((), "reset")
 
     async def _run_probes(self, ticket: Part) -> None:
         while (probe := self._batched_lookups.take()) is not None:

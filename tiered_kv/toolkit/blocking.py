@@ -10,8 +10,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.toolkit.jobs import ALL_DONE, Lane, Outcome, Part, checked_answers, checked_outcome
-from tiered_kv.toolkit.queued import PART_DEADLINE, PART_EPOCH, QueuedTier, block_bytes_of
+from tiered_kv.toolkit.jobs import Lane, Outcome, Part, checked_answers, checked_outcome
+from tiered_kv.toolkit.queued import PART_DEADLINE, QueuedTier, block_bytes_of
 
 _WORK = True
 _STOP = False
@@ -150,27 +150,15 @@ class BlockingTier(QueuedTier):
             self._run_probes()
             self._part_queue.end(part)
             return
-        outcome = self._run(part)
-        if outcome is not ALL_DONE:
-            part.job.failed_parts.append((part, outcome))
-        if self._part_queue.end(part):
-            self._report([part.job])
+        self._end_part(part, self._begin_part(part) or self._transfer(part))
 
-    def _run(self, part: Part) -> Outcome:
-        job = part.job
-        if job.deadline <= time.monotonic():
-            return Outcome((), "expired")
-        if job.epoch != self.epoch:
-            return Outcome((), "reset")
-        PART_EPOCH.set(job.epoch)
-        PART_DEADLINE.set(job.deadline)
-        keys = job.keys[part.start : part.stop]
-        transfer = self.store_blocks if job.lane is Lane.STORE else self.load_blocks
+    def _transfer(self, part: Part) -> Outcome:
+        keys = part.job.keys[part.start : part.stop]
+        transfer = self.store_blocks if part.job.lane is Lane.STORE else self.load_blocks
         try:
-            outcome = checked_outcome(transfer(keys, self._blocks_of(part)), keys)
+            return checked_outcome(transfer(keys, self._blocks_of(part)), keys)
         except BaseException as error:  # whatever an author's method raises fails the part, and the thread lives on
             return Outcome((), self._note_error(transfer.__name__, error))
-        return outcome if job.epoch == self.epoch else Outcome((), "reset")
 
     def _run_probes(self) -> None:
         while (probe := self._batched_lookups.take()) is not None:

@@ -9,7 +9,7 @@ import time
 import traceback
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from types import FunctionType
 from typing import Any, ClassVar
@@ -18,7 +18,7 @@ import numpy as np
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
-from tiered_kv.toolkit.jobs import Job, Lane, Part, failure_reason
+from tiered_kv.toolkit.jobs import ALL_DONE, Job, Lane, Outcome, Part, failure_reason
 from tiered_kv.toolkit.lookups import BatchedLookups
 from tiered_kv.toolkit.queue import PartQueue
 
@@ -29,7 +29,7 @@ PART_DEADLINE: ContextVar[float] = ContextVar("tiered_kv_part_deadline", default
 PART_EPOCH: ContextVar[int] = ContextVar("tiered_kv_part_epoch")
 """The epoch of the job that this thread, or task, is serving."""
 
-_PACKAGE = "tiered_kv.toolkit."
+_OWN_PACKAGES = ("tiered_kv.toolkit.", "tiered_kv.testing.simulation.")
 _PROBE_JOB_ID = -1
 _NO_BLOCKS: np.ndarray[Any, np.dtype[np.int64]] = np.empty(0, dtype=np.int64)
 
@@ -58,6 +58,7 @@ class QueuedTier(SecondaryTierManager):
         stores_running_max: Parts of stores that may run at once.
         lookup_timeout_s: How long a lookup may go unanswered before it is a miss.
         shutdown_timeout_s: How long `shutdown` may wait for workers.
+        clock: Seconds, monotonic; what the deadlines of jobs are told in.
     """
 
     is_nonblocking: ClassVar[bool] = True
@@ -72,6 +73,7 @@ class QueuedTier(SecondaryTierManager):
         stores_running_max: int,
         lookup_timeout_s: float,
         shutdown_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type)
         self.block_bytes = block_bytes_of(primary_kv_view)
@@ -79,10 +81,11 @@ class QueuedTier(SecondaryTierManager):
         self.epoch = 0
         self._primary_flat = primary_kv_view.cast("B")
         self._primary_flat_readonly = self._primary_flat.toreadonly()  # for stores, which have nothing to write here
+        self._clock = clock
         self._part_blocks = part_blocks
         self._shutdown_timeout_s = shutdown_timeout_s
         self._part_queue = PartQueue(self._wake, stores_running_max=stores_running_max)
-        self._batched_lookups = BatchedLookups(self._put_probe, timeout_s=lookup_timeout_s)
+        self._batched_lookups = BatchedLookups(self._put_probe, timeout_s=lookup_timeout_s, clock=clock)
         self._probe_ticket: Job | None = None
         self._jobs_in_flight: dict[int, Job] = {}  # submitted and not yet reported
         self._job_deadlines: list[tuple[float, int]] = []  # heap of (deadline, job id); may name jobs that have ended
@@ -93,9 +96,9 @@ class QueuedTier(SecondaryTierManager):
     def __init_subclass__(cls) -> None:
         """Refuse an author's class that would replace a private method of its base by accident."""
         super().__init_subclass__()
-        if cls.__module__.startswith(_PACKAGE):
+        if cls.__module__.startswith(_OWN_PACKAGES):
             return
-        own = [base for base in cls.__mro__ if base.__module__.startswith(_PACKAGE)]
+        own = [base for base in cls.__mro__ if base.__module__.startswith(_OWN_PACKAGES)]
         private = {name for base in own for name, value in vars(base).items() if isinstance(value, FunctionType)}
         hidden = sorted(name for name in private & vars(cls).keys() if name[0] == "_" and name[1] != "_")
         if hidden:
@@ -132,7 +135,7 @@ class QueuedTier(SecondaryTierManager):
         return self._batched_lookups.lookup_many(keys, req_context.req_id)
 
     def get_finished(self) -> Iterable[JobResult]:
-        if self._job_deadlines and self._job_deadlines[0][0] <= time.monotonic():
+        if self._job_deadlines and self._job_deadlines[0][0] <= self._clock():
             self._expire()
         if not self._job_results:
             return ()
@@ -194,7 +197,7 @@ class QueuedTier(SecondaryTierManager):
 
     def _expire(self) -> None:
         """Drop what has not started of the jobs whose deadline has passed, whatever the workers are doing."""
-        now = time.monotonic()
+        now = self._clock()
         while self._job_deadlines and self._job_deadlines[0][0] <= now:
             job = self._jobs_in_flight.get(heapq.heappop(self._job_deadlines)[1])
             if job is not None and self._part_queue.drop_rest(job, "expired"):
@@ -219,7 +222,7 @@ class QueuedTier(SecondaryTierManager):
 
     @property
     def part_deadline(self) -> float:
-        """When what this thread, or task, is serving expires, in seconds of `time.monotonic()`.
+        """When what this thread, or task, is serving expires, in seconds of the clock.
 
         That is a job; or lookups, the first of which is a miss from then on.
         """
@@ -229,6 +232,26 @@ class QueuedTier(SecondaryTierManager):
     def part_epoch(self) -> int:
         """The epoch in which the job was submitted that an author's method is serving; see `begin_epoch`."""
         return PART_EPOCH.get()
+
+    def _begin_part(self, part: Part) -> Outcome | None:
+        """Let a part run, or return why it must not."""
+        job = part.job
+        if job.deadline <= self._clock():
+            return Outcome((), "expired")
+        if job.epoch != self.epoch:
+            return Outcome((), "reset")
+        PART_EPOCH.set(job.epoch)
+        PART_DEADLINE.set(job.deadline)
+        return None
+
+    def _end_part(self, part: Part, outcome: Outcome) -> None:
+        """Note how a part ended, and report its job if it was the last. Nothing touches its blocks any more."""
+        if part.job.epoch != self.epoch:
+            outcome = Outcome((), outcome.reason or "reset")
+        if outcome is not ALL_DONE:
+            part.job.failed_parts.append((part, outcome))
+        if self._part_queue.end(part):
+            self._report([part.job])
 
     def _report(self, jobs: Iterable[Job]) -> None:
         """Hand jobs whose last part has ended to `get_finished`; any thread."""

@@ -12,7 +12,9 @@ from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.testing.model import StackModel, StackUnderTest
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.simulation.scenario import Action
-from tiered_kv.testing.simulation.tier import Mood, SimulatedTier
+from tiered_kv.testing.simulation.storage import Mood
+from tiered_kv.testing.simulation.tier import SimulatedTier
+from tiered_kv.testing.simulation.toolkit_tier import SimulatedToolkitTier
 from tiered_kv.testing.simulation.world import World
 from tiered_kv.testing.watch import RowLedger, WatchedTier
 from tiered_kv.tiering.base import TierSpec
@@ -62,7 +64,7 @@ class Simulation:
     def __init__(self, seed: int) -> None:
         rng = Random(f"stack {seed}")
         self.world = World()
-        self.tiers: list[SimulatedTier] = []
+        self.tiers: list[SimulatedTier | SimulatedToolkitTier] = []
         self.manager = self._open(rng)
         self.model = StackModel(StackUnderTest(self.manager, self.world.clock, ledger=self._ledger))
         self._patience_s: dict[str, float] = {}
@@ -82,7 +84,7 @@ class Simulation:
         """End all faults and all work; then every tier must be in use again, and give back what it is given."""
         self.world.rng = Random(0)
         for tier in self.tiers:
-            tier.mood = Mood()
+            tier.storage.mood = Mood()
         self._settle()
         self._check_recovery()
         self._settle()
@@ -93,7 +95,7 @@ class Simulation:
         """Shut the stack down."""
         self.world.rng = Random(0)
         for tier in self.tiers:
-            tier.mood = Mood()
+            tier.storage.mood = Mood()
         while self.model.loads:
             self.model.loads.pop()
         self._end_step(JOB_TIMEOUT_S)
@@ -192,28 +194,28 @@ class Simulation:
         """A tier begins to behave in another way."""
         if self.tiers:
             tier, mood = self.world.rng.choice(self.tiers), self.world.rng.choice(_MOODS)
-            tier.mood = Mood(**{name: getattr(mood, name) for name in Mood.__slots__})
+            tier.storage.mood = Mood(**{name: getattr(mood, name) for name in Mood.__slots__})
 
     def wedge_busy(self) -> None:
         """Tiers that have transfers under way get stuck in the middle of them."""
         for tier in self.tiers:
             if tier.transfers_running:
-                tier.mood = Mood(is_wedged=True)
+                tier.storage.mood = Mood(is_wedged=True)
 
     def heal(self) -> None:
         """A tier behaves well again."""
         if self.tiers:
-            self.world.rng.choice(self.tiers).mood = Mood()
+            self.world.rng.choice(self.tiers).storage.mood = Mood()
 
     def damage(self) -> None:
         """What a tier has stored rots."""
         if self.tiers:
-            self.world.rng.choice(self.tiers).damage(self.world.rng)
+            self.world.rng.choice(self.tiers).storage.damage(self.world.rng)
 
     def lose_everything(self) -> None:
         """A tier's server was started anew, empty."""
         if self.tiers:
-            self.world.rng.choice(self.tiers).records.clear()
+            self.world.rng.choice(self.tiers).storage.records.clear()
 
     # How the stack is built.
 
@@ -228,13 +230,7 @@ class Simulation:
         self._watched: list[WatchedTier] = []
         for number in range(rng.choice((1, 2, 2, 3))):
             spec = TierSpec(f"tier-{number}", BLOCK_BYTES)
-            tier = SimulatedTier(
-                self.world,
-                spec,
-                region.kv_view,
-                records_max=rng.choice((12, 40, 1000)),
-                can_reset=rng.random() < 0.9,
-            )
+            tier = self._tier(spec, region, rng)
             self.tiers.append(tier)
             self._watched.append(WatchedTier(tier, self._ledger))
             limits.append(
@@ -257,6 +253,16 @@ class Simulation:
             limits=ManagerLimits(promotion_blocks_max=rng.choice((None, 3, 8)), hold_s=HOLD_S, requests_max=100),
             clock=self.world.clock,
         )
+
+    def _tier(self, spec: TierSpec, region: PrimaryRegion, rng: Random) -> SimulatedTier | SimulatedToolkitTier:
+        """Return a tier that is made with the toolkit, as most are, or one that is not."""
+        records_max = rng.choice((12, 40, 1000))
+        if rng.random() < 0.5:
+            return SimulatedToolkitTier(
+                self.world, spec, region.kv_view, records_max=records_max, lookup_timeout_s=LOOKUP_TIMEOUT_S
+            )
+        can_reset = rng.random() < 0.9
+        return SimulatedTier(self.world, spec, region.kv_view, records_max=records_max, can_reset=can_reset)
 
     # What actions are made of.
 
@@ -362,13 +368,15 @@ class Simulation:
         for _ in range(10):  # a half-open breaker takes one job at a time, and admission more than one offer
             self._store_at_once(keys)
             self._end_step(5.0)
-            if all(key in tier.records for tier in usable for key in keys):
+            if all(key in tier.storage.records for tier in usable for key in keys):
                 break
             self._evict()
         for tier in usable:
-            assert all(key in tier.records for key in keys), f"{tier.tier_type} is not stored to again"
+            assert all(key in tier.storage.records for key in keys), f"{tier.tier_type} is not stored to again"
         self._evict()
-        if any(all(key in tier.records for key in keys) for tier in usable):  # a small one may have had to evict them
+        if any(
+            all(key in tier.storage.records for key in keys) for tier in usable
+        ):  # a small one may have had to evict them
             req_id = self.model.start(keys)
             while (found := self._found(req_id)) is None:
                 self._end_step(0.1)
