@@ -29,10 +29,11 @@ LIBRARIES = {
     "s3": ("boto3", "botocore"),
     "fs": ("aiofiles",),
     "zstd": ("zstandard",),
+    "crypto": ("cryptography",),
 }
 """What is missing where an extra was not installed."""
 
-NO_TIER = {"torch", "transformers", "crypto", "test", "all"}
+NO_TIER = {"torch", "transformers", "test", "all"}
 """Extras that no tier type and no codec asks for."""
 
 TIERS: dict[str, Entry] = {
@@ -50,6 +51,12 @@ TIERS: dict[str, Entry] = {
     },
 }
 """Valid entries of all built-in tiers; those with a directory get one."""
+
+CODECS: dict[str, Entry] = {
+    "zstd": {"codec": "zstd"},
+    "crypto": {"codec": "aes-256-gcm", "encryption": {"keys": {1: "00" * 32}}},
+}
+"""What asks for an extra in the entry of any tier."""
 
 PROGRAM = """
 import contextlib, io, json, sys
@@ -128,15 +135,22 @@ def assert_install_command(told: Told, feature: str, extra: str) -> None:
     assert "Traceback" not in told.output
 
 
+def with_codec(entries: Mapping[str, Entry], extra: str) -> dict[str, Entry]:
+    """Return the entries with a codec that asks for `extra`, if there is one."""
+    return {f"{name}-{extra}": {**entry, **CODECS[extra]} for name, entry in entries.items() if extra in CODECS}
+
+
 def test_without_any_extra_a_stack_says_which_one_it_needs(tmp_path: Path) -> None:
     entries: dict[str, Entry] = {extra: {"type": extra, **TIERS[extra]} for extra in LIBRARIES if extra in TIERS}
     local = {name: {"type": name, **TIERS[name]} for name in ("memory", "nvme")}
-    compressed = {f"{name}-zstd": {**entry, "codec": "zstd"} for name, entry in local.items()}
-    told = told_without(list(LIBRARIES), {**entries, **local, **compressed}, tmp_path)
+    encoded = {extra: with_codec(local, extra) for extra in CODECS}
+    all_encoded = {name: entry for own in encoded.values() for name, entry in own.items()}
+    told = told_without(list(LIBRARIES), {**entries, **local, **all_encoded}, tmp_path)
     for extra in entries:
         assert_install_command(told[extra], f"tier '{extra}'", extra)
-    for name in compressed:
-        assert_install_command(told[name], "codec 'zstd'", "zstd")
+    for extra, own in encoded.items():
+        for name in own:
+            assert_install_command(told[name], f"codec '{CODECS[extra]['codec']}'", extra)
     for name in local:
         assert (told[name].error, told[name].status) == ("", 0), "what needs no extra works"
     assert (told["plugins"].status, told["schema"].status) == (0, 0), "no plugin is broken by it"
@@ -146,12 +160,12 @@ def test_without_any_extra_a_stack_says_which_one_it_needs(tmp_path: Path) -> No
 @pytest.mark.parametrize("extra", LIBRARIES)
 def test_one_missing_extra_concerns_only_what_needs_it(extra: str, tmp_path: Path) -> None:
     entries: dict[str, Entry] = {name: {"type": name, **entry} for name, entry in TIERS.items()}
-    compressed = {f"{name}-zstd": {**entry, "codec": "zstd"} for name, entry in entries.items() if name != extra}
-    told = told_without([extra], {**entries, **(compressed if extra == "zstd" else {})}, tmp_path)
+    encoded = with_codec(entries, extra)
+    told = told_without([extra], {**entries, **encoded}, tmp_path)
     for name in entries:
         if name == extra:
             assert_install_command(told[name], f"tier '{extra}'", extra)
         else:
             assert told[name].error == "", "a server that does not answer is no error"
-    for name in compressed if extra == "zstd" else ():
-        assert_install_command(told[name], "codec 'zstd'", "zstd")
+    for name in encoded:
+        assert_install_command(told[name], f"codec '{CODECS[extra]['codec']}'", extra)

@@ -23,7 +23,7 @@ IMPORT_LIMIT_S = 0.150
 
 ROOMS: list[tuple[str, ...]] = [
     ("tiered_kv.base", "tiered_kv.mediums", "tiered_kv.backend", "tiered_kv.errors"),
-    ("tiered_kv.units", "tiered_kv.redaction"),
+    ("tiered_kv.units", "tiered_kv.redaction", "tiered_kv.secret_keys", "tiered_kv.permissions"),
     ("tiered_kv.validation", "tiered_kv.settings", "tiered_kv.namespace", "tiered_kv.stackfile"),
     ("tiered_kv.hooks", "tiered_kv.config"),
     ("tiered_kv.cpu", "tiered_kv.tiering.base"),

@@ -226,6 +226,7 @@ def test_no_command_prints_a_secret(type_name: str, parrot: Parrot, tmp_path: Pa
         text=True,
         timeout=100,
         check=True,
+        cwd=tmp_path,  # where relative paths lead to
         env={**os.environ, **{variables[path]: text for path, text in markers.items()}},
     )
     sheet = Sheet(markers)

@@ -8,6 +8,7 @@ is held for bookkeeping only, never while blocks are copied or waited for.
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -29,7 +30,7 @@ _PAUSE_MAX_S = 2e-3
 
 
 class BlockFacade:
-    """Stores and loads blocks by key. Any thread may call any method.
+    """Stores and loads blocks by key. Any thread of the process that made it may call any method.
 
     Args:
         manager: The manager; nobody else may call it while the facade is in use.
@@ -48,6 +49,7 @@ class BlockFacade:
         self._idle = threading.Condition(self._lock)
         self._calls = 0
         self._is_closed = False
+        self._pid = os.getpid()
         self._request_numbers = itertools.count()
 
     def put(self, keys: Sequence[OffloadKey], blocks: Blocks, *, timeout: float = 10.0) -> int:
@@ -69,7 +71,7 @@ class BlockFacade:
 
         Raises:
             TypeError, ValueError: The arguments do not fit each other.
-            ShutdownError: The stack is closed.
+            ShutdownError: The stack is closed, or was opened before a fork by another process.
         """
         self._check(keys, blocks, "blocks")
         end_s = time.monotonic() + timeout
@@ -107,7 +109,7 @@ class BlockFacade:
 
         Raises:
             TypeError, ValueError: The arguments do not fit each other.
-            ShutdownError: The stack is closed.
+            ShutdownError: The stack is closed, or was opened before a fork by another process.
         """
         self._check(keys, out, "out")
         if not out.flags.writeable:
@@ -140,7 +142,7 @@ class BlockFacade:
             Whether all have ended. A tier that hangs keeps its transfers in flight beyond their deadline.
 
         Raises:
-            ShutdownError: The stack is closed.
+            ShutdownError: The stack is closed, or was opened before a fork by another process.
         """
         with self._call():
             return self._wait_for_jobs(time.monotonic() + timeout)
@@ -231,6 +233,8 @@ class BlockFacade:
     @contextmanager
     def _call(self) -> Iterator[None]:
         """Count a call that runs, so that `close` can wait for it."""
+        if os.getpid() != self._pid:  # before the lock, which nobody will give back if it was held at the fork
+            raise ShutdownError(f"the stack belongs to process {self._pid}; open another one after a fork")
         with self._lock:
             self._raise_if_closed()
             self._calls += 1

@@ -27,6 +27,7 @@ from tiered_kv.settings import ClassArguments, TierSettings
 from tiered_kv.validation import suggestion
 
 if TYPE_CHECKING:
+    from tiered_kv.tiering.administration import TierAdministration
     from tiered_kv.tiering.base import SecondaryTierManager
 
 PROJECT = "tiered_kv"
@@ -51,12 +52,15 @@ class TierType:
         load: Imports and returns the class; called when a stack that has such a tier is opened. Where a
             client library is missing it raises `MissingExtraError`.
         description: One line for `tiered-kv plugins`.
+        administration: Imports and returns the class that `tiered-kv purge` works with, which is constructed with the
+            settings alone. A tier without one cannot be purged, and the command says so.
     """
 
     name: str
     settings: type[TierSettings]
     load: Callable[[], type[SecondaryTierManager]]
     description: str = ""
+    administration: Callable[[], type[TierAdministration]] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _TYPE_NAME.fullmatch(self.name):
@@ -67,6 +71,11 @@ class TierType:
             raise ConfigError(f"tier type '{self.name}' needs a subclass of TierSettings, not {self.settings!r}")
         if not callable(self.load):
             raise ConfigError(f"tier type '{self.name}' needs a callable that returns its class, not {self.load!r}")
+        if self.administration is not None and not callable(self.administration):
+            raise ConfigError(
+                f"the administration of tier type '{self.name}' is a callable that returns a class, or None, not "
+                f"{self.administration!r}"
+            )
 
 
 def tier_type_of_class(name: str, tier_class: type[SecondaryTierManager]) -> TierType:

@@ -8,9 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    SecretStr,
+    field_validator,
+    model_validator,
+)
 
+from tiered_kv.errors import ConfigError
 from tiered_kv.redaction import HIDDEN, has_environment_text, redact, secrets_in, texts_in
+from tiered_kv.secret_keys import parse_key
 from tiered_kv.units import Bytes, Count, Seconds
 
 
@@ -101,6 +112,32 @@ class TierSettings(StrictModel):
     breaker_cooldown: Seconds = Field(
         default=2.0, gt=0, le=86400, description="How long the breaker stays open before a probe."
     )
+    name_key: SecretStr | None = Field(
+        default=None,
+        description="A secret that the names of stored blocks are computed with, so that who reads them cannot tell "
+        'which prompts are stored: 32 bytes in hexadecimal or base64; write "${NAME_KEY}". '
+        "Processes share blocks if they have the same.",
+    )
+    name_key_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="File that holds it, closed to other users; instead of `name_key`.",
+    )
+
+    @field_validator("name_key")
+    @classmethod
+    def _name_key_is_one(cls, name_key: SecretStr | None) -> SecretStr | None:
+        if name_key is not None:
+            problem = _problem_of_key(name_key.get_secret_value())
+            if problem:
+                raise ValueError(problem)
+        return name_key
+
+    @model_validator(mode="after")
+    def _has_one_name_key(self) -> Self:
+        if self.name_key is not None and self.name_key_file is not None:
+            raise ValueError("'name_key' and 'name_key_file' both give the key; give one of them")
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -120,3 +157,11 @@ class ClassArguments(TierSettings):
     def arguments(self) -> dict[str, object]:
         """The keys beyond those of every tier."""
         return dict(self.model_extra or {})
+
+
+def _problem_of_key(text: str) -> str:
+    try:
+        parse_key(text)
+    except ConfigError as error:
+        return error.message
+    return ""

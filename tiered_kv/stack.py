@@ -43,6 +43,9 @@ class Stack:
     `put`, `get`, `flush`, `counters` and `close` may be called by any thread. `manager` and `primary` belong to one
     thread: an engine uses them from its scheduler, and leaves `put` and `get` alone while it does.
 
+    A stack belongs to the process that opened it. In a child that is forked the threads of its tiers do not run: there
+    these methods raise ShutdownError, `close` does nothing, and what the parent does is not disturbed.
+
     Args:
         config: The configuration.
         backend: Rows of a region that was made elsewhere, with the sizes of `config`; the stack closes the region. By
@@ -61,6 +64,7 @@ class Stack:
 
     def __init__(self, config: StackConfig, *, backend: CPUBackend | None = None, enable_events: bool = False) -> None:
         self.config = config
+        self._pid = os.getpid()
         with ExitStack() as undo:
             backend = backend or CPUBackend(_own_region(config))
             self.region = backend.region
@@ -101,8 +105,10 @@ class Stack:
     def close(self, timeout: float = 5.0) -> None:
         """Wait for calls and for transfers, `timeout` seconds each at most, and close every tier.
 
-        A second call does nothing.
+        A second call does nothing, and so does one in a forked child.
         """
+        if os.getpid() != self._pid:  # files, sockets and the ends of transfers are the parent's
+            return
         self._facade.close(timeout)
         self.manager.shutdown(timeout)
 

@@ -18,6 +18,9 @@ from tiered_kv.redaction import HIDDEN, EnvironmentText
 from tiered_kv.units import format_bytes
 
 FILE_BYTES_MAX = 1 << 20
+_NUMBER_CHARACTERS_MAX = 64
+"""YAML also writes numbers to the base of 60, "1:30:00"; a long one takes as long as the square of its length."""
+_NUMBER_BITS_MAX = 4 * _NUMBER_CHARACTERS_MAX
 
 _VARIABLE = re.compile(r"\$\$|\$\{(?:(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\})?")
 
@@ -113,6 +116,8 @@ def _fill(value: object, location: str, environ: Mapping[str, str]) -> object:
         return {key: _fill(item, f"{location}.{key}", environ) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_fill(item, f"{location}.{index}", environ) for index, item in enumerate(value)]
+    if isinstance(value, int) and value.bit_length() > _NUMBER_BITS_MAX:  # no message could hold it
+        raise ConfigError("expected a number of a usual size, found one of hundreds of digits", location=location)
     return _fill_text(value, location, environ) if isinstance(value, str) and "$" in value else value
 
 
@@ -155,6 +160,17 @@ class _StackLoader(yaml.SafeLoader):
             )
         return super().compose_node(parent, index)
 
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        """Return a number, unless it is one that takes long, or that no other number can be compared with."""
+        if len(node.value) > _NUMBER_CHARACTERS_MAX:
+            raise _StackFileError(
+                problem=f"a number has at most {_NUMBER_CHARACTERS_MAX} characters: put a text in quotes",
+                problem_mark=node.start_mark,
+            )
+        is_float = node.tag == _FLOAT_TAG
+        number: int | float = self.construct_yaml_float(node) if is_float else self.construct_yaml_int(node)
+        return number
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
         seen: set[str] = set()
         for key_node, value_node in node.value:
@@ -172,3 +188,8 @@ class _StackLoader(yaml.SafeLoader):
                 )
             seen.add(key_node.value)
         return super().construct_mapping(node, deep)
+
+
+_FLOAT_TAG = "tag:yaml.org,2002:float"
+_StackLoader.add_constructor("tag:yaml.org,2002:int", _StackLoader.construct_number)
+_StackLoader.add_constructor(_FLOAT_TAG, _StackLoader.construct_number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tiered_kv.hooks import TierType, hookimpl
+from tiered_kv.tiering.administration import TierAdministration
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv_fs.settings import FsSettings
 
@@ -16,7 +17,14 @@ def _load() -> type[SecondaryTierManager]:
     return FsTier
 
 
+def _load_administration() -> type[TierAdministration]:
+    from tiered_kv_fs.administration import FsAdministration
+
+    return FsAdministration
+
+
 @hookimpl
 def tiered_kv_register_tiers() -> Iterable[TierType]:
     """Register the tier type `fs`."""
-    return [TierType("fs", FsSettings, _load, "One file a block, in a directory that hosts may share.")]
+    about = "One file a block, in a directory that hosts may share."
+    return [TierType("fs", FsSettings, _load, about, _load_administration)]

@@ -24,6 +24,12 @@ class Allowance:
         with self._lock:
             return self._free_bytes + self._in_flight_bytes
 
+    @property
+    def in_flight_bytes(self) -> int:
+        """What has been taken and not settled: somebody may be writing."""
+        with self._lock:
+            return self._in_flight_bytes
+
     def has(self, size_bytes: int) -> bool:
         """Return whether `size_bytes` may be taken now."""
         return self._free_bytes >= size_bytes

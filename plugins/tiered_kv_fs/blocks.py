@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.toolkit.codecs import Codec
-from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record
+from tiered_kv.toolkit.codec_set import CodecSet
+from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record, record_bytes_max
+from tiered_kv.toolkit.room import ThreadRoom
+from tiered_kv.toolkit.status import NOT_DAMAGED, REFUSED
 from tiered_kv_fs.counters import Counters
 from tiered_kv_fs.layout import SHARD_HEX, block_name
 from tiered_kv_fs.posix import (
@@ -33,9 +35,6 @@ TOUCH_INTERVAL_S: Final = 60.0
 
 ENTRY_BYTES: Final = 512
 """What a file may make its directory grow by."""
-
-_NOT_DAMAGED: Final = (RecordStatus.OK, RecordStatus.UNKNOWN_CODEC)
-"""Others may be able to read it: it is sound, and in a codec whose library is missing here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +59,18 @@ class BlockFiles:
         namespace_path: The namespace's directory.
         namespace_digest: 16 bytes.
         block_bytes: Bytes of one block.
-        codec: How blocks are written.
+        codecs: How blocks are written and read.
         counters: Where to count.
     """
 
     def __init__(
-        self, namespace_path: str, namespace_digest: bytes, block_bytes: int, codec: Codec, counters: Counters
+        self, namespace_path: str, namespace_digest: bytes, block_bytes: int, codecs: CodecSet, counters: Counters
     ) -> None:
         self._namespace_path = namespace_path
         self._namespace_digest = namespace_digest
         self._block_bytes = block_bytes
-        self._codec = codec
+        self._codecs = codecs
+        self._room = ThreadRoom()  # for payloads that are not the blocks themselves
         self._counters = counters
         self._temporary_numbers = itertools.count()
 
@@ -170,7 +170,7 @@ class BlockFiles:
         return True
 
     def _write(self, shard_fd: int, name: str, owner: str, key: OffloadKey, block: memoryview) -> tuple[str, int]:
-        header, payload = encode_record(key, block, self._namespace_digest, self._codec)
+        header, payload = encode_record(key, block, self._namespace_digest, self._codecs.writer, self._room.take)
         temporary = f".{name}.{owner}.{next(self._temporary_numbers):x}.tmp"
         charge_bytes = _charge(HEADER_BYTES + len(payload))
         try:
@@ -198,26 +198,26 @@ class BlockFiles:
                     with suppress(OSError):  # read-only: the block is good all the same
                         os.utime(fd)
                 return ""
-        if verdict in _NOT_DAMAGED:
+        if verdict in NOT_DAMAGED:
             self._counters.add(f"failed_{verdict.value}")
             return str(verdict.value)
         self._counters.add("corrupt_blocks")
         self._counters.add(f"corrupt_{verdict.value}")
         self._remove_damaged(epoch, name, status)
-        return "checksum"
+        return str(verdict.value) if verdict in REFUSED else "checksum"
 
     def _read(self, fd: int, size_bytes: int, key: OffloadKey, block: memoryview) -> RecordStatus:
         """Read and verify a record, straight into its block where it is as long as a raw one."""
-        if size_bytes > HEADER_BYTES + self._block_bytes:
+        if size_bytes > record_bytes_max(self._block_bytes):
             return RecordStatus.BAD_LENGTH
         if size_bytes < HEADER_BYTES:
             return RecordStatus.TRUNCATED
         header = memoryview(bytearray(HEADER_BYTES))
         is_raw = size_bytes == HEADER_BYTES + self._block_bytes
-        payload = block if is_raw else memoryview(bytearray(size_bytes - HEADER_BYTES))
+        payload = block if is_raw else self._room.take(size_bytes - HEADER_BYTES)
         if read_all(fd, [header, payload]) != size_bytes:
             return RecordStatus.TRUNCATED
-        return decode_record(header, payload, key, block, self._namespace_digest)
+        return decode_record(header, payload, key, block, self._namespace_digest, self._codecs)
 
     def _remove_damaged(self, epoch: str, name: str, damaged: os.stat_result) -> None:
         """Remove a file, unless another has taken its place."""
@@ -237,7 +237,7 @@ class BlockFiles:
         return f"{self._namespace_path}/{epoch}/{name[:SHARD_HEX]}/{name}"
 
     def _is_possible(self, size_bytes: int) -> bool:
-        return HEADER_BYTES < size_bytes <= HEADER_BYTES + self._block_bytes
+        return HEADER_BYTES < size_bytes <= record_bytes_max(self._block_bytes)
 
     def _note_failure(self, error: OSError) -> str:
         reason = reason_of(error)
@@ -245,9 +245,9 @@ class BlockFiles:
         return reason
 
 
-def room_bytes_of(block_bytes: int) -> int:
-    """Return what storing a block may take, at most: its record, and a directory for it."""
-    return _charge(HEADER_BYTES + block_bytes) + ALLOCATION_BYTES
+def room_bytes_of(stored_bytes: int) -> int:
+    """Return what storing a block of at most `stored_bytes` may take: its record, and a directory for it."""
+    return _charge(HEADER_BYTES + stored_bytes) + ALLOCATION_BYTES
 
 
 def _charge(record_bytes: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from tiered_kv.toolkit.jobs import failure_reason
 from tiered_kv_fs.allowance import Allowance
 from tiered_kv_fs.counters import Counters
 from tiered_kv_fs.epochs import write_epoch
+from tiered_kv_fs.ledger import LedgerState
 from tiered_kv_fs.posix import reason_of
 from tiered_kv_fs.sweeper import Sweep, Sweeper
 from tiered_kv_fs.volume import Volume
@@ -36,12 +38,14 @@ class KeeperLimits:
         capacity_bytes: What the directory may occupy.
         grant_bytes: How much is asked of the ledger at once.
         room_timeout_s: How long a store waits for room.
+        quota_bytes: What the namespace may occupy; None for all of the capacity.
         count_interval_s: The directory is counted, by one of those who share it, at least so often.
     """
 
     capacity_bytes: int
     grant_bytes: int
     room_timeout_s: float
+    quota_bytes: int | None = None
     count_interval_s: float = 600.0
 
 
@@ -76,6 +80,8 @@ class Keeper:
     ) -> None:
         self.used_bytes = 0
         """The ledger's total when it was last seen."""
+        self.share_bytes = 0
+        """The namespace's share of it, likewise; 0 where it is not known."""
         self._volume = volume
         self._sweeper = sweeper
         self._allowance = allowance
@@ -224,28 +230,47 @@ class Keeper:
             state.grants[name] = outstanding_bytes  # at most what it was, and known again if the ledger was lost
             if state.total_bytes is None:
                 return False
-            self.used_bytes = state.total_bytes
+            self._note_totals(state)
             least_bytes = need_bytes - self._allowance.free_bytes
-            room_bytes = self._limits.capacity_bytes - state.total_bytes
+            room_bytes = self._room_bytes(state)
+            if room_bytes is None:
+                return False
             granted_bytes = min(max(least_bytes, self._limits.grant_bytes), room_bytes)
             if granted_bytes < least_bytes:
                 return False
-            state.add(granted_bytes)
+            state.add(granted_bytes, self._volume.namespace)
             state.grants[name] = outstanding_bytes + granted_bytes
-            self.used_bytes = state.total_bytes
+            self._note_totals(state)
         self._allowance.add(granted_bytes)  # not before it is written
         return True
+
+    def _room_bytes(self, state: LedgerState) -> int | None:
+        """Return how much may be granted; None if the total, or with a quota the share, is not known."""
+        if state.total_bytes is None:
+            return None
+        room_bytes = self._limits.capacity_bytes - state.total_bytes
+        if self._limits.quota_bytes is None:
+            return room_bytes
+        share_bytes = state.share_bytes(self._volume.namespace)
+        return None if share_bytes is None else min(room_bytes, self._limits.quota_bytes - share_bytes)
+
+    def _note_totals(self, state: LedgerState) -> None:
+        if state.total_bytes is not None:
+            self.used_bytes = state.total_bytes
+            self.share_bytes = state.share_bytes(self._volume.namespace) or 0
 
     def _keep_spare(self) -> str:
         """Make room for the next grants while nobody waits for them."""
         free_bytes = self._limits.capacity_bytes - self.used_bytes
+        if self._limits.quota_bytes is not None:
+            free_bytes = min(free_bytes, self._limits.quota_bytes - self.share_bytes)
         if free_bytes < self._limits.grant_bytes and self._tasks.empty():
             self._sweeper.make_room(2 * self._limits.grant_bytes)
         return ""
 
     def _look_after(self) -> str:
-        """Write a reset down, and make the owner's file anew if somebody removed it."""
-        if not self._volume.owner.is_present:
+        """Write a reset down, and make anew what somebody removed: the owner's file, or the namespace's directory."""
+        if not self._volume.owner.is_present or not os.path.isdir(self._volume.namespace_path):
             self._claim_again()
         while self._resets != self._resets_written:
             number, epoch = self._resets, self._epoch  # in this order: the epoch is at least as new as the number
@@ -263,14 +288,14 @@ class Keeper:
             self._give_back()
         self._stored_at_last_tick = stored
         with self._volume.ledger.locked() as state:
+            room_bytes = self._room_bytes(state)
             is_due = (
-                state.total_bytes is None
+                room_bytes is None
                 or self._volume.ended_owners != self._ended_owners_counted
                 or self._is_count_old(state.counted_at_s)
             )
-            if state.total_bytes is not None:
-                self.used_bytes = state.total_bytes
-        if is_due or self.used_bytes > self._limits.capacity_bytes:
+            self._note_totals(state)
+        if is_due or room_bytes is None or room_bytes < 0:
             ended_owners = self._volume.ended_owners
             if self._sweeper.make_room(self._limits.grant_bytes, must_count=is_due) is not Sweep.BUSY:
                 self._ended_owners_counted = max(ended_owners, self._ended_owners_counted)
@@ -293,18 +318,21 @@ class Keeper:
         try:
             with self._volume.ledger.locked() as state:
                 if state.total_bytes is not None:
-                    state.add(-unused_bytes)
+                    state.add(-unused_bytes, self._volume.namespace)
                 state.grants[name] = self._allowance.outstanding_bytes
         except OSError:
             self._allowance.add(unused_bytes)
             raise
 
     def _close(self) -> str:
+        is_settled = False
         try:
             self._look_after()
             self._give_back()
+            is_settled = True
         finally:
             # A transfer that hangs may still write: then the owner lives on, with its grant, until the process ends.
-            if not self._allowance.outstanding_bytes:
-                self._volume.close(gives_up=self._resets == self._resets_written)
+            # Otherwise its file stays only if others have to do what could not be done: a reset, or the grant.
+            if not self._allowance.in_flight_bytes:
+                self._volume.close(gives_up=is_settled and self._resets == self._resets_written)
         return ""

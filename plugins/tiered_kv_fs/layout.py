@@ -8,6 +8,7 @@
     <namespace>/epoch                 the epoch that who opens it joins; see epochs.py
     <namespace>/<epoch>/<shard>/<block>                     a block record
     <namespace>/<epoch>/<shard>/.<block>.<owner>.<n>.tmp    a block record being written
+    .<namespace>.<n>.purged           a namespace's directory while it is being purged; see administration.py
 
 <namespace> is the namespace's digest, <block> a digest of the key, <shard> its first byte: nothing that comes
 from outside is ever part of a path. Whatever else lies there is foreign: never touched, but counted in the capacity.
@@ -41,6 +42,8 @@ BLOCK: Final = re.compile(r"[0-9a-f]{32}")
 TEMPORARY_BLOCK: Final = re.compile(r"\.[0-9a-f]{32}\.(?P<owner>[0-9a-f]{16})\.[0-9a-f]+\.tmp")
 TEMPORARY: Final = re.compile(r"\.[a-z.-]+\.[0-9a-f]{16}\.tmp")
 """A small file on its way into place; see `posix.replace_file`."""
+
+PURGED: Final = re.compile(r"\.(?P<namespace>[0-9a-f]{32})\.[0-9a-f]{16}\.purged")
 
 
 def block_name(key: OffloadKey, namespace_digest: bytes) -> str:

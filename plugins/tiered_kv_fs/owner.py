@@ -7,6 +7,7 @@ not mapped: a mapped page whose file is cut off, or whose server is gone, ends t
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tiered_kv_fs.layout import EPOCH, NAMESPACE, OWNER
-from tiered_kv_fs.posix import is_linked, opened, remove, try_lock, write_all
+from tiered_kv_fs.posix import is_linked, opened, remove, try_lock, unlock, write_all
 
 _OWNER_BYTES: Final = 4096
 _WORD = struct.Struct("<Q")
@@ -94,12 +95,15 @@ class Owner:
             remove(self._path)
         with self._lock:
             fd, self._fd = self._fd, -1
-            os.close(fd)
+            try:
+                unlock(fd)
+            finally:
+                os.close(fd)
 
     def _write(self, data: bytes, at: int) -> None:
         with self._lock:
-            if self._fd >= 0:
-                os.pwrite(self._fd, data, at)
+            if self._fd >= 0 and os.pwrite(self._fd, data, at) != len(data):
+                raise OSError(errno.EIO, "the owner's file was written in part", self._path)
 
 
 def read_owners(directory: str) -> list[OwnerNote]:
@@ -117,6 +121,8 @@ def _read_owner(directory: str, name: str) -> OwnerNote | None:
     try:
         with opened(f"{directory}/{name}", os.O_RDWR) as fd:
             is_alive = not try_lock(fd)
+            if not is_alive:
+                unlock(fd)
             data = os.pread(fd, _OWNER_BYTES, 0).ljust(_OWNER_BYTES, b"\0")
     except FileNotFoundError:  # it ended a moment ago
         return None

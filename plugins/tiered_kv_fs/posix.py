@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-FILE_MODE: Final = 0o600
-DIRECTORY_MODE: Final = 0o700
+from tiered_kv.permissions import DIRECTORY_MODE, FILE_MODE, check_file
+
 SAFE_FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """O_NONBLOCK, so that opening a pipe that somebody put in a file's place does not wait for its other end."""
 DIRECTORY_FLAGS: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -29,6 +29,7 @@ _REASONS: Final = {
     errno.EACCES: "permission",
     errno.EPERM: "permission",
     errno.ELOOP: "not_a_file",
+    errno.EMLINK: "not_a_file",
     errno.EISDIR: "not_a_file",
     errno.ENXIO: "not_a_file",
     errno.ENAMETOOLONG: "not_a_file",
@@ -89,9 +90,14 @@ def locked(path: str, timeout_s: float) -> Iterator[int]:
     pause_s = _LOCK_POLL_S
     while True:
         with opened(path, os.O_RDWR | os.O_CREAT) as fd:
-            if try_lock(fd) and is_linked(fd, path):
-                yield fd
-                return
+            if try_lock(fd):
+                try:
+                    if is_linked(fd, path):
+                        check_file(fd, path, any_owner=True)  # the directory says who can put a file here
+                        yield fd
+                        return
+                finally:
+                    unlock(fd)
         if time.monotonic() >= deadline:
             raise TimeoutError(f"{path} was locked by others for {timeout_s} s")
         time.sleep(pause_s)
@@ -105,6 +111,11 @@ def try_lock(fd: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def unlock(fd: int) -> None:
+    """Give a file's lock back. To close the file is not enough: a child that was forked meanwhile has it open too."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def is_linked(fd: int, path: str) -> bool:
@@ -151,12 +162,20 @@ def read_file(path: str, size_max_bytes: int) -> bytes | None:
         raise
 
 
-def replace_file(directory: str, name: str, data: bytes) -> None:
-    """Put a small file into place in one step; whoever reads it finds the old bytes or the new ones."""
+def replace_file(directory: str, name: str, data: bytes, *, flush: bool = False) -> None:
+    """Put a small file into place in one step; whoever reads it finds the old bytes or the new ones.
+
+    Args:
+        directory, name: Where.
+        data: All of it.
+        flush: Whether that shall hold after a power failure too, which may leave an empty file otherwise.
+    """
     temporary = f"{directory}/.{name}.{secrets.token_hex(8)}.tmp"
     try:
         with opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
             write_all(fd, [data])
+            if flush:
+                os.fsync(fd)
         os.rename(temporary, f"{directory}/{name}")
     except OSError:
         remove(temporary)

@@ -6,6 +6,7 @@ import heapq
 import os
 import re
 import stat
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Final
@@ -61,6 +62,8 @@ class Survey:
         foreign_files: How many entries are not this tier's.
         candidates: The files that were used longest ago, oldest first.
         temporaries: The files that are being written, or were left by who wrote them.
+        used_by: What of `used_bytes` lies in each namespace's directory, that one included.
+        own_candidates: As `candidates`, of the one namespace that was asked for.
     """
 
     used_bytes: int = 0
@@ -68,37 +71,72 @@ class Survey:
     foreign_files: int = 0
     candidates: list[Candidate] = field(default_factory=list)
     temporaries: list[Leftover] = field(default_factory=list)
+    used_by: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    own_candidates: list[Candidate] = field(default_factory=list)
 
 
-def survey(root: str, live_epochs: Collection[tuple[str, str]], candidates_max: int = CANDIDATES_MAX) -> Survey:
+class _Oldest:
+    """The files that were used longest ago, of those that are shown to it."""
+
+    def __init__(self, files_max: int) -> None:
+        self._files_max = files_max
+        self._newest_first: list[tuple[int, str, int, int]] = []  # a heap, with times negated
+
+    def show(self, used_ns: int, path: str, size_bytes: int, mtime_ns: int) -> None:
+        entry = (-used_ns, path, size_bytes, mtime_ns)
+        if len(self._newest_first) < self._files_max:
+            heapq.heappush(self._newest_first, entry)
+        elif entry > self._newest_first[0]:
+            heapq.heapreplace(self._newest_first, entry)
+
+    def candidates(self) -> list[Candidate]:
+        """Return them, oldest first."""
+        return sorted(
+            Candidate(-negated, path, size_bytes, mtime_ns)
+            for negated, path, size_bytes, mtime_ns in self._newest_first
+        )
+
+
+def survey(
+    root: str,
+    live_epochs: Collection[tuple[str, str]],
+    candidates_max: int = CANDIDATES_MAX,
+    *,
+    own_namespace: str = "",
+) -> Survey:
     """Count a directory. What others write or remove meanwhile may be counted or not.
 
     Args:
         root: The directory.
         live_epochs: Namespace and epoch of each that may still be asked for.
         candidates_max: How many of the oldest files to remember.
+        own_namespace: Remember the oldest files of this namespace besides.
     """
     found = Survey()
-    newest_first: list[tuple[int, str, int, int]] = []  # a heap of the oldest files, with times negated
+    oldest, own_oldest = _Oldest(candidates_max), _Oldest(candidates_max)
     for path, status, kind, detail in _walk(root):
-        found.used_bytes += occupied_bytes(status)
+        size_bytes = occupied_bytes(status)
+        found.used_bytes += size_bytes
+        found.used_by[namespace_of(path, root)] += size_bytes
         if kind == "foreign":
             found.foreign_files += 1
         elif kind == "temporary":
-            found.temporaries.append(Leftover(path, detail, occupied_bytes(status), status.st_mtime_ns))
+            found.temporaries.append(Leftover(path, detail, size_bytes, status.st_mtime_ns))
         elif kind == "block":
             found.block_files += 1
             namespace, _, epoch = detail.partition("/")
             used_ns = status.st_mtime_ns if (namespace, epoch) in live_epochs else 0
-            entry = (-used_ns, path, occupied_bytes(status), status.st_mtime_ns)
-            if len(newest_first) < candidates_max:
-                heapq.heappush(newest_first, entry)
-            elif entry > newest_first[0]:
-                heapq.heapreplace(newest_first, entry)
-    found.candidates = sorted(
-        Candidate(-negated, path, size_bytes, mtime_ns) for negated, path, size_bytes, mtime_ns in newest_first
-    )
+            oldest.show(used_ns, path, size_bytes, status.st_mtime_ns)
+            if namespace == own_namespace:
+                own_oldest.show(used_ns, path, size_bytes, status.st_mtime_ns)
+    found.candidates, found.own_candidates = oldest.candidates(), own_oldest.candidates()
     return found
+
+
+def namespace_of(path: str, root: str) -> str:
+    """Return the namespace in whose directory `path` lies, within `root`; the empty text for none."""
+    top = path[len(root) + 1 :].partition("/")[0]
+    return top if NAMESPACE.fullmatch(top) else ""
 
 
 _Entry = tuple[str, os.stat_result, str, str]

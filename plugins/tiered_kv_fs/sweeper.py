@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
+from collections import defaultdict, deque
 from enum import Enum
 from typing import Final
 
 from tiered_kv_fs.counters import Counters
 from tiered_kv_fs.epochs import read_epoch
 from tiered_kv_fs.layout import EPOCH, NAMESPACE, SHARD
-from tiered_kv_fs.posix import directories, opened, remove, try_lock
-from tiered_kv_fs.survey import Candidate, Survey, survey
+from tiered_kv_fs.ledger import Share
+from tiered_kv_fs.posix import directories, opened, remove, try_lock, unlock
+from tiered_kv_fs.survey import Candidate, Survey, namespace_of, survey
 from tiered_kv_fs.volume import Volume
 
 TEMPORARY_AGE_MAX_S: Final = 3600.0
@@ -45,22 +46,32 @@ class Sweeper:
     Args:
         volume: The directory.
         capacity_bytes: What it may occupy.
+        quota_bytes: What the volume's namespace may occupy of it; None for all.
         unknown_grant_bytes: What to assume of a living owner that the ledger does not know.
         counters: Where to count.
     """
 
-    def __init__(self, volume: Volume, capacity_bytes: int, unknown_grant_bytes: int, counters: Counters) -> None:
+    def __init__(
+        self,
+        volume: Volume,
+        capacity_bytes: int,
+        quota_bytes: int | None,
+        unknown_grant_bytes: int,
+        counters: Counters,
+    ) -> None:
         self.foreign_files = 0
         self.block_files = 0
         self._volume = volume
         self._capacity_bytes = capacity_bytes
+        self._quota_bytes = quota_bytes
         self._unknown_grant_bytes = unknown_grant_bytes
         self._counters = counters
         self._candidates: deque[Candidate] = deque()
+        self._own_candidates: deque[Candidate] = deque()  # of the namespace, where it has a quota
         self._candidates_until_s = 0.0
 
     def make_room(self, wanted_bytes: int, *, must_count: bool = False) -> Sweep:
-        """Remove files until `wanted_bytes` more fit.
+        """Remove files until `wanted_bytes` more fit into the capacity, and into the namespace's quota.
 
         Args:
             wanted_bytes: How much.
@@ -72,52 +83,84 @@ class Sweeper:
         with opened(self._volume.sweep_path, os.O_RDWR | os.O_CREAT) as sweep_fd:
             if not try_lock(sweep_fd):
                 return Sweep.BUSY
-            missing_bytes = self._missing_bytes(wanted_bytes)
-            if must_count or missing_bytes is None:
-                self._count(sweep_fd)
-                missing_bytes = self._missing_bytes(wanted_bytes)
-                must_count = True
-            assert missing_bytes is not None
-            if missing_bytes > 0 and time.monotonic() >= self._candidates_until_s:
-                self._candidates.clear()
-            while missing_bytes > 0:
-                if not self._candidates:
-                    if must_count:  # what has been counted a moment ago has nothing more to give
-                        return Sweep.FULL
-                    must_count = True
-                    self._count(sweep_fd)
-                else:
-                    self._evict(missing_bytes)
-                missing_bytes = self._missing_bytes(wanted_bytes) or 0
-            return Sweep.DONE
+            try:
+                return self._make_room(sweep_fd, wanted_bytes, must_count)
+            finally:
+                unlock(sweep_fd)
 
-    def _missing_bytes(self, wanted_bytes: int) -> int | None:
-        """Return how much has to go so that `wanted_bytes` fit; None if the total is not known."""
+    def _make_room(self, sweep_fd: int, wanted_bytes: int, must_count: bool) -> Sweep:
+        """Do so, as the one process that holds the lock of the file at `sweep_fd`."""
+        missing = self._missing_bytes(wanted_bytes)
+        if must_count or missing is None:
+            self._count(sweep_fd)
+            missing = self._missing_bytes(wanted_bytes)
+            must_count = True
+        if time.monotonic() >= self._candidates_until_s:
+            self._candidates.clear()
+            self._own_candidates.clear()
+        while missing is not None and any(missing):
+            own_bytes, all_bytes = missing  # what the namespace gives makes room in the directory too
+            candidates = self._own_candidates if own_bytes else self._candidates
+            if not candidates:
+                if must_count:  # what has been counted a moment ago has nothing more to give
+                    return Sweep.FULL
+                must_count = True
+                self._count(sweep_fd)
+            else:
+                self._evict(candidates, own_bytes or all_bytes)
+            missing = self._missing_bytes(wanted_bytes)
+        return Sweep.DONE
+
+    def _missing_bytes(self, wanted_bytes: int) -> tuple[int, int] | None:
+        """Return how much has to go so that `wanted_bytes` fit: of the namespace, and of whatever is there.
+
+        None if the total, or with a quota the namespace's share of it, is not known.
+        """
         with self._volume.ledger.locked() as state:
             if state.total_bytes is None:
                 return None
-            return state.total_bytes + wanted_bytes - self._capacity_bytes
+            own_bytes = 0
+            if self._quota_bytes is not None:
+                share_bytes = state.share_bytes(self._volume.namespace)
+                if share_bytes is None:
+                    return None
+                own_bytes = share_bytes + wanted_bytes - self._quota_bytes
+            return max(0, own_bytes), max(0, state.total_bytes + wanted_bytes - self._capacity_bytes)
 
     def _count(self, sweep_fd: int) -> None:
         """Count the directory and write the total.
 
         Let F be the files there now, and G all grants now, plus those given while we count. Whatever is written
         meanwhile comes out of G. So F + G is at least what there is, and what may come, at the end; a file that is
-        written and counted meanwhile is in both, until the next count.
+        written and counted meanwhile is in both, until the next count. So it is for each namespace that has owners.
         """
         ledger = self._volume.ledger
         with ledger.locked() as state:
             alive = self._volume.reap(state)
-            grants_bytes = sum(state.grants.get(note.name, self._unknown_grant_bytes) for note in alive)
+            grants_by: defaultdict[str, int] = defaultdict(int)
+            for note in alive:
+                grants_by[note.namespace] += state.grants.get(note.name, self._unknown_grant_bytes)
             granted_before = state.granted_bytes
+            granted_by_before = {name: share.granted_bytes for name, share in state.shares.items()}
         live_epochs = {(note.namespace, note.epoch) for note in alive} | self._joined_epochs()
-        found = survey(self._volume.path, live_epochs)
-        removed_bytes = self._remove_leftovers(found, {note.name for note in alive}, sweep_fd)
+        own_namespace = "" if self._quota_bytes is None else self._volume.namespace
+        found = survey(self._volume.path, live_epochs, own_namespace=own_namespace)
+        self._remove_leftovers(found, {note.name for note in alive}, sweep_fd)
         with ledger.locked() as state:
-            granted_bytes = grants_bytes + state.granted_bytes - granted_before
-            state.total_bytes = found.used_bytes - removed_bytes + granted_bytes + _SMALL_FILES_BYTES
+            granted_bytes = sum(grants_by.values()) + state.granted_bytes - granted_before
+            state.total_bytes = found.used_bytes + granted_bytes + _SMALL_FILES_BYTES
+            for name in grants_by.keys() - state.shares.keys() - {""}:
+                state.shares[name] = Share()
+            for name, share in list(state.shares.items()):
+                newly_granted_bytes = share.granted_bytes - granted_by_before.get(name, 0)
+                if name not in grants_by and not newly_granted_bytes:  # nobody there: its next owner has it counted
+                    del state.shares[name]
+                    continue
+                granted_bytes = grants_by[name] + newly_granted_bytes
+                share.total_bytes = found.used_by[name] + granted_bytes + _SMALL_FILES_BYTES
             state.counted_at_s = time.time()
         self._candidates = deque(found.candidates)
+        self._own_candidates = deque(found.own_candidates)
         self._candidates_until_s = time.monotonic() + _COUNTED_FOR_S
         self.foreign_files = found.foreign_files
         self.block_files = found.block_files
@@ -131,37 +174,38 @@ class Sweeper:
         epochs = [(name, read_epoch(f"{root}/{name}")) for name in namespaces]
         return {(name, epoch) for name, epoch in epochs if epoch is not None}
 
-    def _remove_leftovers(self, found: Survey, alive: set[str], sweep_fd: int) -> int:
-        """Remove files whose writers have ended, or gave up long ago; return what they occupied."""
+    def _remove_leftovers(self, found: Survey, alive: set[str], sweep_fd: int) -> None:
+        """Remove files whose writers have ended, or gave up long ago, and take them off what was found."""
         os.utime(sweep_fd)
         now_ns = os.fstat(sweep_fd).st_mtime_ns  # by the server's clock, as the files' times are
-        removed_bytes = 0
         for leftover in found.temporaries:
             is_old = now_ns - leftover.mtime_ns > TEMPORARY_AGE_MAX_S * 1e9
             has_ended = leftover.owner and leftover.owner not in alive
             if (is_old or has_ended) and remove(leftover.path):
-                removed_bytes += leftover.size_bytes
+                found.used_bytes -= leftover.size_bytes
+                found.used_by[namespace_of(leftover.path, self._volume.path)] -= leftover.size_bytes
                 self._counters.add("removed_temporaries")
-        return removed_bytes
 
-    def _evict(self, wanted_bytes: int) -> None:
+    def _evict(self, candidates: deque[Candidate], wanted_bytes: int) -> None:
         """Remove some of the oldest files that were not used since they were listed."""
+        removed_by: defaultdict[str, int] = defaultdict(int)
         removed_bytes = removed_files = 0
         for _ in range(_EVICTED_AT_ONCE):
-            if removed_bytes >= wanted_bytes or not self._candidates:
+            if removed_bytes >= wanted_bytes or not candidates:
                 break
-            candidate = self._candidates.popleft()
+            candidate = candidates.popleft()
             try:
                 if os.stat(candidate.path, follow_symlinks=False).st_mtime_ns != candidate.mtime_ns:
                     continue
             except FileNotFoundError:
                 continue
             if remove(candidate.path):
+                removed_by[namespace_of(candidate.path, self._volume.path)] += candidate.size_bytes
                 removed_bytes += candidate.size_bytes
                 removed_files += 1
         with self._volume.ledger.locked() as state:
-            if state.total_bytes is not None:
-                state.total_bytes -= removed_bytes
+            for namespace, size_bytes in removed_by.items():
+                state.take_off(size_bytes, namespace)
         self._counters.add("evicted_files", removed_files)
 
     def _remove_empty_epochs(self, live_epochs: set[tuple[str, str]]) -> None:

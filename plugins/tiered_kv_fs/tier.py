@@ -11,7 +11,6 @@ from typing import Any, Final, TypeVar
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ConfigError, MissingExtraError, TierUnavailableError
 from tiered_kv.toolkit.aio import AsyncTier, uninterrupted
-from tiered_kv.toolkit.codecs import codec_by_name
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
 from tiered_kv_fs.allowance import Allowance
@@ -71,18 +70,20 @@ class Sizing:
     grant_bytes: int
 
     @classmethod
-    def of(cls, capacity_bytes: int, block_bytes: int) -> Sizing:
-        """Return the sizes for a capacity.
+    def of(cls, capacity_bytes: int, block_bytes: int, *, overhead_bytes: int = 0, setting: str = "capacity") -> Sizing:
+        """Return the sizes for a capacity, or another limit that is called `setting`.
+
+        A stored block exceeds its size by `overhead_bytes` at most.
 
         Raises:
             ConfigError: It is too small.
         """
-        room_bytes = room_bytes_of(block_bytes)
+        room_bytes = room_bytes_of(block_bytes + overhead_bytes)
         least_bytes = _SMALL_THINGS_BYTES + _GRANTS_MIN * room_bytes
         if capacity_bytes < least_bytes:
             raise ConfigError(
                 f"{capacity_bytes} bytes are too few for blocks of {block_bytes}; give at least {least_bytes}",
-                location="capacity",
+                location=setting,
             )
         usable_bytes = capacity_bytes - _SMALL_THINGS_BYTES
         part_blocks = max(1, min(_PART_BYTES // block_bytes, usable_bytes // _GRANTS_MIN // room_bytes))
@@ -101,7 +102,7 @@ class FsTier(AsyncTier):
         settings: The tier's YAML entry.
 
     Raises:
-        ConfigError: The capacity is too small for the blocks, or a library is missing.
+        ConfigError: The capacity is too small for the blocks, a library is missing, or a key file cannot be used.
         FormatError, TierUnavailableError: The directory cannot be used, and why.
     """
 
@@ -115,17 +116,20 @@ class FsTier(AsyncTier):
         # First what can fail for good reasons: a tier that was not opened holds no view of the region.
         self._carry = carrier()
         self._settings = settings
-        self._codec = codec_by_name(settings.codec)
+        self._codecs = settings.open_codecs()
         block_bytes = block_bytes_of(primary_kv_view)
-        self._sizing = Sizing.of(settings.capacity, block_bytes)
+        overhead_bytes = self._codecs.overhead_bytes
+        self._sizing = Sizing.of(settings.capacity, block_bytes, overhead_bytes=overhead_bytes)
+        if settings.quota is not None:
+            self._sizing = Sizing.of(settings.quota, block_bytes, overhead_bytes=overhead_bytes, setting="quota")
         digest: bytes = getattr(offloading_spec, "namespace_digest", bytes(16))
         name = getattr(offloading_spec, "name", None) or tier_type
         self._counters = Counters()
         self._allowance = Allowance()
         self._room_timeout_s = min(_ROOM_TIMEOUT_MAX_S, settings.job_timeout / 2)
         identity = Identity(digest, getattr(offloading_spec, "namespace", {}), block_bytes)
-        self._volume = Volume(settings.path, identity, tier=name)
-        self._files = BlockFiles(self._volume.namespace_path, digest, block_bytes, self._codec, self._counters)
+        self._volume = Volume(settings.path, identity, tier=name, private=settings.private)
+        self._files = BlockFiles(self._volume.namespace_path, digest, block_bytes, self._codecs, self._counters)
         self._epoch_names = (0, self._volume.found_epoch)
         """The toolkit's number of the epoch, and its directory; replaced in one step."""
         self._keeper = self._start_keeper(name)
@@ -224,6 +228,7 @@ class FsTier(AsyncTier):
             "used_bytes": self._keeper.used_bytes,
             "capacity_bytes": self._settings.capacity,
             "granted_bytes": self._allowance.outstanding_bytes,
+            **self._quota_stats(),
         }
 
     def describe(self) -> Mapping[str, object]:
@@ -233,11 +238,13 @@ class FsTier(AsyncTier):
             "namespace": self._volume.namespace,
             "epoch": self._epoch_names[1],
             "owners": self._volume.count_owners(),
-            "codec": self._codec.name,
+            "private": self._settings.private,
+            "codec": self._codecs.writer.name,
             "threads": self._settings.threads,
             "capacity_bytes": self._settings.capacity,
             "used_bytes": self._keeper.used_bytes,
             "grant_bytes": self._sizing.grant_bytes,
+            **self._quota_stats(),
         }
 
     def shutdown(self) -> None:
@@ -249,13 +256,18 @@ class FsTier(AsyncTier):
             threads.join(deadline)
         self._keeper.stop(max(0.1, deadline - time.monotonic()))
 
+    def _quota_stats(self) -> dict[str, int]:
+        quota_bytes = self._settings.quota
+        return {} if quota_bytes is None else {"quota_bytes": quota_bytes, "share_bytes": self._keeper.share_bytes}
+
     def _start_keeper(self, name: str) -> Keeper:
         limits = KeeperLimits(
             capacity_bytes=self._settings.capacity,
             grant_bytes=self._sizing.grant_bytes,
             room_timeout_s=self._room_timeout_s,
+            quota_bytes=self._settings.quota,
         )
-        sweeper = Sweeper(self._volume, limits.capacity_bytes, limits.grant_bytes, self._counters)
+        sweeper = Sweeper(self._volume, limits.capacity_bytes, limits.quota_bytes, limits.grant_bytes, self._counters)
         epoch = self._epoch_names[1]
         return Keeper(self._volume, sweeper, self._allowance, limits, self._counters, epoch, f"tiered-kv-{name}-keeper")
 

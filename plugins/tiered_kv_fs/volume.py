@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tiered_kv.errors import FormatError, TierUnavailableError
+from tiered_kv.permissions import NotPrivateError, check_directory, check_file, open_directory
 from tiered_kv_fs.epochs import new_epoch, read_epoch, write_epoch
 from tiered_kv_fs.layout import (
     FORMAT_VERSION,
@@ -18,12 +19,13 @@ from tiered_kv_fs.layout import (
     NAMESPACE,
     NAMESPACE_NAME,
     OWNERS_NAME,
+    PURGED,
     SWEEP_NAME,
     TEMPORARY,
 )
 from tiered_kv_fs.ledger import Ledger, LedgerState
 from tiered_kv_fs.owner import Owner, OwnerNote, read_owners
-from tiered_kv_fs.posix import DIRECTORY_MODE, make_directory, read_file, remove, replace_file
+from tiered_kv_fs.posix import make_directory, opened, read_file, remove, replace_file
 
 OPENING_BYTES: Final = 64 << 10
 """Counted for each opening: its owner's file, and the small files and directories that it may make."""
@@ -57,13 +59,15 @@ class Volume:
         path: Where it is.
         identity: Whose blocks this owner stores.
         tier: The tier's name, for messages.
+        private: Refuse a directory that others can get at; see `tiered_kv.permissions`.
 
     Raises:
+        ConfigError: It is a symbolic link, another user's, or open to others.
         FormatError: It is of another format version, or holds files and is not this tier's at all.
         TierUnavailableError: The file system does not let us, or has no locks.
     """
 
-    def __init__(self, path: str, identity: Identity, *, tier: str = "") -> None:
+    def __init__(self, path: str, identity: Identity, *, tier: str = "", private: bool = True) -> None:
         self.path = os.path.abspath(os.path.expanduser(path))
         self.namespace = identity.digest.hex()
         self.namespace_path = f"{self.path}/{self.namespace}"
@@ -75,11 +79,12 @@ class Volume:
         self._identity = identity
         self._tier = tier
         try:
-            os.makedirs(self.path, mode=DIRECTORY_MODE, exist_ok=True)
-            self._device = os.stat(self.path).st_dev
+            self._device = self._check_access(private)
             self.owner, self.found_epoch = self._claim(None, None)
         except OSError as error:
             detail = "it has no working flock(2)" if error.errno in (errno.ENOLCK, errno.ENOTSUP) else str(error)
+            if isinstance(error, NotPrivateError):
+                detail = str(error.strerror)
             raise TierUnavailableError(
                 f"the directory {self.path} cannot be used: {detail}", tier=tier, operation="open"
             ) from error
@@ -130,10 +135,29 @@ class Volume:
         """Close the owner's file; with `gives_up` False it stays, since it has to tell of a reset."""
         self.owner.close(remove_file=gives_up)
 
+    def _check_access(self, private: bool) -> int:
+        """Make the directory if it is missing; refuse it if others can get at it; return its device."""
+        fd = open_directory(self.path)
+        try:
+            self._refuse_foreign()
+            if private:
+                check_directory(fd, self.path, may_tighten=MARKER_NAME not in os.listdir(fd))
+            for name in (LEDGER_NAME, SWEEP_NAME):
+                try:
+                    with opened(name, os.O_RDWR, fd) as file_fd:
+                        check_file(file_fd, f"{self.path}/{name}", any_owner=not private)
+                except FileNotFoundError:
+                    continue
+            return os.fstat(fd).st_dev
+        finally:
+            os.close(fd)
+
     def _claim(self, epoch: str | None, owner: Owner | None) -> tuple[Owner, str]:
         """Check whose directory it is, and make what is missing; return the owner and its epoch."""
         self._refuse_foreign()
         make_directory(self.owners_path)
+        if os.path.islink(self.owners_path):
+            raise self._format_error(f"{self.owners_path} is a symbolic link; remove it")
         with self.ledger.locked() as state:
             self._check_marker()
             self._check_namespace()
@@ -147,15 +171,14 @@ class Volume:
                 owner.note_epoch(joined, 0)
                 state.grants[owner.name] = 0
             if state.total_bytes is not None:
-                state.add(OPENING_BYTES)
+                state.add(OPENING_BYTES, self.namespace)
         return owner, joined
 
     def _refuse_foreign(self) -> None:
         """Refuse a directory that holds files and no marker, before anything is written into it."""
         names = set(os.listdir(self.path))
-        strangers = sorted(
-            name for name in names - _OURS if not NAMESPACE.fullmatch(name) and not TEMPORARY.fullmatch(name)
-        )
+        ours = (NAMESPACE, TEMPORARY, PURGED)
+        strangers = sorted(name for name in names - _OURS if not any(each.fullmatch(name) for each in ours))
         if MARKER_NAME not in names and strangers:
             raise self._format_error(
                 f"{self.path} is not empty and not a directory of this tier (it holds {strangers[0]!r}); "
@@ -163,30 +186,19 @@ class Volume:
             )
 
     def _check_marker(self) -> None:
-        text = self._read(self.path, MARKER_NAME)
-        if text is None:
+        if read_version(self.path, self._tier) is None:
             self._refuse_foreign()
             marker = {"format": FORMAT_VERSION, "tier": "fs"}
-            replace_file(self.path, MARKER_NAME, _as_text(marker))
-            return
-        version = _fields(text).get("format")
-        if version is None:
-            raise self._format_error(
-                f"{self.path}/{MARKER_NAME} cannot be read; if the blocks may go, delete the directory"
-            )
-        if version != FORMAT_VERSION:
-            raise self._format_error(
-                f"{self.path} has format version {version}, and this release reads version {FORMAT_VERSION}; "
-                "use the release that wrote it, give another directory, or delete this one"
-            )
+            # Flushed: a directory with an empty marker, which a power failure may leave, is nobody's any more.
+            replace_file(self.path, MARKER_NAME, _as_text(marker), flush=True)
 
     def _check_namespace(self) -> None:
         """Note beside the blocks whose they are. Different digests have different directories already."""
         make_directory(self.namespace_path)
         if os.path.islink(self.namespace_path):
             raise self._format_error(f"{self.namespace_path} is a symbolic link; remove it")
-        text = self._read(self.namespace_path, NAMESPACE_NAME)
-        found = None if text is None else _fields(text).get("block_bytes")
+        text = _read(self.namespace_path, NAMESPACE_NAME)
+        found = None if text is None else fields_of(text).get("block_bytes")
         if found is not None and found != self._identity.block_bytes:
             raise self._format_error(
                 f"{self.namespace_path} holds blocks of {found} bytes, and these have {self._identity.block_bytes}; "
@@ -200,25 +212,50 @@ class Volume:
             }
             replace_file(self.namespace_path, NAMESPACE_NAME, _as_text(described))
 
-    def _read(self, directory: str, name: str) -> bytes | None:
-        """Return a small file's text; None if there is no such name."""
-        text = read_file(f"{directory}/{name}", _SMALL_FILE_BYTES_MAX)
-        if text is None and os.path.lexists(f"{directory}/{name}"):
-            return b""  # no regular file, or a very large one
-        return text
-
     def _format_error(self, message: str) -> FormatError:
         return FormatError(message, tier=self._tier, operation="open")
 
 
-def _as_text(fields: Mapping[str, object]) -> bytes:
-    return (json.dumps(fields, indent=2, sort_keys=True, default=str) + "\n").encode()
+def read_version(path: str, tier: str) -> int | None:
+    """Return the format version of the directory at `path`, None if it has no marker.
+
+    Raises:
+        FormatError: It is not this release's, or cannot be read.
+    """
+    text = _read(path, MARKER_NAME)
+    if text is None:
+        return None
+    version = fields_of(text).get("format")
+    message = ""
+    if version is None:
+        message = f"{path}/{MARKER_NAME} cannot be read; if the blocks may go, delete the directory"
+    elif version != FORMAT_VERSION:
+        shown = version if isinstance(version, int) else "unknown"
+        message = (
+            f"{path} has format version {shown}, and this release reads version {FORMAT_VERSION}; "
+            "use the release that wrote it, give another directory, or delete this one"
+        )
+    if message:
+        raise FormatError(message, tier=tier, operation="open")
+    return FORMAT_VERSION
 
 
-def _fields(text: bytes) -> dict[str, object]:
+def fields_of(text: bytes) -> dict[str, object]:
     """Return the fields of a small file, none if it cannot be read."""
     try:
         fields = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return fields if isinstance(fields, dict) else {}
+
+
+def _read(directory: str, name: str) -> bytes | None:
+    """Return a small file's text; None if there is no such name."""
+    text = read_file(f"{directory}/{name}", _SMALL_FILE_BYTES_MAX)
+    if text is None and os.path.lexists(f"{directory}/{name}"):
+        return b""  # no regular file, or a very large one
+    return text
+
+
+def _as_text(fields: Mapping[str, object]) -> bytes:
+    return (json.dumps(fields, indent=2, sort_keys=True, default=str) + "\n").encode()

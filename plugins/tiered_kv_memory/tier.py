@@ -12,7 +12,6 @@ from typing import Any
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
 from tiered_kv.errors import ConfigError
 from tiered_kv.toolkit import BlockingTier, Outcome
-from tiered_kv.toolkit.codecs import codec_by_name
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record
 from tiered_kv_memory.settings import MemorySettings
 
@@ -35,7 +34,7 @@ class MemoryTier(BlockingTier):
         settings: The tier's YAML entry.
 
     Raises:
-        ConfigError: The capacity does not hold one block, or the codec's library is missing.
+        ConfigError: The capacity does not hold one block, or the codec's library or key file cannot be used.
     """
 
     def __init__(
@@ -43,9 +42,9 @@ class MemoryTier(BlockingTier):
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, lookup_timeout_s=settings.lookup_timeout)
         self._namespace_digest: bytes = getattr(offloading_spec, "namespace_digest", bytes(16))
-        self._codec = codec_by_name(settings.codec)
+        self._codecs = settings.open_codecs()
         self._capacity_bytes = settings.capacity
-        record_bytes = HEADER_BYTES + self.block_bytes
+        record_bytes = HEADER_BYTES + self.block_bytes + self._codecs.overhead_bytes
         if record_bytes > self._capacity_bytes:
             raise ConfigError(
                 f"{self._capacity_bytes} bytes do not hold one record of {record_bytes} bytes", location="capacity"
@@ -130,13 +129,13 @@ class MemoryTier(BlockingTier):
         }
 
     def describe(self) -> Mapping[str, object]:
-        return {"medium": "memory", "codec": self._codec.name, "capacity_bytes": self._capacity_bytes}
+        return {"medium": "memory", "codec": self._codecs.writer.name, "capacity_bytes": self._capacity_bytes}
 
     # Records.
 
     def _store(self, key: OffloadKey, block: memoryview) -> str:
         """Keep one block; return why not, or an empty string."""
-        reserved = HEADER_BYTES + len(block)
+        reserved = HEADER_BYTES + len(block) + self._codecs.overhead_bytes
         with self._records_lock:
             if key in self._records:
                 return ""
@@ -145,7 +144,7 @@ class MemoryTier(BlockingTier):
             self._used_bytes += reserved
         kept = 0
         try:
-            header, payload = encode_record(key, block, self._namespace_digest, self._codec)
+            header, payload = encode_record(key, block, self._namespace_digest, self._codecs.writer)
             record = _Record(bytearray(HEADER_BYTES + len(payload)))
             record.data[:HEADER_BYTES] = header
             record.data[HEADER_BYTES:] = payload
@@ -170,7 +169,8 @@ class MemoryTier(BlockingTier):
             self._records.move_to_end(key)
             record.readers += 1
         data = memoryview(record.data)
-        status = decode_record(data[:HEADER_BYTES], data[HEADER_BYTES:], key, block, self._namespace_digest)
+        header, payload = data[:HEADER_BYTES], data[HEADER_BYTES:]
+        status = decode_record(header, payload, key, block, self._namespace_digest, self._codecs)
         with self._records_lock:
             record.readers -= 1
             if record.is_dropped and not record.readers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tiered_kv.hooks import TierType, hookimpl
+from tiered_kv.tiering.administration import TierAdministration
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv_nvme.settings import NvmeSettings
 
@@ -15,7 +16,14 @@ def _load() -> type[SecondaryTierManager]:
     return NvmeTier
 
 
+def _load_administration() -> type[TierAdministration]:
+    from tiered_kv_nvme.administration import NvmeAdministration
+
+    return NvmeAdministration
+
+
 @hookimpl
 def tiered_kv_register_tiers() -> Iterable[TierType]:
     """Register the tier type `nvme`."""
-    return [TierType("nvme", NvmeSettings, _load, "Segment files in a directory on a local disk.")]
+    about = "Segment files in a directory on a local disk."
+    return [TierType("nvme", NvmeSettings, _load, about, _load_administration)]

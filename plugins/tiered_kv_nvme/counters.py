@@ -21,10 +21,14 @@ _NAMES: Final = {
     "deleted_segments": "segments whose file was given back",
     "resets": "times that the cache was reset",
 }
+_FAMILIES: Final = {
+    "refused_": "blocks whose bytes are right and that encryption refused, by reason",
+}
+"""What other names begin with; they come as they happen."""
 
 
 class Counters(counters.Counters):
     """This tier's counts. Any thread may call."""
 
     def __init__(self) -> None:
-        super().__init__(_NAMES)
+        super().__init__(_NAMES, _FAMILIES)

@@ -16,12 +16,13 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Final
 
 from tiered_kv.errors import FormatError, TierBusyError, TierUnavailableError
-from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS
+from tiered_kv.permissions import NotPrivateError, check_directory, check_file, open_directory
+from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS, Disk, write_fully
 from tiered_kv_nvme.epoch import EPOCH_NAME
 from tiered_kv_nvme.layout import FORMAT_VERSION
 
@@ -35,11 +36,10 @@ SEGMENT_RESERVE_BYTES: Final = 8 << 10
 
 _NAMESPACE_KEY = "namespace"
 _MARKER_TEMPORARY = MARKER_NAME + ".tmp"
-_LEFTOVERS = (_MARKER_TEMPORARY, "probe.tmp")
-_OURS = frozenset((LOCK_NAME, MARKER_NAME, EPOCH_NAME, *_LEFTOVERS))
+LEFTOVERS = (_MARKER_TEMPORARY, "probe.tmp")
+_OURS = frozenset((LOCK_NAME, MARKER_NAME, EPOCH_NAME, *LEFTOVERS))
 _TOLERATED = _OURS | {"lost+found"}
 _MARKER_BYTES_MAX = 1 << 20
-_DIRECTORY_MODE = 0o700
 _REMEDIES = {
     errno.ENOSPC: "; free some space on its disk, or give a directory on another",
     errno.EDQUOT: "; free some of your quota on its disk, or give a directory on another",
@@ -90,6 +90,7 @@ class Directory:
         tier: The tier's name, for messages.
 
     Raises:
+        ConfigError: It is a symbolic link, another user's, or open to others; see `tiered_kv.permissions`.
         TierBusyError: Another process owns it.
         FormatError: It is of another format version or namespace, or holds files and is not this tier's at all.
         TierUnavailableError: The file system does not let us.
@@ -104,12 +105,12 @@ class Directory:
         self._pattern = re.compile(rf"segment-{identity.digest[:4].hex()}-(\d{{6}})\.kv")
         try:
             with ExitStack() as undo:
-                os.makedirs(self.path, mode=_DIRECTORY_MODE, exist_ok=True)
-                self.fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                self.fd = open_directory(self.path)
                 undo.callback(os.close, self.fd)
                 self._refuse_foreign()
-                self._lock_fd = self._take_lock()
-                undo.callback(os.close, self._lock_fd)
+                check_directory(self.fd, self.path, may_tighten=MARKER_NAME not in os.listdir(self.fd))
+                self._lock_fd = take_lock(self.fd, self.path, tier)
+                undo.callback(_give_back, self._lock_fd)
                 self._remove_leftovers()
                 self._check_marker()
                 undo.pop_all()
@@ -150,7 +151,7 @@ class Directory:
 
     def close(self) -> None:
         """Give the directory up."""
-        os.close(self._lock_fd)
+        _give_back(self._lock_fd)
         os.close(self.fd)
 
     def _refuse_foreign(self) -> None:
@@ -165,35 +166,9 @@ class Directory:
                 operation="open",
             )
 
-    def _take_lock(self) -> int:
-        fd = os.open(LOCK_NAME, OPEN_FLAGS | os.O_CREAT, FILE_MODE, dir_fd=self.fd)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-        except BaseException as error:
-            try:
-                if isinstance(error, BlockingIOError):
-                    raise self._busy(fd) from error
-                raise
-            finally:
-                os.close(fd)  # a descriptor that is forgotten here would hold the lock for ever
-        return fd
-
-    def _busy(self, lock_fd: int) -> TierBusyError:
-        owner = os.pread(lock_fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
-        if owner == str(os.getpid()):
-            message = (
-                f"{self.path} is in use by another tier of this process, or by process {owner} of another "
-                "container; give each tier its own directory"
-            )
-        else:
-            message = f"{self.path} is in use by process {owner}; stop it, or give this stack its own directory"
-        return TierBusyError(message, tier=self._tier, operation="open")
-
     def _remove_leftovers(self) -> None:
         """Remove what a crash while opening may have left."""
-        for name in _LEFTOVERS:
+        for name in LEFTOVERS:
             try:
                 os.unlink(name, dir_fd=self.fd)
             except FileNotFoundError:
@@ -201,28 +176,14 @@ class Directory:
 
     def _check_marker(self) -> None:
         try:
-            fd = os.open(MARKER_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self.fd)
+            marker = read_marker(self.fd, self.path)
         except FileNotFoundError:
             self._refuse_foreign()  # it may have been filled while we had no lock
             self._write_marker()
             return
-        try:
-            text = os.pread(fd, _MARKER_BYTES_MAX, 0)
-        finally:
-            os.close(fd)
-        try:
-            marker = json.loads(text)
-            version, digest = marker["format"], marker["namespace_digest"]
-            namespace, block_bytes = dict(marker["namespace"]), marker["block_bytes"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise self._format_error(
-                f"{self.path}/{MARKER_NAME} cannot be read; if the blocks may go, delete the directory"
-            ) from error
-        if version != FORMAT_VERSION:
-            raise self._format_error(
-                f"{self.path} has format version {version}, and this release reads version {FORMAT_VERSION}; "
-                "use the release that wrote it, give another directory, or delete this one"
-            )
+        except ValueError as error:
+            raise self._format_error(str(error)) from error
+        namespace, digest, block_bytes = dict(marker.namespace), marker.digest, marker.block_bytes
         if digest != self.identity.digest.hex() or block_bytes != self.identity.block_bytes:
             raise self._format_error(self._difference(namespace, digest, block_bytes))
 
@@ -244,7 +205,7 @@ class Directory:
         text = json.dumps(marker, indent=2, sort_keys=True, default=str) + "\n"
         fd = os.open(_MARKER_TEMPORARY, OPEN_FLAGS | os.O_CREAT | os.O_EXCL, FILE_MODE, dir_fd=self.fd)
         try:
-            os.write(fd, text.encode())
+            write_fully(Disk(), fd, [memoryview(text.encode())], 0)  # a marker that is cut off shuts us out for good
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -252,6 +213,8 @@ class Directory:
         os.fsync(self.fd)
 
     def _why_unusable(self, error: OSError) -> str:
+        if isinstance(error, NotPrivateError):
+            return str(error.strerror)
         if os.path.exists(self.path) and not os.path.isdir(self.path):
             return f"{self.path} is a file; give a directory"
         return f"the directory {self.path} cannot be used: {reason_and_remedy(error)}"
@@ -260,9 +223,102 @@ class Directory:
         return FormatError(message, tier=self._tier, operation="open")
 
 
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """What a directory says of itself.
+
+    Args:
+        digest: The namespace's digest, in hex.
+        namespace: The namespace in readable form.
+        block_bytes: Size of a block.
+    """
+
+    digest: object
+    namespace: Mapping[str, object]
+    block_bytes: object
+
+
+def read_marker(directory_fd: int, path: str) -> Marker:
+    """Return a directory's marker.
+
+    Args:
+        directory_fd: The directory, open.
+        path: The same, for messages.
+
+    Raises:
+        FileNotFoundError: It has none.
+        NotPrivateError, OSError: It is none of ours, or cannot be read.
+        ValueError: It is damaged, or of another format version.
+    """
+    fd = os.open(MARKER_NAME, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory_fd)
+    try:
+        check_file(fd, f"{path}/{MARKER_NAME}")
+        text = os.pread(fd, _MARKER_BYTES_MAX, 0)
+    finally:
+        os.close(fd)
+    try:
+        fields = json.loads(text)
+        version = fields["format"]
+        if version == FORMAT_VERSION:  # what else there is depends on it
+            return Marker(fields["namespace_digest"], dict(fields["namespace"]), fields["block_bytes"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path}/{MARKER_NAME} cannot be read; if the blocks may go, delete the directory") from error
+    shown = version if isinstance(version, int) else "unknown"
+    raise ValueError(
+        f"{path} has format version {shown}, and this release reads version {FORMAT_VERSION}; "
+        "use the release that wrote it, give another directory, or delete this one"
+    )
+
+
+def take_lock(directory_fd: int, path: str, tier: str) -> int:
+    """Become the owner of a directory; return the descriptor that holds its lock until it is closed.
+
+    Args:
+        directory_fd: The directory, open.
+        path, tier: For messages.
+
+    Raises:
+        TierBusyError: Another process, or another tier of this one, owns it.
+        OSError: The file system does not let us.
+    """
+    fd = os.open(LOCK_NAME, OPEN_FLAGS | os.O_NONBLOCK | os.O_CREAT, FILE_MODE, dir_fd=directory_fd)
+    try:
+        check_file(fd, f"{path}/{LOCK_NAME}")  # before anything is written to it
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    except BaseException as error:
+        try:
+            if isinstance(error, BlockingIOError):
+                raise _busy(fd, path, tier) from error
+            raise
+        finally:
+            os.close(fd)  # a descriptor that is forgotten here would hold the lock for ever
+    return fd
+
+
+def _busy(lock_fd: int, path: str, tier: str) -> TierBusyError:
+    owner = os.pread(lock_fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+    if owner == str(os.getpid()):
+        message = (
+            f"{path} is in use by another tier of this process, or by process {owner} of another "
+            "container; give each tier its own directory"
+        )
+    else:
+        message = f"{path} is in use by process {owner}; stop it, or give this stack its own directory"
+    return TierBusyError(message, tier=tier, operation="open")
+
+
 def reason_and_remedy(error: OSError) -> str:
     """Return what the system says of a directory that cannot be used, and what to do."""
     return f"{error.strerror}{_REMEDIES.get(error.errno or 0, '')}"
+
+
+def _give_back(lock_fd: int) -> None:
+    """Unlock and close; closing alone would leave the lock with a child that was forked meanwhile."""
+    with suppress(OSError):
+        fcntl.flock(lock_fd, fcntl.LOCK_UN)
+    os.close(lock_fd)
 
 
 def _differences(there: Mapping[str, object], here: Mapping[str, object], prefix: str = "") -> Iterator[str]:

@@ -10,7 +10,10 @@ import errno
 import mmap
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+
+import numpy as np
 
 from tiered_kv.toolkit.turn import TURN
 from tiered_kv_nvme.layout import PAGE_BYTES
@@ -19,6 +22,9 @@ OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 FILE_MODE = 0o600
 
 _PROBE_NAME = "probe.tmp"
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_HUGE_PAGE_BYTES = 2 << 20
+"""A disk takes a large request at once if its memory is in huge pages, and in pieces of about 1 MiB if not."""
 
 
 class Disk:
@@ -83,13 +89,24 @@ class Scratch:
     __slots__ = ("_memory",)
 
     def __init__(self) -> None:
-        self._memory = memoryview(mmap.mmap(-1, PAGE_BYTES))
+        self._memory = _map(PAGE_BYTES)
 
     def take(self, size_bytes: int) -> memoryview:
         """Return `size_bytes` of it, holding whatever the last use left there."""
         if size_bytes > len(self._memory):
-            self._memory = memoryview(mmap.mmap(-1, 1 << (size_bytes - 1).bit_length()))
+            self._memory = _map(1 << (size_bytes - 1).bit_length())
         return self._memory[:size_bytes]
+
+
+def _map(size_bytes: int) -> memoryview:
+    """Return fresh memory, in huge pages where it is large enough and the kernel has them."""
+    if size_bytes < _HUGE_PAGE_BYTES:
+        return memoryview(mmap.mmap(-1, size_bytes, flags=_PRIVATE))
+    mapping = mmap.mmap(-1, size_bytes + _HUGE_PAGE_BYTES, flags=_PRIVATE)
+    with suppress(OSError):  # a kernel without them
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    start = -np.frombuffer(mapping, dtype=np.uint8).ctypes.data % _HUGE_PAGE_BYTES
+    return memoryview(mapping)[start : start + size_bytes]
 
 
 @dataclass(frozen=True, slots=True)

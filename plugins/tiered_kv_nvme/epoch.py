@@ -12,6 +12,7 @@ import secrets
 import struct
 import threading
 
+from tiered_kv.permissions import check_file
 from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS
 from tiered_kv_nvme.layout import PAGE_BYTES
 
@@ -37,9 +38,10 @@ class Epoch:
 
     def __init__(self, directory_fd: int) -> None:
         self._lock = threading.Lock()  # for the order of writes; not held while the device is waited for
+        self._directory_fd = directory_fd
         self._fd = os.open(EPOCH_NAME, OPEN_FLAGS | os.O_CREAT, FILE_MODE, dir_fd=directory_fd)
         try:
-            if os.fstat(self._fd).st_size != PAGE_BYTES:
+            if check_file(self._fd, EPOCH_NAME).st_size != PAGE_BYTES:
                 os.ftruncate(self._fd, 0)
                 os.posix_fallocate(self._fd, 0, PAGE_BYTES)
             record = os.pread(self._fd, _RECORD.size, 0)
@@ -47,6 +49,7 @@ class Epoch:
             self.value = value
             """The epoch of what is stored now."""
             self._written = magic == _MAGIC and value == complement ^ _MASK
+            self._is_stale = not self._written  # the file says an epoch that is over
             if not self._written:
                 self.renew()
                 self.sync()
@@ -62,7 +65,7 @@ class Epoch:
         """
         with self._lock:
             self.value = secrets.randbits(64)
-            self._written = False
+            self._written, self._is_stale = False, True
             self._write()
 
     def sync(self) -> None:
@@ -81,6 +84,17 @@ class Epoch:
             self._written = False  # the kernel may have dropped the page
             raise
 
+    def discard(self) -> None:
+        """Remove a file that still says an epoch that is over, as none can be written: who opens next begins a new one.
+
+        Raises:
+            OSError: It cannot be removed either. Then what was reset may come back.
+        """
+        with self._lock:
+            if self._is_stale:
+                os.unlink(EPOCH_NAME, dir_fd=self._directory_fd)
+                self._is_stale = False
+
     def close(self) -> None:
         """Close the file."""
         with self._lock:
@@ -92,4 +106,4 @@ class Epoch:
         record = _RECORD.pack(_MAGIC, self.value, self.value ^ _MASK)
         if os.pwrite(self._fd, record, 0) != len(record):
             raise OSError(errno.EIO, "the epoch was written in part")
-        self._written = True
+        self._written, self._is_stale = True, False

@@ -9,6 +9,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 from enum import Enum
 
+from tiered_kv.permissions import check_file
 from tiered_kv_nvme.counters import Counters
 from tiered_kv_nvme.directory import SEGMENT_RESERVE_BYTES, Directory
 from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS, DirectIO, Disk, Scratch, write_fully
@@ -87,7 +88,14 @@ class SegmentFiles:
 
     def open(self, slot: int) -> int:
         """Open an existing segment file and return its descriptor."""
-        return os.open(self.directory.segment_name(slot), OPEN_FLAGS | self.direct.flag, dir_fd=self.directory.fd)
+        name = self.directory.segment_name(slot)
+        fd = os.open(name, OPEN_FLAGS | os.O_NONBLOCK | self.direct.flag, dir_fd=self.directory.fd)
+        try:
+            check_file(fd, name)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
 
     def renew(self, segment: Segment, generation: int) -> bool:
         """Write the header of the segment's next use; return whether that went well.
@@ -112,6 +120,8 @@ class SegmentFiles:
             return False
         table = segment.table.encode()
         table_bytes = pages(len(table))
+        if segment.end_offset + table_bytes + PAGE_BYTES > segment.segment_bytes:
+            return False  # a header that says less than was written: a summary would lie over payloads
         buffer = Scratch().take(table_bytes + PAGE_BYTES)
         buffer[: len(table)] = table
         buffer[len(table) : table_bytes] = bytes(table_bytes - len(table))

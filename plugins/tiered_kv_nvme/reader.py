@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.toolkit.codecs import RAW, codec_by_id
+from tiered_kv.toolkit.codec_set import CodecSet
+from tiered_kv.toolkit.codecs import ENCRYPTED_IDS, RAW, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
+from tiered_kv.toolkit.status import REFUSED, RecordStatus
 from tiered_kv.toolkit.turn import TURN
 from tiered_kv_nvme.counters import Counters
 from tiered_kv_nvme.disk import Disk, Scratch, read_fully
@@ -76,26 +78,32 @@ class BlockReader:
 
     Args:
         disk: System calls.
+        digest: The namespace's digest.
         pool, index, counters: The store's.
         block_bytes: Size of a block.
+        codecs: What may be read.
         scatter: Whether blocks may be read straight into the caller's memory, as `gather` of `BatchWriter`.
     """
 
     def __init__(
         self,
         disk: Disk,
+        digest: bytes,
         pool: SegmentPool,
         index: Index,
         counters: Counters,
         *,
         block_bytes: int,
+        codecs: CodecSet,
         scatter: bool,
     ) -> None:
         self._disk = disk
+        self._digest = digest
         self._pool = pool
         self._index = index
         self._counters = counters
         self._block_bytes = block_bytes
+        self._codecs = codecs
         self._scatter = scatter
         self._local = threading.local()
 
@@ -113,28 +121,29 @@ class BlockReader:
         slots = {item.segment.slot for item in wanted}
         loaded: set[OffloadKey] = set()
         failed: set[OffloadKey] = set()  # a key that is asked for twice is loaded if both its blocks are
-        corrupt: list[Wanted] = []
+        lost: list[tuple[Wanted, RecordStatus]] = []
         reason = "absent" if len(wanted) < len(keys) else ""
         try:
             for run in self._runs(wanted):
                 try:
-                    sound = self._read(run)
+                    statuses = self._read(run)
                 except OSError:
                     self._counters.add("io_errors")
                     reason = "io_error"
                     failed.update(item.key for item in run.blocks)
                     continue
-                for item in run.blocks:
-                    if item.ordinal in sound:
+                for item, status in zip(run.blocks, statuses, strict=True):
+                    if status is RecordStatus.OK:
                         item.segment.table.used[item.ordinal] = 1
                         loaded.add(item.key)
                     else:
                         failed.add(item.key)
-                        corrupt.append(item)
+                        lost.append((item, status))
         finally:
-            still_valid = self._unpin(slots, corrupt, epoch)
-        if corrupt:
-            reason = "checksum"
+            still_valid = self._unpin(slots, lost, epoch)
+        if lost:
+            status = lost[-1][1]
+            reason = str(status.value) if status in REFUSED else "checksum"
         if not still_valid:
             return Outcome((), "reset")
         loaded -= failed
@@ -151,7 +160,8 @@ class BlockReader:
         end = pages(max(map(_end, entries)))
         span = buffer.take(end - start)
         came = read_fully(self._disk, segment.fd, [span], start)
-        return [_sound_payload(span[:came], entry, start) for entry in entries]
+        payloads = [_payload(span[:came], entry, start) for entry in entries]
+        return [data if _is_sound(data, entry) else None for entry, data in zip(entries, payloads, strict=True)]
 
     def _pin(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> tuple[list[Wanted], int]:
         """Return where the blocks are that are here, their segments pinned, and the epoch."""
@@ -167,16 +177,17 @@ class BlockReader:
             pool.pin({item.segment.slot for item in wanted})
             return wanted, pool.epoch
 
-    def _unpin(self, slots: set[int], corrupt: Sequence[Wanted], epoch: int) -> bool:
-        """Release the segments, forget corrupt blocks, and return whether there was no reset meanwhile."""
-        dropped = 0
+    def _unpin(self, slots: set[int], lost: Sequence[tuple[Wanted, RecordStatus]], epoch: int) -> bool:
+        """Release the segments, forget lost blocks, and return whether there was no reset meanwhile."""
+        dropped: list[RecordStatus] = []
         with self._pool.changed:
-            for item in corrupt:
-                dropped += self._index.drop(item.key, place_of(item.segment.slot, item.ordinal))
+            for item, status in lost:
+                if self._index.drop(item.key, place_of(item.segment.slot, item.ordinal)):
+                    dropped.append(status)
             self._pool.unpin(slots)
             still_valid = self._pool.epoch == epoch
-        if dropped:
-            self._counters.add("corrupt_blocks", dropped)
+        for status in dropped:
+            self._counters.add(f"refused_{status.value}" if status in REFUSED else "corrupt_blocks")
         return still_valid
 
     def _runs(self, wanted: list[Wanted]) -> list[Run]:
@@ -191,13 +202,13 @@ class BlockReader:
 
     def _can_scatter(self, entry: Entry) -> bool:
         raw = entry.codec == RAW.codec_id and entry.stored_bytes == self._block_bytes
-        return self._scatter and raw and entry.offset % PAGE_BYTES == 0
+        return self._scatter and raw and entry.offset % PAGE_BYTES == 0 and self._codecs.accepts_plain
 
-    def _read(self, run: Run) -> set[int]:
-        """Read a run into its blocks and return the ordinals of those that are sound."""
+    def _read(self, run: Run) -> list[RecordStatus]:
+        """Read a run into its blocks and return what became of each."""
         return self._read_scattered(run) if run.scatter else self._read_buffered(run)
 
-    def _read_scattered(self, run: Run) -> set[int]:
+    def _read_scattered(self, run: Run) -> list[RecordStatus]:
         buffers: list[memoryview] = []
         at = run.offset
         for item in run.blocks:
@@ -206,27 +217,37 @@ class BlockReader:
             buffers.append(item.block)
             at = _end(item.entry)
         came = read_fully(self._disk, run.blocks[0].segment.fd, buffers, run.offset)
-        return {
-            item.ordinal
-            for item in run.blocks
+        return [
+            RecordStatus.OK
             if _end(item.entry) - run.offset <= came and checksum(item.block) == item.entry.checksum
-        }
+            else RecordStatus.BAD_CHECKSUM
+            for item in run.blocks
+        ]
 
-    def _read_buffered(self, run: Run) -> set[int]:
+    def _read_buffered(self, run: Run) -> list[RecordStatus]:
         start = run.offset // PAGE_BYTES * PAGE_BYTES
         span = self._scratch().take(pages(run.end_offset) - start)
         came = read_fully(self._disk, run.blocks[0].segment.fd, [span], start)
-        sound: set[int] = set()
+        statuses: list[RecordStatus] = []
         for item in run.blocks:
-            payload = _sound_payload(span[:came], item.entry, start)
-            codec = codec_by_id(item.entry.codec)
-            if payload is None or codec is None:
-                continue
-            with TURN.paused():  # decompression is not the interpreter's work
-                decoded = codec.decode(payload, item.block)
-            if decoded:
-                sound.add(item.ordinal)
-        return sound
+            payload = _payload(span[:came], item.entry, start)
+            with TURN.paused():  # decryption, decompression and checksums are not the interpreter's work
+                statuses.append(self._decode(item, payload))
+        return statuses
+
+    def _decode(self, item: Wanted, payload: memoryview) -> RecordStatus:
+        """Verify a payload and put its block into place.
+
+        The tag of an encrypted one answers for more than the checksum does, and is verified on the way. The checksum
+        is asked only where that failed, for the reason: rot, or something worse.
+        """
+        entry = item.entry
+        if entry.codec not in ENCRYPTED_IDS and not _is_sound(payload, entry):
+            return RecordStatus.BAD_CHECKSUM
+        status = self._codecs.decode(entry.codec, payload, item.block, binding_of(self._digest, item.key))
+        if entry.codec in ENCRYPTED_IDS and status is not RecordStatus.OK and not _is_sound(payload, entry):
+            return RecordStatus.BAD_CHECKSUM
+        return status
 
     def _scratch(self) -> Scratch:
         scratch: Scratch | None = getattr(self._local, "scratch", None)
@@ -239,9 +260,11 @@ def _end(entry: Entry) -> int:
     return entry.offset + entry.stored_bytes
 
 
-def _sound_payload(span: memoryview, entry: Entry, start: int) -> memoryview | None:
-    """Return an entry's payload out of a `span` read from `start`, or None if it is cut off or corrupt."""
+def _payload(span: memoryview, entry: Entry, start: int) -> memoryview:
+    """Return an entry's payload out of a `span` read from `start`, as far as it is there."""
     at = entry.offset - start
-    payload = span[at : at + entry.stored_bytes]
-    sound = len(payload) == entry.stored_bytes and checksum(payload) == entry.checksum
-    return payload if sound else None
+    return span[at : at + entry.stored_bytes]
+
+
+def _is_sound(payload: memoryview, entry: Entry) -> bool:
+    return len(payload) == entry.stored_bytes and checksum(payload) == entry.checksum

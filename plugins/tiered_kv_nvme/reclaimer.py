@@ -8,11 +8,13 @@ import time
 from collections.abc import Iterator, Sequence
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.toolkit.codecs import Draft
 from tiered_kv_nvme.counters import Counters
 from tiered_kv_nvme.disk import Scratch
 from tiered_kv_nvme.epoch import Epoch
 from tiered_kv_nvme.files import NoSegment, SegmentFiles
 from tiered_kv_nvme.index import Index, place_of
+from tiered_kv_nvme.layout import Entry
 from tiered_kv_nvme.pool import SegmentPool
 from tiered_kv_nvme.reader import BlockReader
 from tiered_kv_nvme.segment import Segment, SegmentState
@@ -65,6 +67,7 @@ class Reclaimer:
         self._grow_after_s = 0.0
         self._excess_after_s = 0.0
         self._unrenewed: Segment | None = None
+        self._unmovable: Segment | None = None
         self._forgotten: list[dict[OffloadKey, int]] = []
         self._logged: set[type[Exception]] = set()
         self._stopping = False
@@ -171,8 +174,10 @@ class Reclaimer:
             resets = self._pool.resets
             can_relocate = self._pool.can_relocate
         try:
-            if not void and can_relocate:
+            if not void and can_relocate and segment is not self._unmovable:
+                self._unmovable = segment  # whose blocks are dropped the next time, if this raises
                 self._relocate(segment, resets)
+            self._unmovable = None
             self._drop(segment)
             with self._pool.changed:
                 if segment.readers:
@@ -288,9 +293,14 @@ def _relocation(segment: Segment, ordinals: Sequence[int], payloads: Sequence[me
     entries = [segment.table[ordinal] for ordinal, _ in sound]
     return Relocation(
         [segment.table.keys[ordinal] for ordinal, _ in sound],
-        [Payload(data, entry.codec, entry.checksum) for entry, (_, data) in zip(entries, sound, strict=True)],
+        [Payload(_stored(entry, data), entry.checksum) for entry, (_, data) in zip(entries, sound, strict=True)],
         [place_of(segment.slot, ordinal) for ordinal, _ in sound],
     )
+
+
+def _stored(entry: Entry, data: memoryview) -> Draft:
+    """Return the draft of what is stored already: it moves as it is, without a key."""
+    return Draft(entry.codec, 0, 0, len(data), data, None)
 
 
 def _take_apart(places: dict[OffloadKey, int]) -> None:

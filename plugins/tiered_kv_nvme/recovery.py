@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from tiered_kv.toolkit.codecs import OVERHEAD_BYTES_MAX
 from tiered_kv_nvme.disk import Disk, Scratch, read_fully
 from tiered_kv_nvme.files import SegmentFiles
 from tiered_kv_nvme.index import Index, place_of
@@ -91,12 +92,6 @@ class _Scan:
             return None
         try:
             segment = self._read(fd)
-        except OSError as error:  # its header: there is nothing to keep
-            if error.errno == errno.ENOMEM:
-                os.close(fd)
-                raise
-            self._files.counters.add("io_errors")
-            segment = None
         except BaseException:
             os.close(fd)
             raise
@@ -107,12 +102,18 @@ class _Scan:
 
     def _read(self, fd: int) -> Segment | None:
         page = self._scratch.take(PAGE_BYTES)
-        header = SegmentHeader.decode(page) if read_fully(self._disk, fd, [page], 0) == PAGE_BYTES else None
+        self._file_bytes = os.fstat(fd).st_size
+        try:
+            came = read_fully(self._disk, fd, [page], 0)
+        except OSError as error:
+            if error.errno == errno.ENOMEM:  # says nothing of the file
+                raise
+            return self._unreadable(fd)
+        header = SegmentHeader.decode(page) if came == PAGE_BYTES else None
         identity = self._identity
         if header is None or (header.digest, header.block_bytes) != (identity.digest, identity.block_bytes):
             return None
         segment = Segment(self._slot, fd, header.segment_bytes, header.generation)
-        self._file_bytes = os.fstat(fd).st_size
         segment.damaged = self._file_bytes < header.segment_bytes
         summary = self._keep_what_came(self._read_summary, segment)
         if summary is not None and summary.epoch != self._epoch:
@@ -125,6 +126,18 @@ class _Scan:
             segment.state = SegmentState.SEALED if summary is not None and not batches else SegmentState.FULL
         segment.reserved_blocks = len(segment.table)
         segment.key_bytes = sum(map(len, segment.table.keys))
+        return segment
+
+    def _unreadable(self, fd: int) -> Segment:
+        """Return a segment whose header cannot be read now: empty, and the first to be deleted when room is needed.
+
+        The disk may recover: then the next opening finds its blocks.
+        """
+        self._files.counters.add("io_errors")
+        segment = Segment(self._slot, fd, self._file_bytes, 0)
+        segment.damaged = True
+        segment.epoch = self._epoch
+        segment.state = SegmentState.FULL
         return segment
 
     def _keep_what_came(self, read: Callable[[Segment], _T], segment: Segment) -> _T | None:
@@ -215,7 +228,7 @@ class _Scan:
         )
 
     def _bounds(self, end_offset: int) -> EntryBounds:
-        return EntryBounds(self._identity.block_bytes, end_offset)
+        return EntryBounds(self._identity.block_bytes + OVERHEAD_BYTES_MAX, end_offset)
 
 
 def _all_sound(batch: memoryview, entries: EntryTable, offset: int) -> bool:

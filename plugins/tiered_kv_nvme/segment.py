@@ -123,7 +123,7 @@ class Segment:
         return end_offset + summary_bytes(self.reserved_blocks + count, key_bytes) <= self.segment_bytes
 
 
-def segment_bytes_min(block_bytes: int, key_bytes: int, count: int) -> int:
-    """Return the size of a segment that holds `count` blocks in one batch."""
-    batch_bytes = batch_header_bytes(count, count * key_bytes) + pages(count * pages(block_bytes))
+def segment_bytes_min(stored_bytes: int, key_bytes: int, count: int) -> int:
+    """Return the size of a segment that holds `count` blocks of at most `stored_bytes` in one batch."""
+    batch_bytes = batch_header_bytes(count, count * key_bytes) + pages(count * pages(stored_bytes))
     return PAGE_BYTES + batch_bytes + summary_bytes(count, count * key_bytes)

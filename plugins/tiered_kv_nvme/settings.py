@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from tiered_kv.settings import TierSettings
+from tiered_kv.toolkit.codec_settings import CodecSettings
 from tiered_kv.units import Bytes, Count
 
 
@@ -18,7 +18,7 @@ def _on_or_off(value: object) -> object:
 Direct = Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_or_off)]
 
 
-class NvmeSettings(TierSettings):
+class NvmeSettings(CodecSettings):
     """Settings of the tier that keeps blocks in a local directory."""
 
     type: str = "nvme"
@@ -33,7 +33,4 @@ class NvmeSettings(TierSettings):
     direct: Direct = Field(
         default="auto",
         description="O_DIRECT: where the file system takes it (auto), or it is an error if not (on), or never (off).",
-    )
-    codec: Literal["raw", "zstd"] = Field(
-        default="raw", description="How blocks are stored: as they are, or compressed (extra `zstd`)."
     )

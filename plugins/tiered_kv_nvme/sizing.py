@@ -40,18 +40,22 @@ class Sizing:
         return _segments(self.capacity_bytes, self.segment_bytes)
 
     @classmethod
-    def of(cls, capacity_bytes: int, block_bytes: int, segment_bytes: int | None = None) -> Sizing:
+    def of(
+        cls, capacity_bytes: int, block_bytes: int, segment_bytes: int | None = None, *, overhead_bytes: int = 0
+    ) -> Sizing:
         """Return the sizing for blocks of `block_bytes`.
 
         Args:
             capacity_bytes: The directory's capacity.
             block_bytes: Size of a block.
             segment_bytes: Size of a segment if that shall not be chosen here.
+            overhead_bytes: By how much a block may exceed its size when it is stored.
 
         Raises:
             ConfigError: The sizes do not fit each other; it says what would.
         """
-        least_bytes = segment_bytes_min(block_bytes, KEY_BYTES_MAX, 1)
+        stored_bytes = block_bytes + overhead_bytes
+        least_bytes = segment_bytes_min(stored_bytes, KEY_BYTES_MAX, 1)
         if segment_bytes is not None:
             if segment_bytes < least_bytes or segment_bytes % PAGE_BYTES:
                 raise ConfigError(
@@ -76,22 +80,22 @@ class Sizing:
                 + f": it takes at least {format_bytes(capacity_min)}",
                 location="capacity",
             )
-        return cls(capacity_bytes, segment_bytes or _choose(capacity_bytes, block_bytes))
+        return cls(capacity_bytes, segment_bytes or _choose(capacity_bytes, stored_bytes))
 
 
-def _choose(capacity_bytes: int, block_bytes: int) -> int:
+def _choose(capacity_bytes: int, stored_bytes: int) -> int:
     """Return a segment size: small beside the capacity, so that little is dropped at once, but several blocks."""
     wanted = min(max(capacity_bytes // _SEGMENTS_WANTED, _SEGMENT_BYTES_FLOOR), _SEGMENT_BYTES_CEILING)
     wanted = max(
         pages(max(wanted, capacity_bytes // SEGMENTS_MAX)),
-        segment_bytes_min(block_bytes, KEY_BYTES_MAX, _BLOCKS_COMFORTABLE),
+        segment_bytes_min(stored_bytes, KEY_BYTES_MAX, _BLOCKS_COMFORTABLE),
     )
     for count in (_SEGMENTS_COMFORTABLE, SEGMENTS_MIN):
         if _segments(capacity_bytes, wanted) >= count:
             return wanted
         share = (capacity_bytes - DIRECTORY_RESERVE_BYTES) // count - SEGMENT_RESERVE_BYTES
         share = share // PAGE_BYTES * PAGE_BYTES
-        if share >= segment_bytes_min(block_bytes, KEY_BYTES_MAX, 1):
+        if share >= segment_bytes_min(stored_bytes, KEY_BYTES_MAX, 1):
             return share
     raise AssertionError("the least capacity holds SEGMENTS_MIN of the least segments")
 

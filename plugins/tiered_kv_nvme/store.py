@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TierUnavailableError
-from tiered_kv.toolkit.codecs import Codec, codec_by_name
+from tiered_kv.toolkit.codec_set import PLAIN, CodecSet
 from tiered_kv.toolkit.jobs import Outcome
 from tiered_kv.units import rounded_bytes
 from tiered_kv_nvme.counters import Counters
@@ -39,7 +39,7 @@ class StoreOptions:
         sizing: Sizes of the directory and its segments.
         aligned: Whether all blocks that will be handed in begin on page boundaries.
         want_direct: Whether to use O_DIRECT where the file system takes it.
-        codec: What is done to blocks; see `tiered_kv.toolkit.codecs`.
+        codecs: What is done to blocks.
         threads: How many threads will call; as many read the directory when it is opened.
         room_timeout_s: How long a store waits for a free segment.
     """
@@ -47,7 +47,7 @@ class StoreOptions:
     sizing: Sizing
     aligned: bool = True
     want_direct: bool = True
-    codec: str = "raw"
+    codecs: CodecSet = PLAIN
     threads: int = 8
     room_timeout_s: float = 5.0
 
@@ -64,7 +64,6 @@ class SegmentStore:
 
     Raises:
         TierBusyError, FormatError, TierUnavailableError: As `Directory`.
-        ConfigError: There is no such codec, or its library is not installed.
     """
 
     def __init__(
@@ -76,17 +75,16 @@ class SegmentStore:
         tier: str = "nvme",
         disk: Disk | None = None,
     ) -> None:
-        codec = codec_by_name(options.codec)
         disk = disk or Disk()
         self._options = options
         self.counters = Counters()
         self._directory = Directory(path, identity, tier=tier)
         with ExitStack() as undo:
             undo.callback(self._directory.close)
-            self._open(path, identity, tier, codec, disk, undo)
+            self._open(path, identity, tier, disk, undo)
             undo.pop_all()
 
-    def _open(self, path: str, identity: Identity, tier: str, codec: Codec, disk: Disk, undo: ExitStack) -> None:
+    def _open(self, path: str, identity: Identity, tier: str, disk: Disk, undo: ExitStack) -> None:
         """Make everything that works on the directory; what `undo` then holds gives it up again."""
         options = self._options
         try:
@@ -116,13 +114,20 @@ class SegmentStore:
         whole_pages = identity.block_bytes % PAGE_BYTES == 0
         straight = whole_pages and (options.aligned or not self.direct.enabled)
         shared = (self._pool, self.index, self.counters)
-        self._reader = BlockReader(disk, *shared, block_bytes=identity.block_bytes, scatter=straight)
+        self._reader = BlockReader(
+            disk,
+            identity.digest,
+            *shared,
+            block_bytes=identity.block_bytes,
+            codecs=options.codecs,
+            scatter=straight,
+        )
         self._writer = BatchWriter(
             disk,
             identity.digest,
             *shared,
-            codec=codec,
-            gather=straight and options.codec == "raw",
+            codecs=options.codecs,
+            gather=straight and options.codecs.writes_raw,
             room_timeout_s=options.room_timeout_s,
         )
         self._reclaimer = Reclaimer(
@@ -201,7 +206,7 @@ class SegmentStore:
             "segment_bytes": sizing.segment_bytes,
             "segments_max": sizing.segments_max,
             "foreign_files": listing.foreign_files,
-            "codec": self._options.codec,
+            "codec": self._options.codecs.writer.name,
             "threads": self._options.threads,
             "blocks_found": self.counters["recovered_blocks"],
         }
@@ -248,4 +253,12 @@ class SegmentStore:
                 self._epoch.sync()
             except OSError:
                 self.counters.add("io_errors")
+                self._discard_epoch()
         return True
+
+    def _discard_epoch(self) -> None:
+        """See to it that an epoch that is over is not taken for the one of now, though no other can be written."""
+        try:
+            self._epoch.discard()
+        except OSError:
+            self.counters.add("io_errors")

@@ -33,7 +33,8 @@ class NvmeTier(BlockingTier):
         settings: The tier's YAML entry.
 
     Raises:
-        ConfigError: The sizes do not fit the blocks, or direct I/O is demanded and not to be had.
+        ConfigError: The sizes do not fit the blocks, direct I/O is demanded and not to be had, or the codec's library
+            or a key file cannot be used.
         TierBusyError, FormatError, TierUnavailableError: The directory cannot be used, and why.
     """
 
@@ -118,11 +119,12 @@ def _open_store(
         namespace=getattr(offloading_spec, "namespace", {}),
         block_bytes=block_bytes,
     )
+    codecs = settings.open_codecs()
     options = StoreOptions(
-        sizing=Sizing.of(settings.capacity, block_bytes, settings.segment),
+        sizing=Sizing.of(settings.capacity, block_bytes, settings.segment, overhead_bytes=codecs.overhead_bytes),
         aligned=_address_of(primary_kv_view) % PAGE_BYTES == 0,
         want_direct=settings.direct != "off",
-        codec=settings.codec,
+        codecs=codecs,
         threads=settings.threads,
         room_timeout_s=min(_ROOM_TIMEOUT_MAX_S, settings.job_timeout / 2),
     )

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.toolkit.codecs import RAW, Codec
+from tiered_kv.toolkit.codec_set import CodecSet
+from tiered_kv.toolkit.codecs import Draft, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, failure_reason
 from tiered_kv.toolkit.turn import TURN
 from tiered_kv_nvme.counters import Counters
@@ -24,11 +25,10 @@ BATCH_BYTES_MAX = 8 << 20
 
 
 class Payload(NamedTuple):
-    """A block as it is stored: its bytes, encoded, the codec's number, and the checksum of the bytes."""
+    """A block as it will be stored, and the checksum of that; None until it has been encrypted, in its batch."""
 
-    data: memoryview
-    codec: int
-    checksum: bytes
+    draft: Draft
+    checksum: bytes | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class BatchWriter:
         disk: System calls.
         digest: The namespace's digest.
         pool, index, counters: The store's.
-        codec: What is done to blocks; one that would not get smaller is stored as it is.
+        codecs: What is done to blocks.
         gather: Whether payloads go to the disk from where they lie. Otherwise they are copied into an aligned
             buffer first, which direct I/O needs unless blocks are whole pages on page boundaries.
         room_timeout_s: How long a store waits for a free segment.
@@ -67,7 +67,7 @@ class BatchWriter:
         index: Index,
         counters: Counters,
         *,
-        codec: Codec,
+        codecs: CodecSet,
         gather: bool,
         room_timeout_s: float,
     ) -> None:
@@ -76,7 +76,7 @@ class BatchWriter:
         self._pool = pool
         self._index = index
         self._counters = counters
-        self._codec = codec
+        self._codecs = codecs
         self._gather = gather
         self._room_timeout_s = room_timeout_s
         self._local = threading.local()
@@ -100,7 +100,7 @@ class BatchWriter:
         reason = "" if len(fitting) == len(wanted) else "key_size"
         stored: set[OffloadKey] = set()
         for batch_keys, batch_blocks in _batches(fitting):
-            count, failure = self._write(batch_keys, [self._encode(block) for block in batch_blocks], resets)
+            count, failure = self._write(batch_keys, [self._prepare(block) for block in batch_blocks], resets)
             stored.update(batch_keys[:count])
             if failure:  # the next batch is likely to fail too, and may take as long
                 reason = failure
@@ -114,14 +114,12 @@ class BatchWriter:
         written, _ = self._write(relocation.keys, relocation.payloads, resets, relocation.places)
         return written
 
-    def _encode(self, block: memoryview) -> Payload:
-        if self._codec is RAW:
-            return Payload(block, RAW.codec_id, checksum(block))
+    def _prepare(self, block: memoryview) -> Payload:
+        if self._codecs.writes_raw:
+            return Payload(self._codecs.draft(block), checksum(block))
         with TURN.paused():  # compression is not the interpreter's work
-            data = self._codec.encode(block)
-        if data is None:
-            return Payload(block, RAW.codec_id, checksum(block))
-        return Payload(data, self._codec.codec_id, checksum(data))
+            draft = self._codecs.draft(block)
+        return Payload(draft, checksum(draft.content) if draft.seal is None else None)
 
     def _write(
         self,
@@ -137,7 +135,7 @@ class BatchWriter:
         done = 0
         while done < len(keys):
             rest = payloads[done:]
-            demand = Demand.of([len(payload.data) for payload in rest], [len(key) for key in keys[done:]])
+            demand = Demand.of([payload.draft.payload_bytes for payload in rest], [len(key) for key in keys[done:]])
             with TURN.paused():  # it may wait for room
                 reservation = self._pool.reserve(demand, resets, timeout_s, stream)
             if reservation is None:
@@ -166,13 +164,9 @@ class BatchWriter:
         """Write a batch where there is room for it and make its blocks known; return what failed."""
         written = False
         try:
-            entries = _entries(reservation, payloads)
-            write_fully(
-                self._disk,
-                reservation.segment.fd,
-                self._buffers(reservation, entries, keys, payloads, gather=self._gather and old_places is None),
-                reservation.offset,
-            )
+            gather = self._gather and old_places is None
+            entries, buffers = self._lay_out(reservation, keys, payloads, gather=gather)
+            write_fully(self._disk, reservation.segment.fd, buffers, reservation.offset)
             written = True
         except OSError as error:
             self._counters.add("io_errors")
@@ -204,20 +198,26 @@ class BatchWriter:
                 self._index.move(keys, old_places, first_place)
         return True
 
-    def _buffers(
-        self,
-        reservation: Reservation,
-        entries: Sequence[Entry],
-        keys: Sequence[OffloadKey],
-        payloads: Sequence[Payload],
-        *,
-        gather: bool,
-    ) -> list[memoryview]:
-        """Return what to write: the header and the payloads where they lie, or all of it in one aligned buffer."""
+    def _lay_out(
+        self, reservation: Reservation, keys: Sequence[OffloadKey], payloads: Sequence[Payload], *, gather: bool
+    ) -> tuple[list[Entry], list[memoryview]]:
+        """Return a batch's entries and what to write: its header, and the payloads where they lie or all in one buffer.
+
+        Blocks are encrypted straight into that buffer.
+        """
         scratch: Scratch | None = getattr(self._local, "scratch", None)
         if scratch is None:
             scratch = self._local.scratch = Scratch()
         batch = scratch.take(reservation.header_bytes if gather else reservation.batch_bytes)
+        entries: list[Entry] = []
+        at = reservation.header_bytes
+        for key, (draft, known_checksum) in zip(keys, payloads, strict=True):
+            end = at + draft.payload_bytes
+            if not gather:
+                known_checksum = self._put(draft, known_checksum, batch[at:end], key)
+            assert known_checksum is not None, "what is encrypted has just been put into the batch"
+            entries.append(Entry(reservation.offset + at, draft.payload_bytes, draft.codec_id, known_checksum))
+            at = end
         header = BatchHeader(
             reservation.header_bytes,
             reservation.count,
@@ -230,24 +230,18 @@ class BatchWriter:
         )
         header.encode(batch[: reservation.header_bytes], entries, keys)
         if gather:
-            return [batch, *[payload.data for payload in payloads]]
-        for entry, payload in zip(entries, payloads, strict=True):
-            at = entry.offset - reservation.offset
-            batch[at : at + entry.stored_bytes] = payload.data
-        end = entries[-1].offset + entries[-1].stored_bytes - reservation.offset
-        batch[end:] = bytes(len(batch) - end)
-        return [batch]
+            return entries, [batch, *[payload.draft.content for payload in payloads]]
+        batch[at:] = bytes(len(batch) - at)
+        return entries, [batch]
 
-
-def _entries(reservation: Reservation, payloads: Sequence[Payload]) -> list[Entry]:
-    """Return the entries of payloads that follow each other after the batch's header."""
-    entries: list[Entry] = []
-    offset = reservation.offset + reservation.header_bytes
-    for payload in payloads:
-        size = len(payload.data)
-        entries.append(Entry(offset, size, payload.codec, payload.checksum))
-        offset += size
-    return entries
+    def _put(self, draft: Draft, known_checksum: bytes | None, target: memoryview, key: OffloadKey) -> bytes:
+        """Put a payload into its place in a batch, and return its checksum."""
+        if known_checksum is not None:
+            target[:] = draft.content
+            return known_checksum
+        with TURN.paused():  # encryption is not the interpreter's work
+            draft.write_into(target, binding_of(self._digest, key))
+            return checksum(target)
 
 
 def _batches(

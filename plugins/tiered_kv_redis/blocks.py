@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.toolkit.codecs import RAW, codec_by_name
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
-from tiered_kv.toolkit.record import HEADER_BYTES
+from tiered_kv.toolkit.record import HEADER_BYTES, record_bytes_max
 from tiered_kv_redis.counters import Counters
 from tiered_kv_redis.endpoint import check_tls_files
 from tiered_kv_redis.exchange import Calls, Exchange, Stores, converse
+from tiered_kv_redis.grants import QuotaLimits
 from tiered_kv_redis.keyspace import KeySpace
 from tiered_kv_redis.loads import Loads
 from tiered_kv_redis.node import Node, NodeDownError
+from tiered_kv_redis.quota import Quota
 from tiered_kv_redis.reasons import CLUSTER_DOWN, MISSING, MOVED, READ_ONLY, SERVER_ERROR, WRONG_TYPE
 from tiered_kv_redis.replies import Reply, command
 from tiered_kv_redis.settings import RedisSettings
@@ -32,6 +33,9 @@ _SEND_BYTES_MIN = 1 << 20
 """Of records in one call to send: the server reads them while the next are being hashed. Each call gives up the
 interpreter and has to get it back, so many small ones cost more than the server gains by an earlier start. Where
 several connections send side by side, the server has enough to read without."""
+
+_ROOM_WAIT_S_MAX = 5.0
+"""How long a store may wait for room in a quota."""
 
 Attempt = Callable[[Sequence[int]], Failures]
 """Tries the blocks at some positions, and returns why those that failed did."""
@@ -81,14 +85,15 @@ class Blocks:
         self.counters = Counters()
         self._name = name
         self._settings = settings
-        self._record_bytes_max = HEADER_BYTES + block_bytes
+        self._record_bytes_max = record_bytes_max(block_bytes)
         self._namespace_digest = namespace_digest
-        self._codec = codec_by_name(settings.codec)
+        self._codecs = settings.open_codecs()
         check_tls_files(settings)
         self._ttl_ms = None if settings.ttl is None else max(1, round(settings.ttl * 1000))
         self._send_bytes = max(_SEND_BYTES_MIN, _SENDS_BYTES // settings.connections)
         self._topology = topology_of(settings)
         self._keyspace = KeySpace(self._topology, namespace_digest, namespace)
+        self._quota = self._open_quota(name)
         self._noted: set[str] = set()
         # Whether the next store asks what is there before it sends: so if half of what the last one offered was there.
         # Threads overwrite each other's answer, which costs one a round trip, or the wire some blocks.
@@ -103,6 +108,10 @@ class Blocks:
             is_misnamed = error.reason == MOVED and self._settings.mode != "cluster"
             return SERVER_ERROR if is_misnamed else error.reason
         return ""
+
+    def quota_stats(self) -> dict[str, int]:
+        """Return the quota's gauges; nothing where there is none."""
+        return {} if self._quota is None else self._quota.stats()
 
     def servers(self) -> list[str]:
         """Return the addresses of the servers that are known."""
@@ -159,7 +168,21 @@ class Blocks:
         except NodeDownError as error:
             _log.warning("tier '%s': a reset has not reached the server (%s)", self._name, error.reason)
         finally:
+            if self._quota is not None:
+                self._quota.close(min(1.0, self._settings.timeout))
             self._topology.close()
+
+    def _open_quota(self, name: str) -> Quota | None:
+        settings = self._settings
+        if settings.quota is None:
+            return None
+        limits = QuotaLimits(
+            quota_bytes=settings.quota,
+            record_bytes_max=self._record_bytes_max,
+            room_wait_s=min(_ROOM_WAIT_S_MAX, settings.job_timeout / 2),
+            transfer_s=settings.timeout,
+        )
+        return Quota(self._topology, self._namespace_digest, limits, self.counters, name)
 
     # Conversations. Each is about positions in a batch, and returns why those that failed did.
 
@@ -178,7 +201,28 @@ class Blocks:
         return failures | unknown | self._send(no_blocks, batch, overwrite=True)[1]
 
     def _send(self, positions: Sequence[int], batch: _Batch, *, overwrite: bool) -> tuple[list[int], Failures]:
-        """Store blocks; return where something lies already and was left there, besides the failures."""
+        """Store blocks, as many as the quota has room for.
+
+        Returns:
+            Where something lies already and was left there, besides the failures.
+        """
+        grants = None if self._quota is None else self._quota.grants
+        if grants is None or not positions:
+            occupied, failures, _ = self._send_all(positions, batch, overwrite=overwrite)
+            return occupied, failures
+        taken = grants.take(len(positions), batch.deadline)
+        refused = dict.fromkeys(positions[taken:], grants.refusal)
+        if not taken:
+            return [], refused
+        used_bytes = taken * self._record_bytes_max  # unless it is known to be less
+        try:
+            occupied, failures, used_bytes = self._send_all(positions[:taken], batch, overwrite=overwrite)
+        finally:
+            grants.settle(taken, used_bytes)
+        return occupied, failures | refused
+
+    def _send_all(self, positions: Sequence[int], batch: _Batch, *, overwrite: bool) -> tuple[list[int], Failures, int]:
+        """Store blocks; return as `_send`, and the bytes of the records that may be there now because of this."""
 
         def stores(node: Node, own: Sequence[int]) -> Stores:
             return Stores(
@@ -187,7 +231,7 @@ class Blocks:
                 [batch.wire_keys[at] for at in own],
                 [batch.blocks[at] for at in own],
                 namespace_digest=self._namespace_digest,
-                codec=self._codec,
+                codec=self._codecs.writer,
                 ttl_ms=self._ttl_ms,
                 overwrite=overwrite,
                 send_bytes=self._send_bytes,
@@ -201,7 +245,8 @@ class Blocks:
             else:
                 shares.append((node, own))
         done = self._converse(shares, stores, batch.deadline, failures)
-        return [own[at] for exchange, own in done for at in exchange.occupied], failures
+        occupied = [own[at] for exchange, own in done for at in exchange.occupied]
+        return occupied, failures, sum(exchange.stored_bytes() for exchange, _ in done) if self._quota else 0
 
     def _load(self, positions: Sequence[int], batch: _Batch) -> Failures:
         """Load blocks, and delete what cannot be loaded."""
@@ -214,7 +259,7 @@ class Blocks:
                 [batch.blocks[at] for at in own],
                 namespace_digest=self._namespace_digest,
                 pipeline_bytes=self._settings.pipeline,
-                expect_raw=self._codec is RAW,
+                codecs=self._codecs,
             )
 
         failures: Failures = {}

@@ -15,6 +15,29 @@ from tiered_kv_redis.replies import ReplyReader
 from tiered_kv_redis.stream import stream_of
 
 
+class SendRoom:
+    """Memory for payloads that are encrypted on their way, until they have been sent; one thread at a time.
+
+    It grows to what is sent by one call, and is then used again and again.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = memoryview(b"")
+        self._end = 0
+
+    def take(self, size: int) -> memoryview:
+        """Return `size` bytes, holding anything, that keep what is put there until `clear`."""
+        if self._end + size > len(self._buffer):
+            # What was taken before lives on in the old one until it has been sent.
+            self._buffer, self._end = memoryview(bytearray(self._end + size)), 0
+        self._end += size
+        return self._buffer[self._end - size : self._end]
+
+    def clear(self) -> None:
+        """Let what was taken be taken again."""
+        self._end = 0
+
+
 class Link:
     """A connected socket with the buffers for it; one thread at a time.
 
@@ -25,6 +48,7 @@ class Link:
     def __init__(self, sock: socket.socket) -> None:
         self.stream = stream_of(sock)
         self.replies = ReplyReader(self.stream)
+        self.room = SendRoom()
         self._heads = bytearray()
         self.fd = sock.fileno()
         self._poll = select.poll()

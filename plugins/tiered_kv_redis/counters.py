@@ -12,6 +12,10 @@ _NAMES: Final = {
     "loaded_blocks": "blocks loaded and verified",
     "corrupt_blocks": "blocks whose value cannot be read here; it was deleted",
     "unanswered_lookups": "keys that became a miss because no server answered",
+    "over_quota_blocks": "blocks that were not stored because the quota had no room",
+    "evicted_blocks": "blocks deleted to make room in the quota",
+    "surveys": "times that this process counted the namespace's blocks",
+    "failed_surveys": "times that the quota's account could not be kept",
 }
 _FAMILIES: Final = {
     "failed_stores_": "blocks that were not stored, by reason",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record
+from tiered_kv.toolkit.codec_set import PLAIN, CodecSet
+from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, record_bytes_max
 from tiered_kv_redis.connection import Link
 from tiered_kv_redis.exchange import Exchange
 from tiered_kv_redis.node import Node
@@ -35,7 +36,8 @@ class Loads(Exchange):
         namespace_digest: For the records.
         pipeline_bytes: Bytes of replies that may be under way; two blocks may exceed it. A server buffers what it
             has not sent yet, which for many large blocks is slower than sending them one by one.
-        expect_raw: Whether to expect raw records; if not, every reply goes through the reader's buffer.
+        codecs: What may be read. Where it writes something else than raw records, every reply goes through the
+            reader's buffer.
     """
 
     def __init__(
@@ -47,21 +49,23 @@ class Loads(Exchange):
         *,
         namespace_digest: bytes,
         pipeline_bytes: int,
-        expect_raw: bool,
+        codecs: CodecSet = PLAIN,
     ) -> None:
         super().__init__(node, len(keys))
         self.damaged: list[int] = []
         """Positions whose value is no record that can be read here. While it lies there it is taken for the block, and
-        no store replaces it; so it has to go, whatever is wrong with it."""
+        no store replaces it; so it has to go, whatever is wrong with it, but that its key is not here."""
         self._keys = keys
         self._wire_keys = wire_keys
         self._blocks = blocks
         self._namespace_digest = namespace_digest
-        self._expect_raw = expect_raw
-        self._record_bytes_max = HEADER_BYTES + len(blocks[0])
-        self._opening = b"$%d\r\n" % self._record_bytes_max
+        self._codecs = codecs
+        self._expect_raw = codecs.writes_raw
+        raw_record_bytes = HEADER_BYTES + len(blocks[0])
+        self._record_bytes_max = record_bytes_max(len(blocks[0]))
+        self._opening = b"$%d\r\n" % raw_record_bytes
         self._head_bytes = len(self._opening) + HEADER_BYTES
-        reply_bytes = len(self._opening) + self._record_bytes_max + len(_CRLF)
+        reply_bytes = len(self._opening) + raw_record_bytes + len(_CRLF)
         self._under_way_max = max(_UNDER_WAY_MIN, pipeline_bytes // reply_bytes)
         # Twice as many slots as replies may be under way: they are asked for before the ones received are verified.
         self._slots = min(2 * self._under_way_max, self.count)
@@ -151,10 +155,11 @@ class Loads(Exchange):
     def _judge(self, position: int, header: memoryview, payload: memoryview) -> None:
         key, block = self._keys[position], self._blocks[position]
         self.answered += 1
-        status = decode_record(header, payload, key, block, self._namespace_digest)
+        status = decode_record(header, payload, key, block, self._namespace_digest, self._codecs)
         if status is not RecordStatus.OK:
             self.failures[position] = status.value
-            self.damaged.append(position)
+            if status is not RecordStatus.UNKNOWN_KEY:  # others may have the key
+                self.damaged.append(position)
 
     # Any replies.
 

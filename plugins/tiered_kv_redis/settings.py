@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import Field, SecretStr, model_validator
 
-from tiered_kv.settings import TierSettings
+from tiered_kv.toolkit.codec_settings import CodecSettings
 from tiered_kv.units import Bytes, Count, Seconds
 
 DEFAULT_PORT = 6379
@@ -46,7 +46,7 @@ def _is_host(text: str) -> bool:
         return False
 
 
-class RedisSettings(TierSettings):
+class RedisSettings(CodecSettings):
     """Settings of the tier that keeps blocks in Redis.
 
     A user and a password in `url` are moved to `username` and `password` when the entry is read.
@@ -89,8 +89,11 @@ class RedisSettings(TierSettings):
     ttl: Seconds | None = Field(
         default=None, ge=0.001, le=10 * 365 * 86400, description="How long a block lives after it was stored."
     )
-    codec: Literal["raw", "zstd"] = Field(
-        default="raw", description="How blocks are stored: as they are, or compressed (extra `zstd`)."
+    quota: Bytes | None = Field(
+        default=None,
+        ge=1,
+        description="What the blocks of this namespace may take in the servers, by whatever processes; those that were "
+        "used longest ago make room. Give all processes of the namespace the same. By default the server's limit only.",
     )
     timeout: Seconds = Field(
         default=5.0, gt=0, le=3600, description="How long one transfer of at most 8 MiB (or one block) may take."

@@ -91,7 +91,7 @@ class RedisTier(BlockingTier):
         return True
 
     def stats(self) -> Mapping[str, int]:
-        return {**super().stats(), **self._blocks.counters.snapshot()}
+        return {**super().stats(), **self._blocks.counters.snapshot(), **self._blocks.quota_stats()}
 
     def describe(self) -> Mapping[str, object]:
         """Return where the blocks are and how they get there; asks the server.
@@ -109,10 +109,12 @@ class RedisTier(BlockingTier):
             "mode": settings.mode,
             "servers": ", ".join(self._blocks.servers()),
             "tls": settings.tls,
+            "tls_verified": settings.tls and settings.tls_verify,
             "codec": settings.codec,
             "connections": settings.connections,
             "pipeline_bytes": settings.pipeline,
             "ttl": "none" if settings.ttl is None else f"{settings.ttl:g} s",
+            **self._blocks.quota_stats(),
         }
 
     # Worker threads.

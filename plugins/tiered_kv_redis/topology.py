@@ -15,6 +15,7 @@ from redis.exceptions import RedisError
 from redis.sentinel import Sentinel
 
 from tiered_kv_redis.endpoint import pool_options, sentinel_options
+from tiered_kv_redis.handshake import BoundedParser
 from tiered_kv_redis.node import Node, NodeDownError
 from tiered_kv_redis.reasons import CLUSTER_DOWN, TIMEOUT, reason_of_error
 from tiered_kv_redis.settings import Address, RedisSettings
@@ -156,6 +157,8 @@ class SentinelMaster(MovingServers):
         self._sentinel = Sentinel(  # type: ignore[no-untyped-call]  # redis-py annotates some of its methods only
             list(settings.addresses), sentinel_kwargs=sentinel_options(settings)
         )
+        for client in self._sentinel.sentinels:  # whose constructor takes no parser
+            client.connection_pool.connection_kwargs["parser_class"] = BoundedParser
         self._master: Node | None = None
 
     def split(self, wire_keys: Sequence[bytes], deadline: float) -> list[tuple[Node, list[int]]]:

@@ -7,19 +7,32 @@ from collections.abc import Iterable
 
 from tiered_kv.errors import MissingExtraError
 from tiered_kv.hooks import TierType, hookimpl
+from tiered_kv.tiering.administration import TierAdministration
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv_s3.settings import S3Settings
 
 
-def _load() -> type[SecondaryTierManager]:
+def _require_client() -> None:
     if importlib.util.find_spec("boto3") is None:
         raise MissingExtraError("tier 's3'", "s3")
+
+
+def _load() -> type[SecondaryTierManager]:
+    _require_client()
     from tiered_kv_s3.tier import S3Tier
 
     return S3Tier
 
 
+def _load_administration() -> type[TierAdministration]:
+    _require_client()
+    from tiered_kv_s3.administration import S3Administration
+
+    return S3Administration
+
+
 @hookimpl
 def tiered_kv_register_tiers() -> Iterable[TierType]:
     """Register the tier type `s3`."""
-    return [TierType("s3", S3Settings, _load, "Objects in a bucket of S3 or of a server like it.")]
+    about = "Objects in a bucket of S3 or of a server like it."
+    return [TierType("s3", S3Settings, _load, about, _load_administration)]

@@ -66,6 +66,11 @@ class Bucket:
         """The server's name and port."""
         return self._pool.endpoint.authority
 
+    @property
+    def is_tls(self) -> bool:
+        """Whether the server is spoken to over TLS, with its certificate checked."""
+        return self._pool.endpoint.is_tls
+
     def put(self, name: str, pieces: Sequence[bytes | memoryview], deadline: float) -> Verdict:
         """Store an object that consists of `pieces`, whole or not at all."""
         headers = {**self._put_headers, "content-length": str(sum(map(len, pieces)))}
@@ -351,7 +356,7 @@ def _put_headers(settings: S3Settings) -> dict[str, str]:
     headers = {
         "content-type": "application/octet-stream",
         "x-amz-storage-class": settings.storage_class,
-        "x-amz-server-side-encryption": settings.encryption,
+        "x-amz-server-side-encryption": settings.server_encryption,
         "x-amz-server-side-encryption-aws-kms-key-id": settings.kms_key_id,
     }
     return {name: value for name, value in headers.items() if value}
@@ -383,5 +388,5 @@ def seconds_of(date: str) -> float | None:
     """Return an HTTP date as seconds since 1970."""
     try:
         return email.utils.parsedate_to_datetime(date).timestamp()
-    except ValueError:
+    except (ValueError, OverflowError):  # the latter of years beyond all calendars
         return None

@@ -24,8 +24,11 @@ from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.naming import FIRST_EPOCH, Naming
 from tiered_kv_s3.verdict import Verdict
 
+FORMAT_VERSION = 1
 _FORM = re.compile(rb"tiered-kv epoch 1 ([0-9a-f]{16}) ([0-9a-f]{16})\n")
-_OBJECT_BYTES = 52
+_ANY_VERSION = re.compile(rb"tiered-kv epoch (\d{1,10}) ")
+_OBJECT_BYTES_MAX = 256
+"""Of an epoch of any version: one of this has 52."""
 
 
 class EpochError(TierUnavailableError):
@@ -58,6 +61,7 @@ class Epoch:
         self._lock = threading.Lock()  # guards the two below; held for assignments only
         self._value = ""  # empty until it has been read
         self._saved = ""
+        self._was_read = False  # guarded by `_io_lock`: what is there may be written over
 
     def renew(self) -> None:
         """Make every block that was stored before invalid."""
@@ -100,26 +104,46 @@ class Epoch:
     def _read(self, deadline: float) -> str:
         if self._value:
             return self._value
-        data = bytearray(_OBJECT_BYTES)
-        verdict = self._bucket.get(
-            self._name, lambda size: [memoryview(data)] if size == _OBJECT_BYTES else None, deadline, expires=False
-        )
-        if verdict is Verdict.DONE:
-            found = _parse(bytes(data))
-        elif verdict is Verdict.ABSENT:
-            found = FIRST_EPOCH
-        elif verdict is Verdict.OVERSIZED:
-            found = None
-        else:
-            raise EpochError("the epoch cannot be read", verdict, tier=self._tier)
+        found = self._look(deadline)
         with self._lock:
             if not self._value:
                 self._value = found or secrets.token_hex(8)  # damaged: better to lose blocks than to bring some back
                 self._saved = found or ""
             return self._value
 
+    def _look(self, deadline: float) -> str | None:
+        """Return the epoch that the bucket knows of; None if its object is damaged."""
+        data = bytearray()
+
+        def sink(size_bytes: int) -> list[memoryview] | None:
+            data[:] = bytes(size_bytes if size_bytes <= _OBJECT_BYTES_MAX else 0)
+            return [memoryview(data)] if data else None
+
+        verdict = self._bucket.get(self._name, sink, deadline, expires=False)
+        found: str | None = None
+        if verdict is Verdict.DONE:
+            found = _parse(bytes(data))
+            self._refuse_other_version(bytes(data))
+        elif verdict is Verdict.ABSENT:
+            found = FIRST_EPOCH
+        elif verdict is not Verdict.OVERSIZED:
+            raise EpochError("the epoch cannot be read", verdict, tier=self._tier)
+        self._was_read = True
+        return found
+
+    def _refuse_other_version(self, data: bytes) -> None:
+        said = _ANY_VERSION.match(data)
+        if said is not None and int(said[1]) != FORMAT_VERSION:
+            message = (
+                f"the object {self._name} is of format version {int(said[1])}, and this release reads version "
+                f"{FORMAT_VERSION}; use the release that wrote it, give another prefix, or delete all under this one"
+            )
+            raise EpochError(message, Verdict.FORMAT, tier=self._tier)
+
     def _read_or_save(self, deadline: float) -> str:
         value = self._read(deadline)
+        if not self._was_read:  # a reset came first
+            self._look(deadline)
         if value != self._saved:
             verdict = self._bucket.put(self._name, [_format(value)], deadline)
             if verdict is not Verdict.DONE:

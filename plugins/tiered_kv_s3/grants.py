@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv_s3.bucket import Bucket
-from tiered_kv_s3.listing import Listing
+from tiered_kv_s3.listing import Listed, Listing
 from tiered_kv_s3.verdict import Verdict
 
 CLOCKS_S = 10.0
@@ -99,3 +99,22 @@ class Grants:
         if verdict is not Verdict.DONE:
             raise TierUnavailableError(f"a grant cannot be deleted: {verdict.reason}", operation="grant")
         self._written.discard(name)
+
+
+def live_grants(listing: Listing, prefix: str, deadline: float) -> set[str]:
+    """Return the names of the grants that hold.
+
+    Args:
+        listing, prefix: As for `Grants`.
+        deadline: When to give up, in seconds of `time.monotonic()`.
+
+    Raises:
+        TierUnavailableError: The server does not list.
+    """
+    entries = [entry for page in listing.pages(prefix, deadline) for entry in page]
+    return {entry.name for entry in entries if _holds(entry, prefix)}
+
+
+def _holds(entry: Listed, prefix: str) -> bool:
+    said = _NAME.fullmatch(entry.name.removeprefix(prefix))
+    return said is not None and entry.age_s <= int(said[3]) + CLOCKS_S

@@ -118,7 +118,19 @@ def _parse(answer: Answer, text: bytes) -> list[Listed]:
         Listed(
             html.unescape(key.decode()),
             int(size),
-            now_s - datetime.fromisoformat(date.decode()).timestamp(),
+            now_s - _seconds_of(date.decode()),
         )
         for key, size, date in zip(_KEY.findall(text), _SIZE.findall(text), _DATE.findall(text), strict=True)
     ]
+
+
+def _seconds_of(date: str) -> float:
+    """Return a listing's date as seconds since 1970.
+
+    Raises:
+        ValueError: It is none.
+    """
+    try:
+        return datetime.fromisoformat(date).timestamp()
+    except OverflowError as error:
+        raise ValueError(f"no date: {error}") from None

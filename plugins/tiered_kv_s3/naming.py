@@ -32,6 +32,11 @@ class Naming:
     namespace_digest: bytes
 
     @property
+    def root(self) -> str:
+        """What the names of everything of the namespace begin with."""
+        return f"{self._root}/"
+
+    @property
     def namespace(self) -> str:
         return f"{self._root}/namespace.json"
 

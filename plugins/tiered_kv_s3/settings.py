@@ -7,11 +7,11 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
-from tiered_kv.settings import TierSettings
+from tiered_kv.toolkit.codec_settings import CodecSettings
 from tiered_kv.units import Bytes, Count, Seconds
 
 
-class S3Settings(TierSettings):
+class S3Settings(CodecSettings):
     """Settings of the tier that keeps blocks in a bucket."""
 
     type: str = "s3"
@@ -74,17 +74,16 @@ class S3Settings(TierSettings):
     storage_class: str | None = Field(
         default=None, pattern=r"^[A-Z_]{1,64}$", description="The storage class of new objects, such as ONEZONE_IA."
     )
-    encryption: Literal["AES256", "aws:kms"] | None = Field(
+    server_encryption: Literal["AES256", "aws:kms"] | None = Field(
         default=None, description="How the server encrypts new objects; by default as the bucket says."
     )
     kms_key_id: str | None = Field(
-        default=None, pattern=r"^[!-~]{1,2048}$", description="The key for encryption by aws:kms; by default AWS's own."
+        default=None,
+        pattern=r"^[!-~]{1,2048}$",
+        description="The key for server_encryption by aws:kms; by default AWS's own.",
     )
     sign_payload: bool = Field(
         default=False, description="Hash what is sent into its signature, for buckets whose policy demands that."
-    )
-    codec: Literal["raw", "zstd"] = Field(
-        default="raw", description="How blocks are stored: as they are, or compressed (extra `zstd`)."
     )
 
     @field_validator("prefix")
@@ -118,6 +117,6 @@ class S3Settings(TierSettings):
             raise ValueError("session_token needs access_key_id and secret_access_key")
         if self.profile is not None and self.access_key_id is not None:
             raise ValueError("give either a profile or access_key_id, not both")
-        if self.kms_key_id is not None and self.encryption != "aws:kms":
-            raise ValueError("kms_key_id needs 'encryption: aws:kms'")
+        if self.kms_key_id is not None and self.server_encryption != "aws:kms":
+            raise ValueError("kms_key_id needs 'server_encryption: aws:kms'")
         return self

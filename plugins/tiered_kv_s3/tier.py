@@ -9,10 +9,11 @@ from typing import Any
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ConfigError, TierError
 from tiered_kv.toolkit.blocking import BlockingTier
-from tiered_kv.toolkit.codecs import codec_by_name
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
-from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record
+from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record, record_bytes_max
+from tiered_kv.toolkit.room import ThreadRoom
+from tiered_kv.toolkit.status import NOT_DAMAGED, REFUSED
 from tiered_kv_s3.account import Account
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.caretaker import Caretaker
@@ -31,9 +32,9 @@ _PART_BYTES = 1
 """One block to a part: what a job takes is mostly the server's time to answer, so its blocks travel side by side."""
 _SHUTDOWN_S = 2.0
 _PROBE_S = 10.0
-_FOREIGN = frozenset({RecordStatus.UNKNOWN_CODEC})
-"""Sound records that another installation can read: a miss here, and not deleted."""
-
+_STAYS = NOT_DAMAGED | {RecordStatus.BAD_VERSION}
+"""What others may be able to read: here it is a miss, which the next store of the block ends. Unlike a directory, a
+bucket has no mark that says of which version everything in it is."""
 _SURELY_NOT_STORED = frozenset({Verdict.DENIED, Verdict.REFUSED, Verdict.NO_BUCKET, Verdict.UNTRUSTED})
 
 
@@ -46,8 +47,8 @@ class S3Tier(BlockingTier):
         settings: The tier's YAML entry.
 
     Raises:
-        ConfigError: The settings do not go together, or boto3 refuses them. A server that does not answer is no
-            error here: the tier is used when it does.
+        ConfigError: The settings do not go together, boto3 refuses them, or a key file cannot be used. A server that
+            does not answer is no error here: the tier is used when it does.
     """
 
     def __init__(
@@ -59,11 +60,12 @@ class S3Tier(BlockingTier):
     ) -> None:
         name = getattr(offloading_spec, "name", None) or tier_type
         self._settings = settings
-        record_bytes = HEADER_BYTES + block_bytes_of(primary_kv_view)
+        self._codecs = settings.open_codecs()
+        self._room = ThreadRoom()  # for payloads that are not the blocks themselves
+        record_bytes = HEADER_BYTES + block_bytes_of(primary_kv_view) + self._codecs.overhead_bytes
         _check_capacity(settings, record_bytes)
         self._namespace_digest: bytes = getattr(offloading_spec, "namespace_digest", bytes(16))
         self._naming = Naming(settings.prefix, self._namespace_digest)
-        self._codec = codec_by_name(settings.codec)
         self._counters = Counters()
         self._account = Account(settings, name)
         try:
@@ -169,15 +171,17 @@ class S3Tier(BlockingTier):
         """Return what the tier can do here.
 
         Raises:
-            TierUnavailableError: The bucket cannot be listed, and why.
+            TierUnavailableError: The bucket cannot be listed, or is of another format version, and why.
         """
         self._listing.probe(self._naming.blocks, time.monotonic() + _PROBE_S)
+        self._epoch.value(time.monotonic() + _PROBE_S)  # which is not read where it is of another format version
         settings = self._settings
         return {
             "medium": "s3",
             "bucket": settings.bucket,
             "prefix": settings.prefix,
             "server": self._bucket.authority,
+            "tls": self._bucket.is_tls,
             "region": self._account.region,
             "connections": settings.connections,
             "codec": settings.codec,
@@ -203,7 +207,7 @@ class S3Tier(BlockingTier):
         if self._presence.known(name, self._naming.blocks_of(epoch)):
             self._counters.add("skipped_stores")
             return ""
-        header, payload = encode_record(key, block, self._namespace_digest, self._codec)
+        header, payload = encode_record(key, block, self._namespace_digest, self._codecs.writer, self._room.take)
         size_bytes = len(header) + len(payload)
         if not self._ledger.reserve(size_bytes, deadline):
             self._caretaker.start()
@@ -226,19 +230,21 @@ class S3Tier(BlockingTier):
         asked_s = time.monotonic()
         status = RecordStatus.OK
         for _ in range(2):  # what is damaged may have been damaged on its way
-            record = _Landing(block)
+            record = _Landing(block, self._room)
             verdict = self._bucket.get(name, record.parts_for, deadline)
             if verdict is not Verdict.DONE:
                 return self._note_failed_get(name, verdict, asked_s, deadline)
-            status = decode_record(record.header, record.payload, key, block, self._namespace_digest)
+            status = decode_record(record.header, record.payload, key, block, self._namespace_digest, self._codecs)
             if status is RecordStatus.OK:
                 self._presence.note(name, True, asked_s)
                 return ""
-        return self._note_damage(name, "corrupt_blocks", deadline, is_foreign=status in _FOREIGN)
+        self._note_damage(name, "corrupt_blocks", deadline, stays=status in _STAYS)
+        return str(status.value) if status in REFUSED else "checksum"
 
     def _note_failed_get(self, name: str, verdict: Verdict, asked_s: float, deadline: float) -> str:
         if verdict is Verdict.OVERSIZED:
-            return self._note_damage(name, "oversized_blocks", deadline)
+            self._note_damage(name, "oversized_blocks", deadline)
+            return "checksum"
         if verdict not in ABSENCE:
             return verdict.reason
         if verdict is Verdict.EXPIRED:
@@ -246,13 +252,12 @@ class S3Tier(BlockingTier):
         self._presence.note(name, False, asked_s)
         return "missing"
 
-    def _note_damage(self, name: str, counter: str, deadline: float, *, is_foreign: bool = False) -> str:
-        """Make a miss of an object that is not the block's record, here and for everybody else."""
+    def _note_damage(self, name: str, counter: str, deadline: float, *, stays: bool = False) -> None:
+        """Make a miss of an object that is not the block's record, here and, unless it stays, for everybody else."""
         self._counters.add(counter)
-        if not is_foreign:
+        if not stays:
             self._bucket.delete(name, deadline)
         self._presence.note(name, False, time.monotonic())
-        return "checksum"
 
     # The tier's life.
 
@@ -304,22 +309,24 @@ class _Landing:
 
     Args:
         block: The block's place in the primary tier.
+        room: For any other payload.
     """
 
-    def __init__(self, block: memoryview) -> None:
+    def __init__(self, block: memoryview, room: ThreadRoom) -> None:
         self.header = bytearray(HEADER_BYTES)
         self.payload = block
         self._block = block
+        self._room = room
 
     def parts_for(self, size_bytes: int) -> list[memoryview] | None:
         """Return where a body of so many bytes goes; None if no record of this block is that long."""
-        payload_bytes = size_bytes - HEADER_BYTES
-        if not 0 <= payload_bytes <= len(self._block):
+        if not HEADER_BYTES <= size_bytes <= record_bytes_max(len(self._block)):
             return None
+        payload_bytes = size_bytes - HEADER_BYTES
         if payload_bytes == len(self._block):
             self.payload = self._block
-        else:  # compressed, or damaged
-            self.payload = memoryview(bytearray(payload_bytes))
+        else:  # compressed, encrypted or damaged
+            self.payload = self._room.take(payload_bytes)
         return [memoryview(self.header), self.payload]
 
 

@@ -36,6 +36,8 @@ class Verdict(Enum):
     """The server finds fault with the request."""
     UNTRUSTED = "untrusted"
     """The server's certificate is not signed by whom we trust."""
+    FORMAT = "format"
+    """What lies there is of another format version."""
 
     # Another try may help.
     SLOW_DOWN = "slow_down"

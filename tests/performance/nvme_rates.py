@@ -2,6 +2,7 @@
 
     python tests/performance/nvme_rates.py DIRECTORY --block-bytes 65536 --blocks 16384 --batch 32
     python tests/performance/nvme_rates.py DIRECTORY --capacity-blocks 8192 --blocks 32768 --batch 32
+    python tests/performance/nvme_rates.py DIRECTORY --codec aes-256-gcm
 
 The tier is driven as the tiering manager drives it: all jobs of `batch` blocks are submitted at once, then polled. With
 `--capacity-blocks` the tier holds only so many blocks: stores are timed until it is full, and from then on, when
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import secrets
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,13 +32,15 @@ REGION_BYTES_MAX = 1 << 30
 class Driver:
     """Jobs over a region whose rows hold distinct blocks."""
 
-    def __init__(self, path: str, block_bytes: int, rows: int, batch: int, capacity_bytes: int) -> None:
+    def __init__(self, path: str, block_bytes: int, rows: int, batch: int, capacity_bytes: int, codec: str) -> None:
         self.block_bytes, self.rows, self.batch = block_bytes, rows, batch
         self.region = PrimaryRegion(rows, block_bytes, prefault=True)
         pattern = np.random.default_rng(0).integers(0, 256, block_bytes, dtype=np.uint8)
         self.region.array[:] = pattern
         self.region.array[:, :8] = np.arange(rows, dtype="<u8").view(np.uint8).reshape(rows, 8)
-        settings = {"type": "nvme", "path": path, "capacity": capacity_bytes}
+        settings: dict[str, object] = {"type": "nvme", "path": path, "capacity": capacity_bytes, "codec": codec}
+        if codec.endswith("aes-256-gcm"):
+            settings["encryption"] = {"keys": {1: secrets.token_hex(32)}}
         self.tier: SecondaryTierManager = SecondaryTierFactory.create(
             TierSpec("nvme", block_bytes), self.region.kv_view, settings
         )
@@ -85,10 +89,11 @@ def block_key(number: int) -> OffloadKey:
     return make_offload_key(hashlib.sha256(number.to_bytes(8, "big")).digest(), 0)
 
 
-def measure_empty(directory: str, block_bytes: int, blocks: int, batch: int) -> dict[str, object]:
+def measure_empty(directory: str, codec: str, block_bytes: int, blocks: int, batch: int) -> dict[str, object]:
     """Return store and load rates of a directory with room for everything."""
     with tempfile.TemporaryDirectory(dir=directory) as path:
-        driver = Driver(f"{path}/nvme", block_bytes, blocks, batch, capacity_bytes=2 * blocks * block_bytes + (1 << 26))
+        capacity_bytes = 2 * blocks * block_bytes + (1 << 26)
+        driver = Driver(f"{path}/nvme", block_bytes, blocks, batch, capacity_bytes, codec)
         try:
             store = driver.store(0, blocks)
             load = max(driver.load(0, blocks) for _ in range(2))
@@ -97,11 +102,13 @@ def measure_empty(directory: str, block_bytes: int, blocks: int, batch: int) -> 
     return {"store_gb_per_s": round(store, 3), "load_gb_per_s": round(load, 3)}
 
 
-def measure_full(directory: str, block_bytes: int, blocks: int, batch: int, capacity_blocks: int) -> dict[str, object]:
+def measure_full(
+    directory: str, codec: str, block_bytes: int, blocks: int, batch: int, capacity_blocks: int
+) -> dict[str, object]:
     """Return store rates until the tier is full, and from then on."""
     rows = min(blocks, REGION_BYTES_MAX // block_bytes) // batch * batch
     with tempfile.TemporaryDirectory(dir=directory) as path:
-        driver = Driver(f"{path}/nvme", block_bytes, rows, batch, capacity_blocks * block_bytes)
+        driver = Driver(f"{path}/nvme", block_bytes, rows, batch, capacity_blocks * block_bytes, codec)
         try:
             until = capacity_blocks * 8 // 10 // batch * batch
             empty = _store_in_turns(driver, 0, until)
@@ -132,11 +139,14 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=16384)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--capacity-blocks", type=int)
+    parser.add_argument("--codec", default="raw")
     arguments = parser.parse_args()
-    sizes = (arguments.directory, arguments.block_bytes, arguments.blocks, arguments.batch)
+    sizes = (arguments.directory, arguments.codec, arguments.block_bytes, arguments.blocks, arguments.batch)
     capacity_blocks: int | None = arguments.capacity_blocks
     rates = measure_full(*sizes, capacity_blocks) if capacity_blocks else measure_empty(*sizes)
-    print(json.dumps({"block_bytes": arguments.block_bytes, "batch": arguments.batch, **rates}))
+    print(
+        json.dumps({"codec": arguments.codec, "block_bytes": arguments.block_bytes, "batch": arguments.batch, **rates})
+    )
 
 
 if __name__ == "__main__":

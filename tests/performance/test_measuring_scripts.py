@@ -29,12 +29,25 @@ def test_manager_rates() -> None:
     assert all(rates[f"{name}_keys_per_s"] > 0 for name in ("store", "lookup_hit", "lookup_miss", "load"))
 
 
+def test_name_rates() -> None:
+    rates = run("name_rates.py")
+    assert rates["blake2b_ns"] > 0
+    assert rates.keys() >= {"lookup_new_ns", "lookup_known_ns", "lookup_many_new_ns", "lookup_many_known_ns"}
+
+
 def test_nvme_rates(tmp_path: Path) -> None:
     rates = run("nvme_rates.py", str(tmp_path), "--blocks", "512")
     assert rates["store_gb_per_s"] > 0
     assert rates["load_gb_per_s"] > 0
     rates = run("nvme_rates.py", str(tmp_path), "--blocks", "2048", "--capacity-blocks", "1024")
     assert rates["full_over_empty"] > 0
+
+
+def test_encryption_rates(tmp_path: Path) -> None:
+    rates = run("encryption_rates.py", str(tmp_path), "--blocks", "64", "--rounds", "1")
+    for direction in ("store", "load"):
+        assert rates[direction]["raw_gb_per_s"]["median"] > 0
+        assert rates[direction]["ratio"]["median"] > 0
 
 
 def test_open_directory(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.testing.rig import block_content
+from tiered_kv.toolkit.codec_set import plain_codecs
 from tiered_kv.toolkit.jobs import Outcome
 from tiered_kv_nvme.directory import Identity
 from tiered_kv_nvme.disk import Disk
@@ -46,7 +47,8 @@ class StoreBench:
 
     def open(self, disk: Disk | None = None, **options: object) -> SegmentStore:
         sizing = Sizing.of(self.capacity_bytes, self.block_bytes, self.segment_bytes)
-        chosen = StoreOptions(sizing, **{**self.options, **options})  # type: ignore[arg-type]  # by name
+        codecs = plain_codecs(str(options.pop("codec", "raw")))
+        chosen = StoreOptions(sizing, **{"codecs": codecs, **self.options, **options})  # type: ignore[arg-type]  # by name
         store = SegmentStore(str(self.path), self.identity, chosen, disk=disk)
         self._opened.append(store)
         return store

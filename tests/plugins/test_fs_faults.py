@@ -24,6 +24,7 @@ from tiered_kv.tiering.base import TierSpec
 from tiered_kv_fs import blocks as block_files
 from tiered_kv_fs import posix, tiered_kv_register_tiers
 from tiered_kv_fs.layout import BLOCK
+from tiered_kv_fs.ledger import Ledger
 from tiered_kv_fs.settings import FsSettings
 from tiered_kv_fs.tier import FsTier
 
@@ -367,3 +368,57 @@ def test_the_example_finds_its_blocks_again(tmp_path: Path, monkeypatch: pytest.
         assert stack.get(keys, read, timeout=20.0) == 32
         assert (read == written).all()
         assert stack.secondary_tiers[0].describe()["codec"] == "raw"
+
+
+def test_a_marker_is_on_the_device_before_it_is_in_its_place(
+    open_rig: Callable[[], TierRig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power failure leaves an empty file otherwise, and with that the directory would be refused for good."""
+    steps: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def note_flush(fd: int) -> None:
+        steps.append("flush " + os.readlink(f"/proc/self/fd/{fd}").rpartition("/")[2])
+        fsync(fd)
+
+    def note_rename(source: str, target: str, **options: int) -> None:
+        if target.endswith("/tiered-kv-fs.json"):
+            steps.append("rename " + source.rpartition("/")[2])
+        rename(source, target, **options)
+
+    monkeypatch.setattr(os, "fsync", note_flush)
+    monkeypatch.setattr(os, "rename", note_rename)
+    open_rig()
+    assert [step.partition(" ")[0] for step in steps] == ["flush", "rename"]
+    assert steps[0].partition(" ")[2] == steps[1].partition(" ")[2]
+
+
+def test_a_reset_that_cannot_be_written_holds_for_who_opens_next(
+    open_rig: Callable[[], TierRig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = open_rig()
+    keys = make_keys(4)
+    assert rig.store(keys).success
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "locked", fail(errno.EIO))
+        rig.tier.reset_cache()
+        rig.tier.shutdown()
+    rig.reopen()
+    assert not any(rig.lookup(key) for key in keys)
+    assert rig.store(keys).success
+
+
+def test_an_owner_s_note_that_is_written_in_part_is_a_failure(
+    rig: TierRig, monkeypatch: pytest.MonkeyPatch, path: Path
+) -> None:
+    pwrite = os.pwrite
+    parts = iter([4])
+
+    def write_part(fd: int, data: bytes, offset: int) -> int:
+        return pwrite(fd, data[: next(parts, len(data))], offset)
+
+    assert rig.store(make_keys(4)).success
+    monkeypatch.setattr(os, "pwrite", write_part)
+    rig.tier.reset_cache()
+    wait_until(lambda: rig.tier.stats().get("failed_io_error", 0))
+    assert next(parts, None) is None

@@ -186,7 +186,7 @@ def test_a_lock_whose_file_became_stale_is_taken_anew(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(os, "fstat", stale_once)
     with posix.locked(str(tmp_path / "lock"), 5.0):
-        assert tries == 2
+        assert tries > 1
 
 
 def test_where_no_more_threads_can_be_started_calls_are_made_by_those_there_are(

@@ -322,6 +322,22 @@ def test_a_segment_whose_reclaiming_failed_is_reclaimed_later(
     assert SegmentState.RECLAIMING not in states
 
 
+def test_a_segment_whose_blocks_can_never_move_is_used_again_without_them(
+    bench: StoreBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(writer: BatchWriter, relocation: Relocation, resets: int) -> int:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(BatchWriter, "relocate", fail)
+    store = bench.open()
+    for number in range(60):
+        keys = make_keys(40, f"batch {number}")
+        assert bench.put(store, keys).successful_keys is None
+        store.touch(keys[:1])
+    assert bench.get(store, keys) == set(keys)
+    assert store.stats()["relocated_blocks"] == 0
+
+
 def test_the_last_two_segments_are_for_stores(bench: StoreBench) -> None:
     disk = FaultyDisk()
     disk.on_allocate = full_after(3)

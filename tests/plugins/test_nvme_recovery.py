@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 import shutil
@@ -211,6 +212,7 @@ def test_a_load_that_a_reset_overtakes_fails(bench: StoreBench, gate: Gate) -> N
 def test_version_1_of_the_format_opens_and_loads(bench: StoreBench) -> None:
     """The directory was written once, by the release that this format version came with."""
     shutil.copytree(GOLDEN, bench.path)
+    bench.path.chmod(0o700)  # a clone has modes of its own
     bench.block_bytes = 512
     bench.segment_bytes = 32 << 10
     bench.capacity_bytes = 256 << 10
@@ -368,3 +370,84 @@ def test_a_directory_that_cannot_be_weighed_leaves_nothing_open(
             bench.open()
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert bench.get(bench.open(), keys) == set(keys)
+
+
+def test_a_header_that_cannot_be_read_now_is_found_when_the_disk_has_recovered(bench: StoreBench) -> None:
+    store = bench.open()
+    keys = make_keys(20)
+    bench.put(store, keys)
+    store.close()
+    files = bench.segments
+    disk = UnreadableDisk(errno.EIO, {0})
+    store = bench.open(disk)
+    assert not any(store.contains(keys))
+    assert store.stats()["io_errors"] >= len(files)
+    assert store.stats()["discarded_segments"] == 0
+    disk.offsets = set()
+    bench.put(store, make_keys(4, "meanwhile"))
+    store.close()
+    assert set(files) <= set(bench.segments)
+    assert bench.get(bench.open(), keys) == set(keys)
+
+
+def test_segments_whose_headers_cannot_be_read_make_room_for_new_blocks(bench: StoreBench) -> None:
+    store = bench.open()
+    for number in range(60):
+        bench.put(store, make_keys(40, f"old {number}"))
+    store.close()
+    disk = UnreadableDisk(errno.EIO, {0})
+    store = bench.open(disk)
+    for number in range(60):
+        keys = make_keys(40, f"new {number}")
+        assert bench.put(store, keys).successful_keys is None
+    assert bench.get(store, keys) == set(keys)
+    assert bench.occupied_bytes() <= bench.capacity_bytes
+
+
+def test_a_reset_that_can_never_be_written_holds_after_closing(
+    bench: StoreBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(fd: int, data: bytes, offset: int) -> int:
+        raise OSError(errno.EIO, "injected")
+
+    store = bench.open()
+    keys = make_keys(20)
+    bench.put(store, keys)
+    monkeypatch.setattr(os, "pwrite", fail)
+    store.reset()
+    store.close()
+    monkeypatch.undo()
+    store = bench.open()
+    assert not any(store.contains(keys))
+    bench.put(store, keys)
+    store.close()
+    assert bench.get(bench.open(), keys) == set(keys)
+
+
+def test_a_marker_that_is_written_in_parts_is_whole(bench: StoreBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwritev = os.pwritev
+
+    def write_little(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return pwritev(fd, [buffers[0][:40]], offset)
+
+    bench.options["want_direct"] = False
+    monkeypatch.setattr(os, "pwritev", write_little)
+    bench.open().close()
+    monkeypatch.undo()
+    bench.open().close()
+
+
+def test_a_lock_that_cannot_be_given_back_goes_with_its_file(
+    bench: StoreBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock = fcntl.flock
+
+    def fail_to_unlock(fd: int, operation: int) -> None:
+        if operation == fcntl.LOCK_UN:
+            raise OSError(errno.EIO, "injected")
+        flock(fd, operation)
+
+    store = bench.open()
+    monkeypatch.setattr(fcntl, "flock", fail_to_unlock)
+    assert store.close()
+    bench.open()

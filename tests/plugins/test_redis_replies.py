@@ -104,7 +104,6 @@ class Loading:
             [memoryview(block) for block in self.memory],
             namespace_digest=DIGEST,
             pipeline_bytes=pipeline_bytes,
-            expect_raw=True,
         )
 
     def run(self, link: Link) -> None:

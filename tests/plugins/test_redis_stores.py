@@ -311,7 +311,6 @@ def most_under_way(block_bytes: int, pipeline_bytes: int, count: int) -> int:
         [memoryview(bytearray(block_bytes)) for _ in keys],
         namespace_digest=DIGEST,
         pipeline_bytes=pipeline_bytes,
-        expect_raw=True,
     )
     try:
         talker.start()

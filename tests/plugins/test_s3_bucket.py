@@ -262,7 +262,7 @@ def test_objects_get_the_storage_class_and_encryption_that_were_asked_for(
     moto_server: S3Server, moto_bucket: str, make_rig: MakeRig
 ) -> None:
     rig = make_rig(
-        storage_class="ONEZONE_IA", encryption="aws:kms", kms_key_id="alias/kv", sign_payload=True, codec="raw"
+        storage_class="ONEZONE_IA", server_encryption="aws:kms", kms_key_id="alias/kv", sign_payload=True, codec="raw"
     )
     assert rig.store(make_keys(1)).success
     client = moto_server.client()

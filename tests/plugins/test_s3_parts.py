@@ -50,7 +50,7 @@ def test_settings_are_strict() -> None:
         {"session_token": "token"},
         {"profile": "p", "access_key_id": "i", "secret_access_key": "s"},
         {"kms_key_id": "k"},
-        {"encryption": "ROT13"},
+        {"server_encryption": "ROT13"},
         {"connections": 1},
         {"capacity": 0},
         {"size": 3},

@@ -17,7 +17,7 @@ from tiered_kv_fs.tier import FsTier
 
 class TestFsTier(TierConformance):
     survives_reopen = True
-    settings: ClassVar[dict[str, str]] = {}
+    settings: ClassVar[dict[str, object]] = {}
     directory: Path
 
     @pytest.fixture
@@ -42,4 +42,8 @@ class TestFsTierWithOddBlocks(TestFsTier):
 
 
 class TestFsTierWithCompression(TestFsTier):
-    settings: ClassVar[dict[str, str]] = {"codec": "zstd"}
+    settings: ClassVar[dict[str, object]] = {"codec": "zstd"}
+
+
+class TestFsTierWithEncryption(TestFsTier):
+    settings: ClassVar[dict[str, object]] = {"codec": "aes-256-gcm", "encryption": {"keys": {1: "11" * 32}}}

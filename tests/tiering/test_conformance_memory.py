@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 
 from tiered_kv.testing.conformance import TierConformance
@@ -12,11 +14,11 @@ from tiered_kv_memory.tier import MemoryTier
 
 
 class TestMemoryTier(TierConformance):
-    codec = "raw"
+    codec: ClassVar[dict[str, object]] = {}
 
     @pytest.fixture
     def open_tier(self) -> OpenTier:
-        settings = MemorySettings.model_validate({"capacity": "64MiB", "codec": self.codec})
+        settings = MemorySettings.model_validate({"capacity": "64MiB", **self.codec})
         return lambda spec, view: MemoryTier(spec, view, "memory", settings)
 
     def corrupt(self, tier: SecondaryTierManager) -> bool:
@@ -27,4 +29,8 @@ class TestMemoryTier(TierConformance):
 
 
 class TestMemoryTierWithCompression(TestMemoryTier):
-    codec = "zstd"
+    codec: ClassVar[dict[str, object]] = {"codec": "zstd"}
+
+
+class TestMemoryTierWithEncryption(TestMemoryTier):
+    codec: ClassVar[dict[str, object]] = {"codec": "aes-256-gcm", "encryption": {"keys": {1: "11" * 32}}}

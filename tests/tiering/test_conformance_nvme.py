@@ -19,7 +19,7 @@ STRIDE_BYTES = 128  # less than any payload of these tests, compressed ones incl
 
 class TestNvmeTier(TierConformance):
     survives_reopen = True
-    settings: ClassVar[dict[str, str]] = {}
+    settings: ClassVar[dict[str, object]] = {}
     directory: Path
 
     @pytest.fixture
@@ -43,9 +43,18 @@ class TestNvmeTier(TierConformance):
 
 
 class TestNvmeTierThroughThePageCache(TestNvmeTier):
-    settings: ClassVar[dict[str, str]] = {"direct": "off"}
+    settings: ClassVar[dict[str, object]] = {"direct": "off"}
     block_bytes = 1000
 
 
 class TestNvmeTierWithCompression(TestNvmeTier):
-    settings: ClassVar[dict[str, str]] = {"codec": "zstd"}
+    settings: ClassVar[dict[str, object]] = {"codec": "zstd"}
+
+
+class TestNvmeTierWithEncryption(TestNvmeTier):
+    settings: ClassVar[dict[str, object]] = {"codec": "aes-256-gcm", "encryption": {"keys": {1: "11" * 32}}}
+
+
+class TestNvmeTierWithCompressionAndEncryption(TestNvmeTier):
+    settings: ClassVar[dict[str, object]] = {"codec": "zstd+aes-256-gcm", "encryption": {"keys": {1: "11" * 32}}}
+    block_bytes = 1000

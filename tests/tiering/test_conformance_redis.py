@@ -57,6 +57,15 @@ class TestRedisTierWithCompression(TestRedisTier):
 
 
 @pytest.mark.slow
+class TestRedisTierWithEncryption(TestRedisTier):
+    settings: ClassVar[dict[str, object]] = {
+        "codec": "zstd+aes-256-gcm",
+        "encryption": {"keys": {1: "11" * 32}},
+        "connections": 1,
+    }
+
+
+@pytest.mark.slow
 class TestRedisTierWithSmallPipelines(TestRedisTier):
     settings: ClassVar[dict[str, object]] = {"pipeline": 10_000, "connections": 1}
     block_bytes = 3000

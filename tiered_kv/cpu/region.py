@@ -18,6 +18,7 @@ from typing import Any, Self
 import numpy as np
 
 from tiered_kv.errors import ConfigError
+from tiered_kv.permissions import FILE_MODE, NotPrivateError, check_file
 from tiered_kv.units import format_bytes, rounded_bytes
 
 SHARED_MEMORY_DIRECTORY = Path("/dev/shm")
@@ -91,21 +92,24 @@ class PrimaryRegion:
         """Map the file of a region that another process created; all arguments as they were there.
 
         Raises:
-            ConfigError: There is no such file, its size is another, or it cannot be bound to the node.
+            ConfigError: There is no such file, it is another user's, its size is another, or it cannot be bound to
+                the node.
         """
         wanted = num_blocks * block_bytes
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
             raise ConfigError(f"cannot attach to the region {path}: {error.strerror}") from error
         try:
-            found = os.fstat(fd).st_size
+            found = check_file(fd, str(path)).st_size  # anybody may make files in /dev/shm
             if found != wanted:
                 raise ConfigError(
                     f"expected {num_blocks} blocks of {format_bytes(block_bytes)} in the region {path}, "
                     f"found {format_bytes(found)}"
                 )
             mapping = mmap.mmap(fd, wanted)
+        except NotPrivateError as error:
+            raise ConfigError(f"cannot attach to the region: {error.strerror}") from error
         finally:
             os.close(fd)
         region = cls.__new__(cls)
@@ -215,7 +219,7 @@ def _shared_path(name: str) -> Path:
 def _create_shared(path: Path, size_bytes: int) -> tuple[int, mmap.mmap]:
     """Create and map the file; return its descriptor and the mapping, whose pages are yet to be allocated."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
     except FileExistsError as error:
         raise ConfigError(
             f"{path} exists: another process uses this name, or one that was killed left it; "

@@ -274,13 +274,13 @@ def free_port(below: int = 65_536) -> int:
             return port
 
 
-def make_tls_files(directory: Path) -> TlsFiles:
-    """Make an authority and a certificate for 127.0.0.1 with `openssl`; skip where it is missing."""
+def make_tls_files(directory: Path, names: str = "IP:127.0.0.1,DNS:localhost") -> TlsFiles:
+    """Make an authority and a certificate for `names` with `openssl`; skip where it is missing."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
     files = TlsFiles(directory / "ca.pem", directory / "cert.pem", directory / "key.pem")
     ca_key, request, extensions = directory / "ca.key", directory / "request.pem", directory / "extensions"
-    extensions.write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
+    extensions.write_text(f"subjectAltName={names}\n")
     new_key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     ca = ["openssl", "req", "-x509", *new_key, "-keyout", str(ca_key), "-out", str(files.ca), "-days", "2"]
     _run([*ca, "-subj", "/CN=tests"])

@@ -25,6 +25,9 @@ OpenTier = Callable[[TierSpec, memoryview], SecondaryTierManager]
 
 BlockIds = np.ndarray[Any, np.dtype[np.int64]]
 
+Content = Callable[[OffloadKey, int, int], bytes]
+"""What is stored under a key: so many bytes, of an epoch."""
+
 _GUARD = 0xA5
 _POLL_S = 0.0002
 
@@ -48,6 +51,12 @@ def block_content(key: OffloadKey, size_bytes: int, epoch: int = 0) -> bytes:
     return np.random.Generator(np.random.Philox(key=int.from_bytes(seed, "big"))).bytes(size_bytes)
 
 
+def compressible_content(key: OffloadKey, size_bytes: int, epoch: int = 0) -> bytes:
+    """Return what `block_content` does with 5 bits of each byte cleared, so that codecs make it shorter."""
+    noise = np.frombuffer(block_content(key, size_bytes, epoch), dtype=np.uint8)
+    return (noise & 0x07).tobytes()
+
+
 class TierRig:
     """Drives one tier as the manager would, and checks on the way what must hold for every job.
 
@@ -62,6 +71,7 @@ class TierRig:
         wait_s: How long a job or a lookup may take.
         job_timeout_s: The deadline that jobs are given, from their submission on; `wait_s` by default.
         spec: What the tier is opened for; by default a namespace of the rig's own.
+        content: What is stored under a key; by default bytes that no codec makes shorter.
     """
 
     def __init__(
@@ -73,7 +83,9 @@ class TierRig:
         wait_s: float,
         job_timeout_s: float | None = None,
         spec: TierSpec | None = None,
+        content: Content = block_content,
     ) -> None:
+        self._content = content
         self.spec = spec or TierSpec("conformance", block_bytes, bytes(range(16)), {"model": "conformance"})
         self.block_bytes = block_bytes
         self.epoch = 0
@@ -108,7 +120,7 @@ class TierRig:
         """Fill rows with the contents of `keys` and submit their store."""
         job = self._new_job(keys, rows, deadline, is_promotion=False)
         for key, row in zip(keys, job.block_ids, strict=True):
-            content = np.frombuffer(block_content(key, self.block_bytes, self.epoch), dtype=np.uint8)
+            content = np.frombuffer(self._content(key, self.block_bytes, self.epoch), dtype=np.uint8)
             self._region.array[row] = content
             self._expected[row] = content
         self.tier.submit_store(job)
@@ -241,6 +253,6 @@ class TierRig:
             return
         for key, row in zip(keys, job.block_ids.tolist(), strict=True):
             if key in self._succeeded[job.job_id]:
-                content = block_content(key, self.block_bytes, self.epoch)
+                content = self._content(key, self.block_bytes, self.epoch)
                 assert self._region.array[row].tobytes() == content, f"block {key.hex()} was loaded with wrong bytes"
             self._expected[row] = self._region.array[row]  # a load that failed may leave anything in its own blocks

@@ -68,8 +68,8 @@ class S3Server:
         }
         return {**entry, **changes}
 
-    def client(self, verify: str | None = None) -> Any:
-        """Return boto3's client for the server; `verify` is a file of authorities for TLS.
+    def client(self, verify: str | bool | None = None) -> Any:
+        """Return boto3's client for the server; `verify` is a file of authorities for TLS, or False.
 
         It is of no class that a type checker could know: boto3 makes it when it is asked for.
         """

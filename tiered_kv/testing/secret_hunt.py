@@ -14,7 +14,6 @@ import base64
 import io
 import logging
 import secrets
-import string
 import threading
 import time
 import traceback
@@ -26,9 +25,10 @@ import numpy as np
 
 from tiered_kv.base import make_offload_key
 from tiered_kv.errors import TieredKVError
+from tiered_kv.secret_keys import KEY_BYTES
 from tiered_kv.stack import Stack, open_stack
+from tiered_kv.tiering.keyed_names import KeyedNames
 
-_MARKER_CHARACTERS = 24
 _WAIT_S = 1.0
 _CONDITION_WAIT_S = 20.0
 _POLL_S = 0.01
@@ -36,8 +36,11 @@ _BLOCKS = 2
 
 
 def new_marker() -> str:
-    """Return a text that occurs nowhere else. Letters and digits only, which few encodings change."""
-    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(_MARKER_CHARACTERS))
+    """Return a text that occurs nowhere else, and that is a key where a setting wants one (`secret_keys`).
+
+    Letters and digits only, which few encodings change.
+    """
+    return secrets.token_hex(KEY_BYTES)
 
 
 def forms_of(marker: str) -> dict[str, str]:
@@ -141,6 +144,8 @@ def _use(sheet: Sheet, place: str, stack: Stack) -> None:
     sheet.note(f"{place}: counters", stack.counters())
     for name, tier in zip(stack.tier_names, stack.secondary_tiers, strict=True):
         sheet.note(f"{place}: the tier '{name}'", tier, vars(tier), tier.stats())
+        if isinstance(tier, KeyedNames):
+            sheet.note(f"{place}: the tier '{name}' without its names", tier.inner, vars(tier.inner))
         try:
             sheet.note(f"{place}: what '{name}' says of itself", tier.describe())
         except TieredKVError as error:

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args, get_origin
 
 from pydantic import BaseModel, SecretBytes, SecretStr
 
@@ -67,17 +67,23 @@ class Setting:
     Args:
         path: The keys that lead to it.
         is_secret: Whether its type says that it is one.
+        has_numbers: Whether it has a value for each of several numbers, such as keys by their ids.
     """
 
     path: tuple[str, ...]
     is_secret: bool
+    has_numbers: bool = False
+
+    def value(self, text: object) -> object:
+        """Return the value of the setting that has `text` in it."""
+        return {1: text} if self.has_numbers else text
 
 
 def settings_of(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[Setting]:
     """Yield the settings of a model, and those of the models in it."""
     for name, info in model.model_fields.items():
         types = set(_types_in(info.annotation))
-        yield Setting((*path, name), bool(types & {SecretStr, SecretBytes}))
+        yield Setting((*path, name), bool(types & {SecretStr, SecretBytes}), get_origin(info.annotation) is dict)
         for inner in types:
             if isinstance(inner, type) and issubclass(inner, StrictModel):
                 yield from settings_of(inner, (*path, name))
@@ -139,7 +145,7 @@ def hunt_in_configuration(type_name: str, ways: Mapping[str, str] = WAYS, *, sec
         for way, form in ways.items():
             if way == "as it is" and not setting.is_secret:
                 continue  # it is no secret there
-            value: Any = form.format(planted)
+            value = setting.value(form.format(planted))
             for mistakes, further in MISTAKES.items():
                 place = f"{type_name}.{'.'.join(setting.path)} {way}, {mistakes}"
                 changed = {**with_value(entry, setting.path, value), **further}
@@ -148,7 +154,7 @@ def hunt_in_configuration(type_name: str, ways: Mapping[str, str] = WAYS, *, sec
                     tier = config.secondary[0]
                     sheet.note(f"{place}, inspected", vars(tier), tier.model_dump(), tier.model_dump_json())
         if setting.is_secret:
-            for odd in ([planted], {"x": planted}, {planted: 1}, [[planted]]):
+            for odd in (planted, [planted], {"x": planted}, {planted: 1}, [[planted]], {1: [planted]}):
                 changed = with_value(entry, setting.path, odd)
                 changed["job_timeout"] = "soon"
                 show_config(sheet, f"{type_name}.{'.'.join(setting.path)}", {**STACK, "secondary": [changed]}, planted)
@@ -179,9 +185,11 @@ def scenes_of(type_name: str, port: int, file: Path) -> list[dict[str, object]]:
 
 def with_markers(entry: dict[str, object], markers: Mapping[str, str]) -> dict[str, object]:
     """Return the entry with the markers in the settings whose dotted paths they are given by."""
+    settings = {".".join(each.path): each for each in places_of(str(entry["type"]))}
     for path, text in markers.items():
-        entry = with_value(entry, path.split("."), text)
-    return entry
+        entry = with_value(entry, path.split("."), settings[path].value(text))
+    # A key that encrypts nothing would have less occasion to be shown.
+    return {**entry, "codec": "aes-256-gcm"} if "encryption" in entry else entry
 
 
 def planted_entries(
@@ -212,10 +220,19 @@ def hunt_in_running_stacks(type_name: str, port: int, directory: Path) -> Sheet:
     in_file = new_marker()
     file = directory / "file.pem"
     file.write_text(f"-----BEGIN PRIVATE KEY-----\n{in_file}\n-----END PRIVATE KEY-----\n")
-    sheet = Sheet({**markers, "a file's content": in_file})
+    in_key_file = new_marker()
+    key_file = directory / "name.key"
+    key_file.touch(mode=0o600)
+    key_file.write_text(in_key_file)
+    sheet = Sheet({**markers, "a file's content": in_file, "a key file's content": in_key_file})
     used: set[str] = set()
-    for scene in scenes_of(type_name, port, file):
-        plain = {**entry_of(type_name), "job_timeout": "2s", **scene}
+    fields = model_of(type_name).model_fields
+    by_files: list[dict[str, object]] = [{"name_key_file": str(path)} for path in (key_file, file)]
+    if "encryption" in fields:
+        by_files += [{"encryption": {"key_files": {2: str(path)}, "write_key": 2}} for path in (key_file, file)]
+    own_path = {"path": str(directory / "blocks")} if "path" in fields else {}
+    for scene in [*scenes_of(type_name, port, file), *by_files]:
+        plain = {**entry_of(type_name), "job_timeout": "2s", **own_path, **scene}
         for entry, chosen in planted_entries(plain, markers):
             used |= chosen.keys()
             show_running_stack(sheet, f"{type_name} {scene}", {**STACK, "secondary": [entry]})

@@ -9,8 +9,10 @@ from tiered_kv.config import tier_settings
 from tiered_kv.errors import ConfigError, TieredKVError, TierError
 from tiered_kv.hooks import TierType, hookimpl, tier_plugins, tier_type_of_class
 from tiered_kv.redaction import scrub
+from tiered_kv.secret_keys import parse_key, read_key_file
 from tiered_kv.settings import ClassArguments, TierSettings
 from tiered_kv.tiering.base import SecondaryTierManager
+from tiered_kv.tiering.keyed_names import with_keyed_names
 from tiered_kv.validation import suggestion
 
 _SEED_ARGUMENTS = 3
@@ -51,7 +53,7 @@ class SecondaryTierFactory:
     def create(
         offloading_spec: object, primary_kv_view: memoryview, settings: TierSettings | Mapping[str, object]
     ) -> SecondaryTierManager:
-        """Construct a tier.
+        """Construct a tier; one whose settings have a name key is wrapped in `KeyedNames`.
 
         Args:
             offloading_spec: Passed to the tier; a stack passes a `TierSpec`.
@@ -59,7 +61,7 @@ class SecondaryTierFactory:
             settings: The tier's entry, or its settings.
 
         Raises:
-            ConfigError: The settings cannot be used, or a library is missing.
+            ConfigError: The settings cannot be used, a key's file neither, or a library is missing.
             TierError: The tier cannot be opened. Whatever a tier raises that is not of this project's errors
                 becomes one, without the secrets of its settings.
         """
@@ -73,14 +75,33 @@ class SecondaryTierFactory:
             _check_keywords(tier_class, keywords, checked.name)
         elif tier_type.settings is not TierSettings:
             arguments.append(checked)
+        name_key = _name_key(checked)
         try:
-            return tier_class(*arguments, **keywords)
+            tier = tier_class(*arguments, **keywords)
+            return tier if name_key is None else with_keyed_names(tier, name_key)
         except TieredKVError:
             raise
         except Exception as error:  # whatever a stranger's constructor raises
             reason = f"{type(error).__name__}: {scrub(str(error), checked.secret_texts())}"
         # Raised outside of the handler: the stranger's own text may hold what must not be shown.
         raise TierError(reason, tier=checked.name, operation="open")
+
+
+def _name_key(settings: TierSettings) -> bytes | None:
+    """Return the secret that blocks are named with, if there is one.
+
+    Raises:
+        ConfigError: Its file cannot be used.
+    """
+    if settings.name_key is not None:
+        return parse_key(settings.name_key.get_secret_value())
+    if settings.name_key_file is None:
+        return None
+    try:
+        return read_key_file(settings.name_key_file)
+    except ConfigError as error:
+        problem = scrub(error.message, settings.secret_texts())  # a path that a variable brought is not shown
+    raise ConfigError(problem, location="name_key_file")
 
 
 def _check_keywords(tier_class: Callable[..., object], keywords: Mapping[str, object], name: str) -> None:

@@ -23,7 +23,9 @@ logger = logging.getLogger(__name__)
 Offered = TypeVar("Offered")
 """A block that is offered to a tier, in the words of whoever offers it."""
 
-HARMLESS_REASONS = frozenset({"absent", "checksum", "no_space", "reset", "truncated"})
+HARMLESS_REASONS = frozenset(
+    {"absent", "bad_tag", "checksum", "no_space", "reset", "truncated", "unencrypted", "unknown_key"}
+)
 """Reasons for which a tier that works may fail a whole job: losing a block is allowed. The breaker ignores them."""
 
 

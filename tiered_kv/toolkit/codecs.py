@@ -1,23 +1,106 @@
 """What may be done to a block's bytes on their way into storage. Every codec is lossless.
 
 A record names its codec by number; a configuration names it by word. `docs/formats.md` has both, and the form of
-each payload.
+each payload. Those that encrypt are in `tiered_kv.toolkit.encryption`; what one tier reads and writes is its
+`CodecSet`.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
 from tiered_kv.errors import ConfigError, MissingExtraError
+from tiered_kv.toolkit.status import RecordStatus
 
 _ZSTD_LEVEL = 1
 """Higher levels gain nothing on key/value blocks, whose mantissas are noise, and take up to three times as long."""
 
 _WINDOW_BYTES_MIN = 1 << 20
 _FRAME_LENGTH_BYTES = 4
+
+
+RAW_ID: Final = 0
+ZSTD_ID: Final = 1
+AES_ID: Final = 2
+ZSTD_AES_ID: Final = 3
+
+ENCRYPTED_IDS: Final = frozenset({AES_ID, ZSTD_AES_ID})
+
+OVERHEAD_BYTES_MAX: Final = 56
+"""By how much a payload may exceed its block, whatever the codec: an envelope of `tiered_kv.toolkit.encryption`."""
+
+
+def payload_bytes_range(codec_id: int, raw_bytes: int) -> range:
+    """Return how long a payload of a block of `raw_bytes` may be; of a codec that is not known here, any length.
+
+    Only `raw` has the length of the block, so a reader may put what has it straight into the block's place.
+    """
+    if codec_id == RAW_ID:
+        return range(raw_bytes, raw_bytes + 1)
+    if codec_id == ZSTD_ID:
+        return range(raw_bytes)
+    if codec_id == AES_ID:
+        return range(raw_bytes + OVERHEAD_BYTES_MAX, raw_bytes + OVERHEAD_BYTES_MAX + 1)
+    if codec_id == ZSTD_AES_ID:
+        return range(OVERHEAD_BYTES_MAX, raw_bytes)
+    return range(raw_bytes + OVERHEAD_BYTES_MAX + 1)
+
+
+class Seal(Protocol):
+    """Encrypts what a draft holds."""
+
+    def encrypt_into(self, draft: Draft, target: memoryview, binding: bytes) -> None:
+        """Write the draft's payload into `target`, which is `draft.payload_bytes` long."""
+
+
+class Draft(NamedTuple):
+    """A block on its way into storage: its payload's length is known, and where it is encrypted, no byte of it yet.
+
+    Args:
+        codec_id: What the record will name.
+        key_id: Which key encrypts it; 0 for none.
+        raw_bytes: Bytes of the block.
+        payload_bytes: Bytes of the payload.
+        content: The payload, or what will be encrypted. It may be the block itself, not a copy.
+        seal: What encrypts it; None where `content` is the payload.
+    """
+
+    codec_id: int
+    key_id: int
+    raw_bytes: int
+    payload_bytes: int
+    content: memoryview
+    seal: Seal | None
+
+    @classmethod
+    def plain(cls, codec_id: int, content: memoryview, raw_bytes: int) -> Draft:
+        """Return a draft whose payload is `content`."""
+        return cls(codec_id, 0, raw_bytes, len(content), content, None)
+
+    def write_into(self, target: memoryview, binding: bytes) -> None:
+        """Write the payload.
+
+        Args:
+            target: Memory of `payload_bytes`, apart from `content`.
+            binding: What the payload belongs to; see `binding_of`.
+        """
+        if self.seal is None:
+            target[:] = self.content
+        else:
+            self.seal.encrypt_into(self, target, binding)
+
+
+def binding_of(namespace_digest: bytes, key: bytes) -> bytes:
+    """Return what an encrypted payload is bound to, so that it is worth nothing elsewhere: namespace and block.
+
+    Args:
+        namespace_digest: 16 bytes, so that no two pairs give the same.
+        key: The block's whole key.
+    """
+    return namespace_digest + key
 
 
 class Codec(Protocol):
@@ -31,11 +114,15 @@ class Codec(Protocol):
     def name(self) -> str:
         """The codec's name in a configuration."""
 
-    def encode(self, block: memoryview) -> memoryview | None:
-        """Return the payload for a block, or None if it would not be shorter than the block."""
+    @property
+    def overhead_bytes(self) -> int:
+        """By how much a payload that it writes may exceed its block."""
 
-    def decode(self, payload: memoryview, block: memoryview) -> bool:
-        """Write the block that `payload` stands for into `block`; return False if it does not stand for one.
+    def draft(self, block: memoryview) -> Draft:
+        """Return how a block will be stored. Compresses, and does not encrypt yet."""
+
+    def decode(self, payload: memoryview, block: memoryview, binding: bytes) -> RecordStatus:
+        """Write the block that `payload` stands for into `block`; return why not, and leave anything in it then.
 
         The payload may be hostile: nothing is allocated that is much larger than `block`.
         """
@@ -44,17 +131,18 @@ class Codec(Protocol):
 class RawCodec:
     """The block itself."""
 
-    codec_id = 0
+    codec_id = RAW_ID
     name = "raw"
+    overhead_bytes = 0
 
-    def encode(self, block: memoryview) -> memoryview | None:
-        return block
+    def draft(self, block: memoryview) -> Draft:
+        return Draft(self.codec_id, 0, len(block), len(block), block, None)
 
-    def decode(self, payload: memoryview, block: memoryview) -> bool:
+    def decode(self, payload: memoryview, block: memoryview, binding: bytes) -> RecordStatus:
         if len(payload) != len(block):
-            return False
+            return RecordStatus.BAD_PAYLOAD
         block[:] = payload
-        return True
+        return RecordStatus.OK
 
 
 class ZstdCodec:
@@ -67,13 +155,19 @@ class ZstdCodec:
         MissingExtraError: The zstandard library is not installed.
     """
 
-    codec_id = 1
+    codec_id = ZSTD_ID
     name = "zstd"
+    overhead_bytes = 0
 
     def __init__(self) -> None:
         self._zstandard = _import_zstandard()
 
+    def draft(self, block: memoryview) -> Draft:
+        payload = self.encode(block)
+        return RAW.draft(block) if payload is None else Draft.plain(self.codec_id, payload, len(block))
+
     def encode(self, block: memoryview) -> memoryview | None:
+        """Return the payload for a block, or None if it would not be shorter than the block."""
         values = np.frombuffer(block, dtype=np.uint8)
         compressor = self._zstandard.ZstdCompressor(level=_ZSTD_LEVEL)
         evens: bytes = compressor.compress(np.ascontiguousarray(values[0::2]).data)
@@ -81,13 +175,13 @@ class ZstdCodec:
         payload = b"".join((len(evens).to_bytes(_FRAME_LENGTH_BYTES, "little"), evens, odds))
         return memoryview(payload) if len(payload) < len(block) else None
 
-    def decode(self, payload: memoryview, block: memoryview) -> bool:
+    def decode(self, payload: memoryview, block: memoryview, binding: bytes) -> RecordStatus:
         first = _FRAME_LENGTH_BYTES + int.from_bytes(payload[:_FRAME_LENGTH_BYTES], "little")
         pairs = len(block) // 2
         evens = self._decompress(payload[_FRAME_LENGTH_BYTES:first], len(block) - pairs)
         odds = self._decompress(payload[first:], pairs)
         if evens is None or odds is None:
-            return False
+            return RecordStatus.BAD_PAYLOAD
         # One pass over 16-bit words is three times as fast as two strided ones over bytes.
         words = np.frombuffer(block, dtype="<u2", count=pairs)
         words[:] = odds
@@ -95,7 +189,7 @@ class ZstdCodec:
         words |= evens[:pairs]
         if len(evens) > pairs:
             block[-1] = int(evens[-1])
-        return True
+        return RecordStatus.OK
 
     def _decompress(self, frame: memoryview, size: int) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
         try:
@@ -116,12 +210,12 @@ _LOADED: dict[int, Codec] = {RAW.codec_id: RAW}
 
 
 def codec_names() -> list[str]:
-    """Return the names that a configuration may use."""
+    """Return the names of the codecs that need no keys."""
     return [kind.name for kind in _TYPES]
 
 
 def codec_by_name(name: str) -> Codec:
-    """Return the codec that a configuration calls `name`.
+    """Return the codec that a configuration calls `name`, one of those that need no keys.
 
     Raises:
         ConfigError: There is no such codec.
@@ -134,7 +228,7 @@ def codec_by_name(name: str) -> Codec:
 
 
 def codec_by_id(codec_id: int) -> Codec | None:
-    """Return the codec that a record calls `codec_id`; None if it is unknown or its library is not installed."""
+    """Return the codec that a record calls `codec_id`; None if it is unknown, needs keys, or its library is missing."""
     codec = _LOADED.get(codec_id)
     if codec is None:
         for kind in _TYPES:

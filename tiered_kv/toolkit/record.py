@@ -8,13 +8,39 @@ word.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 
 import xxhash
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.toolkit.codecs import RAW, Codec, codec_by_id
+from tiered_kv.toolkit.codec_set import PLAIN, CodecSet
+from tiered_kv.toolkit.codecs import (
+    ENCRYPTED_IDS,
+    OVERHEAD_BYTES_MAX,
+    RAW,
+    ZSTD_ID,
+    Codec,
+    binding_of,
+    payload_bytes_range,
+)
+from tiered_kv.toolkit.encryption import key_id_of
+from tiered_kv.toolkit.status import RecordStatus
+
+__all__ = [
+    "DIGEST_BYTES",
+    "FORMAT_VERSION",
+    "HEADER_BYTES",
+    "MAGIC",
+    "RecordHeader",
+    "RecordStatus",
+    "check_header",
+    "decode_record",
+    "digest_of",
+    "encode_record",
+    "read_header",
+    "record_bytes_max",
+]
 
 MAGIC = b"\x89TKVREC\n"  # not text, and broken by whatever strips the eighth bit or translates line ends
 FORMAT_VERSION = 1
@@ -28,26 +54,11 @@ _NO_CHECKSUM = bytes(DIGEST_BYTES)
 _RESERVED = bytes(40)
 assert _LAYOUT.size == HEADER_BYTES
 
+_PLAIN_IDS = (RAW.codec_id, ZSTD_ID)
+
 Bytes = bytes | bytearray | memoryview
-
-
-class RecordStatus(Enum):
-    """Whether a record is the one that was asked for; the value is the reason's name in the counters."""
-
-    OK = "ok"
-    TRUNCATED = "truncated"
-    BAD_MAGIC = "bad_magic"
-    BAD_VERSION = "bad_version"
-    BAD_HEADER = "bad_header"
-    """A reserved field is not zero, or a flag or key id is set that this version does not know."""
-    UNKNOWN_CODEC = "unknown_codec"
-    """The record is sound, and there is no such codec here, or its library is not installed."""
-    BAD_LENGTH = "bad_length"
-    WRONG_NAMESPACE = "wrong_namespace"
-    WRONG_KEY = "wrong_key"
-    BAD_CHECKSUM = "checksum"
-    BAD_PAYLOAD = "bad_payload"
-    """The checksum is right and the codec cannot read the payload: a fault of the writer."""
+Room = Callable[[int], memoryview]
+"""Gives so many bytes of memory, which stay until the record has been written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +68,7 @@ class RecordHeader:
     Args:
         codec_id: How the payload was written.
         flags: 0 in this version.
-        key_id: Which key encrypted the payload; 0 for none.
+        key_id: Which key encrypted the payload; 0 for none. The envelope in the payload says it too.
         raw_bytes: Bytes of the block.
         payload_bytes: Bytes of the payload, which follow the header.
         namespace_digest: 16 bytes; see `tiered_kv.namespace`.
@@ -80,8 +91,17 @@ def digest_of(key: OffloadKey) -> bytes:
     return xxhash.xxh3_128_digest(key)
 
 
+def record_bytes_max(block_bytes: int) -> int:
+    """Return how long a record of a block can be, whoever wrote it and in whatever codec; what is longer is none."""
+    return HEADER_BYTES + block_bytes + OVERHEAD_BYTES_MAX
+
+
+def _new_room(size_bytes: int) -> memoryview:
+    return memoryview(bytearray(size_bytes))
+
+
 def encode_record(
-    key: OffloadKey, block: memoryview, namespace_digest: bytes, codec: Codec = RAW
+    key: OffloadKey, block: memoryview, namespace_digest: bytes, codec: Codec = RAW, room: Room = _new_room
 ) -> tuple[bytes, memoryview]:
     """Return a block's header and payload, to be written one after the other.
 
@@ -91,13 +111,15 @@ def encode_record(
         key: The block's key.
         block: The block's bytes, one-dimensional.
         namespace_digest: 16 bytes.
-        codec: How to write the payload.
+        codec: How to write the payload; `CodecSet.writer` of a tier.
+        room: Where an encrypted payload goes; by default into memory of its own.
     """
-    payload = codec.encode(block)
-    codec_id = codec.codec_id
-    if payload is None:
-        payload, codec_id = block, RAW.codec_id
-    return _header(key, codec_id, len(block), payload, namespace_digest), payload
+    draft = codec.draft(block)
+    payload = draft.content
+    if draft.seal is not None:
+        payload = room(draft.payload_bytes)
+        draft.seal.encrypt_into(draft, payload, binding_of(namespace_digest, key))
+    return _header(key, draft.codec_id, draft.key_id, len(block), payload, namespace_digest), payload
 
 
 def read_header(header: Bytes) -> RecordHeader | RecordStatus:
@@ -122,9 +144,11 @@ def read_header(header: Bytes) -> RecordHeader | RecordStatus:
         return RecordStatus.BAD_MAGIC
     if version != FORMAT_VERSION:
         return RecordStatus.BAD_VERSION
-    if flags or key_id or reserved or reserved_tail != _RESERVED:
+    if flags or reserved or reserved_tail != _RESERVED:
         return RecordStatus.BAD_HEADER
-    if payload_bytes > raw_bytes:  # what does not get shorter is kept raw
+    if key_id if codec_id in _PLAIN_IDS else codec_id in ENCRYPTED_IDS and not key_id:
+        return RecordStatus.BAD_HEADER
+    if payload_bytes not in payload_bytes_range(codec_id, raw_bytes):
         return RecordStatus.BAD_LENGTH
     return RecordHeader(codec_id, flags, key_id, raw_bytes, payload_bytes, namespace_digest, key_digest, checksum)
 
@@ -132,34 +156,38 @@ def read_header(header: Bytes) -> RecordHeader | RecordStatus:
 def check_header(header: RecordHeader, key: OffloadKey, block_bytes: int, namespace_digest: bytes) -> RecordStatus:
     """Return OK if the header is that of a block of `block_bytes` under `key`, else what is wrong.
 
-    A reader that fetches a payload separately calls this first: `payload_bytes` is then at most `block_bytes`,
-    and exactly that where `codec_id` is 0, so that the payload may be read straight into its block.
+    A reader that fetches a payload separately calls this first: a record is then at most
+    `record_bytes_max(block_bytes)` long, and only a raw payload, which may be read straight into its block, is as long
+    as the block.
     """
     if header.namespace_digest != namespace_digest:
         return RecordStatus.WRONG_NAMESPACE
     if header.key_digest != digest_of(key):
         return RecordStatus.WRONG_KEY
-    if header.raw_bytes != block_bytes:
-        return RecordStatus.BAD_LENGTH
-    if header.codec_id == RAW.codec_id and header.payload_bytes != block_bytes:
-        return RecordStatus.BAD_LENGTH
-    return RecordStatus.OK
+    return RecordStatus.OK if header.raw_bytes == block_bytes else RecordStatus.BAD_LENGTH
 
 
 def decode_record(
-    header: Bytes, payload: Bytes, key: OffloadKey, block: memoryview, namespace_digest: bytes
+    header: Bytes,
+    payload: Bytes,
+    key: OffloadKey,
+    block: memoryview,
+    namespace_digest: bytes,
+    codecs: CodecSet = PLAIN,
 ) -> RecordStatus:
     """Verify a record and put its block into place. Any status but OK is a miss, and leaves `block` undefined.
 
     Args:
         header: The record's first 128 bytes.
-        payload: The bytes after them, one-dimensional, without anything that may follow. Where a raw payload has
-            already been read into `block`, pass `block` itself: nothing is copied then.
+        payload: The bytes after them, one-dimensional, without anything that may follow. Where a payload of the
+            block's length has already been read into `block`, pass `block` itself: nothing is copied then.
         key: The key that was asked for.
         block: Where the block belongs, one-dimensional and writable, of the block's size.
         namespace_digest: 16 bytes.
+        codecs: What may be read.
     """
-    if payload is block and header == _header(key, RAW.codec_id, len(block), block, namespace_digest):
+    is_expected = payload is block and codecs.accepts_plain
+    if is_expected and header == _header(key, RAW.codec_id, 0, len(block), block, namespace_digest):
         return RecordStatus.OK  # it has the one header that a raw block has; what follows finds out why another has not
     parsed = read_header(header)
     if isinstance(parsed, RecordStatus):
@@ -169,26 +197,27 @@ def decode_record(
         return status
     if len(payload) != parsed.payload_bytes:
         return RecordStatus.TRUNCATED if len(payload) < parsed.payload_bytes else RecordStatus.BAD_LENGTH
-    codec = codec_by_id(parsed.codec_id)
-    if codec is RAW:
+    is_raw = parsed.codec_id == RAW.codec_id
+    if is_raw:
         if payload is not block:
             block[:] = payload
         payload = block  # verify what has landed, so that nothing can change between the check and the copy
-    elif payload is block:
-        return RecordStatus.BAD_PAYLOAD
     unsigned = bytearray(header[:HEADER_BYTES])
     unsigned[_CHECKSUM_OFFSET : _CHECKSUM_OFFSET + DIGEST_BYTES] = _NO_CHECKSUM
     if _checksum(unsigned, payload) != parsed.checksum:
         return RecordStatus.BAD_CHECKSUM
-    if codec is None:
-        return RecordStatus.UNKNOWN_CODEC
-    if codec is not RAW and not codec.decode(memoryview(payload), block):
-        return RecordStatus.BAD_PAYLOAD
-    return RecordStatus.OK
+    if is_raw:
+        return RecordStatus.OK if codecs.accepts_plain else RecordStatus.UNENCRYPTED
+    view = memoryview(payload)
+    if parsed.codec_id in ENCRYPTED_IDS and key_id_of(view) != parsed.key_id:
+        return RecordStatus.BAD_HEADER
+    return codecs.decode(parsed.codec_id, view, block, binding_of(namespace_digest, key))
 
 
-def _header(key: OffloadKey, codec_id: int, raw_bytes: int, payload: Bytes, namespace_digest: bytes) -> bytes:
-    fields = (codec_id, 0, 0, 0, raw_bytes, len(payload), namespace_digest, digest_of(key))
+def _header(
+    key: OffloadKey, codec_id: int, key_id: int, raw_bytes: int, payload: Bytes, namespace_digest: bytes
+) -> bytes:
+    fields = (codec_id, 0, key_id, 0, raw_bytes, len(payload), namespace_digest, digest_of(key))
     unsigned = _LAYOUT.pack(MAGIC, FORMAT_VERSION, *fields, _NO_CHECKSUM, _RESERVED)
     return b"".join(
         (unsigned[:_CHECKSUM_OFFSET], _checksum(unsigned, payload), unsigned[_CHECKSUM_OFFSET + DIGEST_BYTES :])

@@ -17,6 +17,7 @@ only computes, and pause it for everything that may wait: system calls, locks th
 
 from __future__ import annotations
 
+import os
 import threading
 from contextlib import AbstractContextManager, nullcontext
 
@@ -36,6 +37,11 @@ class Turn:
     def __exit__(self, *error: object) -> None:
         self._holder = 0
         self._lock.release()
+
+    def forget_holder(self) -> None:
+        """Begin anew in a forked child: a thread that had its turn at the fork is not there to give it back."""
+        self._lock = threading.Lock()
+        self._holder = 0
 
     def paused(self) -> AbstractContextManager[None]:
         """Return a context in which this thread does not have its turn; nothing changes for one that has none."""
@@ -59,3 +65,5 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 TURN = Turn()
 """The turn of this process's workers, of all tiers together."""
+
+os.register_at_fork(after_in_child=TURN.forget_holder)

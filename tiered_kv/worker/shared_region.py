@@ -23,6 +23,7 @@ from typing import Self
 
 from tiered_kv.cpu.region import SHARED_MEMORY_DIRECTORY, PrimaryRegion, size_shared
 from tiered_kv.errors import ConfigError
+from tiered_kv.permissions import FILE_MODE, NotPrivateError, check_file
 
 JOIN_TIMEOUT_S = 300.0
 """How long a party waits for another one's turn; the first to come clears all of the memory in its own."""
@@ -128,12 +129,14 @@ def _open_for_turn(path: Path) -> int:
     end_s = time.monotonic() + JOIN_TIMEOUT_S
     while True:
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, FILE_MODE)
         except OSError as error:
             raise ConfigError(f"cannot open {path}: {error.strerror}") from error
-        if os.fstat(fd).st_uid != os.geteuid():  # anybody may create files there, and would read what is stored
+        try:
+            check_file(fd, str(path))  # anybody may create files there, and would read what is stored
+        except NotPrivateError as error:
             os.close(fd)
-            raise ConfigError(f"{path} belongs to another user; give each run of the engine a name of its own")
+            raise ConfigError(f"{error.strerror}; give each run of the engine a name of its own") from error
         if _take_turn(fd, end_s) and os.fstat(fd).st_nlink:
             return fd
         os.close(fd)  # the last of an earlier run's parties has removed the name meanwhile

@@ -1,0 +1,123 @@
+"""Encrypted blocks in segments: they move without their key, survive a crash, and what is refused is counted."""
+
+from __future__ import annotations
+
+import mmap
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from tiered_kv.testing.rig import make_keys
+from tiered_kv.toolkit.codec_set import CodecSet, encrypting_codecs
+from tiered_kv.toolkit.codecs import AES_ID, RAW, ZSTD_AES_ID
+from tiered_kv.toolkit.encryption import Cipher
+from tiered_kv.toolkit.status import RecordStatus
+from tiered_kv_nvme.disk import Scratch
+
+if TYPE_CHECKING:
+    from tests.plugins.conftest import StoreBench
+
+SECRET = bytes(range(32))
+BATCHES = 60
+"""Batches of 40 blocks: more than twice what the bench's capacity holds."""
+
+
+def codecs(codec_id: int = AES_ID, *, key_id: int = 1, secret: bytes = SECRET) -> CodecSet:
+    cipher = Cipher({key_id: secret}, key_id)
+    writer = encrypting_codecs(cipher)[codec_id]
+    assert not isinstance(writer, RecordStatus)
+    return CodecSet(writer, cipher)
+
+
+@pytest.mark.parametrize("codec_id", [AES_ID, ZSTD_AES_ID])
+@pytest.mark.parametrize("want_direct", [True, False])
+@pytest.mark.parametrize("block_bytes", [4096, 1000, 70_000])
+def test_what_is_stored_comes_back_and_is_nowhere_in_clear(
+    bench: StoreBench, codec_id: int, want_direct: bool, block_bytes: int
+) -> None:
+    bench.block_bytes, bench.segment_bytes, bench.capacity_bytes = block_bytes, 1 << 20, 16 << 20
+    store = bench.open(codecs=codecs(codec_id), want_direct=want_direct)
+    keys = make_keys(9)
+    assert bench.put(store, keys).successful_keys is None
+    assert bench.get(store, keys) == set(keys)
+    store.close()
+    stored = b"".join(path.read_bytes() for path in bench.segments)
+    blocks = bench.memory(len(keys))
+    clear = bench.open(codecs=codecs(codec_id), want_direct=not want_direct)
+    assert clear.load(keys, blocks).successful_keys is None
+    assert not any(bytes(block[at : at + 32]) in stored for block in blocks for at in range(0, block_bytes - 32, 250))
+
+
+def test_used_blocks_move_on_without_their_key(bench: StoreBench) -> None:
+    system_prompt = make_keys(6, "system prompt")
+    store = bench.open(codecs=codecs())
+    bench.put(store, system_prompt)
+    store.close()
+    store = bench.open(codecs=codecs(key_id=2))  # which has no key for them
+    for number in range(BATCHES):
+        bench.put(store, make_keys(40, f"batch {number}"))
+        store.touch(system_prompt)
+    assert store.contains(system_prompt) == [True] * 6
+    assert store.stats()["relocated_blocks"] >= 6
+    store.close()
+    assert bench.get(bench.open(codecs=codecs()), system_prompt) == set(system_prompt)
+
+
+def test_what_encryption_refuses_is_counted_by_reason_and_stored_again(bench: StoreBench) -> None:
+    old, plain = make_keys(3, "old"), make_keys(4, "plain")
+    store = bench.open(codecs=codecs())
+    bench.put(store, old)
+    store.close()
+    store = bench.open(codecs=CodecSet(RAW, Cipher({1: SECRET}, None)))
+    bench.put(store, plain)
+    assert bench.get(store, [*old, *plain]) == {*old, *plain}
+    store.close()
+    store = bench.open(codecs=codecs(key_id=2))
+    blocks = bench.memory(3)
+    outcome = store.load(old, blocks)
+    assert (list(outcome.successful_keys or ()), outcome.reason) == ([], "unknown_key")
+    outcome = store.load(plain[:3], blocks)
+    assert (list(outcome.successful_keys or ()), outcome.reason) == ([], "unencrypted")
+    stats = store.stats()
+    assert (stats["refused_unknown_key"], stats["refused_unencrypted"], stats["corrupt_blocks"]) == (3, 3, 0)
+    assert store.contains([*old, *plain]) == [False] * 6 + [True]
+    bench.put(store, [*old, *plain])
+    assert bench.get(store, [*old, *plain]) == {*old, *plain[:3]}, "the last had not been found out yet"
+    bench.put(store, plain)
+    assert bench.get(store, [*old, *plain]) == {*old, *plain}
+
+
+def test_a_rotten_byte_is_told_from_a_changed_one(bench: StoreBench) -> None:
+    keys = make_keys(2)
+    store = bench.open(codecs=codecs())
+    bench.put(store, keys)
+    (segment,) = [path for path in bench.segments if path.stat().st_size and b"TKVNBAT1" in path.read_bytes()]
+    at = 2 * mmap.PAGESIZE + 100  # within the first payload, behind the segment's header and the batch's
+    with segment.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 1]))
+    outcome = store.load(keys, bench.memory(2))
+    assert (list(outcome.successful_keys or ()), outcome.reason) == (keys[1:], "checksum")
+    assert store.stats()["corrupt_blocks"] == 1
+
+
+def test_batches_without_a_summary_are_recovered_without_a_key(bench: StoreBench) -> None:
+    """As a crash leaves them: their checksums are verified, and for those no key is needed."""
+    keys = make_keys(20)
+    store = bench.open(codecs=codecs())
+    bench.put(store, keys)
+    copies = {path: path.read_bytes() for path in bench.segments}
+    store.close()
+    for path, data in copies.items():
+        path.write_bytes(data)
+    assert bench.open(codecs=codecs(key_id=2)).stats()["recovered_blocks"] == 20
+
+
+def test_a_large_buffer_begins_on_a_huge_page() -> None:
+    for size in (2 << 20, (2 << 20) + 4096, 9 << 20):
+        buffer = Scratch().take(size)
+        assert len(buffer) == size
+        assert np.frombuffer(buffer, dtype=np.uint8).ctypes.data % (2 << 20) == 0

@@ -1,0 +1,248 @@
+"""A namespace's quota in Redis: kept by all of its processes together, whatever the server loses or they suffer."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tiered_kv.errors import ConfigError
+from tiered_kv.testing.conformance import TierConformance
+from tiered_kv.testing.redis_servers import RedisClusterServers, RedisServer, redis_cluster, redis_server
+from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
+from tiered_kv.tiering.base import TierSpec
+
+pytest.importorskip("redis", reason="redis-py is not installed")
+
+from tiered_kv_redis.counters import Counters
+from tiered_kv_redis.grants import QuotaLimits
+from tiered_kv_redis.quota import Quota
+from tiered_kv_redis.settings import RedisSettings
+from tiered_kv_redis.tier import RedisTier
+from tiered_kv_redis.topology import topology_of
+
+__all__ = ["redis_cluster", "redis_server"]
+
+BLOCK_BYTES = 65_536
+RECORD_BYTES = BLOCK_BYTES + 128
+BATCH = 8
+QUOTA_BYTES = 8 << 20
+OURS, THEIRS = bytes(range(16)), bytes(range(1, 17))
+PROGRAM = Path(__file__).with_name("redis_quota_program.py")
+ACCOUNT = f"tkv1:{OURS.hex()}:account"
+
+# One script sees one moment. It reads lengths without a connection's limit on replies.
+USED = """
+local total = 0
+for _, name in ipairs(redis.call('KEYS', ARGV[1])) do total = total + redis.call('STRLEN', name) end
+return total
+"""
+
+OpenRig = Callable[..., TierRig]
+
+
+@pytest.fixture
+def open_rig() -> Iterator[OpenRig]:
+    """Open tiers in this process."""
+    rigs: list[TierRig] = []
+
+    def open_one(namespace: bytes = OURS, **settings: object) -> TierRig:
+        checked = RedisSettings.model_validate({"timeout": "30s", "connect_timeout": "30s", **settings})
+        rig = TierRig(
+            lambda spec, view: RedisTier(spec, view, "redis", checked),
+            num_blocks=256,
+            block_bytes=BLOCK_BYTES,
+            wait_s=60,
+            spec=TierSpec("redis", BLOCK_BYTES, namespace, {"model": "shared"}),
+        )
+        rigs.append(rig)
+        return rig
+
+    yield open_one
+    for rig in rigs:
+        rig.close()
+
+
+def fill(rig: TierRig, label: str, size_bytes: int) -> int:
+    """Offer blocks of so many bytes; return how many were stored."""
+    batches = size_bytes // (BATCH * BLOCK_BYTES)
+    return sum(len(rig.succeeded(rig.store(make_keys(BATCH, f"{label}-{number}")))) for number in range(batches))
+
+
+def used_bytes(server: RedisServer, namespace: bytes = OURS) -> int:
+    """Return what a namespace's blocks take, at one moment."""
+    reply = server.call("EVAL", USED, "0", f"tkv1:{namespace.hex()}:{'[0-9a-f]' * 16}:*")
+    assert reply.startswith(b":"), reply
+    return int(reply[1:])
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_processes_that_store_four_times_a_quota_never_exceed_it_together(
+    redis_server: RedisServer, open_rig: OpenRig
+) -> None:
+    others = open_rig(THEIRS, url=redis_server.url)  # a tenant without a quota, on the same server
+    theirs = fill(others, "theirs", 4 << 20)
+    batches = 2 * QUOTA_BYTES // (BATCH * BLOCK_BYTES)
+
+    def start(label: str, batches: int) -> subprocess.Popen[str]:
+        arguments = [redis_server.url, OURS.hex(), str(QUOTA_BYTES), label, str(batches)]
+        return subprocess.Popen([sys.executable, str(PROGRAM), *arguments], stdout=subprocess.PIPE, text=True)
+
+    writers = [start(f"writer-{number}", batches) for number in range(2)]
+    victim = start("victim", 1_000_000)
+    samples: list[int] = []
+
+    def sample() -> bool:
+        samples.append(used_bytes(redis_server))
+        return samples[-1] <= QUOTA_BYTES
+
+    try:
+        assert victim.stdout is not None
+        while int(victim.stdout.readline()) < 3 * BATCH:
+            assert sample()
+        victim.send_signal(signal.SIGKILL)  # amid its stores
+        while any(writer.poll() is None for writer in writers):
+            assert sample()
+            time.sleep(0.005)
+        stored = [int(writer.communicate()[0].split()[-1]) for writer in writers]
+    finally:
+        for process in (*writers, victim):
+            process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+    assert sample()
+    assert sum(stored) * BLOCK_BYTES > 2 * QUOTA_BYTES, "a store that finds no room is lost, but not most of them"
+    assert max(samples) > QUOTA_BYTES // 2, "they have not filled it"
+    assert used_bytes(redis_server, THEIRS) == theirs * RECORD_BYTES, "another's blocks made room"
+
+
+@pytest.mark.slow
+def test_a_quota_holds_over_all_masters_of_a_cluster(redis_cluster: RedisClusterServers, open_rig: OpenRig) -> None:
+    masters = [server for server in redis_cluster.servers if b"\r\nmaster\r\n" in server.call("ROLE")]
+    assert len(masters) == 3
+    rig = open_rig(mode="cluster", nodes=redis_cluster.addresses, quota=QUOTA_BYTES)
+    for number in range(8):
+        assert fill(rig, f"part-{number}", QUOTA_BYTES // 2) > 0
+        used = [used_bytes(server) for server in masters]
+        assert all(used)
+        assert sum(used) <= QUOTA_BYTES
+    stats = rig.tier.stats()
+    assert stats["evicted_blocks"] > 0
+    assert stats["quota_bytes"] == QUOTA_BYTES
+    assert 0 < stats["account_bytes"] <= QUOTA_BYTES
+
+
+@pytest.mark.slow
+def test_blocks_that_were_used_longest_ago_make_room(redis_server: RedisServer, open_rig: OpenRig) -> None:
+    rig = open_rig(url=redis_server.url, quota=QUOTA_BYTES)
+    kept, unused = make_keys(BATCH, "kept"), make_keys(10 * BATCH, "unused")
+    assert rig.store(kept).success
+    for start in range(0, len(unused), BATCH):
+        assert rig.store(unused[start : start + BATCH]).success
+    names = redis_server.keys(f"tkv1:{OURS.hex()}:{'?' * 16}:*")
+    assert len(names) == len(kept) + len(unused)
+    wait_until(lambda: all(int(redis_server.call("OBJECT", "IDLETIME", name)[1:]) >= 2 for name in names))
+    assert rig.load(kept) == set(kept)
+    while not rig.tier.stats()["evicted_blocks"]:
+        assert fill(rig, f"more-{rig.tier.stats()['stored_blocks']}", QUOTA_BYTES // 16) > 0
+    wait_until(lambda: rig.lookup_all(unused).count(False) >= BATCH)
+    assert rig.lookup_all(kept) == [True] * BATCH
+
+
+@pytest.mark.slow
+def test_what_the_server_lost_by_itself_is_found_by_a_survey(redis_server: RedisServer, open_rig: OpenRig) -> None:
+    rig = open_rig(url=redis_server.url, quota=QUOTA_BYTES)
+    fill(rig, "first", QUOTA_BYTES // 2)
+    for name in redis_server.keys(f"tkv1:{OURS.hex()}:{'?' * 16}:*"):
+        redis_server.call("UNLINK", name)  # as expiry and eviction do
+    assert fill(rig, "second", QUOTA_BYTES) > 0
+    wait_until(lambda: rig.tier.stats()["surveys"] >= 2)
+    stats = rig.tier.stats()
+    assert used_bytes(redis_server) <= stats["account_bytes"] <= QUOTA_BYTES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["lost", "somebody else's"])
+def test_an_account_that_is_lost_is_opened_again(redis_server: RedisServer, open_rig: OpenRig, loss: str) -> None:
+    rig = open_rig(url=redis_server.url, quota=QUOTA_BYTES)
+    fill(rig, "first", QUOTA_BYTES // 2)
+    redis_server.call("DEL", ACCOUNT)
+    if loss != "lost":
+        redis_server.set(ACCOUNT.encode(), b"not an account")
+    wait_until(lambda: redis_server.call("HEXISTS", ACCOUNT, "offset") == b":1\r\n")
+    assert fill(rig, "second", 2 * QUOTA_BYTES) > QUOTA_BYTES // BLOCK_BYTES
+    # What had been granted before may have been used besides; the second survey after the loss finds it.
+    wait_until(lambda: rig.tier.stats()["surveys"] >= 2 and used_bytes(redis_server) <= QUOTA_BYTES)
+
+
+@pytest.mark.slow
+def test_grants_of_a_process_that_ended_are_free_again_and_those_of_one_that_lives_are_not(
+    redis_server: RedisServer,
+) -> None:
+    settings = RedisSettings(url=redis_server.url, quota=QUOTA_BYTES)
+    limits = QuotaLimits(QUOTA_BYTES, RECORD_BYTES, room_wait_s=30.0, transfer_s=0.2, tick_s=0.05, valid_s=0.5)
+    topologies = [topology_of(settings) for _ in range(2)]
+    first, second = (Quota(topology, OURS, limits, Counters(), "redis") for topology in topologies)
+    try:
+        deadline = time.monotonic() + 60.0
+        taken = first.grants.take(4, deadline)
+        assert taken == 4
+        redis_server.call("HSET", ACCOUNT, "g:ended", f"{6 << 20} 1")
+        redis_server.call("HINCRBY", ACCOUNT, "net", str(6 << 20))
+        wait_until(lambda: redis_server.call("HEXISTS", ACCOUNT, "g:ended") == b":0\r\n")
+        wait_until(lambda: second.grants.total_bytes < 2 << 20)
+        assert second.grants.total_bytes >= 4 * RECORD_BYTES, "the living one's blocks in flight are still counted"
+        first.grants.settle(4, 0)
+        wait_until(lambda: second.grants.total_bytes == 0)
+        assert first.grants.outstanding_bytes == 0, "what is not used is given back"
+    finally:
+        for quota, topology in zip((first, second), topologies, strict=True):
+            quota.close(10.0)
+            topology.close()
+
+
+@pytest.mark.slow
+def test_a_quota_that_cannot_be_kept_now_refuses_stores_and_no_loads(
+    redis_server: RedisServer, open_rig: OpenRig
+) -> None:
+    rig = open_rig(url=redis_server.url, quota=QUOTA_BYTES)
+    keys = make_keys(BATCH)
+    assert rig.store(keys).success
+    wait_until(lambda: rig.tier.stats()["account_bytes"] > 0)
+    redis_server.call("HSET", ACCOUNT, "offset", str(QUOTA_BYTES), "survey", "another")
+    redis_server.call("SET", f"tkv1:{OURS.hex()}:survey", "another")  # for ever
+    more = [rig.store(make_keys(BATCH, f"more-{number}")) for number in range(12)]
+    assert not more[-1].success
+    assert more[-1].reason == "no_space"
+    assert rig.tier.stats()["over_quota_blocks"] >= BATCH
+    assert rig.load(keys) == set(keys)
+    redis_server.call("DEL", f"tkv1:{OURS.hex()}:survey")
+    wait_until(lambda: rig.store(make_keys(BATCH, "afterwards")).success)
+
+
+def test_a_quota_that_is_too_small_is_an_error_that_names_it(open_rig: OpenRig) -> None:
+    with pytest.raises(ConfigError, match=r"quota: 1048576 bytes are too few for records of \d+; give at least \d+"):
+        open_rig(url="redis://127.0.0.1:1", quota="1MiB", connect_timeout="100ms")
+
+
+@pytest.mark.slow
+class TestRedisTierWithQuota(TierConformance):
+    survives_reopen = True
+
+    @pytest.fixture
+    def open_tier(self, redis_server: RedisServer) -> OpenTier:
+        settings = RedisSettings.model_validate({"url": redis_server.url, "quota": "64MiB"})
+        return lambda spec, view: RedisTier(spec, view, "redis", settings)

@@ -1,0 +1,107 @@
+"""Keys come from a text or a file, and no refusal shows them."""
+
+from __future__ import annotations
+
+import base64
+import os
+from pathlib import Path
+
+import pytest
+
+from tiered_kv.errors import ConfigError
+from tiered_kv.redaction import EnvironmentText
+from tiered_kv.secret_keys import KEY_FILE_BYTES_MAX, parse_key, read_key_file
+
+KEY = bytes(range(200, 232))
+FORMS = {
+    "hex": KEY.hex(),
+    "capital hex": KEY.hex().upper(),
+    "base64": base64.b64encode(KEY).decode(),
+    "base64, not padded": base64.b64encode(KEY).decode().rstrip("="),
+    "base64 for URLs": base64.urlsafe_b64encode(KEY).decode(),
+}
+NO_KEYS = ["", " ", "secret-text", KEY.hex()[:-1], KEY.hex() + "0", KEY.hex()[:-1] + "g", "0x" + KEY.hex()[2:] + "é"]
+NO_KEYS += [
+    base64.b64encode(KEY[:31]).decode(),
+    base64.b64encode(KEY + b"x").decode(),
+    f"{KEY.hex()[:32]}\n{KEY.hex()[32:]}",
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_key_is_hexadecimal_or_base64_with_white_space_around_it(form: str) -> None:
+    assert parse_key(FORMS[form]) == KEY
+    assert parse_key(f" \t{FORMS[form]}\r\n") == KEY
+
+
+@pytest.mark.parametrize("text", NO_KEYS)
+def test_what_is_no_key_is_refused_and_not_shown(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected a key: 32 bytes as 64 hexadecimal digits or as base64") as caught:
+        parse_key(text)
+    assert not text.strip() or text.strip() not in str(caught.value)
+    assert caught.value.__cause__ is None
+    assert caught.value.__context__ is None
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    path = tmp_path / "name.key"
+    path.touch(mode=0o600)
+    path.write_text(f"{KEY.hex()}\n")
+    return path
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o400])
+def test_a_file_of_ones_own_is_read(key_file: Path, mode: int) -> None:
+    key_file.chmod(mode)
+    assert read_key_file(key_file) == KEY
+
+
+def test_a_link_to_such_a_file_is_followed(key_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(key_file)
+    assert read_key_file(tmp_path / "link") == KEY
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o610, 0o602, 0o601])
+def test_a_file_that_others_may_use_is_refused(key_file: Path, mode: int) -> None:
+    key_file.chmod(mode)
+    with pytest.raises(ConfigError, match=rf"name\.key' has mode {mode:04o}: .*chmod 600"):
+        read_key_file(key_file)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_another_user_s_file_is_refused(key_file: Path) -> None:
+    os.chown(key_file, 12345, -1)
+    with pytest.raises(ConfigError, match=r"belongs to user 12345, and this process is user 0"):
+        read_key_file(key_file)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"secret-text", b"\xff" * 32, KEY.hex().encode() + b"\n" + KEY.hex().encode(), KEY]
+)
+def test_a_file_without_a_key_is_refused_and_its_content_not_shown(key_file: Path, content: bytes) -> None:
+    key_file.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"name\.key' holds no key: expected a key") as caught:
+        read_key_file(key_file)
+    for shown in (content.decode("latin-1"), content.decode("ascii", "replace"), content.hex()):
+        assert not content or shown not in str(caught.value)
+
+
+def test_a_large_file_is_refused_whatever_it_begins_with(key_file: Path) -> None:
+    key_file.write_text(KEY.hex() + "\n" * KEY_FILE_BYTES_MAX)
+    with pytest.raises(ConfigError, match="larger than 1KiB"):
+        read_key_file(key_file)
+
+
+def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for path, why in (("pipe", "no regular file"), ("", "no regular file"), ("missing", "cannot be opened: No such")):
+        with pytest.raises(ConfigError, match=why):
+            read_key_file(tmp_path / path)
+    with pytest.raises(ConfigError, match="this is no path"):
+        read_key_file("a\0b")
+
+
+def test_a_path_that_a_variable_brought_is_not_shown(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the key file '\*\*\*' cannot be opened"):
+        read_key_file(EnvironmentText(tmp_path / "missing"))

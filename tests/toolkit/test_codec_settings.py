@@ -1,0 +1,163 @@
+"""The settings of codecs and keys: what is refused says why, what is taken works, and no key is shown."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+
+from tiered_kv.config import load_config, tier_settings
+from tiered_kv.errors import ConfigError
+from tiered_kv.hooks import tier_plugins
+from tiered_kv.schema import stack_schema
+from tiered_kv.toolkit.codec_set import CodecSet
+from tiered_kv.toolkit.codec_settings import CodecSettings
+from tiered_kv.toolkit.codecs import AES_ID, binding_of
+from tiered_kv.toolkit.status import RecordStatus
+
+HEX = "a1" * 32
+BASE64 = base64.b64encode(bytes(range(32))).decode()
+STACK: dict[str, object] = {"namespace": {"model": "m"}, "block": {"bytes": 4096}, "primary": {"capacity": "64KiB"}}
+BINDING = binding_of(bytes(16), b"key")
+
+
+def settings_of(codec: str = "aes-256-gcm", /, **encryption: object) -> CodecSettings:
+    entry = {"type": "memory", "capacity": "1MiB", "codec": codec, **({"encryption": encryption} if encryption else {})}
+    settings = tier_settings(entry)
+    assert isinstance(settings, CodecSettings)
+    return settings
+
+
+def payload_of(codecs: CodecSet, block: bytes = b"block") -> bytes:
+    draft = codecs.draft(memoryview(block))
+    target = bytearray(draft.payload_bytes)
+    draft.write_into(memoryview(target), BINDING)
+    return bytes(target)
+
+
+def reads(codecs: CodecSet, payload: bytes, codec_id: int = AES_ID) -> RecordStatus:
+    return codecs.decode(codec_id, memoryview(payload), memoryview(bytearray(5)), BINDING)
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    path = tmp_path / "kv.key"
+    path.touch(mode=0o600)
+    path.write_text(f"{BASE64}\n")
+    return path
+
+
+def test_every_built_in_tier_has_the_same_settings() -> None:
+    for name, tier_type in tier_plugins().tier_types().items():
+        assert issubclass(tier_type.settings, CodecSettings), name
+
+
+def test_the_schema_has_them() -> None:
+    definitions = stack_schema()["$defs"]
+    for name in tier_plugins().tier_types():
+        properties = definitions[f"tier-{name}"]["properties"]
+        assert properties["codec"]["enum"] == ["raw", "zstd", "aes-256-gcm", "zstd+aes-256-gcm"]
+        assert set(definitions[f"tier-{name}-EncryptionSettings"]["properties"]) == {
+            "keys",
+            "key_files",
+            "write_key",
+            "accept_plain",
+        }
+
+
+def test_keys_come_from_variables_and_files(key_file: Path) -> None:
+    entry = {
+        "type": "memory",
+        "capacity": "1MiB",
+        "codec": "aes-256-gcm",
+        "encryption": {"keys": {"1": "${KV_KEY_1}"}, "key_files": {2: str(key_file)}, "write_key": 2},
+    }
+    config = load_config({**STACK, "secondary": [entry]}, environ={"KV_KEY_1": HEX})
+    tier = config.secondary[0]
+    assert isinstance(tier, CodecSettings)
+    codecs = tier.open_codecs()
+    assert codecs.writer.name == "aes-256-gcm"
+    assert codecs.draft(memoryview(b"block")).key_id == 2
+    payload = payload_of(codecs)
+    assert reads(settings_of(keys={2: BASE64}).open_codecs(), payload) is RecordStatus.OK
+    assert reads(settings_of("raw", keys={2: BASE64}).open_codecs(), payload) is RecordStatus.OK
+    assert reads(settings_of(keys={2: HEX}).open_codecs(), payload) is RecordStatus.UNKNOWN_KEY
+    assert reads(codecs, payload_of(settings_of(keys={1: HEX}).open_codecs())) is RecordStatus.OK
+    shown = json.dumps(config.public_dict()) + repr(config)
+    assert HEX not in shown
+    assert BASE64 not in shown
+    assert str(key_file) in shown, "a path is no secret"
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_encryption_is_turned_off_by_the_codec_and_its_keys_stay(codec: str) -> None:
+    codecs = settings_of(codec, keys={1: HEX}).open_codecs()
+    assert codecs.writer.name == codec
+    assert codecs.accepts_plain
+    assert reads(codecs, payload_of(settings_of(keys={1: HEX}).open_codecs())) is RecordStatus.OK
+
+
+def test_plain_blocks_are_accepted_only_where_that_is_asked_for() -> None:
+    assert reads(settings_of(keys={1: HEX}).open_codecs(), b"plain", 0) is RecordStatus.UNENCRYPTED
+    assert reads(settings_of(keys={1: HEX}, accept_plain=True).open_codecs(), b"plain", 0) is RecordStatus.OK
+
+
+@pytest.mark.parametrize(
+    ("encryption", "message"),
+    [
+        ({}, "codec 'aes-256-gcm' needs 'encryption'"),
+        ({"accept_plain": True}, "expected a key in 'keys' or 'key_files'"),
+        ({"keys": {}}, "expected a key"),
+        ({"keys": {1: HEX, 2: HEX}}, "expected 'write_key'"),
+        ({"keys": {1: HEX}, "write_key": 2}, "'write_key' names key 2"),
+        ({"keys": {1: HEX}, "key_files": {1: "x"}}, "both give key 1"),
+        ({"keys": {0: HEX}}, "whole numbers from 1 to 4294967295"),
+        ({"keys": {1 << 32: HEX}}, "whole numbers from 1 to 4294967295"),
+        ({"keys": {True: HEX}}, "whole numbers from 1"),
+        ({"keys": {"first": HEX}}, "whole numbers from 1"),
+        ({"keys": {HEX: 7}}, "whole numbers from 1"),
+        ({"key_files": {HEX: "x"}}, "whole numbers from 1"),
+        ({"keys": {1: HEX[:-1]}}, "key 1: expected a key: 32 bytes as 64 hexadecimal digits or as base64"),
+        ({"keys": {1: "zz" * 32}}, "key 1: expected a key"),
+        ({"keys": {1: BASE64[:-4]}}, "key 1: expected a key"),
+        ({"keys": {1: ""}}, "key 1: expected a key"),
+        ({"keys": {1: [HEX]}}, "expected a text"),
+        ({"keys": HEX}, "expected a mapping"),
+        ({"keys": {1: HEX}, "write_key": 0}, "write_key"),
+        ({"keys": dict.fromkeys(range(1, 66), HEX), "write_key": 1}, "at most 64"),
+        ({"keys": {1: HEX}, "algorithm": "aes"}, "unknown key"),
+    ],
+)
+def test_what_cannot_be_used_is_told_without_the_key(encryption: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        settings_of(**encryption)
+    said = str(raised.value)
+    assert message in said
+    assert HEX[:-1] not in said
+    assert "zz" * 32 not in said
+    assert BASE64[:-4] not in said
+
+
+def test_a_key_file_that_others_can_read_is_refused(key_file: Path) -> None:
+    settings = settings_of(key_files={3: str(key_file)})
+    key_file.chmod(0o640)
+    with pytest.raises(ConfigError, match=r"encryption\.key_files\.3: .*kv\.key.* chmod 600") as raised:
+        settings.open_codecs()
+    assert raised.value.__cause__ is None
+    assert raised.value.__context__ is None
+    key_file.chmod(0o600)
+    assert settings.open_codecs().writer.name == "aes-256-gcm"
+    key_file.write_text("something else")
+    with pytest.raises(ConfigError, match="holds no key") as raised:
+        settings.open_codecs()
+    assert "something" not in str(raised.value)
+
+
+def test_a_missing_or_huge_key_file_is_refused(tmp_path: Path, key_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"encryption\.key_files\.1: .* cannot be opened: No such file"):
+        settings_of(key_files={1: str(tmp_path / "none")}).open_codecs()
+    key_file.write_text("ab" * 4096)
+    with pytest.raises(ConfigError, match="larger than 1KiB"):
+        settings_of(key_files={1: str(key_file)}).open_codecs()

@@ -1,0 +1,309 @@
+"""Encryption: the envelope's bytes, nonces that never come twice, and bounded work for whatever is read."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiered_kv.errors import MissingExtraError
+from tiered_kv.tiering.lane import HARMLESS_REASONS
+from tiered_kv.toolkit import encryption
+from tiered_kv.toolkit.codec_set import CodecSet, encrypting_codecs
+from tiered_kv.toolkit.codecs import AES_ID, OVERHEAD_BYTES_MAX, RAW, ZSTD_AES_ID, Codec, binding_of
+from tiered_kv.toolkit.encryption import SESSIONS_CACHED_MAX, AesGcmCodec, Cipher, ZstdAesGcmCodec
+from tiered_kv.toolkit.room import ThreadRoom
+from tiered_kv.toolkit.status import REFUSED, RecordStatus
+
+SECRET = bytes(range(32))
+BLOCK = b"".join(value.to_bytes(2, "little") for value in range(256))
+BINDING = binding_of(bytes(range(16)), b"a block's key")
+HEAD_BYTES = 40
+
+
+def sealed(cipher: Cipher, block: bytes = BLOCK, binding: bytes = BINDING, codec_id: int = AES_ID) -> bytes:
+    codec = encrypting_codecs(cipher)[codec_id]
+    assert not isinstance(codec, RecordStatus)
+    draft = codec.draft(memoryview(block))
+    target = bytearray(draft.payload_bytes)
+    draft.write_into(memoryview(target), binding)
+    return bytes(target)
+
+
+def opened(
+    cipher: Cipher, payload: bytes, size: int = len(BLOCK), binding: bytes = BINDING, codec_id: int = AES_ID
+) -> tuple[RecordStatus, bytes]:
+    block = bytearray(size)
+    return CodecSet(RAW, cipher).decode(codec_id, memoryview(payload), memoryview(block), binding), bytes(block)
+
+
+def hkdf(key: bytes, salt: bytes, info: bytes, size: int) -> bytes:
+    """RFC 5869 with SHA-256, one block of output; an absent salt is 32 zeros."""
+    extracted = hmac.digest(salt or bytes(32), key, hashlib.sha256)
+    return hmac.digest(extracted, info + b"\x01", hashlib.sha256)[:size]
+
+
+def test_the_envelope_is_what_the_format_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rebuilt from `docs/formats.md` alone, and pinned: a mismatch means that stored blocks became unreadable."""
+    salt = bytes(range(200, 216))
+    monkeypatch.setattr("os.urandom", lambda size: salt[:size])
+    cipher = Cipher({0x01020304: SECRET}, 0x01020304)
+    sealed(cipher)  # takes nonce 0
+    payload = sealed(cipher)
+    nonce = bytes(11) + b"\x01"
+    check = hkdf(SECRET, b"", b"tiered-kv aes-256-gcm key check 1", 8)
+    head = bytes.fromhex("04030201") + check + salt + nonce
+    session_key = hkdf(SECRET, salt, b"tiered-kv aes-256-gcm session 1", 32)
+    associated = head + (2).to_bytes(2, "little") + len(BLOCK).to_bytes(8, "little") + BINDING
+    assert payload == head + AESGCM(session_key).encrypt(nonce, BLOCK, associated)
+    assert hashlib.sha256(payload).hexdigest() == "7fe018335f0b8cfb5597a2ab99ff24dd6478451009909906adea0bdad756598b"
+    assert opened(cipher, payload) == (RecordStatus.OK, BLOCK)
+
+
+def test_the_cipher_is_aes_256_gcm() -> None:
+    """Test case 16 of McGrew and Viega, "The Galois/Counter Mode of Operation (GCM)", as submitted to NIST."""
+    key = bytes.fromhex("feffe9928665731c6d6a8f9467308308" * 2)
+    text = bytes.fromhex(
+        "d9313225f88406e5a55909c5aff5269a86a7a9531534f7da2e4c303d8a318a72"
+        "1c3c0c95956809532fcf0e2449a6b525b16aedf5aa0de657ba637b39"
+    )
+    associated = bytes.fromhex("feedfacedeadbeeffeedfacedeadbeefabaddad2")
+    sealed_text = bytes.fromhex(
+        "522dc1f099567d07f47f37a32a84427d643a8cdcbfe5c0c97598a2bd2555d1aa"
+        "8cb08e48590dbb3da7b08b1056828838c5f61e6393ba7a0abcc9f662"
+        "76fc6ece0f4e1768cddf8853bb2d551b"
+    )
+    _, aead_of, _ = encryption._import_cryptography()
+    target = bytearray(len(sealed_text))
+    aead_of(key).encrypt_into(bytes.fromhex("cafebabefacedbaddecaf888"), text, associated, target)
+    assert target == sealed_text
+
+
+@given(block=st.binary(max_size=600), binding=st.binary(max_size=80), codec_id=st.sampled_from([AES_ID, ZSTD_AES_ID]))
+def test_what_was_encrypted_comes_back(block: bytes, binding: bytes, codec_id: int) -> None:
+    cipher = Cipher({1: SECRET}, 1)
+    for content in (block, block * 20):
+        codec = encrypting_codecs(cipher)[codec_id]
+        assert not isinstance(codec, RecordStatus)
+        written = codec.draft(memoryview(content)).codec_id
+        payload = sealed(cipher, content, binding, codec_id)
+        assert opened(cipher, payload, len(content), binding, written) == (RecordStatus.OK, content)
+
+
+def test_compression_comes_before_encryption_and_only_where_it_helps() -> None:
+    cipher = Cipher({1: SECRET}, 1)
+    codec = ZstdAesGcmCodec(cipher)
+    short = codec.draft(memoryview(bytes(4096)))
+    assert (short.codec_id, short.key_id) == (ZSTD_AES_ID, 1)
+    assert short.payload_bytes < 200
+    noise = hashlib.shake_256(b"noise").digest(4096)
+    long = codec.draft(memoryview(noise))
+    assert (long.codec_id, long.payload_bytes) == (AES_ID, 4096 + OVERHEAD_BYTES_MAX)
+    assert long.content.obj is noise, "nothing is copied before it is encrypted"
+
+
+@pytest.mark.parametrize("codec_id", [AES_ID, ZSTD_AES_ID])
+def test_a_change_of_any_bit_is_noticed(codec_id: int) -> None:
+    cipher = Cipher({1: SECRET, 2: bytes(32)}, 1)
+    payload = bytearray(sealed(cipher, codec_id=codec_id))
+    for position in range(len(payload)):
+        for bit in range(8):
+            payload[position] ^= 1 << bit
+            status, _ = opened(cipher, bytes(payload), codec_id=codec_id)
+            expected = RecordStatus.UNKNOWN_KEY if position < 12 else RecordStatus.BAD_TAG
+            assert status is expected, (position, bit)
+            payload[position] ^= 1 << bit
+    assert opened(cipher, bytes(payload), codec_id=codec_id) == (RecordStatus.OK, BLOCK)
+
+
+def test_an_envelope_is_worth_nothing_elsewhere() -> None:
+    cipher = Cipher({1: SECRET}, 1)
+    payload = sealed(cipher)
+    for binding in (b"", BINDING[:-1], BINDING + b"\0", bytes(16) + b"a block's key", BINDING[:16] + b"another key"):
+        assert opened(cipher, payload, binding=binding)[0] is RecordStatus.BAD_TAG
+    assert cipher.decrypt_into(
+        memoryview(payload), memoryview(bytearray(len(BLOCK))), ZSTD_AES_ID, len(BLOCK), BINDING
+    ) is (RecordStatus.BAD_TAG)
+    assert cipher.decrypt_into(
+        memoryview(payload), memoryview(bytearray(len(BLOCK))), AES_ID, len(BLOCK) + 1, BINDING
+    ) is (RecordStatus.BAD_TAG)
+
+
+@given(payload=st.binary(max_size=200), codec_id=st.sampled_from([AES_ID, ZSTD_AES_ID]), size=st.integers(0, 200))
+def test_hostile_payloads_are_refused(payload: bytes, codec_id: int, size: int) -> None:
+    status, _ = opened(Cipher({1: SECRET}, 1), payload, size, codec_id=codec_id)
+    assert status in (RecordStatus.BAD_PAYLOAD, RecordStatus.UNKNOWN_KEY)
+
+
+def test_which_key_is_missing_is_told_from_what_was_changed() -> None:
+    payload = sealed(Cipher({1: SECRET}, 1))
+    assert opened(Cipher({2: SECRET}, 2), payload)[0] is RecordStatus.UNKNOWN_KEY, "no key of this id"
+    assert opened(Cipher({1: bytes(32)}, 1), payload)[0] is RecordStatus.UNKNOWN_KEY, "another key under this id"
+    assert opened(Cipher({1: SECRET, 2: bytes(32)}, 2), payload) == (RecordStatus.OK, BLOCK)
+    assert opened(Cipher({1: SECRET}, None), payload) == (RecordStatus.OK, BLOCK)
+    damaged = payload[:-1] + bytes([payload[-1] ^ 1])
+    assert opened(Cipher({1: SECRET}, 1), damaged)[0] is RecordStatus.BAD_TAG
+
+
+# Nonces.
+
+
+def nonces_of(payloads: list[bytes]) -> set[bytes]:
+    """Return salt and nonce of each: what may not come twice under one key."""
+    return {payload[12:HEAD_BYTES] for payload in payloads}
+
+
+def test_threads_never_share_a_nonce_and_sessions_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encryption, "SESSION_MESSAGES_MAX", 50)
+    cipher = Cipher({1: SECRET}, 1)
+    written: list[list[bytes]] = [[] for _ in range(8)]
+
+    def write(own: list[bytes]) -> None:
+        own.extend(sealed(cipher, b"x") for _ in range(400))
+
+    threads = [threading.Thread(target=write, args=(own,)) for own in written]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    payloads = [payload for own in written for payload in own]
+    assert len(nonces_of(payloads)) == len(payloads) == 3200
+    by_salt: dict[bytes, int] = {}
+    for payload in payloads:
+        by_salt[payload[12:28]] = by_salt.get(payload[12:28], 0) + 1
+    assert max(by_salt.values()) <= 50, "a session ends in time"
+    assert all(opened(cipher, payload, 1) == (RecordStatus.OK, b"x") for payload in payloads)
+
+
+def test_every_opening_has_a_session_of_its_own() -> None:
+    payloads = [sealed(Cipher({1: SECRET}, 1)) for _ in range(300)]
+    assert len({payload[12:28] for payload in payloads}) == 300
+    reader = Cipher({1: SECRET}, None)
+    assert all(opened(reader, payload) == (RecordStatus.OK, BLOCK) for payload in payloads)
+
+
+FORKS = """
+import os, sys, threading
+sys.path.insert(0, sys.argv[1])
+from test_encryption import SECRET, sealed
+from tiered_kv.toolkit.encryption import Cipher
+
+cipher = Cipher({1: SECRET}, 1)
+print(sealed(cipher, b"x").hex(), flush=True)
+locked, done = threading.Event(), threading.Event()
+
+def hold():  # as a thread would that takes a nonce while another forks
+    with cipher._session._lock:
+        locked.set()
+        done.wait()
+
+thread = threading.Thread(target=hold, daemon=True)
+thread.start()
+locked.wait()
+for _ in range(3):
+    pid = os.fork()
+    if not pid:
+        print("\\n".join(sealed(cipher, b"x").hex() for _ in range(5)), flush=True)
+        grandchild = os.fork()
+        if not grandchild:
+            print("\\n".join(sealed(cipher, b"x").hex() for _ in range(5)), flush=True)
+            os._exit(0)
+        os.waitpid(grandchild, 0)
+        print("\\n".join(sealed(cipher, b"x").hex() for _ in range(5)), flush=True)
+        os._exit(0)
+    os.waitpid(pid, 0)  # each in turn: what they print must not run together
+done.set()
+thread.join()
+print("\\n".join(sealed(cipher, b"x").hex() for _ in range(5)), flush=True)
+"""
+
+
+def test_a_fork_never_shares_a_nonce_with_its_parent() -> None:
+    # Python warns of forks beside threads, which is what this is about.
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKS, str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    payloads = [bytes.fromhex(line) for line in done.stdout.split()]
+    assert len(payloads) == 1 + 3 * 15 + 5
+    assert len(nonces_of(payloads)) == len(payloads)
+    assert len({payload[12:28] for payload in payloads}) == 1 + 3 * 2, "one session a process"
+    reader = Cipher({1: SECRET}, None)
+    assert all(opened(reader, payload, 1) == (RecordStatus.OK, b"x") for payload in payloads)
+
+
+# Bounds.
+
+
+def test_sessions_that_are_remembered_are_bounded() -> None:
+    cipher = Cipher({1: SECRET}, 1)
+    payload = sealed(cipher)
+    for number in range(SESSIONS_CACHED_MAX + 100):
+        other = payload[:12] + number.to_bytes(16, "big") + payload[28:]
+        assert opened(cipher, other)[0] is RecordStatus.BAD_TAG
+    assert cipher._session_of.cache_info().currsize == SESSIONS_CACHED_MAX
+    assert opened(cipher, payload) == (RecordStatus.OK, BLOCK)
+
+
+def test_a_room_is_used_again_and_is_each_thread_s_own() -> None:
+    room = ThreadRoom()
+    first = room.take(100)
+    assert room.take(50).obj is first.obj
+    assert len(room.take(200)) == 200
+    others: list[memoryview] = []
+    thread = threading.Thread(target=lambda: others.append(room.take(50)))
+    thread.start()
+    thread.join()
+    assert others[0].obj is not room.take(50).obj
+
+
+# What a set of codecs reads.
+
+
+def test_a_set_that_encrypts_refuses_what_is_plain() -> None:
+    cipher = Cipher({1: SECRET}, 1)
+    encrypting = CodecSet(AesGcmCodec(cipher), cipher)
+    assert not encrypting.accepts_plain
+    for codec_id in (0, 1):
+        assert encrypting.reader(codec_id) is RecordStatus.UNENCRYPTED
+    assert encrypting.reader(65_000) is RecordStatus.UNKNOWN_CODEC
+    for codecs in (CodecSet(AesGcmCodec(cipher), cipher, accept_plain=True), CodecSet(RAW, cipher)):
+        assert codecs.accepts_plain
+        assert codecs.reader(0) is RAW
+        assert isinstance(codecs.reader(AES_ID), AesGcmCodec)
+    assert CodecSet(RAW).reader(AES_ID) is CodecSet(RAW).reader(ZSTD_AES_ID) is RecordStatus.UNKNOWN_KEY
+
+
+@pytest.mark.parametrize("missing", ["cryptography", "an older release"])
+def test_without_its_library_encryption_names_the_extra(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if missing == "cryptography":
+        monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
+    else:
+        monkeypatch.setattr("cryptography.hazmat.primitives.ciphers.aead.AESGCM", object)
+    with pytest.raises(MissingExtraError, match=r"codec 'aes-256-gcm' needs .* pip install 'tiered-kv\[crypto\]'"):
+        Cipher({1: SECRET}, 1)
+
+
+def test_without_zstandard_only_compressed_blocks_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    codecs: dict[int, Codec | RecordStatus] = encrypting_codecs(Cipher({1: SECRET}, 1))
+    assert isinstance(codecs[AES_ID], AesGcmCodec)
+    assert codecs[ZSTD_AES_ID] is RecordStatus.UNKNOWN_CODEC
+
+
+def test_what_encryption_refuses_opens_no_breaker() -> None:
+    """After a key was dropped a tier works as before: it misses, and takes stores."""
+    assert {status.value for status in REFUSED} <= HARMLESS_REASONS
+
+
+def test_no_key_is_shown() -> None:
+    cipher = Cipher({1: SECRET}, 1)
+    for each in (cipher, CodecSet(AesGcmCodec(cipher), cipher), AesGcmCodec(cipher)):
+        assert SECRET.hex() not in repr(each)
+        assert repr(SECRET) not in repr(each) + repr(vars(each).get("_encrypted"))

@@ -1,0 +1,271 @@
+"""What lies on disks and in shared memory is its owner's alone, and nothing planted there is followed or written to."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.errors import ConfigError, TieredKVError, TierUnavailableError
+from tiered_kv.stack import open_stack
+from tiered_kv.testing.tenants import BLOCK_BYTES, DirectoryStorage, Tenant
+from tiered_kv.worker.shared_region import SharedRegion
+
+pytestmark = pytest.mark.trust("security")
+
+TIERS = ("nvme", "fs")
+FILES = {
+    "nvme": ("lock", "epoch", "tiered-kv-nvme.json", "segment"),
+    "fs": ("ledger", "sweep"),
+}
+"""What a tier writes to, or believes, when it opens a directory."""
+CASES = [(tier, name) for tier, names in FILES.items() for name in names]
+VICTIM = b"precious" * 1024
+
+
+@pytest.fixture(params=TIERS)
+def tenant(request: pytest.FixtureRequest, tmp_path: Path) -> Tenant:
+    return Tenant("alice", DirectoryStorage(tmp_path, request.param))
+
+
+def directory_of(tenant: Tenant) -> Path:
+    assert isinstance(tenant.storage, DirectoryStorage)
+    return tenant.storage.path("alice")
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+@contextmanager
+def umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("mask", [0, 0o022, 0o077])
+@pytest.mark.parametrize("tier", TIERS)
+def test_what_is_made_is_its_owner_s_alone_whatever_the_umask(tier: str, mask: int, tmp_path: Path) -> None:
+    nested = tmp_path / "made" / "above"
+    with umask(mask):
+        tenant = Tenant("alice", DirectoryStorage(tmp_path, tier))
+        tenant.file.write_text(tenant.file.read_text().replace(str(tmp_path), str(nested)))
+        tenant.store(8)
+    entries = [tmp_path / "made", nested, *nested.rglob("*")]
+    assert len(entries) > 5
+    wrong = [path for path in entries if mode_of(path) != (0o700 if path.is_dir() else 0o600)]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o750, 0o770, 0o707, 0o701, 0o777, 0o1777])
+def test_a_directory_with_blocks_that_others_can_get_at_is_refused_and_says_what_to_do(
+    tenant: Tenant, mode: int
+) -> None:
+    tenant.store(4)
+    directory = directory_of(tenant)
+    directory.chmod(mode)
+    with pytest.raises(ConfigError, match=rf"secondary\.0\.path: .*mode {mode:04o}; .*chmod 700 {directory}"):
+        open_stack(tenant.file)
+    directory.chmod(0o700)
+    assert tenant.load(4) == (4, 0)
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o777, 0o1777])
+def test_an_empty_directory_of_ours_is_closed_to_others(tenant: Tenant, mode: int) -> None:
+    directory = directory_of(tenant)
+    directory.mkdir()
+    directory.chmod(mode)
+    assert tenant.store(4) == 4
+    assert mode_of(directory) & 0o077 == 0
+
+
+def test_another_user_s_directory_is_refused(tenant: Tenant, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = directory_of(tenant)
+    directory.mkdir(mode=0o700)
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    with pytest.raises(ConfigError, match=rf"belongs to this process's user \(uid {uid + 1}\), found .* of uid {uid}"):
+        open_stack(tenant.file)
+    assert os.listdir(directory) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_root_takes_no_other_user_s_directory_either(tenant: Tenant) -> None:
+    tenant.store(4)
+    os.chown(directory_of(tenant), 12345, 12345)
+    with pytest.raises(ConfigError, match=r"found .* of uid 12345; .*chown -R 0"):
+        open_stack(tenant.file)
+
+
+def test_a_directory_that_is_a_symbolic_link_is_refused(tenant: Tenant, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    directory_of(tenant).symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match=r"found the symbolic link .*; give the path that it leads to"):
+        open_stack(tenant.file)
+    assert os.listdir(elsewhere) == []
+
+
+def made(tier: str, name: str, tmp_path: Path) -> tuple[Tenant, Path]:
+    """Return a tenant that has stored blocks, and one of the files that its tier opens."""
+    tenant = Tenant("alice", DirectoryStorage(tmp_path, tier))
+    tenant.store(8)
+    directory = directory_of(tenant)
+    path = min(directory.glob("segment-*")) if name == "segment" else directory / name
+    assert path.is_file()
+    return tenant, path
+
+
+Plant = Callable[[Path, Path], None]
+
+
+def symbolic_link(path: Path, victim: Path) -> None:
+    path.symlink_to(victim)
+
+
+def hard_link(path: Path, victim: Path) -> None:
+    path.hardlink_to(victim)
+
+
+def pipe(path: Path, victim: Path) -> None:
+    os.mkfifo(path)
+
+
+def directory(path: Path, victim: Path) -> None:
+    path.mkdir()
+
+
+@pytest.mark.parametrize("plant", [symbolic_link, hard_link, pipe, directory])
+@pytest.mark.parametrize(("tier", "name"), CASES)
+def test_what_is_planted_in_a_file_s_place_is_neither_followed_nor_written_to_nor_waited_for(
+    tier: str, name: str, plant: Plant, tmp_path: Path
+) -> None:
+    tenant, path = made(tier, name, tmp_path)
+    victim = tmp_path / "victim"
+    victim.write_bytes(VICTIM)
+    path.unlink()
+    plant(path, victim)
+    refusal = ""
+    try:
+        with open_stack(tenant.file) as stack:  # a planted segment may be dropped: a cache may lose blocks
+            _, wrong = tenant.wrong(stack, tenant.keys(8))
+            assert wrong == 0
+    except TieredKVError as error:
+        refusal = str(error)
+    assert not refusal or name in refusal or str(path.parent) in refusal
+    assert victim.read_bytes() == VICTIM
+    assert victim.stat().st_nlink == (2 if plant is hard_link and path.exists() else 1)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+@pytest.mark.parametrize(("tier", "name"), CASES)
+def test_a_file_of_another_user_is_refused(tier: str, name: str, tmp_path: Path) -> None:
+    tenant, path = made(tier, name, tmp_path)
+    os.chown(path, 12345, 12345)
+    with pytest.raises(TierUnavailableError, match=r"belongs to another user \(uid 12345\)"):
+        open_stack(tenant.file)
+
+
+@pytest.mark.parametrize(("tier", "name"), CASES)
+def test_a_file_with_a_looser_mode_is_closed_to_others(tier: str, name: str, tmp_path: Path) -> None:
+    tenant, path = made(tier, name, tmp_path)
+    path.chmod(0o666)
+    assert tenant.load(8) == (8, 0)
+    assert mode_of(path) == 0o600
+
+
+@pytest.mark.parametrize("name", ["owners", "namespace"])
+def test_a_directory_inside_that_is_a_symbolic_link_is_refused(name: str, tmp_path: Path) -> None:
+    tenant = Tenant("alice", DirectoryStorage(tmp_path, "fs"))
+    directory_of(tenant).mkdir(mode=0o700)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (directory_of(tenant) / "tiered-kv-fs.json").write_text('{"format": 1}')
+    (directory_of(tenant) / (tenant.digest if name == "namespace" else name)).symlink_to(elsewhere)
+    with pytest.raises(TieredKVError, match="is a symbolic link; remove it"):
+        open_stack(tenant.file)
+    assert os.listdir(elsewhere) == []
+
+
+def test_where_a_file_system_keeps_no_modes_the_check_can_be_turned_off_and_check_shows_it(tmp_path: Path) -> None:
+    tenant = Tenant("alice", DirectoryStorage(tmp_path, "fs"))
+    tenant.store(4)
+    directory_of(tenant).chmod(0o777)
+    tenant.file.write_text(tenant.file.read_text().replace("type: fs", "type: fs\n  private: false"))
+    with open_stack(tenant.file) as stack:
+        assert tenant.wrong(stack, tenant.keys(4)) == (4, 0)
+        assert stack.secondary_tiers[0].describe()["private"] is False
+    assert mode_of(directory_of(tenant)) == 0o777
+
+
+@pytest.fixture
+def shared_name() -> Iterator[str]:
+    name = f"tiered-kv-test-{os.getpid()}"
+    yield name
+    for path in (Path("/dev/shm") / name, Path("/dev/shm") / f"{name}+workers"):
+        if path.is_dir():
+            path.rmdir()
+        else:
+            path.unlink(missing_ok=True)
+
+
+def join(name: str) -> None:
+    SharedRegion.join(name, 2, BLOCK_BYTES, party="a", parties=["a"]).close()
+
+
+def create(name: str) -> None:
+    PrimaryRegion(2, BLOCK_BYTES, name=name).close()
+
+
+def attach(name: str) -> None:
+    PrimaryRegion.attach(f"/dev/shm/{name}", 2, BLOCK_BYTES).close()
+
+
+REGIONS = {"create": (create, ""), "attach": (attach, ""), "join": (join, "+workers")}
+
+
+@pytest.mark.parametrize("how", REGIONS)
+@pytest.mark.parametrize("plant", [symbolic_link, hard_link, pipe, directory])
+def test_what_is_planted_in_the_place_of_a_region_is_refused(
+    how: str, plant: Plant, shared_name: str, tmp_path: Path
+) -> None:
+    use, suffix = REGIONS[how]
+    victim = Path("/dev/shm") / f"{shared_name}-victim"  # a hard link needs the same file system
+    victim.write_bytes(bytes(2 * BLOCK_BYTES))
+    try:
+        plant(Path("/dev/shm") / f"{shared_name}{suffix}", victim)
+        with pytest.raises(ConfigError):
+            use(shared_name)
+        assert victim.read_bytes() == bytes(2 * BLOCK_BYTES)
+    finally:
+        victim.unlink()
+
+
+@pytest.mark.parametrize("how", ["attach", "join"])
+def test_another_user_s_region_is_refused(how: str, shared_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use, suffix = REGIONS[how]
+    (Path("/dev/shm") / f"{shared_name}{suffix}").write_bytes(bytes(2 * BLOCK_BYTES))
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        use(shared_name)
+
+
+def test_a_region_is_its_owner_s_alone_whatever_the_umask(shared_name: str) -> None:
+    with umask(0):
+        region = PrimaryRegion(2, BLOCK_BYTES, name=shared_name)
+        joined = SharedRegion.join(shared_name, 2, BLOCK_BYTES, party="a", parties=["a", "b"])
+    try:
+        paths = [Path("/dev/shm") / shared_name, Path("/dev/shm") / f"{shared_name}+workers"]
+        assert [mode_of(path) for path in paths] == [0o600, 0o600]
+    finally:
+        region.close()
+        joined.close()

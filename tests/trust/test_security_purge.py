@@ -1,0 +1,402 @@
+"""A purge leaves no byte of a tenant in any tier, takes nothing of another's, and disturbs nobody who goes on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiered_kv.cli import main
+from tiered_kv.stack import open_stack
+from tiered_kv.testing.redis_servers import RedisClusterServers, RedisServer, redis_cluster, redis_server
+from tiered_kv.testing.s3_servers import S3Server, missing_for_moto, moto_server
+from tiered_kv.testing.tenants import BucketStorage, DirectoryStorage, RedisStorage, Storage, Tenant
+
+__all__ = ["moto_server", "redis_cluster", "redis_server"]
+
+pytestmark = [pytest.mark.slow]
+
+PROGRAM = Path(__file__).with_name("purge_neighbour_program.py")
+BLOCKS = 48
+KINDS = ("nvme", "fs", "redis", "redis-quota", "redis-cluster", "s3", "s3-versioned")
+SHARED = ("fs", "redis", "redis-cluster", "s3-versioned")
+WAIT_S = 120.0
+
+MakeStorage = Callable[[str], Storage]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _servers(request: pytest.FixtureRequest) -> None:
+    """Start what lasts for the session before any test of this module takes its footprint."""
+    if not missing_for_moto():
+        request.getfixturevalue("moto_server")
+
+
+@pytest.fixture
+def make_storage(tmp_path: Path, request: pytest.FixtureRequest) -> MakeStorage:
+    def make(kind: str) -> Storage:
+        if kind in ("nvme", "fs"):
+            return DirectoryStorage(tmp_path, kind)
+        if kind == "redis":
+            server: RedisServer = request.getfixturevalue("redis_server")
+            return RedisStorage(tmp_path, [server], url=server.url)
+        if kind == "redis-quota":
+            server = request.getfixturevalue("redis_server")
+            return RedisStorage(tmp_path, [server], url=server.url, quota="32MiB")
+        if kind == "redis-cluster":
+            cluster: RedisClusterServers = request.getfixturevalue("redis_cluster")
+            return RedisStorage(tmp_path, cluster.masters(), mode="cluster", nodes=cluster.addresses)
+        moto: S3Server = request.getfixturevalue("moto_server")
+        return BucketStorage(tmp_path, moto, bucket_of(moto, is_versioned=kind == "s3-versioned"))
+
+    return make
+
+
+def bucket_of(server: S3Server, *, is_versioned: bool) -> str:
+    bucket = server.make_bucket()
+    if is_versioned:
+        client = server.client()
+        client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
+        client.close()
+    return bucket
+
+
+def purge(tenant: Tenant, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, Any]]:
+    """Run the command; return its status and what it says of the tier."""
+    capsys.readouterr()
+    status = main(["purge", str(tenant.file), "--yes", "--json", *options])
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return status, report["tiers"][0]
+
+
+@pytest.mark.trust("security")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_purge_leaves_no_byte_of_the_tenant_and_every_block_of_the_other(
+    kind: str, make_storage: MakeStorage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    storage = make_storage(kind)
+    alice, bob = Tenant("alice", storage), Tenant("bob", storage)
+    assert (alice.store(BLOCKS), bob.store(BLOCKS)) == (BLOCKS, BLOCKS)
+    if kind == "s3-versioned":
+        leave_versions(storage, alice)
+    assert len(storage.holds(alice.marker)) >= 1
+    before = len(storage.holds(bob.marker))
+    assert storage.holds(alice.digest.encode())
+
+    status, tier = purge(alice, capsys, "--tenant", "alice")
+
+    assert (status, tier["error"], tier["unknown"]) == (0, "", [])
+    (found,) = tier["namespaces"]
+    assert (found["namespace"], found["tenant"], found["purged"]) == (alice.digest, "alice", True)
+    assert found["size_bytes"] >= BLOCKS * 4096
+    if kind != "nvme":
+        assert found["blocks"] >= BLOCKS
+    assert storage.holds(alice.marker) == []
+    assert storage.holds(b'"alice"') == []
+    assert storage.holds(alice.digest.encode()) == []
+    assert len(storage.holds(bob.marker)) == before
+    assert bob.load(BLOCKS) == (BLOCKS, 0)
+    assert alice.load(BLOCKS) == (0, 0)
+    assert alice.store(BLOCKS) == BLOCKS, "the namespace can be used again"
+    assert alice.load(BLOCKS) == (BLOCKS, 0)
+
+
+def leave_versions(storage: Storage, tenant: Tenant) -> None:
+    """Make older versions of the tenant's blocks: overwritten, and deleted."""
+    assert isinstance(storage, BucketStorage)
+    client = storage.server.client()
+    listed = client.list_objects_v2(Bucket=storage.bucket, Prefix=f"tiered-kv/{tenant.digest}/blocks/")["Contents"]
+    names = [entry["Key"] for entry in listed]
+    for name in names[:8]:
+        body = client.get_object(Bucket=storage.bucket, Key=name)["Body"].read()
+        client.put_object(Bucket=storage.bucket, Key=name, Body=body)
+        client.delete_object(Bucket=storage.bucket, Key=name)
+    client.close()
+
+
+@pytest.mark.trust("security")
+@pytest.mark.parametrize("kind", ["fs", "redis", "s3-versioned"])
+def test_what_a_reset_made_unreachable_is_purged_too(
+    kind: str, make_storage: MakeStorage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    storage = make_storage(kind)
+    alice = Tenant("alice", storage)
+    with open_stack(alice.file) as stack:
+        alice.put(stack, alice.keys(BLOCKS))
+        stack.manager.reset_cache()
+        alice.put(stack, alice.keys(BLOCKS, BLOCKS))
+    status, tier = purge(alice, capsys)
+    assert status == 0, tier
+    assert storage.holds(alice.marker) == []
+    assert tier["namespaces"][0]["blocks"] >= 2 * BLOCKS
+    assert purge(alice, capsys)[1]["namespaces"] == []
+
+
+class Neighbour:
+    """A process that stores and loads all the while.
+
+    Args:
+        process: It.
+    """
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return line
+
+    def go_on(self, rounds: int) -> dict[str, Any]:
+        """Wait until it has made so many more rounds; return its last report."""
+        report = self.read()
+        last = report["rounds"] + rounds
+        while report["rounds"] < last:
+            report = self.read()
+        return report
+
+
+@contextmanager
+def neighbour(tenant: Tenant) -> Iterator[Neighbour]:
+    command = [sys.executable, str(PROGRAM), tenant.tenant, str(tenant.file)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield Neighbour(process)
+        process.communicate("end\n", timeout=WAIT_S)
+        assert process.returncode == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.trust("security")
+@pytest.mark.parametrize("kind", SHARED)
+def test_a_purge_disturbs_nobody_who_uses_the_same_storage(
+    kind: str, make_storage: MakeStorage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    storage = make_storage(kind)
+    alice, bob = Tenant("alice", storage), Tenant("bob", storage)
+    with neighbour(alice) as purged, neighbour(bob) as other:
+        purged.go_on(10)
+        before = other.go_on(10)
+        status, tier = purge(alice, capsys)
+        assert tier["error"] == ""
+        assert status == (0 if all(not each["left"] for each in tier["namespaces"]) else 1)
+        (found,) = tier["namespaces"]
+        assert found["blocks"] > 0
+        after = purged.go_on(10)
+        assert after["wrong"] == 0
+        end_s = time.monotonic() + WAIT_S  # so many misses in a row may have opened its breaker
+        while purged.go_on(1)["came"] == after["came"]:
+            assert time.monotonic() < end_s, "it does not store and load again"
+        last = other.go_on(10)
+        assert last["wrong"] == 0
+        assert last["came"] - before["came"] == 16 * (last["rounds"] - before["rounds"]), (
+            "no block of the other is lost"
+        )
+    status, tier = purge(alice, capsys)
+    assert (status, tier["error"]) == (0, "")
+    assert storage.holds(alice.marker) == []
+    assert storage.holds(bob.marker)
+
+
+@pytest.mark.trust("security")
+def test_an_nvme_directory_that_is_open_is_not_purged(
+    make_storage: MakeStorage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    storage = make_storage("nvme")
+    alice = Tenant("alice", storage)
+    with neighbour(alice) as owner:
+        owner.go_on(2)
+        status, tier = purge(alice, capsys)
+        assert status == 1
+        assert "is in use by process" in tier["error"]
+        assert storage.holds(alice.marker)
+        owner.go_on(2)
+
+
+@pytest.mark.trust("security")
+def test_a_directory_of_another_namespace_is_not_touched(
+    make_storage: MakeStorage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    storage = make_storage("nvme")
+    alice, bob = Tenant("alice", storage), Tenant("bob", storage)
+    bob.store(BLOCKS)
+    path = storage.folder / "kv-bob"
+    before = {entry.name: entry.read_bytes() for entry in path.iterdir()}
+    alice.file.write_text(alice.file.read_text().replace("kv-alice", "kv-bob"))
+    status, tier = purge(alice, capsys, "--tenant", "alice")
+    assert (status, tier["namespaces"], tier["error"]) == (0, [], "")
+    assert {entry.name: entry.read_bytes() for entry in path.iterdir()} == before
+
+
+@pytest.mark.trust("security")
+@pytest.mark.parametrize("kind", ["nvme", "fs"])
+def test_foreign_files_stay_and_the_directory_is_of_use_afterwards(
+    kind: str, make_storage: MakeStorage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    storage = make_storage(kind)
+    assert isinstance(storage, DirectoryStorage)
+    alice = Tenant("alice", storage)
+    alice.store(BLOCKS)
+    foreign = storage.path("alice") / "notes.txt"
+    foreign.write_text("mine")
+    status, _ = purge(alice, capsys)
+    assert status == 0
+    assert foreign.read_text() == "mine"
+    assert storage.holds(alice.marker) == []
+    assert alice.store(BLOCKS) == BLOCKS
+
+
+@pytest.mark.trust("security")
+def test_what_is_not_the_tier_s_in_a_namespace_s_directory_is_left_and_told(
+    make_storage: MakeStorage, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    storage = make_storage("fs")
+    alice = Tenant("alice", storage)
+    alice.store(BLOCKS)
+    namespace = tmp_path / "kv" / alice.digest
+    (namespace / "notes.txt").write_text("mine")
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / ("0" * 32)).write_bytes(b"precious")
+    (namespace / ("e" * 16)).symlink_to(victim)
+    status, tier = purge(alice, capsys)
+    assert status == 1
+    left = " ".join(tier["namespaces"][0]["left"])
+    assert "notes.txt, which is not this tier's" in left
+    assert "eeee, which is not this tier's" in left
+    assert storage.holds(alice.marker) == []
+    assert [path.read_text() for path in (tmp_path / "kv").rglob("notes.txt")] == ["mine"]
+    assert (victim / ("0" * 32)).read_bytes() == b"precious"
+
+
+@pytest.mark.trust("security")
+def test_a_purge_that_was_cut_off_is_finished_by_the_next(
+    make_storage: MakeStorage, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    storage = make_storage("fs")
+    alice, bob = Tenant("alice", storage), Tenant("bob", storage)
+    alice.store(BLOCKS)
+    bob.store(BLOCKS)
+    directory = tmp_path / "kv"
+    (directory / alice.digest).rename(directory / f".{alice.digest}.{'0' * 16}.purged")
+    assert storage.holds(alice.marker)
+    assert bob.load(BLOCKS) == (BLOCKS, 0)
+    status, tier = purge(alice, capsys, "--tenant", "alice")
+    assert (status, tier["namespaces"][0]["blocks"]) == (0, BLOCKS)
+    assert storage.holds(alice.marker) == []
+
+
+@pytest.mark.trust("security")
+def test_bytes_that_were_being_written_when_their_process_was_killed_are_purged(
+    make_storage: MakeStorage, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    storage = make_storage("fs")
+    alice = Tenant("alice", storage)
+    alice.store(4)
+    block = next(path for path in (tmp_path / "kv").glob("*/*/*/*"))
+    shutil.copy(block, block.with_name(f".{block.name}.{'a' * 16}.7.tmp"))
+    purge(alice, capsys)
+    assert storage.holds(alice.marker) == []
+
+
+@pytest.mark.trust("security")
+def test_the_ledger_gets_back_what_a_purge_has_freed(
+    make_storage: MakeStorage, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    storage = make_storage("fs")
+    alice, bob = Tenant("alice", storage), Tenant("bob", storage)
+    alice.store(BLOCKS)
+    bob.store(BLOCKS)
+
+    def total() -> int:
+        value: int = json.loads((tmp_path / "kv" / "ledger").read_bytes().partition(b"\n")[2])["total_bytes"]
+        return value
+
+    before = total()
+    _, tier = purge(alice, capsys)
+    assert total() == before - tier["namespaces"][0]["size_bytes"]
+    lying = sum(path.lstat().st_blocks * 512 for path in [tmp_path / "kv", *(tmp_path / "kv").rglob("*")])
+    assert total() >= lying
+
+
+@pytest.mark.trust("security")
+@pytest.mark.parametrize("kind", ["fs", "redis", "s3"])
+def test_a_readable_form_that_names_another_tenant_is_not_believed(
+    kind: str, make_storage: MakeStorage, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    storage = make_storage(kind)
+    alice, bob = Tenant("alice", storage), Tenant("bob", storage)
+    alice.store(BLOCKS)
+    bob.store(BLOCKS)
+    forge(storage, bob.digest, b'"bob"', b'"alice"')
+    status, tier = purge(alice, capsys, "--tenant", "alice")
+    assert status == 1
+    assert tier["unknown"] == [bob.digest]
+    assert [each["namespace"] for each in tier["namespaces"]] == [alice.digest]
+    assert storage.holds(alice.marker) == []
+    assert bob.load(BLOCKS) == (BLOCKS, 0)
+
+
+def forge(storage: Storage, digest: str, old: bytes, new: bytes) -> None:
+    """Change a readable form, as whoever can write there could."""
+    if isinstance(storage, DirectoryStorage):
+        path = storage.path("bob") / digest / "namespace.json"
+        path.write_bytes(path.read_bytes().replace(old, new))
+    elif isinstance(storage, RedisStorage):
+        (server,) = storage.servers
+        described = f"tkv1:{digest}:namespace".encode()
+        server.set(described, server.get(described).replace(old, new))
+    else:
+        assert isinstance(storage, BucketStorage)
+        client = storage.server.client()
+        name = f"tiered-kv/{digest}/namespace.json"
+        body = client.get_object(Bucket=storage.bucket, Key=name)["Body"].read()
+        client.put_object(Bucket=storage.bucket, Key=name, Body=body.replace(old, new))
+        client.close()
+
+
+@pytest.mark.trust("security")
+@pytest.mark.parametrize("kind", ["nvme", "fs", "redis", "s3"])
+def test_a_dry_run_and_an_unanswered_question_remove_nothing(
+    kind: str, make_storage: MakeStorage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    storage = make_storage(kind)
+    alice = Tenant("alice", storage)
+    alice.store(BLOCKS)
+    status, tier = purge(alice, capsys, "--dry-run")
+    assert status == 0
+    assert [each["namespace"] for each in tier["namespaces"]] == [alice.digest]
+    assert not tier["namespaces"][0]["purged"]
+    assert main(["purge", str(alice.file)]) == 2
+    assert "give --yes" in capsys.readouterr().err
+    assert alice.load(BLOCKS) == (BLOCKS, 0)
+
+
+@pytest.mark.trust("security")
+def test_an_epoch_survives_a_purge_as_a_new_one_so_that_nothing_from_before_a_reset_is_joined(
+    make_storage: MakeStorage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    storage = make_storage("s3-versioned")
+    alice = Tenant("alice", storage)
+    with open_stack(alice.file) as never_reset:
+        alice.put(never_reset, alice.keys(4))
+        with open_stack(alice.file) as stack:
+            stack.manager.reset_cache()
+            alice.put(stack, alice.keys(4, 4))
+        purge(alice, capsys)
+        alice.put(never_reset, alice.keys(4, 100))  # of old weights, for all that is known
+        assert alice.load(4, 100) == (0, 0)
+        deadline = time.monotonic() + 30
+        while never_reset.counters()["s3"]["jobs_in_flight"]:
+            assert time.monotonic() < deadline
+    assert [name for name in storage.holds(b"tiered-kv epoch 1") if "epoch" in name]

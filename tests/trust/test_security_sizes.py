@@ -1,0 +1,326 @@
+"""Everything that is read from outside has a limit: a gigabyte in its place is refused, and never in memory.
+
+The files are sparse, so a gigabyte takes no room on the disk; what is read of one takes memory all the same.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiered_kv.cli import main
+from tiered_kv.config import load_config
+from tiered_kv.errors import ConfigError, TieredKVError
+from tiered_kv.secret_keys import read_key_file
+from tiered_kv.stack import open_stack
+from tiered_kv.testing.redis_servers import RedisServer, redis_server
+from tiered_kv.testing.s3_servers import REGION, S3Server, missing_for_moto, moto_bucket, moto_server
+from tiered_kv.testing.tenants import BucketStorage, DirectoryStorage, RedisStorage, Storage, Tenant
+from tiered_kv.workload.trace import read_trace
+
+__all__ = ["moto_bucket", "moto_server", "redis_server"]
+
+pytestmark = [pytest.mark.trust("security"), pytest.mark.slow]
+
+HUGE_BYTES = 1 << 30
+LARGE_BYTES = 64 << 20
+"""Of what a real server has to be sent first."""
+PEAK_BYTES = 48 << 20
+BLOCKS = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _servers(request: pytest.FixtureRequest) -> None:
+    """Start what lasts for the session before any test of this module takes its footprint."""
+    if not missing_for_moto():
+        request.getfixturevalue("moto_server")
+
+
+@contextmanager
+def little_memory() -> Iterator[None]:
+    """Fail if the block has more than `PEAK_BYTES` of objects at a time that it made."""
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        yield
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak - before < PEAK_BYTES
+
+
+def grow(path: Path, size_bytes: int = HUGE_BYTES) -> None:
+    os.truncate(path, size_bytes)
+
+
+def test_the_measure_finds_what_is_too_much(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    grow(path, 2 * PEAK_BYTES)
+    with pytest.raises(AssertionError), little_memory():
+        path.read_bytes()
+
+
+def test_a_stack_s_file(tmp_path: Path) -> None:
+    path = tmp_path / "stack.yaml"
+    path.write_text("version: 1\n")
+    grow(path)
+    with little_memory(), pytest.raises(ConfigError, match="at most 1MiB"):
+        load_config(path)
+
+
+def test_a_line_of_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 0, "hash_ids": [')
+    grow(path)
+    with little_memory(), pytest.raises(ConfigError, match="longer than 4MiB"):
+        list(read_trace(path))
+
+
+def test_a_key_s_file(tmp_path: Path) -> None:
+    path = tmp_path / "name.key"
+    path.touch(mode=0o600)
+    grow(path)
+    with little_memory(), pytest.raises(ConfigError, match="larger than"):
+        read_key_file(path)
+
+
+SMALL_FILES = [
+    ("nvme", "lock", True),
+    ("nvme", "epoch", True),
+    ("nvme", "tiered-kv-nvme.json", False),
+    ("fs", "tiered-kv-fs.json", False),
+    ("fs", "ledger", True),
+    ("fs", "sweep", True),
+    ("fs", "*/namespace.json", True),
+    ("fs", "*/epoch", True),
+    ("fs", "owners/" + "a" * 16, True),
+]
+"""Tier, file, and whether the tier makes do with a huge one."""
+
+
+@pytest.mark.parametrize(("tier", "name", "opens"), SMALL_FILES)
+def test_a_small_file_of_a_directory(tier: str, name: str, opens: bool, tmp_path: Path) -> None:
+    storage = DirectoryStorage(tmp_path, tier)
+    tenant = Tenant("alice", storage)
+    tenant.store(BLOCKS)
+    directory = storage.path("alice")
+    paths = list(directory.glob(name)) or [directory / name]
+    paths[0].touch(mode=0o600)
+    grow(paths[0])
+    with little_memory():
+        refusal = ""
+        try:
+            with open_stack(tenant.file) as stack:
+                assert tenant.wrong(stack, tenant.keys(BLOCKS))[1] == 0
+        except TieredKVError as error:
+            refusal = str(error)
+        assert ("cannot be read" in refusal) != opens
+        assert main(["purge", str(tenant.file), "--yes"]) in (0, 1)
+
+
+def test_a_block_s_file(tmp_path: Path) -> None:
+    tenant = Tenant("alice", DirectoryStorage(tmp_path, "fs"))
+    tenant.store(BLOCKS)
+    for path in (tmp_path / "kv").glob("*/*/*/*"):
+        grow(path)
+    with little_memory():
+        assert tenant.load(BLOCKS) == (0, 0)
+
+
+def test_a_segment_s_file(tmp_path: Path) -> None:
+    tenant = Tenant("alice", DirectoryStorage(tmp_path, "nvme"))
+    tenant.store(BLOCKS)
+    for path in (tmp_path / "kv-alice").glob("segment-*"):
+        grow(path)
+    with little_memory(), open_stack(tenant.file) as stack:
+        assert tenant.wrong(stack, tenant.keys(BLOCKS))[1] == 0
+    # What a file occupies is counted, not what it says that it is long: the capacity holds all the same.
+    assert sum(path.stat().st_blocks * 512 for path in (tmp_path / "kv-alice").iterdir()) <= 64 << 20
+
+
+@pytest.mark.parametrize("which", ["block", "generation", "namespace"])
+def test_a_value_in_redis(which: str, redis_server: RedisServer, tmp_path: Path) -> None:
+    tenant = Tenant("alice", RedisStorage(tmp_path, [redis_server], url=redis_server.url))
+    tenant.store(BLOCKS)
+    prefix = f"tkv1:{tenant.digest}:"
+    names = [name for name in redis_server.keys(f"{prefix}*") if re.match(rf"{prefix}[0-9a-f]{{16}}:".encode(), name)]
+    for name in names if which == "block" else [f"{prefix}{which}".encode()]:
+        assert redis_server.call("SETRANGE", name, str(LARGE_BYTES), b"x").startswith(b":")
+    with little_memory():
+        came, wrong = tenant.load(BLOCKS)
+        assert wrong == 0
+        assert came == (BLOCKS if which == "namespace" else 0)
+        assert main(["purge", str(tenant.file), "--yes"]) == 0
+
+
+@pytest.mark.parametrize("which", ["blocks/", "epoch", "namespace.json"])
+def test_an_object_in_a_bucket(which: str, moto_server: S3Server, moto_bucket: str, tmp_path: Path) -> None:
+    tenant = Tenant("alice", BucketStorage(tmp_path, moto_server, moto_bucket))
+    tenant.store(BLOCKS)
+    client = moto_server.client()
+    root = f"tiered-kv/{tenant.digest}/"
+    listed = client.list_objects_v2(Bucket=moto_bucket, Prefix=f"{root}{which}").get("Contents", ())
+    body = bytes(LARGE_BYTES)
+    for name in [entry["Key"] for entry in listed][:2] or [f"{root}{which}"]:
+        client.put_object(Bucket=moto_bucket, Key=name, Body=body)
+    client.close()
+    del body
+    with little_memory():
+        _, wrong = tenant.load(BLOCKS)
+        assert wrong == 0
+        assert main(["purge", str(tenant.file), "--yes"]) == 0
+
+
+class EndlessServer:
+    """Answers whatever it is sent with a head, and then with bytes for as long as they are taken.
+
+    Args:
+        head: The first bytes of each answer.
+        filler: What follows, again and again.
+    """
+
+    def __init__(self, head: bytes, filler: bytes) -> None:
+        self._head, self._filler = head, filler * (65536 // len(filler))
+        self.sent_bytes = 0
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listening.getsockname()[1]
+        self._connections: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = self._listening.accept()
+                self._connections.append(connection)
+                self._threads.append(threading.Thread(target=self._answer, args=(connection,), daemon=True))
+                self._threads[-1].start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        with suppress(OSError), connection:
+            connection.recv(65536)
+            connection.sendall(self._head)
+            while True:
+                connection.sendall(self._filler)
+                self.sent_bytes += len(self._filler)
+
+    def close(self) -> None:
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        for connection in self._connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(30.0)
+            assert not thread.is_alive()
+
+
+ENDLESS_HTTP = {
+    "a body of a terabyte": (b"HTTP/1.1 200 OK\r\nContent-Length: 1099511627776\r\n\r\n", b"<Key>x</Key>"),
+    "an error of a terabyte": (b"HTTP/1.1 500 No\r\nContent-Length: 1099511627776\r\n\r\n", b"<Code>x</Code>"),
+    "chunks without an end": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"4\r\nabcd\r\n"),
+    "a chunk of four gigabytes": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nffffffff\r\n", b"x"),
+    "a header without an end": (b"HTTP/1.1 200 OK\r\nX: ", b"x"),
+    "headers without an end": (b"HTTP/1.1 200 OK\r\n", b"X: y\r\n"),
+    "interim answers without an end": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "no HTTP at all": (b"", b"\0"),
+}
+ENDLESS_REDIS = {
+    "a string of a terabyte": (b"$109951162777\r\n", b"x"),
+    "a line without an end": (b"+", b"x"),
+    "an array of a billion": (b"*1000000000\r\n", b"$1\r\nx\r\n"),
+    "a scan of a billion names": (b"*2\r\n$1\r\n7\r\n*1000000\r\n", b"$1\r\nx\r\n"),
+    "a name of a gigabyte": (b"*2\r\n$1\r\n7\r\n*2\r\n$1000000000\r\n", b"x"),
+    "arrays in arrays": (b"", b"*1\r\n"),
+    "a number without an end": (b":", b"1"),
+    "no RESP at all": (b"", b"\0"),
+}
+
+
+def use(tenant: Tenant) -> None:
+    """Do all that asks a server something."""
+    with little_memory():
+        try:
+            with open_stack(tenant.file) as stack:
+                tenant.put(stack, tenant.keys(BLOCKS))  # a server that says that it has done so is believed
+                assert tenant.wrong(stack, tenant.keys(BLOCKS, 100)) == (0, 0)
+                with suppress(TieredKVError):
+                    stack.secondary_tiers[0].describe()
+        except TieredKVError:
+            pass
+        assert main(["purge", str(tenant.file), "--yes", "--timeout", "5s"]) == 1
+        assert main(["purge", str(tenant.file), "--yes", "--timeout", "5s", "--tenant", "alice"]) == 1
+
+
+@pytest.fixture
+def endless() -> Iterator[Callable[[tuple[bytes, bytes]], EndlessServer]]:
+    servers: list[EndlessServer] = []
+
+    def start(form: tuple[bytes, bytes]) -> EndlessServer:
+        servers.append(EndlessServer(*form))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+class Elsewhere(Storage):
+    """Where nothing can be looked at.
+
+    Args:
+        folder: For stacks' files.
+        entry: The tier's entry.
+    """
+
+    def __init__(self, folder: Path, entry: dict[str, Any]) -> None:
+        super().__init__(folder)
+        self._entry = entry
+
+    def entry(self, tenant: str) -> dict[str, object]:
+        return {**self._entry, "job_timeout": "2s", "lookup_timeout": "500ms"}
+
+    def everything(self) -> Iterator[tuple[str, bytes]]:
+        yield from ()
+
+
+@pytest.mark.parametrize("form", ENDLESS_HTTP)
+def test_an_s3_server_s_answers(
+    form: str, endless: Callable[[tuple[bytes, bytes]], EndlessServer], tmp_path: Path
+) -> None:
+    server = endless(ENDLESS_HTTP[form])
+    entry = {"type": "s3", "bucket": "kv-bucket", "region": REGION, "access_key_id": "a", "secret_access_key": "b"}
+    more = {"endpoint_url": f"http://127.0.0.1:{server.port}", "attempts": 1, "request_timeout": "1s"}
+    use(Tenant("alice", Elsewhere(tmp_path, {**entry, **more})))
+    assert server.sent_bytes > 0
+
+
+@pytest.mark.parametrize("form", ENDLESS_REDIS)
+def test_a_redis_server_s_replies(
+    form: str, endless: Callable[[tuple[bytes, bytes]], EndlessServer], tmp_path: Path
+) -> None:
+    server = endless(ENDLESS_REDIS[form])
+    url = f"redis://127.0.0.1:{server.port}"
+    use(
+        Tenant("alice", Elsewhere(tmp_path, {"type": "redis", "url": url, "timeout": "1s", "connect_timeout": "500ms"}))
+    )
+
+
+@pytest.mark.parametrize("form", ENDLESS_REDIS)
+def test_a_redis_cluster_s_replies(
+    form: str, endless: Callable[[tuple[bytes, bytes]], EndlessServer], tmp_path: Path
+) -> None:
+    server = endless(ENDLESS_REDIS[form])
+    nodes = {"mode": "cluster", "nodes": [f"127.0.0.1:{server.port}"]}
+    use(Tenant("alice", Elsewhere(tmp_path, {"type": "redis", **nodes, "timeout": "1s", "connect_timeout": "500ms"})))

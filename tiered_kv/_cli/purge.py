@@ -1,0 +1,225 @@
+"""`tiered-kv purge`: remove the bytes of a namespace, or of a tenant, from every tier of a stack."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+
+from tiered_kv._cli.arguments import seconds
+from tiered_kv._cli.output import print_json, print_table, print_text
+from tiered_kv._cli.status import Status
+from tiered_kv.config import StackConfig, load_config
+from tiered_kv.errors import ConfigError, TieredKVError
+from tiered_kv.hooks import tier_plugins
+from tiered_kv.redaction import scrub, secrets_in
+from tiered_kv.settings import TierSettings
+from tiered_kv.tiering.administration import DIGEST_HEX, TierAdministration
+from tiered_kv.units import rounded_bytes
+
+_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which namespaces are meant.
+
+    Args:
+        digest: The one with this digest; empty for the tenant's.
+        tenant: Those whose readable form names this tenant.
+    """
+
+    digest: str
+    tenant: str = ""
+
+    def __str__(self) -> str:
+        return f"tenant '{self.tenant}'" if self.tenant else f"namespace {self.digest}"
+
+
+@dataclass(slots=True)
+class NamespacePurge:
+    """One namespace in one tier.
+
+    Args:
+        namespace: Its digest.
+        tenant: Whose it is; None if that cannot be told.
+        blocks: How many blocks are stored, or were removed; None where it cannot be told.
+        size_bytes: What they take, or took; None likewise.
+        purged: Whether it was purged, and nothing is left.
+        left: What is left, and why.
+        notes: What else is to be known.
+    """
+
+    namespace: str
+    tenant: str | None
+    blocks: int | None
+    size_bytes: int | None
+    purged: bool = False
+    left: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class TierPurge:
+    """What was found in one tier, and what became of it.
+
+    Args:
+        name: Its name in the stack.
+        type: Its type.
+        error: Why it cannot be purged; empty if it can.
+        namespaces: Those that are meant.
+        unknown: Digests of namespaces of which cannot be told whose they are, where a tenant's are meant.
+    """
+
+    name: str
+    type: str
+    error: str = ""
+    namespaces: list[NamespacePurge] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not (self.error or self.unknown or any(each.left for each in self.namespaces))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Remove the bytes of the stack's namespace, or of those that you name, from every secondary tier, and look "
+        "whether any are left. Stacks that are open go on, and may store again: stop those of the tenant first."
+    )
+    parser.add_argument("stack", metavar="STACK", help="the stack's YAML file")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--tenant", metavar="NAME", type=_tenant, help="every namespace of this tenant in those tiers")
+    which.add_argument("--namespace", metavar="DIGEST", type=_digest, help="the namespace with this digest")
+    parser.add_argument("--dry-run", action="store_true", help="show what would be removed")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument("--timeout", metavar="TIME", type=seconds, default=_TIMEOUT_S, help="for each tier (10m)")
+
+
+def run(args: argparse.Namespace) -> Status:
+    config = load_config(args.stack)
+    choice = _choice(args, config)
+    tiers = [_look(settings, choice, args.timeout) for settings in config.secondary]
+    if not args.json:
+        print_text(f"{args.stack}: {choice}\n")
+        _show(tiers, "stored")
+    if not args.dry_run and any(tier.namespaces for tier in tiers):
+        if not args.yes:
+            _ask(tiers)
+        for settings, tier in zip(config.secondary, tiers, strict=True):
+            _purge(settings, tier, args.timeout)
+        if not args.json:
+            _show(tiers, "removed")
+    ok = all(tier.ok for tier in tiers)
+    if args.json:
+        described = [{**asdict(tier), "ok": tier.ok} for tier in tiers]
+        print_json({"stack": args.stack, "of": str(choice), "dry_run": args.dry_run, "ok": ok, "tiers": described})
+    return Status.OK if ok else Status.FOUND
+
+
+def _tenant(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("expected a tenant's name, found an empty text")
+    return text
+
+
+def _digest(text: str) -> str:
+    if not DIGEST_HEX.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"expected 32 hexadecimal digits, as `tiered-kv check` shows, found {text!r}")
+    return text
+
+
+def _choice(args: argparse.Namespace, config: StackConfig) -> Choice:
+    if args.tenant is not None:
+        return Choice("", args.tenant)
+    return Choice(args.namespace or config.identity.digest.hex())
+
+
+def _look(settings: TierSettings, choice: Choice, timeout_s: float) -> TierPurge:
+    """Find what is meant in one tier."""
+    tier = TierPurge(settings.name, settings.type)
+
+    def look(administration: TierAdministration) -> None:
+        for stored in administration.namespaces(time.monotonic() + timeout_s, choice.digest or None):
+            if choice.tenant and stored.tenant is None:
+                tier.unknown.append(stored.digest)
+            elif choice.tenant in ("", stored.tenant):
+                tier.namespaces.append(NamespacePurge(stored.digest, stored.tenant, stored.blocks, stored.size_bytes))
+
+    _administer(settings, tier, look)
+    return tier
+
+
+def _purge(settings: TierSettings, tier: TierPurge, timeout_s: float) -> None:
+    """Remove what was found in one tier."""
+    deadline = time.monotonic() + timeout_s
+
+    def purge(administration: TierAdministration) -> None:
+        for found in tier.namespaces:
+            removed = administration.purge(found.namespace, deadline)
+            found.blocks, found.size_bytes = removed.blocks, removed.size_bytes
+            found.left, found.notes = removed.left, removed.notes
+            found.purged = not removed.left
+
+    if tier.namespaces:
+        _administer(settings, tier, purge)
+
+
+def _administer(settings: TierSettings, tier: TierPurge, work: Callable[[TierAdministration], None]) -> None:
+    """Do something with a tier's administration; what goes wrong is noted as the tier's error."""
+    secrets = secrets_in(dict(settings))
+    try:
+        load = tier_plugins().resolve(settings.type).administration
+        if load is None:
+            tier.error = f"tiers of type '{settings.type}' cannot be purged by this command"
+            return
+        with closing(load()(settings)) as administration:
+            work(administration)
+    except TieredKVError as error:
+        tier.error = scrub(str(error), secrets)
+    except Exception as error:  # whatever a stranger's administration raises
+        tier.error = f"{type(error).__name__}: {scrub(str(error), secrets)}"
+
+
+def _ask(tiers: Sequence[TierPurge]) -> None:
+    """Have somebody at the terminal say yes.
+
+    Raises:
+        ConfigError: Nobody does.
+    """
+    if not sys.stdin.isatty():
+        raise ConfigError("this removes what is listed for good; give --yes, since nobody can be asked here")
+    count = sum(len(tier.namespaces) for tier in tiers)
+    print(f"Remove {count} stored namespaces for good? Type 'yes': ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip() != "yes":
+        raise ConfigError("nothing was removed")
+
+
+def _show(tiers: Sequence[TierPurge], verb: str) -> None:
+    rows = [row for tier in tiers for row in _rows(tier)]
+    print_table(["tier", "namespace", "tenant", "blocks", verb], rows, numbers=False)
+    for tier in tiers:
+        for line in _remarks(tier):
+            print_text(f"{tier.name}: {line}")
+
+
+def _rows(tier: TierPurge) -> Iterator[list[str]]:
+    for each in tier.namespaces:
+        blocks = "-" if each.blocks is None else str(each.blocks)
+        size = "-" if each.size_bytes is None else rounded_bytes(each.size_bytes)
+        yield [tier.name, each.namespace, each.tenant or "?", blocks, size]
+    if not tier.namespaces:
+        yield [tier.name, "-", "-", "-", "-" if tier.error or tier.unknown else "nothing stored"]
+
+
+def _remarks(tier: TierPurge) -> Iterator[str]:
+    for each in tier.namespaces:
+        yield from (f"LEFT of {each.namespace}: {text}" for text in each.left)
+        yield from each.notes
+    for digest in tier.unknown:
+        yield f"whose namespace {digest} is cannot be told; give --namespace if it is meant"
+    if tier.error:
+        yield f"FAILED: {tier.error}"

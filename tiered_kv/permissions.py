@@ -1,0 +1,133 @@
+"""Who can get at a directory or a file: checked when it is opened, on what was really opened.
+
+What a tier stores are the prompts of its users, as good as in clear text. So its directory is its owner's alone, mode
+0700. Nobody else can then get at what is in it, whatever the modes in there, nor put anything into it. The checks are
+of open descriptors, so nothing can be exchanged between a check and a use. The umask does not matter: a mode is set
+after a thing is made.
+
+The directories above it are the administrator's matter: who can write to one of them can move the directory away and
+put another in its place. That one would have to be empty, and be owned by this process's user, to be taken.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+from tiered_kv.errors import ConfigError
+
+DIRECTORY_MODE = 0o700
+FILE_MODE = 0o600
+OTHERS = 0o077
+"""What group and others may do."""
+
+
+class NotPrivateError(OSError):
+    """An entry is not what it should be; the message is for people."""
+
+
+def open_directory(path: str, *, make: bool = True) -> int:
+    """Return a descriptor of the directory at `path`, which must not be a symbolic link.
+
+    Args:
+        path: An absolute path.
+        make: Make it, and the directories above it, with mode 0700 where they are missing.
+
+    Raises:
+        ConfigError: It is a symbolic link.
+        OSError: It is no directory, is missing, or the file system does not let us.
+    """
+    if make:
+        _make(path)
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR) and os.path.islink(path):
+            raise ConfigError(
+                f"expected a directory, found the symbolic link {path}; give the path that it leads to", location="path"
+            ) from error
+        raise
+
+
+def check_directory(fd: int, path: str, *, may_tighten: bool) -> None:
+    """Refuse a directory that is not this process's user's alone.
+
+    Root is a user like any other here: as root, the directory has to be root's.
+
+    Args:
+        fd: The directory, open.
+        path: For messages.
+        may_tighten: It holds nothing yet, so its mode is set to 0700 if it is another one.
+
+    Raises:
+        ConfigError: It is another user's, or others can get at it; the message says what to do.
+        OSError: Its mode cannot be set.
+    """
+    status = os.fstat(fd)
+    uid = os.geteuid()
+    if status.st_uid != uid:
+        raise ConfigError(
+            f"expected a directory that belongs to this process's user (uid {uid}), found {path} of uid "
+            f"{status.st_uid}; give another, or run: chown -R {uid} {path}",
+            location="path",
+        )
+    if not stat.S_IMODE(status.st_mode) & OTHERS:
+        return
+    if may_tighten:
+        os.fchmod(fd, DIRECTORY_MODE)
+        status = os.fstat(fd)
+    if stat.S_IMODE(status.st_mode) & OTHERS:
+        raise ConfigError(
+            f"expected a directory that only its owner can get at, found {path} with mode "
+            f"{stat.S_IMODE(status.st_mode):04o}; make sure that nobody has put anything into it, and run: "
+            f"chmod 700 {path}",
+            location="path",
+        )
+
+
+def check_file(fd: int, name: str, *, any_owner: bool = False) -> os.stat_result:
+    """Refuse a file that may be somebody else's too, before it is written to, or believed, and set its mode to 0600.
+
+    A hard link is refused, since who may make entries in a directory could have made one to a file that only this
+    process may write to.
+
+    Args:
+        fd: The file, open; the caller has not followed a symbolic link.
+        name: For messages.
+        any_owner: Do not look at owner and mode, which the file system does not keep.
+
+    Returns:
+        Its status.
+
+    Raises:
+        NotPrivateError: It is no regular file, another user's, or has further names.
+        OSError: Its mode cannot be set.
+    """
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise NotPrivateError(errno.ELOOP, f"{name} is not a regular file; remove it")
+    if not any_owner and status.st_uid != os.geteuid():
+        raise NotPrivateError(errno.EPERM, f"{name} belongs to another user (uid {status.st_uid})")
+    if status.st_nlink > 1:
+        raise NotPrivateError(errno.EMLINK, f"{name} has {status.st_nlink} names (hard links); remove it")
+    if not any_owner and stat.S_IMODE(status.st_mode) & OTHERS:
+        os.fchmod(fd, FILE_MODE)
+    return status
+
+
+def _make(path: str) -> None:
+    """Make a directory and those above it that are missing."""
+    try:
+        os.mkdir(path, DIRECTORY_MODE)
+    except FileExistsError:
+        return
+    except FileNotFoundError:
+        parent = os.path.dirname(path)
+        if parent == path:
+            raise
+        _make(parent)
+        try:
+            os.mkdir(path, DIRECTORY_MODE)
+        except FileExistsError:  # another process was first
+            pass

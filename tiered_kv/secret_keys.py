@@ -1,0 +1,107 @@
+"""Secret keys of 32 bytes: read from a text or a file, never shown.
+
+    key = parse_key(settings.name_key.get_secret_value())
+    key = read_key_file("/etc/tiered-kv/name.key")
+
+A key is made by `openssl rand -hex 32` or `openssl rand -base64 32`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import re
+import stat
+
+from tiered_kv.errors import ConfigError
+from tiered_kv.redaction import redact
+from tiered_kv.units import format_bytes
+
+KEY_BYTES = 32
+KEY_FILE_BYTES_MAX = 1024
+"""A key is at most 64 characters: a larger file is another one."""
+
+_HEX = re.compile(r"[0-9A-Fa-f]{64}")
+_BASE64 = re.compile(r"[A-Za-z0-9+/_-]{43}=?")
+_ACCEPTED = f"{KEY_BYTES} bytes as 64 hexadecimal digits or as base64, such as `openssl rand -hex {KEY_BYTES}` prints"
+_READABLE_BY_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+def parse_key(text: str) -> bytes:
+    """Return the key that `text` stands for; white space around it does not matter.
+
+    Args:
+        text: 64 hexadecimal digits, or base64 (RFC 4648, of either alphabet, padded or not) of 32 bytes.
+
+    Returns:
+        32 bytes.
+
+    Raises:
+        ConfigError: It is no key. The message shows nothing of it, nor how long it is.
+    """
+    stripped = text.strip()
+    if _HEX.fullmatch(stripped):
+        return bytes.fromhex(stripped)
+    if _BASE64.fullmatch(stripped):
+        standard = stripped.rstrip("=").replace("-", "+").replace("_", "/")
+        try:
+            return base64.b64decode(f"{standard}=", validate=True)
+        except binascii.Error:
+            pass
+    # Raised outside of the handler: the library's own error must not be shown beside this one.
+    raise ConfigError(f"expected a key: {_ACCEPTED}")
+
+
+def read_key_file(path: str | os.PathLike[str]) -> bytes:
+    """Return the key in the file at `path`, which must be this user's own and closed to everybody else.
+
+    Args:
+        path: A regular file, or a link to one, that holds nothing but a key as `parse_key` takes it.
+
+    Returns:
+        32 bytes.
+
+    Raises:
+        ConfigError: The file cannot be read, belongs to another user, may be used by its group or by others, is larger
+            than `KEY_FILE_BYTES_MAX`, or holds no key. The message has the path, and nothing of what the file holds.
+    """
+    shown = f"the key file '{redact(os.fspath(path))}'"
+    content, problem = _read(path)
+    if problem:
+        raise ConfigError(f"{shown} {problem}")
+    try:
+        return parse_key(content.decode("ascii", "replace"))
+    except ConfigError as error:
+        problem = error.message
+    raise ConfigError(f"{shown} holds no key: {problem}")
+
+
+def _read(path: str | os.PathLike[str]) -> tuple[bytes, str]:
+    """Return what the file holds, and why it cannot be used, or an empty text."""
+    try:
+        # Not blocking, so that a pipe in the file's place is refused instead of waited for.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:  # a path with a null character is a ValueError
+        return b"", f"cannot be opened: {getattr(error, 'strerror', None) or 'this is no path'}"
+    try:
+        problem = _refusal(os.fstat(descriptor))  # of the file that was opened, whoever replaces it meanwhile
+        content = b"" if problem else os.read(descriptor, KEY_FILE_BYTES_MAX + 1)
+    except OSError as error:
+        return b"", f"cannot be read: {error.strerror}"
+    finally:
+        os.close(descriptor)
+    if len(content) > KEY_FILE_BYTES_MAX:
+        return b"", f"is larger than {format_bytes(KEY_FILE_BYTES_MAX)}: expected a key and nothing else"
+    return content, problem
+
+
+def _refusal(status: os.stat_result) -> str:
+    """Return why a file is not trusted to hold a secret, or an empty text."""
+    if not stat.S_ISREG(status.st_mode):
+        return "is no regular file"
+    if status.st_uid != os.geteuid():
+        return f"belongs to user {status.st_uid}, and this process is user {os.geteuid()}: it must be the process's own"
+    if status.st_mode & _READABLE_BY_OTHERS:
+        return f"has mode {stat.S_IMODE(status.st_mode):04o}: expected one that is closed to others, as by chmod 600"
+    return ""

@@ -1,0 +1,203 @@
+"""Keyed names: what a tier's storage is told instead of a block's key.
+
+A key is a hash of tokens. Whoever knows a prompt can compute it, and who reads a bucket, a directory or a server could
+then tell whether somebody has asked that prompt. With a *name key* a tier never sees a key. It sees a name:
+
+    BLAKE2b(key = name key, person = "tiered-kv-name-1", digest's length (1 byte) || namespace digest || block's key),
+    32 bytes || group index
+
+BLAKE2b (RFC 7693) in its keyed mode is a MAC: without the name key nobody can compute a name, or tell which of two keys
+it stands for. A name has the form of an `OffloadKey`, and
+keeps the group's index, which says nothing of the tokens.
+
+BLAKE2b takes about 0.4 of the time of HMAC-SHA256 (`docs/performance.md`), since the state that has absorbed the name
+key and the digest is copied for each block, and what is left fits one compression.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+
+from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
+from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
+
+NAMES_MAX = 1 << 15
+"""Keys whose names are remembered; a request asks for, stores and touches the same ones. At most about 8 MB."""
+EVENT_NAMES_MAX = 1 << 16
+"""Names whose keys are remembered for events, those first submitted go first. At most about 16 MB."""
+
+_PERSON = b"tiered-kv-name-1"
+_NAME_BYTES = 32
+_GROUP_BYTES = 4
+
+
+class NameMap(dict[OffloadKey, OffloadKey]):
+    """The name of each key, computed when it is first asked for. One thread.
+
+    A dictionary, so that what is known is found without a call in Python. It is emptied when it is full: to find out
+    which entry was used last would cost more than to compute it again.
+
+    Args:
+        name_key: 32 bytes, secret.
+        namespace_digest: At most 255 bytes.
+    """
+
+    __slots__ = ("_new_mac",)
+
+    def __init__(self, name_key: bytes, namespace_digest: bytes) -> None:
+        super().__init__()
+        prefix = bytes([len(namespace_digest)]) + namespace_digest  # with the length, no digest and key run together
+        mac = hashlib.blake2b(prefix, digest_size=_NAME_BYTES, key=name_key, person=_PERSON)
+        self._new_mac = mac.copy
+
+    # On the scheduler's thread, for each block: nothing in these two that can be avoided, a NewType's call included.
+
+    def __missing__(self, key: OffloadKey) -> OffloadKey:
+        if len(self) >= NAMES_MAX:
+            self.clear()
+        mac = self._new_mac()
+        mac.update(key)
+        self[key] = name = mac.digest() + key[-_GROUP_BYTES:]  # type: ignore[assignment]
+        return name  # type: ignore[return-value]
+
+    def of(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
+        """Return the names of `keys`, in order."""
+        if len(self) >= NAMES_MAX:
+            self.clear()
+        get, new_mac = self.get, self._new_mac
+        names: list[OffloadKey] = []
+        for key in keys:
+            name = get(key)
+            if name is None:
+                mac = new_mac()
+                mac.update(key)
+                self[key] = name = mac.digest() + key[-_GROUP_BYTES:]  # type: ignore[assignment]
+            names.append(name)  # type: ignore[arg-type]
+        return names
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} names>"  # and not what is stored, and under what
+
+
+class KeyedNames(SecondaryTierManager):
+    """A tier that is told names instead of keys, wrapped so that its callers see keys.
+
+    Calls are as cheap and as thread-bound as those of the wrapped tier: all of them belong to one thread, but for
+    `stats`, `describe` and `lookup_failures`, which are passed on.
+
+    Events: the key of a name is known for the last `EVENT_NAMES_MAX` blocks that this process stored or loaded. Others,
+    such as those that an earlier process stored, are left out of events, and counted in `untold_event_blocks`.
+
+    Args:
+        inner: The tier, opened; it is shut down with this one.
+        name_key: 32 bytes, secret. Two processes share blocks if theirs are the same.
+    """
+
+    def __init__(self, inner: SecondaryTierManager, name_key: bytes) -> None:
+        spec = inner._offloading_spec
+        super().__init__(spec, inner._primary_kv_view, inner.tier_type)
+        self.inner = inner
+        self._name_of = NameMap(name_key, getattr(spec, "namespace_digest", bytes(16)))
+        self._lookup = inner.lookup
+        # Keys and names of each job in flight, as many as its lane lets in.
+        self._jobs: dict[JobId, tuple[Collection[OffloadKey], list[OffloadKey]]] = {}
+        self._has_events = type(inner).take_events is not SecondaryTierManager.take_events
+        self._keys_of_events: dict[OffloadKey, OffloadKey] = {}  # by name, the first that was submitted first
+        self._untold_event_blocks = 0
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        return self._lookup(self._name_of[key], req_context)
+
+    def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        return self.inner.lookup_many(self._name_of.of(keys), req_context)
+
+    @property
+    def lookup_failures(self) -> int:
+        return self.inner.lookup_failures
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self.inner.touch(self._name_of.of(keys), req_context)
+
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        self._submit(self.inner.submit_store, job_metadata)
+
+    def submit_load(self, job_metadata: JobMetadata) -> None:
+        self._submit(self.inner.submit_load, job_metadata)
+
+    def get_finished(self) -> Iterable[JobResult]:
+        results = self.inner.get_finished()
+        return [self._end(result) for result in results] if results else ()
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return [told for event in self.inner.take_events() if (told := self._tell(event)).keys]
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return self.inner.on_new_request(req_context)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self.inner.on_request_finished(req_context)
+
+    def on_schedule_end(self) -> None:
+        self.inner.on_schedule_end()
+
+    def reset_cache(self) -> bool:
+        return self.inner.reset_cache()
+
+    def stats(self) -> Mapping[str, int]:
+        return {**self.inner.stats(), "untold_event_blocks": self._untold_event_blocks}
+
+    def describe(self) -> Mapping[str, object]:
+        return {**self.inner.describe(), "names": "keyed"}
+
+    def shutdown(self) -> None:
+        self.inner.shutdown()
+
+    def _submit(self, submit: Callable[[JobMetadata], None], job: JobMetadata) -> None:
+        names = self._name_of.of(job.keys)
+        self._jobs[job.job_id] = (job.keys, names)
+        try:
+            submit(replace(job, keys=names))
+        except BaseException:
+            self._jobs.pop(job.job_id, None)
+            raise
+        if self._has_events:
+            keys_of = self._keys_of_events
+            keys_of.update(zip(names, job.keys, strict=True))
+            for name in list(islice(keys_of, max(len(keys_of) - EVENT_NAMES_MAX, 0))):
+                del keys_of[name]
+
+    def _end(self, result: JobResult) -> JobResult:
+        """Return a result in terms of keys; one of a job that nobody submitted as it is, for the lane to count."""
+        job = self._jobs.pop(result.job_id, None) if isinstance(result, JobResult) else None
+        if job is None or result.successful_keys is None:
+            return result
+        key_of = dict(zip(job[1], job[0], strict=True))
+        # A name that was not in the job is one more thing that did not succeed.
+        keys = [key_of[name] for name in result.successful_keys if name in key_of]
+        return replace(result, successful_keys=keys)
+
+    def _tell(self, event: OffloadingEvent) -> OffloadingEvent:
+        """Return an event in terms of those of its keys that are known."""
+        found = [self._keys_of_events.get(name) for name in event.keys]
+        keys = [key for key in found if key is not None]
+        self._untold_event_blocks += len(found) - len(keys)
+        return replace(event, keys=keys)
+
+
+class NonblockingKeyedNames(KeyedNames):
+    """The same around a tier whose calls return at once: so do this one's."""
+
+    is_nonblocking = True
+
+
+def with_keyed_names(tier: SecondaryTierManager, name_key: bytes) -> KeyedNames:
+    """Return `tier` as one that is told names instead of keys, and that says what `tier` says of its calls.
+
+    Args:
+        tier: Any tier, opened.
+        name_key: 32 bytes, secret.
+    """
+    return (NonblockingKeyedNames if tier.is_nonblocking else KeyedNames)(tier, name_key)

@@ -1,0 +1,152 @@
+"""The settings that say what a tier does to blocks; every built-in tier has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, SecretStr, field_validator, model_validator
+
+from tiered_kv.errors import ConfigError
+from tiered_kv.redaction import scrub
+from tiered_kv.secret_keys import parse_key, read_key_file
+from tiered_kv.settings import StrictModel, TierSettings
+from tiered_kv.toolkit.codec_set import CodecSet, encrypting_codecs
+from tiered_kv.toolkit.codecs import codec_by_name
+from tiered_kv.toolkit.encryption import KEY_ID_MAX, AesGcmCodec, Cipher, ZstdAesGcmCodec
+from tiered_kv.toolkit.status import RecordStatus
+from tiered_kv.units import Count
+
+KEYS_MAX = 64
+
+KeyId = Annotated[Count, Field(ge=1, le=KEY_ID_MAX)]
+
+_IDS_OF_ENCRYPTING = {kind.name: kind.codec_id for kind in (AesGcmCodec, ZstdAesGcmCodec)}
+
+
+class EncryptionSettings(StrictModel):
+    """The keys that a tier's blocks are encrypted with."""
+
+    keys: dict[KeyId, SecretStr] = Field(
+        default={},
+        max_length=KEYS_MAX,
+        description="Keys by their ids, numbers from 1: each 32 bytes in hexadecimal or base64; "
+        'write {1: "${KV_KEY_1}"}.',
+    )
+    key_files: dict[KeyId, Annotated[str, Field(min_length=1)]] = Field(
+        default={},
+        max_length=KEYS_MAX,
+        description="Files that hold keys, by the keys' ids; closed to other users. Beside `keys`, or instead.",
+    )
+    write_key: KeyId | None = Field(
+        default=None, description="Id of the key to encrypt with; by default the only one. The others are for reading."
+    )
+    accept_plain: bool = Field(
+        default=False,
+        description="Also read blocks that are not encrypted, which anybody who can write into the storage can plant.",
+    )
+
+    @field_validator("keys", "key_files", mode="before")
+    @classmethod
+    def _ids_are_ids(cls, by_id: object) -> object:
+        """Refuse here what is no id: an error names the place by it, and it may be the key that was to be its value."""
+        if isinstance(by_id, Mapping) and not all(map(_is_id, by_id)):
+            raise ValueError(f"expected whole numbers from 1 to {KEY_ID_MAX} before the colons, as ids of keys")
+        return by_id
+
+    @field_validator("keys")
+    @classmethod
+    def _keys_are_keys(cls, keys: dict[int, SecretStr]) -> dict[int, SecretStr]:
+        for key_id, text in keys.items():
+            problem = _problem_of(text)
+            if problem:
+                raise ValueError(f"key {key_id}: {problem}")
+        return keys
+
+    @model_validator(mode="after")
+    def _ids_fit(self) -> Self:
+        both = sorted(self.keys.keys() & self.key_files.keys())
+        if both:
+            raise ValueError(f"'keys' and 'key_files' both give key {both[0]}; give one of them")
+        ids = self.keys.keys() | self.key_files.keys()
+        if not ids:
+            raise ValueError("expected a key in 'keys' or 'key_files'")
+        if self.write_key is None and len(ids) > 1:
+            raise ValueError("expected 'write_key', the id of the key to encrypt with: there are several")
+        if self.write_key is not None and self.write_key not in ids:
+            raise ValueError(f"'write_key' names key {self.write_key}, which neither 'keys' nor 'key_files' has")
+        return self
+
+    def read_keys(self) -> dict[int, bytes]:
+        """Return all keys by their ids; reads the files.
+
+        Raises:
+            ConfigError: A file cannot be used.
+        """
+        found = {key_id: parse_key(text.get_secret_value()) for key_id, text in self.keys.items()}
+        problem, location = "", ""
+        for key_id, path in self.key_files.items():
+            try:
+                found[key_id] = read_key_file(path)
+            except ConfigError as error:
+                problem = scrub(error.message, self.secret_texts())  # a path that a variable brought is not shown
+                location = f"encryption.key_files.{key_id}"
+                break
+        if problem:  # outside of the handler: the error that it was must not be shown beside this one
+            raise ConfigError(problem, location=location)
+        return found
+
+
+class CodecSettings(TierSettings):
+    """What the YAML entry of a tier has that keeps blocks in one of the codecs."""
+
+    codec: Literal["raw", "zstd", "aes-256-gcm", "zstd+aes-256-gcm"] = Field(
+        default="raw",
+        description="How blocks are stored: as they are, compressed (extra `zstd`), encrypted (extra `crypto`), "
+        "or both.",
+    )
+    encryption: EncryptionSettings | None = Field(
+        default=None,
+        description="Keys to encrypt blocks with, and to read encrypted ones with whatever `codec` says.",
+    )
+
+    @model_validator(mode="after")
+    def _has_keys(self) -> Self:
+        if self.codec in _IDS_OF_ENCRYPTING and self.encryption is None:
+            raise ValueError(f"codec '{self.codec}' needs 'encryption' with a key, keys: {{1: \"${{KV_KEY_1}}\"}}")
+        return self
+
+    def open_codecs(self) -> CodecSet:
+        """Return the codecs that these settings ask for; reads key files.
+
+        Raises:
+            ConfigError: A key file cannot be used.
+            MissingExtraError: A library is not installed.
+        """
+        settings = self.encryption
+        if settings is None:
+            return CodecSet(codec_by_name(self.codec))
+        keys = settings.read_keys()
+        if self.codec not in _IDS_OF_ENCRYPTING:
+            return CodecSet(codec_by_name(self.codec), Cipher(keys, None))
+        if self.codec == ZstdAesGcmCodec.name:
+            codec_by_name("zstd")  # an error if it is not installed
+        cipher = Cipher(keys, settings.write_key if settings.write_key is not None else next(iter(keys)))
+        writer = encrypting_codecs(cipher)[_IDS_OF_ENCRYPTING[self.codec]]
+        assert not isinstance(writer, RecordStatus), "its library is there"
+        return CodecSet(writer, cipher, accept_plain=settings.accept_plain)
+
+
+def _is_id(name: object) -> bool:
+    """Return whether `name` is the id of a key; in JSON it is a text."""
+    if isinstance(name, str) and name.isascii() and name.isdecimal() and len(name) <= len(str(KEY_ID_MAX)):
+        name = int(name)
+    return isinstance(name, int) and not isinstance(name, bool) and 1 <= name <= KEY_ID_MAX
+
+
+def _problem_of(key: SecretStr) -> str:
+    try:
+        parse_key(key.get_secret_value())
+    except ConfigError as error:
+        return error.message
+    return ""

@@ -1,0 +1,243 @@
+"""Authenticated encryption of blocks: AES-256-GCM (NIST SP 800-38D), of the library `cryptography`.
+
+A payload is an envelope, `docs/formats.md` draws it: key id, key check, salt, nonce, ciphertext, tag. The associated
+data is the head of the envelope, the codec's number, the block's length, the namespace's digest and the block's whole
+key. So a payload that was changed, or moved to another key, namespace or codec, fails its tag.
+
+Nonces. Under one key no nonce may be used twice: two messages would give away the XOR of their texts, and the key of
+the authentication. Random nonces of 96 bits under one key are safe for 2**32 messages (SP 800-38D, 8.3), which many
+processes that share a key reach. So a `Cipher` draws a random salt of 128 bits and derives a *session key* from key
+and salt by HKDF-SHA256 (RFC 5869), under which it counts its nonces from 0. A new session begins after
+`SESSION_MESSAGES_MAX` messages, and in the child of a fork. Two sessions have the same key only if two salts of 128
+random bits are equal, for which 2**48 sessions have a chance of 2**-33. What no process can notice is that it was
+copied whole, as by a snapshot of its virtual machine that is resumed twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import struct
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Final
+
+from tiered_kv.errors import MissingExtraError
+from tiered_kv.secret_keys import KEY_BYTES
+from tiered_kv.toolkit.codecs import (
+    AES_ID,
+    OVERHEAD_BYTES_MAX,
+    ZSTD_AES_ID,
+    Draft,
+    ZstdCodec,
+)
+from tiered_kv.toolkit.room import ThreadRoom
+from tiered_kv.toolkit.status import RecordStatus
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+KEY_ID_MAX: Final = (1 << 32) - 1
+
+SESSION_MESSAGES_MAX: Final = 1 << 24
+"""TLS 1.3 changes the key after 2**24.5 records of 16 KiB for a margin of 2**-57 (RFC 8446, 5.5); of blocks of 1 MiB
+this many are 2**40 AES blocks, by the same bound 2**-49."""
+SESSIONS_CACHED_MAX: Final = 1024
+"""Session keys that a reader keeps; deriving one takes microseconds."""
+
+_HEAD = struct.Struct("<I8s16s12s")  # key id, key check, salt, nonce
+_CONTEXT = struct.Struct("<HQ")  # codec, bytes of the block
+_SALT_BYTES = 16
+_NONCE_BYTES = 12
+_CHECK_BYTES = 8
+_TAG_BYTES = 16
+assert _HEAD.size + _TAG_BYTES == OVERHEAD_BYTES_MAX
+
+# What else is derived from a key some day gets another text.
+_SESSION_INFO = b"tiered-kv aes-256-gcm session 1"
+_CHECK_INFO = b"tiered-kv aes-256-gcm key check 1"
+
+_forks = 0
+
+
+def _note_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+class _Session:
+    """One session key, and the nonces that have not been used under it."""
+
+    def __init__(self, key_id: int, check: bytes, salt: bytes, aead: AESGCM) -> None:
+        self.fields = (key_id, check, salt)
+        self.aead = aead
+        self.forks = _forks
+        self._lock = threading.Lock()
+        self._next = 0
+
+    def nonce(self) -> bytes | None:
+        """Return a nonce that nobody else gets; None if there are no more."""
+        with self._lock:
+            number = self._next
+            if number >= SESSION_MESSAGES_MAX:
+                return None
+            self._next = number + 1
+        return number.to_bytes(_NONCE_BYTES, "big")
+
+
+class Cipher:
+    """Encrypts with one key and decrypts with several. Any thread may call, several at once; so may forked children.
+
+    Args:
+        keys: Keys of 32 bytes by their ids, 1 to `KEY_ID_MAX`.
+        write_key: The id of the one to encrypt with; None where nothing is to be encrypted.
+
+    Raises:
+        MissingExtraError: The library is not installed, or lacks what this needs.
+    """
+
+    def __init__(self, keys: Mapping[int, bytes], write_key: int | None) -> None:
+        assert all(0 < key_id <= KEY_ID_MAX and len(key) == KEY_BYTES for key_id, key in keys.items())
+        self._derive, self._aead_of, self._invalid_tag = _import_cryptography()
+        self._keys = dict(keys)
+        self._checks = {key_id: self._derive(key, None, _CHECK_INFO, _CHECK_BYTES) for key_id, key in keys.items()}
+        self._session_of = functools.lru_cache(SESSIONS_CACHED_MAX)(self._session_key)
+        self.write_key = write_key or 0
+        self._session = self._new_session() if write_key is not None else None
+
+    def encrypt_into(self, draft: Draft, target: memoryview, binding: bytes) -> None:
+        """Write the envelope of a draft into `target`, which is as long as it."""
+        session, nonce = self._take_nonce()
+        head = _HEAD.pack(*session.fields, nonce)
+        target[: _HEAD.size] = head
+        associated = head + _CONTEXT.pack(draft.codec_id, draft.raw_bytes) + binding
+        session.aead.encrypt_into(nonce, draft.content, associated, target[_HEAD.size :])
+
+    def decrypt_into(
+        self, payload: memoryview, target: memoryview, codec_id: int, raw_bytes: int, binding: bytes
+    ) -> RecordStatus:
+        """Write what an envelope holds into `target`. What fails may leave there what was not authenticated.
+
+        Args:
+            payload: The envelope.
+            target: `content_bytes_of(payload)` of memory, apart from `payload`.
+            codec_id, raw_bytes: What the record says.
+            binding: As in `Draft.write_into`.
+        """
+        if len(payload) != len(target) + OVERHEAD_BYTES_MAX:
+            return RecordStatus.BAD_PAYLOAD
+        head = bytes(payload[: _HEAD.size])
+        key_id, check, salt, nonce = _HEAD.unpack(head)
+        if self._checks.get(key_id) != check:
+            return RecordStatus.UNKNOWN_KEY
+        associated = head + _CONTEXT.pack(codec_id, raw_bytes) + binding
+        try:
+            self._session_of(key_id, salt).decrypt_into(nonce, payload[_HEAD.size :], associated, target)
+        except self._invalid_tag:
+            return RecordStatus.BAD_TAG
+        return RecordStatus.OK
+
+    def _take_nonce(self) -> tuple[_Session, bytes]:
+        session = self._session
+        assert session is not None, "there is a key to write with"
+        # In the child of a fork the session's lock may be held by a thread that is not there: it is not touched.
+        if session.forks == _forks and (nonce := session.nonce()) is not None:
+            return session, nonce
+        # Several threads may do this at once. Each has a session of its own then, and the last one's stays.
+        session = self._session = self._new_session()
+        nonce = session.nonce()
+        assert nonce is not None, "the session is new"
+        return session, nonce
+
+    def _new_session(self) -> _Session:
+        salt = os.urandom(_SALT_BYTES)
+        return _Session(self.write_key, self._checks[self.write_key], salt, self._session_key(self.write_key, salt))
+
+    def _session_key(self, key_id: int, salt: bytes) -> AESGCM:
+        return self._aead_of(self._derive(self._keys[key_id], salt, _SESSION_INFO, KEY_BYTES))
+
+
+class AesGcmCodec:
+    """Blocks encrypted.
+
+    Args:
+        cipher: The keys.
+    """
+
+    codec_id = AES_ID
+    name = "aes-256-gcm"
+    overhead_bytes = OVERHEAD_BYTES_MAX
+
+    def __init__(self, cipher: Cipher) -> None:
+        self._cipher = cipher
+
+    def draft(self, block: memoryview) -> Draft:
+        size = len(block)
+        return Draft(self.codec_id, self._cipher.write_key, size, size + OVERHEAD_BYTES_MAX, block, self._cipher)
+
+    def decode(self, payload: memoryview, block: memoryview, binding: bytes) -> RecordStatus:
+        return self._cipher.decrypt_into(payload, block, self.codec_id, len(block), binding)
+
+
+class ZstdAesGcmCodec:
+    """Blocks compressed, then encrypted; one that would not get shorter than it was is only encrypted.
+
+    Args:
+        cipher: The keys.
+
+    Raises:
+        MissingExtraError: The zstandard library is not installed.
+    """
+
+    codec_id = ZSTD_AES_ID
+    name = "zstd+aes-256-gcm"
+    overhead_bytes = OVERHEAD_BYTES_MAX
+
+    def __init__(self, cipher: Cipher) -> None:
+        self._cipher = cipher
+        self._zstd = ZstdCodec()
+        self._plain = AesGcmCodec(cipher)
+        self._room = ThreadRoom()
+
+    def draft(self, block: memoryview) -> Draft:
+        content = self._zstd.encode(block)
+        if content is None or len(content) + OVERHEAD_BYTES_MAX >= len(block):
+            return self._plain.draft(block)
+        size = len(content) + OVERHEAD_BYTES_MAX
+        return Draft(self.codec_id, self._cipher.write_key, len(block), size, content, self._cipher)
+
+    def decode(self, payload: memoryview, block: memoryview, binding: bytes) -> RecordStatus:
+        if len(payload) not in range(OVERHEAD_BYTES_MAX, len(block)):
+            return RecordStatus.BAD_PAYLOAD
+        content = self._room.take(len(payload) - OVERHEAD_BYTES_MAX)
+        status = self._cipher.decrypt_into(payload, content, self.codec_id, len(block), binding)
+        return self._zstd.decode(content, block, binding) if status is RecordStatus.OK else status
+
+
+def key_id_of(payload: memoryview) -> int:
+    """Return which key an envelope says it was encrypted with; 0 where it is none."""
+    return int.from_bytes(payload[:4], "little") if len(payload) >= OVERHEAD_BYTES_MAX else 0
+
+
+Derive = Callable[[bytes, bytes | None, bytes, int], bytes]
+"""From a key, a salt and a text, so many bytes."""
+
+
+def _import_cryptography() -> tuple[Derive, type[AESGCM], type[Exception]]:
+    try:
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        from cryptography.hazmat.primitives.hashes import SHA256
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+    except ImportError as error:
+        raise MissingExtraError(f"codec '{AesGcmCodec.name}'", "crypto") from error
+    if not hasattr(AESGCM, "encrypt_into"):  # before version 47
+        raise MissingExtraError(f"codec '{AesGcmCodec.name}'", "crypto")
+
+    def derive(key: bytes, salt: bytes | None, info: bytes, size_bytes: int) -> bytes:
+        return HKDF(SHA256(), size_bytes, salt, info).derive(key)
+
+    return derive, AESGCM, InvalidTag

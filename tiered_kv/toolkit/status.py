@@ -1,0 +1,37 @@
+"""What became of a record that was read."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class RecordStatus(Enum):
+    """Whether a record is the one that was asked for; the value is the reason's name in the counters."""
+
+    OK = "ok"
+    TRUNCATED = "truncated"
+    BAD_MAGIC = "bad_magic"
+    BAD_VERSION = "bad_version"
+    BAD_HEADER = "bad_header"
+    """A reserved field is not zero, a flag is not known to this version, or the key id is not the payload's."""
+    UNKNOWN_CODEC = "unknown_codec"
+    """The record is sound, and there is no such codec here, or its library is not installed."""
+    BAD_LENGTH = "bad_length"
+    WRONG_NAMESPACE = "wrong_namespace"
+    WRONG_KEY = "wrong_key"
+    BAD_CHECKSUM = "checksum"
+    BAD_PAYLOAD = "bad_payload"
+    """The checksum is right and the codec cannot read the payload: a fault of the writer."""
+    UNKNOWN_KEY = "unknown_key"
+    """The record is sound, and encrypted with a key that is not here. Others may have it."""
+    BAD_TAG = "bad_tag"
+    """The checksum and the key are right, and the tag is not: somebody changed the record, or moved it, on purpose."""
+    UNENCRYPTED = "unencrypted"
+    """The record is sound, and not encrypted, where only encrypted ones are accepted."""
+
+
+NOT_DAMAGED = frozenset({RecordStatus.OK, RecordStatus.UNKNOWN_CODEC, RecordStatus.UNKNOWN_KEY})
+"""Sound records: another installation that shares the storage may be able to read them, so they stay there."""
+
+REFUSED = frozenset({RecordStatus.UNKNOWN_KEY, RecordStatus.BAD_TAG, RecordStatus.UNENCRYPTED})
+"""What encryption refuses: a miss with a reason of its own, where other damage is told as a wrong checksum."""
