@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -137,3 +139,27 @@ class Figures:
 
 FIGURES = pytest.StashKey[Figures]()
 """Where a run keeps its figures."""
+
+
+def markdown(table: Mapping[str, Mapping[str, object]]) -> Iterable[str]:
+    """Return a table that `Figures.write` wrote as `docs/guarantees.md` shows it."""
+    yield "| proof | of | tried | passed | what |"
+    yield "| --- | --- | ---: | ---: | --- |"
+    for name, proof in PROOFS.items():
+        row = table.get(name, {"tried": "-", "passed": "-", "note": "not run"})
+        what = f"{proof.unit}; {row['note']}" if row["note"] else proof.unit
+        tried, passed = (f"{count:,}" if isinstance(count, int) else count for count in (row["tried"], row["passed"]))
+        yield f"| `{name}` | {proof.promise} | {tried} | {passed} | {what} |"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a table that `pytest --trust-table PATH` wrote, for `docs/guarantees.md`."""
+    parser = argparse.ArgumentParser(prog="python -m tiered_kv.testing.figures", description=main.__doc__)
+    parser.add_argument("table", type=Path, help="what --trust-table wrote")
+    for line in markdown(json.loads(parser.parse_args(argv).table.read_text())):
+        print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -195,7 +195,14 @@ class FaultProxy:
 
     async def _accept(self) -> None:
         while True:
-            client, _ = await self._loop.sock_accept(self._listener)
+            accepting = asyncio.ensure_future(self._loop.sock_accept(self._listener))
+            try:
+                client, _ = await asyncio.shield(accepting)
+            except asyncio.CancelledError:
+                if not accepting.cancel():  # it has come, and nobody takes it any more
+                    with contextlib.suppress(OSError):
+                        accepting.result()[0].close()
+                raise
             client.setblocking(False)
             self._counts["connections"] += 1
             connection = _Connection(client, self._faults, self._counts)
@@ -215,6 +222,7 @@ class FaultProxy:
         self._listener.close()
         for connection in list(self._connections):
             await _cancel(connection.task)
+            connection.close()  # a task that is cancelled before it has begun closes nothing itself
 
 
 class _Connection:
@@ -254,9 +262,13 @@ class _Connection:
                 await _cancel(both)
                 await _cancel(ended)
         finally:
-            self._ended.set()  # until it is forgotten, a moment later, there is nothing left to end
-            self._client.close()
-            self._server.close()
+            self.close()
+
+    def close(self) -> None:
+        """Close both sockets; there is nothing left to end after that."""
+        self._ended.set()
+        self._client.close()
+        self._server.close()
 
     def end(self, counted_as: str, *, by_reset: bool) -> None:
         """End both sides."""

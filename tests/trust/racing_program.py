@@ -1,0 +1,27 @@
+"""Races on a stack of its own: `racing_program.py CONFIG SEED SECONDS RESET_EVERY`, and a report as JSON at the end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+from tiered_kv.stack import open_stack
+from tiered_kv.testing.races import Prompts, phantoms, problems_at_rest
+from tiered_kv.testing.racing_scheduler import RacingScheduler
+
+
+def main() -> None:
+    config, seed, seconds, reset_every = sys.argv[1:]
+    with open_stack(json.loads(config)) as stack:
+        prompts = Prompts(stack.config.block.bytes)
+        scheduler = RacingScheduler(stack.manager, stack.region, prompts, seed=int(seed), has_epochs=False)
+        print("running", flush=True)
+        scheduler.run(float(seconds), reset_every=int(reset_every))
+        race = scheduler.finish()
+        race.note([*problems_at_rest(stack.manager), *phantoms(stack.manager)])
+    print(json.dumps(asdict(race)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

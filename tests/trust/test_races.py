@@ -1,0 +1,212 @@
+"""Races of threads: on the facade, a scheduler with its tiers, late workers; over hardly any room, every byte compared.
+
+`tiered_kv.testing.races` says what is raced and what must hold. A case that fails names its tier and seed; to play it
+again, run its test alone (`pytest -k`): the calls are the same, and when they meet is up to the machine.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import tiered_kv_fs.blocks
+import tiered_kv_memory.tier
+from tiered_kv.testing.figures import Figures, Profile
+from tiered_kv.testing.hindrance import Hindrance
+from tiered_kv.testing.proxy import NO_FAULTS, FaultProxy, Faults
+from tiered_kv.testing.race_cases import race_damage, race_late_workers, race_loads_with_stores
+from tiered_kv.testing.race_stacks import (
+    BLOCK_BYTES,
+    TIERS,
+    EntryOf,
+    conclude,
+    entry_of,
+    seconds_of,
+    seeds_of,
+    session_servers,
+    stack_of,
+    unless,
+)
+from tiered_kv.testing.races import Prompts, Race, open_guarded, phantoms, problems_at_rest, race_facade
+from tiered_kv.testing.racing_scheduler import RacingScheduler
+from tiered_kv.testing.redis_servers import redis_server
+from tiered_kv.testing.s3_servers import moto_bucket, moto_server
+from tiered_kv_nvme.disk import Disk
+from tiered_kv_nvme.settings import NvmeSettings
+from tiered_kv_nvme.tier import NvmeTier
+
+__all__ = ["entry_of", "moto_bucket", "moto_server", "redis_server", "session_servers"]
+
+pytestmark = [pytest.mark.trust, pytest.mark.slow]
+
+ROUNDS_MAX = 10
+
+
+# Threads on the facade.
+
+
+@pytest.mark.parametrize("threads", [2, 4])
+@pytest.mark.parametrize("tier", TIERS)
+def test_threads_on_the_facade_get_what_was_put(
+    tier: str, threads: int, entry_of: EntryOf, profile: Profile, figures: Figures
+) -> None:
+    entry = entry_of(tier)
+    cases: dict[str, list[str]] = {}
+    for seed in seeds_of(profile):
+        stack, guard = open_guarded(stack_of(entry))
+        with stack:
+            prompts = Prompts(BLOCK_BYTES, label=f"{threads}-{seed}")
+            race = Race()
+            for number in range(ROUNDS_MAX):  # again until there was a promotion, however slow the machine is
+                seconds = seconds_of(profile)
+                race.add(race_facade(stack, prompts, seed=seed + 100 * number, threads=threads, seconds=seconds))
+                counters = stack.counters()
+                if race.problems or counters[tier].get("loaded_blocks"):
+                    break
+            problems = [*race.problems, *problems_at_rest(stack.manager, guard), *phantoms(stack.manager)]
+        problems += unless(counters["cpu"]["evicted_blocks"] > 0, "nothing was evicted")
+        problems += unless(counters[tier].get("loaded_blocks", 0) > 0, "nothing was promoted")
+        problems += unless(race.verified_blocks > 0, "nothing was loaded")
+        cases[f"{tier}, {threads} threads, seed {seed}"] = problems
+    conclude(figures, cases)
+
+
+def test_threads_on_all_tiers_at_once_get_what_was_put(entry_of: EntryOf, profile: Profile, figures: Figures) -> None:
+    cases = {}
+    # Each holds less than the prompts have, so that blocks come from all of them.
+    entries = [{**entry_of(tier), "admit_after": 1, "fill_on_promotion": tier != "s3"} for tier in TIERS]
+    for seed in seeds_of(profile):
+        stack, guard = open_guarded(stack_of(*entries))
+        with stack:
+            prompts = Prompts(BLOCK_BYTES, families=8, prompts=6, label=f"all-{seed}")
+            race = race_facade(stack, prompts, seed=seed, threads=4, seconds=seconds_of(profile, short=4.0))
+            problems = [*race.problems, *problems_at_rest(stack.manager, guard), *phantoms(stack.manager)]
+        cases[f"all tiers, seed {seed}"] = problems
+    conclude(figures, cases)
+
+
+# A scheduler that resets.
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_scheduler_that_resets_amid_transfers_never_loads_what_was_before(
+    tier: str, entry_of: EntryOf, profile: Profile, figures: Figures
+) -> None:
+    entry = entry_of(tier)
+    cases = {}
+    for seed in seeds_of(profile):
+        stack, guard = open_guarded(stack_of(entry))
+        with stack:
+            scheduler = RacingScheduler(
+                stack.manager, stack.region, Prompts(BLOCK_BYTES, label=f"reset-{seed}"), seed=seed
+            )
+            scheduler.run(seconds_of(profile), reset_every=100)
+            scheduler.run(seconds_of(profile), reset_every=2000)  # long enough that the tier has hits, too
+            race = scheduler.finish()
+            counters = stack.counters()
+            problems = [*race.problems, *problems_at_rest(stack.manager, guard), *phantoms(stack.manager)]
+        problems += unless(race.resets > 1, "hardly any reset")
+        problems += unless(race.verified_blocks > 0, "nothing was loaded")
+        problems += unless(counters[tier].get("stored_blocks", 0) > 0, "nothing was stored")
+        cases[f"{tier}, resets, seed {seed}"] = problems
+    conclude(figures, cases)
+
+
+# Late workers.
+
+
+def places_of(tier: str) -> list[tuple[object, str]]:
+    """Return where a tier's workers touch blocks of the primary tier."""
+    if tier == "nvme":
+        return [(Disk, "preadv"), (Disk, "pwritev")]
+    if tier == "fs":
+        return [(tiered_kv_fs.blocks, "read_all"), (tiered_kv_fs.blocks, "write_all")]
+    return [(tiered_kv_memory.tier, "decode_record"), (tiered_kv_memory.tier, "encode_record")]
+
+
+@pytest.mark.parametrize("tier", ["memory", "nvme", "fs"])
+def test_no_block_is_used_again_while_a_late_worker_may_touch_it(
+    tier: str, entry_of: EntryOf, profile: Profile, figures: Figures
+) -> None:
+    cases = {}
+    config = stack_of({**entry_of(tier), "job_timeout": 0.03, "breaker_failures": 1_000_000})
+    for seed in seeds_of(profile):
+        problems, expired = race_late_workers(
+            config, places_of(tier), seed=seed, seconds=seconds_of(profile, short=4.0)
+        )
+        cases[f"{tier}, late workers, seed {seed}"] = problems + unless(expired > 0, "no job has expired")
+    conclude(figures, cases)
+
+
+@pytest.mark.parametrize("tier", ["redis", "s3"])
+def test_no_block_is_used_again_while_a_stalled_connection_may_fill_it(
+    tier: str,
+    entry_of: EntryOf,
+    profile: Profile,
+    figures: Figures,
+    request: pytest.FixtureRequest,
+) -> None:
+    cases = {}
+    entry = entry_of(tier)
+    if tier == "redis":
+        address = ("127.0.0.1", request.getfixturevalue("redis_server").port)
+    else:
+        address = request.getfixturevalue("moto_server").address
+    with FaultProxy(address) as proxy:
+        where = f"{'redis' if tier == 'redis' else 'http'}://{proxy.host}:{proxy.port}"
+        entry |= {"url" if tier == "redis" else "endpoint_url": where, "job_timeout": 0.3, "lookup_timeout": 0.5}
+        entry |= {"breaker_failures": 1_000_000}
+        for seed in seeds_of(profile):
+            stack, guard = open_guarded(stack_of(entry))
+            with stack:
+                prompts = Prompts(BLOCK_BYTES, label=f"stalled-{seed}")
+                scheduler = RacingScheduler(stack.manager, stack.region, prompts, seed=seed)
+                for _ in range(3):
+                    scheduler.run(seconds_of(profile, short=4.0) / 6)
+                    proxy.to_client = Faults(stalls=True)
+                    scheduler.run(0.8)
+                    proxy.to_client = NO_FAULTS
+                    scheduler.run(0.2)
+                race = scheduler.finish()
+                problems = [*race.problems, *problems_at_rest(stack.manager, guard), *phantoms(stack.manager)]
+                counters = stack.counters()[tier]
+            late = counters.get("expired_jobs", 0) + counters.get("failed_loads", 0) + counters.get("failed_stores", 0)
+            problems += unless(late > 0, "no job was late")
+            problems += unless(race.verified_blocks > 0, "nothing was loaded")
+            cases[f"{tier}, stalled connections, seed {seed}"] = problems
+    conclude(figures, cases)
+
+
+# A tier's own threads, and damage.
+
+
+def test_what_nvme_says_it_has_can_be_loaded_at_any_moment_of_its_store(
+    tmp_path: Path, profile: Profile, figures: Figures
+) -> None:
+    cases = {}
+    settings = NvmeSettings(path=str(tmp_path / "nvme"), capacity=4 << 20, segment=256 << 10)
+    for seed in seeds_of(profile):
+        with Hindrance(seed, delay_max_s=0.005).before((Disk, "pwritev")):
+            problems, answers = race_loads_with_stores(
+                lambda spec, view: NvmeTier(spec, view, "nvme", settings),
+                seed=seed,
+                seconds=seconds_of(profile),
+                block_bytes=BLOCK_BYTES,
+            )
+        problems += unless(answers > 0, "no lookup was made amid a store")
+        cases[f"nvme, loads amid stores, seed {seed}"] = problems
+    conclude(figures, cases)
+
+
+@pytest.mark.parametrize("tier", ["nvme", "fs"])
+def test_blocks_that_are_damaged_while_they_are_read_are_misses(
+    tier: str, entry_of: EntryOf, profile: Profile, figures: Figures, tmp_path: Path
+) -> None:
+    cases = {}
+    config = stack_of(entry_of(tier))
+    for seed in seeds_of(profile):
+        problems, corrupt = race_damage(config, tmp_path / tier, seed=seed, seconds=seconds_of(profile))
+        problems += unless(corrupt > 0, "no load has met the damage")
+        cases[f"{tier}, damaged amid loads, seed {seed}"] = problems
+    conclude(figures, cases)

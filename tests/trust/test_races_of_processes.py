@@ -1,0 +1,274 @@
+"""Races of stacks and processes: opened, closed, forked and killed amid transfers, on one storage; every byte compared.
+
+`tiered_kv.testing.races` says what is raced and what must hold. A case that fails names its tier and seed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tiered_kv.errors import TierBusyError
+from tiered_kv.stack import Stack, open_stack
+from tiered_kv.testing.figures import Figures, Profile
+from tiered_kv.testing.race_stacks import (
+    BLOCK_BYTES,
+    TIERS,
+    EntryOf,
+    conclude,
+    entry_of,
+    seconds_of,
+    seeds_of,
+    session_servers,
+    stack_of,
+    unless,
+)
+from tiered_kv.testing.races import Prompts, Race, open_guarded, phantoms, problems_at_rest, race_facade
+from tiered_kv.testing.racing_scheduler import RacingScheduler
+from tiered_kv.testing.redis_servers import redis_server
+from tiered_kv.testing.s3_servers import moto_bucket, moto_server
+
+__all__ = ["entry_of", "moto_bucket", "moto_server", "redis_server", "session_servers"]
+
+pytestmark = [pytest.mark.trust, pytest.mark.slow]
+
+WAIT_S = 60.0
+SHARED = ("fs", "redis", "s3")
+PROGRAM = Path(__file__).with_name("racing_program.py")
+FORK_PROGRAM = Path(__file__).with_name("forking_program.py")
+
+
+# Opening and closing.
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_shutdown_amid_transfers_is_bounded_and_what_is_opened_next_is_sound(
+    tier: str, entry_of: EntryOf, profile: Profile, figures: Figures
+) -> None:
+    entry = entry_of(tier)
+    cases = {}
+    for seed in seeds_of(profile, 4, 20):
+        problems: list[str] = []
+        prompts = Prompts(BLOCK_BYTES, label="shutdown")
+        stack, guard = open_guarded(stack_of(entry))
+        scheduler = RacingScheduler(stack.manager, stack.region, prompts, seed=seed, has_epochs=False)
+        scheduler.run(0.05 + 0.02 * seed)
+        begin_s = time.monotonic()
+        stack.close(timeout=0.0)
+        if (took_s := time.monotonic() - begin_s) > 30:
+            problems.append(f"close took {took_s:.1f} s")
+        problems += [*scheduler.race.problems, *guard.violations]
+        with open_stack(stack_of(entry)) as again:  # at once, also where a directory has one owner
+            scheduler = RacingScheduler(again.manager, again.region, prompts, seed=seed, has_epochs=False)
+            scheduler.run(0.3)
+            race = scheduler.finish()
+            problems += [*race.problems, *problems_at_rest(again.manager), *phantoms(again.manager)]
+        cases[f"{tier}, shutdown, seed {seed}"] = problems
+    conclude(figures, cases)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_stack_that_is_closed_under_its_threads_ends_their_calls(
+    tier: str, entry_of: EntryOf, profile: Profile, figures: Figures
+) -> None:
+    entry = entry_of(tier)
+    cases = {}
+    for seed in seeds_of(profile, 2, 10):
+        stack, _ = open_guarded(stack_of(entry))
+        closer = threading.Timer(0.2 + 0.05 * seed, stack.close)
+        closer.start()
+        race = race_facade(stack, Prompts(BLOCK_BYTES), seed=seed, threads=4, seconds=WAIT_S, until=lambda: False)
+        closer.join()
+        cases[f"{tier}, closed under threads, seed {seed}"] = race.problems + unless(race.calls > 0, "no call was made")
+    conclude(figures, cases)
+
+
+def test_a_directory_that_a_stack_owns_is_refused_while_it_lives_and_free_right_after(
+    entry_of: EntryOf, profile: Profile, figures: Figures
+) -> None:
+    config = stack_of(entry_of("nvme"))
+    prompts = Prompts(BLOCK_BYTES)
+    cases = {}
+    stack = open_stack(config)
+    for number in seeds_of(profile, 5, 20):
+        problems: list[str] = []
+        race = race_facade(stack, prompts, seed=number, threads=2, seconds=0.3, calls_min=5)
+        with contextlib.suppress(TierBusyError):
+            open_stack(config).close()
+            problems.append("a second stack was opened on an owned directory")
+        # While it is closed, with transfers under way, somebody tries to have it all the time.
+        closed = threading.Event()
+        closer = threading.Thread(target=lambda stack=stack, closed=closed: (stack.close(0.0), closed.set()))
+        closer.start()
+        refused = 0
+        end_s = time.monotonic() + WAIT_S
+        while True:
+            was_closed = closed.is_set()
+            try:
+                stack = open_stack(config)
+                break
+            except TierBusyError:
+                refused += 1
+                if was_closed:
+                    problems.append("it is refused after its owner was closed")
+            assert time.monotonic() < end_s
+        closer.join(WAIT_S)
+        keys = prompts.prompts[number % len(prompts.prompts)]
+        out = np.zeros((len(keys), BLOCK_BYTES), dtype=np.uint8)
+        loaded = stack.get(keys, out)
+        problems += [*race.problems, *prompts.differences(keys[:loaded], out[:loaded], 0, "get after reopening")]
+        cases[f"nvme, opened while closing, round {number}"] = problems
+    stack.close()
+    conclude(figures, cases)
+
+
+@pytest.mark.parametrize("tier", SHARED)
+def test_two_stacks_of_one_process_share_a_tier_and_one_closes(
+    tier: str, entry_of: EntryOf, profile: Profile, figures: Figures
+) -> None:
+    config = stack_of(entry_of(tier))
+    prompts = Prompts(BLOCK_BYTES)
+    cases = {}
+    for seed in seeds_of(profile):
+        races = [Race(), Race()]
+        problems: list[str] = []
+        first, second = open_guarded(config), open_guarded(config)
+        problems += do_not_share(first[0], second[0], prompts)
+
+        def run(index: int, stack: Stack, races: list[Race] = races, seed: int = seed) -> None:
+            races[index] = race_facade(stack, prompts, seed=seed + index, threads=2, seconds=seconds_of(profile))
+
+        runners = [
+            threading.Thread(target=run, args=(index, stack)) for index, (stack, _) in enumerate((first, second))
+        ]
+        for runner in runners:
+            runner.start()
+        time.sleep(0.5)
+        first[0].close(0.0)
+        for runner in runners:
+            runner.join(2 * WAIT_S)
+        for race in races:
+            problems += race.problems
+        with second[0] as stack:
+            problems += [*problems_at_rest(stack.manager, second[1]), *phantoms(stack.manager)]
+        problems += unless(races[1].verified_blocks > 0, "nothing was loaded")
+        cases[f"{tier}, two stacks, seed {seed}"] = problems
+    conclude(figures, cases)
+
+
+def do_not_share(first: Stack, second: Stack, prompts: Prompts) -> list[str]:
+    """Return what is wrong if of all that one stack stores, the other finds no prompt whole; a block may be lost."""
+    problems: list[str] = []
+    for keys in prompts.prompts:
+        first.put(keys, prompts.contents(keys), timeout=WAIT_S)
+        first.flush(WAIT_S)
+        out = np.zeros((len(keys), BLOCK_BYTES), dtype=np.uint8)
+        found = second.get(keys, out, timeout=WAIT_S)
+        problems += prompts.differences(keys[:found], out[:found], 0, "get of what the other has stored")
+        if found == len(keys):
+            return problems
+    return [*problems, "one finds nothing of what the other has stored"]
+
+
+# Processes.
+
+
+class Racer:
+    """A process that races on its own stack over shared tiers."""
+
+    def __init__(self, config: Mapping[str, object], seed: int, seconds: float, reset_every: int = 0) -> None:
+        arguments = [json.dumps(config), str(seed), str(seconds), str(reset_every)]
+        self._process = subprocess.Popen(
+            [sys.executable, str(PROGRAM), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def wait_until_it_runs(self) -> None:
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "running\n", self._process.communicate()[1]
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def finish(self) -> Race | None:
+        """Return what happened; None for one that was killed."""
+        output, errors = self._process.communicate(timeout=2 * WAIT_S)
+        if self._process.returncode == -signal.SIGKILL:
+            return None
+        assert self._process.returncode == 0, errors
+        return Race(**json.loads(output.splitlines()[-1]))
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Racer]]:
+    """Start racers; those that still run at the end are killed."""
+    racers: list[Racer] = []
+
+    def start_one(*arguments: object, **options: object) -> Racer:
+        racers.append(Racer(*arguments, **options))  # type: ignore[arg-type]  # passed on
+        return racers[-1]
+
+    yield start_one
+    for racer in racers:
+        racer.kill()
+        with contextlib.suppress(ValueError):  # it was read to its end already
+            racer._process.communicate(timeout=WAIT_S)
+
+
+@pytest.mark.parametrize("what", ["both go on", "one resets", "one is killed"])
+@pytest.mark.parametrize("tier", SHARED)
+def test_two_processes_race_on_one_storage(
+    tier: str, what: str, entry_of: EntryOf, profile: Profile, figures: Figures, start: Callable[..., Racer]
+) -> None:
+    config = stack_of(entry_of(tier))
+    seconds = seconds_of(profile, short=3.0)
+    cases = {}
+    for seed in seeds_of(profile):
+        first = start(config, seed, seconds)
+        second = start(config, 1000 + seed, seconds, 200 if what == "one resets" else 0)
+        for racer in (first, second):
+            racer.wait_until_it_runs()
+        if what == "one is killed":
+            time.sleep(seconds / 2)
+            second.kill()
+        races = [first.finish(), second.finish()]
+        problems = [problem for race in races if race is not None for problem in race.problems]
+        problems += unless(races[0] is not None and races[0].verified_blocks > 0, "nothing was loaded")
+        problems += unless((races[1] is None) == (what == "one is killed"), "nobody was killed")
+        if what == "one resets":
+            problems += unless(races[1] is not None and races[1].resets > 0, "nobody has reset")
+        # And what they have left is sound for a third.
+        with open_stack(config) as stack:
+            third = race_facade(stack, Prompts(BLOCK_BYTES), seed=seed, threads=2, seconds=1.0)
+            problems += [*third.problems, *problems_at_rest(stack.manager), *phantoms(stack.manager)]
+        cases[f"{tier}, two processes, {what}, seed {seed}"] = problems
+    conclude(figures, cases)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_fork_amid_transfers_disturbs_nobody(
+    tier: str, entry_of: EntryOf, profile: Profile, figures: Figures
+) -> None:
+    forks = 10 if profile is Profile.FULL else 3
+    result = subprocess.run(
+        [sys.executable, str(FORK_PROGRAM), json.dumps(stack_of(entry_of(tier))), str(forks)],
+        capture_output=True,
+        text=True,
+        timeout=4 * WAIT_S,
+        env={**os.environ, "PYTHONWARNINGS": "ignore::DeprecationWarning"},  # of 3.12: forks of programs with threads
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert report["forks"] == forks
+    conclude(figures, {f"{tier}, {forks} forks": report["problems"]})

@@ -1,0 +1,58 @@
+"""Workers that come late: calls of a product's functions are held up, while the deadlines of their jobs pass."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+from tiered_kv.testing.gate import Gate
+from tiered_kv.toolkit.turn import TURN
+
+
+class Hindrance:
+    """Holds up the workers of tiers: each call for a random time, and all of them while `gate` is closed.
+
+    Args:
+        seed: Decides how long each call is held up.
+        delay_max_s: At most, while the gate is open.
+
+    Attributes:
+        held_up: How many calls were.
+    """
+
+    def __init__(self, seed: int, delay_max_s: float) -> None:
+        self.gate = Gate()
+        self.held_up = 0
+        self._chance = random.Random(seed)
+        self._delay_max_s = delay_max_s
+
+    def __call__(self) -> None:
+        """Hold up the calling worker."""
+        self.held_up += 1
+        with TURN.paused():
+            time.sleep(self._chance.random() * self._delay_max_s)
+            self.gate.pass_through()
+
+    @contextmanager
+    def before(self, *places: tuple[object, str]) -> Iterator[Hindrance]:
+        """Hold up every call of functions, named by their module or class, until the end of the block."""
+        patches = []
+        for owner, name in places:
+            function = getattr(owner, name)
+
+            def late(*arguments: object, _function: Callable[..., object] = function, **named: object) -> object:
+                self()
+                return _function(*arguments, **named)
+
+            patches.append(mock.patch.object(owner, name, late))
+        try:
+            for patch in patches:
+                patch.start()
+            yield self
+        finally:
+            self.gate.open()
+            for patch in reversed(patches):
+                patch.stop()

@@ -1,0 +1,146 @@
+"""What a soak stands on: two directories, a Redis server and a bucket, the servers behind fault proxies."""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tiered_kv.testing.proxy import FaultProxy
+from tiered_kv.testing.redis_servers import RedisServer
+from tiered_kv.testing.s3_servers import S3Server, start_moto
+
+BLOCK_BYTES = 16 << 10
+PRIMARY_BLOCKS = 768
+"""Of which 512 are pinned by those who measure lookups."""
+NVME_CAPACITY_BYTES = 4 << 20
+FS_CAPACITY_BYTES = 6 << 20
+REDIS_CAPACITY = "8mb"
+S3_CAPACITY_BYTES = 48 << 20
+JOB_TIMEOUT_S = 4.0
+TIERS = ("nvme", "fs", "redis", "s3")
+
+_REDIS_OPTIONS = ("--maxmemory", REDIS_CAPACITY, "--maxmemory-policy", "allkeys-lru")
+_BUCKET = "soak"
+
+
+class Grounds:
+    """The servers and directories. A context manager; its end ends the servers.
+
+    Any thread may call, but one at a time may restart servers.
+
+    Args:
+        directory: Where everything is put; must exist.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._undo = ExitStack()
+        self._s3_lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as undo:
+            redis_directory = self.directory / "redis"
+            redis_directory.mkdir()
+            self.redis = RedisServer(redis_directory, _REDIS_OPTIONS)
+            undo.callback(self.redis.kill)
+            self.redis.start()
+            self._s3 = start_moto()
+            undo.callback(lambda: self._s3.stop())
+            self._make_bucket()
+            self.redis_proxy = undo.enter_context(FaultProxy(("127.0.0.1", self.redis.port)))
+            self.s3_proxy = undo.enter_context(FaultProxy(self._s3.address))
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._undo.close()
+
+    @property
+    def fs_directory(self) -> Path:
+        """The directory of the fs tiers, which processes share."""
+        return self.directory / "fs"
+
+    def nvme_directory(self, process: int) -> Path:
+        """The directory of a process's nvme tier."""
+        return self.directory / f"nvme-{process}"
+
+    @property
+    def s3(self) -> S3Server:
+        """The server as it runs now."""
+        return self._s3
+
+    def config(self, process: int) -> dict[str, object]:
+        """Return the stack of a process: the same blocks, its own nvme directory, the others shared."""
+        limits = {"job_timeout": JOB_TIMEOUT_S, "lookup_timeout": 1.0, "breaker_cooldown": 0.5}
+        s3 = self._s3.settings(_BUCKET, name="s3", capacity=S3_CAPACITY_BYTES, sweep_interval=2.0, presence_ttl=1.0)
+        s3 |= {"endpoint_url": f"http://{self.s3_proxy.host}:{self.s3_proxy.port}", "request_timeout": 2.0}
+        return {
+            "namespace": {"model": "soak"},
+            "block": {"bytes": BLOCK_BYTES, "tokens": 512},
+            "primary": {"capacity": PRIMARY_BLOCKS * BLOCK_BYTES},
+            "secondary": [
+                {
+                    "type": "nvme",
+                    "path": str(self.nvme_directory(process)),
+                    "capacity": NVME_CAPACITY_BYTES,
+                    "segment": 256 << 10,
+                    **limits,
+                },
+                {"type": "fs", "path": str(self.fs_directory), "capacity": FS_CAPACITY_BYTES, **limits},
+                {
+                    "type": "redis",
+                    "url": f"redis://{self.redis_proxy.host}:{self.redis_proxy.port}/0",
+                    "timeout": 1.0,
+                    **limits,
+                },
+                {**s3, "connections": 4, **limits, "lookup_timeout": 2.0, "admit_after": 2},
+            ],
+        }
+
+    def restart_s3(self) -> None:
+        """Kill moto's server and start another, with an empty bucket."""
+        with self._s3_lock:
+            self._s3.stop()
+            self._s3 = start_moto()
+            self._make_bucket()
+        self.s3_proxy.server = self._s3.address
+        self.s3_proxy.reset_connections()
+
+    def s3_used_bytes(self) -> int:
+        """Return what all objects in the bucket take; the server must run."""
+        client = self._s3.client()
+        try:
+            pages = client.get_paginator("list_objects_v2").paginate(Bucket=_BUCKET)
+            return sum(entry["Size"] for page in pages for entry in page.get("Contents", ()))
+        finally:
+            client.close()
+
+    def _make_bucket(self) -> None:
+        client = self._s3.client()
+        try:
+            client.create_bucket(Bucket=_BUCKET)
+        finally:
+            client.close()
+
+
+def occupied_bytes(directory: Path) -> int:
+    """Return what a directory occupies on its disk, as `du` counts it.
+
+    Entries come and go meanwhile. One that is renamed while it is counted may be counted under either name, so files
+    are told apart by their inode.
+    """
+    seen: dict[int, int] = {}
+    for path, _, names in os.walk(directory):
+        for name in (".", *names):
+            try:
+                status = os.lstat(f"{path}/{name}")
+            except FileNotFoundError:
+                continue
+            seen[status.st_ino] = status.st_blocks * 512
+    return sum(seen.values())
