@@ -176,6 +176,15 @@ def test_whatever_an_administration_raises_is_the_tier_s_error(
     assert "broken" in capsys.readouterr().out
 
 
+def test_a_purge_that_failed_does_not_say_that_what_is_stored_was_removed(
+    stack: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Ledger, "error", RuntimeError("broken"))
+    assert main(["purge", str(stack), "--yes", "--json"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)["tiers"][0]["namespaces"]
+    assert (found["blocks"], found["size_bytes"], found["purged"]) == (None, None, False)
+
+
 def test_a_readable_form_is_believed_only_if_its_digest_bears_it_out() -> None:
     assert believed(ALICE.described, ALICE.digest.hex()) == ALICE.described
     others: list[object] = [{**ALICE.described, "format": 2}, {}, [], None, "alice", {1: {2}}]

@@ -10,6 +10,7 @@ The sweep lock is held meanwhile, as by everybody who takes removed files off th
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from tiered_kv.errors import FormatError, TierUnavailableError
-from tiered_kv.permissions import open_directory
+from tiered_kv.permissions import check_directory, open_directory
 from tiered_kv.tiering.administration import (
     DESCRIPTION_BYTES_MAX,
     Purged,
@@ -83,6 +84,7 @@ class FsAdministration(TierAdministration):
     def __init__(self, settings: FsSettings) -> None:
         self._path = os.path.abspath(os.path.expanduser(settings.path))
         self._tier = settings.name
+        self._is_private = settings.private
 
     def namespaces(self, deadline: float, only: str | None = None) -> list[StoredNamespace]:
         with self._opened("list") as fd:
@@ -105,6 +107,8 @@ class FsAdministration(TierAdministration):
         with self._opened("purge") as fd:
             if fd is None or not self._directories_of(digest):
                 return Purged(0, 0)
+            if self._is_private:  # what root made in another user's directory, that user's stacks would refuse
+                check_directory(fd, self._path, may_tighten=False)
             with self._sweep_locked(deadline):
                 return self._purge(fd, digest, deadline)
 
@@ -126,7 +130,11 @@ class FsAdministration(TierAdministration):
         finally:
             with ledger.locked() as state:
                 state.take_off(tally.size_bytes, digest)
-                if not users:  # nobody has a grant in it; who opens it counts anew
+                if digest in state.shares:
+                    # What an earlier purge had moved away was in the total, but in a share only if nobody has counted
+                    # since. So nobody knows the share; who needs it counts.
+                    state.shares[digest].total_bytes = None
+                if not users:  # nobody has a grant in it
                     state.shares.pop(digest, None)
         return Purged(tally.blocks, tally.size_bytes, self._left(digest, tally), users)
 
@@ -251,7 +259,9 @@ def _remove(parent_fd: int, name: str, level: int, tally: _Tally, deadline: floa
         os.rmdir(name, dir_fd=parent_fd)
     except FileNotFoundError:
         return True
-    except OSError:  # not empty
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # of no use to try again
+            raise
         return False
     return True
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from tiered_kv.errors import FormatError, TierUnavailableError
-from tiered_kv.permissions import open_directory
+from tiered_kv.permissions import check_directory, open_directory
 from tiered_kv.tiering.administration import DIGEST_HEX, Purged, StoredNamespace, TierAdministration, believed
 from tiered_kv_nvme.directory import (
     LEFTOVERS,
@@ -57,6 +57,7 @@ class NvmeAdministration(TierAdministration):
         with self._opened("purge") as fd:
             if fd is None or MARKER_NAME not in os.listdir(fd):
                 return Purged(0, 0)
+            check_directory(fd, self._path, may_tighten=False)  # a lock of root's would keep its user's stacks out
             lock_fd = take_lock(fd, self._path, self._tier)
             try:
                 marker = self._marker(fd)

@@ -204,6 +204,7 @@ class Grants:
 
     def leave(self, deadline: float) -> None:
         """Give all grants back; raises as `Account.leave` does."""
+        self._forfeit_if_stale()  # others may have taken this process for dead, and its grants off
         with self._lock:
             returned_bytes, self._free_bytes = self._free_bytes, 0
             in_flight_bytes = self._in_flight_bytes

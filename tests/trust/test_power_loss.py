@@ -1,0 +1,63 @@
+"""When the file system is gone between two calls, what had not reached the device is a miss, never a wrong byte."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tiered_kv.testing.crash_cases import Case, CrashCases, sample, settle
+from tiered_kv.testing.crash_scenario import CrashScenario
+from tiered_kv.testing.figures import Figures, Profile
+from tiered_kv.testing.mounts import PowerLoss, missing_for_ext4
+from tiered_kv.testing.syscalls import Fault, missing_for_tracing
+
+pytestmark = [pytest.mark.trust, pytest.mark.slow]
+
+CAPACITY_BYTES = {"nvme": 424 << 10, "fs": 768 << 10}
+NVME = CrashScenario(
+    {"type": "nvme", "path": "kv", "capacity": CAPACITY_BYTES["nvme"], "segment": 64 << 10, "threads": 1},
+    tenant="power",
+    jobs=14,
+    device=True,
+)
+FS = CrashScenario(
+    {"type": "fs", "path": "kv", "capacity": CAPACITY_BYTES["fs"], "threads": 2}, tenant="power", jobs=14, device=True
+)
+BUFFERED = dataclasses.replace(NVME, entry={**NVME.entry, "direct": "off"})
+CASES_OF_SHORT = 10
+
+
+@pytest.fixture
+def cases(tmp_path: Path) -> Iterator[CrashCases]:
+    if missing := missing_for_tracing() or missing_for_ext4():
+        pytest.skip(missing)
+    with CrashCases(tmp_path / "power", image=True) as cases:
+        yield cases
+
+
+@pytest.mark.parametrize("scenario", [NVME, BUFFERED, FS], ids=["nvme", "nvme-buffered", "fs"])
+def test_a_file_system_that_is_shut_down_at_any_call_holds_no_wrong_byte(
+    cases: CrashCases, scenario: CrashScenario, profile: Profile, figures: Figures
+) -> None:
+    tier = str(scenario.entry["type"])
+    calls = [call for call in cases.record(scenario, "changes") if call.name != "openat" or call.makes_file]
+    cuts = [(Fault.kill(call), power) for call in calls for power in PowerLoss]
+    chosen = sample(cuts, profile, CASES_OF_SHORT, lambda cut: cut[1])
+    run = [
+        Case(
+            scenario,
+            {
+                "fault": fault,
+                "power": power,
+                # docs/fs.md: a reset may be lost when the host dies.
+                "accepts_old": tier == "fs",
+                "capacity_bytes": CAPACITY_BYTES[tier],
+            },
+        )
+        for fault, power in chosen
+    ]
+    hit = settle("power-loss", cases.run(run), figures)
+    assert sum(outcome.loaded for outcome in hit) > 0, "nothing ever reached the device: the cases prove nothing"

@@ -1,0 +1,235 @@
+"""Cases of crashes and failing disks: chosen, run by `crash_server` processes side by side, and counted.
+
+with CrashCases(folder) as cases:
+    calls = cases.record(scenario, "changes")
+    outcomes = cases.run([Case(scenario, {"fault": Fault.kill(call)}, str(call)) for call in calls])
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Final, TypeVar
+
+from tiered_kv.testing.crash_scenario import CrashScenario, with_entry
+from tiered_kv.testing.figures import Figures, Profile
+from tiered_kv.testing.mounts import PowerLoss, command_in_namespace
+from tiered_kv.testing.syscalls import Call, Fault
+
+T = TypeVar("T")
+
+SEED: Final = 20
+"""Of the sample that the short profile takes."""
+_SERVERS: Final = 2
+_HIT_SHARE_MIN: Final = 0.7
+"""Threads take turns that differ from run to run, so a call of the recorded run may not come in another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One fault in one run.
+
+    Args:
+        scenario: The run.
+        options: As `CrashServer.case` takes them, without the scenario.
+    """
+
+    scenario: CrashScenario
+    options: Mapping[str, object]
+
+    def __str__(self) -> str:
+        said = [f"{name}={value}" for name, value in self.options.items() if name not in ("capacity_bytes",)]
+        return f"{self.scenario.entry['type']} tier, {', '.join(said)}"
+
+
+@dataclass(frozen=True, slots=True)
+class CaseOutcome:
+    """What came of a case.
+
+    Args:
+        case: Which.
+        was_hit: Whether the fault happened; if not, the case tells nothing.
+        loaded: How many blocks were loaded afterwards, every byte right.
+        answered: How many the tier said it had.
+        problems: What must not be.
+        details: All that the server said.
+    """
+
+    case: Case
+    was_hit: bool
+    loaded: int
+    answered: int
+    problems: Sequence[str]
+    details: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON
+
+
+class CrashCases:
+    """Servers that run cases, as many at once as there are cores in the smallest machine that tests this.
+
+    Args:
+        folder: An empty folder for them.
+        image: Whether each has an ext4 image of its own, whose power can be cut.
+    """
+
+    def __init__(self, folder: Path, *, image: bool = False) -> None:
+        self._servers = [_Server(_made(folder / str(number)), image) for number in range(_SERVERS)]
+        self._free: SimpleQueue[_Server] = SimpleQueue()
+        for server in self._servers:
+            self._free.put(server)
+
+    def __enter__(self) -> CrashCases:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in self._servers:
+            server.close()
+
+    def record(self, scenario: CrashScenario, kind: str, *, kills: bool = True) -> list[Call]:
+        """Return the calls of a run without faults.
+
+        Args:
+            scenario: The run.
+            kind: "changes", "reads" or "sends".
+            kills: Whether a run is meant that will be killed; one with other faults does less, and other calls.
+        """
+        return [Call(**call) for call in self._ask({"do": "record", "kind": kind, "kills": kills}, scenario)]
+
+    def count_writes(self, scenario: CrashScenario) -> int:
+        """Return how many writes of a run can be cut short."""
+        count: int = self._ask({"do": "count"}, scenario)
+        return count
+
+    def run(self, cases: Sequence[Case]) -> list[CaseOutcome]:
+        """Run cases, and return what came of each."""
+        with ThreadPoolExecutor(_SERVERS) as threads:
+            return list(threads.map(self._run_one, cases))
+
+    def _run_one(self, case: Case) -> CaseOutcome:
+        said = self._ask({"do": "case", "options": _as_json(case.options)}, case.scenario)
+        if "failed" in said:
+            return CaseOutcome(case, True, 0, 0, [f"the case could not be run: {said['failed']}"], said)
+        return CaseOutcome(case, said["was_hit"], said["loaded"], said["answered"], said["problems"], said)
+
+    def _ask(self, request: Mapping[str, object], scenario: CrashScenario) -> Any:  # Any: JSON
+        server = self._free.get()
+        try:
+            answer = server.ask({**request, "scenario": dataclasses.asdict(server.placed(scenario))})
+        finally:
+            self._free.put(server)
+        if request["do"] != "case" and isinstance(answer, dict):
+            raise RuntimeError(f"{request['do']}: {answer['failed']}")
+        return answer
+
+
+class _Server:
+    """One `crash_server` process, and its folder."""
+
+    def __init__(self, folder: Path, image: bool) -> None:
+        self._root = folder / "mounted" if image else folder
+        command = [sys.executable, "-m", "tiered_kv.testing.crash_server", str(folder), *(["--image"] * image)]
+        self._process = subprocess.Popen(
+            command_in_namespace(command) if image else command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def placed(self, scenario: CrashScenario) -> CrashScenario:
+        """Return the scenario with its directory in this server's folder."""
+        return scenario if scenario.path is None else with_entry(scenario, path=str(self._root / scenario.path.name))
+
+    def ask(self, request: Mapping[str, object]) -> Any:  # Any: JSON
+        """Send a request and return the answer."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the server of crashes has ended itself, asked for {request}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End it."""
+        with self._process:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            try:
+                self._process.wait(30.0)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+
+
+def sample(items: Sequence[T], profile: Profile, count: int, kind: Callable[[T], object] = lambda item: 0) -> list[T]:
+    """Return all items, or for the short profile about `count` of them, in order, some of every kind.
+
+    Args:
+        items: To choose from.
+        profile: How much is tried.
+        count: How many the short profile takes, or one of each kind if those are more.
+        kind: Tells what kind an item is.
+    """
+    if profile is Profile.FULL or len(items) <= count:
+        return list(items)
+    chance = random.Random(SEED)
+    by_kind: dict[object, list[int]] = {}
+    for index, item in enumerate(items):
+        by_kind.setdefault(kind(item), []).append(index)
+    chosen = {chance.choice(indexes) for indexes in by_kind.values()}
+    rest = [index for index in range(len(items)) if index not in chosen]
+    missing = count - len(chosen)
+    if missing > 0:
+        # Evenly over the run, so that its beginning, middle and end are all there.
+        chosen.update(rest[(2 * number + 1) * len(rest) // (2 * missing)] for number in range(missing))
+    return [items[index] for index in sorted(chosen)]
+
+
+def kind_of(call: Call) -> tuple[str, str]:
+    """Return a call's kind: who makes it, and which it is."""
+    return call.role, call.name
+
+
+def settle(proof: str, outcomes: Iterable[CaseOutcome], figures: Figures, note: str = "") -> list[CaseOutcome]:
+    """Count the cases whose fault happened, and fail if any broke a promise.
+
+    Args:
+        proof: The row of the table.
+        outcomes: What came of the cases.
+        figures: The table.
+        note: What else it shall say.
+
+    Returns:
+        Those that happened.
+    """
+    every = list(outcomes)
+    hit = [outcome for outcome in every if outcome.was_hit or outcome.problems]
+    broken = [outcome for outcome in hit if outcome.problems]
+    missed = f"{len(every) - len(hit)} not reached" if len(hit) < len(every) else ""
+    figures.add(proof, tried=len(hit), passed=len(hit) - len(broken), note=", ".join(filter(None, (note, missed))))
+    told = "\n".join(f"{outcome.case}: {'; '.join(outcome.problems)}" for outcome in broken[:10])
+    assert not broken, f"{len(broken)} of {len(hit)} cases of {proof} broke a promise:\n{told}"
+    assert len(hit) >= _HIT_SHARE_MIN * len(every), f"only {len(hit)} of {len(every)} faults happened"
+    return hit
+
+
+def _as_json(options: Mapping[str, object]) -> dict[str, object]:
+    plain: dict[str, object] = {}
+    for name, value in options.items():
+        if isinstance(value, Fault):
+            plain[name] = dataclasses.asdict(value)
+        else:
+            plain[name] = value.value if isinstance(value, PowerLoss) else value
+    return plain
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    return folder

@@ -1,0 +1,305 @@
+"""A process that lets children crash: it has everything imported, and forks one child a case.
+
+A case is a writer with a fault (`crash_scenario`, `syscalls`), and a second child that looks at what is there then.
+Starting Python for each would take longer than both. It reads a case a line, JSON, and writes what came of it;
+`crash_cases` has the other end.
+
+    python -m tiered_kv.testing.crash_server FOLDER [--image]
+
+    FOLDER     where it may write
+    --image    the tiers' directories are on an ext4 image mounted there, whose power can be cut; it needs a mount
+               namespace of its own
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import json
+import mmap
+import os
+import shutil
+import signal
+import struct
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from tiered_kv.errors import FormatError
+from tiered_kv.testing.crash_scenario import CrashScenario, Found, Progress, occupied_bytes
+from tiered_kv.testing.mounts import Ext4Image, PowerLoss
+from tiered_kv.testing.syscalls import CHANGES, READS, SENDS, Ended, Fault, record, run_plain, run_with_fault
+
+CASE_S_MAX: Final = 120.0
+_IMPORTS: Final = {  # what a child would import otherwise, with the disk that its fault has
+    "nvme": ("tiered_kv_nvme.tier", "numpy.random"),
+    "fs": ("tiered_kv_fs.tier", "aiofiles.os", "numpy.random"),
+    "redis": ("tiered_kv_redis.tier", "redis"),
+    "s3": ("tiered_kv_s3.tier", "boto3", "boto3.session"),
+}
+_LENGTH = struct.Struct("<I")
+
+
+class CrashServer:
+    """Runs cases.
+
+    Args:
+        folder: Where logs may go.
+        image: The file system that the tiers' directories are on, if its power can be cut.
+    """
+
+    def __init__(self, folder: Path, image: Ext4Image | None) -> None:
+        self._log = folder / "strace.log"
+        self._image = image
+        self._progress = Progress()
+
+    def record(self, scenario: CrashScenario, names: Sequence[str], *, kills: bool) -> list[dict[str, object]]:
+        """Return the calls of a run without a fault that concern the tier's directory, or sockets.
+
+        Args:
+            scenario: What is done.
+            names: Of the calls.
+            kills: Whether the calls shall be killed at: see `case`.
+        """
+        self._clean(scenario)
+        write = functools.partial(scenario.write, self._progress, strict=True, answers=kills)
+        calls = record(write, log=self._log, names=names)
+        self._clean(scenario)
+        return [dataclasses.asdict(call) for call in calls if _concerns(call.text, scenario)]
+
+    def count_writes(self, scenario: CrashScenario) -> int:
+        """Return how many writes a run makes that can be cut short."""
+        self._clean(scenario)
+        counter = _Cut(scenario, at=-1, ends=False)
+        ended = run_plain(counter.around(lambda: scenario.write(self._progress, strict=True)), log=self._log)
+        assert ended.status == 0, ended.error
+        self._clean(scenario)
+        return counter.count
+
+    def case(
+        self,
+        scenario: CrashScenario,
+        *,
+        fault: Fault | None = None,
+        cut: int | None = None,
+        cut_ends: bool = False,
+        power: PowerLoss | None = None,
+        lies: bool = False,
+        accepts_old: bool = False,
+        capacity_bytes: int = 0,
+    ) -> dict[str, object]:
+        """Run a writer with a fault, then look at what is there.
+
+        Args:
+            scenario: What it does.
+            fault: A system call that goes wrong.
+            cut: Instead: the number of a write that takes only half of its bytes, and
+            cut_ends: whether the process is killed then.
+            power: Whether, and how, power is cut once the writer has ended.
+            lies: Whether the fault is a disk that lies, or one that never recovers.
+            accepts_old: Whether the reset may be lost by this fault.
+            capacity_bytes: What the directory may occupy; 0 where there is none.
+
+        Returns:
+            Whether it was hit, what was found, and what is wrong.
+        """
+        self._clean(scenario)
+        kills = fault.kills if fault is not None else cut_ends
+        strict = not (lies or power)
+        # A child that is only killed answers as it goes: with other faults, looking may be what fails.
+        write = functools.partial(
+            scenario.write,
+            self._progress,
+            strict=strict,
+            answers=kills,
+            disk_recovers=fault is None or not fault.onwards,
+        )
+        if fault is not None:
+            ended = run_with_fault(write, fault, log=self._log, timeout_s=CASE_S_MAX)
+        else:
+            assert cut is not None
+            counter = _Cut(scenario, cut, ends=cut_ends)
+            ended = run_plain(counter.around(write), log=self._log, timeout_s=CASE_S_MAX)
+            ended = dataclasses.replace(ended, was_hit=counter.was_hit)
+        problems = _problems_of(ended, kills=kills)
+        problems += _over(scenario, capacity_bytes, "when the writer ended")
+        if power is not None:
+            assert self._image is not None
+            self._image.cut_power(power)
+            self._image.unmount()
+            self._image.mount()
+            problems += _over(scenario, capacity_bytes, "after the power failure")
+        found = self._verify(
+            scenario, strict=strict, keeps=kills and power is None, accepts_old=accepts_old, may_refuse=lies
+        )
+        problems += found.problems
+        problems += _over(scenario, capacity_bytes, "at the end")
+        return {
+            "was_hit": ended.was_hit,
+            "status": ended.status,
+            "loaded": found.loaded,
+            "answered": found.answered,
+            "problems": problems,
+            **self._progress.as_dict(),
+        }
+
+    def _verify(
+        self, scenario: CrashScenario, *, strict: bool, keeps: bool, accepts_old: bool, may_refuse: bool
+    ) -> Found:
+        """Look in a child of its own: a tier that hangs or dies is a finding, and no end of this process."""
+        progress = self._progress.as_dict()
+        shared = mmap.mmap(-1, 1 << 20)
+
+        def look() -> None:
+            try:
+                found = scenario.verify(progress, strict=strict, keeps=keeps, accepts_old=accepts_old)
+            except FormatError:  # the disk lied when it was marked as the tier's own
+                if not may_refuse:
+                    raise
+                found = Found()
+            text = json.dumps(dataclasses.asdict(found)).encode()[: len(shared) - _LENGTH.size]
+            shared[_LENGTH.size : _LENGTH.size + len(text)] = text
+            shared[: _LENGTH.size] = _LENGTH.pack(len(text))
+
+        ended = run_plain(look, log=self._log.with_name("look.log"), timeout_s=CASE_S_MAX)
+        (size,) = _LENGTH.unpack_from(shared)
+        if ended.status or not size:
+            return Found(problems=[f"the look at it ended with {ended.status}: {ended.error}"])
+        return Found(**json.loads(shared[_LENGTH.size : _LENGTH.size + size]))
+
+    def _clean(self, scenario: CrashScenario) -> None:
+        self._progress.clear()
+        if scenario.path is not None:
+            shutil.rmtree(scenario.path, ignore_errors=True)
+
+
+class _Cut:
+    """Lets one write of a process take half of its bytes only, in front of the system's own calls.
+
+    strace cannot do that: it can make a call do nothing, but not less.
+    """
+
+    _NAMES = ("write", "pwrite", "writev", "pwritev")
+
+    def __init__(self, scenario: CrashScenario, at: int, *, ends: bool) -> None:
+        assert scenario.path is not None
+        self._path = str(scenario.path)
+        self._at = at
+        self._ends = ends
+        self._shared = mmap.mmap(-1, mmap.PAGESIZE)  # how many there were, and whether one was cut
+        self._lock = threading.Lock()
+        self._real = {name: getattr(os, name) for name in self._NAMES}
+
+    @property
+    def count(self) -> int:
+        """How many writes there were."""
+        return int.from_bytes(self._shared[:8], "little")
+
+    @property
+    def was_hit(self) -> bool:
+        """Whether one was cut short."""
+        return self._shared[8] != 0
+
+    def around(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Return `work` with the cut in it."""
+
+        def cut_work() -> None:
+            for name in self._NAMES:
+                setattr(os, name, functools.partial(self._write, name))
+            work()
+
+        return cut_work
+
+    def _write(self, name: str, fd: int, data: Any, *rest: Any) -> int:  # Any: as the four calls take it
+        call = self._real[name]
+        parts = list(data) if name.endswith("v") else [data]
+        sizes = [len(memoryview(part).cast("B")) for part in parts]
+        if sum(sizes) < 2 or not os.readlink(f"/proc/self/fd/{fd}").startswith(self._path):
+            return int(call(fd, data, *rest))
+        with self._lock:
+            number = self.count
+            self._shared[:8] = (number + 1).to_bytes(8, "little")
+        if number != self._at:
+            return int(call(fd, data, *rest))
+        # Half of it, in whole pages where there are any: direct I/O takes no others.
+        keep = sum(sizes) // 2
+        keep = keep // mmap.PAGESIZE * mmap.PAGESIZE or keep
+        if keep == sum(sizes) or (keep % mmap.PAGESIZE and sum(sizes) % mmap.PAGESIZE == 0):
+            keep = 0 if self._ends else sum(sizes)
+        self._shared[8] = 1
+        kept = []
+        for size, part in zip(sizes, parts, strict=True):
+            kept.append(memoryview(part).cast("B")[: max(0, min(size, keep))])
+            keep -= size
+        kept = [part for part in kept if len(part)]
+        written = int(call(fd, kept if name.endswith("v") else b"".join(kept), *rest)) if kept else 0
+        if self._ends:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return written
+
+
+def _concerns(text: str, scenario: CrashScenario) -> bool:
+    """Return whether a call's arguments name the tier's directory, or, for tiers on the network, a socket."""
+    if scenario.path is None:
+        return "<socket:" in text or "<TCP" in text or "AF_INET" in text
+    return f"{scenario.path}" in text
+
+
+def _problems_of(ended: Ended, *, kills: bool) -> list[str]:
+    if not ended.in_time:
+        return [f"the writer did not end within {CASE_S_MAX} s"]
+    if ended.status and not (kills and ended.status == -signal.SIGKILL):
+        return [f"the writer ended with {ended.status}: {ended.error}"]
+    return []
+
+
+def _over(scenario: CrashScenario, capacity_bytes: int, when: str) -> list[str]:
+    if not capacity_bytes or scenario.path is None:
+        return []
+    used = occupied_bytes(scenario.path)
+    return [f"{used} bytes {when}, of {capacity_bytes}"] if used > capacity_bytes else []
+
+
+_KINDS: Final = {"changes": CHANGES, "reads": READS, "sends": SENDS}
+
+
+def _serve(server: CrashServer) -> None:
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer: object
+        try:
+            scenario = CrashScenario(**request["scenario"])
+            for module in _IMPORTS[str(scenario.entry["type"])]:
+                importlib.import_module(module)
+            if request["do"] == "record":
+                answer = server.record(scenario, _KINDS[request["kind"]], kills=request["kills"])
+            elif request["do"] == "count":
+                answer = server.count_writes(scenario)
+            else:
+                options = request["options"]
+                if options.get("fault"):
+                    options["fault"] = Fault(**options["fault"])
+                if options.get("power"):
+                    options["power"] = PowerLoss(options["power"])
+                answer = server.case(scenario, **options)
+        except Exception as error:  # the other end tells it with the case
+            answer = {"failed": f"{type(error).__name__}: {error}"}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    folder = Path(sys.argv[1])
+    if "--image" not in sys.argv[2:]:
+        _serve(CrashServer(folder, None))
+        return
+    with Ext4Image(folder / "image", folder / "mounted") as image:
+        _serve(CrashServer(folder, image))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""File systems of a test's own: a small one in memory, and an ext4 image whose power can be cut.
+
+They are mounted in this process's mount namespace. A process that `command_in_namespace` starts has its own: what
+it mounts, nobody else sees, and all of it is gone when it ends, however it ends. That takes root.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import os
+import shutil
+import struct
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Final
+
+_SHUTDOWN: Final = 0x8004587D
+"""FS_IOC_SHUTDOWN of <linux/fs.h>, which ext4 and XFS know: _IOR('X', 125, __u32)."""
+_TIMEOUT_S: Final = 60.0
+
+
+class PowerLoss(Enum):
+    """What is still written when the file system is shut down; the values are the ioctl's."""
+
+    FLUSHED_LOG = 1
+    """The journal, and with it what ordered mode writes before it (EXT4_GOING_FLAGS_LOGFLUSH)."""
+    NOTHING = 2
+    """Nothing: what is not on the device is lost (EXT4_GOING_FLAGS_NOLOGFLUSH)."""
+
+
+def command_in_namespace(command: Sequence[str]) -> list[str]:
+    """Return the command that runs `command` with a mount namespace of its own."""
+    return ["unshare", "--mount", "--propagation", "private", *command]
+
+
+@functools.cache
+def missing_for_tmpfs() -> str:
+    """Return why no file system in memory can be mounted here, or an empty string."""
+    return _missing('mount -t tmpfs -o size=64k tmpfs "$0"')
+
+
+@functools.cache
+def missing_for_ext4() -> str:
+    """Return why no ext4 image can be mounted here, or an empty string."""
+    for program in ("mkfs.ext4", "losetup"):
+        if _which(program) is None:
+            return f"{program} is not installed"
+    with tempfile.TemporaryDirectory() as folder:
+        image = Path(folder) / "image"
+        make_image(image)
+        return _missing(f'mount -o loop -t ext4 "{image}" "$0"')
+
+
+@contextmanager
+def small_tmpfs(point: Path, size_bytes: int) -> Iterator[Path]:
+    """Mount a file system in memory at `point`, and unmount it."""
+    point.mkdir(exist_ok=True)
+    _run("mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(point))
+    try:
+        yield point
+    finally:
+        _run("umount", str(point))
+
+
+class Ext4Image:
+    """An ext4 file system in a file, mounted while the context is entered.
+
+    Args:
+        image: The file; it is made.
+        point: Where to mount it; it is made.
+    """
+
+    def __init__(self, image: Path, point: Path) -> None:
+        self._image = image
+        self.point = point
+        self._is_mounted = False
+        make_image(image)
+        point.mkdir(exist_ok=True)
+
+    def __enter__(self) -> Ext4Image:
+        self.mount()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.unmount()
+
+    def mount(self) -> None:
+        """Mount it; the loop device detaches itself when it is unmounted."""
+        _run("mount", "-o", "loop", "-t", "ext4", str(self._image), str(self.point))
+        self._is_mounted = True
+
+    def unmount(self) -> None:
+        """Unmount it, if it is mounted."""
+        if self._is_mounted:
+            _run("umount", str(self.point))
+            self._is_mounted = False
+
+    def cut_power(self, how: PowerLoss) -> None:
+        """Shut the file system down at once. Every call on it fails from then on, until it is mounted anew."""
+        fd = os.open(self.point, os.O_RDONLY)
+        try:
+            fcntl.ioctl(fd, _SHUTDOWN, struct.pack("<I", how.value))
+        finally:
+            os.close(fd)
+
+
+def make_image(image: Path, size_bytes: int = 16 << 20) -> None:
+    """Make an empty ext4 image, with a journal."""
+    with image.open("wb") as file:
+        file.truncate(size_bytes)
+    # 4 KiB blocks, as on disks of a usual size: O_DIRECT of pages needs no more.
+    _run("mkfs.ext4", "-q", "-F", "-b", "4096", "-J", "size=4", "-O", "^resize_inode", str(image))
+
+
+def _missing(mount: str) -> str:
+    if os.geteuid() != 0:
+        return "mounting takes root"
+    if _which("unshare") is None:
+        return "unshare is not installed"
+    with tempfile.TemporaryDirectory() as point:
+        command = command_in_namespace(["sh", "-c", mount, point])
+        tried = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
+    return f"cannot be mounted here: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+def _run(program: str, *arguments: str) -> None:
+    path = _which(program)
+    assert path is not None, f"{program} is not installed"
+    done = subprocess.run([path, *arguments], capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
+    if done.returncode:
+        raise OSError(f"{program} {' '.join(arguments)}: {done.stderr.strip()}")
+
+
+def _which(program: str) -> str | None:
+    return shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
