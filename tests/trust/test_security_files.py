@@ -105,6 +105,20 @@ def test_root_takes_no_other_user_s_directory_either(tenant: Tenant) -> None:
         open_stack(tenant.file)
 
 
+def test_another_user_s_directory_is_not_purged(
+    tenant: Tenant, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tenant.store(4)
+    before = sorted(os.listdir(directory_of(tenant)))
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    assert main(["purge", str(tenant.file), "--yes"]) == 1
+    assert f"belongs to this process's user (uid {uid + 1})" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert sorted(os.listdir(directory_of(tenant))) == before
+    assert tenant.load(4) == (4, 0)
+
+
 def test_a_directory_that_is_a_symbolic_link_is_refused(tenant: Tenant, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)

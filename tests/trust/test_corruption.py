@@ -1,0 +1,311 @@
+"""Block records damaged underneath a running tier: each is a counted miss, and never wrong bytes.
+
+A damage has a block of its own. It is stored through the tier, changed behind its back, and then has to be a miss that
+is counted, is not offered again, spares its neighbours, and is good again after the next store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.testing.damage import Damage, Kind, Stored, batches, record_damages
+from tiered_kv.testing.doors import Door, FsDoor, MemoryDoor, RedisDoor, S3Door
+from tiered_kv.testing.figures import Figures, Profile
+from tiered_kv.testing.redis_servers import redis_server
+from tiered_kv.testing.rig import OpenTier, TierRig, block_content, compressible_content, make_keys
+from tiered_kv.testing.s3_servers import missing_for_moto, moto_server
+from tiered_kv.tiering.base import TierSpec
+
+__all__ = ["moto_server", "redis_server"]
+
+pytestmark = [pytest.mark.trust, pytest.mark.slow]
+
+BLOCK_BYTES = 4096
+BATCH = 24
+NEIGHBOURS = 4
+PARTS = 3
+"""So that no test takes minutes in the full profile."""
+SPEC = TierSpec("corruption", BLOCK_BYTES, bytes(range(16)), {"model": "corruption"})
+OTHER_NAMESPACE = bytes(range(1, 17))
+CODECS = {"raw": block_content, "zstd": compressible_content}
+
+
+@dataclass
+class Bench:
+    """A tier, a door to what it has stored, and what it counts.
+
+    Args:
+        rig: The tier on its rig.
+        door: Its storage.
+        counters: Those that count a damaged block, one of them for each.
+        unreadable: The one that counts a sound record of an unknown codec.
+        keeps_unreadable: Whether such a record stays, for others who can read it.
+        judge: What the cases came to.
+    """
+
+    rig: TierRig
+    door: Door
+    counters: tuple[str, ...]
+    unreadable: str
+    keeps_unreadable: bool = False
+    judge: Judge = field(default_factory=lambda: Judge())
+
+    def counted(self, *names: str) -> int:
+        stats = self.rig.tier.stats()
+        return sum(stats.get(name, 0) for name in names)
+
+
+@dataclass
+class Judge:
+    """Which cases were tried, and why those failed that did."""
+
+    tried: int = 0
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def blame(self, case: str, why: str) -> None:
+        self.failures.setdefault(case, why)
+
+    def add_to(self, figures: Figures, row: str, note: str) -> None:
+        figures.add(row, self.tried, self.tried - len(self.failures), note)
+        assert not self.failures, (
+            "\n".join(f"{row}: {case}: {why}" for case, why in list(self.failures.items())[:20])
+            + "\n(the damages are named in tiered_kv.testing.damage; the same ones come in every run)"
+        )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _moto_first(request: pytest.FixtureRequest) -> None:
+    """Start what lasts for the session before a test begins, which would be taken for what it left behind."""
+    if not missing_for_moto():
+        request.getfixturevalue("moto_server")
+
+
+Opened = Callable[[str, str], Bench]
+"""Opens a tier of a kind, with a codec, on new storage."""
+
+
+@pytest.fixture
+def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Opened]:
+    with ExitStack() as closing:
+
+        def open_bench(kind: str, codec: str) -> Bench:
+            return _BENCHES[kind](codec, tmp_path / f"{kind}-{codec}", request, closing)
+
+        yield open_bench
+
+
+def rig_of(open_tier: OpenTier, codec: str, closing: ExitStack) -> TierRig:
+    rig = TierRig(open_tier, num_blocks=512, block_bytes=BLOCK_BYTES, wait_s=60.0, spec=SPEC, content=CODECS[codec])
+    closing.callback(rig.close)
+    return rig
+
+
+def memory_bench(codec: str, path: Path, request: pytest.FixtureRequest, closing: ExitStack) -> Bench:
+    from tiered_kv_memory.settings import MemorySettings
+    from tiered_kv_memory.tier import MemoryTier
+
+    settings = MemorySettings.model_validate({"capacity": "64MiB", "codec": codec})
+    rig = rig_of(lambda spec, view: MemoryTier(spec, view, "memory", settings), codec, closing)
+    return Bench(rig, MemoryDoor(rig), ("corrupt_blocks",), "corrupt_blocks")
+
+
+def fs_bench(codec: str, path: Path, request: pytest.FixtureRequest, closing: ExitStack) -> Bench:
+    from tiered_kv_fs.settings import FsSettings
+    from tiered_kv_fs.tier import FsTier
+
+    settings = FsSettings.model_validate({"path": str(path), "capacity": "64MiB", "codec": codec})
+    rig = rig_of(lambda spec, view: FsTier(spec, view, "fs", settings), codec, closing)
+    door = FsDoor(path, SPEC.namespace_digest)
+    return Bench(rig, door, ("corrupt_blocks",), "failed_unknown_codec", keeps_unreadable=True)
+
+
+def redis_bench(codec: str, path: Path, request: pytest.FixtureRequest, closing: ExitStack) -> Bench:
+    pytest.importorskip("redis", reason="redis-py is not installed")
+    from tiered_kv_redis.settings import RedisSettings
+    from tiered_kv_redis.tier import RedisTier
+
+    server = request.getfixturevalue("redis_server")
+    server.call("FLUSHALL")
+    settings = RedisSettings.model_validate({"url": server.url, "codec": codec})
+    rig = rig_of(lambda spec, view: RedisTier(spec, view, "redis", settings), codec, closing)
+    return Bench(rig, RedisDoor(server, SPEC.namespace_digest), ("corrupt_blocks",), "corrupt_blocks")
+
+
+def s3_bench(codec: str, path: Path, request: pytest.FixtureRequest, closing: ExitStack) -> Bench:
+    pytest.importorskip("boto3", reason="boto3 is not installed")
+    from tiered_kv_s3.settings import S3Settings
+    from tiered_kv_s3.tier import S3Tier
+
+    server = request.getfixturevalue("moto_server")
+    bucket = server.make_bucket()
+    entry = server.settings(bucket, codec=codec, prefix="kv")
+    settings = S3Settings.model_validate({**entry, "connections": 8})
+    rig = rig_of(lambda spec, view: S3Tier(spec, view, "s3", settings), codec, closing)
+    door = S3Door(server, bucket, "kv", SPEC.namespace_digest)
+    closing.callback(door.close)
+    return Bench(rig, door, ("corrupt_blocks", "oversized_blocks"), "corrupt_blocks")
+
+
+_BENCHES: dict[str, Callable[[str, Path, pytest.FixtureRequest, ExitStack], Bench]] = {
+    "memory": memory_bench,
+    "fs": fs_bench,
+    "redis": redis_bench,
+    "s3": s3_bench,
+}
+TIERS = tuple(_BENCHES)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_damaged_record_is_a_counted_miss_and_is_stored_again(
+    opened: Opened, tier: str, codec: str, part: int, profile: Profile, figures: Figures
+) -> None:
+    bench = opened(tier, codec)
+    damages = [*record_damages(full=profile is Profile.FULL), *replays(bench, codec)]
+    if tier == "s3" and profile is Profile.SHORT:  # half of them with each codec: ten requests a damage take their time
+        damages = damages[list(CODECS).index(codec) :: 2]
+    damages = damages[part::PARTS]
+    try:
+        for number, batch in enumerate(batches(damages, BATCH)):
+            _try_batch(bench, batch, f"batch {number}")
+    finally:
+        bench.judge.add_to(figures, f"corruption/{tier}", "raw and zstd records")
+
+
+def replays(bench: Bench, codec: str) -> list[Damage]:
+    """Return damages that put another sound record in a block's place."""
+    other, stranger = make_keys(2, "another block")
+    bench.rig.store([other, stranger])
+    others, foreign = bench.door.read(other), bench.door.read(stranger)
+    assert others is not None
+    assert foreign is not None
+
+    def of_namespace(stored: Stored) -> bytes:
+        """Return the block's own record, sound, as another namespace has it."""
+        from tiered_kv.testing.damage import RECORD_FIELDS, seal_record
+
+        digest = next(each for each in RECORD_FIELDS if each.name == "namespace digest")
+        return seal_record(digest.written(stored.data, int.from_bytes(OTHER_NAMESPACE, "little")))
+
+    return [
+        Damage("another block's record", lambda _: others),
+        Damage("another block's header", lambda stored: others[:128] + stored.data[128:]),
+        Damage("another block's payload", lambda stored: stored.data[:128] + others[128:]),
+        Damage("the record of a third block", lambda _: foreign),
+        Damage("its record in another namespace", of_namespace),
+        Damage("another block's record, cut", lambda _: others[:-1]),
+    ]
+
+
+def _try_batch(bench: Bench, batch: Sequence[Damage], label: str) -> None:
+    """Try one damage a block, all at once, with undamaged neighbours among them."""
+    judge, rig = bench.judge, bench.rig
+    keys, neighbours = make_keys(len(batch), label), make_keys(NEIGHBOURS, f"{label}, neighbours")
+    assert rig.store([*keys, *neighbours]).success
+    victims: dict[OffloadKey, Damage] = {}
+    for key, damage in zip(keys, batch, strict=True):
+        data = bench.door.read(key)
+        assert data is not None
+        damaged = damage.apply(Stored(key, data))
+        if damaged == data:
+            continue  # such as a zero set to zero
+        bench.door.write(key, damaged)
+        assert bench.door.read(key) == damaged, "the damage did not happen"
+        victims[key] = damage
+    judge.tried += len(victims)
+    try:
+        _check_misses(bench, victims)
+        kept = {key for key, damage in victims.items() if damage.kind is Kind.UNREADABLE and bench.keeps_unreadable}
+        _check_healing(bench, {key: damage for key, damage in victims.items() if key not in kept})
+        loaded = rig.load(neighbours) | rig.load(neighbours)  # a value that is too long costs redis a connection
+        missing = [key for key in neighbours if key not in loaded]
+    except AssertionError as error:  # the rig's own: wrong bytes, a job without an end
+        for damage in victims.values():
+            judge.blame(damage.name, f"with its batch: {error}")
+        return
+    if missing:
+        judge.blame(batch[0].name, f"or one of its batch: {len(missing)} undamaged neighbours do not load")
+
+
+def _check_misses(bench: Bench, victims: dict[OffloadKey, Damage]) -> None:
+    """Load every victim in a job of its own: none may come, each is counted once."""
+    rig, judge = bench.rig, bench.judge
+    for group, counters in (
+        ({k: d for k, d in victims.items() if d.kind is Kind.BROKEN}, bench.counters),
+        ({k: d for k, d in victims.items() if d.kind is Kind.UNREADABLE}, (bench.unreadable,)),
+    ):
+        before = bench.counted(*counters)
+        for key, result in zip(group, rig.wait([rig.submit_load([key]) for key in group]), strict=True):
+            if rig.succeeded(result):
+                judge.blame(group[key].name, "it was loaded")
+        counted = bench.counted(*counters) - before
+        if counted != len(group):
+            names = ", ".join(damage.name for damage in group.values())
+            judge.blame(names, f"{counted} of {len(group)} were counted as {counters}")
+    for key, offered in zip(victims, rig.lookup_all(list(victims)), strict=True):
+        if offered and not (bench.keeps_unreadable and victims[key].kind is Kind.UNREADABLE):
+            judge.blame(victims[key].name, "it is offered again")
+
+
+def _check_healing(bench: Bench, victims: dict[OffloadKey, Damage]) -> None:
+    """Store the victims again: all are good then."""
+    keys = list(victims)
+    if not keys:
+        return
+    stored = bench.rig.store(keys).success
+    loaded = bench.rig.load(keys)
+    for key, damage in victims.items():
+        if not stored or key not in loaded:
+            bench.judge.blame(damage.name, "it is not good again after the next store")
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("tier", TIERS)
+def test_swapped_records_are_two_misses(opened: Opened, tier: str, codec: str, figures: Figures) -> None:
+    bench = opened(tier, codec)
+    first, second, third = make_keys(3, "swapped")
+    assert bench.rig.store([first, second, third]).success
+    records = bench.door.read(first), bench.door.read(second)
+    assert records[0] is not None
+    assert records[1] is not None
+    bench.door.write(first, records[1])
+    bench.door.write(second, records[0])
+    before = bench.counted(*bench.counters)
+    loaded = bench.rig.load([first, second, third])
+    offered = bench.rig.lookup_all([first, second, third])
+    passed = loaded == {third} and bench.counted(*bench.counters) == before + 2 and offered == [False, False, True]
+    figures.add(f"corruption/{tier}", 1, int(passed))
+    assert loaded == {third}
+    assert bench.counted(*bench.counters) == before + 2
+    assert offered == [False, False, True]
+
+
+@pytest.mark.parametrize("tier", [tier for tier in TIERS if tier != "memory"])
+def test_what_lay_there_before_a_reset_may_be_put_back(opened: Opened, tier: str, figures: Figures) -> None:
+    """An older version of the storage comes back beside the new one, by a restored backup or a slow replica."""
+    bench = opened(tier, "raw")
+    keys = make_keys(8, "before")
+    assert bench.rig.store(keys).success
+    old = bench.door.snapshot()
+    assert bench.rig.tier.reset_cache()
+    bench.rig.epoch = 1
+    assert bench.rig.store(keys[:4]).success
+    bench.door.restore(old)
+    restored = bench.door.snapshot()
+    assert all(restored.get(name) == data for name, data in old.items() if data.startswith(b"\x89TKVREC\n"))
+    offered = [bench.rig.lookup_all(keys)]
+    loaded = [bench.rig.load(keys)]
+    bench.rig.reopen()
+    offered.append(bench.rig.lookup_all(keys))
+    loaded.append(bench.rig.load(keys))
+    passed = offered == [[True] * 4 + [False] * 4] * 2 and loaded == [set(keys[:4])] * 2
+    figures.add(f"corruption/{tier}", 1, int(passed))
+    assert offered == [[True] * 4 + [False] * 4] * 2
+    assert loaded == [set(keys[:4])] * 2

@@ -1,0 +1,223 @@
+"""Segment files damaged before an nvme tier is opened on them: the blocks that are lost are those that the damage hit.
+
+`tiered_kv.testing.segment_map` says what each byte of a segment is. So every case has an exact expectation: bytes that
+mean nothing cost nothing, a payload costs its block, a header what it alone answers for, and a summary nothing at all,
+since the batches say the same.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.testing.damage import SEED, Damage, Field, Stored, field_damages
+from tiered_kv.testing.figures import Figures, Profile
+from tiered_kv.testing.segment_bench import CODECS, KEYS, Case, SegmentBench, cost
+from tiered_kv.testing.segment_map import (
+    BATCH_FIELDS,
+    BATCH_FIXED_BYTES,
+    ENTRY_BYTES,
+    FOOTER_FIELDS,
+    PAGE_BYTES,
+    SEGMENT_FIELDS,
+    Part,
+    SegmentMap,
+    entry_fields,
+    seal,
+    seal_summary,
+)
+
+pytestmark = [pytest.mark.trust, pytest.mark.slow]
+
+
+@pytest.fixture(params=list(CODECS))
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> SegmentBench:
+    made = SegmentBench(tmp_path / "kv", tmp_path / "pristine", request.param)
+    made.fill()
+    return made
+
+
+def case_at(found: SegmentMap, damage: Damage, at: int, *, clean: bool) -> Case | None:
+    """Return the case of a damage within one stretch; None if it changes nothing."""
+    data = damage.apply(Stored(OffloadKey(b""), found.data))
+    if data == found.data:
+        return None
+    hit = found.part_at(at)
+    left, claimed = cost(found, hit, clean=clean)
+    name = f"{'closed' if clean else 'crashed'}, {hit.part.value}, {damage.name}"
+    return Case(name, data, left, claimed, hit.part is Part.HEADER)
+
+
+def flips(found: SegmentMap, places: Sequence[int], *, clean: bool) -> Iterator[Case]:
+    chance = random.Random(SEED)
+    for at in places:
+        byte = Field(f"byte {at}", at, 1)
+        damages = list(field_damages(byte, full=False))
+        case = case_at(found, chance.choice(damages[:3]), at, clean=clean)
+        if case is not None:
+            yield case
+
+
+def fields_of(found: SegmentMap, *, clean: bool) -> list[Field]:
+    """Return every field of every header, with its place in the file."""
+    fields = list(SEGMENT_FIELDS)
+    for number, batch in enumerate(found.batches):
+        fields += [_moved(each, batch.offset, f"batch {number}: ") for each in BATCH_FIELDS]
+        for ordinal in range(len(batch.entries)):
+            at = batch.offset + BATCH_FIXED_BYTES + ordinal * ENTRY_BYTES
+            fields += entry_fields(at, f"batch {number}, entry {ordinal}")
+        keys_at = batch.offset + BATCH_FIXED_BYTES + len(batch.entries) * ENTRY_BYTES
+        fields.append(Field(f"batch {number}: keys", keys_at, sum(len(key) for key, _, _ in batch.entries)))
+    if clean:
+        footer = len(found.data) - PAGE_BYTES
+        fields += [_moved(each, footer, "footer: ") for each in FOOTER_FIELDS]
+        (table,) = found.parts(Part.TABLE)
+        for ordinal in range(len(KEYS)):
+            fields += entry_fields(table.start + ordinal * ENTRY_BYTES, f"table, entry {ordinal}")
+    return fields
+
+
+def _moved(field: Field, by: int, label: str) -> Field:
+    return Field(label + field.name, field.offset + by, field.length, field.values)
+
+
+def _is_tried(damage: Damage) -> bool:
+    """Return whether the full profile tries it: of each byte one bit and all of them, and every plausible value."""
+    bit = _BIT.search(damage.name)
+    if bit is not None:
+        return int(bit[1]) % 8 == int(bit[1]) // 8 % 8
+    return " inverted" in damage.name or ": byte " not in damage.name
+
+
+PARTS = 2
+"""So that no test takes minutes in the full profile."""
+_BIT = re.compile(r": bit (\d+) flipped")
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("clean", [True, False], ids=["closed", "crashed"])
+def test_a_damaged_field_costs_what_it_answers_for(
+    directory: SegmentBench, clean: bool, part: int, profile: Profile, figures: Figures
+) -> None:
+    found = SegmentMap(directory.segment(clean=clean))
+    fields = fields_of(found, clean=clean)
+    is_full = profile is Profile.FULL
+    damages = [
+        (damage, each.offset)
+        for each in fields
+        for damage in field_damages(each, full=is_full)
+        if not is_full or _is_tried(damage)
+    ]
+    chosen = damages[part::PARTS] if is_full else random.Random(SEED + part).sample(damages, 50)
+    for damage, at in chosen:
+        case = case_at(found, damage, at, clean=clean)
+        if case is not None:
+            directory.try_reopening(case)
+    directory.report(figures, "fields of segments, batches, entries and summaries")
+
+
+@pytest.mark.parametrize("clean", [True, False], ids=["closed", "crashed"])
+def test_a_flipped_byte_anywhere_costs_what_it_belongs_to(
+    directory: SegmentBench, clean: bool, profile: Profile, figures: Figures
+) -> None:
+    """Of each stretch its first and last byte, and some within: paddings, gaps and the room behind the batches too."""
+    found = SegmentMap(directory.segment(clean=clean))
+    chance = random.Random(SEED)
+    samples = 30 if profile is Profile.FULL else 1
+    places: list[int] = []
+    for stretch in found.stretches:
+        places += [stretch.start, stretch.end - 1]
+        places += [chance.randrange(stretch.start, stretch.end) for _ in range(samples)]
+    for case in flips(found, places, clean=clean):
+        directory.try_reopening(case)
+    directory.report(figures, "")
+
+
+@pytest.mark.parametrize("clean", [True, False], ids=["closed", "crashed"])
+def test_a_file_that_is_cut_or_grown_costs_what_was_cut_off(
+    directory: SegmentBench, clean: bool, profile: Profile, figures: Figures
+) -> None:
+    found = SegmentMap(directory.segment(clean=clean))
+    cuts = {stretch.start for stretch in found.stretches} | {stretch.end - 1 for stretch in found.stretches}
+    if profile is Profile.FULL:
+        cuts |= set(range(0, len(found.data), 1021))
+    for size in sorted(cuts):
+        # What a cut leaves of the room and of the summary means nothing: batches that are whole are found.
+        whole = frozenset(key for batch in found.batches if batch.end <= size for key, _, _ in batch.entries)
+        name = f"cut to {size} bytes"
+        directory.try_reopening(Case(name, found.data[:size], whole, is_discarded=size < PAGE_BYTES))
+    for more in (1, PAGE_BYTES, 100_000):
+        directory.try_reopening(Case(f"{more} zeros appended", found.data + bytes(more), frozenset(KEYS)))
+        directory.try_reopening(Case(f"{more} ones appended", found.data + b"\xff" * more, frozenset(KEYS)))
+    directory.report(figures, "cuts and growth")
+
+
+def sealed_cases(found: SegmentMap, *, clean: bool) -> Iterator[Case]:
+    """Yield fields with other values under checksums that are right for them, as a faulty writer would leave."""
+    footer = len(found.data) - PAGE_BYTES
+    groups: list[tuple[Sequence[Field], Callable[[bytes], bytes]]] = [
+        (SEGMENT_FIELDS, lambda data: seal(data, 0, PAGE_BYTES))
+    ]
+    for number, batch in enumerate(found.batches[:2]):
+        fields = [_moved(each, batch.offset, f"batch {number}: ") for each in BATCH_FIELDS]
+        for ordinal in (0, len(batch.entries) - 1):
+            at = batch.offset + BATCH_FIXED_BYTES + ordinal * ENTRY_BYTES
+            fields += list(entry_fields(at, f"batch {number}, entry {ordinal}"))
+        end = batch.offset + batch.header_bytes
+        groups.append((fields, lambda data, batch=batch, end=end: seal(data, batch.offset, end)))  # type: ignore[misc]
+    if clean:
+        (table,) = found.parts(Part.TABLE)
+        fields = [_moved(each, footer, "footer: ") for each in FOOTER_FIELDS]
+        for ordinal in (0, 5, len(KEYS) - 1):
+            fields += entry_fields(table.start + ordinal * ENTRY_BYTES, f"table, entry {ordinal}")
+        groups.append((fields, seal_summary))
+    for group, sealed in groups:
+        for each in group:
+            for damage in field_damages(each, full=False):
+                if "key size" in each.name:
+                    continue  # whose block it is: who seals that is believed, see "Checksums" in docs/formats.md
+                if "codec" in each.name and damage.name.rpartition(" = ")[2] not in ("zeros", "ones", "0", "1"):
+                    continue  # codecs that want a key: what there is to say of them says the proof of encryption
+                data = sealed(damage.apply(Stored(OffloadKey(b""), found.data)))
+                if data != found.data:
+                    yield Case(f"{'closed' if clean else 'crashed'}, sealed {damage.name}", data, None)
+
+
+@pytest.mark.parametrize("clean", [True, False], ids=["closed", "crashed"])
+def test_a_sealed_lie_never_gives_wrong_bytes(
+    directory: SegmentBench, clean: bool, profile: Profile, figures: Figures
+) -> None:
+    found = SegmentMap(directory.segment(clean=clean))
+    cases = list(sealed_cases(found, clean=clean))
+    if profile is Profile.SHORT:
+        cases = random.Random(SEED).sample(cases, 60)
+    for case in cases:
+        directory.try_reopening(case)
+    directory.report(figures, "impossible numbers under right checksums")
+
+
+def test_a_segment_that_says_it_is_shorter_is_not_sealed_over_its_payloads(
+    directory: SegmentBench, figures: Figures
+) -> None:
+    """Closing writes the summary at the segment's end, which the header moves to where a payload lies."""
+    found = SegmentMap(directory.segment(clean=False))
+    size = next(field for field in SEGMENT_FIELDS if field.name == "segment size")
+    end = found.batches[1].end + PAGE_BYTES
+    data = seal(size.written(found.data, end), 0, PAGE_BYTES)
+    kept = frozenset(key for batch in found.batches[:2] for key, _, _ in batch.entries)
+    for _ in range(2):
+        directory.try_reopening(Case("shorter than its batches", data, kept))
+    directory.place(data)
+    for _ in range(2):  # what the first closing leaves is what the second opening finds
+        rig = directory.open()
+        loaded = rig.load(KEYS)
+        corrupt = rig.tier.stats()["corrupt_blocks"]
+        rig.close()
+        if (loaded, corrupt) != (set(kept), 0):
+            directory.failures["closed and opened again"] = f"{len(loaded)} loaded, {corrupt} corrupt"
+    directory.report(figures, "")

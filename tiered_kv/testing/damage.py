@@ -1,0 +1,269 @@
+"""The catalogue of damages: what storage, networks and strangers do to a block record, byte by byte.
+
+    for damage in record_damages(full=False):
+        write(key, damage.apply(Stored(key, read(key))))    # and the block has to be a counted miss
+
+The fields are those of the table in `docs/formats.md`, written down a second time: the catalogue has to notice when a
+reader and its own writer agree on something else.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import xxhash
+
+from tiered_kv.base import OffloadKey
+
+SEED = 20
+"""Of every random choice here, so that a case is the same one in each run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field of a header.
+
+    Args:
+        name: Its name in the format's table.
+        offset: Where it begins, in bytes.
+        length: Its length in bytes.
+        values: Plausible values of a number, little-endian: another version, another codec, the sizes of others.
+    """
+
+    name: str
+    offset: int
+    length: int
+    values: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """Where the next field begins."""
+        return self.offset + self.length
+
+    def read(self, data: bytes) -> int:
+        """Return the field's value as a number."""
+        return int.from_bytes(data[self.offset : self.end], "little")
+
+    def written(self, data: bytes, value: int) -> bytes:
+        """Return `data` with the field set to `value`, wrapped around at the field's size."""
+        wrapped = value % (1 << 8 * self.length)
+        return data[: self.offset] + wrapped.to_bytes(self.length, "little") + data[self.end :]
+
+
+RECORD_HEADER_BYTES = 128
+RECORD_FIELDS = (
+    Field("magic", 0, 8),
+    Field("version", 8, 2, (0, 2, 256, 65535)),
+    Field("codec", 10, 2, (0, 1, 2, 7, 65535)),
+    Field("flags", 12, 4, (1, 1 << 31)),
+    Field("key id", 16, 4, (1, 1 << 31)),
+    Field("reserved", 20, 4, (1, 1 << 31)),
+    Field("raw length", 24, 8, (0, 1, 128, 4096, 1 << 20, 1 << 32, 1 << 63)),
+    Field("payload length", 32, 8, (0, 1, 128, 4096, 1 << 20, 1 << 32, 1 << 63)),
+    Field("namespace digest", 40, 16),
+    Field("key digest", 56, 16),
+    Field("checksum", 72, 16),
+    Field("reserved tail", 88, 40),
+)
+_CODEC, _LENGTHS, _CHECKSUM = RECORD_FIELDS[2], RECORD_FIELDS[6:8], RECORD_FIELDS[10]
+UNKNOWN_CODEC_ID = 65535
+"""Of a sound record that nobody here can read; 0 to 99 are or will be codecs."""
+
+
+class Kind(Enum):
+    """What a damage leaves."""
+
+    BROKEN = "broken"
+    """Something that is not the block's record. Nobody can load it, now or later."""
+    UNREADABLE = "unreadable"
+    """A sound record in a codec that is not installed here. Others may load it, so it may stay where it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A block as it is stored.
+
+    Args:
+        key: The block's key.
+        data: Its record, header and payload.
+    """
+
+    key: OffloadKey
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One thing that may happen to a stored record.
+
+    Args:
+        name: Says which one it is, for whoever has to replay it.
+        apply: Returns the bytes that are stored afterwards.
+        kind: What it leaves.
+    """
+
+    name: str
+    apply: Callable[[Stored], bytes]
+    kind: Kind = Kind.BROKEN
+
+
+def seal_record(data: bytes) -> bytes:
+    """Return a record with the checksum that its other bytes want: what a writer's own fault looks like."""
+    unsigned = _CHECKSUM.written(data, 0)
+    digest = xxhash.xxh3_128_digest(unsigned)
+    return unsigned[: _CHECKSUM.offset] + digest + unsigned[_CHECKSUM.end :]
+
+
+def record_damages(*, full: bool) -> list[Damage]:
+    """Return the damages to a block record, each under a name of its own; the same ones in every run.
+
+    Args:
+        full: Every bit of every field and a hundred places in the payload; otherwise a few of each.
+    """
+    found = [damage for field in RECORD_FIELDS for damage in field_damages(field, full=full)]
+    found += _sealed_fields(full=full)
+    found += _cuts(full=full)
+    found += _payload_damages(100 if full else 6)
+    assert len({damage.name for damage in found}) == len(found), "two damages have one name"
+    return found
+
+
+def field_damages(field: Field, *, full: bool) -> Iterator[Damage]:
+    """Yield damages to one field whose checksum is left as it was; some may leave a record unchanged.
+
+    Args:
+        field: The field.
+        full: Every bit, and every byte set to 0, 255 and its complement; otherwise three bits.
+    """
+    name = field.name
+    first, last = 8 * field.offset, 8 * field.end - 1
+    for bit in range(first, last + 1) if full else sorted({first, (first + last) // 2, last}):
+        yield Damage(f"{name}: bit {bit - first} flipped", _flip(bit))
+    for at in range(field.offset, field.end) if full else ():
+        for value in (0x00, 0xFF):
+            yield Damage(f"{name}: byte {at - field.offset} = {value}", _overwrite(at, bytes([value])))
+        yield Damage(f"{name}: byte {at - field.offset} inverted", _invert(at))
+    for label, change in _values_of(field):
+        yield Damage(f"{name} = {label}", _set(field, change))
+
+
+def _values_of(field: Field) -> list[tuple[str, Callable[[int], int]]]:
+    """Return the values that a field is set to as a whole, from the one that it has."""
+    ones = (1 << 8 * field.length) - 1
+    found: list[tuple[str, Callable[[int], int]]] = [("zeros", lambda _: 0), ("ones", lambda _: ones)]
+    if field.values:
+        found += [("one more", lambda value: value + 1), ("one less", lambda value: value - 1)]
+        found += [("half", lambda value: value // 2), ("double", lambda value: 2 * value)]
+        found += [(str(fixed), lambda _, fixed=fixed: fixed) for fixed in field.values]  # type: ignore[misc]
+    return found
+
+
+def _sealed_fields(*, full: bool) -> Iterator[Damage]:
+    """Yield changed fields under a checksum that is right for them."""
+    for field in RECORD_FIELDS:
+        if field is _CHECKSUM:
+            continue
+        for label, value in _values_of(field):
+            if field is _CODEC and label not in ("zeros", "0", "1"):
+                continue  # codecs to come, which may read what they are given, or want a key
+            yield Damage(f"sealed {field.name} = {label}", _sealed(_set(field, value)))
+        for bit in range(8 * field.offset, 8 * field.end) if full and field is not _CODEC else ():
+            yield Damage(f"sealed {field.name}: bit {bit - 8 * field.offset} flipped", _sealed(_flip(bit)))
+    yield Damage("sealed, and in an unknown codec", _sealed(_in_unknown_codec), Kind.UNREADABLE)
+    for field in _LENGTHS:
+        for step in (-128, -16, -1, 1, 16, 128):
+            set_to = _set(field, lambda value, step=step: value + step)  # type: ignore[misc]
+            yield Damage(f"sealed {field.name} {step:+}, and as many bytes", _sealed(_resized(step, set_to)))
+
+
+def _cuts(*, full: bool) -> Iterator[Damage]:
+    """Yield records that end too early or too late."""
+    boundaries = sorted({field.offset for field in RECORD_FIELDS} | {RECORD_HEADER_BYTES})
+    for size in range(RECORD_HEADER_BYTES + 1) if full else boundaries:
+        yield Damage(f"cut to {size} bytes", lambda stored, size=size: stored.data[:size])  # type: ignore[misc]
+    for part in (1, 2, 3):
+        yield Damage(f"payload cut to {part}/4", lambda stored, part=part: stored.data[: _at(stored, part / 4)])  # type: ignore[misc]
+    for count in (1, 2, 16, 4096):
+        yield Damage(f"the last {count} bytes cut off", lambda stored, count=count: stored.data[:-count])  # type: ignore[misc]
+        yield Damage(f"{count} zeros appended", lambda stored, count=count: stored.data + bytes(count))  # type: ignore[misc]
+        yield Damage(f"the first {count} bytes cut off", lambda stored, count=count: stored.data[count:])  # type: ignore[misc]
+        yield Damage(f"{count} zeros before", lambda stored, count=count: bytes(count) + stored.data)  # type: ignore[misc]
+    yield Damage("appended to itself", lambda stored: 2 * stored.data)
+    yield Damage("all zeros", lambda stored: bytes(len(stored.data)))
+    yield Damage("header only zeros", lambda stored: bytes(RECORD_HEADER_BYTES) + stored.data[RECORD_HEADER_BYTES:])
+
+
+def _payload_damages(samples: int) -> Iterator[Damage]:
+    chance = random.Random(SEED)
+    places = [("first", 0.0), ("last", 1.0)] + [(f"sample {number}", chance.random()) for number in range(samples)]
+    for label, part in places:
+        bit = chance.randrange(8)
+        yield Damage(f"payload: bit {bit} of the {label} byte flipped", _payload_flip(part, bit))
+    yield Damage("payload all zeros", lambda stored: stored.data[:RECORD_HEADER_BYTES] + bytes(_payload_bytes(stored)))
+    yield Damage("payload: a page of zeros in it", lambda stored: _overwrite(_at(stored, 0.4), bytes(512))(stored))
+    yield Damage("payload: turned by one byte", _turned)
+
+
+def _flip(bit: int) -> Callable[[Stored], bytes]:
+    def apply(stored: Stored) -> bytes:
+        data = bytearray(stored.data)
+        data[bit // 8] ^= 1 << bit % 8
+        return bytes(data)
+
+    return apply
+
+
+def _invert(at: int) -> Callable[[Stored], bytes]:
+    return lambda stored: stored.data[:at] + bytes([stored.data[at] ^ 0xFF]) + stored.data[at + 1 :]
+
+
+def _overwrite(at: int, piece: bytes) -> Callable[[Stored], bytes]:
+    return lambda stored: (stored.data[:at] + piece + stored.data[at + len(piece) :])[: len(stored.data)]
+
+
+def _set(field: Field, value: Callable[[int], int]) -> Callable[[Stored], bytes]:
+    return lambda stored: field.written(stored.data, value(field.read(stored.data)))
+
+
+def _sealed(change: Callable[[Stored], bytes]) -> Callable[[Stored], bytes]:
+    return lambda stored: seal_record(change(stored))
+
+
+def _in_unknown_codec(stored: Stored) -> bytes:
+    """Return the record as a codec leaves it that makes the block shorter than anything stored here."""
+    shorter = _LENGTHS[1].written(stored.data, _payload_bytes(stored) // 2)
+    return _CODEC.written(shorter, UNKNOWN_CODEC_ID)[: _at(stored, 0) + _payload_bytes(stored) // 2]
+
+
+def _resized(step: int, change: Callable[[Stored], bytes]) -> Callable[[Stored], bytes]:
+    return lambda stored: (change(stored) + bytes(max(0, step)))[: len(stored.data) + step]
+
+
+def _payload_flip(part: float, bit: int) -> Callable[[Stored], bytes]:
+    def apply(stored: Stored) -> bytes:
+        return _flip(8 * min(_at(stored, part), len(stored.data) - 1) + bit)(stored)
+
+    return apply
+
+
+def _turned(stored: Stored) -> bytes:
+    payload = stored.data[RECORD_HEADER_BYTES:]
+    return stored.data[:RECORD_HEADER_BYTES] + payload[-1:] + payload[:-1]
+
+
+def _payload_bytes(stored: Stored) -> int:
+    return len(stored.data) - RECORD_HEADER_BYTES
+
+
+def _at(stored: Stored, part: float) -> int:
+    """Return the offset of what lies that far in the payload."""
+    return RECORD_HEADER_BYTES + int(part * _payload_bytes(stored))
+
+
+def batches(damages: Sequence[Damage], size: int) -> Iterator[Sequence[Damage]]:
+    """Yield the damages a few at a time, so that each may have a block of its own in one round."""
+    for start in range(0, len(damages), size):
+        yield damages[start : start + size]
