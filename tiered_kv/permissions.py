@@ -108,7 +108,9 @@ def check_file(fd: int, name: str, *, any_owner: bool = False) -> os.stat_result
     if not stat.S_ISREG(status.st_mode):
         raise NotPrivateError(errno.ELOOP, f"{name} is not a regular file; remove it")
     if not any_owner and status.st_uid != os.geteuid():
-        raise NotPrivateError(errno.EPERM, f"{name} belongs to another user (uid {status.st_uid}); remove it")
+        raise NotPrivateError(
+            errno.EPERM, f"{name} belongs to another user (uid {status.st_uid}); remove it, or give it to this one"
+        )
     if status.st_nlink > 1:
         raise NotPrivateError(errno.EMLINK, f"{name} has {status.st_nlink} names (hard links); remove it")
     if not any_owner and stat.S_IMODE(status.st_mode) & OTHERS:

@@ -16,7 +16,7 @@ HIDDEN = "***"
 
 _SECRET_NAME = re.compile(
     r"pass(word|wd|phrase)|secret|token(?!s)|credential|(api|access|private|encryption|account)_?key|"
-    r"^(key|auth|pass|dsn)$|pwd?$|connection_string|authorization",
+    r"^(key|key_files|encryption|auth|pass|dsn)$|pwd?$|connection_string|authorization",
     re.IGNORECASE,
 )
 

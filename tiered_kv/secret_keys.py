@@ -53,6 +53,20 @@ def parse_key(text: str) -> bytes:
     raise ConfigError(f"expected a key: {_ACCEPTED}")
 
 
+def is_key_for_path(path: str) -> bool:
+    """Return whether what should be the path of a key's file is a key, which must not be shown as paths are.
+
+    A path that says where it begins is one: base64 may look like any other.
+    """
+    if path.startswith(("/", "./", "../", "~")):
+        return False
+    try:
+        parse_key(path)
+    except ConfigError:
+        return False
+    return True
+
+
 def read_key_file(path: str | os.PathLike[str]) -> bytes:
     """Return the key in the file at `path`, which must be this user's own and closed to everybody else.
 

@@ -21,7 +21,7 @@ from pydantic import (
 
 from tiered_kv.errors import ConfigError
 from tiered_kv.redaction import HIDDEN, has_environment_text, redact, secrets_in, texts_in
-from tiered_kv.secret_keys import parse_key
+from tiered_kv.secret_keys import is_key_for_path, parse_key
 from tiered_kv.units import Bytes, Count, Seconds
 
 
@@ -137,6 +137,8 @@ class TierSettings(StrictModel):
     def _has_one_name_key(self) -> Self:
         if self.name_key is not None and self.name_key_file is not None:
             raise ValueError("'name_key' and 'name_key_file' both give the key; give one of them")
+        if self.name_key_file is not None and is_key_for_path(self.name_key_file):
+            raise ValueError("'name_key_file' holds a key, not the path of a file; a key goes into 'name_key'")
         return self
 
     @model_validator(mode="before")

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from tiered_kv.errors import FormatError, TierUnavailableError
-from tiered_kv.permissions import check_directory, open_directory
+from tiered_kv.permissions import NotPrivateError, check_directory, open_directory
 from tiered_kv.tiering.administration import DIGEST_HEX, Purged, StoredNamespace, TierAdministration, believed
 from tiered_kv_nvme.directory import (
     LEFTOVERS,
@@ -133,9 +133,8 @@ class NvmeAdministration(TierAdministration):
             finally:
                 os.close(fd)
         except OSError as error:
-            raise TierUnavailableError(
-                f"{self._path}: {reason_and_remedy(error)}", tier=self._tier, operation=operation
-            ) from error
+            detail = str(error.strerror) if isinstance(error, NotPrivateError) else reason_and_remedy(error)
+            raise TierUnavailableError(f"{self._path}: {detail}", tier=self._tier, operation=operation) from error
 
 
 def _segments(fd: int, digest: str) -> list[tuple[str, os.stat_result]]:

@@ -41,6 +41,8 @@ class Reclaimer:
 
     Args:
         files, pool, index, counters, reader, writer, epoch: The store's.
+        least_bytes: Size of a segment that holds one block; a smaller one, of a time when blocks were stored
+            shorter, is deleted instead of used again.
         name: The thread's name.
     """
 
@@ -54,6 +56,7 @@ class Reclaimer:
         writer: BatchWriter,
         epoch: Epoch,
         *,
+        least_bytes: int,
         name: str,
     ) -> None:
         self._files = files
@@ -63,6 +66,7 @@ class Reclaimer:
         self._reader = reader
         self._writer = writer
         self._epoch = epoch
+        self._least_bytes = least_bytes
         self._buffer = Scratch()
         self._grow_after_s = 0.0
         self._excess_after_s = 0.0
@@ -246,7 +250,8 @@ class Reclaimer:
             that one would fare no better.
         """
         table = segment.table
-        usable = not segment.damaged and not self._over_capacity()
+        fits = segment.segment_bytes >= self._least_bytes  # or it would be filled with nothing, again and again
+        usable = fits and not segment.damaged and not self._over_capacity()
         with self._pool.changed:
             generation = self._pool.next_generation()
         if usable and not self._files.renew(segment, generation):

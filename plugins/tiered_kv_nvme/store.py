@@ -18,12 +18,12 @@ from tiered_kv_nvme.disk import DirectIO, Disk, file_system_of, probe_direct
 from tiered_kv_nvme.epoch import Epoch
 from tiered_kv_nvme.files import SegmentFiles
 from tiered_kv_nvme.index import Index, ordinal_of, slot_of
-from tiered_kv_nvme.layout import PAGE_BYTES
+from tiered_kv_nvme.layout import KEY_BYTES_MAX, PAGE_BYTES
 from tiered_kv_nvme.pool import SegmentPool
 from tiered_kv_nvme.reader import BlockReader
 from tiered_kv_nvme.reclaimer import Reclaimer
 from tiered_kv_nvme.recovery import recover
-from tiered_kv_nvme.segment import SegmentState
+from tiered_kv_nvme.segment import SegmentState, segment_bytes_min
 from tiered_kv_nvme.sizing import Sizing
 from tiered_kv_nvme.writer import BatchWriter
 
@@ -130,8 +130,15 @@ class SegmentStore:
             gather=straight and options.codecs.writes_raw,
             room_timeout_s=options.room_timeout_s,
         )
+        stored_bytes = identity.block_bytes + options.codecs.overhead_bytes
         self._reclaimer = Reclaimer(
-            self._files, *shared, self._reader, self._writer, self._epoch, name=f"tiered-kv-{tier}-reclaimer"
+            self._files,
+            *shared,
+            self._reader,
+            self._writer,
+            self._epoch,
+            least_bytes=segment_bytes_min(stored_bytes, KEY_BYTES_MAX, 1),
+            name=f"tiered-kv-{tier}-reclaimer",
         )
         self._released = False
 

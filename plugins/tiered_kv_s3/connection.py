@@ -23,6 +23,8 @@ ERROR_BYTES_MAX = 64 << 10
 """Body of an answer that is read for its error code."""
 TEXT_BYTES_MAX = 4 << 20
 """Body of an answer that is a text, such as a listing."""
+CHUNKS_MAX = 64 << 10
+"""Pieces that such a text may come in: in chunks of a byte, all of it would keep the interpreter for seconds."""
 INTERIM_ANSWERS_MAX = 4
 """Answers such as "100 Continue" before the one that counts."""
 
@@ -186,7 +188,7 @@ class Connection:
 
     def _receive_chunks(self, patience: Patience) -> bytes:
         text = bytearray()
-        while True:
+        for _ in range(CHUNKS_MAX):
             said = _CHUNK_SIZE.fullmatch(self._read_until(_LINE_END, patience))
             size = int(said[1], 16) if said else TEXT_BYTES_MAX + 1
             if len(text) + size > TEXT_BYTES_MAX:
@@ -199,6 +201,7 @@ class Connection:
             if not size:
                 self.is_reusable = self._keeps_open and not self._buffer
                 return bytes(text)
+        raise BadAnswerError("the body of the answer comes in too many chunks")
 
     def _read_until(self, end: bytes, patience: Patience) -> bytes:
         """Receive up to `end`, which is dropped."""

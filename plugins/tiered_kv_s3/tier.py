@@ -238,6 +238,8 @@ class S3Tier(BlockingTier):
             if status is RecordStatus.OK:
                 self._presence.note(name, True, asked_s)
                 return ""
+            if status in NOT_DAMAGED or status in REFUSED:  # its checksum was right: it came as it lies there
+                break
         self._note_damage(name, "corrupt_blocks", deadline, stays=status in _STAYS)
         return str(status.value) if status in REFUSED else "checksum"
 

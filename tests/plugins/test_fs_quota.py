@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -12,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.errors import ConfigError
+from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.tiering.base import TierSpec
+from tiered_kv_fs.administration import FsAdministration
 from tiered_kv_fs.layout import LEDGER_NAME
+from tiered_kv_fs.ledger import Ledger
 from tiered_kv_fs.settings import FsSettings
 from tiered_kv_fs.tier import FsTier
 
@@ -188,3 +191,43 @@ def test_a_quota_that_cannot_be_kept_is_an_error_that_names_it(path: Path, open_
     with pytest.raises(ConfigError, match="quota: 65536 bytes are too few for blocks of 65536"):
         open_rig(OURS, 65_536)
     assert not path.exists()
+
+
+def test_a_purge_of_what_an_earlier_one_left_takes_nothing_off_a_share_that_never_had_it(
+    path: Path, open_rig: OpenRig
+) -> None:
+    rig = open_rig(OURS, QUOTA_BYTES)
+    fill(rig, "ours", 1 << 20)
+    shards = path / f".{OURS.hex()}.{'0' * 16}.purged" / ("e" * 16) / "aa"
+    shards.mkdir(parents=True)
+    for number in range(32):
+        (shards / f"{number:032x}").write_bytes(bytes(BLOCK_BYTES))
+    purged = FsAdministration(FsSettings(path=str(path), capacity=CAPACITY_BYTES)).purge(
+        OURS.hex(), time.monotonic() + 60
+    )
+    assert purged.left == ()
+    assert purged.blocks is not None
+    assert purged.blocks >= 32
+    with Ledger(str(path / LEDGER_NAME), 30.0).locked() as state:
+        share_bytes = state.share_bytes(OURS.hex())
+        granted_bytes = sum(state.grants.values())
+    assert share_bytes is None or share_bytes >= granted_bytes > 0
+    # The first stores may find the directory gone, and are lost.
+    wait_until(lambda: rig.store(make_keys(BATCH, "first")).success)
+    fill(rig, "again", 2 * QUOTA_BYTES)
+    assert QUOTA_BYTES // 2 < used_bytes(path, OURS) <= QUOTA_BYTES
+
+
+def test_a_purge_that_the_file_system_refuses_is_an_error_and_not_tried_until_the_deadline(
+    path: Path, open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(open_rig(OURS), "ours", 1 << 20)
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "rmdir", refuse)
+    administration = FsAdministration(FsSettings(path=str(path), capacity=CAPACITY_BYTES))
+    with pytest.raises(TierUnavailableError, match="Read-only file system"):
+        administration.purge(OURS.hex(), time.monotonic() + 60)
+    monkeypatch.undo()

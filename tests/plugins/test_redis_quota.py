@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,8 +20,9 @@ from tiered_kv.tiering.base import TierSpec
 
 pytest.importorskip("redis", reason="redis-py is not installed")
 
+from tiered_kv_redis.account import Account
 from tiered_kv_redis.counters import Counters
-from tiered_kv_redis.grants import QuotaLimits
+from tiered_kv_redis.grants import Grants, QuotaLimits
 from tiered_kv_redis.quota import Quota
 from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.tier import RedisTier
@@ -246,3 +248,36 @@ class TestRedisTierWithQuota(TierConformance):
     def open_tier(self, redis_server: RedisServer) -> OpenTier:
         settings = RedisSettings.model_validate({"url": redis_server.url, "quota": "64MiB"})
         return lambda spec, view: RedisTier(spec, view, "redis", settings)
+
+
+class NoRoom:
+    """A keeper that makes no room."""
+
+    def __init__(self) -> None:
+        self.round = threading.Event()
+
+    def wake(self) -> None:
+        return
+
+
+def test_a_process_that_was_taken_for_dead_gives_nothing_back_when_it_ends(redis_server: RedisServer) -> None:
+    topology = topology_of(RedisSettings(url=redis_server.url))
+    limits = QuotaLimits(QUOTA_BYTES, RECORD_BYTES, room_wait_s=0.1, transfer_s=1.0)
+    stopped, other = Account(topology, OURS), Account(topology, OURS)
+    deadline = time.monotonic() + 60
+    try:
+        begun = other.begin_survey(deadline)
+        assert begun is not None
+        other.note_survey(0, (), deadline)
+        grants = Grants(stopped, limits, Counters(), NoRoom())
+        assert grants.take(1, deadline) == 1
+        grants.settle(1, RECORD_BYTES)  # one block is there now
+        assert grants.outstanding_bytes > 0
+        net_bytes = other.statement(deadline).net_bytes
+        other.note_survey(RECORD_BYTES - net_bytes, [stopped.owner], deadline)  # nobody has heard of it for long
+        assert other.statement(deadline).total_bytes == RECORD_BYTES
+        grants._confirmed_s -= 2 * limits.valid_s  # it was stopped for so long
+        grants.leave(deadline)
+        assert other.statement(deadline).total_bytes == RECORD_BYTES
+    finally:
+        topology.close()

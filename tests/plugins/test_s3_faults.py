@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tiered_kv.testing.rig import TierRig, make_keys
+from tiered_kv.toolkit.codecs import OVERHEAD_BYTES_MAX
 from tiered_kv_s3.settings import S3Settings
 
 pytest.importorskip("boto3", reason="boto3 is not installed")
@@ -108,7 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif fault is Fault.FLIP:
             self._answer(200, data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
         elif fault in (Fault.LONGER, Fault.SHORTER):
-            self._answer(200, data + b"x" if fault is Fault.LONGER else data[:-1])
+            self._answer(200, data + b"x" * (OVERHEAD_BYTES_MAX + 1) if fault is Fault.LONGER else data[:-1])
         elif fault in (Fault.TRUNCATE, Fault.STALL):
             self._answer(200, data[: len(data) // 2], length=len(data))
             self.close_connection = True
@@ -249,6 +250,16 @@ def test_a_body_that_is_cut_off_stalled_or_wrong_is_read_again(
     server.faults["GET"] += [fault]
     assert rig.load(keys) == set(keys)
     assert rig.tier.stats()["get_requests"] == 4, "the epoch, two blocks, and one of them again"
+
+
+def test_what_came_as_it_lies_there_is_not_read_again(server: FaultyServer, make_rig: MakeRig) -> None:
+    key_1, key_2 = ({"codec": "aes-256-gcm", "encryption": {"keys": {1: digits * 32}}} for digits in ("11", "22"))
+    encrypted, plain = make_keys(1, "encrypted"), make_keys(1, "plain")
+    assert make_rig(**key_1).store(encrypted).success
+    assert make_rig().store(plain).success
+    rig = make_rig(**key_2)
+    assert rig.load([*encrypted, *plain]) == set()
+    assert rig.tier.stats()["get_requests"] == 3, "the epoch, and two blocks"
 
 
 LASTING = [

@@ -12,6 +12,7 @@ from tiered_kv.config import load_config, tier_settings
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import tier_plugins
 from tiered_kv.schema import stack_schema
+from tiered_kv.secret_keys import parse_key
 from tiered_kv.toolkit.codec_set import CodecSet
 from tiered_kv.toolkit.codec_settings import CodecSettings
 from tiered_kv.toolkit.codecs import AES_ID, binding_of
@@ -128,6 +129,11 @@ def test_plain_blocks_are_accepted_only_where_that_is_asked_for() -> None:
         ({"keys": {1: HEX}, "write_key": 0}, "write_key"),
         ({"keys": dict.fromkeys(range(1, 66), HEX), "write_key": 1}, "at most 64"),
         ({"keys": {1: HEX}, "algorithm": "aes"}, "unknown key"),
+        ({HEX: 1}, "expected keys by their ids in 'keys'"),
+        ({"key_files": HEX}, "expected a mapping"),
+        ({"key_files": [HEX]}, "expected a mapping"),
+        ({"key_files": {1: HEX}}, "'key_files' holds a key"),
+        ({"key_files": {1: BASE64}}, "'key_files' holds a key"),
     ],
 )
 def test_what_cannot_be_used_is_told_without_the_key(encryption: dict[str, object], message: str) -> None:
@@ -138,6 +144,30 @@ def test_what_cannot_be_used_is_told_without_the_key(encryption: dict[str, objec
     assert HEX[:-1] not in said
     assert "zz" * 32 not in said
     assert BASE64[:-4] not in said
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"encryption": HEX}, "expected a mapping"),
+        ({"encryption": [HEX]}, "expected a mapping"),
+        ({"name_key_file": HEX}, "'name_key_file' holds a key"),
+        ({"name_key_file": BASE64}, "'name_key_file' holds a key"),
+    ],
+)
+def test_a_key_in_the_wrong_place_is_not_shown(entry: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        tier_settings({"type": "memory", "capacity": "1MiB", **entry})
+    assert HEX not in str(raised.value)
+    assert BASE64 not in str(raised.value)
+
+
+def test_a_path_may_look_like_base64_where_it_says_that_it_is_one() -> None:
+    path = "/" + "kv/" * 14  # 43 characters of the alphabet
+    assert parse_key(path), "it could be a key"
+    settings = tier_settings({"type": "memory", "capacity": "1MiB", "name_key_file": path})
+    assert settings.name_key_file == path
+    assert settings_of(key_files={1: path}).encryption is not None
 
 
 def test_a_key_file_that_others_can_read_is_refused(key_file: Path) -> None:

@@ -14,14 +14,22 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tiered_kv.base import ReqContext
+from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.errors import MissingExtraError
-from tiered_kv.tiering.lane import HARMLESS_REASONS
+from tiered_kv.testing.four_methods import FourMethodTier
+from tiered_kv.testing.rig import make_keys
+from tiered_kv.tiering.base import JobMetadata, JobResult, TierSpec
+from tiered_kv.tiering.breaker import BreakerState
+from tiered_kv.tiering.jobs import Job
+from tiered_kv.tiering.lane import Lane
+from tiered_kv.tiering.limits import TierLimits
 from tiered_kv.toolkit import encryption
 from tiered_kv.toolkit.codec_set import CodecSet, encrypting_codecs
 from tiered_kv.toolkit.codecs import AES_ID, OVERHEAD_BYTES_MAX, RAW, ZSTD_AES_ID, Codec, binding_of
 from tiered_kv.toolkit.encryption import SESSIONS_CACHED_MAX, AesGcmCodec, Cipher, ZstdAesGcmCodec
 from tiered_kv.toolkit.room import ThreadRoom
-from tiered_kv.toolkit.status import REFUSED, RecordStatus
+from tiered_kv.toolkit.status import RecordStatus
 
 SECRET = bytes(range(32))
 BLOCK = b"".join(value.to_bytes(2, "little") for value in range(256))
@@ -297,9 +305,34 @@ def test_without_zstandard_only_compressed_blocks_are_not_read(monkeypatch: pyte
     assert codecs[ZSTD_AES_ID] is RecordStatus.UNKNOWN_CODEC
 
 
-def test_what_encryption_refuses_opens_no_breaker() -> None:
-    """After a key was dropped a tier works as before: it misses, and takes stores."""
-    assert {status.value for status in REFUSED} <= HARMLESS_REASONS
+def test_no_record_that_is_read_opens_the_breaker() -> None:
+    """After a key was dropped a tier works as before: it misses, and takes stores. So it does beside damaged blocks."""
+    for status in RecordStatus:
+        if status is not RecordStatus.OK:
+            assert state_after_failures(status.value) is BreakerState.CLOSED, status
+    for reason in ("absent", "missing", "no_space", "reset"):
+        assert state_after_failures(reason) is BreakerState.CLOSED, reason
+    for reason in ("unavailable", "timeout", "exception", "failed"):
+        assert state_after_failures(reason) is BreakerState.OPEN, reason
+
+
+def state_after_failures(reason: str) -> BreakerState:
+    """Return what becomes of a tier's breaker when all blocks of a hundred loads fail for a reason."""
+    tier = FourMethodTier(TierSpec("t", 16, bytes(16)), memoryview(bytearray(64)).cast("B", (4, 16)), "four")
+    lane = Lane("t", tier, TierLimits(), 16, 64, lambda: 0.0)
+    results: list[JobResult] = []
+
+    def submit_load(job_metadata: JobMetadata) -> None:
+        results.append(JobResult(job_metadata.job_id, False, reason=reason))
+
+    tier.submit_load = submit_load  # type: ignore[method-assign]
+    tier.get_finished = lambda: [results.pop()] if results else []  # type: ignore[method-assign]
+    for job_id in range(100):
+        if lane.refusal():
+            break
+        assert lane.submit(Job(job_id, make_keys(1), [CPUBlock(0)], True, 1.0), ReqContext("r"))
+        assert len(lane.collect()) == 1
+    return lane.breaker.state
 
 
 def test_no_key_is_shown() -> None:

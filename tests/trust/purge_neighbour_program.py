@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import select
 import sys
+import time
 
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.tenants import Stored
@@ -22,7 +23,8 @@ def main() -> None:
             old = stored.keys(ROUND_BLOCKS, max(0, rounds - 6) * ROUND_BLOCKS)
             new_came, new_wrong = stored.wrong(stack, old)
             came, wrong, rounds = came + new_came, wrong + new_wrong, rounds + 1
-            print(json.dumps({"rounds": rounds, "came": came, "wrong": wrong}), flush=True)
+            report = {"at_s": time.monotonic(), "rounds": rounds, "came": came, "wrong": wrong}
+            print(json.dumps(report), flush=True)
             if select.select([sys.stdin], [], [], 0)[0]:
                 break
     print(json.dumps({"ended": True}), flush=True)

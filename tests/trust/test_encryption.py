@@ -7,10 +7,12 @@ stands against it. The keys are the one thing that is not known.
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
@@ -325,11 +327,65 @@ def test_a_rotation_loses_nothing_until_the_old_key_is_dropped(opened: Opened, t
     assert bench.rig.load([*old, *new, *plain]) == {*old, *new, *plain}
     bench.reopen(codec, keys={1: KEY_1, 2: KEY_2}, write_key=2)
     before = bench.refused()
-    assert bench.rig.load([*old, *new, *plain]) == {*old, *new}
+    loaded = bench.rig.load([*old, *new, *plain])
+    figures.add("encryption", len(plain), len({*plain} - loaded), "plain blocks")
+    assert loaded == {*old, *new}
     assert bench.refused() - before == len(plain)
-    figures.add("encryption", len(plain), len(plain), "plain blocks")
     assert bench.rig.store(plain).success
     assert bench.rig.load(plain) == set(plain), "they have been stored again, encrypted"
+
+
+@pytest.mark.parametrize("tier", SHARED)
+def test_processes_in_the_middle_of_a_rotation_read_each_other_s_blocks(
+    opened: Opened, tier: str, figures: Figures
+) -> None:
+    """One writes with the old key and one with the new, at the same time, some of the same blocks."""
+    codec = "aes-256-gcm"
+    bench = opened(tier, codec)
+    bench.reopen(codec, keys={1: KEY_1, 2: KEY_2}, write_key=1)
+    with ExitStack() as closing:
+        encryption = {"keys": {1: KEY_1, 2: KEY_2}, "write_key": 2}
+        other = Bench(bench.kind, bench.entry, {"codec": codec, "encryption": encryption})
+        other.open(closing, CODECS[codec])
+        common, first, second = make_keys(6, "common"), make_keys(4, "first"), make_keys(4, "second")
+        jobs = [
+            (rig, rig.submit_store([*own, *common[:3]]), rig.submit_store(common[3:]))
+            for rig, own in ((bench.rig, first), (other.rig, second))
+        ]
+        assert all(result.success for rig, *submitted in jobs for result in rig.wait(submitted))
+        keys = [*common, *first, *second]
+        loaded = [rig.load(keys) for rig in (bench.rig, other.rig)]
+        figures.add("encryption", 2 * len(keys), sum(map(len, loaded)), "in the middle of a rotation")
+        assert loaded == [set(keys)] * 2
+        assert bench.refused() == other.refused() == 0
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("tier", TIERS)
+def test_the_thread_that_calls_a_tier_neither_encrypts_nor_decrypts(
+    opened: Opened, tier: str, codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tier whose methods return at once is called by the scheduler's thread."""
+    worked: dict[str, set[int]] = {"encrypt_into": set(), "decrypt_into": set()}
+
+    def note(name: str) -> None:
+        original = getattr(Cipher, name)
+
+        def noted(*arguments: Any) -> Any:  # Any: as the method that it stands for
+            worked[name].add(threading.get_ident())
+            return original(*arguments)
+
+        monkeypatch.setattr(Cipher, name, noted)
+
+    for name in worked:
+        note(name)
+    bench = opened(tier, codec)
+    assert bench.rig.tier.is_nonblocking
+    keys = make_keys(3)
+    assert bench.rig.store(keys).success
+    assert bench.rig.load(keys) == set(keys)
+    assert all(worked.values()), "blocks were encrypted, and decrypted"
+    assert threading.get_ident() not in worked["encrypt_into"] | worked["decrypt_into"]
 
 
 @pytest.mark.parametrize("tier", SHARED)

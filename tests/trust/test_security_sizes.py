@@ -40,9 +40,10 @@ BLOCKS = 4
 
 @pytest.fixture(scope="module", autouse=True)
 def _servers(request: pytest.FixtureRequest) -> None:
-    """Start what lasts for the session before any test of this module takes its footprint."""
+    """Start, and import, what lasts for the session before any test of this module measures anything."""
     if not missing_for_moto():
-        request.getfixturevalue("moto_server")
+        server: S3Server = request.getfixturevalue("moto_server")
+        server.client().close()
 
 
 @contextmanager
@@ -289,7 +290,7 @@ class Elsewhere(Storage):
         self._entry = entry
 
     def entry(self, tenant: str) -> dict[str, object]:
-        return {**self._entry, "job_timeout": "2s", "lookup_timeout": "500ms"}
+        return {**self._entry, "job_timeout": "1s", "lookup_timeout": "200ms"}
 
     def everything(self) -> Iterator[tuple[str, bytes]]:
         yield from ()
@@ -301,7 +302,7 @@ def test_an_s3_server_s_answers(
 ) -> None:
     server = endless(ENDLESS_HTTP[form])
     entry = {"type": "s3", "bucket": "kv-bucket", "region": REGION, "access_key_id": "a", "secret_access_key": "b"}
-    more = {"endpoint_url": f"http://127.0.0.1:{server.port}", "attempts": 1, "request_timeout": "1s"}
+    more = {"endpoint_url": f"http://127.0.0.1:{server.port}", "attempts": 1, "request_timeout": "400ms"}
     use(Tenant("alice", Elsewhere(tmp_path, {**entry, **more})))
     assert server.sent_bytes > 0
 
@@ -313,7 +314,9 @@ def test_a_redis_server_s_replies(
     server = endless(ENDLESS_REDIS[form])
     url = f"redis://127.0.0.1:{server.port}"
     use(
-        Tenant("alice", Elsewhere(tmp_path, {"type": "redis", "url": url, "timeout": "1s", "connect_timeout": "500ms"}))
+        Tenant(
+            "alice", Elsewhere(tmp_path, {"type": "redis", "url": url, "timeout": "400ms", "connect_timeout": "200ms"})
+        )
     )
 
 
@@ -323,4 +326,6 @@ def test_a_redis_cluster_s_replies(
 ) -> None:
     server = endless(ENDLESS_REDIS[form])
     nodes = {"mode": "cluster", "nodes": [f"127.0.0.1:{server.port}"]}
-    use(Tenant("alice", Elsewhere(tmp_path, {"type": "redis", **nodes, "timeout": "1s", "connect_timeout": "500ms"})))
+    use(
+        Tenant("alice", Elsewhere(tmp_path, {"type": "redis", **nodes, "timeout": "400ms", "connect_timeout": "200ms"}))
+    )

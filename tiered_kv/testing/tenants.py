@@ -50,7 +50,16 @@ class Storage(ABC):
 
     def holds(self, marker: bytes) -> list[str]:
         """Return the names of what has `marker` in it."""
-        return [name for name, data in self.everything() if marker in data]
+        return self.hold(marker)[0]
+
+    def hold(self, *markers: bytes) -> list[list[str]]:
+        """Return for each marker what has it in it, as of one look at everything."""
+        found: list[list[str]] = [[] for _ in markers]
+        for name, data in self.everything():
+            for names, marker in zip(found, markers, strict=True):
+                if marker in data:
+                    names.append(name)
+        return found
 
 
 class DirectoryStorage(Storage):

@@ -17,15 +17,15 @@ from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierM
 from tiered_kv.tiering.breaker import Breaker, BreakerState
 from tiered_kv.tiering.jobs import Job
 from tiered_kv.tiering.limits import TierLimits
+from tiered_kv.toolkit.status import RecordStatus
 
 logger = logging.getLogger(__name__)
 
 Offered = TypeVar("Offered")
 """A block that is offered to a tier, in the words of whoever offers it."""
 
-HARMLESS_REASONS = frozenset(
-    {"absent", "bad_tag", "checksum", "no_space", "reset", "truncated", "unencrypted", "unknown_key"}
-)
+_OF_RECORDS = frozenset(status.value for status in RecordStatus if status is not RecordStatus.OK)
+HARMLESS_REASONS = _OF_RECORDS | {"absent", "missing", "no_space", "reset"}
 """Reasons for which a tier that works may fail a whole job: losing a block is allowed. The breaker ignores them."""
 
 

@@ -9,7 +9,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 
 from tiered_kv.errors import ConfigError
 from tiered_kv.redaction import scrub
-from tiered_kv.secret_keys import parse_key, read_key_file
+from tiered_kv.secret_keys import is_key_for_path, parse_key, read_key_file
 from tiered_kv.settings import StrictModel, TierSettings
 from tiered_kv.toolkit.codec_set import CodecSet, encrypting_codecs
 from tiered_kv.toolkit.codecs import codec_by_name
@@ -46,6 +46,14 @@ class EncryptionSettings(StrictModel):
         description="Also read blocks that are not encrypted, which anybody who can write into the storage can plant.",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _names_are_no_keys(cls, data: object) -> object:
+        """Refuse a key in place of a setting's name: an unknown name is shown."""
+        if isinstance(data, Mapping) and any(not _problem_of(SecretStr(str(name))) for name in data):
+            raise ValueError("expected keys by their ids in 'keys', found one in place of a setting's name")
+        return data
+
     @field_validator("keys", "key_files", mode="before")
     @classmethod
     def _ids_are_ids(cls, by_id: object) -> object:
@@ -68,6 +76,8 @@ class EncryptionSettings(StrictModel):
         both = sorted(self.keys.keys() & self.key_files.keys())
         if both:
             raise ValueError(f"'keys' and 'key_files' both give key {both[0]}; give one of them")
+        if any(map(is_key_for_path, self.key_files.values())):
+            raise ValueError("'key_files' holds a key, not the path of a file; keys go into 'keys'")
         ids = self.keys.keys() | self.key_files.keys()
         if not ids:
             raise ValueError("expected a key in 'keys' or 'key_files'")

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 KEY_ID_MAX: Final = (1 << 32) - 1
 
 SESSION_MESSAGES_MAX: Final = 1 << 24
-"""TLS 1.3 changes the key after 2**24.5 records of 16 KiB for a margin of 2**-57 (RFC 8446, 5.5); of blocks of 1 MiB
-this many are 2**40 AES blocks, by the same bound 2**-49."""
+"""TLS 1.3 changes the key after 2**24.5 records of 16 KiB, 2**34.5 AES blocks, for a margin of 2**-57 (RFC 8446, 5.5).
+The bound grows with the square: of blocks of 1 MiB this many are 2**40 AES blocks, which leaves 2**-46."""
 SESSIONS_CACHED_MAX: Final = 1024
 """Session keys that a reader keeps; deriving one takes microseconds."""
 

@@ -140,10 +140,10 @@ class Gauges:
         rss = [int(statistics.median(each.rss_bytes for each in samples)) for samples in (middle, last)]
         if rss[1] > RSS_GROWTH_MAX * rss[0] + RSS_SLACK_BYTES:
             self.note(f"memory grew from {rss[0] / 2**20:.0f} MiB to {rss[1] / 2**20:.0f} MiB")
-        for what in ("threads", "descriptors"):  # pools fill up when they are needed first; a leak goes on
-            then, now = (max(getattr(each, what) for each in samples) for samples in (middle, last))
+        for what in ("threads", "descriptors"):  # how many are in use at a moment varies; a leak raises all of them
+            then, now = (statistics.median(getattr(each, what) for each in samples) for samples in (middle, last))
             if now > then + HANDLES_SLACK:
-                self.note(f"{what} grew from {then} to {now}")
+                self.note(f"{what} grew from {then:.0f} to {now:.0f}")
         return rss[0], rss[1]
 
     def _look_at_directories(self) -> None:

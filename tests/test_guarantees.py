@@ -1,0 +1,43 @@
+"""The page of guarantees has the figures of every proof that there is."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tiered_kv.testing.figures import PROOFS, Figures, main
+
+PAGE = Path(__file__).parents[1] / "docs" / "guarantees.md"
+ROW = re.compile(r"^\| `([^`]+)` \| ([^|]+) \| +([\d,-]+) \| +([\d,-]+) \|", re.MULTILINE)
+
+
+def test_the_page_has_a_figure_for_every_proof() -> None:
+    rows = {name: (of, tried, passed) for name, of, tried, passed in ROW.findall(PAGE.read_text())}
+    assert set(rows) == set(PROOFS)
+    for name, (of, tried, passed) in rows.items():
+        assert of == PROOFS[name].promise
+        assert tried == passed != "-", f"{name} did not pass, or was not run"
+
+
+def test_figures_add_up_and_can_be_written_and_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = Figures()
+    assert not figures
+    figures.add("soak", 1, 1, "seed 1")
+    figures.add("soak", 2, 1, "seed 2")
+    figures.add("simulation", 1000, 1000)
+    assert figures.broken == ["soak"]
+    assert set(figures.missing) == set(PROOFS) - {"soak", "simulation"}
+    with pytest.raises(KeyError):
+        figures.add("nonesuch", 1, 1)
+    (line,) = (line for line in figures.lines() if line.startswith("soak"))
+    assert line.split() == ["soak", "limits", "3", "2", "minutes", "(seed", "1;", "seed", "2)"]
+    path = tmp_path / "table.json"
+    figures.write(path)
+    assert json.loads(path.read_text())["soak"] == {"tried": 3, "passed": 2, "note": "seed 1; seed 2"}
+    assert main([str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "| `simulation` | wrong bytes | 1,000 | 1,000 | seeds |" in printed
+    assert "| `races` | wrong bytes | - | - | races; not run |" in printed
