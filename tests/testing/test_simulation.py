@@ -17,15 +17,17 @@ from tiered_kv.testing.simulation.__main__ import main
 from tiered_kv.testing.simulation.scenario import ACTIONS
 from tiered_kv.testing.simulation.simulation import Simulation
 from tiered_kv.testing.simulation.toolkit_tier import SimulatedToolkitTier
+from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.jobs import Job
 from tiered_kv.tiering.lane import Lane
 from tiered_kv.tiering.promotion import Promotions
+from tiered_kv.tiering.search import Search
 from tiered_kv.toolkit.jobs import Part
 from tiered_kv.toolkit.queue import PartQueue
 from tiered_kv.toolkit.record import RecordStatus
 
 SEEDS = 1000
-PLANTED_DEFECT_SEEDS = 100
+PLANTED_DEFECT_SEEDS = 500
 
 
 @pytest.fixture(autouse=True)
@@ -193,6 +195,25 @@ def test_a_store_from_before_a_reset_that_is_published_is_found() -> None:
 
     with mock.patch.object(SimulatedToolkitTier, "_step", step_in_this_epoch):
         assert_found("is not there to be found")
+
+
+@pytest.mark.slow
+@pytest.mark.trust("planted-defects")
+def test_a_lookup_that_ignores_its_deadline_is_found() -> None:
+    with mock.patch.object(Search, "_may_wait", return_value=True):
+        assert_found("told to ask again for ever")
+
+
+@pytest.mark.slow
+@pytest.mark.trust("planted-defects")
+def test_a_job_that_is_reported_twice_is_found() -> None:
+    collect = Lane.collect
+
+    def collect_twice(lane: Lane) -> list[tuple[Job, JobResult]]:
+        return 2 * collect(lane)
+
+    with mock.patch.object(Lane, "collect", collect_twice):
+        assert_found("")
 
 
 def assert_found(text: str) -> None:

@@ -43,7 +43,7 @@ FROZEN_S = 30.0
 CALL_LIMIT_S = 0.005
 WAIT_LIMIT_S = 0.05
 """Of a wait for other threads; one for a frozen server is `LOOKUP_TIMEOUT_S` at least."""
-BACK_LIMIT_S = 60.0
+BACK_LIMIT_S = 10.0
 WARM_LIMIT_S = 60.0
 
 TIERS = ("nvme", "fs", "redis", "s3")

@@ -22,7 +22,7 @@ from tiered_kv.errors import ShutdownError
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.races import Prompts, Race, phantoms, problems_at_rest, race_facade
 
-RACE_S = 1.0
+RACE_S = 0.6
 CHILD_LIMIT_S = 60
 OWNED = ("nvme",)
 

@@ -50,7 +50,7 @@ def stack_on(path: Path, tier_type: str) -> dict[str, object]:
     tier: dict[str, object] = {"type": tier_type, "path": str(path), "capacity": CAPACITY_BYTES, "job_timeout": "4s"}
     if tier_type == "nvme":
         tier |= {"segment": 256 << 10, "threads": 2}
-    tier["breaker_failures"] = 1_000_000
+    tier |= {"breaker_failures": 1_000_000, "lookup_timeout": "30s"}
     return {
         "version": 1,
         "namespace": {"model": "full disk"},

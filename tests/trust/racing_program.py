@@ -1,4 +1,7 @@
-"""Races on a stack of its own: `racing_program.py CONFIG SEED SECONDS RESET_EVERY`, and a report as JSON at the end."""
+"""Races on a stack of its own: `racing_program.py CONFIG SEED SECONDS RESET_EVERY`, and a report as JSON at the end.
+
+It goes on, if need be, until it has loaded something, and reset if it shall.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from tiered_kv.stack import open_stack
 from tiered_kv.testing.races import Prompts, phantoms, problems_at_rest
 from tiered_kv.testing.racing_scheduler import RacingScheduler
 
+ROUNDS_MAX = 20
+
 
 def main() -> None:
     config, seed, seconds, reset_every = sys.argv[1:]
@@ -17,7 +22,11 @@ def main() -> None:
         prompts = Prompts(stack.config.block.bytes)
         scheduler = RacingScheduler(stack.manager, stack.region, prompts, seed=int(seed), has_epochs=False)
         print("running", flush=True)
-        scheduler.run(float(seconds), reset_every=int(reset_every))
+        for _ in range(ROUNDS_MAX):
+            scheduler.run(float(seconds), reset_every=int(reset_every))
+            has_reset = scheduler.race.resets > 0 or reset_every == "0"
+            if scheduler.race.problems or (scheduler.race.verified_blocks and has_reset):
+                break
         race = scheduler.finish()
         race.note([*problems_at_rest(stack.manager), *phantoms(stack.manager)])
     print(json.dumps(asdict(race)), flush=True)

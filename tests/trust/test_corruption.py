@@ -27,6 +27,8 @@ __all__ = ["moto_server", "redis_server"]
 pytestmark = [pytest.mark.trust, pytest.mark.slow]
 
 BLOCK_BYTES = 4096
+PATIENT = {"lookup_timeout": "60s"}
+"""A lookup that is a miss because the machine is busy would look like one that found the damage."""
 BATCH = 24
 NEIGHBOURS = 4
 PARTS = 3
@@ -119,7 +121,7 @@ def fs_bench(codec: str, path: Path, request: pytest.FixtureRequest, closing: Ex
     from tiered_kv_fs.settings import FsSettings
     from tiered_kv_fs.tier import FsTier
 
-    settings = FsSettings.model_validate({"path": str(path), "capacity": "64MiB", "codec": codec})
+    settings = FsSettings.model_validate({"path": str(path), "capacity": "64MiB", "codec": codec, **PATIENT})
     rig = rig_of(lambda spec, view: FsTier(spec, view, "fs", settings), codec, closing)
     door = FsDoor(path, SPEC.namespace_digest)
     return Bench(rig, door, ("corrupt_blocks",), "failed_unknown_codec", keeps_unreadable=True)
@@ -132,7 +134,7 @@ def redis_bench(codec: str, path: Path, request: pytest.FixtureRequest, closing:
 
     server = request.getfixturevalue("redis_server")
     server.call("FLUSHALL")
-    settings = RedisSettings.model_validate({"url": server.url, "codec": codec})
+    settings = RedisSettings.model_validate({"url": server.url, "codec": codec, **PATIENT})
     rig = rig_of(lambda spec, view: RedisTier(spec, view, "redis", settings), codec, closing)
     return Bench(rig, RedisDoor(server, SPEC.namespace_digest), ("corrupt_blocks",), "corrupt_blocks")
 
@@ -145,7 +147,7 @@ def s3_bench(codec: str, path: Path, request: pytest.FixtureRequest, closing: Ex
     server = request.getfixturevalue("moto_server")
     bucket = server.make_bucket()
     entry = server.settings(bucket, codec=codec, prefix="kv")
-    settings = S3Settings.model_validate({**entry, "connections": 8})
+    settings = S3Settings.model_validate({**entry, "connections": 8, **PATIENT})
     rig = rig_of(lambda spec, view: S3Tier(spec, view, "s3", settings), codec, closing)
     door = S3Door(server, bucket, "kv", SPEC.namespace_digest)
     closing.callback(door.close)

@@ -1,11 +1,12 @@
-"""Defects planted in the product on purpose: each must be found by the races that are there to find it.
+"""Defects planted in the product on purpose: each must be found by the races and crashes that are there to find it.
 
 The simulation's are in `tests/testing/test_simulation.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -15,11 +16,15 @@ import tiered_kv_fs.blocks
 import tiered_kv_memory.tier
 import tiered_kv_nvme.reader
 from tiered_kv.base import OffloadKey
+from tiered_kv.testing.crash_cases import Case, CrashCases
+from tiered_kv.testing.crash_scenario import CrashScenario
 from tiered_kv.testing.hindrance import Hindrance
+from tiered_kv.testing.mounts import PowerLoss, missing_for_ext4
 from tiered_kv.testing.race_cases import race_damage, race_late_workers, race_loads_with_stores
 from tiered_kv.testing.race_stacks import BLOCK_BYTES, stack_of
 from tiered_kv.testing.races import Prompts, open_guarded, problems_at_rest
 from tiered_kv.testing.racing_scheduler import RacingScheduler
+from tiered_kv.testing.syscalls import Fault, missing_for_tracing
 from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.cascade import Cascade
 from tiered_kv.tiering.jobs import Job
@@ -37,12 +42,26 @@ from tiered_kv_nvme.writer import BatchWriter
 
 pytestmark = [pytest.mark.trust("planted-defects"), pytest.mark.slow]
 
-SECONDS = 6.0
+SECONDS = 2.0
+SEEDS = range(1, 21)
+"""A race goes on with the next until the defect is found: when threads meet is up to the machine."""
 SEED = 1
+PROGRAM = Path(__file__).with_name("defective_crash_server.py")
+WRITES_TRIED = 48
 
 
 def late(entry: dict[str, object]) -> dict[str, object]:
     return stack_of({**entry, "job_timeout": 0.03, "breaker_failures": 1_000_000})
+
+
+def assert_found(race: Callable[[int], Sequence[str]], text: str) -> None:
+    """Race, seed after seed, until a problem says `text`."""
+    said: list[str] = []
+    for seed in SEEDS:
+        said += race(seed)
+        if any(text in problem for problem in said):
+            return
+    pytest.fail(f"the planted defect was not found: {said}")
 
 
 MEMORY: dict[str, object] = {"type": "memory", "capacity": 1 << 20}
@@ -50,6 +69,10 @@ MEMORY_PLACES: list[tuple[object, str]] = [
     (tiered_kv_memory.tier, "decode_record"),
     (tiered_kv_memory.tier, "encode_record"),
 ]
+
+
+def race_late(seed: int) -> list[str]:
+    return race_late_workers(late(MEMORY), MEMORY_PLACES, seed=seed, seconds=SECONDS)[0]
 
 
 def test_a_load_s_blocks_released_before_its_worker_has_ended_are_found_by_late_workers() -> None:
@@ -68,9 +91,7 @@ def test_a_load_s_blocks_released_before_its_worker_has_ended_are_found_by_late_
         mock.patch.object(Promotions, "expire", release_at_once),
         mock.patch.object(Promotions, "finish", ignore_expired),
     ):
-        problems, expired = race_late_workers(late(MEMORY), MEMORY_PLACES, seed=SEED, seconds=SECONDS)
-    assert expired > 0
-    assert any("after it had been released" in problem for problem in problems), problems
+        assert_found(race_late, "after it had been released")
 
 
 def test_a_store_s_blocks_released_before_its_worker_has_ended_are_found_by_late_workers() -> None:
@@ -99,9 +120,7 @@ def test_a_store_s_blocks_released_before_its_worker_has_ended_are_found_by_late
         mock.patch.object(Lane, "expire", release_at_once),
         mock.patch.object(Cascade, "finish", ignore_expired),
     ):
-        problems, expired = race_late_workers(late(MEMORY), MEMORY_PLACES, seed=SEED, seconds=SECONDS)
-    assert expired > 0
-    assert any("holds other bytes" in problem for problem in problems), problems
+        assert_found(race_late, "holds other bytes")
 
 
 def test_an_index_entry_that_is_added_before_its_write_is_found_by_loads_amid_stores(tmp_path: Path) -> None:
@@ -133,13 +152,15 @@ def test_an_index_entry_that_is_added_before_its_write_is_found_by_loads_amid_st
         mock.patch.object(BatchWriter, "_publish", published_already),
         Hindrance(SEED, delay_max_s=0.005).before((Disk, "pwritev")),
     ):
-        problems, _ = race_loads_with_stores(
-            lambda spec, view: NvmeTier(spec, view, "nvme", settings),
-            seed=SEED,
-            seconds=SECONDS,
-            block_bytes=BLOCK_BYTES,
+        assert_found(
+            lambda seed: race_loads_with_stores(
+                lambda spec, view: NvmeTier(spec, view, "nvme", settings),
+                seed=seed,
+                seconds=SECONDS,
+                block_bytes=BLOCK_BYTES,
+            )[0],
+            "could not be loaded",
         )
-    assert any("could not be loaded" in problem for problem in problems), problems
 
 
 def test_a_checksum_that_nvme_does_not_check_is_found_by_damage_amid_loads(tmp_path: Path) -> None:
@@ -154,8 +175,10 @@ def test_a_checksum_that_nvme_does_not_check_is_found_by_damage_amid_loads(tmp_p
         __hash__ = bytes.__hash__
 
     with mock.patch.object(tiered_kv_nvme.reader, "checksum", return_value=Unchecked()):
-        problems, _ = race_damage(stack_of(entry), tmp_path / "nvme", seed=SEED, seconds=SECONDS)
-    assert any("holds other bytes" in problem for problem in problems), problems
+        assert_found(
+            lambda seed: race_damage(stack_of(entry), tmp_path / "nvme", seed=seed, seconds=SECONDS)[0],
+            "holds other bytes",
+        )
 
 
 def test_a_checksum_of_a_record_that_is_not_checked_is_found_by_damage_amid_loads(tmp_path: Path) -> None:
@@ -171,8 +194,10 @@ def test_a_checksum_of_a_record_that_is_not_checked_is_found_by_damage_amid_load
         return RecordStatus.OK
 
     with mock.patch.object(tiered_kv_fs.blocks, "decode_record", unchecked):
-        problems, _ = race_damage(stack_of(entry), tmp_path / "fs", seed=SEED, seconds=SECONDS)
-    assert any("holds other bytes" in problem for problem in problems), problems
+        assert_found(
+            lambda seed: race_damage(stack_of(entry), tmp_path / "fs", seed=seed, seconds=SECONDS)[0],
+            "holds other bytes",
+        )
 
 
 def test_a_tier_that_forgets_nothing_at_a_reset_is_found_by_a_scheduler_that_resets() -> None:
@@ -180,7 +205,64 @@ def test_a_tier_that_forgets_nothing_at_a_reset_is_found_by_a_scheduler_that_res
         stack, guard = open_guarded(stack_of(MEMORY))
         with stack:
             scheduler = RacingScheduler(stack.manager, stack.region, Prompts(BLOCK_BYTES), seed=SEED)
-            race = scheduler.run(SECONDS, reset_every=100, until=lambda: bool(scheduler.race.problems))
+            limit_s = SECONDS * len(SEEDS)
+            race = scheduler.run(limit_s, reset_every=100, until=lambda: bool(scheduler.race.problems))
             scheduler.finish()
             problems = [*race.problems, *problems_at_rest(stack.manager, guard)]
     assert any("holds other bytes" in problem for problem in problems), problems
+
+
+# Crashes and failing disks.
+
+NVME = CrashScenario(
+    {"type": "nvme", "path": "kv", "capacity": 424 << 10, "segment": 64 << 10, "threads": 1}, tenant="planted", jobs=14
+)
+NVME_OCCUPIED_BYTES_MAX = 384 << 10
+FS = CrashScenario({"type": "fs", "path": "kv", "capacity": 768 << 10, "threads": 2}, tenant="planted", jobs=14)
+
+
+@pytest.mark.parametrize(
+    ("defect", "scenario", "options", "text"),
+    [
+        ("fs_publishes_before_it_writes", FS, {"cut_ends": True}, "answered and are damaged"),
+        ("fs_takes_a_short_write_for_a_whole_one", FS, {}, "answered and are damaged"),
+        ("nvme_believes_torn_batches", NVME, {"cut_ends": True}, "answered and are damaged"),
+    ],
+    ids=["published early", "short write", "torn batch"],
+)
+def test_a_write_that_is_not_what_it_seems_is_found_by_cutting_writes(
+    tmp_path: Path, defect: str, scenario: CrashScenario, options: dict[str, object], text: str
+) -> None:
+    if missing := missing_for_tracing():
+        pytest.skip(missing)
+    said: list[str] = []
+    with CrashCases(tmp_path / "crash", program=(str(PROGRAM), defect)) as cases:
+        for start in range(0, WRITES_TRIED, 8):
+            for outcome in cases.run([Case(scenario, {"cut": start + each, **options}) for each in range(8)]):
+                said += outcome.problems
+            if any(text in problem for problem in said):
+                return
+    pytest.fail(f"the planted defect was not found: {said}")
+
+
+def test_a_segment_over_the_capacity_is_found_by_a_crash(tmp_path: Path) -> None:
+    if missing := missing_for_tracing():
+        pytest.skip(missing)
+    with CrashCases(tmp_path / "crash", program=(str(PROGRAM), "nvme_makes_a_segment_too_many")) as cases:
+        last = cases.count_writes(NVME) - 1
+        options = {"cut_ends": True, "capacity_bytes": NVME_OCCUPIED_BYTES_MAX}
+        outcomes = cases.run([Case(NVME, {"cut": last - number, **options}) for number in range(4)])
+    said = [problem for outcome in outcomes for problem in outcome.problems]
+    assert any("when the writer ended" in problem for problem in said), said
+
+
+def test_a_device_that_is_not_waited_for_is_found_by_a_loss_of_power(tmp_path: Path) -> None:
+    if missing := missing_for_tracing() or missing_for_ext4():
+        pytest.skip(missing)
+    scenario = dataclasses.replace(NVME, device=True)
+    with CrashCases(tmp_path / "power", image=True, program=(str(PROGRAM), "nvme_waits_for_no_device")) as cases:
+        calls = [call for call in cases.record(scenario, "changes") if "pwrite" in call.name]
+        chosen = [calls[number * len(calls) // 8] for number in range(8)]
+        options = [{"fault": Fault.kill(call), "power": power} for call in chosen for power in PowerLoss]
+        outcomes = cases.run([Case(scenario, each) for each in options])
+    assert any(outcome.problems for outcome in outcomes), "nothing was lost that had to be there"

@@ -29,8 +29,13 @@ T = TypeVar("T")
 SEED: Final = 20
 """Of the sample that the short profile takes."""
 _SERVERS: Final = 2
-_HIT_SHARE_MIN: Final = 0.7
-"""Threads take turns that differ from run to run, so a call of the recorded run may not come in another."""
+_TRIES: Final = 3
+"""Threads take turns that differ from run to run, so a call of the recorded run may not come in another. A run without
+its fault tells nothing, so there is another; one with its fault is never repeated, whatever came of it."""
+_HIT_SHARE_MIN: Final = 0.5
+"""Of the cases, those whose fault must have happened in the end. Some calls come only where every thread is traced,
+which slows them down; they are a seventh, and a fifth of a small sample."""
+_PROGRAM: Final = ("-m", "tiered_kv.testing.crash_server")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +82,14 @@ class CrashCases:
     Args:
         folder: An empty folder for them.
         image: Whether each has an ext4 image of its own, whose power can be cut.
+        program: What Python runs for each: `crash_server`, or a program that changes something and then runs that.
+        servers: How many there are.
     """
 
-    def __init__(self, folder: Path, *, image: bool = False) -> None:
-        self._servers = [_Server(_made(folder / str(number)), image) for number in range(_SERVERS)]
+    def __init__(
+        self, folder: Path, *, image: bool = False, program: Sequence[str] = _PROGRAM, servers: int = _SERVERS
+    ) -> None:
+        self._servers = [_Server(_made(folder / str(number)), image, program) for number in range(servers)]
         self._free: SimpleQueue[_Server] = SimpleQueue()
         for server in self._servers:
             self._free.put(server)
@@ -109,10 +118,21 @@ class CrashCases:
 
     def run(self, cases: Sequence[Case]) -> list[CaseOutcome]:
         """Run cases, and return what came of each."""
-        with ThreadPoolExecutor(_SERVERS) as threads:
+        with ThreadPoolExecutor(len(self._servers)) as threads:
             return list(threads.map(self._run_one, cases))
 
     def _run_one(self, case: Case) -> CaseOutcome:
+        """Run a case until its fault has happened."""
+        outcome = self._try_one(case)
+        for number in range(1, _TRIES):
+            if outcome.was_hit or outcome.problems:
+                break
+            # In a namespace of its own: what the run before has stored may lie on a server.
+            scenario = dataclasses.replace(case.scenario, tenant=f"{case.scenario.tenant}-again-{number}")
+            outcome = self._try_one(Case(scenario, _sooner(outcome.case.options)))
+        return outcome
+
+    def _try_one(self, case: Case) -> CaseOutcome:
         said = self._ask({"do": "case", "options": _as_json(case.options)}, case.scenario)
         if "failed" in said:
             return CaseOutcome(case, True, 0, 0, [f"the case could not be run: {said['failed']}"], said)
@@ -132,9 +152,9 @@ class CrashCases:
 class _Server:
     """One `crash_server` process, and its folder."""
 
-    def __init__(self, folder: Path, image: bool) -> None:
+    def __init__(self, folder: Path, image: bool, program: Sequence[str]) -> None:
         self._root = folder / "mounted" if image else folder
-        command = [sys.executable, "-m", "tiered_kv.testing.crash_server", str(folder), *(["--image"] * image)]
+        command = [sys.executable, *program, str(folder), *(["--image"] * image)]
         self._process = subprocess.Popen(
             command_in_namespace(command) if image else command,
             stdin=subprocess.PIPE,
@@ -218,6 +238,14 @@ def settle(proof: str, outcomes: Iterable[CaseOutcome], figures: Figures, note: 
     assert not broken, f"{len(broken)} of {len(hit)} cases of {proof} broke a promise:\n{told}"
     assert len(hit) >= _HIT_SHARE_MIN * len(every), f"only {len(hit)} of {len(every)} faults happened"
     return hit
+
+
+def _sooner(options: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the options of a case that was to be killed at a call that did not come, with an earlier one."""
+    fault = options.get("fault")
+    if not isinstance(fault, Fault) or not fault.kills:
+        return options
+    return {**options, "fault": dataclasses.replace(fault, number=max(1, 3 * fault.number // 4))}
 
 
 def _as_json(options: Mapping[str, object]) -> dict[str, object]:

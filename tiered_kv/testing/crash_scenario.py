@@ -226,8 +226,16 @@ class CrashScenario:
                 "namespace": {"model": "crash", "tenant": self.tenant},
                 "block": {"bytes": BLOCK_BYTES, "tokens": 16},
                 "primary": {"capacity": _PRIMARY_BLOCKS * BLOCK_BYTES},
-                # A breaker that opens would hide what the tier itself does.
-                "secondary": [{"breaker_failures": 1_000_000, "job_timeout": job_timeout_s, **self.entry}],
+                "secondary": [
+                    {
+                        # A breaker that opens would hide what the tier itself does, and so would a lookup that is a
+                        # miss because the machine is busy.
+                        "breaker_failures": 1_000_000,
+                        "job_timeout": job_timeout_s,
+                        "lookup_timeout": job_timeout_s,
+                        **self.entry,
+                    }
+                ],
             }
         )
 

@@ -52,7 +52,10 @@ def missing_for_ext4() -> str:
             return f"{program} is not installed"
     with tempfile.TemporaryDirectory() as folder:
         image = Path(folder) / "image"
-        make_image(image)
+        try:
+            make_image(image)
+        except OSError as error:
+            return str(error)
         return _missing(f'mount -o loop -t ext4 "{image}" "$0"')
 
 

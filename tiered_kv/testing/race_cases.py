@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from tiered_kv.stack import Stack
 from tiered_kv.testing.hindrance import Hindrance
 from tiered_kv.testing.races import Prompts, Race, open_guarded, phantoms, problems_at_rest, race_facade
 from tiered_kv.testing.racing_scheduler import RacingScheduler
@@ -21,6 +22,8 @@ from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
 _DAMAGE_PAUSE_S = 0.002
 _DAMAGE_ROUNDS = 10
 _WEDGES = 3
+_WEDGES_MAX = 30
+_STORES_MAX = 1000
 
 
 def race_late_workers(
@@ -32,7 +35,7 @@ def race_late_workers(
         config: A stack whose `job_timeout` is about 30 ms.
         places: The functions in which workers touch blocks of the primary tier, by module or class and name.
         seed: Decides what is done, and how late the workers are.
-        seconds: How long.
+        seconds: How long, or longer until a job has expired.
 
     Returns:
         What was wrong, and how many jobs have expired.
@@ -43,17 +46,23 @@ def race_late_workers(
         prompts = Prompts(stack.config.block.bytes, label=f"late-{seed}")
         scheduler = RacingScheduler(stack.manager, stack.region, prompts, seed=seed)
         with hindrance.before(*places):
-            for _ in range(_WEDGES):
+            for number in range(1, _WEDGES_MAX + 1):
                 scheduler.run(seconds / (3 * _WEDGES))
                 hindrance.gate.close()  # what is submitted now expires, and its workers are still to come
                 scheduler.run(seconds / (3 * _WEDGES))
                 hindrance.gate.open()
+                if number >= _WEDGES and _expired_jobs(stack):
+                    break
         scheduler.finish()
         problems = problems_at_rest(stack.manager, guard)
         scheduler.run(seconds / 3)  # what stores have read too late lies in the tier now
         problems += [*scheduler.finish().problems, *problems_at_rest(stack.manager, guard), *phantoms(stack.manager)]
-        expired = sum(counters.get("expired_jobs", 0) for counters in stack.counters().values())
+        expired = _expired_jobs(stack)
     return list(dict.fromkeys(problems)), expired
+
+
+def _expired_jobs(stack: Stack) -> int:
+    return sum(counters.get("expired_jobs", 0) for counters in stack.counters().values())
 
 
 def race_damage(config: Mapping[str, object], directory: Path, *, seed: int, seconds: float) -> tuple[list[str], int]:
@@ -135,7 +144,7 @@ def race_loads_with_stores(
     Args:
         open_tier: Opens the tier, which answers lookups at once. It is best raced with a `Hindrance`.
         seed: Decides the jobs.
-        seconds: How long.
+        seconds: How long, or longer until a lookup was answered amid a store.
         block_bytes: Bytes of a block.
 
     Returns:
@@ -147,7 +156,7 @@ def race_loads_with_stores(
     answers = number = 0
     end_s = time.monotonic() + seconds
     try:
-        while time.monotonic() < end_s and not problems:
+        while (time.monotonic() < end_s or (not answers and number < _STORES_MAX)) and not problems:
             number += 1
             keys = make_keys(chance.randint(1, 32), f"{seed}-{number}")
             store = rig.submit_store(keys)

@@ -14,6 +14,7 @@ child (`missing_for_tracing`).
 from __future__ import annotations
 
 import functools
+import os
 import re
 import shutil
 import signal
@@ -142,6 +143,9 @@ def missing_for_tracing() -> str:
     """Return why system calls cannot be recorded and failed here, or an empty string."""
     if shutil.which("strace") is None:
         return "strace is not installed (apt-get install strace)"
+    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+    if scope.exists() and int(scope.read_text()) >= (3 if os.geteuid() == 0 else 2):
+        return "this system lets nobody attach to a process (Yama's ptrace_scope)"
     with tempfile.TemporaryDirectory() as folder:
         # In a child of its own: a process that is traced must have one thread, and this one may have more.
         probe = subprocess.run(

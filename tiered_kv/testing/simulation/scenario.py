@@ -12,6 +12,7 @@ _WEIGHTS = {
     # The engine.
     "start": 26,
     "step": 60,
+    "ask_on": 3,
     "finish_transfer": 30,
     "fail_store": 2,
     "abandon": 2,

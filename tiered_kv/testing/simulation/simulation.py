@@ -116,6 +116,13 @@ class Simulation:
             self._look_at(req_id)
         self._end_step(self.world.rng.random() * STEP_S_MAX)
 
+    def ask_on(self) -> None:
+        """The scheduler does nothing but ask; whatever the tiers do, that comes to an end."""
+        asking = list(self.model.requests)
+        while asking:
+            asking = [req_id for req_id in asking if not self._look_at(req_id)]
+            self._end_step(STEP_S_MAX)
+
     def finish_transfer(self) -> None:
         """A copy between the GPU and the primary tier ends."""
         rng, model = self.world.rng, self.model
@@ -295,19 +302,21 @@ class Simulation:
             found.append(key)
         return found
 
-    def _look_at(self, req_id: str) -> None:
+    def _look_at(self, req_id: str) -> bool:
+        """Ask for a request; return whether it was answered."""
         found = self._found(req_id)
         if found is None:
             assert self._patience_s[req_id] >= 0, f"{req_id} is told to ask again for ever"
-            return
+            return False
         if len(self.model.loads) >= TRANSFERS_MAX or len(self.model.stores) >= TRANSFERS_MAX:
             self._patience_s[req_id] = self._patience_s_max  # it is the engine that makes it wait
-            return
+            return True
         request, keys = self.model.requests[req_id]
         if found:
             self.model.begin_load(req_id, found)
         self.model.begin_store(request, keys[len(found) :])
         self._finish(req_id)
+        return True
 
     @property
     def _patience_s_max(self) -> float:

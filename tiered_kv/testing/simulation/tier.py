@@ -51,7 +51,6 @@ class SimulatedTier(SecondaryTierManager):
         self._finished: list[JobResult] = []
         self._reported: list[JobResult] = []
         self._answers: dict[tuple[str, OffloadKey], bool | None] = {}
-        self._lookup_failures = 0
 
     # What the manager calls.
 
@@ -83,10 +82,6 @@ class SimulatedTier(SecondaryTierManager):
             stale = [JobResult(-1, True), *self._reported[:1]]
             return [*results, *stale]
         return results
-
-    @property
-    def lookup_failures(self) -> int:
-        return self._lookup_failures
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.storage.maybe_raise()
@@ -148,9 +143,8 @@ class SimulatedTier(SecondaryTierManager):
     def _settle_question(self, question: tuple[str, OffloadKey]) -> None:
         if question not in self._answers:
             return
-        if self.storage.mood.is_mute:
-            self._lookup_failures += 1
-            self._answers[question] = False
+        if self.storage.mood.is_mute:  # for as long as it is: who asks has to give it up
+            self._world.call_after(_WEDGED_POLL_S, lambda: self._settle_question(question))
         else:
             self._answers[question] = self.storage.has(question[1])
 

@@ -1,0 +1,82 @@
+"""A `crash_server` over code with a defect: `defective_crash_server.py DEFECT FOLDER [--image]`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Sequence, Set
+from unittest import mock
+
+import tiered_kv_fs.blocks
+import tiered_kv_nvme.recovery
+from tiered_kv.base import OffloadKey
+from tiered_kv.testing import crash_server
+from tiered_kv.toolkit.record import encode_record
+from tiered_kv_fs.blocks import BlockFiles
+from tiered_kv_fs.posix import opened, write_all
+from tiered_kv_nvme.disk import Disk
+from tiered_kv_nvme.files import NoSegment, SegmentFiles
+from tiered_kv_nvme.segment import Segment
+
+
+def fs_publishes_before_it_writes() -> None:
+    """A block's file has its name before it has its content."""
+
+    def write(
+        files: BlockFiles, shard_fd: int, name: str, owner: str, key: OffloadKey, block: memoryview
+    ) -> tuple[str, int]:
+        header, payload = encode_record(key, block, files._namespace_digest, files._codecs.writer, files._room.take)
+        with opened(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, shard_fd) as fd:
+            write_all(fd, [header, payload])
+        return "", tiered_kv_fs.blocks._charge(len(header) + len(payload))
+
+    mock.patch.object(BlockFiles, "_write", write).start()
+
+
+def fs_takes_a_short_write_for_a_whole_one() -> None:
+    """What `writev` returns is not looked at."""
+
+    def write_once(fd: int, parts: Sequence[memoryview]) -> None:
+        os.writev(fd, parts)
+
+    mock.patch.object(tiered_kv_fs.blocks, "write_all", write_once).start()
+
+
+def nvme_believes_torn_batches() -> None:
+    """Opening takes a batch for whole whose header is."""
+    mock.patch.object(tiered_kv_nvme.recovery, "_all_sound", return_value=True).start()
+
+
+def nvme_makes_a_segment_too_many() -> None:
+    """While one is reclaimed another is made, over the capacity."""
+    create = SegmentFiles.create
+
+    def create_over(files: SegmentFiles, taken: Set[int], generation: int) -> Segment | NoSegment:
+        larger = dataclasses.replace(files, capacity_bytes=files.capacity_bytes + 2 * files.segment_bytes)
+        return create(larger, taken, generation)
+
+    mock.patch.object(SegmentFiles, "create", create_over).start()
+
+
+def nvme_waits_for_no_device() -> None:
+    """Neither the marker, nor a reset, nor a segment's new generation is on the device when it counts as written."""
+    for owner, name in ((Disk, "datasync"), (os, "fsync"), (os, "fdatasync")):
+        mock.patch.object(owner, name).start()
+
+
+DEFECTS: dict[str, Callable[[], None]] = {
+    defect.__name__: defect
+    for defect in (
+        fs_publishes_before_it_writes,
+        fs_takes_a_short_write_for_a_whole_one,
+        nvme_believes_torn_batches,
+        nvme_makes_a_segment_too_many,
+        nvme_waits_for_no_device,
+    )
+}
+
+
+if __name__ == "__main__":
+    DEFECTS[sys.argv.pop(1)]()
+    crash_server.main()
