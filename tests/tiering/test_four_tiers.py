@@ -153,7 +153,6 @@ def test_a_redis_that_is_killed_halfway_and_comes_back_empty_is_used_again(
             assert time.monotonic() < end, replays.redis_calls("set")
             time.sleep(POLL_S)
         replays.redis.restart()
-        assert len(replays.redis.keys()) < workload.sets_halfway / 2, "what is there has come since"
         report = replays.finish(process)
     assert report["requests"] == REQUESTS
     assert report["tiers"]["redis"]["counters"]["failed_stores"] > 0, "nobody noticed"
