@@ -56,7 +56,7 @@ def test_killed_at_any_send_to_redis_a_process_leaves_others_what_they_need(
     scenario = CrashScenario({"type": "redis", "url": redis_server.url, "connections": 1}, tenant="", jobs=4)
     outcomes, note = killed(cases, scenario, profile)
     hit = settle("crash/redis", outcomes, figures, note)
-    assert sum(outcome.loaded for outcome in hit) > len(hit)
+    assert sum(outcome.loaded for outcome in hit) > 0, "the cases found no blocks: they prove nothing"
 
 
 def test_killed_at_any_send_to_s3_a_process_leaves_others_what_they_need(
@@ -71,7 +71,7 @@ def test_killed_at_any_send_to_s3_a_process_leaves_others_what_they_need(
     over = over_capacity(moto_server, bucket)
     outcomes = [*outcomes[:-1], dataclasses.replace(outcomes[-1], problems=[*outcomes[-1].problems, *over])]
     hit = settle("crash/s3", outcomes, figures, note)
-    assert sum(outcome.loaded for outcome in hit) > len(hit)
+    assert sum(outcome.loaded for outcome in hit) > 0, "the cases found no blocks: they prove nothing"
 
 
 def over_capacity(server: S3Server, bucket: str) -> Sequence[str]:

@@ -19,8 +19,12 @@ REQUESTS_MAX = 64
 """Of the replay's requests, those that the manager may remember at one time."""
 RSS_GROWTH_MAX = 1.15
 RSS_SLACK_BYTES = 32 << 20
-HANDLES_SLACK = 8
-"""Threads, and descriptors, that come and go with load and faults."""
+HANDLES_SLACK = 32
+"""Threads, and descriptors, that come and go with load and faults: connections, and files that are open at a moment.
+What leaks with a job or a request comes to thousands."""
+GROWTH_SAMPLES_MIN = 200
+"""Samples of a third, two a second, from which on growth is judged: pools fill up in the first minute or two. What is
+left when all is closed is judged however short the time was."""
 
 HELD_UP_S = 2.0
 """Samples that are further apart tell of a machine, or a disk, that stood still; lateness counts from its end."""
@@ -140,6 +144,8 @@ class Gauges:
         rss = [int(statistics.median(each.rss_bytes for each in samples)) for samples in (middle, last)]
         if rss[1] > RSS_GROWTH_MAX * rss[0] + RSS_SLACK_BYTES:
             self.note(f"memory grew from {rss[0] / 2**20:.0f} MiB to {rss[1] / 2**20:.0f} MiB")
+        if third < GROWTH_SAMPLES_MIN:
+            return rss[0], rss[1]
         for what in ("threads", "descriptors"):  # how many are in use at a moment varies; a leak raises all of them
             then, now = (statistics.median(getattr(each, what) for each in samples) for samples in (middle, last))
             if now > then + HANDLES_SLACK:
