@@ -14,6 +14,8 @@ IOV_MAX = os.sysconf("SC_IOV_MAX")
 """Buffers that one system call takes."""
 
 _TIMEVAL = struct.Struct("ll")
+_ARMED_SLACK_US = 10_000
+"""By how much the kernel's limit for one call may exceed what is left until the deadline: setting it is a call too."""
 
 Buffer = bytes | bytearray | memoryview
 
@@ -47,9 +49,11 @@ class PlainStream:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._armed_us: dict[int, int] = {}  # what the kernel was last told, by socket option
 
     def start(self) -> None:
         self._sock.settimeout(None)
+        self._armed_us.clear()
 
     def send(self, parts: Sequence[Buffer], deadline: float) -> None:
         at = 0
@@ -95,7 +99,9 @@ class PlainStream:
         left_us = int((deadline - time.monotonic()) * 1e6)
         if left_us <= 0:
             raise TimeoutError("the deadline has passed")
-        self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(left_us, 1_000_000)))
+        if not left_us <= self._armed_us.get(option, 0) <= left_us + _ARMED_SLACK_US:
+            self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(left_us, 1_000_000)))
+            self._armed_us[option] = left_us
 
 
 class TlsStream:

@@ -4,8 +4,8 @@
 
 DIRECTORY is on the disk to measure. PEERS holds the peers' environments, made by the bench folder's `setup_peers.sh`;
 `fio`, `redis-server` and `nginx` must be installed. Every round runs each side once, in turn, so that what else the
-machine does meets all of them alike. A row gives medians, the lowest and highest of the rounds, and the ratio of the
-medians.
+machine does meets all of them alike. A row gives the median of the rounds with the lowest and the highest, and the same
+of the ratio within a round: the machine's own speed may change between two rounds by more than a ratio does.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Measurements:
             ours, theirs = self.samples[what, "ours"], self.samples[what, whom]
             if not ours:
                 continue
-            ratio = f"{statistics.median(ours) / statistics.median(theirs):.2f}" if theirs else ""
-            lines.append(f"| {what} | {_spread(ours)} | {whom} | {_spread(theirs)} | {ratio} | {target} |")
+            ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)] if theirs else []
+            lines.append(f"| {what} | {_spread(ours)} | {whom} | {_spread(theirs)} | {_spread(ratios)} | {target} |")
         return "\n".join(lines)
 
     def _throughput(self, block_bytes: int, blocks: int) -> None:
@@ -116,10 +116,15 @@ class Measurements:
         others = ("--bench", str(self.bench), "--peers", str(self.peers))
         rates = self._ours("redis_rates.py", *size, *others, directory=False)
         for direction in ("store", "load"):
-            for ours, whom, theirs in (("one_connection", "raw RESP", "raw"), ("default", "LMCache resp", "resp")):
+            for ours, whom, theirs in (
+                ("one_connection", "raw RESP", "raw"),
+                ("one_connection", "raw RESP, spread", "spread"),
+                ("default", "LMCache resp", "resp"),
+            ):
                 what = f"redis {direction} {label}, {ours.replace('_', ' ')}"
                 for unit, name in (("GB/s", "gb_per_s"), ("CPU-s/GB", "cpu_s_per_gb")):
-                    self._add(f"{what} ({unit})", "ours", rates[f"{ours}_{direction}_{name}"])
+                    if theirs != "spread":  # the same measurement as beside the other raw one
+                        self._add(f"{what} ({unit})", "ours", rates[f"{ours}_{direction}_{name}"])
                     self._add(f"{what} ({unit})", whom, rates[f"{theirs}_{direction}_{name}"])
 
     def _s3(self) -> None:
@@ -169,6 +174,7 @@ ROWS = (
         (f"redis {direction} {size}, {ours} ({unit})", whom, target if unit == "GB/s" else "")
         for ours, whom, targets in (
             ("one connection", "raw RESP", {"store": "0.85 x", "load": "0.85 x"}),
+            ("one connection", "raw RESP, spread", {"store": "", "load": ""}),
             ("default", "LMCache resp", {"store": "1.2 x", "load": "1 x"}),
         )
         for unit in ("GB/s", "CPU-s/GB")
@@ -193,7 +199,12 @@ def _run(command: list[str]) -> dict[str, Any]:
 def _spread(values: list[float]) -> str:
     if not values:
         return ""
-    return f"{statistics.median(values):,.6g} ({min(values):,.6g} to {max(values):,.6g})"
+    middle, low, high = (f"{value:,.3g}" if value < 100 else f"{value:,.0f}" for value in _summary(values))
+    return f"{middle} ({low} to {high})"
+
+
+def _summary(values: list[float]) -> tuple[float, float, float]:
+    return statistics.median(values), min(values), max(values)
 
 
 def main() -> None:

@@ -9,6 +9,10 @@ for a client that copies and checks nothing), and as the tier is by default, bes
 client (`resp`; with --peers, the folder that `setup_peers.sh` made). Both scripts are in --bench. The better of two
 loads counts where LMCache's does.
 
+`redis_limit.py` sends one buffer of `batch` blocks again and again and receives into another, and neither leaves the
+processor's caches. `spread` is the same without that help: one raw connection, every block from and to a place of its
+own, nothing checked. The server's CPU time, from its own INFO, is given for the sides that this program drives.
+
 The server's allocator keeps what is freed, as in a server that is full and evicts. With --fresh-memory each side meets
 a server that has just given all its memory back to the kernel, and grows.
 
@@ -21,14 +25,16 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,6 +73,17 @@ class Sample:
     load_gb_per_s: float
     store_cpu_s_per_gb: float
     load_cpu_s_per_gb: float
+    store_server_s_per_gb: float = math.nan
+    load_server_s_per_gb: float = math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """The seconds that one direction took: by the clock, of the client's CPU, and of the server's."""
+
+    wall: float
+    cpu: float
+    server: float
 
 
 class Bench:
@@ -101,7 +118,7 @@ class Bench:
         checked = RedisSettings.model_validate({"url": self._server.url, **settings})
         tier = RedisTier(TierSpec("redis", self._block_bytes), self._region.kv_view, "redis", checked)
         try:
-            store_s, store_cpu_s = self._run(tier, is_promotion=False)
+            store = self._run(tier, is_promotion=False)
             taken = []
             for _ in range(loads):
                 self._region.array[:] = 0
@@ -109,28 +126,72 @@ class Bench:
                 self._compare()
         finally:
             tier.shutdown()
-        load_s, load_cpu_s = min(taken)
-        return self._sample(self._gigabytes / store_s, self._gigabytes / load_s, store_cpu_s, load_cpu_s)
+        return self._sample(store, min(taken, key=lambda phase: phase.wall))
+
+    def spread(self) -> Sample:
+        """Store and load over one raw connection, every block from and to a place of its own, checking nothing."""
+        self._empty()
+        names = [b"$%d\r\n%b\r\n" % (len(name), name) for name in (b"spread:%d" % row for row in range(self._blocks))]
+        opening, size = b"$%d\r\n" % self._block_bytes, self._block_bytes
+        reply_bytes = len(opening) + size + 2
+        replies = np.ones(
+            self._blocks * reply_bytes, dtype=np.uint8
+        )  # ones: the kernel gives memory when it is written
+        received = replies.data
+        rows = [row.data for row in self._region.array]
+        with socket.create_connection(("127.0.0.1", self._server.port)) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+            def store(first: int, end: int) -> None:
+                parts: list[bytes | memoryview] = []
+                for name, row in zip(names[first:end], rows[first:end], strict=True):
+                    parts += [b"*3\r\n$3\r\nSET\r\n%b%b" % (name, opening), row, b"\r\n"]
+                _send_all(connection, parts)
+                _receive_all(connection, memoryview(bytearray(len(b"+OK\r\n") * (end - first))))
+
+            def load(first: int, end: int) -> None:
+                connection.sendall(b"".join(b"*2\r\n$3\r\nGET\r\n%b" % name for name in names[first:end]))
+                _receive_all(connection, received[first * reply_bytes : end * reply_bytes])
+
+            return self._sample(
+                self._timed(lambda: self._in_batches(store)), self._timed(lambda: self._in_batches(load))
+            )
 
     def raw(self, bench: Path) -> Sample:
         """Run the script of the raw limit."""
         total = ("--total-bytes", str(self._blocks * self._block_bytes))
         rates, cpu = self._other([sys.executable], bench / "redis_limit.py", "--port", str(self._server.port), *total)
-        return self._sample(rates["set_gb_per_s"], rates["get_gb_per_s"], cpu[0], cpu[1])
+        return self._foreign_sample(rates["set_gb_per_s"], rates["get_gb_per_s"], cpu[0], cpu[1])
 
     def resp(self, bench: Path, peers: Path) -> Sample:
         """Run the script of LMCache's client."""
         adapter = json.dumps({"type": "resp", "host": "127.0.0.1", "port": self._server.port})
         blocks = ("--blocks", str(self._blocks))
         rates, cpu = self._other([str(peers / "lmcache/run")], bench / "lmcache_l2.py", adapter, *blocks)
-        return self._sample(rates["store_gb_per_s"], rates["load_gb_per_s"], cpu[0], min(cpu[1:]))
+        return self._foreign_sample(rates["store_gb_per_s"], rates["load_gb_per_s"], cpu[0], min(cpu[1:]))
 
-    def _run(self, tier: RedisTier, *, is_promotion: bool) -> tuple[float, float]:
-        """Return the seconds, and the seconds of CPU, that all jobs took."""
+    def _run(self, tier: RedisTier, *, is_promotion: bool) -> Phase:
+        """Run all jobs of one direction."""
+        return self._timed(lambda: self._finish_jobs(tier, is_promotion=is_promotion))
+
+    def _timed(self, work: Callable[[], None]) -> Phase:
+        server, cpu, begin = self._server_cpu_s(), time.process_time(), time.perf_counter()
+        work()
+        wall, own = time.perf_counter() - begin, time.process_time() - cpu
+        return Phase(wall, own, self._server_cpu_s() - server)
+
+    def _server_cpu_s(self) -> float:
+        lines = (line.partition(b":") for line in self._server.call("INFO", "cpu").splitlines())
+        return sum(float(value) for name, _, value in lines if name in (b"used_cpu_sys", b"used_cpu_user"))
+
+    def _in_batches(self, step: Callable[[int, int], None]) -> None:
+        for first in range(0, self._blocks, self._batch):
+            step(first, min(first + self._batch, self._blocks))
+
+    def _finish_jobs(self, tier: RedisTier, *, is_promotion: bool) -> None:
         submit = tier.submit_load if is_promotion else tier.submit_store
         context = ReqContext("rates")
         pending = set()
-        cpu, begin = time.process_time(), time.perf_counter()
         for first in range(0, self._blocks, self._batch):
             keys = self._keys[first : first + self._batch]
             rows = np.arange(first, first + len(keys), dtype=np.int64)
@@ -143,7 +204,6 @@ class Bench:
                     raise AssertionError(f"a job failed: {result.reason}")
                 pending.discard(result.job_id)
             time.sleep(0.0005)
-        return time.perf_counter() - begin, time.process_time() - cpu
 
     def _compare(self) -> None:
         array = self._region.array
@@ -167,8 +227,28 @@ class Bench:
         script = "local all = redis.call('KEYS', '*') for _, key in ipairs(all) do redis.call('DEL', key) end"
         self._server.call("EVAL", script, "0")
 
-    def _sample(self, store: float, load: float, store_cpu_s: float, load_cpu_s: float) -> Sample:
+    def _sample(self, store: Phase, load: Phase) -> Sample:
+        rates = [self._gigabytes / phase.wall for phase in (store, load)]
+        costs = [seconds / self._gigabytes for seconds in (store.cpu, load.cpu, store.server, load.server)]
+        return Sample(*rates, *costs)
+
+    def _foreign_sample(self, store: float, load: float, store_cpu_s: float, load_cpu_s: float) -> Sample:
         return Sample(store, load, store_cpu_s / self._gigabytes, load_cpu_s / self._gigabytes)
+
+
+def _send_all(connection: socket.socket, parts: list[bytes | memoryview]) -> None:
+    sent = connection.sendmsg(parts)
+    for part in parts:
+        if sent < len(part):
+            connection.sendall(memoryview(part)[sent:])
+        sent = max(0, sent - len(part))
+
+
+def _receive_all(connection: socket.socket, buffer: memoryview) -> None:
+    while buffer:
+        count = connection.recv_into(buffer)
+        assert count, "the server closed the connection"
+        buffer = buffer[count:]
 
 
 def _block_key(row: int) -> OffloadKey:
@@ -181,8 +261,9 @@ def summary(samples: dict[str, list[Sample]]) -> dict[str, object]:
     for side, taken in samples.items():
         for name in Sample.__slots__:
             values = [getattr(sample, name) for sample in taken]
-            result[f"{side}_{name}"] = round(statistics.median(values), 3)
-    for ours, theirs in (("one_connection", "raw"), ("default", "resp")):
+            if not math.isnan(values[0]):
+                result[f"{side}_{name}"] = round(statistics.median(values), 3)
+    for ours, theirs in (("one_connection", "raw"), ("one_connection", "spread"), ("default", "resp")):
         for name in ("store_gb_per_s", "load_gb_per_s") if theirs in samples else ():
             pairs = zip(samples[ours], samples[theirs], strict=True)
             ratios = [getattr(mine, name) / getattr(other, name) for mine, other in pairs]
@@ -218,6 +299,7 @@ def main() -> None:
                 samples["one_connection"].append(bench.ours(loads=1, connections=1, **pipeline))
                 if (arguments.bench / "redis_limit.py").exists():
                     samples["raw"].append(bench.raw(arguments.bench))
+                samples["spread"].append(bench.spread())
                 samples["default"].append(bench.ours(loads=2, **many, **pipeline))
                 if arguments.peers is not None:
                     samples["resp"].append(bench.resp(arguments.bench, arguments.peers))

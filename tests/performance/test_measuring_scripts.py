@@ -63,9 +63,10 @@ def test_s3_rates() -> None:
 @pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
 def test_redis_rates() -> None:
     rates = run("redis_rates.py", "--blocks", "64", "--rounds", "1")
-    for side in ("one_connection", "default"):
+    for side in ("one_connection", "spread", "default"):
         assert rates[f"{side}_store_gb_per_s"] > 0
         assert rates[f"{side}_load_gb_per_s"] > 0
+    assert rates["one_connection_load_over_spread"] > 0
 
 
 def test_step_latency(tmp_path: Path) -> None:
