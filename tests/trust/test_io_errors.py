@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.testing.crash_cases import Case, CrashCases, sample, settle
+from tiered_kv.testing.crash_cases import Case, CrashCases, kind_of, sample, settle
 from tiered_kv.testing.crash_scenario import CrashScenario
 from tiered_kv.testing.figures import Figures, Profile
 from tiered_kv.testing.syscalls import Call, Fault, missing_for_tracing
@@ -30,6 +30,10 @@ TIERS = pytest.mark.parametrize(
 )
 CASES_OF_SHORT = 20
 CUTS_OF_SHORT = 10
+READS_OF_FULL = 200
+ONWARDS_OF_FULL = 200
+"""Every call that changes the disk fails once in the full form. Of those that only read, and of disks that fail for
+good, there would be thousands, which wait for their deadlines: hours, to try a few places in the code again."""
 
 WRITES = ("write", "writev", "pwrite64", "pwritev", "pwritev2")
 FLUSHES = ("fsync", "fdatasync")
@@ -48,7 +52,8 @@ def cases(tmp_path: Path) -> Iterator[CrashCases]:
 def test_whichever_call_fails_the_engine_goes_on(
     cases: CrashCases, scenario: CrashScenario, capacity_bytes: int, profile: Profile, figures: Figures
 ) -> None:
-    calls = [call for kind in ("changes", "reads") for call in cases.record(scenario, kind, kills=False)]
+    changes, reads = (cases.record(scenario, kind, kills=False) for kind in ("changes", "reads"))
+    calls = [*changes, *sample(reads, Profile.FULL, 0, kind_of, full_count=READS_OF_FULL)]
     faults = [Fault.fail(call, "EIO") for call in calls]
     faults += [Fault.fail(call, "ENOSPC") for call in calls if takes_space(call)]
     chosen = sample(faults, profile, CASES_OF_SHORT, lambda fault: (fault.name, fault.what))
@@ -59,7 +64,8 @@ def test_whichever_call_fails_the_engine_goes_on(
         f"io-errors/{scenario.entry['type']}",
         cases.run([*failed, *short]),
         figures,
-        f"EIO and ENOSPC at {len(calls)} calls, {len(cuts)} short writes",
+        f"EIO and ENOSPC at {len(changes)} calls that change something and {len(calls) - len(changes)} that read, "
+        f"{len(cuts)} short writes",
     )
     assert sum(outcome.loaded for outcome in hit) > len(hit), "the cases found hardly any blocks: they prove nothing"
 
@@ -71,6 +77,7 @@ def test_a_disk_that_never_recovers_and_one_that_lies_cost_blocks_only(
     calls = [call for kind in ("changes", "reads") for call in cases.record(scenario, kind, kills=False)]
     broken = [Fault.fail(call, "EIO", onwards=True) for call in calls]
     lied = [Fault.lie(call) for call in calls if call.name in (*WRITES, *FLUSHES) and (call.result or 0) >= 0]
+    broken = sample(broken, Profile.FULL, 0, lambda fault: (fault.role, fault.name), full_count=ONWARDS_OF_FULL)
     chosen = sample([*broken, *lied], profile, CASES_OF_SHORT, lambda fault: (fault.name, fault.what.partition("=")[0]))
     told = {(call.role, call.name, call.number): call for call in calls}
     run = [

@@ -30,6 +30,8 @@ FS = CrashScenario(
 )
 BUFFERED = dataclasses.replace(NVME, entry={**NVME.entry, "direct": "off"})
 CASES_OF_SHORT = 10
+CASES_OF_FULL = 150
+"""Each makes, mounts and checks a file system. What a call leaves behind, the kills at every single one have shown."""
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def test_a_file_system_that_is_shut_down_at_any_call_holds_no_wrong_byte(
     tier = str(scenario.entry["type"])
     calls = [call for call in cases.record(scenario, "changes") if call.name != "openat" or call.makes_file]
     cuts = [(Fault.kill(call), power) for call in calls for power in PowerLoss]
-    chosen = sample(cuts, profile, CASES_OF_SHORT, lambda cut: cut[1])
+    chosen = sample(cuts, profile, CASES_OF_SHORT, lambda cut: cut[1], full_count=CASES_OF_FULL)
     run = [
         Case(
             scenario,

@@ -28,7 +28,8 @@ T = TypeVar("T")
 
 SEED: Final = 20
 """Of the sample that the short profile takes."""
-_SERVERS: Final = 2
+_SERVERS: Final = 6
+"""Half of a case is waiting: for threads, for strace, for what a thread was promised."""
 _TRIES: Final = 3
 """Threads take turns that differ from run to run, so a call of the recorded run may not come in another. A run without
 its fault tells nothing, so there is another; one with its fault is never repeated, whatever came of it."""
@@ -78,7 +79,7 @@ class CaseOutcome:
 
 
 class CrashCases:
-    """Servers that run cases, as many at once as there are cores in the smallest machine that tests this.
+    """Servers that run cases, several at once.
 
     Args:
         folder: An empty folder for them.
@@ -189,7 +190,14 @@ class _Server:
                 self._process.kill()
 
 
-def sample(items: Sequence[T], profile: Profile, count: int, kind: Callable[[T], object] = lambda item: 0) -> list[T]:
+def sample(
+    items: Sequence[T],
+    profile: Profile,
+    count: int,
+    kind: Callable[[T], object] = lambda item: 0,
+    *,
+    full_count: int | None = None,
+) -> list[T]:
     """Return all items, or for the short profile about `count` of them, in order, some of every kind.
 
     Args:
@@ -197,8 +205,10 @@ def sample(items: Sequence[T], profile: Profile, count: int, kind: Callable[[T],
         profile: How much is tried.
         count: How many the short profile takes, or one of each kind if those are more.
         kind: Tells what kind an item is.
+        full_count: The same for the full profile; None for all.
     """
-    if profile is Profile.FULL or len(items) <= count:
+    most = full_count if profile is Profile.FULL else count
+    if most is None or len(items) <= most:
         return list(items)
     chance = random.Random(SEED)
     by_kind: dict[object, list[int]] = {}
@@ -206,7 +216,7 @@ def sample(items: Sequence[T], profile: Profile, count: int, kind: Callable[[T],
         by_kind.setdefault(kind(item), []).append(index)
     chosen = {chance.choice(indexes) for indexes in by_kind.values()}
     rest = [index for index in range(len(items)) if index not in chosen]
-    missing = count - len(chosen)
+    missing = most - len(chosen)
     if missing > 0:
         # Evenly over the run, so that its beginning, middle and end are all there.
         chosen.update(rest[(2 * number + 1) * len(rest) // (2 * missing)] for number in range(missing))
