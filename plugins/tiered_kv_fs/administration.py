@@ -118,7 +118,8 @@ class FsAdministration(TierAdministration):
     def _purge(self, fd: int, digest: str, deadline: float) -> Purged:
         ledger = Ledger(f"{self._path}/{LEDGER_NAME}", _LOCK_TIMEOUT_S)
         tally = _Tally()
-        with ledger.locked():
+        with ledger.locked() as state:
+            count = state.count
             users = self._move_away(digest)
         try:
             for _, path in self._directories_of(digest, moved_only=True):
@@ -129,7 +130,8 @@ class FsAdministration(TierAdministration):
                         break
         finally:
             with ledger.locked() as state:
-                state.take_off(tally.size_bytes, digest)
+                if state.count == count:  # nobody has counted who may have missed what was removed: see `Sweeper`
+                    state.take_off(tally.size_bytes, digest)
                 if digest in state.shares:
                     # What an earlier purge had moved away was in the total, but in a share only if nobody has counted
                     # since. So nobody knows the share; who needs it counts.

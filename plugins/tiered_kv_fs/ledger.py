@@ -11,10 +11,11 @@ A file that is stored turns a part of its process's grant into bytes in the dire
 the total stands. It shrinks when a
 process gives back what it did not use, and when the holder of the sweep lock has removed files, or counted them anew
 (`Sweeper`). Errors are on the side of counting too much: a file that two processes stored at once, or that was
-removed as damaged, is counted until the next count.
+replaced, or removed as damaged, is counted until the next count.
 
 A ledger that is missing or damaged knows no total. Then nothing is granted until someone has counted. The same goes for
-a namespace's share, where who asks has a quota.
+a namespace's share, where who asks has a quota. So that a ledger which is lost while somebody counts is not taken for
+the one that was there before, a count begins and ends with a new random word in it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -60,6 +62,7 @@ class LedgerState:
         counted_at_s: When somebody counted last, in seconds of that host's `time.time()`.
         grants: For each owner, the bytes that it may still fill, at most.
         shares: Of namespaces, by their directories' names: of all that had an owner at the last count or since.
+        count: A random word, another one when a count begins and when it ends; "" where there was none.
     """
 
     total_bytes: int | None = None
@@ -67,11 +70,17 @@ class LedgerState:
     counted_at_s: float = 0.0
     grants: dict[str, int] = field(default_factory=dict)
     shares: dict[str, Share] = field(default_factory=dict)
+    count: str = ""
 
     def share_bytes(self, namespace: str) -> int | None:
         """Return what is known of a namespace's part of the total."""
         share = self.shares.get(namespace)
         return None if share is None else share.total_bytes
+
+    def mark_count(self) -> str:
+        """Note that a count begins or ends here; return the word for it."""
+        self.count = secrets.token_hex(8)
+        return self.count
 
     def add(self, size_bytes: int, namespace: str) -> None:
         """Add a grant in a namespace to the totals, or take one off that is given back (negative)."""
@@ -143,7 +152,8 @@ def _state_of(fields: dict[str, Any]) -> LedgerState:  # Any: whatever JSON hold
     """
     shares = {name: Share(*share) for name, share in fields.get("shares", {}).items()}
     grants = dict(fields["grants"])
-    state = LedgerState(fields["total_bytes"], fields["granted_bytes"], fields["counted_at_s"], grants, shares)
+    count = str(fields.get("count", ""))
+    state = LedgerState(fields["total_bytes"], fields["granted_bytes"], fields["counted_at_s"], grants, shares, count)
     totals = [state.total_bytes, *(share.total_bytes for share in shares.values())]
     numbers = [state.granted_bytes, *grants.values(), *(share.granted_bytes for share in shares.values())]
     if not all(type(number) is int for number in [*numbers, *(total for total in totals if total is not None)]):
@@ -156,13 +166,15 @@ def _state_of(fields: dict[str, Any]) -> LedgerState:  # Any: whatever JSON hold
 
 def _format(state: LedgerState, size_min_bytes: int) -> bytes:
     """Return a ledger's text. It never gets shorter, so that one write replaces all of the one before."""
-    fields = {
+    fields: dict[str, object] = {
         "total_bytes": state.total_bytes,
         "granted_bytes": state.granted_bytes,
         "counted_at_s": state.counted_at_s,
         "grants": state.grants,
         "shares": {name: [share.total_bytes, share.granted_bytes] for name, share in state.shares.items()},
     }
+    if state.count:
+        fields["count"] = state.count
     body = json.dumps(fields).encode()
     head_bytes = len(_head(b"")) + 1
     body = body.ljust(max(size_min_bytes, round_up(head_bytes + len(body))) - head_bytes)

@@ -40,7 +40,8 @@ class Sweep(Enum):
 class Sweeper:
     """Counts and evicts. One thread.
 
-    Only who holds the sweep lock takes removed files off the ledger's total. So no file that a count has not seen any
+    Only who holds the sweep lock takes removed files off the ledger's total, and only if nobody has counted since they
+    were there: the lock's file may be removed, and another's count be made. So no file that a count has not seen any
     more is taken off a second time.
 
     Args:
@@ -69,6 +70,7 @@ class Sweeper:
         self._candidates: deque[Candidate] = deque()
         self._own_candidates: deque[Candidate] = deque()  # of the namespace, where it has a quota
         self._candidates_until_s = 0.0
+        self._count_seen = ""  # of the ledger, when it was looked at last
 
     def make_room(self, wanted_bytes: int, *, must_count: bool = False) -> Sweep:
         """Remove files until `wanted_bytes` more fit into the capacity, and into the namespace's quota.
@@ -117,6 +119,7 @@ class Sweeper:
         None if the total, or with a quota the namespace's share of it, is not known.
         """
         with self._volume.ledger.locked() as state:
+            self._count_seen = state.count
             if state.total_bytes is None:
                 return None
             own_bytes = 0
@@ -133,9 +136,13 @@ class Sweeper:
         Let F be the files there now, and G all grants now, plus those given while we count. Whatever is written
         meanwhile comes out of G. So F + G is at least what there is, and what may come, at the end; a file that is
         written and counted meanwhile is in both, until the next count. So it is for each namespace that has owners.
+
+        If the ledger was lost meanwhile, what was given cannot be told: then nothing is written, and the new ledger,
+        which knows no total, has somebody count again.
         """
         ledger = self._volume.ledger
         with ledger.locked() as state:
+            count = state.mark_count()
             alive = self._volume.reap(state)
             grants_by: defaultdict[str, int] = defaultdict(int)
             for note in alive:
@@ -147,6 +154,9 @@ class Sweeper:
         found = survey(self._volume.path, live_epochs, own_namespace=own_namespace)
         self._remove_leftovers(found, {note.name for note in alive}, sweep_fd)
         with ledger.locked() as state:
+            if state.count != count:
+                return
+            state.mark_count()
             granted_bytes = sum(grants_by.values()) + state.granted_bytes - granted_before
             state.total_bytes = found.used_bytes + granted_bytes + _SMALL_FILES_BYTES
             for name in grants_by.keys() - state.shares.keys() - {""}:
@@ -204,8 +214,9 @@ class Sweeper:
                 removed_bytes += candidate.size_bytes
                 removed_files += 1
         with self._volume.ledger.locked() as state:
-            for namespace, size_bytes in removed_by.items():
-                state.take_off(size_bytes, namespace)
+            if state.count == self._count_seen:
+                for namespace, size_bytes in removed_by.items():
+                    state.take_off(size_bytes, namespace)
         self._counters.add("evicted_files", removed_files)
 
     def _remove_empty_epochs(self, live_epochs: set[tuple[str, str]]) -> None:

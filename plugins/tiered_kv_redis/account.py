@@ -6,6 +6,8 @@
         offset          what the last survey found that `net` does not tell; missing until there was one
         survey          who surveys, or did last
         surveys         how many surveys there were
+        tries           how many there were, those included that came to nothing
+        took            how many milliseconds the last of these has taken
         g:<owner>       "<bytes> <beat>": what the owner may still store, at most, and a number that it raises
 
 `net + offset` is an upper bound of the bytes of all blocks and all grants. A grant is given while it stays within the
@@ -19,6 +21,7 @@ is granted then until somebody has surveyed.
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 from collections.abc import Sequence
@@ -36,6 +39,9 @@ from tiered_kv_redis.topology import Topology
 SURVEY_MS: Final = 60_000
 """How long a survey is one's own after the last step of it."""
 
+_TOOK_MS_MAX: Final = 600_000
+"""What is believed of `took`."""
+
 _OWNER = b"g:"
 
 
@@ -45,7 +51,8 @@ class Statement:
 
     Args:
         is_settled: Whether there was a survey since it was opened; only then do the totals mean anything.
-        net_bytes, offset_bytes, surveys: See above.
+        net_bytes, offset_bytes, surveys, tries: See above.
+        took_s: Seconds that the last survey has taken.
         owners: For each owner, the bytes that it may still store at most, and its beat.
     """
 
@@ -53,6 +60,8 @@ class Statement:
     net_bytes: int
     offset_bytes: int
     surveys: int
+    tries: int
+    took_s: float
     owners: dict[bytes, tuple[int, int]]
 
     @property
@@ -161,6 +170,8 @@ class Account:
             _number(fields.get(b"net")),
             _number(fields.get(b"offset")),
             _number(fields.get(b"surveys")),
+            _number(fields.get(b"tries")),
+            max(0, min(_number(fields.get(b"took")), _TOOK_MS_MAX)) / 1000,
             owners,
         )
 
@@ -191,6 +202,10 @@ class Account:
     def take_off(self, removed_bytes: int, deadline: float) -> None:
         """Take blocks that were evicted off the total; by who surveys."""
         self._call(deadline, [b"HINCRBY", b"net", b"%d" % -removed_bytes])
+
+    def note_try(self, took_s: float, deadline: float) -> None:
+        """Tell the others how long a survey has taken, that came to nothing perhaps, since they rest after it too."""
+        self._call(deadline, [b"HSET", b"took", b"%d" % math.ceil(took_s * 1000)], [b"HINCRBY", b"tries", b"1"])
 
     def end_survey(self, deadline: float) -> None:
         """Let others survey."""

@@ -2,8 +2,9 @@
 
 Names are found by SCAN, on every master of a cluster, and removed by UNLINK, one name a command: names of one
 namespace lie in many slots. SCAN may miss what is stored or moved to another server meanwhile, so it is repeated until
-a pass over all servers finds nothing. The generation and the readable form go too. A stack that runs keeps its
-generation, and goes on.
+a pass over all servers finds nothing. The generation, the readable form and the quota's account go too. A stack that
+runs keeps its generation, and goes on. Names that begin like the namespace's and are none of the tier's stay, and are
+reported.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from tiered_kv.errors import TierUnavailableError
@@ -49,7 +50,14 @@ _NAME_BYTES_MAX: Final = 1 << 20
 _PASSES_MAX: Final = 20
 _STEP_S_MAX: Final = 10.0
 """How long one command, or one batch of them, may take."""
-_NAME: Final = re.compile(re.escape(KEY_PREFIX) + rb"(?P<digest>[0-9a-f]{32}):(?P<block>[0-9a-f]{16}:)?", re.DOTALL)
+_NAME: Final = re.compile(
+    re.escape(KEY_PREFIX)
+    + rb"(?P<digest>[0-9a-f]{32}):(?:(?P<block>[0-9a-f]{16}:.*)|namespace|generation|account|survey)",
+    re.DOTALL,
+)
+"""Every name that the tier gives: see `keyspace.py` and `account.py`. A block's key may be any bytes."""
+_FOREIGN_MAX: Final = 10_000
+"""Foreign names that are told apart, since SCAN may tell a name twice."""
 _NO_PERMISSION: Final = (
     "does not permit a purge; its user needs +scan +strlen +unlink +get on keys 'tkv1:*', in a cluster also "
     "+cluster|slots"
@@ -62,6 +70,7 @@ class _Removed:
 
     blocks: int = 0
     size_bytes: int = 0
+    foreign: set[bytes] = field(default_factory=set)  # names that are not the tier's
 
 
 class RedisAdministration(TierAdministration):
@@ -85,7 +94,7 @@ class RedisAdministration(TierAdministration):
         try:
             for node in self._masters(deadline):
                 for names in self._pages(node, only, deadline):
-                    for match in filter(None, map(_NAME.match, names)):
+                    for match in filter(None, map(_NAME.fullmatch, names)):
                         blocks[match["digest"].decode()] += match["block"] is not None
             return [
                 StoredNamespace(digest, self._description(digest, deadline), count)
@@ -104,8 +113,7 @@ class RedisAdministration(TierAdministration):
                     break
         except NodeDownError as error:
             raise self._unavailable(error, "purge") from error
-        left = (f"{found} names were found by the last of several looks: a stack stores them, or it takes too long",)
-        return Purged(removed.blocks, removed.size_bytes, left if found else ())
+        return Purged(removed.blocks, removed.size_bytes, _left(found, removed))
 
     def close(self) -> None:
         self._topology.close()
@@ -119,9 +127,12 @@ class RedisAdministration(TierAdministration):
         """Remove a namespace's names from one server; return how many were found."""
         found = 0
         for names in self._pages(node, digest, deadline):
-            found += len(names)
-            if names:
-                self._unlink(node, names, removed, deadline)
+            ours = [name for name in names if _NAME.fullmatch(name)]
+            if len(ours) < len(names) and len(removed.foreign) < _FOREIGN_MAX:
+                removed.foreign.update(set(names).difference(ours))
+            found += len(ours)
+            if ours:
+                self._unlink(node, ours, removed, deadline)
         return found
 
     def _unlink(self, node: Node, names: list[bytes], removed: _Removed, deadline: float) -> None:
@@ -139,7 +150,7 @@ class RedisAdministration(TierAdministration):
                     continue
                 raise NodeDownError(gone.reason)
             if gone == 1:
-                match = _NAME.match(name)
+                match = _NAME.fullmatch(name)
                 removed.blocks += match is not None and match["block"] is not None
                 removed.size_bytes += length if isinstance(length, int) else 0
 
@@ -174,6 +185,18 @@ class RedisAdministration(TierAdministration):
         if error.reason == PERMISSION:
             hint = _NO_PERMISSION
         return TierUnavailableError(f"the server {hint}", tier=self._tier, operation=operation)
+
+
+def _left(found: int, removed: _Removed) -> tuple[str, ...]:
+    """Return what is to be said of names that the last look found, and of foreign ones."""
+    left = []
+    if removed.foreign:
+        count = len(removed.foreign)
+        least = "at least " if count >= _FOREIGN_MAX else ""
+        left.append(f"{least}{count} names that are not of this tool were left")
+    if found:
+        left.append(f"{found} names were found by the last of several looks: a stack stores them, or it takes too long")
+    return tuple(left)
 
 
 class _Scan(Exchange):

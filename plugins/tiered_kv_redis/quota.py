@@ -2,7 +2,9 @@
 
 A transfer thread takes bytes from the process's own grants, and goes to the server for a further one only when they
 are used up. The keeper's thread tells the others that this process lives, gives back what it does not use, surveys, and
-evicts what was used longest ago when the quota is nearly full.
+evicts what was used longest ago when the quota is nearly full. After a survey everybody rests, for so long that all
+surveys together take a small share of the time (`rest.py`); what was found before is used up meanwhile, and what is
+known to be wrong in the account, grants of the dead included, is put right after the rest.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from tiered_kv_redis.counters import Counters
 from tiered_kv_redis.grants import GRANTS_MIN, Grants, QuotaLimits
 from tiered_kv_redis.node import NodeDownError
 from tiered_kv_redis.reasons import WRONG_TYPE
+from tiered_kv_redis.rest import Rest
 from tiered_kv_redis.survey import Candidate, evict, survey
 from tiered_kv_redis.topology import Topology
 
@@ -29,6 +32,8 @@ _log = logging.getLogger(__name__)
 
 _KEEP_S: Final = 1.0
 """How often it is looked whether a survey is still one's own; it is lost after `SURVEY_MS` at the earliest."""
+_POLL_S: Final = 0.25
+"""How soon it is looked again where there is no room and none can be made now."""
 _STEP_S_MAX: Final = 5.0
 """How long one step at the server may take."""
 
@@ -71,9 +76,11 @@ class Quota:
         self._surveyed_s = -math.inf  # when this process did
         self._survey_seen = (-1, 0.0)  # the number of the last one of anybody's, and since when it is that
         self._survey_again_s: float | None = None
+        self._rest = Rest()
+        self._tries_seen: int | None = None
         self._kept_s = 0.0  # when the survey was last seen to be ours
         self._beats: dict[bytes, tuple[int, float]] = {}  # of the other owners, and since when
-        self._is_stopping = False
+        self._stopping = threading.Event()
         self._woken = threading.Event()
         self._thread = threading.Thread(target=self._serve, name=f"tiered-kv-{name}-quota", daemon=True)
         self._thread.start()
@@ -94,7 +101,7 @@ class Quota:
 
     def close(self, timeout_s: float) -> None:
         """Give the grants back, if that takes no longer than `timeout_s`, and end the thread."""
-        self._is_stopping = True
+        self._stopping.set()
         self._woken.set()
         self._thread.join(timeout_s)
 
@@ -102,16 +109,17 @@ class Quota:
 
     def _serve(self) -> None:
         tick_s = 0.0
-        while not self._is_stopping:
+        while not self._stopping.is_set():
             self._woken.wait(max(0.0, tick_s - time.monotonic()))
             self._woken.clear()
-            if self._is_stopping:
+            if self._stopping.is_set():
                 break
             try:
                 if time.monotonic() >= tick_s:
                     tick_s = time.monotonic() + self._limits.tick_s
                     self.grants.tell(self._deadline())
-                self._look_after()
+                if not self._look_after():
+                    self._stopping.wait(_POLL_S)  # those who wait for the round ask again then
             except Exception as error:  # none of them, a mistake of ours included, may end the thread
                 self._note(error)
                 self.grants.are_in_doubt = True
@@ -130,38 +138,61 @@ class Quota:
             with contextlib.suppress(NodeDownError):
                 self._account.discard(self._deadline())
 
-    def _look_after(self) -> None:
-        """Survey if it is time, and make room if there is little."""
+    def _look_after(self) -> bool:
+        """Survey if it is time, and make room if there is little; False if that is wanted and cannot be done now."""
         statement = self._account.statement(self._deadline())
         dead = self._watch(statement)
-        now_s = time.monotonic()
-        if statement.surveys != self._survey_seen[0]:
-            self._survey_seen = (statement.surveys, now_s)
-        is_due = (
-            not statement.is_settled
-            or bool(dead)
-            or now_s - self._survey_seen[1] >= self._limits.survey_interval_s
-            or self.grants.are_in_doubt
-            or (self._survey_again_s is not None and now_s >= self._survey_again_s)
-        )
+        self._note_others(statement)
+        has_dead_grants = any(statement.owners[owner][0] for owner in dead)  # one without is forgotten in passing
+        is_due = has_dead_grants or self._is_due(statement)
         self.grants.total_bytes = statement.total_bytes if statement.is_settled else 0
-        if not is_due and self.grants.total_bytes <= self._limits.full_bytes:
-            return
+        is_full = self.grants.total_bytes > self._limits.full_bytes
+        if not is_due and not is_full:
+            return True
+        if not self._rest.is_over:
+            is_due = False
+            if not (is_full and self._candidates):
+                return statement.is_settled and not is_full
         self.grants.tell(self._deadline())  # the less others have to take for granted to us, the more there is
         self._kept_s = time.monotonic()
         begun = self._account.begin_survey(self._deadline())
         if begun is None:
-            return  # another process is at it
+            return False  # another process is at it
+        self._note_others(begun)  # it may have been until a moment ago
         try:
             self._make_room(begun, dead, is_due=is_due)
         finally:
             self._account.end_survey(self._deadline())
+        return True
+
+    def _note_others(self, statement: Statement) -> None:
+        """See whether anybody has surveyed since the last look, and rest after that."""
+        now_s = time.monotonic()
+        if statement.surveys != self._survey_seen[0]:
+            self._survey_seen = (statement.surveys, now_s)
+        if statement.tries != self._tries_seen:
+            if self._tries_seen is not None:  # a newcomer does not know when that was
+                self._rest.begin(statement.took_s)
+            self._tries_seen = statement.tries
+
+    def _is_due(self, statement: Statement) -> bool:
+        """Return whether the blocks have to be counted, room or not."""
+        now_s = time.monotonic()
+        return (
+            not statement.is_settled
+            or now_s - self._survey_seen[1] >= self._limits.survey_interval_s
+            or self.grants.are_in_doubt
+            or (self._survey_again_s is not None and now_s >= self._survey_again_s)
+        )
 
     def _make_room(self, begun: Statement, dead: Sequence[bytes], *, is_due: bool) -> None:
         """Survey and evict, as the one process that does."""
         limits = self._limits
-        is_fresh = time.monotonic() - self._surveyed_s < limits.fresh_s
-        if (is_due or not is_fresh or not self._candidates) and not self._survey(begun, dead):
+        if self._rest.is_over:  # otherwise an old list is better than none: what was used since is passed over
+            is_fresh = time.monotonic() - self._surveyed_s < limits.fresh_s
+            if (is_due or not is_fresh or not self._candidates) and not self._survey(begun, dead):
+                return
+        elif not begun.is_settled:
             return
         while True:
             self.grants.total_bytes = self._account.statement(self._deadline()).total_bytes
@@ -182,10 +213,17 @@ class Quota:
             self._survey_again_s = None
         self._topology.split([b""], self._deadline())  # so that the servers are known
         nodes = self._topology.nodes()
-        found = survey(nodes, self._digest, self._limits.record_bytes_max, self._deadline, self._may_go_on)
+        try:
+            with self._rest.after():
+                found = survey(nodes, self._digest, self._limits.record_bytes_max, self._deadline, self._may_go_on)
+        finally:
+            self._account.note_try(self._rest.took_s, self._deadline())
+            self._tries_seen = begun.tries + 1
         if found is None or not self._may_go_on():
             self.grants.are_in_doubt = True
             return False
+        now = self._account.statement(self._deadline())
+        dead = [owner for owner in dead if now.owners.get(owner) == begun.owners.get(owner)]  # some are back, perhaps
         grants_bytes = sum(size_bytes for owner, (size_bytes, _) in begun.owners.items() if owner not in dead)
         self._account.note_survey(found.used_bytes + grants_bytes - begun.net_bytes, dead, self._deadline())
         self._candidates = found.candidates
@@ -208,11 +246,11 @@ class Quota:
         ]
 
     def _may_go_on(self) -> bool:
-        if not self._is_stopping and time.monotonic() - self._kept_s >= _KEEP_S:
+        if not self._stopping.is_set() and time.monotonic() - self._kept_s >= _KEEP_S:
             if not self._account.keep_survey(self._deadline()):
                 return False
             self._kept_s = time.monotonic()
-        return not self._is_stopping
+        return not self._stopping.is_set()
 
     def _deadline(self) -> float:
         return time.monotonic() + _STEP_S_MAX

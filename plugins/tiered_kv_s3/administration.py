@@ -2,7 +2,8 @@
 
 Two kinds of small objects stay, both without a word of anybody's: an epoch, drawn anew, where there was one, since who
 opens the namespace later must not join the epoch from before a reset; and the grants of stacks that run, since without
-them the others would store beyond the capacity. Their older versions go.
+them the others would store beyond the capacity. Their older versions go. Foreign objects, whose names are not of the
+tier's layout (`naming.py`), stay in every version, and are reported.
 
 The tier sends whole objects, so it leaves no uploads in parts behind.
 """
@@ -44,6 +45,7 @@ class _Removed:
 
     blocks: int = 0
     size_bytes: int = 0
+    foreign: int = 0  # objects that the last look found and that are not the tier's
     refusals: set[str] = field(default_factory=set)
 
 
@@ -95,10 +97,17 @@ class S3Administration(TierAdministration):
         self._bucket.close()
 
     def _pass(self, naming: Naming, kept: set[str], removed: _Removed, deadline: float) -> int:
-        """Delete what is there; return how much there was."""
-        found = 0
+        """Delete what is the tier's; return how much of it there was."""
+        found = removed.foreign = 0
+        foreign = ""
         for page in self._versions.pages(naming.root, deadline):
-            doomed = [version for version in page if not (version.is_latest and version.name in kept)]
+            doomed = []
+            for version in page:
+                if not naming.owns(version.name):
+                    removed.foreign += version.name != foreign  # an object's versions follow each other
+                    foreign = version.name
+                elif not (version.is_latest and version.name in kept):
+                    doomed.append(version)
             found += len(doomed)
             if not doomed:
                 continue
@@ -111,6 +120,8 @@ class S3Administration(TierAdministration):
 
     def _left(self, found: int, removed: _Removed) -> tuple[str, ...]:
         left = []
+        if removed.foreign:
+            left.append(f"{removed.foreign} objects that are not of this tool were left")
         if found:
             why = ", ".join(sorted(removed.refusals)) or "a stack stores them, or it takes too long"
             left.append(f"{found} objects or versions of them were found by the last look ({why})")
@@ -136,11 +147,11 @@ class S3Administration(TierAdministration):
         return True
 
     def _stored(self, digest: str, deadline: float) -> StoredNamespace | None:
-        """Return what is stored of a namespace; None if it is nothing but what a purge leaves."""
+        """Return what is stored of a namespace; None if it is nothing but what a purge leaves, and foreign objects."""
         naming = self._naming(digest)
         blocks = size_bytes = others = 0
         for page in self._versions.pages(naming.root, deadline):
-            for version in page:
+            for version in filter(lambda each: naming.owns(each.name), page):
                 size_bytes += version.size_bytes
                 blocks += _is_block(version, naming)
                 others += version.name != naming.epoch and not version.name.startswith(naming.grants)
@@ -177,4 +188,4 @@ class S3Administration(TierAdministration):
 
 
 def _is_block(version: Version, naming: Naming) -> bool:
-    return not version.is_mark and version.name.startswith(naming.blocks)
+    return not version.is_mark and naming.is_block(version.name)

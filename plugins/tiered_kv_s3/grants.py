@@ -3,13 +3,14 @@
     PREFIX/NAMESPACE/grants/OWNER-BYTES-SECONDS
 
 OWNER is 16 random digits of one tier in one process, BYTES its grant, SECONDS how long that holds, by the server's
-clock, from when the object was written. An owner that was killed is forgotten after that time. Everything is in the
-names, so one listing tells all. How the capacity follows from this: `ledger.py`.
+clock, from when the object was written. An owner that was killed is forgotten after that time: it cannot be told from
+one that is slow, and may have sent its last store at the end of it. Everything is in the names, so one listing tells
+all. How the capacity follows from this: `ledger.py`.
 """
 
 from __future__ import annotations
 
-import re
+import math
 import secrets
 import time
 from dataclasses import dataclass
@@ -17,14 +18,16 @@ from dataclasses import dataclass
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.listing import Listed, Listing
+from tiered_kv_s3.naming import GRANT
 from tiered_kv_s3.verdict import Verdict
 
 CLOCKS_S = 10.0
 """How far the clocks of one service's servers may be apart."""
-_LIFETIME_S_MIN = 60
-_ROUNDS = 3
+_MARGIN_S = 20.0
+"""How late a grant may be renewed, since requests are slow or repeated. Who is later stores nothing until then."""
+_LIFETIME_STEP_S = 10
+"""Lifetimes are rounded up to it, so that a name does not change with every round."""
 _REQUEST_S_MAX = 10.0
-_NAME = re.compile(r"([0-9a-f]{16})-(\d{1,18})-(\d{1,9})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class Grants:
     Args:
         bucket, listing: Where they are.
         prefix: What the names of all grants begin with.
-        interval_s: How often the grant is announced again, at least.
+        interval_s: The pause after which the grant is announced again, at most, besides one as long as a round.
     """
 
     def __init__(self, bucket: Bucket, listing: Listing, prefix: str, interval_s: float) -> None:
@@ -56,12 +59,18 @@ class Grants:
         self._listing = listing
         self._prefix = prefix
         self._owner = secrets.token_hex(8)
-        self._lifetime_s = max(_LIFETIME_S_MIN, int(_ROUNDS * interval_s))
+        self._interval_s = interval_s
+        self._lifetime_s = 0
+        self.allow_for(0.0)
         self._written: set[str] = set()  # names of our own that may be there
 
     def allow_for(self, round_s: float) -> None:
-        """Announce what holds for several rounds, now that one has taken `round_s`."""
-        self._lifetime_s = max(self._lifetime_s, int(_ROUNDS * round_s))
+        """Announce what holds until the round after the next begins, if that takes `round_s` as the last one has.
+
+        No longer, since for so long it is kept from the others if this process is killed.
+        """
+        needed_s = self._interval_s + 2 * round_s + _MARGIN_S
+        self._lifetime_s = _LIFETIME_STEP_S * math.ceil(needed_s / _LIFETIME_STEP_S)
 
     def announce(self, size_bytes: int) -> float:
         """Tell the others of a grant; return until when it holds, in seconds of `time.monotonic()`."""
@@ -80,13 +89,13 @@ class Grants:
         by_owner: dict[str, int] = {}
         for page in self._listing.pages(self._prefix, deadline):
             for entry in page:
-                said = _NAME.fullmatch(entry.name.removeprefix(self._prefix))
-                if said is None or said[1] == self._owner:
+                said = GRANT.fullmatch(entry.name.removeprefix(self._prefix))
+                if said is None or said["owner"] == self._owner:
                     continue
-                if entry.age_s > int(said[3]) + CLOCKS_S:
+                if entry.age_s > int(said["seconds"]) + CLOCKS_S:
                     self._bucket.delete(entry.name, deadline)
                 else:  # while it is being replaced there are two
-                    by_owner[said[1]] = by_owner.get(said[1], 0) + int(said[2])
+                    by_owner[said["owner"]] = by_owner.get(said["owner"], 0) + int(said["bytes"])
         return OtherGrants(sum(by_owner.values()), len(by_owner))
 
     def give_up(self, deadline: float) -> None:
@@ -116,5 +125,5 @@ def live_grants(listing: Listing, prefix: str, deadline: float) -> set[str]:
 
 
 def _holds(entry: Listed, prefix: str) -> bool:
-    said = _NAME.fullmatch(entry.name.removeprefix(prefix))
-    return said is not None and entry.age_s <= int(said[3]) + CLOCKS_S
+    said = GRANT.fullmatch(entry.name.removeprefix(prefix))
+    return said is not None and entry.age_s <= int(said["seconds"]) + CLOCKS_S

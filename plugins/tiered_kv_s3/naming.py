@@ -6,17 +6,25 @@
     PREFIX/NAMESPACE/grants/...                 what each process may yet store, see grants.py
 
 NAMESPACE is the namespace's digest, KEY the digest of the block's key that stands in its record too, EPOCH 8 random
-bytes, or zeros before the first reset; all in hex.
+bytes, or zeros before the first reset; all in hex. Whatever else lies under `PREFIX/NAMESPACE/` is foreign: never
+deleted.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import Final
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.toolkit.record import digest_of
 
 FIRST_EPOCH = "0" * 16
+
+GRANT: Final = re.compile(r"(?P<owner>[0-9a-f]{16})-(?P<bytes>[0-9]{1,18})-(?P<seconds>[0-9]{1,9})")
+"""What follows `Naming.grants` in a grant's name."""
+_BLOCK: Final = re.compile(r"[0-9a-f]{16}/([0-9a-f]{2})/\1[0-9a-f]{30}")
+"""What follows `Naming.blocks` in a block's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +69,16 @@ class Naming:
     def block(self, epoch: str, key: OffloadKey) -> str:
         digest = digest_of(key).hex()
         return f"{self._root}/blocks/{epoch}/{digest[:2]}/{digest}"
+
+    def is_block(self, name: str) -> bool:
+        """Return whether a name is a block's of this namespace, of whatever epoch."""
+        return name.startswith(self.blocks) and _BLOCK.fullmatch(name, len(self.blocks)) is not None
+
+    def owns(self, name: str) -> bool:
+        """Return whether a name is of the layout above; others are not this tier's, whoever put them there."""
+        if name in (self.namespace, self.epoch) or self.is_block(name):
+            return True
+        return name.startswith(self.grants) and GRANT.fullmatch(name, len(self.grants)) is not None
 
     @property
     def _root(self) -> str:

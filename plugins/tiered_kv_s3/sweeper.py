@@ -26,11 +26,13 @@ _Doomed = list[tuple[float, str, int]]  # age, name, size
 class Sweeper:
     """Keeps a namespace's capacity, and the age of its blocks. One thread, the caretaker's.
 
-    Blocks of every epoch are counted and deleted: nothing else removes those that a reset made invalid.
+    Blocks of every epoch are counted and deleted: nothing else removes those that a reset made invalid. Foreign
+    objects among them are counted too, and never deleted.
 
     Args:
         listing: Lists and deletes.
         prefix: What the names of all blocks begin with.
+        is_block: Tells by its name whether an object is a block.
         ledger: What is counted.
         grants: Where this process and the others say what they will store; None where there is no capacity.
         presence: Told of what was deleted.
@@ -42,6 +44,7 @@ class Sweeper:
         self,
         listing: Listing,
         prefix: str,
+        is_block: Callable[[str], bool],
         ledger: Ledger,
         grants: Grants | None,
         presence: Presence,
@@ -50,6 +53,7 @@ class Sweeper:
     ) -> None:
         self._listing = listing
         self._prefix = prefix
+        self._is_block = is_block
         self._ledger = ledger
         self._grants = grants
         self._presence = presence
@@ -57,7 +61,10 @@ class Sweeper:
         self._counters = counters
 
     def sweep(self, is_stopping: Callable[[], bool]) -> bool:
-        """Make one round: announce, list, delete what has to go; return whether more has to go.
+        """Make one round: announce, list, delete what has to go.
+
+        Returns:
+            Whether the next has to follow soon: more has to go, or this one took longer than the grant held.
 
         Raises:
             TierUnavailableError: The server does not write, list or delete.
@@ -80,7 +87,8 @@ class Sweeper:
                 return False
             for entry in page:
                 listed_bytes += entry.size_bytes
-                _keep_if_old(oldest, entry)
+                if self._is_block(entry.name):
+                    _keep_if_old(oldest, entry)
         others_bytes, owners = (others.total_bytes, others.owners) if others else (0, 0)
         self._ledger.end_listing(listed_bytes, others_bytes, owners, valid_until_s)
         doomed = self._doomed(sorted(oldest, reverse=True))
@@ -90,6 +98,8 @@ class Sweeper:
             taken_bytes = self._ledger.end_round()
             if taken_bytes < announced_bytes:
                 self._grants.announce(taken_bytes)
+            if time.monotonic() >= valid_until_s:
+                return True
         return len(doomed) == SWEPT_MAX
 
     def _doomed(self, oldest_first: _Doomed) -> _Doomed:

@@ -295,6 +295,7 @@ class S3Tier(BlockingTier):
             )
         return Caretaker(
             self._bucket,
+                self._naming.is_block,
             self._naming,
             getattr(offloading_spec, "namespace", {}),
             self._epoch,

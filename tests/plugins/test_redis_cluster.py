@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tiered_kv.errors import TierUnavailableError
+from tiered_kv.testing.redis_sentinels import SERVICE, RedisSentinelServers, redis_sentinel
 from tiered_kv.testing.redis_servers import RedisClusterServers, RedisServer, free_port, redis_cluster, redis_server
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.tiering.base import TierSpec
@@ -22,7 +22,7 @@ from redis.crc import key_slot
 from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.tier import RedisTier
 
-__all__ = ["redis_cluster", "redis_server"]
+__all__ = ["redis_cluster", "redis_sentinel", "redis_server"]
 
 
 def open_rig(namespace_digest: bytes = bytes(16), /, **settings: object) -> TierRig:
@@ -174,38 +174,19 @@ def test_slots_that_move_are_followed(redis_cluster: RedisClusterServers) -> Non
 
 
 @pytest.mark.slow
-def test_a_sentinel_names_the_master_and_its_successor(redis_server: RedisServer, tmp_path: Path) -> None:
-    other = tmp_path / "replica"
-    other.mkdir()
-    replica = RedisServer(other, ("--replicaof", f"127.0.0.1 {redis_server.port}"))
-    port = free_port()
-    config = tmp_path / "sentinel.conf"
-    config.write_text(
-        f"port {port}\nbind 127.0.0.1\nsentinel monitor blocks 127.0.0.1 {redis_server.port} 1\n"
-        "sentinel down-after-milliseconds blocks 500\nsentinel failover-timeout blocks 2000\n"
-    )
-    replica.start()
-    sentinel = subprocess.Popen(
-        ["redis-server", str(config), "--sentinel"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    rig: TierRig | None = None
+def test_a_sentinel_names_the_master_and_its_successor(redis_sentinel: RedisSentinelServers) -> None:
+    master = redis_sentinel.master
+    rig = open_rig(mode="sentinel", service=SERVICE, nodes=[redis_sentinel.address])
     try:
-        until(lambda: b"master_link_status:up" in replica.call("INFO", "replication"))
-        rig = open_rig(mode="sentinel", service="blocks", nodes=[f"127.0.0.1:{port}"])
         keys = make_keys(20)
-        until(lambda: rig is not None and rig.store(keys).success)
-        assert str(redis_server.port) in str(rig.tier.describe()["servers"])
-        until(lambda: is_replicated([redis_server, replica], [redis_server]))
-        time.sleep(1.0)  # the sentinel learns of the replica from the master's INFO, which it asks for once a second
-        redis_server.kill()
+        until(lambda: rig.store(keys).success)
+        assert str(master.port) in str(rig.tier.describe()["servers"])
+        until(lambda: is_replicated([master, redis_sentinel.replica], [master]))
+        master.kill()
         assert rig.load(keys) == set()
-        until(lambda: rig is not None and rig.load(keys) == set(keys))
+        until(lambda: rig.load(keys) == set(keys))
     finally:
-        if rig is not None:
-            rig.close()
-        sentinel.kill()
-        sentinel.wait()
-        replica.kill()
+        rig.close()
 
 
 @pytest.mark.slow

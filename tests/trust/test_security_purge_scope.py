@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tiered_kv.cli import main
+from tiered_kv.stack import open_stack
 from tiered_kv.testing.redis_servers import RedisServer, redis_server
 from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.testing.tenants import BucketStorage, RedisStorage, Tenant
@@ -57,3 +58,66 @@ def test_prefixes_of_a_bucket_that_begin_alike_are_apart(
     assert [name for name in left if name.startswith(f"prod/{alice.digest}/")] == []
     assert set(foreign) <= set(left)
     assert tenants["prod2"].load(BLOCKS) == tenants["prod/x"].load(BLOCKS) == (BLOCKS, 0)
+
+
+def test_a_bucket_s_objects_that_others_put_under_the_namespace_s_names_stay_and_are_told(
+    moto_server: S3Server, moto_bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alice = Tenant("alice", BucketStorage(tmp_path, moto_server, moto_bucket, capacity="64MiB"))
+    client = moto_server.client()
+    client.put_bucket_versioning(Bucket=moto_bucket, VersioningConfiguration={"Status": "Enabled"})
+    assert alice.store(BLOCKS) == BLOCKS
+    with open_stack(alice.file) as stack:
+        stack.manager.reset_cache()
+        alice.put(stack, alice.keys(BLOCKS))
+    root = f"tiered-kv/{alice.digest}/"
+    key = "ab" + "0" * 30
+    foreign = [f"{root}{name}" for name in (
+        "notes.txt", "namespace.json.bak", "epoch/old", "epochs", f"blocks/{key}", f"blocks/{'0' * 16}/ab/{key}.bak",
+        f"blocks/{'0' * 16}/cd/{key}", f"blocks/{'0' * 16}/ab/{key.upper()}", "grants/notes.txt",
+        f"grants/{'0' * 16}-1-60-old", f"grants/{'0' * 16}-1-{chr(0x0663)}", "more/blocks", "<&> and \"",
+    )]  # fmt: skip
+    for name in foreign:
+        for body in (b"precious", b"more precious"):
+            client.put_object(Bucket=moto_bucket, Key=name, Body=body)
+    client.delete_object(Bucket=moto_bucket, Key=foreign[0])  # its older versions are somebody's all the same
+
+    def versions() -> list[tuple[str, str]]:
+        pages = client.get_paginator("list_object_versions").paginate(Bucket=moto_bucket)
+        return sorted((each["Key"], each["VersionId"]) for page in pages for each in page.get("Versions", ()))
+
+    before = [each for each in versions() if each[0] in foreign]
+    status = main(["purge", str(alice.file), "--yes", "--json"])
+    (found,) = json.loads(capsys.readouterr().out)["tiers"][0]["namespaces"]
+    after = versions()
+    client.close()
+    assert len(before) == 2 * len(foreign)
+    assert [each for each in after if each[0] in foreign] == before
+    assert {name for name, _ in after} == {*foreign, f"{root}epoch"}, "whatever was this tool's is gone"
+    assert alice.storage.holds(alice.marker) == []
+    assert (status, found["purged"], found["blocks"]) == (1, False, 2 * BLOCKS)
+    assert found["left"] == [f"{len(foreign)} objects that are not of this tool were left"]
+    assert main(["purge", str(alice.file), "--yes"]) == 0, "nothing of this tool is stored any more"
+
+
+def test_names_in_redis_that_others_put_among_the_namespace_s_stay_and_are_told(
+    redis_server: RedisServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alice = Tenant("alice", RedisStorage(tmp_path, [redis_server], url=redis_server.url, quota="32MiB"))
+    alice.store(BLOCKS)
+    ours = f"tkv1:{alice.digest}:"
+    redis_server.set(f"{ours}{'a' * 16}:".encode() + b"any\nbytes", b"a block")
+    foreign = [
+        f"{ours}notes", f"{ours}generation2", f"{ours}account\n", f"{ours}", f"{ours}{'a' * 16}",
+        f"{ours}{'A' * 16}:key", f"{ours}{'a' * 17}:key", f"{ours}x:namespace",
+    ]  # fmt: skip
+    for name in foreign:
+        redis_server.set(name.encode(), b"precious")
+    assert main(["purge", str(alice.file), "--yes", "--json"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)["tiers"][0]["namespaces"]
+    assert sorted(redis_server.keys("*")) == sorted(name.encode() for name in foreign)
+    assert (found["blocks"], found["left"]) == (
+        BLOCKS + 1,
+        [f"{len(foreign)} names that are not of this tool were left"],
+    )
+    assert main(["purge", str(alice.file), "--yes"]) == 0, "nothing of this tool is stored any more"
