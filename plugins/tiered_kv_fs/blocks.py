@@ -15,7 +15,8 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.toolkit.codec_set import CodecSet
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record, record_bytes_max
 from tiered_kv.toolkit.room import ThreadRoom
-from tiered_kv.toolkit.status import NOT_DAMAGED, REFUSED
+from tiered_kv.toolkit.status import REFUSED, UNREADABLE
+from tiered_kv.toolkit.unreadable import Unreadable
 from tiered_kv_fs.counters import Counters
 from tiered_kv_fs.layout import SHARD_HEX, block_name
 from tiered_kv_fs.posix import (
@@ -73,9 +74,10 @@ class BlockFiles:
         self._room = ThreadRoom()  # for payloads that are not the blocks themselves
         self._counters = counters
         self._temporary_numbers = itertools.count()
+        self._unreadable: Unreadable[str] = Unreadable()  # by what follows the namespace's directory in their paths
 
     def store(self, epoch: str, owner: str, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Moved:
-        """Write the blocks that are not there yet.
+        """Write the blocks that are not there yet, or that are there and cannot be read here.
 
         Args:
             epoch: The directory to write to.
@@ -91,7 +93,7 @@ class BlockFiles:
             with opened_directory(epoch_path) as epoch_fd:
                 # Backwards, so that the head of a prefix, without which its tail is worthless, is evicted last.
                 for key, block in zip(reversed(keys), reversed(blocks), strict=True):
-                    failure, block_used_bytes = self._store_one(epoch_fd, owner, key, block)
+                    failure, block_used_bytes = self._store_one(epoch, epoch_fd, owner, key, block)
                     used_bytes += block_used_bytes
                     if failure:
                         reason = failure
@@ -120,7 +122,7 @@ class BlockFiles:
         return Moved(loaded, reason)
 
     def contains(self, epoch: str, keys: Sequence[OffloadKey]) -> list[bool]:
-        """Return for each key whether a file of a possible size is there.
+        """Return for each key whether a file of a possible size is there that was not found to be unreadable here.
 
         Raises:
             OSError: The directory cannot be asked.
@@ -128,13 +130,16 @@ class BlockFiles:
         return [self._contains_one(epoch, key) for key in keys]
 
     def _contains_one(self, epoch: str, key: OffloadKey) -> bool:
+        name = block_name(key, self._namespace_digest)
+        if _place(epoch, name) in self._unreadable:
+            return False
         try:
-            status = os.stat(self._path(epoch, block_name(key, self._namespace_digest)), follow_symlinks=False)
+            status = os.stat(self._path(epoch, name), follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
             return False
         return stat.S_ISREG(status.st_mode) and self._is_possible(status.st_size)
 
-    def _store_one(self, epoch_fd: int, owner: str, key: OffloadKey, block: memoryview) -> tuple[str, int]:
+    def _store_one(self, epoch: str, epoch_fd: int, owner: str, key: OffloadKey, block: memoryview) -> tuple[str, int]:
         """Write one block; return why not, or an empty string, and the bytes that it took."""
         name = block_name(key, self._namespace_digest)
         shard = name[:SHARD_HEX]
@@ -146,10 +151,13 @@ class BlockFiles:
                 used_bytes += ALLOCATION_BYTES * make_directory(shard, epoch_fd)
                 shard_fd = _open_shard(shard, epoch_fd)
             try:
-                if self._is_there(name, shard_fd):
+                if _place(epoch, name) not in self._unreadable and self._is_there(name, shard_fd):
                     self._counters.add("present_blocks")
                     return "", used_bytes
+                # What it replaces stays in the ledger until the next count: who else replaces it cannot be known.
                 failure, written_bytes = self._write(shard_fd, name, owner, key, block)
+                if not failure:
+                    self._unreadable.forget((_place(epoch, name),))
                 return failure, used_bytes + written_bytes
             finally:
                 os.close(shard_fd)
@@ -194,12 +202,14 @@ class BlockFiles:
             verdict = self._read(fd, status.st_size, key, block)
             if verdict is RecordStatus.OK:
                 self._counters.add("loaded_files")
+                self._unreadable.forget((_place(epoch, name),))
                 if _is_due(status):
                     with suppress(OSError):  # read-only: the block is good all the same
                         os.utime(fd)
                 return ""
-        if verdict in NOT_DAMAGED:
+        if verdict in UNREADABLE:
             self._counters.add(f"failed_{verdict.value}")
+            self._unreadable.note((_place(epoch, name),))
             return str(verdict.value)
         self._counters.add("corrupt_blocks")
         self._counters.add(f"corrupt_{verdict.value}")
@@ -234,7 +244,7 @@ class BlockFiles:
             self._note_failure(error)
 
     def _path(self, epoch: str, name: str) -> str:
-        return f"{self._namespace_path}/{epoch}/{name[:SHARD_HEX]}/{name}"
+        return f"{self._namespace_path}/{_place(epoch, name)}"
 
     def _is_possible(self, size_bytes: int) -> bool:
         return HEADER_BYTES < size_bytes <= record_bytes_max(self._block_bytes)
@@ -248,6 +258,11 @@ class BlockFiles:
 def room_bytes_of(stored_bytes: int) -> int:
     """Return what storing a block of at most `stored_bytes` may take: its record, and a directory for it."""
     return _charge(HEADER_BYTES + stored_bytes) + ALLOCATION_BYTES
+
+
+def _place(epoch: str, name: str) -> str:
+    """Return where a block is in its namespace's directory."""
+    return f"{epoch}/{name[:SHARD_HEX]}/{name}"
 
 
 def _charge(record_bytes: int) -> int:

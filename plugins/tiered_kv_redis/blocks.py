@@ -11,6 +11,7 @@ from typing import TypeVar
 from tiered_kv.base import OffloadKey
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.record import HEADER_BYTES, record_bytes_max
+from tiered_kv.toolkit.unreadable import Unreadable
 from tiered_kv_redis.counters import Counters
 from tiered_kv_redis.endpoint import check_tls_files
 from tiered_kv_redis.exchange import Calls, Exchange, Stores, converse
@@ -95,6 +96,7 @@ class Blocks:
         self._keyspace = KeySpace(self._topology, namespace_digest, namespace)
         self._quota = self._open_quota(name)
         self._noted: set[str] = set()
+        self._unreadable: Unreadable[bytes] = Unreadable()  # by their names in the servers
         # Whether the next store asks what is there before it sends: so if half of what the last one offered was there.
         # Threads overwrite each other's answer, which costs one a round trip, or the wire some blocks.
         self._asks_first = False
@@ -122,7 +124,7 @@ class Blocks:
         self._keyspace.reset(epoch)
 
     def store(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], epoch: int, deadline: float) -> Outcome:
-        """Store blocks, leaving those that are there; none if the tier's epoch is no longer `epoch`."""
+        """Store blocks, leaving those that are there and can be read; none if the tier's epoch is no longer `epoch`."""
         try:
             generation = self._keyspace.current(deadline)
         except NodeDownError as error:
@@ -130,19 +132,19 @@ class Blocks:
         if generation.epoch != epoch:
             return Outcome((), "reset")
         batch = _Batch(keys, self._keyspace.wire_keys(generation, keys), blocks, deadline)
-        return self._outcome("store", keys, _with_second_attempt(lambda at: self._store(at, batch), len(keys)))
+        return self._outcome("store", batch, _with_second_attempt(lambda at: self._store(at, batch), len(keys)))
 
     def load(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], deadline: float) -> Outcome:
-        """Load blocks into place; what cannot be loaded is deleted, so that it can be stored again."""
+        """Load blocks into place. What nobody can load is deleted, so that it can be stored again."""
         try:
             generation = self._keyspace.current(deadline)
         except NodeDownError as error:
             return self._failed("load", len(keys), error.reason)
         batch = _Batch(keys, self._keyspace.wire_keys(generation, keys), blocks, deadline)
-        return self._outcome("load", keys, _with_second_attempt(lambda at: self._load(at, batch), len(keys)))
+        return self._outcome("load", batch, _with_second_attempt(lambda at: self._load(at, batch), len(keys)))
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        """Return for each key whether something of a block's size is there."""
+        """Return for each key whether something of a block's size is there that was not found to be unreadable here."""
         deadline = time.monotonic() + min(self._settings.timeout, self._settings.lookup_timeout)
         try:
             wire_keys = self._keyspace.wire_keys(self._keyspace.current(deadline), keys)
@@ -159,7 +161,7 @@ class Blocks:
         failures = _with_second_attempt(attempt, len(keys))
         for reason in set(failures.values()):
             self._failed("lookup", list(failures.values()).count(reason), reason)
-        return [self._may_be_block(found.get(at)) for at in range(len(keys))]
+        return [self._may_be_block(found.get(at)) and name not in self._unreadable for at, name in enumerate(wire_keys)]
 
     def close(self) -> None:
         """Write what a reset left to be written, if that takes no time, and close every connection."""
@@ -187,18 +189,21 @@ class Blocks:
     # Conversations. Each is about positions in a batch, and returns why those that failed did.
 
     def _store(self, positions: Sequence[int], batch: _Batch) -> Failures:
-        """Store blocks where nothing lies, or nothing that can be a block."""
+        """Store blocks where nothing lies, or nothing that can be a block, or what cannot be read here."""
+        unreadable = {at for at in positions if batch.wire_keys[at] in self._unreadable}
         occupied, failures = positions, Failures()
         if not self._asks_first:
             occupied, failures = self._send(positions, batch, overwrite=False)
         if not occupied:
             return failures
         lengths, unknown = self._lengths(occupied, batch.wire_keys, batch.deadline)
-        no_blocks = [at for at in occupied if at not in unknown and not self._may_be_block(lengths.get(at))]
-        present = len(occupied) - len(unknown) - len(no_blocks)
+        replaced = [
+            at for at in occupied if at not in unknown and (at in unreadable or not self._may_be_block(lengths.get(at)))
+        ]
+        present = len(occupied) - len(unknown) - len(replaced)
         self.counters.add("present_blocks", present)
         self._asks_first = 2 * present >= len(positions)
-        return failures | unknown | self._send(no_blocks, batch, overwrite=True)[1]
+        return failures | unknown | self._send(replaced, batch, overwrite=True)[1]
 
     def _send(self, positions: Sequence[int], batch: _Batch, *, overwrite: bool) -> tuple[list[int], Failures]:
         """Store blocks, as many as the quota has room for.
@@ -249,7 +254,7 @@ class Blocks:
         return occupied, failures, sum(exchange.stored_bytes() for exchange, _ in done) if self._quota else 0
 
     def _load(self, positions: Sequence[int], batch: _Batch) -> Failures:
-        """Load blocks, and delete what cannot be loaded."""
+        """Load blocks, delete what nobody can load, and note what only others can."""
 
         def loads(node: Node, own: Sequence[int]) -> Loads:
             return Loads(
@@ -265,6 +270,7 @@ class Blocks:
         failures: Failures = {}
         shares = self._split(positions, batch.wire_keys, batch.deadline, failures)
         done = self._converse(shares, loads, batch.deadline, failures)
+        self._unreadable.note(batch.wire_keys[own[at]] for exchange, own in done for at in exchange.unreadable)
         damaged = [own[at] for exchange, own in done for at in exchange.damaged]
         if damaged:
             self.counters.add("corrupt_blocks", len(damaged))
@@ -336,9 +342,10 @@ class Blocks:
     def _may_be_block(self, length: int | None) -> bool:
         return length is not None and HEADER_BYTES < length <= self._record_bytes_max
 
-    def _outcome(self, operation: str, keys: Sequence[OffloadKey], failures: Failures) -> Outcome:
+    def _outcome(self, operation: str, batch: _Batch, failures: Failures) -> Outcome:
+        self._unreadable.forget(name for at, name in enumerate(batch.wire_keys) if at not in failures)
         done = "stored_blocks" if operation == "store" else "loaded_blocks"
-        self.counters.add(done, len(keys) - len(failures))
+        self.counters.add(done, len(batch.keys) - len(failures))
         if not failures:
             return ALL_DONE
         reasons = list(failures.values())
@@ -346,7 +353,7 @@ class Blocks:
             self._failed(operation, reasons.count(reason), reason)
         # What says most about the server comes first: a block that is not there says nothing.
         reason = min(set(reasons), key=lambda each: (each == MISSING, -reasons.count(each)))
-        return Outcome([key for at, key in enumerate(keys) if at not in failures], reason)
+        return Outcome([key for at, key in enumerate(batch.keys) if at not in failures], reason)
 
     def _failed(self, operation: str, count: int, reason: str) -> Outcome:
         """Count blocks that failed for one reason, and log the first of its kind."""

@@ -10,7 +10,7 @@ _NAMES: Final = {
     "stored_blocks": "blocks stored, those included that were there already",
     "present_blocks": "blocks that were to be stored and were there already",
     "loaded_blocks": "blocks loaded and verified",
-    "corrupt_blocks": "blocks whose value cannot be read here; it was deleted",
+    "corrupt_blocks": "blocks whose value nobody can read; it was deleted",
     "unanswered_lookups": "keys that became a miss because no server answered",
     "over_quota_blocks": "blocks that were not stored because the quota had no room",
     "evicted_blocks": "blocks deleted to make room in the quota",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from tiered_kv.base import OffloadKey
 from tiered_kv.toolkit.codec_set import PLAIN, CodecSet
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, record_bytes_max
+from tiered_kv.toolkit.status import UNREADABLE
 from tiered_kv_redis.connection import Link
 from tiered_kv_redis.exchange import Exchange
 from tiered_kv_redis.node import Node
@@ -53,8 +54,10 @@ class Loads(Exchange):
     ) -> None:
         super().__init__(node, len(keys))
         self.damaged: list[int] = []
-        """Positions whose value is no record that can be read here. While it lies there it is taken for the block, and
-        no store replaces it; so it has to go, whatever is wrong with it, but that its key is not here."""
+        """Positions whose value nobody can read. While it lies there it is taken for the block, and no store replaces
+        it; so it has to go."""
+        self.unreadable: list[int] = []
+        """Positions whose value is a sound record, in a codec or with a key that is not here. Others may read it."""
         self._keys = keys
         self._wire_keys = wire_keys
         self._blocks = blocks
@@ -158,8 +161,7 @@ class Loads(Exchange):
         status = decode_record(header, payload, key, block, self._namespace_digest, self._codecs)
         if status is not RecordStatus.OK:
             self.failures[position] = status.value
-            if status is not RecordStatus.UNKNOWN_KEY:  # others may have the key
-                self.damaged.append(position)
+            (self.unreadable if status in UNREADABLE else self.damaged).append(position)
 
     # Any replies.
 

@@ -16,6 +16,7 @@ _NAMES: Final = {
     "slow_downs": "times the server asked for fewer requests",
     "connections_opened": "connections opened",
     "corrupt_blocks": "records that were not what was asked for, twice in a row",
+    "unreadable_blocks": "sound records that need a codec or a key that is not here; they are left to others",
     "oversized_blocks": "objects that were longer than a record can be; they are not read",
     "expired_blocks": "blocks found older than `ttl`",
     "deleted_blocks": "blocks deleted because of `ttl` or `capacity`",

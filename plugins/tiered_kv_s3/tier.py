@@ -13,7 +13,8 @@ from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record, record_bytes_max
 from tiered_kv.toolkit.room import ThreadRoom
-from tiered_kv.toolkit.status import NOT_DAMAGED, REFUSED
+from tiered_kv.toolkit.status import REFUSED, UNREADABLE
+from tiered_kv.toolkit.unreadable import Unreadable
 from tiered_kv_s3.account import Account
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.caretaker import Caretaker
@@ -32,7 +33,7 @@ _PART_BYTES = 1
 """One block to a part: what a job takes is mostly the server's time to answer, so its blocks travel side by side."""
 _SHUTDOWN_S = 2.0
 _PROBE_S = 10.0
-_STAYS = NOT_DAMAGED | {RecordStatus.BAD_VERSION}
+_STAYS = UNREADABLE | {RecordStatus.BAD_VERSION}
 """What others may be able to read: here it is a miss, which the next store of the block ends. Unlike a directory, a
 bucket has no mark that says of which version everything in it is."""
 _SURELY_NOT_STORED = frozenset({Verdict.DENIED, Verdict.REFUSED, Verdict.NO_BUCKET, Verdict.UNTRUSTED})
@@ -90,6 +91,7 @@ class S3Tier(BlockingTier):
             answer_ttl_s=settings.presence_ttl,
             object_ttl_s=settings.ttl,
         )
+        self._unreadable: Unreadable[str] = Unreadable()  # by their names in the bucket
         self._ledger = Ledger(settings.capacity, record_bytes)
         self._grants: Grants | None = None
         if settings.capacity is not None:
@@ -139,7 +141,8 @@ class S3Tier(BlockingTier):
         try:
             epoch = self._epoch.value(deadline)
             names = [self._naming.block(epoch, key) for key in keys]
-            return self._presence.ask(names, self._naming.blocks_of(epoch), deadline)
+            there = self._presence.ask(names, self._naming.blocks_of(epoch), deadline)
+            return [is_there and name not in self._unreadable for name, is_there in zip(names, there, strict=True)]
         except Exception:
             self._counters.add("failed_lookups", len(keys))
             raise
@@ -204,7 +207,7 @@ class S3Tier(BlockingTier):
     def _store(self, epoch: str, key: OffloadKey, block: memoryview, deadline: float) -> str:
         """Store one block; return why not, or an empty string."""
         name = self._naming.block(epoch, key)
-        if self._presence.known(name, self._naming.blocks_of(epoch)):
+        if self._presence.known(name, self._naming.blocks_of(epoch)) and name not in self._unreadable:
             self._counters.add("skipped_stores")
             return ""
         header, payload = encode_record(key, block, self._namespace_digest, self._codecs.writer, self._room.take)
@@ -220,6 +223,7 @@ class S3Tier(BlockingTier):
         if verdict is not Verdict.DONE:
             return verdict.reason
         self._presence.note(name, True, time.monotonic())
+        self._unreadable.forget((name,))
         if self._ledger.wants_round:
             self._caretaker.start()
         return ""
@@ -237,15 +241,20 @@ class S3Tier(BlockingTier):
             status = decode_record(record.header, record.payload, key, block, self._namespace_digest, self._codecs)
             if status is RecordStatus.OK:
                 self._presence.note(name, True, asked_s)
+                self._unreadable.forget((name,))
                 return ""
-            if status in NOT_DAMAGED or status in REFUSED:  # its checksum was right: it came as it lies there
+            if status in UNREADABLE or status in REFUSED:  # its checksum was right: it came as it lies there
                 break
-        self._note_damage(name, "corrupt_blocks", deadline, stays=status in _STAYS)
-        return str(status.value) if status in REFUSED else "checksum"
+        if status in _STAYS:
+            self._counters.add("unreadable_blocks" if status in UNREADABLE else "corrupt_blocks")
+            self._unreadable.note((name,))
+        else:
+            self._remove_damaged(name, "corrupt_blocks", deadline)
+        return str(status.value) if status in REFUSED | UNREADABLE else "checksum"
 
     def _note_failed_get(self, name: str, verdict: Verdict, asked_s: float, deadline: float) -> str:
         if verdict is Verdict.OVERSIZED:
-            self._note_damage(name, "oversized_blocks", deadline)
+            self._remove_damaged(name, "oversized_blocks", deadline)
             return "checksum"
         if verdict not in ABSENCE:
             return verdict.reason
@@ -254,11 +263,10 @@ class S3Tier(BlockingTier):
         self._presence.note(name, False, asked_s)
         return "missing"
 
-    def _note_damage(self, name: str, counter: str, deadline: float, *, stays: bool = False) -> None:
-        """Make a miss of an object that is not the block's record, here and, unless it stays, for everybody else."""
+    def _remove_damaged(self, name: str, counter: str, deadline: float) -> None:
+        """Make a miss of an object that is not the block's record, here and for everybody else."""
         self._counters.add(counter)
-        if not stays:
-            self._bucket.delete(name, deadline)
+        self._bucket.delete(name, deadline)
         self._presence.note(name, False, time.monotonic())
 
     # The tier's life.
@@ -287,6 +295,7 @@ class S3Tier(BlockingTier):
             sweeper = Sweeper(
                 self._listing,
                 self._naming.blocks,
+                self._naming.is_block,
                 self._ledger,
                 self._grants,
                 self._presence,
@@ -295,7 +304,6 @@ class S3Tier(BlockingTier):
             )
         return Caretaker(
             self._bucket,
-                self._naming.is_block,
             self._naming,
             getattr(offloading_spec, "namespace", {}),
             self._epoch,

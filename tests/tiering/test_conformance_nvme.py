@@ -8,7 +8,8 @@ from typing import ClassVar
 import pytest
 
 from tiered_kv.testing.conformance import TierConformance
-from tiered_kv.testing.rig import OpenTier
+from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
+from tiered_kv.testing.segment_map import SegmentMap
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.tier import NvmeTier
@@ -49,12 +50,23 @@ class TestNvmeTierThroughThePageCache(TestNvmeTier):
 
 class TestNvmeTierWithCompression(TestNvmeTier):
     settings: ClassVar[dict[str, object]] = {"codec": "zstd"}
+    compressible = True
+
+    def test_payloads_are_shorter_than_their_blocks(self, rig: TierRig) -> None:
+        keys = make_keys(8)
+        assert rig.store(keys).success
+        assert rig.load(keys) == set(keys)
+        rig.tier.shutdown()  # which writes what is missing
+        maps = [SegmentMap(path.read_bytes()) for path in self.directory.glob("segment-*.kv")]
+        stored = {key: size for each in maps for batch in each.batches for key, _, size in batch.entries}
+        assert stored.keys() == set(keys)
+        assert max(stored.values()) < rig.block_bytes * 3 // 4
 
 
 class TestNvmeTierWithEncryption(TestNvmeTier):
     settings: ClassVar[dict[str, object]] = {"codec": "aes-256-gcm", "encryption": {"keys": {1: "11" * 32}}}
 
 
-class TestNvmeTierWithCompressionAndEncryption(TestNvmeTier):
+class TestNvmeTierWithCompressionAndEncryption(TestNvmeTierWithCompression):
     settings: ClassVar[dict[str, object]] = {"codec": "zstd+aes-256-gcm", "encryption": {"keys": {1: "11" * 32}}}
     block_bytes = 1000

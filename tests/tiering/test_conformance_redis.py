@@ -9,6 +9,7 @@ from typing import ClassVar
 import pytest
 
 from tiered_kv.testing.conformance import TierConformance
+from tiered_kv.testing.doors import RedisDoor, codec_id_of
 from tiered_kv.testing.proxy import FaultProxy, Faults
 from tiered_kv.testing.redis_servers import (
     PASSWORD,
@@ -19,8 +20,9 @@ from tiered_kv.testing.redis_servers import (
     redis_server,
     tls_redis_server,
 )
-from tiered_kv.testing.rig import OpenTier
+from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
 from tiered_kv.tiering.base import SecondaryTierManager
+from tiered_kv.toolkit.codecs import ZSTD_ID
 from tiered_kv.toolkit.record import HEADER_BYTES
 
 pytest.importorskip("redis", reason="redis-py is not installed")
@@ -54,6 +56,15 @@ class TestRedisTier(TierConformance):
 @pytest.mark.slow
 class TestRedisTierWithCompression(TestRedisTier):
     settings: ClassVar[dict[str, object]] = {"codec": "zstd", "ttl": "1h"}
+    compressible = True
+
+    def test_values_are_shorter_than_their_blocks(self, rig: TierRig) -> None:
+        keys = make_keys(8)
+        assert rig.store(keys).success
+        assert rig.load(keys) == set(keys)
+        records = [RedisDoor(self.server, rig.spec.namespace_digest).read(key) or b"" for key in keys]
+        assert [codec_id_of(record) for record in records] == [ZSTD_ID] * 8
+        assert max(map(len, records)) < HEADER_BYTES + rig.block_bytes // 2
 
 
 @pytest.mark.slow
@@ -63,6 +74,7 @@ class TestRedisTierWithEncryption(TestRedisTier):
         "encryption": {"keys": {1: "11" * 32}},
         "connections": 1,
     }
+    compressible = True
 
 
 @pytest.mark.slow

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from tiered_kv.testing.conformance import TierConformance
+from tiered_kv.testing.doors import codec_id_of
 from tiered_kv.testing.proxy import FaultProxy, Faults
-from tiered_kv.testing.rig import OpenTier
+from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
 from tiered_kv.testing.s3_servers import (
     ACCESS_KEY_ID,
     REGION,
@@ -22,6 +23,8 @@ from tiered_kv.testing.s3_servers import (
     moto_server,
 )
 from tiered_kv.tiering.base import SecondaryTierManager
+from tiered_kv.toolkit.codecs import ZSTD_ID
+from tiered_kv.toolkit.record import HEADER_BYTES
 
 pytest.importorskip("boto3", reason="boto3 is not installed")
 
@@ -76,10 +79,25 @@ class TestS3TierWithCompressionOnMotoInThisProcess(TierConformance):
     """moto as a library starts it: its server closes every connection after one answer."""
 
     survives_reopen = True
+    compressible = True
 
     @pytest.fixture
     def open_tier(self, bucket_in_this_process: dict[str, object]) -> OpenTier:
         return opener({**bucket_in_this_process, "codec": "zstd"})
+
+    def test_objects_are_shorter_than_their_blocks(
+        self, rig: TierRig, bucket_in_this_process: dict[str, object]
+    ) -> None:
+        keys = make_keys(8)
+        assert rig.store(keys).success
+        assert rig.load(keys) == set(keys)
+        bucket = str(bucket_in_this_process["bucket"])
+        with closing(s3_client(str(bucket_in_this_process["endpoint_url"]))) as client:
+            names = [entry["Key"] for entry in client.list_objects_v2(Bucket=bucket)["Contents"]]
+            blocks = [name for name in names if "/blocks/" in name]
+            records = [client.get_object(Bucket=bucket, Key=name)["Body"].read() for name in blocks]
+        assert [codec_id_of(record) for record in records] == [ZSTD_ID] * 8
+        assert max(map(len, records)) < HEADER_BYTES + rig.block_bytes // 2
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,7 @@ class Bench:
         door: Its storage.
         counters: Those that count a damaged block, one of them for each.
         unreadable: The one that counts a sound record of an unknown codec.
-        keeps_unreadable: Whether such a record stays, for others who can read it.
+        is_shared: Whether such a record stays where it is, for others who can read it.
         judge: What the cases came to.
     """
 
@@ -55,7 +55,7 @@ class Bench:
     door: Door
     counters: tuple[str, ...]
     unreadable: str
-    keeps_unreadable: bool = False
+    is_shared: bool = True
     judge: Judge = field(default_factory=lambda: Judge())
 
     def counted(self, *names: str) -> int:
@@ -114,7 +114,7 @@ def memory_bench(codec: str, path: Path, request: pytest.FixtureRequest, closing
 
     settings = MemorySettings.model_validate({"capacity": "64MiB", "codec": codec})
     rig = rig_of(lambda spec, view: MemoryTier(spec, view, "memory", settings), codec, closing)
-    return Bench(rig, MemoryDoor(rig), ("corrupt_blocks",), "corrupt_blocks")
+    return Bench(rig, MemoryDoor(rig), ("corrupt_blocks",), "corrupt_blocks", is_shared=False)
 
 
 def fs_bench(codec: str, path: Path, request: pytest.FixtureRequest, closing: ExitStack) -> Bench:
@@ -124,7 +124,7 @@ def fs_bench(codec: str, path: Path, request: pytest.FixtureRequest, closing: Ex
     settings = FsSettings.model_validate({"path": str(path), "capacity": "64MiB", "codec": codec, **PATIENT})
     rig = rig_of(lambda spec, view: FsTier(spec, view, "fs", settings), codec, closing)
     door = FsDoor(path, SPEC.namespace_digest)
-    return Bench(rig, door, ("corrupt_blocks",), "failed_unknown_codec", keeps_unreadable=True)
+    return Bench(rig, door, ("corrupt_blocks",), "failed_unknown_codec")
 
 
 def redis_bench(codec: str, path: Path, request: pytest.FixtureRequest, closing: ExitStack) -> Bench:
@@ -136,7 +136,7 @@ def redis_bench(codec: str, path: Path, request: pytest.FixtureRequest, closing:
     server.call("FLUSHALL")
     settings = RedisSettings.model_validate({"url": server.url, "codec": codec, **PATIENT})
     rig = rig_of(lambda spec, view: RedisTier(spec, view, "redis", settings), codec, closing)
-    return Bench(rig, RedisDoor(server, SPEC.namespace_digest), ("corrupt_blocks",), "corrupt_blocks")
+    return Bench(rig, RedisDoor(server, SPEC.namespace_digest), ("corrupt_blocks",), "failed_loads_unknown_codec")
 
 
 def s3_bench(codec: str, path: Path, request: pytest.FixtureRequest, closing: ExitStack) -> Bench:
@@ -151,7 +151,7 @@ def s3_bench(codec: str, path: Path, request: pytest.FixtureRequest, closing: Ex
     rig = rig_of(lambda spec, view: S3Tier(spec, view, "s3", settings), codec, closing)
     door = S3Door(server, bucket, "kv", SPEC.namespace_digest)
     closing.callback(door.close)
-    return Bench(rig, door, ("corrupt_blocks", "oversized_blocks"), "corrupt_blocks")
+    return Bench(rig, door, ("corrupt_blocks", "oversized_blocks"), "unreadable_blocks")
 
 
 _BENCHES: dict[str, Callable[[str, Path, pytest.FixtureRequest, ExitStack], Bench]] = {
@@ -224,8 +224,7 @@ def _try_batch(bench: Bench, batch: Sequence[Damage], label: str) -> None:
     judge.tried += len(victims)
     try:
         _check_misses(bench, victims)
-        kept = {key for key, damage in victims.items() if damage.kind is Kind.UNREADABLE and bench.keeps_unreadable}
-        _check_healing(bench, {key: damage for key, damage in victims.items() if key not in kept})
+        _check_healing(bench, victims)
         loaded = rig.load(neighbours) | rig.load(neighbours)  # a value that is too long costs redis a connection
         missing = [key for key in neighbours if key not in loaded]
     except AssertionError as error:  # the rig's own: wrong bytes, a job without an end
@@ -252,8 +251,10 @@ def _check_misses(bench: Bench, victims: dict[OffloadKey, Damage]) -> None:
             names = ", ".join(damage.name for damage in group.values())
             judge.blame(names, f"{counted} of {len(group)} were counted as {counters}")
     for key, offered in zip(victims, rig.lookup_all(list(victims)), strict=True):
-        if offered and not (bench.keeps_unreadable and victims[key].kind is Kind.UNREADABLE):
+        if offered:
             judge.blame(victims[key].name, "it is offered again")
+        if bench.is_shared and victims[key].kind is Kind.UNREADABLE and bench.door.read(key) is None:
+            judge.blame(victims[key].name, "it is gone, and others could have read it")
 
 
 def _check_healing(bench: Bench, victims: dict[OffloadKey, Damage]) -> None:

@@ -97,7 +97,7 @@ class Bench:
         """Return how many blocks were counted as unreadable, whatever the reason."""
         names = {
             "memory": ("corrupt_blocks",),
-            "s3": ("corrupt_blocks",),
+            "s3": ("corrupt_blocks", "unreadable_blocks"),
             "fs": ("corrupt_blocks", "failed_unknown_key"),
             "redis": ("failed_loads_",),
             "nvme": ("corrupt_blocks", "refused_"),

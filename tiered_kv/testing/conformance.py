@@ -21,7 +21,7 @@ import pytest
 
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.errors import TierError
-from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
+from tiered_kv.testing.rig import OpenTier, TierRig, block_content, compressible_content, make_keys
 from tiered_kv.tiering.base import SecondaryTierManager
 
 
@@ -30,6 +30,8 @@ class TierConformance:
 
     Attributes:
         survives_reopen: Whether what was stored is found when `open_tier` is called again after `shutdown`.
+        compressible: Whether blocks hold what codecs make shorter; by default no codec does, so that compression would
+            not be tried.
         block_bytes: Bytes of one block.
         num_blocks: Rows of the region; at least 512.
         wait_s: How long a single job or lookup may take before the check fails.
@@ -39,6 +41,7 @@ class TierConformance:
     """
 
     survives_reopen: ClassVar[bool] = False
+    compressible: ClassVar[bool] = False
     block_bytes: ClassVar[int] = 4096
     num_blocks: ClassVar[int] = 1024
     wait_s: ClassVar[float] = 20.0
@@ -62,7 +65,14 @@ class TierConformance:
 
     @pytest.fixture
     def rig(self, open_tier: OpenTier) -> Iterator[TierRig]:
-        rig = TierRig(open_tier, num_blocks=self.num_blocks, block_bytes=self.block_bytes, wait_s=self.wait_s)
+        content = compressible_content if self.compressible else block_content
+        rig = TierRig(
+            open_tier,
+            num_blocks=self.num_blocks,
+            block_bytes=self.block_bytes,
+            wait_s=self.wait_s,
+            content=content,
+        )
         yield rig
         rig.close()
 

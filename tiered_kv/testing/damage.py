@@ -79,7 +79,7 @@ class Kind(Enum):
     BROKEN = "broken"
     """Something that is not the block's record. Nobody can load it, now or later."""
     UNREADABLE = "unreadable"
-    """A sound record in a codec that is not installed here. Others may load it, so it may stay where it is."""
+    """A sound record in a codec that is not installed here. Others who share the storage may load it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.testing.redis_servers import RedisServer
 from tiered_kv.testing.rig import TierRig
 from tiered_kv.testing.s3_servers import S3Server
-from tiered_kv.toolkit.record import digest_of
+from tiered_kv.toolkit.record import RecordHeader, digest_of, read_header
 
 
 class Door(Protocol):
@@ -31,6 +31,13 @@ class Door(Protocol):
 
     def restore(self, snapshot: Mapping[str, bytes]) -> None:
         """Put back what a snapshot holds and is not there any more; leave the rest."""
+
+
+def codec_id_of(record: bytes) -> int:
+    """Return the number of the codec that a stored record names in its header."""
+    header = read_header(record)
+    assert isinstance(header, RecordHeader), f"it has no header that can be read: {header.value}"
+    return header.codec_id
 
 
 class MemoryDoor:

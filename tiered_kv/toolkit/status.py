@@ -30,8 +30,9 @@ class RecordStatus(Enum):
     """The record is sound, and not encrypted, where only encrypted ones are accepted."""
 
 
-NOT_DAMAGED = frozenset({RecordStatus.OK, RecordStatus.UNKNOWN_CODEC, RecordStatus.UNKNOWN_KEY})
-"""Sound records: another installation that shares the storage may be able to read them, so they stay there."""
+UNREADABLE = frozenset({RecordStatus.UNKNOWN_CODEC, RecordStatus.UNKNOWN_KEY})
+"""Sound records that cannot be read here. Another installation that shares the storage may be able to, so they stay
+there: see `unreadable.py`."""
 
 REFUSED = frozenset({RecordStatus.UNKNOWN_KEY, RecordStatus.BAD_TAG, RecordStatus.UNENCRYPTED})
 """What encryption refuses: a miss with a reason of its own, where other damage is told as a wrong checksum."""

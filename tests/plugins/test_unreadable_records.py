@@ -1,0 +1,334 @@
+"""Sound records that one process of a shared storage cannot read: a miss for it, kept for the others, and replaced.
+
+A writer and a stranger share a storage. The stranger has not got the key that the writer encrypts with, or not the
+library of its codec. What the stranger stores the writer can read, as in the middle of a change of keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.testing.clock import ManualClock
+from tiered_kv.testing.disk_use import occupied_bytes
+from tiered_kv.testing.redis_servers import RedisServer, fake_redis_url, redis_server
+from tiered_kv.testing.rig import TierRig, compressible_content, make_keys
+from tiered_kv.testing.s3_servers import S3Server, missing_for_moto, moto_server
+from tiered_kv.tiering.base import TierSpec
+from tiered_kv.tiering.factory import SecondaryTierFactory
+from tiered_kv.toolkit.unreadable import LIFETIME_S, Unreadable
+
+__all__ = ["fake_redis_url", "moto_server", "redis_server"]
+
+BLOCK_BYTES = 4096
+SPEC = TierSpec("unreadable", BLOCK_BYTES, bytes(range(16)), {"model": "unreadable"})
+KEY_1, KEY_2 = "11" * 32, "22" * 32
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why the stranger cannot read what the writer has stored.
+
+    Args:
+        writer, stranger: Codec and keys of each.
+        lacks_zstandard: Whether the stranger's installation lacks the library.
+    """
+
+    writer: Mapping[str, object]
+    stranger: Mapping[str, object]
+    lacks_zstandard: bool = False
+
+
+CAUSES = {
+    "unknown_key": Cause(
+        {"codec": "aes-256-gcm", "encryption": {"keys": {1: KEY_1, 2: KEY_2}, "write_key": 1}},
+        {"codec": "aes-256-gcm", "encryption": {"keys": {2: KEY_2}}},
+    ),
+    "unknown_codec": Cause(
+        {"codec": "zstd+aes-256-gcm", "encryption": {"keys": {1: KEY_1}}},
+        {"codec": "aes-256-gcm", "encryption": {"keys": {1: KEY_1}}},
+        lacks_zstandard=True,
+    ),
+}
+COUNTERS = {"fs": "failed_{}", "redis": "failed_loads_{}", "s3": "unreadable_blocks"}
+TIERS = ["fs", "redis", pytest.param("s3", marks=pytest.mark.slow)]
+
+
+@dataclass
+class Storage:
+    """A storage that tiers of one kind share.
+
+    Args:
+        entry: A tier's entry, without codec and keys.
+        open_rig: Opens one on a rig of its own; it is closed at the end of the test.
+    """
+
+    kind: str
+    entry: dict[str, object]
+    rigs: list[TierRig]
+
+    def open(self, settings: Mapping[str, object], *, block_bytes: int = BLOCK_BYTES) -> TierRig:
+        entry = {"type": self.kind, **self.entry, **settings}
+        rig = TierRig(
+            lambda spec, view: SecondaryTierFactory.create(spec, view, entry),
+            num_blocks=256,
+            block_bytes=block_bytes,
+            wait_s=60.0,
+            spec=TierSpec(SPEC.name, block_bytes, SPEC.namespace_digest, SPEC.namespace),
+            content=compressible_content,
+        )
+        self.rigs.append(rig)
+        return rig
+
+    def open_pair(self, cause: Cause) -> tuple[TierRig, TierRig]:
+        """Return the writer and the stranger."""
+        writer = self.open(cause.writer)
+        with pytest.MonkeyPatch.context() as patch:
+            if cause.lacks_zstandard:
+                patch.setitem(sys.modules, "zstandard", None)
+            return writer, self.open(cause.stranger)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _moto_first(request: pytest.FixtureRequest) -> None:
+    """Start what lasts for the session before a test that needs it, which would be taken for what that left behind."""
+    needs_moto = any(item.path == request.path and "[s3" in item.name for item in request.session.items)
+    if needs_moto and not missing_for_moto():
+        request.getfixturevalue("moto_server")
+
+
+@pytest.fixture
+def storage(tier: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Storage]:
+    entry: dict[str, object] = {"path": str(tmp_path / "kv"), "capacity": "64MiB"}
+    if tier == "redis":
+        pytest.importorskip("redis", reason="redis-py is not installed")
+        entry = {"url": request.getfixturevalue("fake_redis_url")}
+    elif tier == "s3":
+        pytest.importorskip("boto3", reason="boto3 is not installed")
+        moto: S3Server = request.getfixturevalue("moto_server")
+        # Every lookup asks the bucket: what hides a record is not an answer that is remembered.
+        entry = moto.settings(moto.make_bucket(), prefix="kv", presence_ttl=0)
+    storage = Storage(tier, {**entry, "lookup_timeout": "60s"}, [])
+    yield storage
+    for rig in storage.rigs:
+        rig.close()
+
+
+def counted(rig: TierRig, cause: str) -> int:
+    return rig.tier.stats().get(COUNTERS[rig.tier.tier_type].format(cause), 0)
+
+
+def failed(rig: TierRig, keys: list[OffloadKey]) -> str:
+    """Return why a load failed, of which nothing came."""
+    (result,) = rig.wait([rig.submit_load(keys)])
+    assert rig.succeeded(result) == set()
+    return result.reason
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+@pytest.mark.parametrize("tier", TIERS)
+def test_what_only_others_can_read_is_a_counted_miss_that_stays_for_them_until_it_is_stored_again(
+    storage: Storage, cause: str
+) -> None:
+    writer, stranger = storage.open_pair(CAUSES[cause])
+    keys, readable = make_keys(4), make_keys(2, "readable")
+    assert writer.store(keys).success
+    assert stranger.store(readable).success
+    assert stranger.lookup_all(keys) == [True] * 4, "nobody has tried to read them"
+
+    assert stranger.load([*keys, *readable]) == set(readable)
+    assert counted(stranger, cause) == 4
+    assert stranger.tier.stats().get("corrupt_blocks", 0) == 0
+    assert failed(stranger, keys[:1]) == cause
+    assert stranger.lookup_all([*keys, *readable]) == [False] * 4 + [True] * 2
+    assert [stranger.lookup(key) for key in keys] == [False] * 4, "and not for any other request"
+
+    assert writer.lookup_all(keys) == [True] * 4
+    assert writer.load(keys) == set(keys), "it has been left to those who can read it"
+
+    stranger.epoch = 1  # other content, so that it is seen whose is there
+    assert stranger.store(keys).success
+    assert stranger.lookup_all(keys) == [True] * 4
+    assert stranger.load(keys) == set(keys)
+    writer.epoch = 1
+    assert writer.load(keys) == set(keys), "both can read what replaces it"
+    if storage.kind == "s3":  # which asks the bucket of nothing before it stores, where no answer is remembered
+        return
+    stranger.epoch = 2
+    assert stranger.store(keys).success
+    stranger.epoch = 1
+    assert stranger.load(keys) == set(keys), "what can be read is not replaced"
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_blocks_that_cannot_be_read_are_stored_among_new_ones_and_ones_that_can(storage: Storage) -> None:
+    writer, stranger = storage.open_pair(CAUSES["unknown_key"])
+    foreign, readable, new = make_keys(3, "foreign"), make_keys(3, "readable"), make_keys(3, "new")
+    assert writer.store(foreign).success
+    assert stranger.store(readable).success
+    assert failed(stranger, foreign) == "unknown_key"
+    mixed = [key for keys in zip(foreign, readable, new, strict=True) for key in keys]
+    assert stranger.store(mixed).success
+    assert stranger.load(mixed) == set(mixed)
+    assert writer.load(mixed) == set(mixed)
+    again = make_keys(6, "again")  # most of what is offered is there, which the redis tier then asks first
+    assert writer.store(again).success
+    assert failed(stranger, again[:2]) == "unknown_key"
+    assert stranger.store([*mixed, *again[:2]]).success
+    assert stranger.load([*mixed, *again[:2]]) == {*mixed, *again[:2]}
+    assert failed(stranger, again[2:]) == "unknown_key", "those that nobody had tried to read were left"
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_what_another_process_has_replaced_is_found_after_the_lifetime_at_the_latest(
+    storage: Storage, tier: str, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "tier" if tier == "s3" else "blocks"
+    monkeypatch.setattr(f"tiered_kv_{tier}.{module}.Unreadable", functools.partial(Unreadable, clock=clock))
+    writer, stranger = storage.open_pair(CAUSES["unknown_key"])
+    keys = make_keys(2)
+    assert writer.store(keys).success
+    assert failed(stranger, keys) == "unknown_key"
+    other = storage.open(CAUSES["unknown_key"].stranger)
+    assert failed(other, keys) == "unknown_key"
+    assert other.store(keys).success
+    assert stranger.lookup_all(keys) == [False] * 2
+    clock.advance(LIFETIME_S)
+    assert stranger.lookup_all(keys) == [True] * 2
+    assert stranger.load(keys) == set(keys)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_block_that_could_not_be_read_before_a_reset_is_stored_after_it_like_any_other(storage: Storage) -> None:
+    writer, stranger = storage.open_pair(CAUSES["unknown_key"])
+    keys = make_keys(2)
+    assert writer.store(keys).success
+    assert failed(stranger, keys) == "unknown_key"
+    assert stranger.tier.reset_cache()
+    stranger.epoch = 1
+    assert stranger.store(keys).success
+    assert stranger.lookup_all(keys) == [True] * 2
+    assert stranger.load(keys) == set(keys)
+    assert writer.load(keys) == set(keys), "nobody else was reset"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", ["s3"])
+def test_an_answer_that_s3_remembers_neither_offers_a_block_nor_keeps_it_from_being_replaced(storage: Storage) -> None:
+    storage.entry["presence_ttl"] = "1h"
+    writer, stranger = storage.open_pair(CAUSES["unknown_key"])
+    keys = make_keys(3)
+    assert writer.store(keys).success
+    assert stranger.lookup_all(keys) == [True] * 3
+    assert failed(stranger, keys) == "unknown_key"
+    assert stranger.lookup_all(keys) == [False] * 3
+    stranger.epoch = writer.epoch = 1
+    assert stranger.store(keys).success
+    assert stranger.lookup_all(keys) == [True] * 3
+    assert stranger.load(keys) == writer.load(keys) == set(keys)
+    stranger.epoch = 2
+    assert stranger.store(keys).success
+    stranger.epoch = 1
+    assert stranger.load(keys) == set(keys), "what can be read is not replaced"
+
+
+# Processes that cannot read each other's blocks replace them again and again.
+
+LARGE_BLOCK_BYTES = 65_536
+LIMIT_BYTES = 8 << 20
+ROUNDS = 40
+BATCH = 8
+Measure = Callable[[], int]
+COUNTED = """
+local fields = redis.call('HMGET', ARGV[1], 'net', 'offset')
+return fields[2] and fields[1] + fields[2] or 0 -- without an offset nobody has counted yet
+"""
+
+
+def replace_again_and_again(
+    storage: Storage, limits: Mapping[str, object], used_bytes: Measure, counted_bytes: Measure | None = None
+) -> None:
+    """Have two tiers replace each other's blocks until several times the limit was stored; it holds all the time.
+
+    Args:
+        limits: Settings, one of which is `LIMIT_BYTES`.
+        used_bytes: What lies there.
+        counted_bytes: What the processes together take that for, their grants included; 0 where they do not know.
+    """
+    rigs = [
+        storage.open(
+            {**limits, "codec": "aes-256-gcm", "encryption": {"keys": {key_id: secret}}}, block_bytes=LARGE_BLOCK_BYTES
+        )
+        for key_id, secret in ((1, KEY_1), (2, KEY_2))
+    ]
+    stored = 0
+    for number in range(ROUNDS):
+        for rig in rigs:
+            keys = make_keys(2 * BATCH)[number % 2 * BATCH :][:BATCH]
+            rig.load(keys)  # what the other has stored is noted
+            stored += len(rig.succeeded(rig.store(keys)))
+            told = counted_bytes() if counted_bytes is not None else 0
+            used = used_bytes()
+            assert used <= LIMIT_BYTES
+            assert used <= told or not told, "what is counted is never less than what is there"
+    assert stored * LARGE_BLOCK_BYTES > 2 * LIMIT_BYTES, "there was room again"
+    replaced = sum(counted(rig, "unknown_key") for rig in rigs)
+    assert replaced * LARGE_BLOCK_BYTES > LIMIT_BYTES, "they did replace each other's"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", ["fs"])
+@pytest.mark.parametrize("limit", ["capacity", "quota"])
+def test_a_directory_s_limits_hold_while_blocks_are_replaced(storage: Storage, tmp_path: Path, limit: str) -> None:
+    from tiered_kv_fs.layout import LEDGER_NAME
+    from tiered_kv_fs.ledger import Ledger
+
+    directory, namespace = tmp_path / "kv", SPEC.namespace_digest.hex()
+    ledger = Ledger(str(directory / LEDGER_NAME), lock_timeout_s=30.0)
+
+    def used_bytes() -> int:
+        return occupied_bytes(directory if limit == "capacity" else directory / namespace)
+
+    def counted_bytes() -> int:
+        with ledger.locked() as state:
+            return (state.total_bytes if limit == "capacity" else state.share_bytes(namespace)) or 0
+
+    limits: dict[str, object] = {"capacity": "64MiB", limit: LIMIT_BYTES}
+    replace_again_and_again(storage, limits, used_bytes, counted_bytes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", ["redis"])
+def test_a_quota_in_redis_holds_while_blocks_are_replaced(storage: Storage, redis_server: RedisServer) -> None:
+    storage.entry["url"] = redis_server.url
+    prefix = f"tkv1:{SPEC.namespace_digest.hex()}:"
+
+    def used_bytes() -> int:
+        names = redis_server.keys(f"{prefix}{'[0-9a-f]' * 16}:*")
+        return sum(int(redis_server.call("STRLEN", name)[1:]) for name in names)
+
+    def counted_bytes() -> int:
+        return int(redis_server.call("EVAL", COUNTED, "0", f"{prefix}account")[1:])
+
+    replace_again_and_again(storage, {"quota": LIMIT_BYTES, "timeout": "30s"}, used_bytes, counted_bytes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", ["s3"])
+def test_the_capacity_of_a_bucket_holds_while_blocks_are_replaced(storage: Storage, moto_server: S3Server) -> None:
+    client = moto_server.client()
+
+    def used_bytes() -> int:
+        pages = client.get_paginator("list_objects_v2").paginate(Bucket=storage.entry["bucket"])
+        return sum(entry["Size"] for page in pages for entry in page.get("Contents", ()) if "/blocks/" in entry["Key"])
+
+    try:
+        replace_again_and_again(storage, {"capacity": LIMIT_BYTES, "sweep_interval": 60}, used_bytes)
+    finally:
+        client.close()

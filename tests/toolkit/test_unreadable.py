@@ -1,0 +1,77 @@
+"""The memory of records that this process cannot read: bounded by number and by age, and right from any thread."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from tiered_kv.testing.clock import ManualClock
+from tiered_kv.toolkit.unreadable import LIFETIME_S, Unreadable
+
+
+def test_a_name_is_kept_until_it_is_forgotten(clock: ManualClock) -> None:
+    names: Unreadable[str] = Unreadable(clock=clock)
+    assert "a" not in names
+    names.note(["a", "b"])
+    names.forget(["a", "never noted"])
+    assert "a" not in names
+    assert "b" in names
+    assert len(names) == 1
+
+
+def test_a_name_is_dropped_after_its_lifetime_from_when_it_was_noted_last(clock: ManualClock) -> None:
+    names: Unreadable[str] = Unreadable(clock=clock)
+    names.note(["once", "twice"])
+    clock.advance(LIFETIME_S - 1)
+    names.note(["twice"])
+    assert "once" in names
+    clock.advance(1)
+    assert "once" not in names
+    assert "twice" in names
+    assert len(names) == 1
+    clock.advance(LIFETIME_S - 1)
+    assert "twice" not in names
+    assert len(names) == 0
+
+
+def test_beyond_the_limit_the_name_that_was_noted_longest_ago_is_dropped(clock: ManualClock) -> None:
+    names: Unreadable[int] = Unreadable(names_max=3, clock=clock)
+    names.note(range(3))
+    names.note([0])  # again
+    names.note([3, 4])
+    assert [number for number in range(5) if number in names] == [0, 3, 4]
+    names.note(range(1000))
+    assert len(names) == 3
+
+
+def test_a_limit_below_one_is_an_error_that_names_it() -> None:
+    with pytest.raises(ValueError, match="names_max must be at least 1, not 0"):
+        Unreadable(names_max=0)
+
+
+def test_names_are_not_looked_at_where_nothing_is_kept() -> None:
+    names: Unreadable[str] = Unreadable()
+    names.forget(pytest.fail("it was looked at") for _ in range(1))
+
+
+def test_threads_may_note_forget_and_ask_at_once() -> None:
+    names: Unreadable[int] = Unreadable(names_max=64)
+    wrong: list[str] = []
+
+    def work(mine: range) -> None:
+        for _ in range(200):
+            names.note(mine)
+            if not all(name in names for name in mine):
+                wrong.append("a name that was noted is not there")
+            names.forget(mine)
+            if any(name in names for name in mine):
+                wrong.append("a name that was forgotten is there")
+
+    threads = [threading.Thread(target=work, args=(range(at * 10, at * 10 + 10),)) for at in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert len(names) == 0
