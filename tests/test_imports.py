@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.metadata
 import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,26 +55,35 @@ def sources() -> list[tuple[str, Path]]:
     return found
 
 
-def imports_of(path: Path, *, top_level_only: bool = False) -> set[str]:
+def imports_of(path: Path, *, top_level_only: bool = False) -> frozenset[str]:
     """Return the modules that `path` imports when it runs, imports for type checkers left out."""
-    found: set[str] = set()
-    for node in _running(ast.parse(path.read_text()), top_level_only):
+    everywhere, top_level = _imports(path)
+    return top_level if top_level_only else everywhere
+
+
+@functools.cache
+def _imports(path: Path) -> tuple[frozenset[str], frozenset[str]]:
+    """Return what is imported anywhere, and what outside of functions."""
+    everywhere: set[str] = set()
+    top_level: set[str] = set()
+    waiting: list[tuple[ast.AST, bool]] = [(ast.parse(path.read_text()), False)]
+    while waiting:
+        node, in_function = waiting.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            continue
+        names: set[str] = set()
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names = {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} has a relative import"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
-
-
-def _running(node: ast.AST, top_level_only: bool) -> Iterator[ast.AST]:
-    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-        return
-    if top_level_only and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        return
-    yield node
-    for child in ast.iter_child_nodes(node):
-        yield from _running(child, top_level_only)
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+        everywhere |= names
+        if not in_function:
+            top_level |= names
+        in_function = in_function or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        # No statement stands within an expression.
+        waiting += [(child, in_function) for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr)]
+    return frozenset(everywhere), frozenset(top_level)
 
 
 def room_of(module: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,16 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _first_run(temporary_directory: Path, model: Any) -> None:
+def _one_thread() -> Iterator[None]:
+    """Let torch compute on one thread: with models so small, more threads mostly wait for each other, and busily."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _first_run(temporary_directory: Path, _one_thread: None, model: Any) -> None:
     """Let torch make its directory for compiled code, which it keeps, before the tests look for what they leave."""
     assert temporary_directory.exists()
     computed(model, prompt(4))

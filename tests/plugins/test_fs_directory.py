@@ -12,11 +12,10 @@ import pytest
 
 from tiered_kv.base import make_offload_key
 from tiered_kv.errors import ConfigError, FormatError, TierUnavailableError
+from tiered_kv.testing.disk_use import occupied_bytes
+from tiered_kv.testing.entries import rig_of
 from tiered_kv.testing.rig import TierRig, make_keys
-from tiered_kv.tiering.base import TierSpec
 from tiered_kv_fs.layout import BLOCK, block_name
-from tiered_kv_fs.settings import FsSettings
-from tiered_kv_fs.tier import FsTier
 
 BLOCK_BYTES = 4096
 CAPACITY_BYTES = 4 << 20
@@ -35,17 +34,9 @@ def open_rig(path: Path) -> Iterator[OpenRig]:
     rigs: list[TierRig] = []
 
     def open_one(block_bytes: int = BLOCK_BYTES, capacity: int = CAPACITY_BYTES, codec: str = "raw") -> TierRig:
-        settings = FsSettings.model_validate({"path": str(path), "capacity": capacity, "codec": codec, "threads": 4})
-        spec = TierSpec("shared", block_bytes, bytes(range(16)), {"model": "bench"})
-        rig = TierRig(
-            lambda spec, view: FsTier(spec, view, "fs", settings),
-            num_blocks=512,
-            block_bytes=block_bytes,
-            wait_s=20,
-            spec=spec,
-        )
-        rigs.append(rig)
-        return rig
+        entry = {"type": "fs", "path": str(path), "capacity": capacity, "codec": codec, "threads": 4}
+        rigs.append(rig_of(entry, block_bytes=block_bytes, num_blocks=512))
+        return rigs[-1]
 
     yield open_one
     for rig in rigs:
@@ -136,7 +127,7 @@ def test_foreign_files_are_left_alone_and_count_against_the_capacity(open_rig: O
     stats = rig.tier.stats()
     assert stats["evicted_files"] > 0
     assert all(entry.stat().st_size == 512 << 10 for entry in foreign)
-    assert sum(entry.lstat().st_blocks * 512 for entry in [path, *path.rglob("*")]) <= CAPACITY_BYTES
+    assert occupied_bytes(path) <= CAPACITY_BYTES
 
 
 def test_planted_symbolic_links_are_not_followed(open_rig: OpenRig, path: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import shutil
@@ -18,15 +17,15 @@ import pytest
 import tiered_kv
 import tiered_kv_fs
 from tiered_kv.errors import MissingExtraError
+from tiered_kv.testing.disk_use import occupied_bytes
+from tiered_kv.testing.entries import rig_of
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import TierRig, make_keys
-from tiered_kv.tiering.base import TierSpec
+from tiered_kv.testing.waiting import wait_until
 from tiered_kv_fs import blocks as block_files
 from tiered_kv_fs import posix, tiered_kv_register_tiers
 from tiered_kv_fs.layout import BLOCK
 from tiered_kv_fs.ledger import Ledger
-from tiered_kv_fs.settings import FsSettings
-from tiered_kv_fs.tier import FsTier
 
 BLOCK_BYTES = 4096
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fs.yaml"
@@ -37,22 +36,18 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "kv"
 
 
+def rig_at(path: Path, capacity: int) -> TierRig:
+    entry = {"type": "fs", "path": str(path), "capacity": capacity, "threads": 4}
+    return rig_of(entry, block_bytes=BLOCK_BYTES, num_blocks=512)
+
+
 @pytest.fixture
 def open_rig(path: Path) -> Iterator[Callable[[], TierRig]]:
     rigs: list[TierRig] = []
 
     def open_one() -> TierRig:
-        settings = FsSettings(path=str(path), capacity=16 << 20, threads=4)
-        spec = TierSpec("shared", BLOCK_BYTES, bytes(range(16)), {"model": "bench"})
-        rig = TierRig(
-            lambda spec, view: FsTier(spec, view, "fs", settings),
-            num_blocks=512,
-            block_bytes=BLOCK_BYTES,
-            wait_s=20,
-            spec=spec,
-        )
-        rigs.append(rig)
-        return rig
+        rigs.append(rig_at(path, 16 << 20))
+        return rigs[-1]
 
     yield open_one
     for rig in rigs:
@@ -77,13 +72,6 @@ def small_disk(path: Path) -> Iterator[Path]:
 
 def blocks(path: Path) -> list[Path]:
     return sorted(entry for entry in path.rglob("*") if BLOCK.fullmatch(entry.name) and entry.is_file())
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.005)
 
 
 def fail(code: int) -> Callable[..., None]:
@@ -318,30 +306,14 @@ def test_a_job_that_hangs_is_reported_when_its_thread_lets_go_of_the_blocks(
     assert result.reason == "expired"
 
 
-def allocated_bytes(path: Path) -> int:
-    """Return the disk space of everything at and below `path`, which may be losing files meanwhile."""
-    total = 0
-    for entry in [path, *path.rglob("*")]:
-        with contextlib.suppress(FileNotFoundError):
-            total += entry.lstat().st_blocks * 512
-    return total
-
-
 def test_a_capacity_that_was_lowered_holds_before_anything_is_added(rig: TierRig, path: Path) -> None:
     for number in range(20):
         rig.store(make_keys(64, f"batch-{number}"))
     rig.tier.shutdown()
-    lowered = FsSettings(path=str(path), capacity=4 << 20, threads=4)
-    small = TierRig(
-        lambda spec, view: FsTier(spec, view, "fs", lowered),
-        num_blocks=512,
-        block_bytes=BLOCK_BYTES,
-        wait_s=20,
-        spec=rig.spec,
-    )
+    small = rig_at(path, 4 << 20)
     try:
         assert small.store(make_keys(8, "new")).success
-        assert allocated_bytes(path) <= 4 << 20
+        assert occupied_bytes(path) <= 4 << 20
     finally:
         small.close()
 

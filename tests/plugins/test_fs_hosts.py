@@ -6,19 +6,18 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tiered_kv.errors import TierUnavailableError
+from tiered_kv.testing.entries import rig_of
 from tiered_kv.testing.rig import TierRig, make_keys
-from tiered_kv.tiering.base import TierSpec
+from tiered_kv.testing.waiting import wait_until
 from tiered_kv_fs import keeper, posix
 from tiered_kv_fs.ledger import Ledger
-from tiered_kv_fs.settings import FsSettings
 from tiered_kv_fs.threads import DaemonThreads
-from tiered_kv_fs.tier import FsTier
 
 BLOCK_BYTES = 4096
 DIGEST = bytes(range(16))
@@ -31,24 +30,10 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def rig(path: Path) -> Iterator[TierRig]:
-    settings = FsSettings(path=str(path), capacity=4 << 20, threads=4)
-    spec = TierSpec("shared", BLOCK_BYTES, DIGEST, {"model": "bench"})
-    rig = TierRig(
-        lambda spec, view: FsTier(spec, view, "fs", settings),
-        num_blocks=512,
-        block_bytes=BLOCK_BYTES,
-        wait_s=20,
-        spec=spec,
-    )
+    entry = {"type": "fs", "path": str(path), "capacity": 4 << 20, "threads": 4}
+    rig = rig_of(entry, block_bytes=BLOCK_BYTES, num_blocks=512, namespace=DIGEST)
     yield rig
     rig.close()
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.005)
 
 
 def fill(rig: TierRig) -> None:

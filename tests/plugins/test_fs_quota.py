@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,20 +11,19 @@ from pathlib import Path
 import pytest
 
 from tiered_kv.errors import ConfigError, TierUnavailableError
+from tiered_kv.testing.disk_use import occupied_bytes
+from tiered_kv.testing.entries import rig_of
+from tiered_kv.testing.quota_writers import BATCH, BLOCK_BYTES, overfill
 from tiered_kv.testing.rig import TierRig, make_keys
-from tiered_kv.tiering.base import TierSpec
+from tiered_kv.testing.waiting import wait_until
 from tiered_kv_fs.administration import FsAdministration
 from tiered_kv_fs.layout import LEDGER_NAME
 from tiered_kv_fs.ledger import Ledger
 from tiered_kv_fs.settings import FsSettings
-from tiered_kv_fs.tier import FsTier
 
-BLOCK_BYTES = 65_536
-BATCH = 8
 CAPACITY_BYTES = 32 << 20
 QUOTA_BYTES = 4 << 20
 OURS, THEIRS = bytes(range(16)), bytes(range(1, 17))
-PROGRAM = Path(__file__).with_name("fs_quota_program.py")
 
 OpenRig = Callable[..., TierRig]
 
@@ -37,22 +33,18 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "kv"
 
 
+def entry_at(path: Path, quota: int | None) -> dict[str, object]:
+    return {"type": "fs", "path": str(path), "capacity": CAPACITY_BYTES, "quota": quota, "threads": 4}
+
+
 @pytest.fixture
 def open_rig(path: Path) -> Iterator[OpenRig]:
     """Open tiers on the directory, in this process."""
     rigs: list[TierRig] = []
 
     def open_one(namespace: bytes, quota: int | None = None) -> TierRig:
-        settings = FsSettings(path=str(path), capacity=CAPACITY_BYTES, quota=quota, threads=4)
-        rig = TierRig(
-            lambda spec, view: FsTier(spec, view, "fs", settings),
-            num_blocks=256,
-            block_bytes=BLOCK_BYTES,
-            wait_s=60,
-            spec=TierSpec("fs", BLOCK_BYTES, namespace, {"model": "shared"}),
-        )
-        rigs.append(rig)
-        return rig
+        rigs.append(rig_of(entry_at(path, quota), block_bytes=BLOCK_BYTES, namespace=namespace))
+        return rigs[-1]
 
     yield open_one
     for rig in rigs:
@@ -71,65 +63,13 @@ def found(rig: TierRig, label: str, number: int) -> int:
     return sum(rig.lookup_all(make_keys(BATCH, f"{label}-{number}")))
 
 
-def used_bytes(path: Path, namespace: bytes) -> int:
-    """Return what `du` says of a namespace's directory."""
-    total = 0
-    for directory, _, names in os.walk(path / namespace.hex()):
-        for name in (".", *names):
-            try:
-                total += os.lstat(f"{directory}/{name}").st_blocks * 512
-            except FileNotFoundError:
-                continue
-    return total
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.01)
-
-
-def start(path: Path, label: str, batches: int) -> subprocess.Popen[str]:
-    arguments = [str(path), OURS.hex(), str(CAPACITY_BYTES), str(QUOTA_BYTES), label, str(batches)]
-    return subprocess.Popen([sys.executable, str(PROGRAM), *arguments], stdout=subprocess.PIPE, text=True)
-
-
-def told(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
-
-
 @pytest.mark.slow
 def test_processes_that_store_four_times_a_quota_never_exceed_it_together(path: Path, open_rig: OpenRig) -> None:
     others = open_rig(THEIRS)  # a tenant without a quota, in the same capacity
     theirs = fill(others, "theirs", 8 << 20)
-    batches = 2 * QUOTA_BYTES // (BATCH * BLOCK_BYTES)
-    writers = [start(path, f"writer-{number}", batches) for number in range(2)]
-    victim = start(path, "victim", 1_000_000)
-    samples: list[int] = []
-
-    def sample() -> bool:
-        samples.append(used_bytes(path, OURS))
-        return samples[-1] <= QUOTA_BYTES
-
-    try:
-        while int(told(victim)) < 3 * BATCH:
-            assert sample()
-        victim.send_signal(signal.SIGKILL)  # amid its stores
-        while any(writer.poll() is None for writer in writers):
-            assert sample()
-            time.sleep(0.005)
-        stored = [int(writer.communicate()[0].split()[-1]) for writer in writers]
-    finally:
-        for process in (*writers, victim):
-            process.kill()
-            process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
-    assert sample()
-    assert sum(stored) * BLOCK_BYTES > 2 * QUOTA_BYTES, "a store that finds no room is lost, but not most of them"
-    assert max(samples) > QUOTA_BYTES // 2, "they have not filled it"
+    overfilled = overfill(entry_at(path, QUOTA_BYTES), OURS, QUOTA_BYTES, lambda: occupied_bytes(path / OURS.hex()))
+    assert overfilled.stored_bytes > 2 * QUOTA_BYTES, "a store that finds no room is lost, but not most of them"
+    assert overfilled.most_bytes > QUOTA_BYTES // 2, "they have not filled it"
     assert all(found(others, "theirs", number) == BATCH for number in range(theirs)), "another's blocks made room"
 
 
@@ -143,7 +83,7 @@ def test_a_quota_evicts_the_namespace_s_own_oldest_blocks_though_others_have_old
     batches = fill(ours, "ours", 2 * QUOTA_BYTES)
     stats = ours.tier.stats()
     assert stats["quota_bytes"] == QUOTA_BYTES
-    assert used_bytes(path, OURS) <= stats["share_bytes"] <= QUOTA_BYTES
+    assert occupied_bytes(path / OURS.hex()) <= stats["share_bytes"] <= QUOTA_BYTES
     assert stats["evicted_files"] > 0
     assert "quota_bytes" not in theirs.tier.stats()
     assert found(ours, "ours", 0) == 0
@@ -156,12 +96,12 @@ def test_a_quota_evicts_the_namespace_s_own_oldest_blocks_though_others_have_old
 def test_a_quota_holds_for_what_was_stored_before_there_was_one(path: Path, open_rig: OpenRig) -> None:
     first = open_rig(OURS)
     fill(first, "ours", 3 * QUOTA_BYTES)
-    assert used_bytes(path, OURS) > 2 * QUOTA_BYTES
+    assert occupied_bytes(path / OURS.hex()) > 2 * QUOTA_BYTES
     first.tier.shutdown()
     limited = open_rig(OURS, QUOTA_BYTES)
-    wait_until(lambda: used_bytes(path, OURS) <= QUOTA_BYTES)
+    wait_until(lambda: occupied_bytes(path / OURS.hex()) <= QUOTA_BYTES)
     assert limited.store(make_keys(BATCH, "more")).success
-    assert used_bytes(path, OURS) <= QUOTA_BYTES
+    assert occupied_bytes(path / OURS.hex()) <= QUOTA_BYTES
 
 
 @pytest.mark.slow
@@ -173,7 +113,7 @@ def test_a_quota_holds_though_the_ledger_is_lost_or_knows_nothing_of_the_namespa
     for number in range(4):
         os.truncate(path / LEDGER_NAME, 0)
         fill(ours, f"after-{number}", QUOTA_BYTES // 2)
-        assert used_bytes(path, OURS) <= QUOTA_BYTES
+        assert occupied_bytes(path / OURS.hex()) <= QUOTA_BYTES
     ours.tier.shutdown()
     # Counted while the namespace has no owner, it is not in the ledger any more.
     others = open_rig(THEIRS)
@@ -182,7 +122,7 @@ def test_a_quota_holds_though_the_ledger_is_lost_or_knows_nothing_of_the_namespa
     assert OURS.hex().encode() not in (path / LEDGER_NAME).read_bytes()
     again = open_rig(OURS, QUOTA_BYTES)
     fill(again, "again", 2 * QUOTA_BYTES)
-    assert used_bytes(path, OURS) <= QUOTA_BYTES
+    assert occupied_bytes(path / OURS.hex()) <= QUOTA_BYTES
 
 
 def test_a_quota_that_cannot_be_kept_is_an_error_that_names_it(path: Path, open_rig: OpenRig) -> None:
@@ -215,7 +155,7 @@ def test_a_purge_of_what_an_earlier_one_left_takes_nothing_off_a_share_that_neve
     # The first stores may find the directory gone, and are lost.
     wait_until(lambda: rig.store(make_keys(BATCH, "first")).success)
     fill(rig, "again", 2 * QUOTA_BYTES)
-    assert QUOTA_BYTES // 2 < used_bytes(path, OURS) <= QUOTA_BYTES
+    assert QUOTA_BYTES // 2 < occupied_bytes(path / OURS.hex()) <= QUOTA_BYTES
 
 
 def test_a_purge_that_the_file_system_refuses_is_an_error_and_not_tried_until_the_deadline(

@@ -12,28 +12,24 @@ from pathlib import Path
 
 import pytest
 
+from tiered_kv.testing.disk_use import occupied_bytes
+from tiered_kv.testing.entries import rig_of
 from tiered_kv.testing.rig import TierRig, make_keys
-from tiered_kv.tiering.base import TierSpec
+from tiered_kv.testing.waiting import wait_until
 from tiered_kv_fs.layout import BLOCK, TEMPORARY_BLOCK
 from tiered_kv_fs.posix import locked
-from tiered_kv_fs.settings import FsSettings
-from tiered_kv_fs.tier import FsTier
 
 BLOCK_BYTES = 65_536
 CAPACITY_BYTES = 8 << 20
 
 PROGRAM = """
 import sys
-from tiered_kv.testing.rig import TierRig, make_keys
-from tiered_kv.tiering.base import TierSpec
-from tiered_kv_fs.settings import FsSettings
-from tiered_kv_fs.tier import FsTier
+from tiered_kv.testing.entries import rig_of
+from tiered_kv.testing.rig import make_keys
 
 path, namespace, capacity = sys.argv[1], bytes.fromhex(sys.argv[2]), int(sys.argv[3])
-settings = FsSettings(path=path, capacity=capacity, threads=4)
-spec = TierSpec("fs", 65536, namespace, {"model": "shared"})
-open_tier = lambda spec, view: FsTier(spec, view, "fs", settings)
-rig = TierRig(open_tier, num_blocks=256, block_bytes=65536, wait_s=30, spec=spec)
+entry = {"type": "fs", "path": path, "capacity": capacity, "threads": 4}
+rig = rig_of(entry, block_bytes=65536, namespace=namespace)
 for line in sys.stdin:
     verb, label, count = line.split()
     keys = make_keys(int(count), label)
@@ -113,36 +109,10 @@ def start(path: Path) -> Iterator[Start]:
 @pytest.fixture
 def rig(path: Path) -> Iterator[TierRig]:
     """A tier in this process."""
-    settings = FsSettings(path=str(path), capacity=CAPACITY_BYTES, threads=4)
-    spec = TierSpec("fs", BLOCK_BYTES, bytes(range(16)), {"model": "shared"})
-    rig = TierRig(
-        lambda spec, view: FsTier(spec, view, "fs", settings),
-        num_blocks=256,
-        block_bytes=BLOCK_BYTES,
-        wait_s=30,
-        spec=spec,
-    )
+    entry = {"type": "fs", "path": str(path), "capacity": CAPACITY_BYTES, "threads": 4}
+    rig = rig_of(entry, block_bytes=BLOCK_BYTES)
     yield rig
     rig.close()
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.01)
-
-
-def occupied_bytes(path: Path) -> int:
-    """Return what `du` says of the directory, without double counting what moves meanwhile."""
-    total = 0
-    for directory, _, names in os.walk(path):
-        for name in (".", *names):
-            try:
-                total += os.lstat(f"{directory}/{name}").st_blocks * 512
-            except FileNotFoundError:
-                continue
-    return total
 
 
 def files(path: Path) -> list[Path]:

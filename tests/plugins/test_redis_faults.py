@@ -12,6 +12,7 @@ from tiered_kv.errors import TierUnavailableError
 from tiered_kv.testing.proxy import NO_FAULTS, FaultProxy, Faults
 from tiered_kv.testing.redis_servers import RedisServer, free_port, redis_server
 from tiered_kv.testing.rig import TierRig, make_keys
+from tiered_kv.testing.waiting import wait_until
 
 pytest.importorskip("redis", reason="redis-py is not installed")
 
@@ -45,13 +46,6 @@ def open_rig() -> Iterator[OpenRig]:
         rig.close()
 
 
-def until(condition: Callable[[], object], timeout_s: float = 15.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.05)
-
-
 def block_names(server: RedisServer) -> list[bytes]:
     return [name for name in server.keys("tkv1:*") if not name.endswith((b":generation", b":namespace"))]
 
@@ -68,7 +62,7 @@ def test_a_full_server_refuses_blocks_and_gives_those_it_has(redis_server: Redis
     assert rig.load(kept) == set(kept)
     assert not rig.lookup(refused[0])
     redis_server.call("CONFIG", "SET", "maxmemory", "0")
-    until(lambda: rig.store(refused).success)
+    wait_until(lambda: rig.store(refused).success)
     assert rig.load(refused) == set(refused)
     assert rig.tier.stats()["failed_stores_no_space"] >= 8
 
@@ -85,7 +79,7 @@ def test_a_read_only_replica_gives_blocks_and_takes_none(
     replica.start()
     try:
         replica.call("REPLICAOF", "127.0.0.1", str(redis_server.port))
-        until(lambda: b"master_link_status:up" in replica.call("INFO", "replication"))
+        wait_until(lambda: b"master_link_status:up" in replica.call("INFO", "replication"))
         reader = open_rig(url=replica.url)
         assert reader.load(keys) == set(keys)
         result = reader.store(make_keys(4, "new"))
@@ -108,7 +102,7 @@ def test_a_server_that_is_killed_costs_misses_and_is_used_again(redis_server: Re
     assert not rig.lookup(keys[0])
     assert rig.tier.lookup_failures > before, "the breaker is not told"
     redis_server.start()
-    until(lambda: rig.store(keys).success)
+    wait_until(lambda: rig.store(keys).success)
     assert rig.load(keys) == set(keys)
     assert [rig.lookup(key) for key in keys] == [True] * 8
 
@@ -136,7 +130,7 @@ def test_a_frozen_server_holds_no_job_longer_than_its_timeout(redis_server: Redi
     assert not any(result.success for result in results)
     assert rig.load(keys) == set()
     redis_server.thaw()
-    until(lambda: rig.load(keys) == set(keys))
+    wait_until(lambda: rig.load(keys) == set(keys))
 
 
 def test_a_tier_may_be_opened_before_its_server(open_rig: OpenRig, redis_server: RedisServer) -> None:
@@ -147,7 +141,7 @@ def test_a_tier_may_be_opened_before_its_server(open_rig: OpenRig, redis_server:
     assert not rig.lookup(make_keys(1)[0])
     redis_server.start()
     keys = make_keys(4)
-    until(lambda: rig.store(keys).success)
+    wait_until(lambda: rig.store(keys).success)
     assert rig.load(keys) == set(keys)
     assert str(redis_server.port) in str(rig.tier.describe()["servers"])
 
@@ -156,7 +150,7 @@ def test_blocks_that_expire_are_misses(redis_server: RedisServer, open_rig: Open
     rig = open_rig(url=redis_server.url, ttl="300ms")
     keys = make_keys(4)
     rig.store(keys)
-    until(lambda: not rig.lookup(keys[0]), 5.0)
+    wait_until(lambda: not rig.lookup(keys[0]), 5.0)
     result = rig.wait([rig.submit_load(keys)])[0]
     assert (result.success, result.reason) == (False, "missing")
     assert rig.tier.stats()["corrupt_blocks"] == 0
@@ -210,7 +204,7 @@ def test_a_value_that_another_client_wrote_is_a_miss_and_its_neighbours_are_not(
     else:
         assert loaded == set(keys) - {keys[position]}
     assert rig.tier.stats()["corrupt_blocks"] == 1
-    until(lambda: rig.store(keys).success)
+    wait_until(lambda: rig.store(keys).success)
     assert rig.load(keys) == set(keys)
 
 
@@ -239,7 +233,7 @@ def test_a_lookup_does_not_wait_for_a_transfer_over_a_slow_wire(redis_server: Re
         proxy.to_client = Faults(bytes_per_s=1e6)
         loads = [rig.submit_load(keys[:64]), rig.submit_load(keys[64:])]  # 1 MiB each, over connections of their own
         before = proxy.counts()["bytes_to_client"]
-        until(lambda: proxy.counts()["bytes_to_client"] > before + 100_000)  # both are under way
+        wait_until(lambda: proxy.counts()["bytes_to_client"] > before + 100_000)  # both are under way
         assert rig.lookup(keys[0])
         assert rig.tier.stats()["jobs_in_flight"] == 2, "the wire was not slow"
         assert rig.tier.lookup_failures == 0
@@ -305,7 +299,7 @@ def test_what_is_no_generation_is_replaced(
     redis_server.call(value[0], name, value[1])
     rig.reopen()
     keys = make_keys(4)
-    until(lambda: rig.store(keys).success)
+    wait_until(lambda: rig.store(keys).success)
     rig.reopen()
     assert rig.load(keys) == set(keys)
 

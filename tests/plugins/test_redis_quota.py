@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 from tiered_kv.errors import ConfigError
 from tiered_kv.testing.conformance import TierConformance
+from tiered_kv.testing.entries import rig_of
+from tiered_kv.testing.quota_writers import BATCH, BLOCK_BYTES, overfill
 from tiered_kv.testing.redis_servers import RedisClusterServers, RedisServer, redis_cluster, redis_server
 from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
-from tiered_kv.tiering.base import TierSpec
+from tiered_kv.testing.waiting import wait_until
 
 pytest.importorskip("redis", reason="redis-py is not installed")
 
@@ -30,12 +28,10 @@ from tiered_kv_redis.topology import topology_of
 
 __all__ = ["redis_cluster", "redis_server"]
 
-BLOCK_BYTES = 65_536
 RECORD_BYTES = BLOCK_BYTES + 128
-BATCH = 8
 QUOTA_BYTES = 8 << 20
 OURS, THEIRS = bytes(range(16)), bytes(range(1, 17))
-PROGRAM = Path(__file__).with_name("redis_quota_program.py")
+PATIENT: dict[str, object] = {"type": "redis", "timeout": "30s", "connect_timeout": "30s"}
 ACCOUNT = f"tkv1:{OURS.hex()}:account"
 
 # One script sees one moment. It reads lengths without a connection's limit on replies.
@@ -54,16 +50,8 @@ def open_rig() -> Iterator[OpenRig]:
     rigs: list[TierRig] = []
 
     def open_one(namespace: bytes = OURS, **settings: object) -> TierRig:
-        checked = RedisSettings.model_validate({"timeout": "30s", "connect_timeout": "30s", **settings})
-        rig = TierRig(
-            lambda spec, view: RedisTier(spec, view, "redis", checked),
-            num_blocks=256,
-            block_bytes=BLOCK_BYTES,
-            wait_s=60,
-            spec=TierSpec("redis", BLOCK_BYTES, namespace, {"model": "shared"}),
-        )
-        rigs.append(rig)
-        return rig
+        rigs.append(rig_of({**PATIENT, **settings}, block_bytes=BLOCK_BYTES, namespace=namespace))
+        return rigs[-1]
 
     yield open_one
     for rig in rigs:
@@ -83,51 +71,16 @@ def used_bytes(server: RedisServer, namespace: bytes = OURS) -> int:
     return int(reply[1:])
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.02)
-
-
 @pytest.mark.slow
 def test_processes_that_store_four_times_a_quota_never_exceed_it_together(
     redis_server: RedisServer, open_rig: OpenRig
 ) -> None:
     others = open_rig(THEIRS, url=redis_server.url)  # a tenant without a quota, on the same server
     theirs = fill(others, "theirs", 4 << 20)
-    batches = 2 * QUOTA_BYTES // (BATCH * BLOCK_BYTES)
-
-    def start(label: str, batches: int) -> subprocess.Popen[str]:
-        arguments = [redis_server.url, OURS.hex(), str(QUOTA_BYTES), label, str(batches)]
-        return subprocess.Popen([sys.executable, str(PROGRAM), *arguments], stdout=subprocess.PIPE, text=True)
-
-    writers = [start(f"writer-{number}", batches) for number in range(2)]
-    victim = start("victim", 1_000_000)
-    samples: list[int] = []
-
-    def sample() -> bool:
-        samples.append(used_bytes(redis_server))
-        return samples[-1] <= QUOTA_BYTES
-
-    try:
-        assert victim.stdout is not None
-        while int(victim.stdout.readline()) < 3 * BATCH:
-            assert sample()
-        victim.send_signal(signal.SIGKILL)  # amid its stores
-        while any(writer.poll() is None for writer in writers):
-            assert sample()
-            time.sleep(0.005)
-        stored = [int(writer.communicate()[0].split()[-1]) for writer in writers]
-    finally:
-        for process in (*writers, victim):
-            process.kill()
-            process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
-    assert sample()
-    assert sum(stored) * BLOCK_BYTES > 2 * QUOTA_BYTES, "a store that finds no room is lost, but not most of them"
-    assert max(samples) > QUOTA_BYTES // 2, "they have not filled it"
+    entry = {**PATIENT, "url": redis_server.url, "quota": QUOTA_BYTES}
+    overfilled = overfill(entry, OURS, QUOTA_BYTES, lambda: used_bytes(redis_server))
+    assert overfilled.stored_bytes > 2 * QUOTA_BYTES, "a store that finds no room is lost, but not most of them"
+    assert overfilled.most_bytes > QUOTA_BYTES // 2, "they have not filled it"
     assert used_bytes(redis_server, THEIRS) == theirs * RECORD_BYTES, "another's blocks made room"
 
 

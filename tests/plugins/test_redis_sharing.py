@@ -24,31 +24,37 @@ from tiered_kv.tiering.base import TierSpec
 from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.tier import RedisTier
 
-url, digest, action = sys.argv[1:]
+url, action, *digests = sys.argv[1:]
 settings = RedisSettings.model_validate({"url": url})
-spec = TierSpec("redis", 4096, digest.encode(), {"model": digest})
 open_tier = lambda spec, view: RedisTier(spec, view, "redis", settings)
-rig = TierRig(open_tier, num_blocks=64, block_bytes=4096, wait_s=10.0, spec=spec)
 keys = make_keys(16)
-stored = rig.store(keys).success if action == "store" else False
-found = sum(rig.lookup(key) for key in keys)
-loaded = len(rig.load(keys))
-rig.close()
-print(json.dumps({"stored": stored, "found": found, "loaded": loaded}))
+answers = []
+for digest in digests:
+    spec = TierSpec("redis", 4096, digest.encode(), {"model": digest})
+    rig = TierRig(open_tier, num_blocks=64, block_bytes=4096, wait_s=30.0, spec=spec)
+    stored = rig.store(keys).success if action == "store" else False
+    found = sum(rig.lookup(key) for key in keys)
+    answers.append({"stored": stored, "found": found, "loaded": len(rig.load(keys))})
+    rig.close()
+print(json.dumps(answers))
 """
 
 
-def run(url: str, digest: str, action: str) -> dict[str, int]:
+def run(url: str, action: str, *digests: str) -> list[dict[str, int]]:
+    """Return what a process of its own comes to with each namespace."""
     path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'plugins'}", "PATH": "/usr/bin:/bin"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, url, digest, action], env=path, check=True, capture_output=True, timeout=60
+        [sys.executable, "-c", PROGRAM, url, action, *digests], env=path, check=True, capture_output=True, timeout=60
     )
-    answer: dict[str, int] = json.loads(done.stdout)
+    answer: list[dict[str, int]] = json.loads(done.stdout)
     return answer
 
 
 def test_two_processes_share_blocks_of_one_namespace_and_not_of_two(redis_server: RedisServer) -> None:
-    assert run(redis_server.url, "sixteen bytes, 1", "store") == {"stored": True, "found": 16, "loaded": 16}
-    assert run(redis_server.url, "sixteen bytes, 1", "load") == {"stored": False, "found": 16, "loaded": 16}
-    assert run(redis_server.url, "sixteen bytes, 2", "load") == {"stored": False, "found": 0, "loaded": 0}
+    first, second = "sixteen bytes, 1", "sixteen bytes, 2"
+    assert run(redis_server.url, "store", first) == [{"stored": True, "found": 16, "loaded": 16}]
+    assert run(redis_server.url, "load", second, first) == [
+        {"stored": False, "found": 0, "loaded": 0},
+        {"stored": False, "found": 16, "loaded": 16},
+    ]
     assert b"sixteen bytes, 1" in redis_server.get(f"tkv1:{b'sixteen bytes, 1'.hex()}:namespace".encode())

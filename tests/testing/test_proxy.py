@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults, _Connection
+from tiered_kv.testing.proxied import Connection
+from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults
+from tiered_kv.testing.waiting import wait_until
 
 DATA = bytes(range(256)) * 1024
 
@@ -104,13 +106,6 @@ def connect_and_receive(proxy: FaultProxy) -> bytes:
 def send_quietly(client: socket.socket, data: bytes) -> None:
     with contextlib.suppress(OSError):
         client.sendall(data)
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.005)
 
 
 def test_without_faults_bytes_arrive_as_they_were_sent(proxy: FaultProxy, connect: Connect) -> None:
@@ -263,7 +258,7 @@ def test_a_connection_that_has_just_come_to_its_end_is_not_ended_again(server: E
         ):
             accepted, _ = listener.accept()
             accepted.setblocking(False)
-            connection = _Connection(accepted, dict.fromkeys(Direction, NO_FAULTS), counts)
+            connection = Connection(accepted, dict.fromkeys(Direction, NO_FAULTS), counts)
             client.shutdown(socket.SHUT_WR)
             await connection.run(server.address)
             connection.end("reset", by_reset=True)  # as the proxy does until it has forgotten the connection

@@ -6,7 +6,6 @@ import base64
 import logging
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,9 +15,10 @@ from pydantic import SecretStr
 
 from tiered_kv.cli import main
 from tiered_kv.errors import TierError
-from tiered_kv.hooks import TierType, hookimpl, tier_plugins
+from tiered_kv.hooks import TierType
 from tiered_kv.settings import TierSettings
 from tiered_kv.testing.four_methods import FourMethodTier
+from tiered_kv.testing.plugged import plugged
 from tiered_kv.testing.secret_hunt import Sheet, new_marker, show_running_stack
 from tiered_kv.testing.secret_plants import ENTRIES, QUICK, STACK, hunt_in_configuration, hunt_in_running_stacks
 from tiered_kv.tiering.base import JobMetadata
@@ -67,20 +67,6 @@ def leaky(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(threading.current_thread(), "name", threading.current_thread().name)
     with plugged(TierType("leaky", LeakySettings, lambda: LeakyTier)):
         yield "leaky"
-
-
-@contextmanager
-def plugged(tier_type: TierType) -> Iterator[None]:
-    class Plugin:
-        @hookimpl
-        def tiered_kv_register_tiers(self) -> list[TierType]:
-            return [tier_type]
-
-    tier_plugins().register(Plugin(), "planted")
-    try:
-        yield
-    finally:
-        tier_plugins().unregister("planted")
 
 
 LEAKS = ("log", "base64", "hex", "percent", "error", "cause", "attribute", "description", "counter", "thread")

@@ -23,6 +23,7 @@ import pytest
 
 import tiered_kv
 from tiered_kv.base import ReqContext
+from tiered_kv.testing.disk_use import occupied_bytes
 from tiered_kv.workload.content import BlockContent
 from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.request import block_key
@@ -94,8 +95,7 @@ class StackDirectory:
 
     def sample(self) -> None:
         """Note what `du` says of the directory now, and that it is within the capacity."""
-        paths = [self.data, *self.data.rglob("*")]
-        occupied = sum(blocks * 512 for path in paths if (blocks := _blocks(path)))
+        occupied = occupied_bytes(self.data)
         self.peak_bytes = max(self.peak_bytes, occupied)
         assert occupied <= SIZE.capacity_bytes, f"{occupied} bytes are occupied, of {SIZE.capacity_bytes}"
 
@@ -129,13 +129,6 @@ class StackDirectory:
             counters = stack.counters()["nvme"]
         assert counters.get("corrupt_blocks", 0) == 0, "the index names blocks that are not whole"
         return loaded
-
-
-def _blocks(path: Path) -> int:
-    try:
-        return path.lstat().st_blocks
-    except FileNotFoundError:  # removed between the listing and the look
-        return 0
 
 
 @pytest.mark.slow

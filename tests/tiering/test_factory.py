@@ -10,9 +10,10 @@ import pytest
 from pydantic import SecretStr
 
 from tiered_kv.errors import ConfigError, MissingExtraError, TierError, TierUnavailableError
-from tiered_kv.hooks import TierType, hookimpl, tier_plugins
+from tiered_kv.hooks import TierType
 from tiered_kv.settings import TierSettings
 from tiered_kv.testing.four_methods import FourMethodTier
+from tiered_kv.testing.plugged import plugged
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
 
@@ -31,20 +32,6 @@ def registered(name: str, tier: Any) -> Iterator[None]:
         yield
     finally:
         SecondaryTierFactory.unregister(name)
-
-
-@contextmanager
-def plugged(tier_type: TierType) -> Iterator[None]:
-    class Plugin:
-        @hookimpl
-        def tiered_kv_register_tiers(self) -> list[TierType]:
-            return [tier_type]
-
-    tier_plugins().register(Plugin(), "plugged")
-    try:
-        yield
-    finally:
-        tier_plugins().unregister("plugged")
 
 
 class SizedTier(FourMethodTier):

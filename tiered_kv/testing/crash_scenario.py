@@ -347,11 +347,6 @@ def ask(stack: Stack, keys: Sequence[OffloadKey]) -> list[bool]:
     return [bool(answer) for answer in answers]
 
 
-def occupied_bytes(path: Path) -> int:
-    """Return what a directory occupies on its file system, with everything in it."""
-    return sum(each.lstat().st_blocks * 512 for each in (path, *path.rglob("*"))) if path.exists() else 0
-
-
 def _flush_file_system(path: Path | None) -> None:
     """Have all that was written to the file system of `path` put on its device: syncfs(2)."""
     assert path is not None

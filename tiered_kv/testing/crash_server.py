@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from tiered_kv.errors import FormatError
-from tiered_kv.testing.crash_scenario import CrashScenario, Found, Progress, occupied_bytes
+from tiered_kv.testing.crash_scenario import CrashScenario, Found, Progress
+from tiered_kv.testing.disk_use import occupied_bytes
 from tiered_kv.testing.mounts import Ext4Image, PowerLoss
 from tiered_kv.testing.syscalls import CHANGES, READS, SENDS, Ended, Fault, record, run_plain, run_with_fault
 
@@ -109,21 +110,7 @@ class CrashServer:
         self._clean(scenario)
         kills = fault.kills if fault is not None else cut_ends
         strict = not (lies or power)
-        # A child that is only killed answers as it goes: with other faults, looking may be what fails.
-        write = functools.partial(
-            scenario.write,
-            self._progress,
-            strict=strict,
-            answers=kills,
-            disk_recovers=fault is None or not fault.onwards,
-        )
-        if fault is not None:
-            ended = run_with_fault(write, fault, log=self._log, timeout_s=CASE_S_MAX)
-        else:
-            assert cut is not None
-            counter = _Cut(scenario, cut, ends=cut_ends)
-            ended = run_plain(counter.around(write), log=self._log, timeout_s=CASE_S_MAX)
-            ended = dataclasses.replace(ended, was_hit=counter.was_hit)
+        ended = self._write(scenario, fault, cut, strict=strict, kills=kills)
         problems = _problems_of(ended, kills=kills)
         problems += _over(scenario, capacity_bytes, "when the writer ended")
         if power is not None:
@@ -145,6 +132,25 @@ class CrashServer:
             "problems": problems,
             **self._progress.as_dict(),
         }
+
+    def _write(
+        self, scenario: CrashScenario, fault: Fault | None, cut: int | None, *, strict: bool, kills: bool
+    ) -> Ended:
+        """Run a writer with the fault or the cut."""
+        # A child that is only killed answers as it goes: with other faults, looking may be what fails.
+        write = functools.partial(
+            scenario.write,
+            self._progress,
+            strict=strict,
+            answers=kills,
+            disk_recovers=fault is None or not fault.onwards,
+        )
+        if fault is not None:
+            return run_with_fault(write, fault, log=self._log, timeout_s=CASE_S_MAX)
+        assert cut is not None
+        counter = _Cut(scenario, cut, ends=kills)
+        ended = run_plain(counter.around(write), log=self._log, timeout_s=CASE_S_MAX)
+        return dataclasses.replace(ended, was_hit=counter.was_hit)
 
     def _verify(
         self, scenario: CrashScenario, *, strict: bool, keeps: bool, accepts_old: bool, may_refuse: bool

@@ -9,10 +9,12 @@ server has a directory of its own, listens on free ports of 127.0.0.1 only, and 
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -301,7 +303,10 @@ def tls_redis_server(tmp_path: Path) -> Iterator[RedisServer]:
     """A redis-server that wants TLS with a client's certificate, and `PASSWORD`."""
     _redis_server()
     directory = _subdirectory(tmp_path)
-    yield from _served(RedisServer(directory, password=PASSWORD, tls=make_tls_files(directory)))
+    files = TlsFiles(directory / "ca.pem", directory / "cert.pem", directory / "key.pem")
+    for path, content in zip((files.ca, files.cert, files.key), _tls_contents(), strict=True):
+        path.write_bytes(content)
+    yield from _served(RedisServer(directory, password=PASSWORD, tls=files))
 
 
 @pytest.fixture
@@ -332,6 +337,14 @@ def fake_redis_url() -> Iterator[str]:
         server.shutdown()
         server.server_close()
         thread.join(STOP_TIMEOUT_S)
+
+
+@functools.cache
+def _tls_contents() -> tuple[bytes, bytes, bytes]:
+    """Return what `make_tls_files` makes, made once in this process: servers of one test after another may share it."""
+    with tempfile.TemporaryDirectory() as directory:
+        files = make_tls_files(Path(directory))
+        return files.ca.read_bytes(), files.cert.read_bytes(), files.key.read_bytes()
 
 
 def _served(server: RedisServer) -> Iterator[RedisServer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import time
@@ -29,7 +30,10 @@ Content = Callable[[OffloadKey, int, int], bytes]
 """What is stored under a key: so many bytes, of an epoch."""
 
 _GUARD = 0xA5
-_POLL_S = 0.0002
+_POLL_S_MIN = 0.0001
+_POLL_S_MAX = 0.002
+_REMEMBERED_BYTES_MAX = 4096
+"""How long a block may be for its content to be remembered: 8 MiB in all."""
 
 
 def make_keys(count: int, label: str = "block", group_idx: int = 0) -> list[OffloadKey]:
@@ -42,6 +46,10 @@ def make_keys(count: int, label: str = "block", group_idx: int = 0) -> list[Offl
 
 def block_content(key: OffloadKey, size_bytes: int, epoch: int = 0) -> bytes:
     """Return the bytes that a test stores under `key`; every key, and every epoch of a key, has its own."""
+    return (_remembered_noise if size_bytes <= _REMEMBERED_BYTES_MAX else _noise)(key, size_bytes, epoch)
+
+
+def _noise(key: OffloadKey, size_bytes: int, epoch: int) -> bytes:
     seed = hashlib.blake2b(
         get_offload_block_hash(key),
         digest_size=16,
@@ -49,6 +57,10 @@ def block_content(key: OffloadKey, size_bytes: int, epoch: int = 0) -> bytes:
         person=epoch.to_bytes(8, "big"),
     ).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(seed, "big"))).bytes(size_bytes)
+
+
+_remembered_noise = functools.lru_cache(maxsize=2048)(_noise)
+"""Making the bytes again for every look at a block takes longer than what most tests do with them."""
 
 
 def compressible_content(key: OffloadKey, size_bytes: int, epoch: int = 0) -> bytes:
@@ -144,11 +156,13 @@ class TierRig:
     def wait(self, job_ids: Iterable[JobId]) -> list[JobResult]:
         """Return the results of jobs, in order, once all have been reported."""
         wanted = list(job_ids)
-        end = time.monotonic() + self.wait_s
+        end, pause_s = time.monotonic() + self.wait_s, _POLL_S_MIN
+        self.poll()
         while missing := [job_id for job_id in wanted if job_id not in self._results]:
-            self.poll()
             assert time.monotonic() < end, f"jobs {missing} were not reported within {self.wait_s} s"
-            time.sleep(_POLL_S)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_S_MAX)
+            self.poll()
         if not self._jobs:
             self.check_region()
         return [self._results[job_id] for job_id in wanted]
@@ -183,7 +197,7 @@ class TierRig:
             self.tier.on_schedule_end()
             self.poll()
             assert time.monotonic() < end, f"lookup had no answer within {self.wait_s} s"
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_S_MIN)
         if request is None:
             self.tier.on_request_finished(asking)
         return answer
@@ -196,7 +210,7 @@ class TierRig:
             self.tier.on_schedule_end()
             self.poll()
             assert time.monotonic() < end, f"lookup_many had no answer within {self.wait_s} s"
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_S_MIN)
         if request is None:
             self.tier.on_request_finished(asking)
         return [bool(answer) for answer in answers]

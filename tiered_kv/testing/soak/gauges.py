@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tiered_kv.testing.soak.grounds import FS_CAPACITY_BYTES, NVME_CAPACITY_BYTES, Grounds, occupied_bytes
+from tiered_kv.testing.disk_use import occupied_bytes
+from tiered_kv.testing.soak.grounds import FS_CAPACITY_BYTES, NVME_CAPACITY_BYTES, Grounds
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
 JOB_GRACE_S = 10.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from contextlib import ExitStack
 from pathlib import Path
@@ -127,20 +126,3 @@ class Grounds:
             client.create_bucket(Bucket=_BUCKET)
         finally:
             client.close()
-
-
-def occupied_bytes(directory: Path) -> int:
-    """Return what a directory occupies on its disk, as `du` counts it.
-
-    Entries come and go meanwhile. One that is renamed while it is counted may be counted under either name, so files
-    are told apart by their inode.
-    """
-    seen: dict[int, int] = {}
-    for path, _, names in os.walk(directory):
-        for name in (".", *names):
-            try:
-                status = os.lstat(f"{path}/{name}")
-            except FileNotFoundError:
-                continue
-            seen[status.st_ino] = status.st_blocks * 512
-    return sum(seen.values())

@@ -1,0 +1,45 @@
+"""Tiers on a test bench by their entry, as a stack's YAML would have it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tiered_kv.testing.rig import TierRig
+from tiered_kv.tiering.base import TierSpec
+from tiered_kv.tiering.factory import SecondaryTierFactory
+
+NAMESPACE = bytes(range(16))
+"""Whose blocks they are where a test has no need of others'."""
+
+
+def rig_of(
+    entry: Mapping[str, object],
+    *,
+    block_bytes: int,
+    num_blocks: int = 256,
+    wait_s: float = 60.0,
+    namespace: bytes = NAMESPACE,
+) -> TierRig:
+    """Open the tier of an entry on a rig, which its caller closes.
+
+    Args:
+        entry: `type`, and what that type of tier takes.
+        block_bytes: Bytes of a block.
+        num_blocks: Rows of the rig's region.
+        wait_s: How long a job or a lookup may take.
+        namespace: The digest of the namespace, 16 bytes. Rigs with different ones are different tenants.
+
+    Returns:
+        The rig. Opened again, by `reopen` or here, it is the same namespace's.
+
+    Raises:
+        ConfigError: The entry cannot be used.
+        TierError: The tier cannot be opened.
+    """
+    return TierRig(
+        lambda spec, view: SecondaryTierFactory.create(spec, view, entry),
+        num_blocks=num_blocks,
+        block_bytes=block_bytes,
+        wait_s=wait_s,
+        spec=TierSpec(str(entry["type"]), block_bytes, namespace, {"model": "bench"}),
+    )

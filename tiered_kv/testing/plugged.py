@@ -1,0 +1,33 @@
+"""A tier type that is known for as long as a test needs it, as if its plugin were installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tiered_kv.hooks import TierType, hookimpl, tier_plugins
+
+_NAME = "plugged"
+
+
+@contextmanager
+def plugged(tier_type: TierType) -> Iterator[None]:
+    """Have a plugin with one tier type within the `with` block, one at a time.
+
+    Args:
+        tier_type: The type; its name must not be taken.
+
+    Raises:
+        ConfigError: The plugin cannot be registered.
+    """
+
+    class Plugin:
+        @hookimpl
+        def tiered_kv_register_tiers(self) -> list[TierType]:
+            return [tier_type]
+
+    tier_plugins().register(Plugin(), _NAME)
+    try:
+        yield
+    finally:
+        tier_plugins().unregister(_NAME)

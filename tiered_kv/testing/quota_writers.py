@@ -1,0 +1,102 @@
+"""Processes that store more than a namespace's quota together, while their starter looks at what is stored.
+
+A program, too: `python -m tiered_kv.testing.quota_writers ENTRY NAMESPACE LABEL BATCHES`, with the tier's entry as
+JSON, stores blocks and prints after each batch how many it has stored in all.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from tiered_kv.testing.entries import rig_of
+from tiered_kv.testing.rig import make_keys
+
+BLOCK_BYTES: Final = 65_536
+BATCH: Final = 8
+"""Blocks of a batch."""
+
+_WRITERS: Final = 2
+_ENDLESS: Final = 1_000_000
+_PAUSE_S: Final = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Overfilled:
+    """What came of it.
+
+    Args:
+        stored_bytes: What the writers that ended by themselves have stored.
+        most_bytes: The most that was in use at any look.
+    """
+
+    stored_bytes: int
+    most_bytes: int
+
+
+def overfill(
+    entry: Mapping[str, object], namespace: bytes, quota_bytes: int, used_bytes: Callable[[], int]
+) -> Overfilled:
+    """Let two processes store twice the quota each, and a third one until it is killed amid its stores.
+
+    Args:
+        entry: Of the tier, with its quota: each process opens one. JSON can say it.
+        namespace: The digest of the namespace, 16 bytes.
+        quota_bytes: What must never be exceeded.
+        used_bytes: Returns what the namespace's blocks take at one moment.
+
+    Raises:
+        AssertionError: More was in use at some look, or a process failed.
+    """
+    batches = 2 * quota_bytes // (BATCH * BLOCK_BYTES)
+    writers = [_start(entry, namespace, f"writer-{number}", batches) for number in range(_WRITERS)]
+    victim = _start(entry, namespace, "victim", _ENDLESS)
+    samples: list[int] = []
+
+    def sample() -> None:
+        samples.append(used_bytes())
+        assert samples[-1] <= quota_bytes, f"{samples[-1]} bytes are in use, of a quota of {quota_bytes}"
+
+    try:
+        assert victim.stdout is not None
+        while int(victim.stdout.readline()) < 3 * BATCH:
+            sample()
+        victim.send_signal(signal.SIGKILL)  # amid its stores
+        while any(writer.poll() is None for writer in writers):
+            sample()
+            time.sleep(_PAUSE_S)
+        stored = [int(writer.communicate()[0].split()[-1]) for writer in writers]
+    finally:
+        for process in (*writers, victim):
+            process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+    sample()
+    return Overfilled(sum(stored) * BLOCK_BYTES, max(samples))
+
+
+def _start(entry: Mapping[str, object], namespace: bytes, label: str, batches: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", __name__, json.dumps(entry), namespace.hex(), label, str(batches)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def main() -> None:
+    """Be such a process."""
+    entry, namespace, label, batches = sys.argv[1:]
+    rig = rig_of(json.loads(entry), block_bytes=BLOCK_BYTES, namespace=bytes.fromhex(namespace))
+    stored = 0
+    for number in range(int(batches)):
+        stored += len(rig.succeeded(rig.store(make_keys(BATCH, f"{label}-{number}"))))
+        print(stored, flush=True)
+    rig.close()
+
+
+if __name__ == "__main__":
+    main()
