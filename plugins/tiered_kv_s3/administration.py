@@ -2,8 +2,9 @@
 
 Two kinds of small objects stay, both without a word of anybody's: an epoch, drawn anew, where there was one, since who
 opens the namespace later must not join the epoch from before a reset; and the grants of stacks that run, since without
-them the others would store beyond the capacity. Their older versions go. Foreign objects, whose names are not of the
-tier's layout (`naming.py`), stay in every version, and are reported.
+them the others would store beyond the capacity. A stack may announce a grant, or write an epoch, at any moment:
+so of grants only those go that had lapsed when the purge began. Older versions of both go. Foreign objects, whose names
+are not of the tier's layout (`naming.py`), stay in every version, and are reported.
 
 The tier sends whole objects, so it leaves no uploads in parts behind.
 """
@@ -29,7 +30,7 @@ from tiered_kv_s3.account import Account
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.counters import Counters
 from tiered_kv_s3.epoch import Epoch
-from tiered_kv_s3.grants import live_grants
+from tiered_kv_s3.grants import known_grants
 from tiered_kv_s3.listing import Listing
 from tiered_kv_s3.naming import Naming
 from tiered_kv_s3.settings import S3Settings
@@ -77,16 +78,15 @@ class S3Administration(TierAdministration):
 
     def purge(self, digest: str, deadline: float) -> Purged:
         naming = self._naming(digest)
-        kept = live_grants(self._listing, naming.grants, deadline)
-        users = len({name.removeprefix(naming.grants)[:16] for name in kept})
-        if self._renew_epoch(naming, deadline):
-            kept.add(naming.epoch)
+        grants = known_grants(self._listing, naming.grants, deadline)
+        users = grants.owners
+        self._renew_epoch(naming, deadline)
         removed = _Removed()
         found = 0
         for _ in range(_PASSES_MAX):
             refusals, removed.refusals = removed.refusals, set()
             before = removed.size_bytes, removed.blocks
-            found = self._pass(naming, kept, removed, deadline)
+            found = self._pass(naming, grants.lapsed, removed, deadline)
             is_stuck = bool(refusals & removed.refusals) and before == (removed.size_bytes, removed.blocks)
             if not found or is_stuck or time.monotonic() >= deadline:
                 break
@@ -96,17 +96,20 @@ class S3Administration(TierAdministration):
     def close(self) -> None:
         self._bucket.close()
 
-    def _pass(self, naming: Naming, kept: set[str], removed: _Removed, deadline: float) -> int:
+    def _pass(self, naming: Naming, lapsed: frozenset[str], removed: _Removed, deadline: float) -> int:
         """Delete what is the tier's; return how much of it there was."""
         found = removed.foreign = 0
-        foreign = ""
+        foreign = deleted = ""  # an object's versions follow each other, the latest first
         for page in self._versions.pages(naming.root, deadline):
             doomed = []
             for version in page:
                 if not naming.owns(version.name):
-                    removed.foreign += version.name != foreign  # an object's versions follow each other
+                    removed.foreign += version.name != foreign
                     foreign = version.name
-                elif not (version.is_latest and version.name in kept):
+                    continue
+                if version.is_mark and version.is_latest:
+                    deleted = version.name  # without the mark, an older version on the next page becomes the latest
+                if version.name == deleted or not _stays(version, naming, lapsed):
                     doomed.append(version)
             found += len(doomed)
             if not doomed:
@@ -136,15 +139,14 @@ class S3Administration(TierAdministration):
             return ("the server lists no versions; it is taken to keep none",)
         return ()
 
-    def _renew_epoch(self, naming: Naming, deadline: float) -> bool:
-        """Replace the epoch if there is one; return whether."""
+    def _renew_epoch(self, naming: Naming, deadline: float) -> None:
+        """Replace the epoch if there is one. One that is written later is of a reset after this."""
         entries = [version for page in self._versions.pages(naming.epoch, deadline) for version in page]
         if not any(each.name == naming.epoch and each.is_latest and not each.is_mark for each in entries):
-            return False
+            return
         epoch = Epoch(self._bucket, naming, self._tier)
         epoch.renew()
         epoch.saved_value(deadline)
-        return True
 
     def _stored(self, digest: str, deadline: float) -> StoredNamespace | None:
         """Return what is stored of a namespace; None if it is nothing but what a purge leaves, and foreign objects."""
@@ -189,3 +191,10 @@ class S3Administration(TierAdministration):
 
 def _is_block(version: Version, naming: Naming) -> bool:
     return not version.is_mark and naming.is_block(version.name)
+
+
+def _stays(version: Version, naming: Naming, lapsed: frozenset[str]) -> bool:
+    """Return whether this is the epoch, or a grant that may hold."""
+    if version.is_mark or not version.is_latest:
+        return False
+    return version.name == naming.epoch or (version.name.startswith(naming.grants) and version.name not in lapsed)

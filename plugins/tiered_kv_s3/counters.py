@@ -15,7 +15,7 @@ _NAMES: Final = {
     "retries": "requests that were sent again",
     "slow_downs": "times the server asked for fewer requests",
     "connections_opened": "connections opened",
-    "corrupt_blocks": "records that were not what was asked for, twice in a row",
+    "corrupt_blocks": "records damaged twice in a row, of another format version, or refused by encryption",
     "unreadable_blocks": "sound records that need a codec or a key that is not here; they are left to others",
     "oversized_blocks": "objects that were longer than a record can be; they are not read",
     "expired_blocks": "blocks found older than `ttl`",

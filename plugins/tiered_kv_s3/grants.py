@@ -6,11 +6,16 @@ OWNER is 16 random digits of one tier in one process, BYTES its grant, SECONDS h
 clock, from when the object was written. An owner that was killed is forgotten after that time: it cannot be told from
 one that is slow, and may have sent its last store at the end of it. Everything is in the names, so one listing tells
 all. How the capacity follows from this: `ledger.py`.
+
+A request to delete may come late: whoever found a grant lapsed sends it later, and the server may carry it out later
+still. So that it never meets a grant that holds, **nobody relies on a name again that has lapsed, or that was to be
+deleted**. Its owner draws a new OWNER instead.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import secrets
 import time
 from dataclasses import dataclass
@@ -28,6 +33,8 @@ _MARGIN_S = 20.0
 _LIFETIME_STEP_S = 10
 """Lifetimes are rounded up to it, so that a name does not change with every round."""
 _REQUEST_S_MAX = 10.0
+_SPENT_MAX = 1000
+"""Names to remember before a new OWNER is drawn, which forgets them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +69,8 @@ class Grants:
         self._interval_s = interval_s
         self._lifetime_s = 0
         self.allow_for(0.0)
-        self._written: set[str] = set()  # names of our own that may be there
+        self._written: dict[str, float] = {}  # names of our own that may be there, and until when they hold at least
+        self._spent: set[str] = set()  # those with this OWNER that must not be written again
 
     def allow_for(self, round_s: float) -> None:
         """Announce what holds until the round after the next begins, if that takes `round_s` as the last one has.
@@ -74,15 +82,16 @@ class Grants:
 
     def announce(self, size_bytes: int) -> float:
         """Tell the others of a grant; return until when it holds, in seconds of `time.monotonic()`."""
-        began_s = time.monotonic()
-        name = f"{self._prefix}{self._owner}-{size_bytes}-{self._lifetime_s}"
-        self._written.add(name)
-        verdict = self._bucket.put(name, [b""], began_s + _REQUEST_S_MAX)
-        if verdict is not Verdict.DONE:
-            raise TierUnavailableError(f"a grant cannot be written: {verdict.reason}", operation="grant")
-        for former in self._written - {name}:
+        name = self._name_for(size_bytes)
+        held_until_s = self._written.get(name, math.inf)
+        valid_until_s = self._write(name)
+        if time.monotonic() >= held_until_s:  # it had lapsed before it was renewed: others may be deleting it
+            self._spent.add(name)
+            name = self._name_for(size_bytes)
+            valid_until_s = self._write(name)
+        for former in [each for each in self._written if each != name]:
             self._forget(former, time.monotonic() + _REQUEST_S_MAX)
-        return began_s + self._lifetime_s
+        return valid_until_s
 
     def of_others(self, deadline: float) -> OtherGrants:
         """Return what the others have announced, and delete what nobody has renewed for long."""
@@ -92,7 +101,7 @@ class Grants:
                 said = GRANT.fullmatch(entry.name.removeprefix(self._prefix))
                 if said is None or said["owner"] == self._owner:
                     continue
-                if entry.age_s > int(said["seconds"]) + CLOCKS_S:
+                if _has_lapsed(entry, said):
                     self._bucket.delete(entry.name, deadline)
                 else:  # while it is being replaced there are two
                     by_owner[said["owner"]] = by_owner.get(said["owner"], 0) + int(said["bytes"])
@@ -103,15 +112,51 @@ class Grants:
         for name in list(self._written):
             self._forget(name, deadline)
 
+    def _name_for(self, size_bytes: int) -> str:
+        """Return a name that nobody has reason to delete."""
+        said = f"{size_bytes}-{self._lifetime_s}"
+        name = f"{self._prefix}{self._owner}-{said}"
+        has_lapsed = time.monotonic() >= self._written.get(name, math.inf)
+        if not has_lapsed and name not in self._spent and len(self._spent) < _SPENT_MAX:
+            return name
+        self._owner = secrets.token_hex(8)
+        self._spent.clear()
+        return f"{self._prefix}{self._owner}-{said}"
+
+    def _write(self, name: str) -> float:
+        """Write a grant; return until when it holds."""
+        began_s = time.monotonic()
+        valid_until_s = began_s + self._lifetime_s
+        self._written.setdefault(name, valid_until_s)  # even if no answer comes it may be there
+        verdict = self._bucket.put(name, [b""], began_s + _REQUEST_S_MAX)
+        if verdict is not Verdict.DONE:
+            raise TierUnavailableError(f"a grant cannot be written: {verdict.reason}", operation="grant")
+        self._written[name] = valid_until_s
+        return valid_until_s
+
     def _forget(self, name: str, deadline: float) -> None:
+        self._spent.add(name)
         verdict = self._bucket.delete(name, deadline)
         if verdict is not Verdict.DONE:
             raise TierUnavailableError(f"a grant cannot be deleted: {verdict.reason}", operation="grant")
-        self._written.discard(name)
+        self._written.pop(name, None)
 
 
-def live_grants(listing: Listing, prefix: str, deadline: float) -> set[str]:
-    """Return the names of the grants that hold.
+@dataclass(frozen=True, slots=True)
+class KnownGrants:
+    """The grants of a namespace at one moment.
+
+    Args:
+        owners: How many processes have one that holds.
+        lapsed: The names of those that do not hold, and never will again.
+    """
+
+    owners: int
+    lapsed: frozenset[str]
+
+
+def known_grants(listing: Listing, prefix: str, deadline: float) -> KnownGrants:
+    """Return what is known of all grants.
 
     Args:
         listing, prefix: As for `Grants`.
@@ -120,10 +165,19 @@ def live_grants(listing: Listing, prefix: str, deadline: float) -> set[str]:
     Raises:
         TierUnavailableError: The server does not list.
     """
-    entries = [entry for page in listing.pages(prefix, deadline) for entry in page]
-    return {entry.name for entry in entries if _holds(entry, prefix)}
+    owners: set[str] = set()
+    lapsed: set[str] = set()
+    for page in listing.pages(prefix, deadline):
+        for entry in page:
+            said = GRANT.fullmatch(entry.name.removeprefix(prefix))
+            if said is None:
+                continue
+            if _has_lapsed(entry, said):
+                lapsed.add(entry.name)
+            else:
+                owners.add(said["owner"])
+    return KnownGrants(len(owners), frozenset(lapsed))
 
 
-def _holds(entry: Listed, prefix: str) -> bool:
-    said = GRANT.fullmatch(entry.name.removeprefix(prefix))
-    return said is not None and entry.age_s <= int(said["seconds"]) + CLOCKS_S
+def _has_lapsed(entry: Listed, said: re.Match[str]) -> bool:
+    return entry.age_s > int(said["seconds"]) + CLOCKS_S

@@ -6,12 +6,14 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv_s3 import caretaker
+from tiered_kv_s3 import grants as grants_module
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.caretaker import Caretaker
 from tiered_kv_s3.counters import Counters
@@ -299,6 +301,83 @@ def test_a_grant_of_a_process_that_is_killed_is_kept_from_the_others_no_longer_t
     assert other.of_others(soon()).total_bytes == 10
     bucket.now_s += 0.1
     assert other.of_others(soon()).total_bytes == 0
+    assert bucket.objects == {}
+
+
+def two_grants(bucket: SharedBucket, monkeypatch: pytest.MonkeyPatch) -> list[Grants]:
+    """Grants of two processes, which live by the bucket's clock and hold for 30 s."""
+    monkeypatch.setattr(grants_module, "time", SimpleNamespace(monotonic=lambda: bucket.now_s))
+    return [Grants(cast(Bucket, bucket), cast(Listing, SharedListing(bucket)), GRANTS, 1.0) for _ in range(2)]
+
+
+def test_a_grant_announced_again_while_another_deletes_the_lapsed_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = SharedBucket()
+    stopped, other = two_grants(bucket, monkeypatch)
+    assert stopped.announce(10) == 30.0
+    (lapsed,) = bucket.objects
+    bucket.now_s = 30 + CLOCKS_S + 1
+    delete, put = bucket.delete, bucket.put
+
+    def put_another(name: str, pieces: Sequence[bytes], deadline: float) -> Verdict:
+        assert name != lapsed
+        return put(name, pieces, deadline)
+
+    bucket.put = put_another  # type: ignore[method-assign]
+
+    def late_delete(name: str, deadline: float) -> Verdict:
+        bucket.delete = delete  # type: ignore[method-assign]
+        assert stopped.announce(10) == bucket.now_s + 30
+        return delete(name, deadline)
+
+    bucket.delete = late_delete  # type: ignore[method-assign]
+    other.of_others(soon())
+    assert bucket.delete is delete, "the lapsed grant was to be deleted"
+    assert other.of_others(soon()).total_bytes == 10
+    assert len(bucket.objects) == 1, "and its owner has deleted it too"
+    assert stopped.of_others(soon()).total_bytes == 0
+
+
+def test_a_grant_that_lapses_while_it_is_renewed_is_announced_under_another_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bucket = SharedBucket()
+    slow, _ = two_grants(bucket, monkeypatch)
+    slow.announce(10)
+    (former,) = bucket.objects
+    bucket.now_s = 29.0
+    assert slow.announce(10) == 59.0
+    assert list(bucket.objects) == [former], "it holds, so the same name tells all"
+    bucket.now_s = 58.0
+
+    def pass_time() -> None:
+        bucket.meanwhile = lambda: None  # type: ignore[method-assign]
+        bucket.now_s = 59.0 + CLOCKS_S + 1  # others find it lapsed before the renewal arrives
+
+    bucket.meanwhile = pass_time  # type: ignore[method-assign]
+    assert slow.announce(10) == bucket.now_s + 30
+    assert len(bucket.objects) == 1
+    assert former not in bucket.objects
+
+
+def test_a_grant_s_name_is_not_written_again_once_it_was_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = SharedBucket()
+    owner, other = two_grants(bucket, monkeypatch)
+    names = []
+    for size in (1, 2, 1, 2, *range(3, 1100)):
+        owner.announce(size)
+        (name,) = bucket.objects
+        names.append(name)
+    assert len(set(names)) == len(names)
+    owners = {name.removeprefix(GRANTS)[:16] for name in names[4:]}
+    assert len(owners) == 2, "a new one, so that no more than 1000 names have to be remembered"
+    bucket.refuses_deletes = True
+    for size in (2000, 1099):  # the deletion that was refused may be carried out all the same
+        with pytest.raises(TierUnavailableError):
+            owner.announce(size)
+    assert len(bucket.objects) == 3
+    assert other.of_others(soon()).total_bytes == 1099 + 2000 + 1099
+    bucket.refuses_deletes = False
+    owner.give_up(soon())
     assert bucket.objects == {}
 
 
