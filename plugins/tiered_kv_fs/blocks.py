@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import stat
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from tiered_kv.base import OffloadKey
@@ -18,7 +17,7 @@ from tiered_kv.toolkit.room import ThreadRoom
 from tiered_kv.toolkit.status import REFUSED, UNREADABLE
 from tiered_kv.toolkit.unreadable import Unreadable
 from tiered_kv_fs.counters import Counters
-from tiered_kv_fs.layout import SHARD_HEX, block_name
+from tiered_kv_fs.layout import SHARD_HEX, block_name, temporary_name
 from tiered_kv_fs.posix import (
     ALLOCATION_BYTES,
     make_directory,
@@ -28,6 +27,7 @@ from tiered_kv_fs.posix import (
     reason_of,
     remove,
     round_up,
+    take_away,
     write_all,
 )
 
@@ -46,11 +46,22 @@ class Moved:
         done: The keys that succeeded.
         reason: Why the others did not; the last reason if there were several.
         used_bytes: Bytes that came to lie in the directory.
+        freed_bytes: Bytes that this call took away from there, to put others in their place.
     """
 
     done: list[OffloadKey]
     reason: str = ""
     used_bytes: int = 0
+    freed_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """As `Moved`, of one block; no reason if it is there."""
+
+    reason: str = ""
+    used_bytes: int = 0
+    freed_bytes: int = 0
 
 
 class BlockFiles:
@@ -73,7 +84,6 @@ class BlockFiles:
         self._codecs = codecs
         self._room = ThreadRoom()  # for payloads that are not the blocks themselves
         self._counters = counters
-        self._temporary_numbers = itertools.count()
         self._unreadable: Unreadable[str] = Unreadable()  # by what follows the namespace's directory in their paths
 
     def store(self, epoch: str, owner: str, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Moved:
@@ -86,22 +96,23 @@ class BlockFiles:
         """
         stored: list[OffloadKey] = []
         reason = ""
-        used_bytes = 0
+        used_bytes = freed_bytes = 0
         epoch_path = f"{self._namespace_path}/{epoch}"
         try:
             make_directory(epoch_path)
             with opened_directory(epoch_path) as epoch_fd:
                 # Backwards, so that the head of a prefix, without which its tail is worthless, is evicted last.
                 for key, block in zip(reversed(keys), reversed(blocks), strict=True):
-                    failure, block_used_bytes = self._store_one(epoch, epoch_fd, owner, key, block)
-                    used_bytes += block_used_bytes
-                    if failure:
-                        reason = failure
+                    one = self._store_one(epoch, epoch_fd, owner, key, block)
+                    used_bytes += one.used_bytes
+                    freed_bytes += one.freed_bytes
+                    if one.reason:
+                        reason = one.reason
                     else:
                         stored.append(key)
         except OSError as error:
             reason = self._note_failure(error)
-        return Moved(stored, reason, used_bytes)
+        return Moved(stored, reason, used_bytes, freed_bytes)
 
     def load(self, epoch: str, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Moved:
         """Read blocks into place and verify them. One that is damaged is removed."""
@@ -139,30 +150,30 @@ class BlockFiles:
             return False
         return stat.S_ISREG(status.st_mode) and self._is_possible(status.st_size)
 
-    def _store_one(self, epoch: str, epoch_fd: int, owner: str, key: OffloadKey, block: memoryview) -> tuple[str, int]:
-        """Write one block; return why not, or an empty string, and the bytes that it took."""
+    def _store_one(self, epoch: str, epoch_fd: int, owner: str, key: OffloadKey, block: memoryview) -> _Stored:
+        """Write one block, unless it is there and can be read."""
         name = block_name(key, self._namespace_digest)
         shard = name[:SHARD_HEX]
-        used_bytes = 0
+        made_bytes = 0
         try:
             try:
                 shard_fd = _open_shard(shard, epoch_fd)
             except FileNotFoundError:
-                used_bytes += ALLOCATION_BYTES * make_directory(shard, epoch_fd)
+                made_bytes = ALLOCATION_BYTES * make_directory(shard, epoch_fd)
                 shard_fd = _open_shard(shard, epoch_fd)
             try:
-                if _place(epoch, name) not in self._unreadable and self._is_there(name, shard_fd):
+                replaces = _place(epoch, name) in self._unreadable
+                if not replaces and self._is_there(name, shard_fd):
                     self._counters.add("present_blocks")
-                    return "", used_bytes
-                # What it replaces stays in the ledger until the next count: who else replaces it cannot be known.
-                failure, written_bytes = self._write(shard_fd, name, owner, key, block)
-                if not failure:
+                    return _Stored(used_bytes=made_bytes)
+                one = self._write(shard_fd, name, owner, key, block, replaces=replaces)
+                if not one.reason:
                     self._unreadable.forget((_place(epoch, name),))
-                return failure, used_bytes + written_bytes
+                return replace(one, used_bytes=made_bytes + one.used_bytes)
             finally:
                 os.close(shard_fd)
         except OSError as error:
-            return self._note_failure(error), used_bytes
+            return _Stored(self._note_failure(error), made_bytes)
 
     def _is_there(self, name: str, shard_fd: int) -> bool:
         """Return whether a block has its file, and mark it as used."""
@@ -177,19 +188,24 @@ class BlockFiles:
                 os.utime(name, dir_fd=shard_fd, follow_symlinks=False)
         return True
 
-    def _write(self, shard_fd: int, name: str, owner: str, key: OffloadKey, block: memoryview) -> tuple[str, int]:
+    def _write(
+        self, shard_fd: int, name: str, owner: str, key: OffloadKey, block: memoryview, *, replaces: bool
+    ) -> _Stored:
         header, payload = encode_record(key, block, self._namespace_digest, self._codecs.writer, self._room.take)
-        temporary = f".{name}.{owner}.{next(self._temporary_numbers):x}.tmp"
+        temporary = temporary_name(name, owner)
         charge_bytes = _charge(HEADER_BYTES + len(payload))
+        freed_bytes = 0
         try:
             with opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, shard_fd) as fd:
                 write_all(fd, [header, payload])  # closing it is when a network file system tells of a full disk
+            if replaces:
+                freed_bytes = _take_away(name, owner, shard_fd)
             os.rename(temporary, name, src_dir_fd=shard_fd, dst_dir_fd=shard_fd)
         except OSError as error:
             is_gone = remove(temporary, shard_fd) or not _exists(temporary, shard_fd)
-            return self._note_failure(error), 0 if is_gone else charge_bytes
+            return _Stored(self._note_failure(error), 0 if is_gone else charge_bytes, freed_bytes)
         self._counters.add("stored_files")
-        return "", charge_bytes
+        return _Stored("", charge_bytes, freed_bytes)
 
     def _load_one(self, epoch: str, key: OffloadKey, block: memoryview) -> str:
         """Read one block; return why not, or an empty string."""
@@ -267,6 +283,23 @@ def _place(epoch: str, name: str) -> str:
 
 def _charge(record_bytes: int) -> int:
     return round_up(record_bytes) + ENTRY_BYTES
+
+
+def _take_away(name: str, owner: str, shard_fd: int) -> int:
+    """Take away the block that is to be replaced, so that the ledger can be told; return the bytes.
+
+    Of several processes that replace it, each gets another file or none, and may get what one of them has just put
+    there. Until the new one is in place the block is a miss. Directories, which cannot be replaced, stay.
+    """
+    try:
+        if not stat.S_ISREG(os.stat(name, dir_fd=shard_fd, follow_symlinks=False).st_mode):
+            return 0
+    except FileNotFoundError:
+        return 0
+    taken = take_away(name, temporary_name(name, owner), shard_fd)
+    if taken is None or taken.st_nlink > 1:  # of which the bytes are still there
+        return 0
+    return round_up(taken.st_size)  # as charged, but for the entry: directories do not shrink
 
 
 def _open_shard(shard: str, epoch_fd: int) -> int:

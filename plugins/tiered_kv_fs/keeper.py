@@ -18,6 +18,7 @@ from tiered_kv_fs.counters import Counters
 from tiered_kv_fs.epochs import write_epoch
 from tiered_kv_fs.ledger import LedgerState
 from tiered_kv_fs.posix import reason_of
+from tiered_kv_fs.replaced import Replaced
 from tiered_kv_fs.sweeper import Sweep, Sweeper
 from tiered_kv_fs.volume import Volume
 
@@ -62,6 +63,7 @@ class Keeper:
         volume: The directory; the keeper's thread owns it from here on, and closes it.
         sweeper: Makes room.
         allowance: What it fills.
+        replaced: What it tells the ledger of.
         limits: See there.
         counters: Where to count.
         epoch: The epoch at first.
@@ -73,6 +75,7 @@ class Keeper:
         volume: Volume,
         sweeper: Sweeper,
         allowance: Allowance,
+        replaced: Replaced,
         limits: KeeperLimits,
         counters: Counters,
         epoch: str,
@@ -85,6 +88,7 @@ class Keeper:
         self._volume = volume
         self._sweeper = sweeper
         self._allowance = allowance
+        self._replaced = replaced
         self._limits = limits
         self._counters = counters
         self._epoch = epoch  # written by `reset`
@@ -228,6 +232,7 @@ class Keeper:
         with self._volume.ledger.locked() as state:
             outstanding_bytes = self._allowance.outstanding_bytes
             state.grants[name] = outstanding_bytes  # at most what it was, and known again if the ledger was lost
+            self._replaced.tell(state, self._volume.namespace)
             if state.total_bytes is None:
                 return False
             self._note_totals(state)
@@ -288,6 +293,7 @@ class Keeper:
             self._give_back()
         self._stored_at_last_tick = stored
         with self._volume.ledger.locked() as state:
+            self._replaced.tell(state, self._volume.namespace)
             room_bytes = self._room_bytes(state)
             is_due = (
                 room_bytes is None
@@ -319,6 +325,7 @@ class Keeper:
             with self._volume.ledger.locked() as state:
                 if state.total_bytes is not None:
                     state.add(-unused_bytes, self._volume.namespace)
+                self._replaced.tell(state, self._volume.namespace)
                 state.grants[name] = self._allowance.outstanding_bytes
         except OSError:
             self._allowance.add(unused_bytes)

@@ -7,7 +7,7 @@
     <namespace>/namespace.json        the namespace in readable form
     <namespace>/epoch                 the epoch that who opens it joins; see epochs.py
     <namespace>/<epoch>/<shard>/<block>                     a block record
-    <namespace>/<epoch>/<shard>/.<block>.<owner>.<n>.tmp    a block record being written
+    <namespace>/<epoch>/<shard>/.<block>.<owner>.<n>.tmp    a block record being written, or removed
     .<namespace>.<n>.purged           a namespace's directory while it is being purged; see administration.py
 
 <namespace> is the namespace's digest, <block> a digest of the key, <shard> its first byte: nothing that comes
@@ -17,6 +17,7 @@ from outside is ever part of a path. Whatever else lies there is foreign: never 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from typing import Final
 
@@ -44,6 +45,17 @@ TEMPORARY: Final = re.compile(r"\.[a-z.-]+\.[0-9a-f]{16}\.tmp")
 """A small file on its way into place; see `posix.replace_file`."""
 
 PURGED: Final = re.compile(r"\.(?P<namespace>[0-9a-f]{32})\.[0-9a-f]{16}\.purged")
+
+
+_numbers = itertools.count()
+
+
+def temporary_name(block: str, owner: str) -> str:
+    """Return a name for a block's file before it is in place, or while it is removed; another one each time.
+
+    If its owner ends meanwhile, it is swept as what the owner has left.
+    """
+    return f".{block}.{owner}.{next(_numbers):x}.tmp"
 
 
 def block_name(key: OffloadKey, namespace_digest: bytes) -> str:

@@ -8,10 +8,10 @@ and a grant is given only while `total_bytes` stays within the capacity. The sam
 an owner, of what lies in its directory and of its owners' grants: its share of the total, which a *quota* limits.
 
 A file that is stored turns a part of its process's grant into bytes in the directory, so nothing needs to be told then:
-the total stands. It shrinks when a
-process gives back what it did not use, and when the holder of the sweep lock has removed files, or counted them anew
-(`Sweeper`). Errors are on the side of counting too much: a file that two processes stored at once, or that was
-replaced, or removed as damaged, is counted until the next count.
+the total stands. It shrinks when a process gives back what it did not use, or has taken files away that it replaced
+(`Replaced`), and when the holder of the sweep lock has removed files, or counted them anew (`Sweeper`). Errors are on
+the side of counting too much: a file that two processes stored at once, or that was removed as damaged, is counted
+until the next count.
 
 A ledger that is missing or damaged knows no total. Then nothing is granted until someone has counted. The same goes for
 a namespace's share, where who asks has a quota. So that a ledger which is lost while somebody counts is not taken for
@@ -93,7 +93,7 @@ class LedgerState:
             share.total_bytes += size_bytes
 
     def take_off(self, size_bytes: int, namespace: str) -> None:
-        """Take files that were removed in a namespace off the totals; by who holds the sweep lock."""
+        """Take files that were removed in a namespace off the totals; by who removed them."""
         if self.total_bytes is not None:
             self.total_bytes = max(0, self.total_bytes - size_bytes)
         share = self.shares.get(namespace)

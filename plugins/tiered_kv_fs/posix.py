@@ -10,7 +10,7 @@ import secrets
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from tiered_kv.permissions import DIRECTORY_MODE, FILE_MODE, check_file
@@ -212,3 +212,19 @@ def remove(path: str, dir_fd: int | None = None) -> bool:
     except OSError:
         return False
     return True
+
+
+def take_away(path: str, aside: str, dir_fd: int | None = None) -> os.stat_result | None:
+    """Remove a file; return what it was, or None unless it was this call that did.
+
+    It gets the name `aside` first. Whatever is looked at before it is unlinked under `path`, another process may have
+    put a file of another size there by then.
+    """
+    try:
+        os.rename(path, aside, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+    except OSError:
+        return None
+    status = None
+    with suppress(OSError):
+        status = os.stat(aside, dir_fd=dir_fd, follow_symlinks=False)
+    return status if remove(aside, dir_fd) else None

@@ -10,9 +10,9 @@ from typing import Final
 
 from tiered_kv_fs.counters import Counters
 from tiered_kv_fs.epochs import read_epoch
-from tiered_kv_fs.layout import EPOCH, NAMESPACE, SHARD
+from tiered_kv_fs.layout import EPOCH, NAMESPACE, SHARD, temporary_name
 from tiered_kv_fs.ledger import Share
-from tiered_kv_fs.posix import directories, opened, remove, try_lock, unlock
+from tiered_kv_fs.posix import directories, occupied_bytes, opened, remove, take_away, try_lock, unlock
 from tiered_kv_fs.survey import Candidate, Survey, namespace_of, survey
 from tiered_kv_fs.volume import Volume
 
@@ -40,9 +40,8 @@ class Sweep(Enum):
 class Sweeper:
     """Counts and evicts. One thread.
 
-    Only who holds the sweep lock takes removed files off the ledger's total, and only if nobody has counted since they
-    were there: the lock's file may be removed, and another's count be made. So no file that a count has not seen any
-    more is taken off a second time.
+    Removed files are taken off the ledger's total only if nobody has counted since they were there: the lock's file may
+    be removed, and another's count be made. So no file that a count has not seen any more is taken off a second time.
 
     Args:
         volume: The directory.
@@ -138,11 +137,13 @@ class Sweeper:
         written and counted meanwhile is in both, until the next count. So it is for each namespace that has owners.
 
         If the ledger was lost meanwhile, what was given cannot be told: then nothing is written, and the new ledger,
-        which knows no total, has somebody count again.
+        which knows no total, has somebody count again. If it knew none before, nothing was given. Releases that know
+        of no count leave the word out when they write; a ledger without it that knows a total was not lost.
         """
         ledger = self._volume.ledger
         with ledger.locked() as state:
             count = state.mark_count()
+            was_known = state.total_bytes is not None
             alive = self._volume.reap(state)
             grants_by: defaultdict[str, int] = defaultdict(int)
             for note in alive:
@@ -154,9 +155,12 @@ class Sweeper:
         found = survey(self._volume.path, live_epochs, own_namespace=own_namespace)
         self._remove_leftovers(found, {note.name for note in alive}, sweep_fd)
         with ledger.locked() as state:
-            if state.count != count:
+            if state.count not in (count, "") or was_known != (state.total_bytes is not None):
                 return
             state.mark_count()
+            if not was_known:
+                granted_before = state.granted_bytes
+                granted_by_before = {name: share.granted_bytes for name, share in state.shares.items()}
             granted_bytes = sum(grants_by.values()) + state.granted_bytes - granted_before
             state.total_bytes = found.used_bytes + granted_bytes + _SMALL_FILES_BYTES
             for name in grants_by.keys() - state.shares.keys() - {""}:
@@ -209,12 +213,15 @@ class Sweeper:
                     continue
             except FileNotFoundError:
                 continue
-            if remove(candidate.path):
-                removed_by[namespace_of(candidate.path, self._volume.path)] += candidate.size_bytes
-                removed_bytes += candidate.size_bytes
+            above, name = candidate.path.rsplit("/", 1)
+            taken = take_away(candidate.path, f"{above}/{temporary_name(name, self._volume.owner.name)}")
+            if taken is not None:  # not what was listed, if it has just been replaced
+                size_bytes = occupied_bytes(taken)
+                removed_by[namespace_of(candidate.path, self._volume.path)] += size_bytes
+                removed_bytes += size_bytes
                 removed_files += 1
         with self._volume.ledger.locked() as state:
-            if state.count == self._count_seen:
+            if state.count in (self._count_seen, ""):  # releases that know of no count leave the word out
                 for namespace, size_bytes in removed_by.items():
                     state.take_off(size_bytes, namespace)
         self._counters.add("evicted_files", removed_files)

@@ -18,6 +18,7 @@ from tiered_kv_fs.blocks import BlockFiles, Moved, room_bytes_of
 from tiered_kv_fs.counters import Counters
 from tiered_kv_fs.epochs import new_epoch
 from tiered_kv_fs.keeper import Keeper, KeeperLimits
+from tiered_kv_fs.replaced import Replaced
 from tiered_kv_fs.settings import FsSettings
 from tiered_kv_fs.sweeper import Sweeper
 from tiered_kv_fs.threads import DaemonThreads
@@ -126,6 +127,7 @@ class FsTier(AsyncTier):
         name = getattr(offloading_spec, "name", None) or tier_type
         self._counters = Counters()
         self._allowance = Allowance()
+        self._replaced = Replaced()
         self._room_timeout_s = min(_ROOM_TIMEOUT_MAX_S, settings.job_timeout / 2)
         identity = Identity(digest, getattr(offloading_spec, "namespace", {}), block_bytes)
         self._volume = Volume(settings.path, identity, tier=name, private=settings.private)
@@ -205,9 +207,11 @@ class FsTier(AsyncTier):
         self, epoch: str, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], room_bytes: int
     ) -> Moved:
         used_bytes = room_bytes
+        count = self._replaced.count
         try:
             moved = self._files.store(epoch, self._volume.owner.name, keys, blocks)
             used_bytes = moved.used_bytes
+            self._replaced.add(moved.freed_bytes, count)
             return moved
         finally:
             self._allowance.settle(room_bytes, used_bytes)
@@ -269,7 +273,16 @@ class FsTier(AsyncTier):
         )
         sweeper = Sweeper(self._volume, limits.capacity_bytes, limits.quota_bytes, limits.grant_bytes, self._counters)
         epoch = self._epoch_names[1]
-        return Keeper(self._volume, sweeper, self._allowance, limits, self._counters, epoch, f"tiered-kv-{name}-keeper")
+        return Keeper(
+            self._volume,
+            sweeper,
+            self._allowance,
+            self._replaced,
+            limits,
+            self._counters,
+            epoch,
+            f"tiered-kv-{name}-keeper",
+        )
 
 
 def _outcome(moved: Moved, keys: Sequence[OffloadKey]) -> Outcome:

@@ -18,6 +18,7 @@ from tiered_kv_fs import sweeper as sweeper_module
 from tiered_kv_fs.counters import Counters
 from tiered_kv_fs.layout import LEDGER_NAME, SWEEP_NAME
 from tiered_kv_fs.ledger import LedgerState
+from tiered_kv_fs.posix import take_away
 from tiered_kv_fs.settings import FsSettings
 from tiered_kv_fs.survey import Survey, survey
 from tiered_kv_fs.sweeper import Sweep, Sweeper
@@ -127,15 +128,15 @@ def test_what_another_s_count_has_missed_already_is_not_taken_off_again(
     other = bench.sweeper_with(None)
     removed: list[str] = []
 
-    def remove(path: str) -> bool:
-        os.unlink(path)
+    def taken_away(path: str, aside: str) -> os.stat_result | None:
+        taken = take_away(path, aside)
         removed.append(path)
         if len(removed) == 8:  # somebody cleans up, and the other takes the lock of a new file
             (bench.path / SWEEP_NAME).unlink()
             assert other.make_room(0, must_count=True) is Sweep.DONE
-        return True
+        return taken
 
-    monkeypatch.setattr(sweeper_module, "remove", remove)
+    monkeypatch.setattr(sweeper_module, "take_away", taken_away)
     state = bench.state()
     assert state.total_bytes is not None
     bench.sweeper.make_room(CAPACITY_BYTES - state.total_bytes + 8 * BLOCK_BYTES)
@@ -143,6 +144,75 @@ def test_what_another_s_count_has_missed_already_is_not_taken_off_again(
     total_bytes = bench.state().total_bytes
     assert total_bytes is not None
     assert total_bytes >= bench.lying_bytes() + GRANT_BYTES
+
+
+def test_a_block_that_is_replaced_by_a_smaller_one_as_it_is_evicted_is_taken_off_as_what_it_is(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.sweeper.make_room(0, must_count=True)
+    state = bench.state()
+    assert state.total_bytes is not None
+    small_bytes = 4096
+
+    def replaced_first(path: str, aside: str) -> os.stat_result | None:
+        """Have another process replace the file, and tell the ledger of what it took away and of what it put there."""
+        Path(path).write_bytes(bytes(small_bytes))
+        with bench.volume.ledger.locked() as state:
+            state.take_off(BLOCK_BYTES - small_bytes, bench.volume.namespace)
+        return take_away(path, aside)
+
+    monkeypatch.setattr(sweeper_module, "take_away", replaced_first)
+    wanted_bytes = CAPACITY_BYTES - state.total_bytes + 8 * BLOCK_BYTES
+    bench.sweeper.make_room(wanted_bytes)
+    total_bytes = bench.state().total_bytes
+    assert total_bytes is not None
+    assert total_bytes < state.total_bytes
+    assert total_bytes >= bench.lying_bytes() + GRANT_BYTES
+
+
+def write_as_before(bench: Bench, granted_bytes: int) -> None:
+    """Write the ledger as a release does that knows of no count: without the word."""
+    bench.grant(granted_bytes)
+    with bench.volume.ledger.locked() as state:
+        state.count = ""
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["total known", "total unknown"])
+def test_a_count_counts_though_a_release_that_knows_of_none_writes_the_ledger_meanwhile(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    granted_bytes = GRANT_BYTES if is_known else 0  # nothing is granted of a total that is not known
+    if not is_known:
+        with bench.volume.ledger.locked() as state:
+            state.total_bytes = None
+            state.shares[bench.volume.namespace].total_bytes = None
+    meanwhile(monkeypatch, *[lambda: write_as_before(bench, granted_bytes)] * 3)
+    for times in range(1, 4):
+        bench.sweeper.make_room(0, must_count=True)
+        state = bench.state()
+        totals = [state.total_bytes, state.share_bytes(bench.volume.namespace)]
+        lying = [bench.lying_bytes(), occupied_bytes(bench.path / bench.volume.namespace)]
+        for total_bytes, lying_bytes in zip(totals, lying, strict=True):
+            assert total_bytes is not None
+            assert 0 <= total_bytes - lying_bytes - GRANT_BYTES - times * granted_bytes < 1 << 20
+
+
+def test_what_is_evicted_is_taken_off_though_a_release_that_knows_of_no_count_writes_the_ledger_meanwhile(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.sweeper.make_room(0, must_count=True)
+    state = bench.state()
+    assert state.total_bytes is not None
+    removed: list[str] = []
+
+    def taken_away(path: str, aside: str) -> os.stat_result | None:
+        write_as_before(bench, 0)
+        removed.append(path)
+        return take_away(path, aside)
+
+    monkeypatch.setattr(sweeper_module, "take_away", taken_away)
+    bench.sweeper.make_room(CAPACITY_BYTES - state.total_bytes + 8 * BLOCK_BYTES)
+    assert bench.state().total_bytes == state.total_bytes - len(removed) * BLOCK_BYTES
 
 
 def test_what_another_s_count_has_missed_already_is_not_taken_off_by_a_purge(
