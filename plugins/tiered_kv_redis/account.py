@@ -50,12 +50,14 @@ class Statement:
     """What the account says.
 
     Args:
+        id: Of the account; empty where there is none.
         is_settled: Whether there was a survey since it was opened; only then do the totals mean anything.
         net_bytes, offset_bytes, surveys, tries: See above.
         took_s: Seconds that the last survey has taken.
         owners: For each owner, the bytes that it may still store at most, and its beat.
     """
 
+    id: bytes
     is_settled: bool
     net_bytes: int
     offset_bytes: int
@@ -166,6 +168,7 @@ class Account:
         owners = {name[len(_OWNER) :]: _grant(value) for name, value in fields.items() if name.startswith(_OWNER)}
         is_settled = b"id" in fields and b"offset" in fields
         return Statement(
+            fields.get(b"id", b""),
             is_settled,
             _number(fields.get(b"net")),
             _number(fields.get(b"offset")),
@@ -182,7 +185,12 @@ class Account:
             return None
         found, *_ = self._call(deadline, [b"HGET", b"id"])
         if found is None:
-            self._call(deadline, [b"HSET", b"id", secrets.token_hex(8).encode(), b"net", b"0"], [b"HDEL", b"offset"])
+            # A survey that went on while the account was lost may have left its time here.
+            self._call(
+                deadline,
+                [b"HSET", b"id", secrets.token_hex(8).encode(), b"net", b"0"],
+                [b"HDEL", b"offset", b"tries", b"took"],
+            )
         self._call(deadline, [b"HSET", b"survey", self.owner])
         return self.statement(deadline)
 

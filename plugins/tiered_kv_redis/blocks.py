@@ -20,7 +20,7 @@ from tiered_kv_redis.keyspace import KeySpace
 from tiered_kv_redis.loads import Loads
 from tiered_kv_redis.node import Node, NodeDownError
 from tiered_kv_redis.quota import Quota
-from tiered_kv_redis.reasons import CLUSTER_DOWN, MISSING, MOVED, READ_ONLY, SERVER_ERROR, WRONG_TYPE
+from tiered_kv_redis.reasons import CLUSTER_DOWN, MISSING, MOVED, NO_SPACE, READ_ONLY, SERVER_ERROR, WRONG_TYPE
 from tiered_kv_redis.replies import Reply, command
 from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.topology import topology_of
@@ -189,21 +189,29 @@ class Blocks:
     # Conversations. Each is about positions in a batch, and returns why those that failed did.
 
     def _store(self, positions: Sequence[int], batch: _Batch) -> Failures:
-        """Store blocks where nothing lies, or nothing that can be a block, or what cannot be read here."""
-        unreadable = {at for at in positions if batch.wire_keys[at] in self._unreadable}
+        """Store blocks where nothing lies, or nothing that can be a block, or what cannot be read here.
+
+        Of the latter no more are replaced than the quota knows to account for; the others count as present.
+        """
+        unreadable = [at for at in positions if batch.wire_keys[at] in self._unreadable]
         occupied, failures = positions, Failures()
         if not self._asks_first:
             occupied, failures = self._send(positions, batch, overwrite=False)
         if not occupied:
             return failures
         lengths, unknown = self._lengths(occupied, batch.wire_keys, batch.deadline)
-        replaced = [
-            at for at in occupied if at not in unknown and (at in unreadable or not self._may_be_block(lengths.get(at)))
-        ]
+        vacant = [at for at in occupied if at not in unknown and not self._may_be_block(lengths.get(at))]
+        foreign = sorted({*occupied}.intersection(unreadable).difference(unknown, vacant)) if unreadable else []
+        if self._quota is not None and foreign:
+            foreign = foreign[: self._quota.take_replacements(len(foreign))]
+        replaced = sorted([*vacant, *foreign])
         present = len(occupied) - len(unknown) - len(replaced)
         self.counters.add("present_blocks", present)
         self._asks_first = 2 * present >= len(positions)
-        return failures | unknown | self._send(replaced, batch, overwrite=True)[1]
+        refused = self._send(replaced, batch, overwrite=True)[1]
+        if self._quota is not None and foreign:
+            self._quota.give_back_replacements(sum(refused.get(at) == NO_SPACE for at in foreign))
+        return failures | unknown | refused
 
     def _send(self, positions: Sequence[int], batch: _Batch, *, overwrite: bool) -> tuple[list[int], Failures]:
         """Store blocks, as many as the quota has room for.
@@ -251,6 +259,8 @@ class Blocks:
                 shares.append((node, own))
         done = self._converse(shares, stores, batch.deadline, failures)
         occupied = [own[at] for exchange, own in done for at in exchange.occupied]
+        left = {*occupied, *failures}
+        self._unreadable.forget(batch.wire_keys[at] for at in positions if at not in left)
         return occupied, failures, sum(exchange.stored_bytes() for exchange, _ in done) if self._quota else 0
 
     def _load(self, positions: Sequence[int], batch: _Batch) -> Failures:
@@ -271,6 +281,7 @@ class Blocks:
         shares = self._split(positions, batch.wire_keys, batch.deadline, failures)
         done = self._converse(shares, loads, batch.deadline, failures)
         self._unreadable.note(batch.wire_keys[own[at]] for exchange, own in done for at in exchange.unreadable)
+        self._unreadable.forget(batch.wire_keys[at] for at in positions if at not in failures)
         damaged = [own[at] for exchange, own in done for at in exchange.damaged]
         if damaged:
             self.counters.add("corrupt_blocks", len(damaged))
@@ -343,7 +354,6 @@ class Blocks:
         return length is not None and HEADER_BYTES < length <= self._record_bytes_max
 
     def _outcome(self, operation: str, batch: _Batch, failures: Failures) -> Outcome:
-        self._unreadable.forget(name for at, name in enumerate(batch.wire_keys) if at not in failures)
         done = "stored_blocks" if operation == "store" else "loaded_blocks"
         self.counters.add(done, len(batch.keys) - len(failures))
         if not failures:

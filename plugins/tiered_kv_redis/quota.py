@@ -24,6 +24,7 @@ from tiered_kv_redis.counters import Counters
 from tiered_kv_redis.grants import GRANTS_MIN, Grants, QuotaLimits
 from tiered_kv_redis.node import NodeDownError
 from tiered_kv_redis.reasons import WRONG_TYPE
+from tiered_kv_redis.replacing import Replacing
 from tiered_kv_redis.rest import Rest
 from tiered_kv_redis.survey import Candidate, evict, survey
 from tiered_kv_redis.topology import Topology
@@ -68,6 +69,7 @@ class Quota:
         self._name = name
         self._account = Account(topology, namespace_digest)
         self.grants = Grants(self._account, limits, counters, self)
+        self._replacing = Replacing(limits.quota_bytes, limits.record_bytes_max)
         self.round = threading.Event()
         """Set when the round that goes on now, or begins next, has ended; replaced then."""
         self._is_noted = False
@@ -77,7 +79,9 @@ class Quota:
         self._survey_seen = (-1, 0.0)  # the number of the last one of anybody's, and since when it is that
         self._survey_again_s: float | None = None
         self._rest = Rest()
+        self._account_seen: bytes | None = None  # the id of the account that was seen last
         self._tries_seen: int | None = None
+        self._is_try_untold = False  # the others do not know yet of our last survey
         self._kept_s = 0.0  # when the survey was last seen to be ours
         self._beats: dict[bytes, tuple[int, float]] = {}  # of the other owners, and since when
         self._stopping = threading.Event()
@@ -90,6 +94,17 @@ class Quota:
     def wake(self) -> None:
         """Have a round begin, unless one has been asked for already."""
         self._woken.set()
+
+    def take_replacements(self, blocks: int) -> int:
+        """Return how many blocks that cannot be read here may be replaced now; see `Replacing`."""
+        taken = self._replacing.take(blocks)
+        if taken < blocks:
+            self.wake()
+        return taken
+
+    def give_back_replacements(self, blocks: int) -> None:
+        """Undo `take_replacements` for blocks that were not replaced."""
+        self._replacing.give_back(blocks)
 
     def stats(self) -> dict[str, int]:
         """Return gauges by name."""
@@ -143,6 +158,8 @@ class Quota:
         statement = self._account.statement(self._deadline())
         dead = self._watch(statement)
         self._note_others(statement)
+        if self._is_try_untold:
+            self._tell_try()
         has_dead_grants = any(statement.owners[owner][0] for owner in dead)  # one without is forgotten in passing
         is_due = has_dead_grants or self._is_due(statement)
         self.grants.total_bytes = statement.total_bytes if statement.is_settled else 0
@@ -152,7 +169,7 @@ class Quota:
         if not self._rest.is_over:
             is_due = False
             if not (is_full and self._candidates):
-                return statement.is_settled and not is_full
+                return False
         self.grants.tell(self._deadline())  # the less others have to take for granted to us, the more there is
         self._kept_s = time.monotonic()
         begun = self._account.begin_survey(self._deadline())
@@ -166,10 +183,16 @@ class Quota:
         return True
 
     def _note_others(self, statement: Statement) -> None:
-        """See whether anybody has surveyed since the last look, and rest after that."""
+        """See whether anybody has surveyed since the last look, and rest after that; a new account knows of no rest."""
         now_s = time.monotonic()
         if statement.surveys != self._survey_seen[0]:
             self._survey_seen = (statement.surveys, now_s)
+            self._replacing.note_survey(len(statement.owners))
+        if self._tries_seen is not None and (statement.id != self._account_seen or statement.tries < self._tries_seen):
+            self._rest.end()
+            self._is_try_untold = False
+            self._tries_seen = 0 if statement.id else statement.tries  # without one nobody has opened it yet
+        self._account_seen = statement.id
         if statement.tries != self._tries_seen:
             if self._tries_seen is not None:  # a newcomer does not know when that was
                 self._rest.begin(statement.took_s)
@@ -182,6 +205,7 @@ class Quota:
             not statement.is_settled
             or now_s - self._survey_seen[1] >= self._limits.survey_interval_s
             or self.grants.are_in_doubt
+            or self._replacing.is_short
             or (self._survey_again_s is not None and now_s >= self._survey_again_s)
         )
 
@@ -217,8 +241,8 @@ class Quota:
             with self._rest.after():
                 found = survey(nodes, self._digest, self._limits.record_bytes_max, self._deadline, self._may_go_on)
         finally:
-            self._account.note_try(self._rest.took_s, self._deadline())
-            self._tries_seen = begun.tries + 1
+            self._is_try_untold = True  # where the server does not answer, it is told when it does again
+            self._tell_try()
         if found is None or not self._may_go_on():
             self.grants.are_in_doubt = True
             return False
@@ -226,10 +250,18 @@ class Quota:
         dead = [owner for owner in dead if now.owners.get(owner) == begun.owners.get(owner)]  # some are back, perhaps
         grants_bytes = sum(size_bytes for owner, (size_bytes, _) in begun.owners.items() if owner not in dead)
         self._account.note_survey(found.used_bytes + grants_bytes - begun.net_bytes, dead, self._deadline())
+        self._survey_seen = (now.surveys + 1, time.monotonic())
+        self._replacing.note_survey(len(now.owners) - len(dead))
         self._candidates = found.candidates
         self._surveyed_s = time.monotonic()
         self._counters.add("surveys")
         return True
+
+    def _tell_try(self) -> None:
+        """Tell the others that this process has surveyed, or tried to, so that they rest too."""
+        self._account.note_try(self._rest.took_s, self._deadline())
+        self._is_try_untold = False
+        self._tries_seen = (self._tries_seen or 0) + 1
 
     def _watch(self, statement: Statement) -> list[bytes]:
         """Return the owners that have not been heard of for so long that they have ended."""

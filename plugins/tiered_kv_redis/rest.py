@@ -10,6 +10,10 @@ from typing import Final
 
 SURVEY_SHARE: Final = 0.1
 """Of the time, at most, goes into surveys of one namespace, whoever makes them and whatever for."""
+REST_S_MAX: Final = 300.0
+"""No rest is longer, so surveys that take more than a ninth of it (33 s) take a larger share. What a survey is said to
+have taken may be anything: it may have been stopped meanwhile, or somebody else wrote it."""
+_TOOK_S_MAX: Final = REST_S_MAX / (1 / SURVEY_SHARE - 1)
 
 
 class Rest:
@@ -21,7 +25,7 @@ class Rest:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.took_s = 0.0
-        """What the last survey that was measured has taken."""
+        """What the last survey that was measured has taken, as far as it counts."""
         self._clock = clock
         self._until_s = -math.inf
 
@@ -31,7 +35,11 @@ class Rest:
 
     def begin(self, survey_s: float) -> None:
         """Rest after a survey, of whatever process, that has taken so long, and has ended by now."""
-        self._until_s = max(self._until_s, self._clock() + survey_s * (1 / SURVEY_SHARE - 1))
+        self._until_s = max(self._until_s, self._clock() + min(survey_s, _TOOK_S_MAX) * (1 / SURVEY_SHARE - 1))
+
+    def end(self) -> None:
+        """Rest no longer: what there was to rest after is gone."""
+        self._until_s = -math.inf
 
     @contextmanager
     def after(self) -> Iterator[None]:
@@ -40,5 +48,5 @@ class Rest:
         try:
             yield
         finally:
-            self.took_s = self._clock() - began_s
+            self.took_s = min(self._clock() - began_s, _TOOK_S_MAX)
             self.begin(self.took_s)

@@ -8,6 +8,7 @@ frequency (LFU) knows no times; then blocks go in the order in which SCAN tells 
 from __future__ import annotations
 
 import heapq
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,9 +23,15 @@ from tiered_kv_redis.replies import Refusal, command
 
 NAMES_AT_ONCE: Final = 256
 """Asked of one SCAN; the server may answer with some more."""
-CANDIDATES_MAX: Final = 65_536
-"""Blocks that one survey remembers as the next to go; at most about 20 MB."""
+CANDIDATES_MIN: Final = 65_536
+CANDIDATES_SHARE: Final = 1 / 8
+CANDIDATES_MAX: Final = 262_144
+"""Blocks that one survey remembers as the next to go: this share of all, the least number at least, the largest at
+most. What is remembered has to last until the next survey, which takes the longer the more blocks there are. One takes
+some 280 bytes where names have 90 (by tracemalloc): 18 MB to 73 MB, and up to 73 MB more during the next survey."""
 EVICTED_AT_ONCE: Final = 64
+_IDLE_RESOLUTION_S: Final = 1.0
+"""Of OBJECT IDLETIME: two answers about one use may differ by so much."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -32,13 +39,14 @@ class Candidate:
     """A block that may be removed to make room; the largest one goes first.
 
     Args:
-        idle_s: How long it had not been used when it was found.
+        idle_s: How long it had not been used at second 0 of the clock, so that all are told by one time; mostly
+            negative. The server tells whole seconds.
         name: What it is called.
         size_bytes: What it takes.
         node: The server that has it.
     """
 
-    idle_s: int
+    idle_s: float
     name: bytes
     size_bytes: int
     node: Node = field(compare=False)
@@ -65,6 +73,7 @@ def survey(
     record_bytes_max: int,
     step_deadline: Callable[[], float],
     may_go_on: Callable[[], bool],
+    clock: Callable[[], float] = time.monotonic,
 ) -> Found | None:
     """Count the blocks of a namespace, of all generations.
 
@@ -77,6 +86,7 @@ def survey(
         record_bytes_max: How long a record can be.
         step_deadline: Returns until when the next step may take, in seconds of `time.monotonic()`.
         may_go_on: Asked before each step.
+        clock: Returns seconds that only grow.
 
     Returns:
         What was found; None if it was not to go on.
@@ -91,22 +101,35 @@ def survey(
         for names in _pages(node, pattern, step_deadline, may_go_on):
             if names is None:
                 return None
-            for candidate in _looked_at(node, names, record_bytes_max, step_deadline()):
+            for candidate in _looked_at(node, names, record_bytes_max, step_deadline(), clock):
                 found.used_bytes += candidate.size_bytes
                 found.blocks += 1
                 if len(kept) < CANDIDATES_MAX:
                     heapq.heappush(kept, candidate)
                 else:
                     heapq.heappushpop(kept, candidate)
-    found.candidates = deque(sorted(kept, reverse=True))
+    kept.sort(reverse=True)
+    del kept[max(CANDIDATES_MIN, int(found.blocks * CANDIDATES_SHARE)) :]
+    found.candidates = deque(kept)
     return found
 
 
-def evict(candidates: deque[Candidate], wanted_bytes: int, deadline: float) -> tuple[int, int]:
-    """Remove some of the first candidates that were not used since they were found.
+def evict(
+    candidates: deque[Candidate], wanted_bytes: int, deadline: float, clock: Callable[[], float] = time.monotonic
+) -> tuple[int, int]:
+    """Remove some of the first candidates that were not used since they were found, to a second or two.
+
+    Another process may have removed a candidate, whose name was stored again since. So a block is taken for no more
+    than the length of what is removed: that is what its store was charged.
+
+    Args:
+        candidates: The first to go first; those that were looked at are taken out.
+        wanted_bytes: How much to remove, roughly.
+        deadline: Seconds of `time.monotonic()`.
+        clock: As `survey` had it.
 
     Returns:
-        How many were removed, and what they took.
+        How many were removed, and what the account has for them at least.
 
     Raises:
         NodeDownError: A server is not reached, or refuses.
@@ -121,18 +144,22 @@ def evict(candidates: deque[Candidate], wanted_bytes: int, deadline: float) -> t
         chosen.setdefault(candidate.node, []).append(candidate)
     removed = removed_bytes = 0
     for node, those in chosen.items():
+        now_s = clock()  # before asking: an answer that takes long must not make all of them look used
         idle = _ask(node, [command(b"OBJECT", b"IDLETIME", each.name) for each in those], deadline)
-        unused = [each for each, idle_s in zip(those, idle, strict=True) if not _was_used(each, idle_s)]
-        gone = _ask(node, [command(b"UNLINK", each.name) for each in unused], deadline) if unused else []
-        for each, count in zip(unused, gone, strict=True):
+        unused = [each for each, idle_s in zip(those, idle, strict=True) if not _was_used(each, idle_s, now_s)]
+        if not unused:
+            continue
+        calls = [command(name, each.name) for each in unused for name in (b"STRLEN", b"UNLINK")]
+        replies = _ask(node, calls, deadline)
+        for each, length, count in zip(unused, replies[::2], replies[1::2], strict=True):
             if count == 1:
                 removed += 1
-                removed_bytes += each.size_bytes
+                removed_bytes += min(each.size_bytes, length) if isinstance(length, int) else 0
     return removed, removed_bytes
 
 
-def _was_used(candidate: Candidate, idle_s: Value) -> bool:
-    return isinstance(idle_s, int) and idle_s < candidate.idle_s
+def _was_used(candidate: Candidate, idle_s: Value, now_s: float) -> bool:
+    return isinstance(idle_s, int) and idle_s - now_s < candidate.idle_s - _IDLE_RESOLUTION_S
 
 
 def _pages(
@@ -156,12 +183,15 @@ def _pages(
             return
 
 
-def _looked_at(node: Node, names: Sequence[bytes], record_bytes_max: int, deadline: float) -> list[Candidate]:
+def _looked_at(
+    node: Node, names: Sequence[bytes], record_bytes_max: int, deadline: float, clock: Callable[[], float]
+) -> list[Candidate]:
     """Return what is known of some blocks; those that are gone are left out."""
     if not names:
         return []
     sizes = [command(b"MEMORY", b"USAGE", name, b"SAMPLES", b"0") for name in names]
     replies = _ask(node, [*sizes, *(command(b"OBJECT", b"IDLETIME", name) for name in names)], deadline)
+    now_s = clock()
     candidates = []
     for name, memory_bytes, idle in zip(names, replies[: len(names)], replies[len(names) :], strict=True):
         if memory_bytes is None:
@@ -170,7 +200,7 @@ def _looked_at(node: Node, names: Sequence[bytes], record_bytes_max: int, deadli
         size_bytes = record_bytes_max
         if isinstance(memory_bytes, int) and not record_bytes_max < memory_bytes <= 2 * record_bytes_max:
             size_bytes = memory_bytes
-        candidates.append(Candidate(idle if isinstance(idle, int) else 0, name, size_bytes, node))
+        candidates.append(Candidate((idle if isinstance(idle, int) else 0) - now_s, name, size_bytes, node))
     return candidates
 
 

@@ -18,7 +18,7 @@ from tiered_kv_redis.counters import Counters
 from tiered_kv_redis.grants import QuotaLimits
 from tiered_kv_redis.node import NodeDownError
 from tiered_kv_redis.quota import Quota
-from tiered_kv_redis.rest import SURVEY_SHARE, Rest
+from tiered_kv_redis.rest import REST_S_MAX, SURVEY_SHARE, Rest
 from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.survey import Found
 from tiered_kv_redis.topology import Topology, topology_of
@@ -135,6 +135,106 @@ def test_surveys_that_fail_are_followed_by_a_rest_too(bench: Bench) -> None:
     # The second has not looked before, and may try once without a rest.
     assert len(bench.surveys_at_s) <= 3
     assert bench.surveys_at_s[-1] - bench.surveys_at_s[0] >= REST_S
+
+
+def test_a_failed_survey_that_cannot_be_told_is_told_when_the_server_answers_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise NodeDownError("timeout")
+
+    first, second = quotas = [bench.open() for _ in range(2)]
+    for quota in quotas:
+        quota._look_after()
+    bench.clock.now_s += 10 * REST_S
+    for quota in quotas:
+        quota.grants.are_in_doubt = True
+    bench.meanwhile = fail
+    with monkeypatch.context() as patch:
+        patch.setattr(first._account, "note_try", fail)
+        with pytest.raises(NodeDownError):
+            first._look_after()
+    surveys = len(bench.surveys_at_s)
+    first._look_after()
+    second._look_after()
+    assert not first._rest.is_over
+    assert not second._rest.is_over
+    assert len(bench.surveys_at_s) == surveys
+    bench.clock.now_s += REST_S
+    assert first._rest.is_over, "it is told once"
+
+
+@pytest.mark.parametrize("loss", ["lost", "somebody else's"])
+def test_the_rest_ends_with_the_account(bench: Bench, loss: str) -> None:
+    first, second = quotas = [bench.open() for _ in range(2)]
+    for quota in quotas:
+        quota._look_after()
+    bench.server.call("HSET", ACCOUNT, "took", "60000")
+    bench.server.call("HINCRBY", ACCOUNT, "tries", "1")
+    for quota in quotas:
+        quota._look_after()
+        assert not quota._rest.is_over
+    surveys = len(bench.surveys_at_s)
+    if loss == "lost":
+        bench.server.call("FLUSHALL")
+    else:
+        bench.server.call("HSET", ACCOUNT, "id", "another", "tries", "0")
+        bench.server.call("HDEL", ACCOUNT, "offset")
+    assert first._look_after()
+    assert len(bench.surveys_at_s) == surveys + 1
+    assert first._account.statement(1e12).is_settled
+    second._look_after()
+    assert not second._rest.is_over, "after what the survey of the new account has taken"
+    bench.clock.now_s += REST_S
+    assert second._rest.is_over
+
+
+def test_an_account_that_is_lost_during_a_survey_is_surveyed_at_once(bench: Bench) -> None:
+    quota = bench.open()
+
+    def lose() -> None:
+        bench.meanwhile = lambda: None
+        bench.server.call("FLUSHALL")
+
+    bench.meanwhile = lose
+    quota._look_after()
+    assert not quota._account.statement(1e12).is_settled
+    quota._look_after()
+    assert quota._account.statement(1e12).is_settled
+    assert bench.surveys_at_s == [0.0, SURVEY_S]
+
+
+@pytest.mark.parametrize("whose", ["own", "another's"])
+def test_no_rest_is_longer_than_the_longest(bench: Bench, whose: str) -> None:
+    quota = bench.open()
+    if whose == "own":
+        bench.meanwhile = lambda: setattr(bench.clock, "now_s", bench.clock.now_s + 1e6)  # it was stopped
+    quota._look_after()
+    if whose != "own":
+        bench.server.call("HSET", ACCOUNT, "took", "600000")
+        bench.server.call("HINCRBY", ACCOUNT, "tries", "1")
+        quota._look_after()
+    assert not quota._rest.is_over
+    assert quota._rest.took_s <= REST_S_MAX * SURVEY_SHARE / (1 - SURVEY_SHARE), "nor are others told so"
+    bench.clock.now_s += REST_S_MAX + 1e-6
+    assert quota._rest.is_over
+
+
+def test_a_survey_is_made_after_the_rest_where_blocks_could_not_be_replaced(bench: Bench) -> None:
+    first, second = quotas = [bench.open() for _ in range(2)]
+    for quota in quotas:
+        quota._look_after()
+    step_until(bench, bench.clock.now_s + REST_S, *quotas)
+    surveys = len(bench.surveys_at_s)
+    assert not first._woken.is_set()
+    share = first.take_replacements(QUOTA_BYTES // RECORD_BYTES)
+    assert first._woken.is_set()
+    assert 0 < share <= QUOTA_BYTES // RECORD_BYTES // 16
+    assert second.take_replacements(QUOTA_BYTES // RECORD_BYTES) == share
+    assert first.take_replacements(1) == 0
+    step_until(bench, bench.clock.now_s + REST_S, *quotas)
+    assert len(bench.surveys_at_s) == surveys + 1, "one for both"
+    assert first.take_replacements(1) == second.take_replacements(1) == 1
 
 
 def test_a_grant_of_the_dead_is_free_again_after_the_rest(bench: Bench) -> None:

@@ -20,8 +20,10 @@ from tiered_kv.testing.disk_use import occupied_bytes
 from tiered_kv.testing.redis_servers import RedisServer, fake_redis_url, redis_server
 from tiered_kv.testing.rig import TierRig, compressible_content, make_keys
 from tiered_kv.testing.s3_servers import S3Server, missing_for_moto, moto_server
+from tiered_kv.testing.waiting import wait_until
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
+from tiered_kv.toolkit.record import record_bytes_max
 from tiered_kv.toolkit.unreadable import LIFETIME_S, Unreadable
 
 __all__ = ["fake_redis_url", "moto_server", "redis_server"]
@@ -317,6 +319,29 @@ def test_a_quota_in_redis_holds_while_blocks_are_replaced(storage: Storage, redi
         return int(redis_server.call("EVAL", COUNTED, "0", f"{prefix}account")[1:])
 
     replace_again_and_again(storage, {"quota": LIMIT_BYTES, "timeout": "30s"}, used_bytes, counted_bytes)
+
+
+@pytest.mark.parametrize("tier", ["redis"])
+def test_a_store_replaces_no_more_in_redis_than_a_share_of_the_quota(
+    storage: Storage, redis_server: RedisServer
+) -> None:
+    storage.entry["url"] = redis_server.url
+    cause = CAUSES["unknown_key"]
+    writer = storage.open(cause.writer)
+    stranger = storage.open({**cause.stranger, "quota": 64 * record_bytes_max(BLOCK_BYTES), "timeout": "30s"})
+    keys = make_keys(12)
+    assert writer.store(keys).success
+    assert failed(stranger, keys) == "unknown_key"
+    assert stranger.store(keys).success
+    assert stranger.tier.stats()["present_blocks"] == 8, "a sixteenth are 4 records"
+    assert stranger.lookup_all(keys) == [True] * 4 + [False] * 8, "those that were left cannot be read as before"
+
+    def stored_at_last() -> bool:
+        return stranger.store(keys).success and all(stranger.lookup_all(keys))
+
+    wait_until(stored_at_last)
+    assert stranger.load(keys) == set(keys)
+    assert stranger.tier.stats()["evicted_blocks"] == 0
 
 
 @pytest.mark.slow
