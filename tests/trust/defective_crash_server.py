@@ -24,12 +24,12 @@ def fs_publishes_before_it_writes() -> None:
     """A block's file has its name before it has its content."""
 
     def write(
-        files: BlockFiles, shard_fd: int, name: str, owner: str, key: OffloadKey, block: memoryview
-    ) -> tuple[str, int]:
+        files: BlockFiles, shard_fd: int, name: str, owner: str, key: OffloadKey, block: memoryview, *, replaces: bool
+    ) -> tiered_kv_fs.blocks._Stored:
         header, payload = encode_record(key, block, files._namespace_digest, files._codecs.writer, files._room.take)
         with opened(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, shard_fd) as fd:
             write_all(fd, [header, payload])
-        return "", tiered_kv_fs.blocks._charge(len(header) + len(payload))
+        return tiered_kv_fs.blocks._Stored("", tiered_kv_fs.blocks._charge(len(header) + len(payload)))
 
     mock.patch.object(BlockFiles, "_write", write).start()
 

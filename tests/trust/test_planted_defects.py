@@ -253,7 +253,8 @@ def test_a_segment_over_the_capacity_is_found_by_a_crash(tmp_path: Path) -> None
         options = {"cut_ends": True, "capacity_bytes": NVME_OCCUPIED_BYTES_MAX}
         outcomes = cases.run([Case(NVME, {"cut": last - number, **options}) for number in range(4)])
     said = [problem for outcome in outcomes for problem in outcome.problems]
-    assert any("when the writer ended" in problem for problem in said), said
+    # Both looks at the disk may find it; how far reclaiming has come when the writer ends differs from run to run.
+    assert any("when the writer ended" in problem or "at the end" in problem for problem in said), said
 
 
 def test_a_device_that_is_not_waited_for_is_found_by_a_loss_of_power(tmp_path: Path) -> None:
