@@ -8,10 +8,8 @@ that note.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import mmap
-import os
 import struct
 import threading
 import time
@@ -25,6 +23,7 @@ import numpy as np
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.errors import TierError
 from tiered_kv.stack import Stack, open_stack
+from tiered_kv.testing.disk_use import flush_file_system
 from tiered_kv.testing.rig import block_content, make_keys
 
 BLOCK_BYTES: Final = 4096
@@ -289,7 +288,8 @@ class _Writer:
             self._store(job, version=1)
             self._progress.note("reset_held")
             if self._scenario.device and job == self._scenario.jobs // 3:
-                _flush_file_system(self._scenario.path)
+                assert self._scenario.path is not None
+                flush_file_system(self._scenario.path)
             if job % 4 == 3:
                 for key in self._scenario.keys[(job - 3) * JOB_BLOCKS : (job - 1) * JOB_BLOCKS : 2]:
                     content = load(self._stack, key)
@@ -345,17 +345,6 @@ def ask(stack: Stack, keys: Sequence[OffloadKey]) -> list[bool]:
     _wait(are_known)
     tier.on_request_finished(context)
     return [bool(answer) for answer in answers]
-
-
-def _flush_file_system(path: Path | None) -> None:
-    """Have all that was written to the file system of `path` put on its device: syncfs(2)."""
-    assert path is not None
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        if ctypes.CDLL(None, use_errno=True).syncfs(fd):
-            raise OSError(ctypes.get_errno(), "syncfs", str(path))
-    finally:
-        os.close(fd)
 
 
 def _wait(condition: object) -> None:

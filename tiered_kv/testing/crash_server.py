@@ -30,7 +30,7 @@ from typing import Any, Final
 
 from tiered_kv.errors import FormatError
 from tiered_kv.testing.crash_scenario import CrashScenario, Found, Progress
-from tiered_kv.testing.disk_use import occupied_bytes
+from tiered_kv.testing.disk_use import flush_file_system, occupied_bytes
 from tiered_kv.testing.mounts import Ext4Image, PowerLoss
 from tiered_kv.testing.syscalls import CHANGES, READS, SENDS, Ended, Fault, record, run_plain, run_with_fault
 
@@ -108,6 +108,9 @@ class CrashServer:
             Whether it was hit, what was found, and what is wrong.
         """
         self._clean(scenario)
+        if power is not None:  # or else what the case before has left comes back with the power
+            assert scenario.path is not None
+            flush_file_system(scenario.path.parent)
         kills = fault.kills if fault is not None else cut_ends
         strict = not (lies or power)
         ended = self._write(scenario, fault, cut, strict=strict, kills=kills)

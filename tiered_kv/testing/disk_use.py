@@ -1,7 +1,8 @@
-"""What a directory occupies on its disk."""
+"""What a directory occupies on its disk, and what of it is there."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -21,3 +22,17 @@ def occupied_bytes(directory: Path) -> int:
                 continue
             seen[status.st_ino] = status.st_blocks * 512
     return sum(seen.values())
+
+
+def flush_file_system(path: Path) -> None:
+    """Have all that was written to the file system of `path`, removals too, put on its device: syncfs(2).
+
+    Raises:
+        OSError: It could not be.
+    """
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(fd):
+            raise OSError(ctypes.get_errno(), "syncfs", str(path))
+    finally:
+        os.close(fd)
