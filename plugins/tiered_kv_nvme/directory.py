@@ -122,7 +122,11 @@ class Directory:
         return f"segment-{self.identity.digest[:4].hex()}-{slot:06d}.kv"
 
     def list(self) -> Listing:
-        """Return what lies here now. Any thread may call."""
+        """Return what lies here now. Any thread may call.
+
+        Raises:
+            OSError: It cannot be known.
+        """
         segments: list[int] = []
         own_bytes = os.fstat(self.fd).st_blocks * 512
         segment_bytes = claimed_bytes = foreign_bytes = foreign_files = 0
@@ -333,10 +337,14 @@ def _differences(there: Mapping[str, object], here: Mapping[str, object], prefix
 
 
 def _sizes(entry: os.DirEntry[str], directory_fd: int) -> tuple[int, int]:
-    """Return the size of an entry and what it occupies, a directory with all that is in it; 0 for what has vanished."""
+    """Return the size of an entry and what it occupies, a directory with all that is in it; 0 for what has vanished.
+
+    Raises:
+        OSError: It is there, and its size cannot be known: it must not be taken for nothing.
+    """
     try:
         status = entry.stat(follow_symlinks=False)
-    except OSError:
+    except FileNotFoundError:
         return 0, 0
     occupied_bytes = status.st_blocks * 512
     if entry.is_dir(follow_symlinks=False):
@@ -344,15 +352,15 @@ def _sizes(entry: os.DirEntry[str], directory_fd: int) -> tuple[int, int]:
         try:
             for _, _, names, fd in os.fwalk(entry.name, dir_fd=directory_fd):
                 inside_bytes += os.fstat(fd).st_blocks * 512 + sum(_occupied_bytes(name, fd) for name in names)
-        except OSError:
+        except (FileNotFoundError, PermissionError):
             pass  # it has vanished, or is not ours to look into: what was seen of it counts
         occupied_bytes = max(occupied_bytes, inside_bytes)
     return status.st_size, occupied_bytes
 
 
 def _occupied_bytes(name: str, directory_fd: int) -> int:
-    """Return what a file occupies; 0 if it has vanished."""
+    """Return what a file occupies; 0 if it has vanished, or is not ours to look at."""
     try:
         return os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_blocks * 512
-    except OSError:
+    except (FileNotFoundError, PermissionError):
         return 0

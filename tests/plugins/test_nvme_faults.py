@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import pytest
@@ -297,6 +298,41 @@ def test_a_directory_that_cannot_be_listed_costs_no_segment(
     for number in range(60):
         assert bench.put(store, make_keys(40, f"after {number}")).successful_keys is None
     assert len(bench.segments) > 10  # it grows again
+
+
+class UnknownSizes:
+    """An entry of a directory whose size the disk does not tell."""
+
+    def __init__(self, entry: os.DirEntry[str]) -> None:
+        self.name = entry.name
+
+    def stat(self, *, follow_symlinks: bool) -> os.stat_result:
+        raise OSError(errno.EIO, "injected")
+
+
+def test_segments_whose_size_cannot_be_known_are_not_taken_for_nothing(
+    bench: StoreBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = bench.open()
+    assert bench.put(store, make_keys(40, "before")).successful_keys is None
+    bench.wait_until_ready(store)
+    segments = len(bench.segments)
+    scan = os.scandir
+
+    @contextlib.contextmanager
+    def scan_unknown(path: int) -> Iterator[Iterator[UnknownSizes]]:
+        with scan(path) as entries:
+            yield map(UnknownSizes, entries)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tiered_kv_nvme.reclaimer._GROW_RETRY_S", 0.0)
+        patch.setattr("tiered_kv_nvme.directory.os.scandir", scan_unknown)
+        for number in range(120):
+            assert bench.put(store, make_keys(40, f"batch {number}")).successful_keys is None
+        bench.wait_until_ready(store)
+    assert len(bench.segments) == store.stats()["segments"] == segments
+    assert store.stats()["io_errors"] > 0
+    assert bench.occupied_bytes() <= bench.capacity_bytes
 
 
 def test_a_segment_whose_reclaiming_failed_is_reclaimed_later(
