@@ -177,12 +177,7 @@ class CrashScenario:
             content = load(stack, key)
             if content is None:
                 # It may have been evicted since, or been found damaged: then it is not answered any more.
-                if (
-                    recovers
-                    and ask(stack, [key]) == [True]
-                    and load(stack, key) is None
-                    and ask(stack, [key]) == [True]
-                ):
+                if recovers and _is_phantom(stack, key):
                     found.problems.append(f"a phantom: block {key.hex()} is answered and cannot be loaded")
                 continue
             version = next((each for each in (0, 1) if content == block_content(key, BLOCK_BYTES, each)), None)
@@ -215,8 +210,11 @@ class CrashScenario:
             time.sleep(0.5)
         stack.primary.reset_cache()
         for key, answer in zip(keys, ask(stack, keys), strict=True):
-            if answer and load(stack, key) != block_content(key, BLOCK_BYTES, _VERSION_OF_NEW):
-                found.problems.append("a block that was stored afterwards does not load")
+            content = load(stack, key) if answer else None
+            if content not in (None, block_content(key, BLOCK_BYTES, _VERSION_OF_NEW)):
+                found.problems.append("WRONG BYTES in a block that was stored afterwards")
+            elif answer and content is None and _is_phantom(stack, key):
+                found.problems.append("a block that was stored afterwards is answered and does not load")
 
     def _opened(self, job_timeout_s: float = 30.0) -> Stack:
         return open_stack(
@@ -315,6 +313,11 @@ class _Writer:
         self._stack.primary.reset_cache()
         self._scenario._look(self._stack, {version}, found, strict=self._strict, recovers=self._disk_recovers)
         assert not found.problems, "; ".join(found.problems)
+
+
+def _is_phantom(stack: Stack, key: OffloadKey) -> bool:
+    """Return whether a block is answered, fails to load, and is answered again. One that was evicted is not."""
+    return ask(stack, [key]) == [True] and load(stack, key) is None and ask(stack, [key]) == [True]
 
 
 def put(stack: Stack, keys: Sequence[OffloadKey], version: int) -> int:
