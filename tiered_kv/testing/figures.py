@@ -20,7 +20,7 @@ class Profile(Enum):
     SHORT = "short"
     """What continuous integration has time for: every kind of case, and of the many a sample."""
     FULL = "full"
-    """Every case that there is, and ten minutes of load."""
+    """Every case, or where thousands are alike a larger sample that the proof names; and ten minutes of load."""
 
 
 class Proof(NamedTuple):
