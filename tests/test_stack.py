@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import tiered_kv
+from tiered_kv import facade
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.errors import ConfigError, ShutdownError, TierError
 from tiered_kv.facade import Blocks
@@ -20,10 +22,12 @@ from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.faults import HangingTier
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.gate import Gate
+from tiered_kv.testing.waiting import wait_until
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
 
 BLOCK_BYTES = 4096
+AFTER_A_COPY = ("complete_store", "complete_load", "on_request_finished", "on_schedule_end")
 Register = Callable[[str, Any], None]
 
 
@@ -370,6 +374,40 @@ class TestClosing:
             assert time.monotonic() - began_s < 5.0
             with pytest.raises(ShutdownError):
                 call.result(10.0)
+
+    @pytest.mark.parametrize("verb", ["put", "get"])
+    def test_a_call_that_still_copies_after_the_close_touches_its_blocks_only(
+        self, verb: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Neither the manager, which is gone, nor memory that has been unmapped; that goes with the call."""
+
+        def rows_held_up(spec: object, _rows_of: Callable[[object], list[int]] = facade._rows_of) -> list[int]:
+            gate.pass_through()
+            return _rows_of(spec)
+
+        stack = open_stack(stack_of({"type": "memory", "capacity": "1MiB"}))
+        stack.put(keys_of(1), blocks_of(1))
+        stack.flush()
+        gate.close()
+        monkeypatch.setattr(facade, "_rows_of", rows_held_up)
+        asked_for = {name: mock.Mock(wraps=getattr(stack.manager, name)) for name in AFTER_A_COPY}
+        for name, method in asked_for.items():
+            monkeypatch.setattr(stack.manager, name, method)
+        with ThreadPoolExecutor(1) as pool:
+            if verb == "put":
+                call = pool.submit(stack.put, keys_of(2), blocks_of(2))
+            else:
+                call = pool.submit(stack.get, keys_of(1), empty(1))
+            wait_until(lambda: gate.waiting == 1)
+            stack.close(0.0)
+            assert stack.region.array.shape == (16, BLOCK_BYTES)
+            for method in asked_for.values():
+                method.reset_mock()
+            gate.open()
+            with pytest.raises(ShutdownError, match="before this call had ended"):
+                call.result(10.0)
+        assert not any(method.called for method in asked_for.values())
+        assert stack.region.array.shape == (0, BLOCK_BYTES)
 
     def test_the_memory_is_unmapped(self) -> None:
         stack = open_stack(stack_of())

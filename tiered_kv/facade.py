@@ -45,10 +45,11 @@ class BlockFacade:
         self._batch_blocks = batch_blocks
         self._has_secondary = bool(manager.secondary_tiers)
         self._lock = threading.Lock()
-        """Guards the manager, and the two fields below."""
+        """Guards the manager, and the three fields below."""
         self._idle = threading.Condition(self._lock)
         self._calls = 0
-        self._is_closed = False
+        self._is_closed = False  # no call begins, and those that run end at their next step
+        self._is_shut_down = False  # the manager is gone
         self._pid = os.getpid()
         self._request_numbers = itertools.count()
 
@@ -148,10 +149,25 @@ class BlockFacade:
             return self._wait_for_jobs(time.monotonic() + timeout)
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Refuse further calls, and wait for those that run; return whether all have returned in time."""
+        """Refuse further calls, wait for those that run, and shut the manager down.
+
+        A call that has not returned in time raises `ShutdownError` when it wants the manager again. Blocks that it
+        copies are in use, so the memory stays mapped; the last such call unmaps it. A second close waits for a first
+        one, and does nothing.
+
+        Args:
+            timeout_s: Seconds to wait for calls, and again for transfers, at most.
+
+        Returns:
+            Whether all calls had returned in time.
+        """
         with self._lock:
             self._is_closed = True
-            return self._idle.wait_for(lambda: self._calls == 0, timeout_s)
+            has_ended = self._idle.wait_for(lambda: self._calls == 0, timeout_s)
+            if not self._is_shut_down:
+                self._is_shut_down = True
+                self._manager.shutdown(timeout_s)
+            return has_ended
 
     def counters(self) -> dict[str, dict[str, int]]:
         """Return the manager's counters, by tier."""
@@ -175,6 +191,7 @@ class BlockFacade:
             copied = True
         finally:
             with self._lock:
+                self._raise_if_shut_down()
                 self._manager.complete_store(output.keys_to_store, context, copied)
                 self._manager.on_schedule_end()
         return True
@@ -182,6 +199,7 @@ class BlockFacade:
     def _load(self, keys: Sequence[OffloadKey], out: Blocks, context: ReqContext) -> tuple[int, int]:
         """Load what is ready at the head of `keys`; return how many that are, and how many precede the first miss."""
         with self._lock:
+            self._raise_if_closed()
             answers = self._manager.lookup_many(keys, context)
             known = answers.index(False) if False in answers else len(answers)
             ready = next((index for index in range(known) if not answers[index]), known)
@@ -189,13 +207,13 @@ class BlockFacade:
             spec = self._manager.prepare_load(keys[:ready], context) if ready else None
             if spec is None:
                 self._manager.on_schedule_end()
-                self._raise_if_closed()
                 return 0, known
         try:
             for index, row in enumerate(_rows_of(spec)):
                 out[index] = self._region.array[row]
         finally:
             with self._lock:
+                self._raise_if_shut_down()
                 self._manager.complete_load(keys[:ready], context)
                 self._manager.on_schedule_end()
         return ready, known
@@ -244,6 +262,8 @@ class BlockFacade:
             with self._lock:
                 self._calls -= 1
                 self._idle.notify_all()
+                if self._is_shut_down and not self._calls and not self._manager.jobs_in_flight:
+                    self._region.close()  # blocks that calls still copied have kept it mapped
 
     @contextmanager
     def _request(self, verb: str) -> Iterator[ReqContext]:
@@ -256,12 +276,17 @@ class BlockFacade:
                 yield context
             finally:
                 with self._lock:
-                    self._manager.on_request_finished(context)
-                    self._manager.on_schedule_end()
+                    if not self._is_shut_down:
+                        self._manager.on_request_finished(context)
+                        self._manager.on_schedule_end()
 
     def _raise_if_closed(self) -> None:
         if self._is_closed:
             raise ShutdownError("the stack is closed")
+
+    def _raise_if_shut_down(self) -> None:
+        if self._is_shut_down:
+            raise ShutdownError("the stack was closed before this call had ended")
 
     def _check(self, keys: Sequence[OffloadKey], blocks: Blocks, name: str) -> None:
         for key in keys:

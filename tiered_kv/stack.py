@@ -110,7 +110,6 @@ class Stack:
         if os.getpid() != self._pid:  # files, sockets and the ends of transfers are the parent's
             return
         self._facade.close(timeout)
-        self.manager.shutdown(timeout)
 
     def __enter__(self) -> Stack:
         return self

@@ -15,7 +15,7 @@ import tiered_kv_memory.tier
 from tiered_kv.testing.figures import Figures, Profile
 from tiered_kv.testing.hindrance import Hindrance
 from tiered_kv.testing.proxy import NO_FAULTS, FaultProxy, Faults
-from tiered_kv.testing.race_cases import race_damage, race_late_workers, race_loads_with_stores
+from tiered_kv.testing.race_cases import race_damage, race_late_shutdown, race_late_workers, race_loads_with_stores
 from tiered_kv.testing.race_stacks import (
     BLOCK_BYTES,
     ROUNDS_MAX,
@@ -149,9 +149,23 @@ def test_no_block_is_used_again_while_a_late_worker_may_touch_it(
     conclude(figures, cases)
 
 
+@pytest.mark.parametrize("tier", ["memory", "nvme", "fs"])
+def test_a_stack_that_is_closed_before_its_late_workers_come_leaves_them_their_blocks(
+    tier: str, entry_of: EntryOf, profile: Profile, figures: Figures
+) -> None:
+    cases = {}
+    config = stack_of(entry_of(tier))
+    for seed in seeds_of(profile, 2, 10):
+        problems, late = race_late_shutdown(config, places_of(tier), seed=seed, seconds=0.1 + 0.05 * seed)
+        cases[f"{tier}, closed before late workers, seed {seed}"] = problems + unless(late > 0, "nobody was late")
+    conclude(figures, cases)
+
+
+@pytest.mark.parametrize("direction", ["to_client", "to_server"])
 @pytest.mark.parametrize("tier", ["redis", "s3"])
-def test_no_block_is_used_again_while_a_stalled_connection_may_fill_it(
+def test_no_block_is_used_again_while_a_stalled_connection_may_touch_it(
     tier: str,
+    direction: str,
     entry_of: EntryOf,
     profile: Profile,
     figures: Figures,
@@ -167,16 +181,19 @@ def test_no_block_is_used_again_while_a_stalled_connection_may_fill_it(
         where = f"{'redis' if tier == 'redis' else 'http'}://{proxy.host}:{proxy.port}"
         entry |= {"url" if tier == "redis" else "endpoint_url": where, "job_timeout": 0.3, "lookup_timeout": 0.5}
         entry |= {"breaker_failures": 1_000_000}
+        # What is sent must not fit the buffers of the sockets, or nobody reads the block any more when time is over.
+        block_bytes = 4 << 20 if direction == "to_server" else BLOCK_BYTES
+        few = {"families": 1, "shared_blocks": 2} if direction == "to_server" else {}
         for seed in seeds_of(profile):
-            stack, guard = open_guarded(stack_of(entry))
+            stack, guard = open_guarded(stack_of(entry, block_bytes=block_bytes))
             with stack:
-                prompts = Prompts(BLOCK_BYTES, label=f"stalled-{seed}")
+                prompts = Prompts(block_bytes, label=f"stalled-{seed}", **few)
                 scheduler = RacingScheduler(stack.manager, stack.region, prompts, seed=seed)
                 for number in range(ROUNDS_MAX):
                     scheduler.run(seconds_of(profile, short=4.0) / 6)
-                    proxy.to_client = Faults(stalls=True)
+                    setattr(proxy, direction, Faults(stalls=True))
                     scheduler.run(0.8)
-                    proxy.to_client = NO_FAULTS
+                    setattr(proxy, direction, NO_FAULTS)
                     scheduler.run(0.2)
                     counters = stack.counters()[tier]
                     late = sum(counters.get(name, 0) for name in ("expired_jobs", "failed_loads", "failed_stores"))
@@ -186,7 +203,7 @@ def test_no_block_is_used_again_while_a_stalled_connection_may_fill_it(
                 problems = [*race.problems, *problems_at_rest(stack.manager, guard), *phantoms(stack.manager)]
             problems += unless(late > 0, "no job was late")
             problems += unless(race.verified_blocks > 0, "nothing was loaded")
-            cases[f"{tier}, stalled connections, seed {seed}"] = problems
+            cases[f"{tier}, connections stalled {direction}, seed {seed}"] = problems
     conclude(figures, cases)
 
 

@@ -69,6 +69,7 @@ def test_a_shutdown_amid_transfers_is_bounded_and_what_is_opened_next_is_sound(
         stack.close(timeout=0.0)
         if (took_s := time.monotonic() - begin_s) > 30:
             problems.append(f"close took {took_s:.1f} s")
+        guard.check()
         problems += [*scheduler.race.problems, *guard.violations]
         with open_stack(stack_of(entry)) as again:  # at once, also where a directory has one owner
             scheduler = RacingScheduler(again.manager, again.region, prompts, seed=seed, has_epochs=False)
@@ -93,6 +94,48 @@ def test_a_stack_that_is_closed_under_its_threads_ends_their_calls(
         closer.join()
         cases[f"{tier}, closed under threads, seed {seed}"] = race.problems + unless(race.calls > 0, "no call was made")
     conclude(figures, cases)
+
+
+def test_a_stack_that_does_not_wait_for_its_threads_is_closed_in_good_order(profile: Profile, figures: Figures) -> None:
+    """Between any two steps of theirs: the interpreter changes threads as often as it can."""
+    config = stack_of({"type": "memory", "capacity": 1 << 20})
+    cases = {}
+    for seed in seeds_of(profile, 40, 400):
+        stack, guard = open_guarded(config)
+        closer = threading.Timer(0.01 + 0.0005 * (seed % 40), stack.close, (0.0,))
+        with switching_often(), no_thread_fails() as failures:
+            closer.start()
+            race = race_facade(stack, Prompts(BLOCK_BYTES), seed=seed, threads=4, seconds=WAIT_S, until=lambda: False)
+            closer.join()
+        guard.check()
+        problems = [*race.problems, *failures, *guard.violations]
+        if stack.manager.jobs_in_flight:
+            problems.append(f"{stack.manager.jobs_in_flight} jobs are left")
+        cases[f"closed without waiting, seed {seed}"] = problems + unless(race.calls > 0, "no call was made")
+    conclude(figures, cases)
+
+
+@contextlib.contextmanager
+def switching_often() -> Iterator[None]:
+    """Have the interpreter change threads after a microsecond, and not after five milliseconds."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+@contextlib.contextmanager
+def no_thread_fails() -> Iterator[list[str]]:
+    """Yield what threads raise until the end of the block."""
+    failures: list[str] = []
+    before = threading.excepthook
+    threading.excepthook = lambda raised: failures.append(f"{raised.thread}: {raised.exc_value!r}")
+    try:
+        yield failures
+    finally:
+        threading.excepthook = before
 
 
 def test_a_directory_that_a_stack_owns_is_refused_while_it_lives_and_free_right_after(

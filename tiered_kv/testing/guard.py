@@ -30,7 +30,7 @@ class GuardedBackend(CPUBackend):
     none.
 
     Args:
-        region: The memory; all of it is overwritten.
+        region: The memory; all of it is overwritten. It stays mapped for as long as this lives.
 
     Attributes:
         released_blocks: How often a block became free.
@@ -46,7 +46,8 @@ class GuardedBackend(CPUBackend):
             (_PATTERN * repeats)[: region.block_bytes], dtype=np.uint8
         )
         """What a free block holds."""
-        region.array[:] = self.pattern
+        self._rows = region.array  # also when the region is closed: late workers may still write
+        self._rows[:] = self.pattern
 
     def allocate_blocks(self, block_hashes: Sequence[OffloadKey]) -> list[CPUBlock]:
         blocks = super().allocate_blocks(block_hashes)
@@ -56,16 +57,16 @@ class GuardedBackend(CPUBackend):
     def free(self, block: BlockStatus) -> None:
         super().free(block)
         assert isinstance(block, CPUBlock)
-        self.region.array[block.block_id] = self.pattern
+        self._rows[block.block_id] = self.pattern
         self.released_blocks += 1
 
     def check(self) -> None:
-        """Look at every block that is free now."""
+        """Look at every block that is free now, or was when the stack was closed."""
         self._check([*(block.block_id for block in self._free), *range(self._num_made, self.num_blocks)])
 
     def _check(self, rows: Sequence[int]) -> None:
         if not rows or len(self.violations) >= _VIOLATIONS_SHOWN:
             return
-        changed = (self.region.array[rows] != self.pattern).any(axis=1)
+        changed = (self._rows[rows] != self.pattern).any(axis=1)
         for position in np.flatnonzero(changed).tolist():
             self.violations.append(f"block {rows[position]} was written to after it had been released")

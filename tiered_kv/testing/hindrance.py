@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,20 +22,34 @@ class Hindrance:
 
     Attributes:
         held_up: How many calls were.
+        under_way: How many calls have begun, and not ended.
     """
 
     def __init__(self, seed: int, delay_max_s: float) -> None:
         self.gate = Gate()
         self.held_up = 0
+        self.under_way = 0
+        self._lock = threading.Lock()  # guards both numbers
         self._chance = random.Random(seed)
         self._delay_max_s = delay_max_s
 
     def __call__(self) -> None:
         """Hold up the calling worker."""
-        self.held_up += 1
+        with self._lock:
+            self.held_up += 1
         with TURN.paused():
             time.sleep(self._chance.random() * self._delay_max_s)
             self.gate.pass_through()
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        with self._lock:
+            self.under_way += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.under_way -= 1
 
     @contextmanager
     def before(self, *places: tuple[object, str]) -> Iterator[Hindrance]:
@@ -44,8 +59,9 @@ class Hindrance:
             function = getattr(owner, name)
 
             def late(*arguments: object, _function: Callable[..., object] = function, **named: object) -> object:
-                self()
-                return _function(*arguments, **named)
+                with self._counted():
+                    self()
+                    return _function(*arguments, **named)
 
             patches.append(mock.patch.object(owner, name, late))
         try:

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from tiered_kv.stack import Stack
+from tiered_kv.errors import TierBusyError
+from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.hindrance import Hindrance
 from tiered_kv.testing.races import Prompts, Race, open_guarded, phantoms, problems_at_rest, race_facade
 from tiered_kv.testing.racing_scheduler import RacingScheduler
@@ -23,13 +24,15 @@ _DAMAGE_PAUSE_S = 0.002
 _DAMAGE_ROUNDS = 10
 _WEDGES = 3
 _WEDGES_MAX = 30
+_RESETS_EVERY = 50
+_LATE_LIMIT_S = 60.0
 _STORES_MAX = 1000
 
 
 def race_late_workers(
     config: Mapping[str, object], places: list[tuple[object, str]], *, seed: int, seconds: float
 ) -> tuple[list[str], int]:
-    """Race a scheduler over tiers whose workers come later than the deadlines of their jobs.
+    """Race a scheduler over tiers whose workers come later than the deadlines of their jobs, and than resets.
 
     Args:
         config: A stack whose `job_timeout` is about 30 ms.
@@ -49,7 +52,7 @@ def race_late_workers(
             for number in range(1, _WEDGES_MAX + 1):
                 scheduler.run(seconds / (3 * _WEDGES))
                 hindrance.gate.close()  # what is submitted now expires, and its workers are still to come
-                scheduler.run(seconds / (3 * _WEDGES))
+                scheduler.run(seconds / (3 * _WEDGES), reset_every=_RESETS_EVERY * (number % 2))
                 hindrance.gate.open()
                 if number >= _WEDGES and _expired_jobs(stack):
                     break
@@ -59,6 +62,57 @@ def race_late_workers(
         problems += [*scheduler.finish().problems, *problems_at_rest(stack.manager, guard), *phantoms(stack.manager)]
         expired = _expired_jobs(stack)
     return list(dict.fromkeys(problems)), expired
+
+
+def race_late_shutdown(
+    config: Mapping[str, object], places: list[tuple[object, str]], *, seed: int, seconds: float
+) -> tuple[list[str], int]:
+    """Close a stack while workers of its tiers are held up, let them go on then, and look at the memory.
+
+    Once they have ended, the tiers' storage has to be free for the next stack.
+
+    Args:
+        config: A stack.
+        places: As for `race_late_workers`.
+        seed: Decides what is done.
+        seconds: How long the stack works before.
+
+    Returns:
+        What was wrong, and how many workers were held up when the stack was closed.
+    """
+    stack, guard = open_guarded(config)
+    hindrance = Hindrance(seed, delay_max_s=0.001)
+    scheduler = RacingScheduler(stack.manager, stack.region, Prompts(stack.config.block.bytes), seed=seed)
+    with hindrance.before(*places):
+        try:
+            scheduler.run(seconds)
+            hindrance.gate.close()
+            scheduler.run(_LATE_LIMIT_S, until=lambda: hindrance.gate.waiting > 0)
+        finally:
+            stack.close(0.0)
+            late = hindrance.gate.waiting
+            hindrance.gate.open()
+        end_s = time.monotonic() + _LATE_LIMIT_S
+        problems = [] if _opens_again(config, end_s) else ["its storage is not free again"]
+        while hindrance.under_way:
+            if time.monotonic() >= end_s:
+                problems.append("workers do not end")
+                break
+            time.sleep(0.01)
+        guard.check()
+    return [*scheduler.race.problems, *guard.violations, *problems], late
+
+
+def _opens_again(config: Mapping[str, object], end_s: float) -> bool:
+    """Return whether a stack that is closed by now lets go of its storage in time."""
+    while True:
+        try:
+            open_stack(config).close()
+            return True
+        except TierBusyError:
+            if time.monotonic() >= end_s:
+                return False
+            time.sleep(0.01)
 
 
 def _expired_jobs(stack: Stack) -> int:

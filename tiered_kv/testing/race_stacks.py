@@ -26,12 +26,12 @@ Entry = dict[str, object]
 EntryOf = Callable[[str], Entry]
 
 
-def stack_of(*entries: Mapping[str, object]) -> dict[str, object]:
+def stack_of(*entries: Mapping[str, object], block_bytes: int = BLOCK_BYTES) -> dict[str, object]:
     """Return the configuration of a stack with 32 blocks of primary memory over tiers."""
     return {
         "namespace": {"model": "races"},
-        "block": {"bytes": BLOCK_BYTES},
-        "primary": {"capacity": PRIMARY_BLOCKS * BLOCK_BYTES},
+        "block": {"bytes": block_bytes},
+        "primary": {"capacity": PRIMARY_BLOCKS * block_bytes},
         "secondary": list(entries),
     }
 
