@@ -192,6 +192,13 @@ class TestFile:
         [
             ("version: 1\nversion: 1\n", "line 2, column 1: the key 'version' stands here twice"),
             ("block: {bytes: 1, bytes: 2}\n", "the key 'bytes' stands here twice"),
+            ("keys: {1: A, 01: B}\n", "line 1, column 14: the key '01' stands here twice, as '1'"),
+            ("keys:\n  1: A\n  0x1: B\n", "line 3, column 3: the key '0x1' stands here twice, as '1'"),
+            ("keys: {1: A, 1.0: B}\n", "the key '1.0' stands here twice, as '1'"),
+            ("keys: {yes: A, True: B}\n", "the key 'True' stands here twice, as 'yes'"),
+            ("keys: {~: A, null: B}\n", "the key 'null' stands here twice, as '~'"),
+            ("keys: {1: A, '1': B}\n", "the key '1' stands here twice"),
+            ("block: {bytes: 1, <<: {bytes: 2}}\n", "merges nothing with '<<'"),
             ("a: &x 1\nb: *x\n", "no aliases"),
             ("{a: b}: c\n", "a key must be a text"),
             ("a: !!python/object/apply:os.getcwd []\n", "line 1, column 4: tags are not allowed, found"),

@@ -151,7 +151,7 @@ class _StackFileError(yaml.MarkedYAMLError):
 
 
 class _StackLoader(yaml.SafeLoader):
-    """The safe loader, without aliases, duplicate keys, and keys alone."""
+    """The safe loader, without aliases, merges, duplicate keys, and keys alone."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -172,7 +172,7 @@ class _StackLoader(yaml.SafeLoader):
         return number
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
-        seen: set[str] = set()
+        seen: dict[Hashable, str] = {}  # the texts by the keys that they stand for: 1, 01 and 0x1 are one
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise _StackFileError(problem="a key must be a text", problem_mark=key_node.start_mark)
@@ -182,14 +182,22 @@ class _StackLoader(yaml.SafeLoader):
                     problem="a key has no value; within {...}, put a text with a comma in quotes",
                     problem_mark=key_node.start_mark,
                 )
-            if key_node.value in seen:
+            if key_node.tag == _MERGE_TAG:
                 raise _StackFileError(
-                    problem=f"the key '{key_node.value}' stands here twice", problem_mark=key_node.start_mark
+                    problem="a stack's file merges nothing with '<<': write the keys here",
+                    problem_mark=key_node.start_mark,
                 )
-            seen.add(key_node.value)
+            text, key = key_node.value, self.construct_object(key_node, deep=True)
+            if key in seen or text in seen.values():
+                same = f", as '{seen[key]}'" if seen.get(key, text) != text else ""
+                raise _StackFileError(
+                    problem=f"the key '{text}' stands here twice{same}", problem_mark=key_node.start_mark
+                )
+            seen[key] = text
         return super().construct_mapping(node, deep)
 
 
 _FLOAT_TAG = "tag:yaml.org,2002:float"
+_MERGE_TAG = "tag:yaml.org,2002:merge"
 _StackLoader.add_constructor("tag:yaml.org,2002:int", _StackLoader.construct_number)
 _StackLoader.add_constructor(_FLOAT_TAG, _StackLoader.construct_number)

@@ -118,6 +118,8 @@ def test_plain_blocks_are_accepted_only_where_that_is_asked_for() -> None:
         ({"keys": {1 << 32: HEX}}, "whole numbers from 1 to 4294967295"),
         ({"keys": {True: HEX}}, "whole numbers from 1"),
         ({"keys": {"first": HEX}}, "whole numbers from 1"),
+        ({"keys": {1: HEX, "01": HEX}}, "one id stands here twice"),
+        ({"key_files": {"1": "x", 1: "y"}}, "one id stands here twice"),
         ({"keys": {HEX: 7}}, "whole numbers from 1"),
         ({"key_files": {HEX: "x"}}, "whole numbers from 1"),
         ({"keys": {1: HEX[:-1]}}, "key 1: expected a key: 32 bytes as 64 hexadecimal digits or as base64"),

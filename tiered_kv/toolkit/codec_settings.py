@@ -60,6 +60,8 @@ class EncryptionSettings(StrictModel):
         """Refuse here what is no id: an error names the place by it, and it may be the key that was to be its value."""
         if isinstance(by_id, Mapping) and not all(map(_is_id, by_id)):
             raise ValueError(f"expected whole numbers from 1 to {KEY_ID_MAX} before the colons, as ids of keys")
+        if isinstance(by_id, Mapping) and len({int(key_id) for key_id in by_id}) < len(by_id):  # 1 and "01"
+            raise ValueError("one id stands here twice, in two ways to write it")
         return by_id
 
     @field_validator("keys")
