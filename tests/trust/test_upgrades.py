@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tiered_kv.errors import FormatError, TierUnavailableError
-from tiered_kv.testing.damage import RECORD_FIELDS, seal_record
+from tiered_kv.testing.damage import RECORD_FIELDS, RECORD_HEADER_BYTES, seal_record
 from tiered_kv.testing.doors import Door, FsDoor, MemoryDoor, RedisDoor, S3Door
 from tiered_kv.testing.figures import Figures
 from tiered_kv.testing.redis_servers import redis_server
@@ -24,6 +24,8 @@ from tiered_kv.testing.rig import OpenTier, TierRig, block_content, compressible
 from tiered_kv.testing.s3_servers import missing_for_moto, moto_server
 from tiered_kv.testing.segment_map import PAGE_BYTES, SEGMENT_FIELDS, seal
 from tiered_kv.tiering.base import TierSpec
+from tiered_kv.tiering.keyed_names import with_keyed_names
+from tiered_kv.toolkit.codecs import AES_ID
 
 __all__ = ["moto_server", "redis_server"]
 
@@ -35,6 +37,10 @@ OTHER_VERSIONS = (0, 2, 65535)
 BLOCK_BYTES = 512
 SPEC = TierSpec("golden", BLOCK_BYTES, bytes(range(16)), {"model": "golden", "tenant": "ä"})
 CONTENTS = {"raw": block_content, "zstd": compressible_content}
+ENCRYPTED = {"aes-256-gcm": block_content, "zstd+aes-256-gcm": compressible_content}
+ENCRYPTION = {"keys": {7: "a7" * 32}, "write_key": 7}
+NAME_KEY = bytes(range(32))
+"""What `golden/make_golden.py` encrypted and named with."""
 RECORD_TIERS = ("memory", "fs", "redis", "s3")
 STORED_TIERS = ("nvme", "fs", "redis", "s3")
 RECORD_MAGIC = b"\x89TKVREC\n"
@@ -60,6 +66,7 @@ class Bench:
         self.kind = kind
         self.path = tmp_path / "kv"
         self._closing = closing
+        self._more: dict[str, object] = {}
         if kind == "redis":
             pytest.importorskip("redis", reason="redis-py is not installed")
             self.redis = request.getfixturevalue("redis_server")
@@ -105,14 +112,23 @@ class Bench:
         self._closing.callback(door.close)
         return door
 
-    def open(self, codec: str = "raw", content: str | None = None) -> TierRig:
+    def open(
+        self,
+        codec: str = "raw",
+        content: str | None = None,
+        *,
+        encryption: Mapping[str, object] = ENCRYPTION,
+        name_key: bytes | None = None,
+    ) -> TierRig:
+        self._more = {"encryption": encryption} if codec in ENCRYPTED else {}
+        open_tier = self._opener(codec)
         rig = TierRig(
-            self._opener(codec),
+            open_tier if name_key is None else lambda spec, view: with_keyed_names(open_tier(spec, view), name_key),
             num_blocks=32,
             block_bytes=BLOCK_BYTES,
             wait_s=60.0,
             spec=SPEC,
-            content=CONTENTS[content or codec],
+            content=(CONTENTS | ENCRYPTED)[content or codec],
         )
         self._closing.callback(rig.close)
         return rig
@@ -126,28 +142,28 @@ class Bench:
         from tiered_kv_nvme.settings import NvmeSettings
         from tiered_kv_nvme.tier import NvmeTier
 
-        entry = {"path": str(self.path), "capacity": "1MiB", "segment": "32KiB", "codec": codec}
+        entry = {"path": str(self.path), "capacity": "1MiB", "segment": "32KiB", "codec": codec, **self._more}
         return lambda spec, view: NvmeTier(spec, view, "nvme", NvmeSettings.model_validate(entry))
 
     def _open_fs(self, codec: str) -> OpenTier:
         from tiered_kv_fs.settings import FsSettings
         from tiered_kv_fs.tier import FsTier
 
-        entry = {"path": str(self.path), "capacity": "8MiB", "codec": codec}
+        entry = {"path": str(self.path), "capacity": "8MiB", "codec": codec, **self._more}
         return lambda spec, view: FsTier(spec, view, "fs", FsSettings.model_validate(entry))
 
     def _open_redis(self, codec: str) -> OpenTier:
         from tiered_kv_redis.settings import RedisSettings
         from tiered_kv_redis.tier import RedisTier
 
-        settings = RedisSettings.model_validate({"url": self.redis.url, "codec": codec})
+        settings = RedisSettings.model_validate({"url": self.redis.url, "codec": codec, **self._more})
         return lambda spec, view: RedisTier(spec, view, "redis", settings)
 
     def _open_s3(self, codec: str) -> OpenTier:
         from tiered_kv_s3.settings import S3Settings
         from tiered_kv_s3.tier import S3Tier
 
-        settings = S3Settings.model_validate(self.s3.settings(self.bucket, codec=codec, prefix="kv"))
+        settings = S3Settings.model_validate(self.s3.settings(self.bucket, codec=codec, prefix="kv", **self._more))
         return lambda spec, view: S3Tier(spec, view, "s3", settings)
 
     def _open_memory(self, codec: str) -> OpenTier:
@@ -167,9 +183,10 @@ def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Opened]:
         yield lambda kind: Bench(kind, tmp_path, request, closing)
 
 
-def golden(tier: str, version: int = 1) -> dict[str, bytes]:
-    """Return what a tier of a format version stored."""
-    texts: dict[str, str] = json.loads((GOLDEN / f"{tier}-v{version}.json").read_text())
+def golden(tier: str, form: str = "", version: int = 1) -> dict[str, bytes]:
+    """Return what a tier of a format version stored; `form` is "encrypted", "keyed", or neither."""
+    name = f"{tier}-{form}" if form else tier
+    texts: dict[str, str] = json.loads((GOLDEN / f"{name}-v{version}.json").read_text())
     return {name: zlib.decompress(base64.b64decode(text)) for name, text in texts.items()}
 
 
@@ -196,6 +213,96 @@ def test_what_version_1_stored_loads_byte_for_byte(opened: Opened, tier: str, co
         count(figures, loaded == set(keys) and all(offered), "golden files of version 1, raw and zstd")
     assert offered == [True] * 4
     assert loaded == set(keys)
+
+
+@pytest.mark.parametrize("codec", ENCRYPTED)
+@pytest.mark.parametrize("tier", STORED_TIERS)
+def test_what_version_1_encrypted_is_decrypted_with_its_key_and_no_other(
+    opened: Opened, tier: str, codec: str, figures: Figures
+) -> None:
+    bench = opened(tier)
+    stored = golden(tier, "encrypted")
+    bench.restore(stored)
+    keys = make_keys(4, f"golden {codec}")
+    plain = [ENCRYPTED[codec](key, BLOCK_BYTES) for key in keys]
+    assert not any(block[:32] in data for block in plain for data in stored.values()), "it is not encrypted"
+    rig = bench.open(codec)
+    offered = rig.lookup_all(keys)
+    loaded = rig.load(keys)  # compares the bytes
+    rig.tier.shutdown()
+    bench.restore(stored)
+    rig = bench.open(codec, encryption={"keys": {7: "b8" * 32}, "write_key": 7})
+    without = rig.load(keys)
+    passed = loaded == set(keys) and all(offered) and not without
+    count(figures, passed, "encrypted golden files, with their key and with another")
+    assert offered == [True] * 4
+    assert loaded == set(keys)
+    assert without == set()
+
+
+@pytest.mark.parametrize("tier", [tier for tier in STORED_TIERS if tier != "nvme"])
+def test_what_is_encrypted_today_has_the_names_and_sizes_of_version_1(
+    opened: Opened, tier: str, figures: Figures
+) -> None:
+    """What is in an envelope is new each time; what is before it, its key's id and key check are not."""
+    stored = golden(tier, "encrypted")
+    records = {name: data for name, data in stored.items() if data.startswith(RECORD_MAGIC)}
+    assert len(records) == 8
+    bench = opened(tier)
+    bench.restore({name: data for name, data in stored.items() if name not in records})
+    for codec in ENCRYPTED:
+        rig = bench.open(codec)
+        assert rig.store(make_keys(4, f"golden {codec}")).success
+        rig.tier.shutdown()
+    today = {name: data for name, data in bench.stored().items() if data.startswith(RECORD_MAGIC)}
+    envelope = RECORD_HEADER_BYTES
+    heads = {name: data[:12] + data[envelope : envelope + 12] for name, data in records.items()}
+    heads_today = {name: data[:12] + data[envelope : envelope + 12] for name, data in today.items()}
+    # Compressors may differ from release to release in what they make of a block.
+    sizes = {name: len(data) for name, data in records.items() if data[10:12] == AES_ID.to_bytes(2, "little")}
+    sizes_today = {name: len(today.get(name, b"")) for name in sizes}
+    count(figures, heads == heads_today and sizes == sizes_today)
+    assert {head[12:16] for head in heads.values()} == {(7).to_bytes(4, "little")}
+    assert heads_today == heads
+    assert len(sizes) == 4
+    assert sizes_today == sizes
+
+
+@pytest.mark.parametrize("tier", ["nvme", "fs"])
+def test_what_version_1_stored_under_names_is_found_with_their_key_alone(
+    opened: Opened, tier: str, figures: Figures
+) -> None:
+    stored = golden(tier, "keyed")
+    bench = opened(tier)
+    bench.restore(stored)
+    keys = make_keys(4, "golden raw")
+    rig = bench.open(name_key=NAME_KEY)
+    offered, loaded = rig.lookup_all(keys), rig.load(keys)
+    rig.tier.shutdown()
+    others = []
+    for name_key in (None, bytes(32)):
+        rig = bench.open(name_key=name_key)
+        others += rig.lookup_all(keys)
+        rig.tier.shutdown()
+    passed = loaded == set(keys) and all(offered) and not any(others)
+    count(figures, passed, "golden directories with keyed names")
+    assert offered == [True] * 4
+    assert loaded == set(keys)
+    assert not any(others)
+
+
+def test_names_by_a_key_are_today_those_of_version_1(opened: Opened, figures: Figures) -> None:
+    stored = golden("fs", "keyed")
+    records = {name: data for name, data in stored.items() if data.startswith(RECORD_MAGIC)}
+    bench = opened("fs")
+    bench.restore({name: data for name, data in stored.items() if name not in records})
+    rig = bench.open(name_key=NAME_KEY)
+    assert rig.store(make_keys(4, "golden raw")).success
+    rig.tier.shutdown()
+    today = {name: data for name, data in bench.stored().items() if data.startswith(RECORD_MAGIC)}
+    count(figures, today == records)
+    assert len(records) == 4
+    assert today == records
 
 
 @pytest.mark.parametrize("tier", [tier for tier in STORED_TIERS if tier != "nvme"])
