@@ -33,7 +33,7 @@ def test_figures_add_up_and_can_be_written_and_printed(tmp_path: Path, capsys: p
     with pytest.raises(KeyError):
         figures.add("nonesuch", 1, 1)
     (line,) = (line for line in figures.lines() if line.startswith("soak"))
-    assert line.split() == ["soak", "limits", "3", "2", "minutes", "(seed", "1;", "seed", "2)"]
+    assert line.split() == ["soak", "limits", "3", "2", "seconds", "(seed", "1;", "seed", "2)"]
     path = tmp_path / "table.json"
     figures.write(path)
     assert json.loads(path.read_text())["soak"] == {"tried": 3, "passed": 2, "note": "seed 1; seed 2"}

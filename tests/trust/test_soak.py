@@ -1,4 +1,13 @@
-"""Minutes of load over five tiers while faults come and go: no wrong byte, no limit exceeded, nothing left behind."""
+"""Minutes of load over five tiers while faults come and go: no wrong byte, no limit exceeded, nothing left behind.
+
+Of the scheduler's time two things are judged (`tiered_kv.testing.soak.pace`), so that what else the machine runs does
+not decide them. A step of 512 lookups may take at most three times the processor time under load that it takes idle,
+median against median, both of the same run. And steps may not wait: without what their thread stood in the run queue,
+one in a hundred may take 0.1 s, and those that take longer than 0.25 s may make up 3 % of the time. Calls to storage on
+the scheduler's thread are found so: a look at redis in each step, through a server that is stalled and frozen, made it
+6 %. What is not judged here is docs/performance.md's row, 300 µs by the clock in the 99th percentile: servers, proxies
+and two processes share the processors with the scheduler. Both times by the clock are in the figure's note.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +28,6 @@ from tiered_kv.testing.soak import SoakSettings, run
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow]
 
-STEP_P99_LIMIT_US = 1_000_000
-"""A scheduler that waits for its storage waits for seconds while a server is frozen. What it reaches on a machine of
-its own is in docs/performance.md; here servers, proxies and two processes share the processors with it."""
 STOP_LIMIT_S = 180.0
 
 
@@ -49,14 +55,16 @@ def test_a_soak_keeps_every_promise(tmp_path: Path, profile: Profile, figures: F
         settings = SoakSettings(seconds=45.0, seed=1, warm_s=5.0, fault_s=1.5, quiet_s=0.7)  # each fault once
     report = run(settings, tmp_path)
     text = "\n".join(report.lines())
-    minutes = max(1, round(report.seconds / 60))
-    p99_us = report.steps.percentile_us(99)
-    passed = not report.problems and p99_us <= STEP_P99_LIMIT_US
-    figures.add("soak", minutes, minutes if passed else 0, report.note())
+    seconds = max(1, round(report.seconds))
+    figures.add("soak", seconds, 0 if report.problems else seconds, report.note())
     print(text)
     assert not report.problems, text
     assert not report.interrupted
-    assert p99_us <= STEP_P99_LIMIT_US, text
+    assert report.pace.idle_cpu.count, text
+    assert report.pace.busy_cpu.count, text
+    assert report.pace.held.count, text
+    assert all(len(samples) > 20 for samples in report.samples.values()), text
+    assert len(report.samples) == settings.processes, text
     # The faults have really struck: in the full form every kind, in the short one as many as a busy machine gets to.
     assert len(report.switched) >= (12 if profile is Profile.FULL else 4), text
     assert report.struck, text

@@ -60,7 +60,7 @@ PROOFS: Mapping[str, Proof] = {
     "wire-faults": Proof(WRONG_BYTES, "kinds of fault, each at many bytes"),
     "simulation": Proof(WRONG_BYTES, "seeds"),
     "races": Proof(WRONG_BYTES, "races"),
-    "soak": Proof(LIMITS, "minutes"),
+    "soak": Proof(LIMITS, "seconds"),
     "frozen-servers": Proof(WAIT, "runs with all servers stopped for 30 s"),
     "security": Proof(SECRECY, "checks"),
     "encryption": Proof(SECRECY, "damages and wrong keys"),

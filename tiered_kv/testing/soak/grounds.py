@@ -65,6 +65,14 @@ class Grounds:
         """The directory of the fs tiers, which processes share."""
         return self.directory / "fs"
 
+    @property
+    def foreign_descriptors(self) -> int:
+        """How many descriptors of this process are the proxies', two for each connection.
+
+        A server that is behind keeps connections open that its client has long closed.
+        """
+        return 2 * sum(proxy.open_connections for proxy in (self.redis_proxy, self.s3_proxy))
+
     def nvme_directory(self, process: int) -> Path:
         """The directory of a process's nvme tier."""
         return self.directory / f"nvme-{process}"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tiered_kv.testing.soak.gauges import Latencies
+from tiered_kv.testing.soak.holdings import Holdings
+from tiered_kv.testing.soak.latencies import Latencies
+from tiered_kv.testing.soak.pace import LONG_STEP_S, Pace
 from tiered_kv.testing.soak.probe import PROBE_KEYS
 
 
@@ -44,7 +48,8 @@ class SoakReport:
         steps: Times of the scheduler's steps.
         idle_probe: Times of a step of 512 lookups that hit, before there was any load.
         busy_probe: The same under load.
-        rss_bytes: Resident memory of the first process, the median of the middle third of the time and of the last.
+        pace: What of these times is judged.
+        samples: What each process held, by its number, every half second.
         late_s_max: The most by which a job was reported after its deadline.
         held_up_s_max: The longest time between two looks, half a second where the machine does not stall.
         interrupted: Whether it was stopped before its time.
@@ -61,7 +66,8 @@ class SoakReport:
     steps: Latencies = field(default_factory=Latencies)
     idle_probe: Latencies = field(default_factory=Latencies)
     busy_probe: Latencies = field(default_factory=Latencies)
-    rss_bytes: tuple[int, int] = (0, 0)
+    pace: Pace = field(default_factory=Pace)
+    samples: dict[int, list[Holdings]] = field(default_factory=dict)
     late_s_max: float = 0.0
     held_up_s_max: float = 0.0
     interrupted: bool = False
@@ -80,10 +86,12 @@ class SoakReport:
             f"step of the replay: {self.steps}",
             f"step of {PROBE_KEYS} lookups, idle: {self.idle_probe}",
             f"step of {PROBE_KEYS} lookups, busy: {self.busy_probe}",
-            f"memory {self.rss_bytes[0] / 2**20:.0f} MiB in the middle third, "
-            f"{self.rss_bytes[1] / 2**20:.0f} MiB in the last; "
-            f"jobs at most {self.late_s_max:.1f} s over their deadline, "
-            f"looks at most {self.held_up_s_max:.1f} s apart",
+            f"the same, processor time: {self.pace.ratio:.2f} times that of idle; idle: {self.pace.idle_cpu}; "
+            f"busy: {self.pace.busy_cpu}",
+            f"step of the replay, without the time in the run queue: {self.pace.held}; "
+            f"{self.pace.long_s:.1f} s in those that took longer than {LONG_STEP_S} s",
+            *(f"process {number}: {_in_thirds(samples)}" for number, samples in sorted(self.samples.items())),
+            f"jobs at most {self.late_s_max:.1f} s over their deadline, looks at most {self.held_up_s_max:.1f} s apart",
             *(f"PROBLEM: {problem}" for problem in self.problems or ()),
             f"{len(self.problems)} problems",
         ]
@@ -92,6 +100,22 @@ class SoakReport:
         """Return it in a few words, for a table."""
         return (
             f"{self.verified_blocks} blocks verified, {sum(self.switched.values())} faults switched, "
-            f"step p99 {self.steps.percentile_us(99):.0f} µs, max {self.steps.max_us:.0f} µs; 512 lookups p99 "
-            f"{self.idle_probe.percentile_us(99):.0f} µs idle, {self.busy_probe.percentile_us(99):.0f} µs busy"
+            f"step p99 {self.steps.percentile_us(99):.0f} µs, max {self.steps.max_us:.0f} µs, "
+            f"without the run queue p99 {self.pace.held.percentile_us(99):.0f} µs, max {self.pace.held.max_us:.0f} µs; "
+            f"512 lookups p99 {self.idle_probe.percentile_us(99):.0f} µs idle, "
+            f"{self.busy_probe.percentile_us(99):.0f} µs busy, processor time {self.pace.ratio:.2f} times idle's"
         )
+
+
+def _in_thirds(samples: Sequence[Holdings]) -> str:
+    """Return the medians of the first, the middle and the last third of the time."""
+    third = len(samples) // 3
+    if not third:
+        return "no samples"
+    parts = (samples[:third], samples[third : 2 * third], samples[2 * third :])
+    rows = []
+    for what, unit in (("rss_bytes", 1 << 20), ("threads", 1), ("descriptors", 1)):
+        medians = (statistics.median(getattr(each, what) for each in part) / unit for part in parts)
+        most = max(getattr(each, what) for each in samples) / unit
+        rows.append(f"{' '.join(f'{median:.0f}' for median in medians)}, at most {most:.0f}")
+    return f"memory {rows[0]} MiB; threads {rows[1]}; descriptors {rows[2]}, medians of thirds of the time"

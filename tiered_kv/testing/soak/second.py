@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 from tiered_kv.testing.soak.grounds import Grounds
+from tiered_kv.testing.soak.holdings import Holdings, growth_problems, rise_problems
 from tiered_kv.testing.soak.report import SoakReport
 
 _NEIGHBOUR_LIMIT_S = 120.0
@@ -23,6 +24,7 @@ class Neighbour:
     """
 
     def __init__(self, grounds: Grounds, number: int, seed: int) -> None:
+        self._number = number
         command = [sys.executable, "-m", _NEIGHBOUR, json.dumps(grounds.config(number)), str(seed)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -38,9 +40,13 @@ class Neighbour:
             output, _ = self._process.communicate("", timeout=_NEIGHBOUR_LIMIT_S)
             told = json.loads(output)
             report.verified_blocks += told["verified"]
+            samples = [Holdings(*sample) for sample in told["samples"]]
+            report.samples[self._number] = samples
+            report.problems += [f"the second process: {problem}" for problem in told["problems"]]
+            report.problems += growth_problems(samples, "second") + rise_problems(samples, "second")
             if told["corrupt"]:
                 report.problems.append(f"the second process loaded {told['corrupt']} corrupt blocks")
-        except (subprocess.TimeoutExpired, ValueError) as error:
+        except (subprocess.TimeoutExpired, ValueError, KeyError, TypeError) as error:
             report.problems.append(f"the second process did not end well: {type(error).__name__}")
 
     def kill(self) -> None:

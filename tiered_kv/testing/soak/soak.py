@@ -11,20 +11,20 @@ from pathlib import Path
 
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.races import problems_at_rest
-from tiered_kv.testing.soak.gauges import Gauges, Holdings
+from tiered_kv.testing.soak.gauges import Gauges
 from tiered_kv.testing.soak.grounds import S3_CAPACITY_BYTES, TIERS, Grounds
+from tiered_kv.testing.soak.holdings import Holdings, growth_problems, left_problems, rise_problems
 from tiered_kv.testing.soak.probe import Probe
 from tiered_kv.testing.soak.report import SoakReport, SoakSettings
+from tiered_kv.testing.soak.run_queue import RunQueue
 from tiered_kv.testing.soak.second import Neighbour
 from tiered_kv.testing.soak.troubles import Troubles
-from tiered_kv.testing.soak.workload import CHATS_SETTINGS, STEP_S, chats
+from tiered_kv.testing.soak.workload import CHATS_SETTINGS, SAMPLE_S, STEP_S, chats
 from tiered_kv.workload.replay import replay
 from tiered_kv.workload.tally import Tally
 
 RECOVERY_LIMIT_S = 120.0
 """How long after the last fault every tier must have come to be hit again, and the quarantine be empty."""
-LEFT_LIMIT_S = 10.0
-_SAMPLE_S = 0.5
 _PROBE_S = 0.1
 _IDLE_PROBES = 300
 
@@ -49,7 +49,7 @@ def run(
     """
     report = SoakReport()
     with Grounds(directory) as grounds:
-        before = Holdings.now(grounds)
+        before = Holdings.now(grounds.foreign_descriptors)
         with ExitStack() as undo:
             neighbours = [Neighbour(grounds, number, settings.seed) for number in range(1, settings.processes)]
             for neighbour in neighbours:
@@ -59,7 +59,7 @@ def run(
                 _Soak(settings, grounds, stack, report, should_stop, on_progress).run()
             for neighbour in neighbours:
                 neighbour.finish(report)
-        _look_for_leaks(grounds, before, report)
+        report.problems += left_problems(before, lambda: Holdings.now(grounds.foreign_descriptors))
     return report
 
 
@@ -96,6 +96,8 @@ class _Soak:
             grounds, settings.seed, fault_s=settings.fault_s, quiet_s=settings.quiet_s, on_quiet=self._look_at_bucket
         )
         self._stopper = threading.Thread(target=self._troubles.stop, name="soak-stopper")
+        self._run_queue = RunQueue()
+        self._queued_s = 0.0
         self._phase = _Phase.WARMING
         self._hits_then: Mapping[str, int] = {}
         self._begun_s = self._sampled_s = self._probed_s = self._recovery_begun_s = 0.0
@@ -105,8 +107,12 @@ class _Soak:
         """Do all of it, and fill the report."""
         report, manager = self._report, self._stack.manager
         for _ in range(_IDLE_PROBES):
-            report.idle_probe.add(self._probe.step())
+            seconds, cpu_s = self._probe.step()
+            report.idle_probe.add(seconds)
+            report.pace.idle_cpu.add(cpu_s)
+            time.sleep(STEP_S)  # as between those under load
         self._begun_s = time.monotonic()
+        self._queued_s = self._run_queue.waited_s()
         self._begin(_Phase.WARMING)
         try:
             replayed = replay(
@@ -122,11 +128,15 @@ class _Soak:
             if self._stopper.is_alive():
                 self._stopper.join()
             self._probe.close()
+            self._run_queue.close()
         report.seconds = time.monotonic() - self._begun_s
         for problem in problems_at_rest(manager):
             self._gauges.note(problem)
         self._gauges.sample()
-        report.rss_bytes = self._gauges.judge_growth()
+        report.samples[0] = self._gauges.samples
+        report.problems += growth_problems(self._gauges.samples, "first")
+        report.problems += rise_problems(self._gauges.samples, "first")
+        report.problems += report.pace.problems(report.seconds)
         report.requests, report.hits = replayed.requests, dict(replayed.hits)
         report.verified_blocks += replayed.verified_blocks
         for block in replayed.corrupt:
@@ -135,7 +145,8 @@ class _Soak:
             self._gauges.note(f"the faults ended with {self._troubles.error!r}")
         report.switched, report.struck = dict(self._troubles.switched), dict(self._troubles.struck)
         report.corrupt_found = sum(counters.get("corrupt_blocks", 0) for counters in manager.counters().values())
-        report.late_s_max, report.held_up_s_max = self._gauges.late_s_max, self._gauges.held_up_s_max
+        limits = self._gauges.limits
+        report.late_s_max, report.held_up_s_max = limits.late_s_max, limits.held_up_s_max
         report.problems += self._gauges.problems
 
     def _should_stop(self) -> bool:
@@ -145,14 +156,18 @@ class _Soak:
         return self._is_over
 
     def _after_step(self, tally: Tally) -> None:
+        queued_s, self._queued_s = self._queued_s, self._run_queue.waited_s()
         for seconds in tally.step_s:
             self._report.steps.add(seconds)
+            self._report.pace.add_step(seconds, self._queued_s - queued_s)
         del tally.step_s[:]  # they would be kept for ever
         now_s = time.monotonic()
         if now_s - self._probed_s >= _PROBE_S:
             self._probed_s = now_s
-            self._report.busy_probe.add(self._probe.step())
-        if now_s - self._sampled_s >= _SAMPLE_S:
+            seconds, cpu_s = self._probe.step()
+            self._report.busy_probe.add(seconds)
+            self._report.pace.busy_cpu.add(cpu_s)
+        if now_s - self._sampled_s >= SAMPLE_S:
             self._sampled_s = now_s
             self._gauges.sample()
             self._move_on(tally, now_s - self._begun_s)
@@ -196,19 +211,3 @@ class _Soak:
         used_bytes = self._grounds.s3_used_bytes()
         if used_bytes > S3_CAPACITY_BYTES:
             self._gauges.note(f"the bucket holds {used_bytes} of {S3_CAPACITY_BYTES} bytes")
-
-
-def _look_for_leaks(grounds: Grounds, before: Holdings, report: SoakReport) -> None:
-    """Compare threads and descriptors with those before the stack was opened, once they have had time to go."""
-    end_s = time.monotonic() + LEFT_LIMIT_S
-    while True:
-        now = Holdings.now(grounds)
-        if now.threads <= before.threads and now.descriptors <= before.descriptors:
-            return
-        if time.monotonic() >= end_s:
-            report.problems.append(
-                f"after closing there are {now.threads} threads and {now.descriptors} descriptors, "
-                f"before opening there were {before.threads} and {before.descriptors}"
-            )
-            return
-        time.sleep(0.05)

@@ -15,6 +15,9 @@ STEP_S = 0.003
 NEIGHBOUR_STEP_S = 0.02
 """The same in the second process, so that two processors are enough for all."""
 
+SAMPLE_S = 0.5
+"""How often each process is looked at."""
+
 _CHATS = 10**9
 _ACTIVE_CHATS = 100
 _TURN_BLOCKS = 4
