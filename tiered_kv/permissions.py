@@ -1,9 +1,10 @@
 """Who can get at a directory or a file: checked when it is opened, on what was really opened.
 
 What a tier stores are the prompts of its users, as good as in clear text. So its directory is its owner's alone, mode
-0700. Nobody else can then get at what is in it, whatever the modes in there, nor put anything into it. The checks are
-of open descriptors, so nothing can be exchanged between a check and a use. The umask does not matter: a mode is set
-after a thing is made.
+0700. Nobody else can then get at what is in it, whatever the modes in there, nor put anything into it. What somebody
+has put there before is found by its owner, and by its mode: see `check_inner_directory`. The checks are of open
+descriptors, so nothing can be exchanged between a check and a use. The umask does not matter: a mode is set after a
+thing is made.
 
 The directories above it are the administrator's matter: who can write to one of them can move the directory away and
 put another in its place. That one would have to be empty, and be owned by this process's user, to be taken.
@@ -21,6 +22,8 @@ DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
 OTHERS = 0o077
 """What group and others may do."""
+OTHERS_WRITE = 0o022
+"""What lets group and others put something into a directory."""
 
 
 class NotPrivateError(OSError):
@@ -69,7 +72,8 @@ def check_directory(fd: int, path: str, *, may_tighten: bool) -> None:
     if status.st_uid != uid:
         raise ConfigError(
             f"expected a directory that belongs to this process's user (uid {uid}), found {path} of uid "
-            f"{status.st_uid}; give another, or run: chown -R {uid} {path}",
+            f"{status.st_uid}; give another, or make sure that nobody has put anything into it, and run: "
+            f"chown -R {uid} {path}",
             location="path",
         )
     if not stat.S_IMODE(status.st_mode) & OTHERS:
@@ -83,6 +87,33 @@ def check_directory(fd: int, path: str, *, may_tighten: bool) -> None:
             f"{stat.S_IMODE(status.st_mode):04o}; make sure that nobody has put anything into it, and run: "
             f"chmod 700 {path}",
             location="path",
+        )
+
+
+def check_inner_directory(fd: int, name: str) -> None:
+    """Refuse a directory, inside one that is this process's user's alone, into which others may have put something.
+
+    It may have been made before its parent was closed to others, and who made it may have it open still. That others
+    could read it does no harm there: they cannot get at it.
+
+    Args:
+        fd: The directory, open; the caller has not followed a symbolic link.
+        name: For messages.
+
+    Raises:
+        NotPrivateError: It is another user's, or others can write to it.
+    """
+    status = os.fstat(fd)
+    if status.st_uid != os.geteuid():
+        raise NotPrivateError(
+            errno.EPERM,
+            f"{name} belongs to another user (uid {status.st_uid}), who may have put anything into it; remove it",
+        )
+    if status.st_mode & OTHERS_WRITE:
+        raise NotPrivateError(
+            errno.EPERM,
+            f"{name} can be written to by others (mode {stat.S_IMODE(status.st_mode):04o}); remove it, or make sure "
+            f"that nobody has put anything into it, and run: chmod -R go-w {name}",
         )
 
 

@@ -44,8 +44,8 @@ from tiered_kv_fs.layout import (
     TEMPORARY,
     TEMPORARY_BLOCK,
 )
-from tiered_kv_fs.ledger import Ledger
-from tiered_kv_fs.owner import read_owners
+from tiered_kv_fs.ledger import Ledger, LedgerState
+from tiered_kv_fs.owner import read_owners, remove_owner
 from tiered_kv_fs.posix import directories, occupied_bytes, opened, read_file, try_lock, unlock
 from tiered_kv_fs.settings import FsSettings
 from tiered_kv_fs.volume import fields_of, read_version
@@ -120,7 +120,7 @@ class FsAdministration(TierAdministration):
         tally = _Tally()
         with ledger.locked() as state:
             count = state.count
-            users = self._move_away(digest)
+            users = self._move_away(digest, state)
         try:
             for _, path in self._directories_of(digest, moved_only=True):
                 name = os.path.basename(path)
@@ -140,14 +140,27 @@ class FsAdministration(TierAdministration):
                     state.shares.pop(digest, None)
         return Purged(tally.blocks, tally.size_bytes, self._left(digest, tally), users)
 
-    def _move_away(self, digest: str) -> tuple[str, ...]:
-        """Give the namespace's directory another name, and return what is to be said of those who use it."""
-        notes = read_owners(f"{self._path}/{OWNERS_NAME}") if os.path.isdir(f"{self._path}/{OWNERS_NAME}") else []
-        users = sum(note.is_alive and note.namespace == digest for note in notes)
+    def _move_away(self, digest: str, state: LedgerState) -> tuple[str, ...]:
+        """Give the namespace's directory another name, and return what is to be said of those who use it.
+
+        What those have left who ended without a word goes too: it names the namespace, a host and a process. A reset
+        that one of them left undone needs no doing any more.
+        """
+        owners_path = f"{self._path}/{OWNERS_NAME}"
+        try:
+            notes = [note for note in read_owners(owners_path) if note.namespace == digest]
+        except (FileNotFoundError, NotADirectoryError):
+            notes = []
+        users = sum(note.is_alive for note in notes)
         try:
             os.rename(f"{self._path}/{digest}", f"{self._path}/.{digest}.{secrets.token_hex(8)}.purged")
         except FileNotFoundError:  # an earlier purge has moved it
             pass
+        for note in notes:
+            if not note.is_alive:
+                remove_owner(owners_path, note.name)
+                if state.grants.pop(note.name, 0):
+                    state.total_bytes = None  # how much of the grant was used, only a count can tell
         return (f"{users} open stacks use this namespace; they go on, and may store in it again",) if users else ()
 
     def _left(self, digest: str, tally: _Tally) -> tuple[str, ...]:

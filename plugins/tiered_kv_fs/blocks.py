@@ -11,18 +11,19 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.permissions import NotPrivateError
 from tiered_kv.toolkit.codec_set import CodecSet
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record, record_bytes_max
 from tiered_kv.toolkit.room import ThreadRoom
 from tiered_kv.toolkit.status import REFUSED, UNREADABLE
 from tiered_kv.toolkit.unreadable import Unreadable
 from tiered_kv_fs.counters import Counters
+from tiered_kv_fs.descent import Descent
 from tiered_kv_fs.layout import SHARD_HEX, block_name, temporary_name
 from tiered_kv_fs.posix import (
     ALLOCATION_BYTES,
     make_directory,
     opened,
-    opened_directory,
     read_all,
     reason_of,
     remove,
@@ -73,12 +74,20 @@ class BlockFiles:
         block_bytes: Bytes of one block.
         codecs: How blocks are written and read.
         counters: Where to count.
+        private: Refuse directories that others may have put something into; see `Descent`.
     """
 
     def __init__(
-        self, namespace_path: str, namespace_digest: bytes, block_bytes: int, codecs: CodecSet, counters: Counters
+        self,
+        namespace_path: str,
+        namespace_digest: bytes,
+        block_bytes: int,
+        codecs: CodecSet,
+        counters: Counters,
+        *,
+        private: bool = True,
     ) -> None:
-        self._namespace_path = namespace_path
+        self._descent = Descent(namespace_path, private=private)
         self._namespace_digest = namespace_digest
         self._block_bytes = block_bytes
         self._codecs = codecs
@@ -97,10 +106,8 @@ class BlockFiles:
         stored: list[OffloadKey] = []
         reason = ""
         used_bytes = freed_bytes = 0
-        epoch_path = f"{self._namespace_path}/{epoch}"
         try:
-            make_directory(epoch_path)
-            with opened_directory(epoch_path) as epoch_fd:
+            with self._descent.epoch(epoch, make=True) as epoch_fd:
                 # Backwards, so that the head of a prefix, without which its tail is worthless, is evicted last.
                 for key, block in zip(reversed(keys), reversed(blocks), strict=True):
                     one = self._store_one(epoch, epoch_fd, owner, key, block)
@@ -118,18 +125,19 @@ class BlockFiles:
         """Read blocks into place and verify them. One that is damaged is removed."""
         loaded: list[OffloadKey] = []
         reason = ""
-        for key, block in zip(reversed(keys), reversed(blocks), strict=True):
-            try:
-                failure = self._load_one(epoch, key, block)
-            except FileNotFoundError:
-                self._counters.add("missing_blocks")
-                failure = "missing"
-            except OSError as error:
-                failure = self._note_failure(error)
-            if failure:
-                reason = failure
-            else:
-                loaded.append(key)
+        try:
+            with self._descent.epoch(epoch) as epoch_fd:
+                for key, block in zip(reversed(keys), reversed(blocks), strict=True):
+                    try:
+                        failure = self._load_one(epoch, epoch_fd, key, block)
+                    except OSError as error:
+                        failure = self._note_unread(error)
+                    if failure:
+                        reason = failure
+                    else:
+                        loaded.append(key)
+        except OSError as error:
+            reason = self._note_unread(error, len(keys))
         return Moved(loaded, reason)
 
     def contains(self, epoch: str, keys: Sequence[OffloadKey]) -> list[bool]:
@@ -138,15 +146,25 @@ class BlockFiles:
         Raises:
             OSError: The directory cannot be asked.
         """
-        return [self._contains_one(epoch, key) for key in keys]
+        try:
+            with self._descent.epoch(epoch) as epoch_fd:
+                return [self._contains_one(epoch, epoch_fd, key) for key in keys]
+        except (FileNotFoundError, NotADirectoryError):
+            return [False] * len(keys)
+        except NotPrivateError as error:
+            self._note_failure(error)
+            return [False] * len(keys)
 
-    def _contains_one(self, epoch: str, key: OffloadKey) -> bool:
+    def _contains_one(self, epoch: str, epoch_fd: int, key: OffloadKey) -> bool:
         name = block_name(key, self._namespace_digest)
         if _place(epoch, name) in self._unreadable:
             return False
         try:
-            status = os.stat(self._path(epoch, name), follow_symlinks=False)
+            status = self._descent.status_of(name, epoch, epoch_fd)
         except (FileNotFoundError, NotADirectoryError):
+            return False
+        except NotPrivateError as error:
+            self._note_failure(error)
             return False
         return stat.S_ISREG(status.st_mode) and self._is_possible(status.st_size)
 
@@ -157,10 +175,10 @@ class BlockFiles:
         made_bytes = 0
         try:
             try:
-                shard_fd = _open_shard(shard, epoch_fd)
+                shard_fd = self._descent.open_shard(shard, epoch, epoch_fd)
             except FileNotFoundError:
                 made_bytes = ALLOCATION_BYTES * make_directory(shard, epoch_fd)
-                shard_fd = _open_shard(shard, epoch_fd)
+                shard_fd = self._descent.open_shard(shard, epoch, epoch_fd)
             try:
                 replaces = _place(epoch, name) in self._unreadable
                 if not replaces and self._is_there(name, shard_fd):
@@ -207,10 +225,11 @@ class BlockFiles:
         self._counters.add("stored_files")
         return _Stored("", charge_bytes, freed_bytes)
 
-    def _load_one(self, epoch: str, key: OffloadKey, block: memoryview) -> str:
+    def _load_one(self, epoch: str, epoch_fd: int, key: OffloadKey, block: memoryview) -> str:
         """Read one block; return why not, or an empty string."""
         name = block_name(key, self._namespace_digest)
-        with opened(self._path(epoch, name), os.O_RDONLY) as fd:
+        fd = self._descent.open_block(name, epoch, epoch_fd)
+        try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 self._counters.add("failed_not_a_file")
@@ -223,13 +242,15 @@ class BlockFiles:
                     with suppress(OSError):  # read-only: the block is good all the same
                         os.utime(fd)
                 return ""
+        finally:
+            os.close(fd)
         if verdict in UNREADABLE:
             self._counters.add(f"failed_{verdict.value}")
             self._unreadable.note((_place(epoch, name),))
             return str(verdict.value)
         self._counters.add("corrupt_blocks")
         self._counters.add(f"corrupt_{verdict.value}")
-        self._remove_damaged(epoch, name, status)
+        self._remove_damaged(epoch, epoch_fd, name, status)
         return str(verdict.value) if verdict in REFUSED else "checksum"
 
     def _read(self, fd: int, size_bytes: int, key: OffloadKey, block: memoryview) -> RecordStatus:
@@ -245,29 +266,35 @@ class BlockFiles:
             return RecordStatus.TRUNCATED
         return decode_record(header, payload, key, block, self._namespace_digest, self._codecs)
 
-    def _remove_damaged(self, epoch: str, name: str, damaged: os.stat_result) -> None:
-        """Remove a file, unless another has taken its place."""
+    def _remove_damaged(self, epoch: str, epoch_fd: int, name: str, damaged: os.stat_result) -> None:
+        """Remove a file, unless another has taken its place; where that is refused, offer it no more."""
         try:
-            with opened_directory(f"{self._namespace_path}/{epoch}") as epoch_fd:
-                shard_fd = _open_shard(name[:SHARD_HEX], epoch_fd)
-                try:
-                    found = os.stat(name, dir_fd=shard_fd, follow_symlinks=False)
-                    if os.path.samestat(found, damaged) and remove(name, shard_fd):
-                        self._counters.add("removed_files")
-                finally:
-                    os.close(shard_fd)
+            shard_fd = self._descent.open_shard(name[:SHARD_HEX], epoch, epoch_fd)
+            try:
+                if not os.path.samestat(os.stat(name, dir_fd=shard_fd, follow_symlinks=False), damaged):
+                    return
+                if remove(name, shard_fd):
+                    self._counters.add("removed_files")
+                elif _exists(name, shard_fd):
+                    self._unreadable.note((_place(epoch, name),))
+            finally:
+                os.close(shard_fd)
         except OSError as error:
             self._note_failure(error)
-
-    def _path(self, epoch: str, name: str) -> str:
-        return f"{self._namespace_path}/{_place(epoch, name)}"
 
     def _is_possible(self, size_bytes: int) -> bool:
         return HEADER_BYTES < size_bytes <= record_bytes_max(self._block_bytes)
 
-    def _note_failure(self, error: OSError) -> str:
+    def _note_unread(self, error: OSError, blocks: int = 1) -> str:
+        """Count blocks that could not be read, and return why."""
+        if not isinstance(error, FileNotFoundError):
+            return self._note_failure(error, blocks)
+        self._counters.add("missing_blocks", blocks)
+        return "missing"
+
+    def _note_failure(self, error: OSError, times: int = 1) -> str:
         reason = reason_of(error)
-        self._counters.add(f"failed_{reason}")
+        self._counters.add(f"failed_{reason}", times)
         return reason
 
 
@@ -300,10 +327,6 @@ def _take_away(name: str, owner: str, shard_fd: int) -> int:
     if taken is None or taken.st_nlink > 1:  # of which the bytes are still there
         return 0
     return round_up(taken.st_size)  # as charged, but for the entry: directories do not shrink
-
-
-def _open_shard(shard: str, epoch_fd: int) -> int:
-    return os.open(shard, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=epoch_fd)
 
 
 def _exists(name: str, dir_fd: int) -> bool:

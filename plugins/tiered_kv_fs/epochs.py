@@ -18,12 +18,12 @@ def new_epoch() -> str:
     return secrets.token_hex(8)
 
 
-def read_epoch(namespace_path: str) -> str | None:
-    """Return the epoch that a namespace's file names, None if it is missing or damaged."""
-    text = (read_file(f"{namespace_path}/{EPOCH_NAME}", 64) or b"").decode("ascii", "replace").strip()
+def read_epoch(namespace_fd: int) -> str | None:
+    """Return the epoch that the file in a namespace's open directory names, None if it is missing or damaged."""
+    text = (read_file(EPOCH_NAME, 64, namespace_fd) or b"").decode("ascii", "replace").strip()
     return text if EPOCH.fullmatch(text) else None
 
 
-def write_epoch(namespace_path: str, epoch: str) -> None:
+def write_epoch(namespace_fd: int, epoch: str) -> None:
     """Make `epoch` the one that is joined from now on. Call it while the ledger is locked."""
-    replace_file(namespace_path, EPOCH_NAME, f"{epoch}\n".encode())
+    replace_file(namespace_fd, EPOCH_NAME, f"{epoch}\n".encode())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ _log = logging.getLogger("tiered_kv.fs")
 
 _TICK_S: Final = 5.0
 _SWEEP_POLL_S: Final = 0.02
+_LATE_POLL_S: Final = 0.1
 _REFILLS_WAITING_MAX: Final = 1024
 _REFUSAL_S: Final = 1.0
 """For how long a failure stands for those who ask next, so that a queue of stores does not wait one after the other."""
@@ -140,7 +140,10 @@ class Keeper:
         self._tasks.put(None)
 
     def stop(self, timeout_s: float) -> bool:
-        """Have the thread close the directory and end; return whether it has in time."""
+        """Have the thread close the directory and end; return whether it has in time.
+
+        With a transfer that is late it does so once that has ended.
+        """
         self._is_stopping.set()
         self._tasks.put(None)
         deadline = time.monotonic() + timeout_s
@@ -177,7 +180,15 @@ class Keeper:
             elif task.answer.set_running_or_notify_cancel():
                 task.answer.set_result(self._answer(task.need_bytes))
                 self._attempt(self._keep_spare)
+        self._attempt(self._look_after)
+        self._cancel_tasks()
+        # A transfer that is late may still write: until then the owner lives on, with its grant.
+        while self._allowance.in_flight_bytes:
+            time.sleep(_LATE_POLL_S)
         self._attempt(self._close)
+        self._cancel_tasks()
+
+    def _cancel_tasks(self) -> None:
         while not self._tasks.empty():
             left = self._tasks.get()
             if left is not None:
@@ -275,13 +286,13 @@ class Keeper:
 
     def _look_after(self) -> str:
         """Write a reset down, and make anew what somebody removed: the owner's file, or the namespace's directory."""
-        if not self._volume.owner.is_present or not os.path.isdir(self._volume.namespace_path):
+        if not self._volume.owner.is_present or not self._volume.has_namespace():
             self._claim_again()
         while self._resets != self._resets_written:
             number, epoch = self._resets, self._epoch  # in this order: the epoch is at least as new as the number
             self._volume.owner.ask_for_reset(number)
-            with self._volume.ledger.locked():
-                write_epoch(self._volume.namespace_path, epoch)
+            with self._volume.ledger.locked(), self._volume.opened_namespace() as namespace_fd:
+                write_epoch(namespace_fd, epoch)
             self._volume.owner.note_epoch(epoch, number)
             self._resets_written = number
         return ""
@@ -338,8 +349,6 @@ class Keeper:
             self._give_back()
             is_settled = True
         finally:
-            # A transfer that hangs may still write: then the owner lives on, with its grant, until the process ends.
-            # Otherwise its file stays only if others have to do what could not be done: a reset, or the grant.
-            if not self._allowance.in_flight_bytes:
-                self._volume.close(gives_up=is_settled and self._resets == self._resets_written)
+            # The owner's file stays only if others have to do what could not be done: a reset, or the grant.
+            self._volume.close(gives_up=is_settled and self._resets == self._resets_written)
         return ""

@@ -14,13 +14,16 @@ import secrets
 import socket
 import struct
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
 from tiered_kv_fs.layout import EPOCH, NAMESPACE, OWNER
-from tiered_kv_fs.posix import is_linked, opened, remove, try_lock, unlock, write_all
+from tiered_kv_fs.posix import is_linked, opened, opened_directory, remove, try_lock, unlock, write_all
 
 _OWNER_BYTES: Final = 4096
+_NEW_FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+_LISTING_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _WORD = struct.Struct("<Q")
 _ASKED_AT: Final = 0
 """The last reset that was asked for."""
@@ -62,9 +65,11 @@ class Owner:
 
     def __init__(self, directory: str, namespace: str) -> None:
         self.name = secrets.token_hex(8)
+        self._directory = directory
         self._path = f"{directory}/{self.name}"
         self._namespace = namespace
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with opened_directory(directory) as directory_fd:
+            self._fd = os.open(self.name, _NEW_FLAGS, 0o600, dir_fd=directory_fd)
         self._lock = threading.Lock()  # between a late note of a reset and `close`
         who = f"{socket.gethostname()} {os.getpid()}\n".encode()[: _OWNER_BYTES - _WHO_AT]
         try:
@@ -72,7 +77,7 @@ class Owner:
             write_all(self._fd, [bytes(_WHO_AT), who, bytes(_OWNER_BYTES - _WHO_AT - len(who))])
         except BaseException:
             os.close(self._fd)
-            remove(self._path)
+            remove_owner(directory, self.name)
             raise
 
     @property
@@ -92,7 +97,7 @@ class Owner:
     def close(self, *, remove_file: bool) -> None:
         """Give the lock back; the file goes too, unless it has to tell of a reset."""
         if remove_file:
-            remove(self._path)
+            remove_owner(self._directory, self.name)
         with self._lock:
             fd, self._fd = self._fd, -1
             try:
@@ -107,19 +112,33 @@ class Owner:
 
 
 def read_owners(directory: str) -> list[OwnerNote]:
-    """Return what the owners' files say. Call it while the ledger is locked."""
+    """Return what the owners' files say. Call it while the ledger is locked.
+
+    Raises:
+        OSError: There is no such directory, or it is a symbolic link; or the file system does not let us.
+    """
     notes = []
-    for name in os.listdir(directory):
-        if OWNER.fullmatch(name):
-            note = _read_owner(directory, name)
-            if note is not None:
-                notes.append(note)
+    directory_fd = os.open(directory, _LISTING_FLAGS)
+    try:
+        for name in os.listdir(directory_fd):
+            if OWNER.fullmatch(name):
+                note = _read_owner(directory_fd, name)
+                if note is not None:
+                    notes.append(note)
+    finally:
+        os.close(directory_fd)
     return notes
 
 
-def _read_owner(directory: str, name: str) -> OwnerNote | None:
+def remove_owner(directory: str, name: str) -> None:
+    """Remove an owner's file, if it is there and the file system lets us."""
+    with suppress(OSError), opened_directory(directory) as directory_fd:
+        remove(name, directory_fd)
+
+
+def _read_owner(directory_fd: int, name: str) -> OwnerNote | None:
     try:
-        with opened(f"{directory}/{name}", os.O_RDWR) as fd:
+        with opened(name, os.O_RDWR, directory_fd) as fd:
             is_alive = not try_lock(fd)
             if not is_alive:
                 unlock(fd)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
-from tiered_kv.permissions import DIRECTORY_MODE, FILE_MODE, check_file
+from tiered_kv.permissions import DIRECTORY_MODE, FILE_MODE, NotPrivateError, check_file
 
 SAFE_FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """O_NONBLOCK, so that opening a pipe that somebody put in a file's place does not wait for its other end."""
@@ -41,7 +41,11 @@ _LOCK_POLL_MAX_S: Final = 0.05
 
 def reason_of(error: OSError) -> str:
     """Return the one word that counters file a failed call under."""
-    return "timeout" if isinstance(error, TimeoutError) else _REASONS.get(error.errno or 0, "io_error")
+    if isinstance(error, TimeoutError):
+        return "timeout"
+    if isinstance(error, NotPrivateError) and error.errno == errno.EPERM:
+        return "not_private"
+    return _REASONS.get(error.errno or 0, "io_error")
 
 
 def occupied_bytes(status: os.stat_result) -> int:
@@ -72,6 +76,26 @@ def opened_directory(path: str, dir_fd: int | None = None) -> Iterator[int]:
     fd = os.open(path, DIRECTORY_FLAGS, dir_fd=dir_fd)
     try:
         yield fd
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def opened_above(path: str, root: str) -> Iterator[tuple[int, str]]:
+    """Yield a descriptor of the directory that an entry is in, for calls relative to it, and the entry's name there.
+
+    Args:
+        path: The entry.
+        root: A directory above it; no symbolic link is followed from there on.
+    """
+    *above, name = path[len(root) + 1 :].split("/")
+    fd = os.open(root, DIRECTORY_FLAGS)
+    try:
+        for directory in above:
+            inner = os.open(directory, DIRECTORY_FLAGS, dir_fd=fd)
+            os.close(fd)
+            fd = inner
+        yield fd, name
     finally:
         os.close(fd)
 
@@ -148,10 +172,10 @@ def directories(path: str, pattern: re.Pattern[str]) -> list[str]:
         return []
 
 
-def read_file(path: str, size_max_bytes: int) -> bytes | None:
+def read_file(path: str, size_max_bytes: int, dir_fd: int | None = None) -> bytes | None:
     """Return a small file's bytes, None if it is missing or no regular file of at most that size."""
     try:
-        with opened(path, os.O_RDONLY) as fd:
+        with opened(path, os.O_RDONLY, dir_fd) as fd:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode) or status.st_size > size_max_bytes:
                 return None
@@ -162,23 +186,24 @@ def read_file(path: str, size_max_bytes: int) -> bytes | None:
         raise
 
 
-def replace_file(directory: str, name: str, data: bytes, *, flush: bool = False) -> None:
+def replace_file(dir_fd: int, name: str, data: bytes, *, flush: bool = False) -> None:
     """Put a small file into place in one step; whoever reads it finds the old bytes or the new ones.
 
     Args:
-        directory, name: Where.
+        dir_fd: The directory, open.
+        name: The file's name there.
         data: All of it.
         flush: Whether that shall hold after a power failure too, which may leave an empty file otherwise.
     """
-    temporary = f"{directory}/.{name}.{secrets.token_hex(8)}.tmp"
+    temporary = f".{name}.{secrets.token_hex(8)}.tmp"
     try:
-        with opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
+        with opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, dir_fd) as fd:
             write_all(fd, [data])
             if flush:
                 os.fsync(fd)
-        os.rename(temporary, f"{directory}/{name}")
+        os.rename(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
     except OSError:
-        remove(temporary)
+        remove(temporary, dir_fd)
         raise
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict, deque
+from contextlib import suppress
 from enum import Enum
 from typing import Final
 
@@ -12,7 +13,17 @@ from tiered_kv_fs.counters import Counters
 from tiered_kv_fs.epochs import read_epoch
 from tiered_kv_fs.layout import EPOCH, NAMESPACE, SHARD, temporary_name
 from tiered_kv_fs.ledger import Share
-from tiered_kv_fs.posix import directories, occupied_bytes, opened, remove, take_away, try_lock, unlock
+from tiered_kv_fs.posix import (
+    directories,
+    occupied_bytes,
+    opened,
+    opened_above,
+    opened_directory,
+    remove,
+    take_away,
+    try_lock,
+    unlock,
+)
 from tiered_kv_fs.survey import Candidate, Survey, namespace_of, survey
 from tiered_kv_fs.volume import Volume
 
@@ -183,10 +194,16 @@ class Sweeper:
             self._remove_empty_epochs(live_epochs)
 
     def _joined_epochs(self) -> set[tuple[str, str]]:
-        root = self._volume.path
-        namespaces = [path.rsplit("/", 1)[1] for path in directories(root, NAMESPACE)]
-        epochs = [(name, read_epoch(f"{root}/{name}")) for name in namespaces]
-        return {(name, epoch) for name, epoch in epochs if epoch is not None}
+        joined = set()
+        for path in directories(self._volume.path, NAMESPACE):
+            try:
+                with opened_directory(path) as namespace_fd:
+                    epoch = read_epoch(namespace_fd)
+            except (FileNotFoundError, NotADirectoryError):  # gone, or a link, meanwhile
+                continue
+            if epoch is not None:
+                joined.add((path.rsplit("/", 1)[1], epoch))
+        return joined
 
     def _remove_leftovers(self, found: Survey, alive: set[str], sweep_fd: int) -> None:
         """Remove files whose writers have ended, or gave up long ago, and take them off what was found."""
@@ -195,7 +212,7 @@ class Sweeper:
         for leftover in found.temporaries:
             is_old = now_ns - leftover.mtime_ns > TEMPORARY_AGE_MAX_S * 1e9
             has_ended = leftover.owner and leftover.owner not in alive
-            if (is_old or has_ended) and remove(leftover.path):
+            if (is_old or has_ended) and self._remove(leftover.path):
                 found.used_bytes -= leftover.size_bytes
                 found.used_by[namespace_of(leftover.path, self._volume.path)] -= leftover.size_bytes
                 self._counters.add("removed_temporaries")
@@ -209,12 +226,12 @@ class Sweeper:
                 break
             candidate = candidates.popleft()
             try:
-                if os.stat(candidate.path, follow_symlinks=False).st_mtime_ns != candidate.mtime_ns:
-                    continue
-            except FileNotFoundError:
+                with opened_above(candidate.path, self._volume.path) as (shard_fd, name):
+                    if os.stat(name, dir_fd=shard_fd, follow_symlinks=False).st_mtime_ns != candidate.mtime_ns:
+                        continue
+                    taken = take_away(name, temporary_name(name, self._volume.owner.name), shard_fd)
+            except (FileNotFoundError, NotADirectoryError):  # gone, or a link has taken a directory's place
                 continue
-            above, name = candidate.path.rsplit("/", 1)
-            taken = take_away(candidate.path, f"{above}/{temporary_name(name, self._volume.owner.name)}")
             if taken is not None:  # not what was listed, if it has just been replaced
                 size_bytes = occupied_bytes(taken)
                 removed_by[namespace_of(candidate.path, self._volume.path)] += size_bytes
@@ -233,12 +250,16 @@ class Sweeper:
                 namespace, epoch = path.rsplit("/", 2)[1:]
                 if (namespace, epoch) not in live_epochs:
                     for shard_path in directories(path, SHARD):
-                        _remove_directory(shard_path)
-                    _remove_directory(path)
+                        self._remove_directory(shard_path)
+                    self._remove_directory(path)
 
+    def _remove(self, path: str) -> bool:
+        try:
+            with opened_above(path, self._volume.path) as (above_fd, name):
+                return remove(name, above_fd)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
-def _remove_directory(path: str) -> None:
-    try:
-        os.rmdir(path)
-    except OSError:  # not empty, or gone
-        pass
+    def _remove_directory(self, path: str) -> None:
+        with suppress(OSError), opened_above(path, self._volume.path) as (above_fd, name):  # not empty, or gone
+            os.rmdir(name, dir_fd=above_fd)

@@ -131,7 +131,14 @@ class FsTier(AsyncTier):
         self._room_timeout_s = min(_ROOM_TIMEOUT_MAX_S, settings.job_timeout / 2)
         identity = Identity(digest, getattr(offloading_spec, "namespace", {}), block_bytes)
         self._volume = Volume(settings.path, identity, tier=name, private=settings.private)
-        self._files = BlockFiles(self._volume.namespace_path, digest, block_bytes, self._codecs, self._counters)
+        self._files = BlockFiles(
+            self._volume.namespace_path,
+            digest,
+            block_bytes,
+            self._codecs,
+            self._counters,
+            private=settings.private,
+        )
         self._epoch_names = (0, self._volume.found_epoch)
         """The toolkit's number of the epoch, and its directory; replaced in one step."""
         self._keeper = self._start_keeper(name)

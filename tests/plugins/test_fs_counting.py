@@ -42,10 +42,10 @@ class Bench:
         self.sweeper = self.sweeper_with(quota_bytes)
         assert self.sweeper.make_room(0) is Sweep.DONE
         self.grant(GRANT_BYTES)
-        shard = path / DIGEST.hex() / self.volume.found_epoch / "00"
-        shard.mkdir(parents=True)
+        self.shard = path / DIGEST.hex() / self.volume.found_epoch / "00"
+        self.shard.mkdir(parents=True)
         for number in range(GRANT_BYTES // BLOCK_BYTES // 2):
-            (shard / f"{number:032x}").write_bytes(bytes(BLOCK_BYTES))
+            (self.shard / f"{number:032x}").write_bytes(bytes(BLOCK_BYTES))
 
     def sweeper_with(self, quota_bytes: int | None) -> Sweeper:
         return Sweeper(self.volume, CAPACITY_BYTES, quota_bytes, UNKNOWN_BYTES, Counters())
@@ -128,8 +128,8 @@ def test_what_another_s_count_has_missed_already_is_not_taken_off_again(
     other = bench.sweeper_with(None)
     removed: list[str] = []
 
-    def taken_away(path: str, aside: str) -> os.stat_result | None:
-        taken = take_away(path, aside)
+    def taken_away(path: str, aside: str, dir_fd: int | None = None) -> os.stat_result | None:
+        taken = take_away(path, aside, dir_fd)
         removed.append(path)
         if len(removed) == 8:  # somebody cleans up, and the other takes the lock of a new file
             (bench.path / SWEEP_NAME).unlink()
@@ -154,12 +154,12 @@ def test_a_block_that_is_replaced_by_a_smaller_one_as_it_is_evicted_is_taken_off
     assert state.total_bytes is not None
     small_bytes = 4096
 
-    def replaced_first(path: str, aside: str) -> os.stat_result | None:
+    def replaced_first(path: str, aside: str, dir_fd: int | None = None) -> os.stat_result | None:
         """Have another process replace the file, and tell the ledger of what it took away and of what it put there."""
-        Path(path).write_bytes(bytes(small_bytes))
+        (bench.shard / path).write_bytes(bytes(small_bytes))
         with bench.volume.ledger.locked() as state:
             state.take_off(BLOCK_BYTES - small_bytes, bench.volume.namespace)
-        return take_away(path, aside)
+        return take_away(path, aside, dir_fd)
 
     monkeypatch.setattr(sweeper_module, "take_away", replaced_first)
     wanted_bytes = CAPACITY_BYTES - state.total_bytes + 8 * BLOCK_BYTES
@@ -205,10 +205,10 @@ def test_what_is_evicted_is_taken_off_though_a_release_that_knows_of_no_count_wr
     assert state.total_bytes is not None
     removed: list[str] = []
 
-    def taken_away(path: str, aside: str) -> os.stat_result | None:
+    def taken_away(path: str, aside: str, dir_fd: int | None = None) -> os.stat_result | None:
         write_as_before(bench, 0)
         removed.append(path)
-        return take_away(path, aside)
+        return take_away(path, aside, dir_fd)
 
     monkeypatch.setattr(sweeper_module, "take_away", taken_away)
     bench.sweeper.make_room(CAPACITY_BYTES - state.total_bytes + 8 * BLOCK_BYTES)

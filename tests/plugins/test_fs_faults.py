@@ -354,7 +354,7 @@ def test_a_marker_is_on_the_device_before_it_is_in_its_place(
         fsync(fd)
 
     def note_rename(source: str, target: str, **options: int) -> None:
-        if target.endswith("/tiered-kv-fs.json"):
+        if target.rpartition("/")[2] == "tiered-kv-fs.json":
             steps.append("rename " + source.rpartition("/")[2])
         rename(source, target, **options)
 

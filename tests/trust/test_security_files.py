@@ -102,7 +102,7 @@ def test_another_user_s_directory_is_refused(tenant: Tenant, monkeypatch: pytest
 def test_root_takes_no_other_user_s_directory_either(tenant: Tenant) -> None:
     tenant.store(4)
     os.chown(directory_of(tenant), 12345, 12345)
-    with pytest.raises(ConfigError, match=r"found .* of uid 12345; .*chown -R 0"):
+    with pytest.raises(ConfigError, match=r"found .* of uid 12345; .*make sure that nobody has put .*: chown -R 0"):
         open_stack(tenant.file)
 
 
