@@ -285,7 +285,10 @@ class Blocks:
         damaged = [own[at] for exchange, own in done for at in exchange.damaged]
         if damaged:
             self.counters.add("corrupt_blocks", len(damaged))
-            self._ask(b"UNLINK", damaged, batch.wire_keys, batch.deadline, {})  # if that fails they are found again
+            replies = self._ask(b"UNLINK", damaged, batch.wire_keys, batch.deadline, {})
+            gone = {at for at, reply in replies if isinstance(reply, int)}
+            # The user may not be allowed to, or the server does not answer any more.
+            self._unreadable.note(batch.wire_keys[at] for at in damaged if at not in gone)
         return failures
 
     def _lengths(

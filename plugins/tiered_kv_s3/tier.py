@@ -266,7 +266,8 @@ class S3Tier(BlockingTier):
     def _remove_damaged(self, name: str, counter: str, deadline: float) -> None:
         """Make a miss of an object that is not the block's record, here and for everybody else."""
         self._counters.add(counter)
-        self._bucket.delete(name, deadline)
+        if self._bucket.delete(name, deadline) is not Verdict.DONE:  # the credentials may not be allowed to
+            self._unreadable.note((name,))
         self._presence.note(name, False, time.monotonic())
 
     # The tier's life.

@@ -1,11 +1,11 @@
-"""What lies in a shared storage and this process cannot read, though it is sound: not offered here, and replaced.
+"""What lies in a shared storage and this process can neither read nor delete: not offered here, and replaced.
 
 A record may be in a codec that is not installed here, or encrypted with a key that is not here. Others may be able to
-read it, so a failed load does not delete it. But as long as it were taken for the block, every load of it would fail,
-and no store would end that, since a block that is there is not stored again. So a tier whose storage is shared keeps
-this memory:
+read it, so a failed load does not delete it. A damaged one nobody can read, and it is deleted; but the storage may
+refuse that. As long as either were taken for the block, every load of it would fail, and no store would end that,
+since a block that is there is not stored again. So a tier whose storage is shared keeps this memory:
 
-- a load that finds such a record notes its name;
+- a load that finds a record of others, or cannot delete a damaged one, notes its name;
 - a lookup answers False for a name that is noted;
 - a store of such a block replaces what lies there, and forgets the name. So does a load that succeeds.
 
@@ -34,7 +34,7 @@ process has replaced is found after it at the latest."""
 
 
 class Unreadable(Generic[Name]):
-    """The names of records that this process found to be sound and could not read. Any thread may call.
+    """The names of records that this process could not read, and that are still there. Any thread may call.
 
     A name stands for one place in the storage, in one epoch: after a reset the same block has another one. Where a
     load and a store of one block end at the same time, a name may be noted that has just been made good. It is a miss
