@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final
 
 from tiered_kv.errors import TierUnavailableError
@@ -29,6 +30,7 @@ from tiered_kv_redis.connection import Link
 from tiered_kv_redis.endpoint import check_tls_files
 from tiered_kv_redis.exchange import Calls, Exchange, converse
 from tiered_kv_redis.keyspace import KEY_PREFIX
+from tiered_kv_redis.listing import scan
 from tiered_kv_redis.node import Node, NodeDownError
 from tiered_kv_redis.reasons import (
     CLUSTER_DOWN,
@@ -36,17 +38,13 @@ from tiered_kv_redis.reasons import (
     NOT_OURS_TO_USE,
     PERMISSION,
     TOO_LONG,
-    WireError,
-    reason_of_code,
 )
-from tiered_kv_redis.replies import Refusal, ReplyReader, command
+from tiered_kv_redis.replies import Refusal, command
 from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.topology import topology_of
 
 NAMES_AT_ONCE: Final = 500
 """Asked of one SCAN; the server may answer with some more."""
-_NAMES_MAX: Final = 1 << 16
-_NAME_BYTES_MAX: Final = 1 << 20
 _PASSES_MAX: Final = 20
 _STEP_S_MAX: Final = 10.0
 """How long one command, or one batch of them, may take."""
@@ -58,6 +56,10 @@ _NAME: Final = re.compile(
 """Every name that the tier gives: see `keyspace.py` and `account.py`. A block's key may be any bytes."""
 _FOREIGN_MAX: Final = 10_000
 """Foreign names that are told apart, since SCAN may tell a name twice."""
+_NAMESPACE_BYTES: Final = 128
+_NAMESPACES_BYTES_MAX: Final = 8 << 20
+"""Of the namespaces of all servers: the readable forms, seldom 500 bytes each, and so much for each. That is room for
+some 13,000; Python may take twenty times as much for text that was made for it."""
 _NO_PERMISSION: Final = (
     "does not permit a purge; its user needs +scan +strlen +unlink +get on keys 'tkv1:*', in a cluster also "
     "+cluster|slots"
@@ -70,7 +72,7 @@ class _Removed:
 
     blocks: int = 0
     size_bytes: int = 0
-    foreign: set[bytes] = field(default_factory=set)  # names that are not the tier's
+    foreign: set[int] = field(default_factory=set)  # a hash of each name that is not the tier's: they may be long
 
 
 class RedisAdministration(TierAdministration):
@@ -91,15 +93,23 @@ class RedisAdministration(TierAdministration):
 
     def namespaces(self, deadline: float, only: str | None = None) -> list[StoredNamespace]:
         blocks: Counter[str] = Counter()
+        room_bytes = _NAMESPACES_BYTES_MAX
         try:
             for node in self._masters(deadline):
                 for names in self._pages(node, only, deadline):
                     for match in filter(None, map(_NAME.fullmatch, names)):
                         blocks[match["digest"].decode()] += match["block"] is not None
-            return [
-                StoredNamespace(digest, self._description(digest, deadline), count)
-                for digest, count in sorted(blocks.items())
-            ]
+                    if len(blocks) * _NAMESPACE_BYTES > room_bytes:
+                        raise NodeDownError(TOO_LONG)
+            room_bytes -= len(blocks) * _NAMESPACE_BYTES
+            found = []
+            for digest, count in sorted(blocks.items()):
+                text = self._description(digest, deadline)
+                room_bytes -= len(text)
+                if room_bytes < 0:
+                    raise NodeDownError(TOO_LONG)
+                found.append(StoredNamespace(digest, _read(text, digest), count))
+            return found
         except NodeDownError as error:
             raise self._unavailable(error, "list") from error
 
@@ -128,8 +138,9 @@ class RedisAdministration(TierAdministration):
         found = 0
         for names in self._pages(node, digest, deadline):
             ours = [name for name in names if _NAME.fullmatch(name)]
-            if len(ours) < len(names) and len(removed.foreign) < _FOREIGN_MAX:
-                removed.foreign.update(set(names).difference(ours))
+            if len(ours) < len(names):
+                foreign = {hash(name) for name in set(names).difference(ours)} - removed.foreign
+                removed.foreign.update(islice(foreign, _FOREIGN_MAX - len(removed.foreign)))
             found += len(ours)
             if ours:
                 self._unlink(node, ours, removed, deadline)
@@ -159,32 +170,33 @@ class RedisAdministration(TierAdministration):
         pattern = KEY_PREFIX + (f"{digest}:*".encode() if digest else b"*")
         cursor = b"0"
         while True:
-            scan = _Scan(node, cursor, pattern)
-            converse([scan], _step(deadline))
-            if scan.failures:
-                raise NodeDownError(scan.failures[0])
-            yield scan.names
-            cursor = scan.cursor
+            page = scan(node, cursor, pattern, NAMES_AT_ONCE, _step(deadline))
+            yield page.names
+            cursor = page.cursor
             if cursor == b"0":
                 return
 
-    def _description(self, digest: str, deadline: float) -> Mapping[str, object]:
+    def _description(self, digest: str, deadline: float) -> bytes:
         name = KEY_PREFIX + digest.encode() + b":namespace"
         shares = self._topology.split([name], deadline)
         if not shares:
             raise NodeDownError(CLUSTER_DOWN)
         fetch = _Fetch(shares[0][0], name)
         converse([fetch], _step(deadline))
-        try:
-            return believed(json.loads(fetch.value), digest)
-        except (ValueError, RecursionError):
-            return {}
+        return fetch.value
 
     def _unavailable(self, error: NodeDownError, operation: str) -> TierUnavailableError:
         hint = NOT_OURS_TO_USE.get(error.reason, f"cannot be used now: {error.reason}")
         if error.reason == PERMISSION:
             hint = _NO_PERMISSION
         return TierUnavailableError(f"the server {hint}", tier=self._tier, operation=operation)
+
+
+def _read(text: bytes, digest: str) -> Mapping[str, object]:
+    try:
+        return believed(json.loads(text), digest)
+    except (ValueError, RecursionError):
+        return {}
 
 
 def _left(found: int, removed: _Removed) -> tuple[str, ...]:
@@ -197,30 +209,6 @@ def _left(found: int, removed: _Removed) -> tuple[str, ...]:
     if found:
         left.append(f"{found} names were found by the last of several looks: a stack stores them, or it takes too long")
     return tuple(left)
-
-
-class _Scan(Exchange):
-    """One SCAN."""
-
-    def __init__(self, node: Node, cursor: bytes, pattern: bytes) -> None:
-        super().__init__(node, 1)
-        self.cursor = b"0"
-        self.names: list[bytes] = []
-        self._command = command(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % NAMES_AT_ONCE)
-
-    def begin(self, link: Link, deadline: float) -> None:
-        link.stream.send((self._command,), deadline)
-
-    def finish(self, link: Link, deadline: float) -> None:
-        first = link.replies.line(deadline)
-        if first[:1] == b"-":
-            self.failures[0] = reason_of_code(first[1:])
-        elif first != b"*2":
-            raise WireError("protocol")
-        else:
-            self.cursor = _text(link.replies, deadline)
-            self.names = [_text(link.replies, deadline) for _ in range(_count(link.replies.line(deadline)))]
-        self.answered = 1
 
 
 class _Fetch(Exchange):
@@ -243,19 +231,3 @@ class _Fetch(Exchange):
 
 def _step(deadline: float) -> float:
     return min(deadline, time.monotonic() + _STEP_S_MAX)
-
-
-def _text(replies: ReplyReader, deadline: float) -> bytes:
-    length = replies.bulk_length(_NAME_BYTES_MAX, deadline)
-    if not isinstance(length, int):
-        raise WireError("protocol")
-    return bytes(replies.bulk(length, deadline))
-
-
-def _count(line: bytes) -> int:
-    if line[:1] != b"*" or not line[1:].isdigit() or len(line) > 8:
-        raise WireError("protocol")
-    count = int(line[1:])
-    if count > _NAMES_MAX:
-        raise WireError(TOO_LONG)
-    return count

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from tiered_kv.base import OffloadKey
 from tiered_kv.toolkit.codecs import Codec
 from tiered_kv.toolkit.record import encode_record
+from tiered_kv_redis.budget import Budget
 from tiered_kv_redis.connection import Link, WireConnection
 from tiered_kv_redis.node import Node, NodeDownError
-from tiered_kv_redis.reasons import REFUSES_STORES, TIMEOUT, WireError, reason_of_error
+from tiered_kv_redis.reasons import REFUSES_STORES, TIMEOUT, TOO_LONG, WireError, reason_of_error
 from tiered_kv_redis.replies import Refusal, Reply
 from tiered_kv_redis.stream import Buffer
 
@@ -127,10 +128,13 @@ class Calls(Exchange):
         link.stream.send((b"".join(self._commands),), deadline)
 
     def finish(self, link: Link, deadline: float) -> None:
+        budget = Budget()
         for position in range(self.count):
             reply = link.replies.reply(deadline)
             if isinstance(reply, Refusal):
                 self.failures[position] = reply.reason
+            elif isinstance(reply, bytes) and not budget.take(len(reply)):
+                raise WireError(TOO_LONG)
             self.replies.append(reply)
             self.answered += 1
 

@@ -14,10 +14,11 @@ from typing import Any, Final
 from redis._parsers import _RESP2Parser
 from redis.exceptions import InvalidResponse
 
-RECEIVED_BYTES_MAX: Final = 4 << 20
-"""The slots of a cluster take about 200 bytes for each range, of which there are seldom a hundred."""
+from tiered_kv_redis.budget import Budget
+
 TIMEOUTS_MAX: Final = 4
 """How many times the timeout of one call everything may take."""
+_TOO_MUCH: Final = "the server sends more than an answer"
 
 
 class BoundedParser(_RESP2Parser):
@@ -27,7 +28,8 @@ class BoundedParser(_RESP2Parser):
         super().on_connect(connection)  # type: ignore[no-untyped-call]  # redis-py annotates some of its methods only
         timeout_s = connection.socket_timeout
         buffer: Any = self._buffer
-        buffer._sock = _BoundedSocket(buffer._sock, TIMEOUTS_MAX * timeout_s)
+        self._budget = Budget()
+        buffer._sock = _BoundedSocket(buffer._sock, self._budget, TIMEOUTS_MAX * timeout_s)
 
     def read_response(self, *arguments: Any, **options: Any) -> Any:  # Any: as redis-py has it
         try:
@@ -35,28 +37,35 @@ class BoundedParser(_RESP2Parser):
         except (RecursionError, ValueError, OverflowError) as error:  # lists in lists; a number that is none
             raise InvalidResponse(f"the server sends no reply: {type(error).__name__}") from None
 
+    def _read_response(self, *arguments: Any, **options: Any) -> Any:  # Any: as redis-py has it
+        # For each reply and, by recursion, for each item of a list: four bytes make an object.
+        if not self._budget.take(0, 1):
+            raise ConnectionError(_TOO_MUCH)
+        return super()._read_response(*arguments, **options)
+
 
 class _BoundedSocket:
     """A connected socket, as redis-py's buffer uses it.
 
     Args:
         sock: The socket.
+        budget: What it may give.
         limit_s: How long everything may take, from now on.
     """
 
-    def __init__(self, sock: socket.socket, limit_s: float) -> None:
+    def __init__(self, sock: socket.socket, budget: Budget, limit_s: float) -> None:
         self._sock = sock
-        self._left_bytes = RECEIVED_BYTES_MAX
+        self._budget = budget
         self._deadline = time.monotonic() + limit_s
 
     def recv(self, size: int) -> bytes:
-        if self._left_bytes <= 0:
-            raise ConnectionError("the server sends more than an answer")
+        if self._budget.left_bytes <= 0:
+            raise ConnectionError(_TOO_MUCH)
         if time.monotonic() >= self._deadline:
             # No timeout: redis-py takes one for "nothing has come" where it looks whether a connection is quiet.
             raise ConnectionError("the server takes too long to send an answer")
-        data = self._sock.recv(min(size, self._left_bytes))
-        self._left_bytes -= len(data)
+        data = self._sock.recv(min(size, self._budget.left_bytes))
+        self._budget.take(len(data))
         return data
 
     def settimeout(self, timeout_s: float | None) -> None:

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
+from tiered_kv_redis.budget import Budget
 from tiered_kv_redis.connection import Link
-from tiered_kv_redis.exchange import Exchange
-from tiered_kv_redis.node import Node
+from tiered_kv_redis.exchange import Exchange, converse
+from tiered_kv_redis.node import Node, NodeDownError
 from tiered_kv_redis.reasons import TOO_LONG, WireError, reason_of_code
-from tiered_kv_redis.replies import Refusal
+from tiered_kv_redis.replies import Refusal, command
 
 Value = bytes | int | Refusal | None | list["Value"]
 """A text, a number, an error, nil, or a list of them."""
 
 _DEPTH_MAX: Final = 2
-_ITEMS_MAX: Final = 1 << 16
 _TEXT_BYTES_MAX: Final = 1 << 20
 _DIGITS_MAX: Final = 20
-"""Of a signed number of 64 bits."""
+"""Of a number of 64 bits, a sign included."""
 
 
 class Listing(Exchange):
-    """Small commands, with replies of any kind but large values.
+    """Small commands, with replies of any kind but large values: all of them within one `Budget`.
 
     Args:
         node: The server.
@@ -38,16 +39,57 @@ class Listing(Exchange):
         link.stream.send((b"".join(self._commands),), deadline)
 
     def finish(self, link: Link, deadline: float) -> None:
+        budget = Budget()
         for position in range(self.count):
-            reply = _value(link, deadline, 0)
+            reply = _value(link, deadline, budget, 0)
             if isinstance(reply, Refusal):
                 self.failures[position] = reply.reason
             self.replies.append(reply)
             self.answered += 1
 
 
-def _value(link: Link, deadline: float, depth: int) -> Value:
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What one SCAN says.
+
+    Args:
+        cursor: Where the next one goes on; b"0" if this was the last.
+        names: Some names.
+    """
+
+    cursor: bytes
+    names: list[bytes]
+
+
+def scan(node: Node, cursor: bytes, pattern: bytes, count: int, deadline: float) -> Page:
+    """Ask a server for some names.
+
+    Args:
+        node: The server.
+        cursor: Where to go on; b"0" to begin.
+        pattern: Of the names, as SCAN has it.
+        count: How many to ask for; the server may answer with some more, or fewer.
+        deadline: Seconds of `time.monotonic()`.
+
+    Raises:
+        NodeDownError: The server is not reached, refuses, or its answer is none.
+    """
+    listing = Listing(node, [command(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % count)])
+    converse([listing], deadline)
+    if listing.trouble or listing.failures:
+        raise NodeDownError(listing.trouble or listing.failures[0])
+    match listing.replies[0]:
+        case [bytes(following), list(names)] if following.isdigit() and len(following) <= _DIGITS_MAX:
+            texts = [name for name in names if isinstance(name, bytes)]
+            if len(texts) == len(names):
+                return Page(following, texts)
+    raise NodeDownError("protocol")
+
+
+def _value(link: Link, deadline: float, budget: Budget, depth: int) -> Value:
     line = link.replies.line(deadline)
+    if not budget.take(len(line)):
+        raise WireError(TOO_LONG)
     kind, rest = line[:1], line[1:]
     if kind == b"+":
         return rest
@@ -59,13 +101,13 @@ def _value(link: Link, deadline: float, depth: int) -> Value:
     if number == -1:
         return None
     if kind == b"$" and number >= 0:
-        if number > _TEXT_BYTES_MAX:
+        if number > _TEXT_BYTES_MAX or not budget.take(number):
             raise WireError(TOO_LONG)
         return bytes(link.replies.bulk(number, deadline))
     if kind == b"*" and number >= 0 and depth < _DEPTH_MAX:
-        if number > _ITEMS_MAX:
+        if not budget.take(0, number):  # before the first of them is read
             raise WireError(TOO_LONG)
-        return [_value(link, deadline, depth + 1) for _ in range(number)]
+        return [_value(link, deadline, budget, depth + 1) for _ in range(number)]
     raise WireError("protocol")
 
 

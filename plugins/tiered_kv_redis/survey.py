@@ -16,10 +16,10 @@ from typing import Final
 
 from tiered_kv_redis.exchange import converse
 from tiered_kv_redis.keyspace import KEY_PREFIX
-from tiered_kv_redis.listing import Listing, Value
+from tiered_kv_redis.listing import Listing, Value, scan
 from tiered_kv_redis.node import Node, NodeDownError
 from tiered_kv_redis.reasons import MOVED, PERMISSION
-from tiered_kv_redis.replies import Refusal, command
+from tiered_kv_redis.replies import command
 
 NAMES_AT_ONCE: Final = 256
 """Asked of one SCAN; the server may answer with some more."""
@@ -29,6 +29,11 @@ CANDIDATES_MAX: Final = 262_144
 """Blocks that one survey remembers as the next to go: this share of all, the least number at least, the largest at
 most. What is remembered has to last until the next survey, which takes the longer the more blocks there are. One takes
 some 280 bytes where names have 90 (by tracemalloc): 18 MB to 73 MB, and up to 73 MB more during the next survey."""
+_CANDIDATE_BYTES: Final = 190
+"""What one takes besides its name."""
+CANDIDATES_BYTES_MAX: Final = CANDIDATES_MAX * (_CANDIDATE_BYTES + 90)
+"""What they take together, at most: with longer names there are fewer. A name may have up to a megabyte, and anybody
+who can write to the server can have put it there."""
 EVICTED_AT_ONCE: Final = 64
 _IDLE_RESOLUTION_S: Final = 1.0
 """Of OBJECT IDLETIME: two answers about one use may differ by so much."""
@@ -96,6 +101,7 @@ def survey(
     """
     found = Found()
     kept: list[Candidate] = []  # a heap of the longest unused, the least idle first
+    kept_bytes = 0
     pattern = KEY_PREFIX + namespace_digest.hex().encode() + b":" + b"[0-9a-f]" * 16 + b":*"
     for node in nodes:
         for names in _pages(node, pattern, step_deadline, may_go_on):
@@ -104,10 +110,10 @@ def survey(
             for candidate in _looked_at(node, names, record_bytes_max, step_deadline(), clock):
                 found.used_bytes += candidate.size_bytes
                 found.blocks += 1
-                if len(kept) < CANDIDATES_MAX:
-                    heapq.heappush(kept, candidate)
-                else:
-                    heapq.heappushpop(kept, candidate)
+                heapq.heappush(kept, candidate)
+                kept_bytes += _memory_bytes(candidate)
+                while len(kept) > CANDIDATES_MAX or kept_bytes > CANDIDATES_BYTES_MAX:
+                    kept_bytes -= _memory_bytes(heapq.heappop(kept))
     kept.sort(reverse=True)
     del kept[max(CANDIDATES_MIN, int(found.blocks * CANDIDATES_SHARE)) :]
     found.candidates = deque(kept)
@@ -158,6 +164,10 @@ def evict(
     return removed, removed_bytes
 
 
+def _memory_bytes(candidate: Candidate) -> int:
+    return _CANDIDATE_BYTES + len(candidate.name)
+
+
 def _was_used(candidate: Candidate, idle_s: Value, now_s: float) -> bool:
     return isinstance(idle_s, int) and idle_s - now_s < candidate.idle_s - _IDLE_RESOLUTION_S
 
@@ -171,14 +181,9 @@ def _pages(
         if not may_go_on():
             yield None
             return
-        page = [b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % NAMES_AT_ONCE]
-        (reply,) = _ask(node, [command(*page)], step_deadline())
-        if isinstance(reply, Refusal):
-            raise NodeDownError(reply.reason)
-        if not (isinstance(reply, list) and len(reply) == 2 and isinstance(reply[0], bytes)):
-            raise NodeDownError("protocol")
-        cursor, names = reply[0], reply[1]
-        yield [name for name in names if isinstance(name, bytes)] if isinstance(names, list) else []
+        page = scan(node, cursor, pattern, NAMES_AT_ONCE, step_deadline())
+        yield page.names
+        cursor = page.cursor
         if cursor == b"0":
             return
 

@@ -8,6 +8,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from redis.connection import ConnectionPool
 from redis.crc import key_slot
@@ -17,8 +18,9 @@ from redis.sentinel import Sentinel
 from tiered_kv_redis.endpoint import pool_options, sentinel_options
 from tiered_kv_redis.handshake import BoundedParser
 from tiered_kv_redis.node import Node, NodeDownError
-from tiered_kv_redis.reasons import CLUSTER_DOWN, TIMEOUT, reason_of_error
+from tiered_kv_redis.reasons import CLUSTER_DOWN, TIMEOUT, UNAVAILABLE, WireError, reason_of_error
 from tiered_kv_redis.settings import Address, RedisSettings
+from tiered_kv_redis.slots import believed_address, masters_of
 
 REFRESH_PAUSE_S = 0.5
 """Between two questions of where the servers are."""
@@ -157,7 +159,9 @@ class SentinelMaster(MovingServers):
         self._sentinel = Sentinel(  # type: ignore[no-untyped-call]  # redis-py annotates some of its methods only
             list(settings.addresses), sentinel_kwargs=sentinel_options(settings)
         )
-        for client in self._sentinel.sentinels:  # whose constructor takes no parser
+        # Asked in this order: the last one that knew stands first. Replaced by the thread that asks.
+        self._clients: list[Any] = list(self._sentinel.sentinels)  # Any: redis-py's clients
+        for client in self._clients:  # whose constructor takes no parser
             client.connection_pool.connection_kwargs["parser_class"] = BoundedParser
         self._master: Node | None = None
 
@@ -173,9 +177,27 @@ class SentinelMaster(MovingServers):
             client.close()
 
     def _discover(self) -> None:
-        host, port = self._sentinel.discover_master(self._settings.service)  # type: ignore[no-untyped-call]
-        address = Address(host, int(port))
+        address = self._named()
         self._master = self._use([address])[address]
+
+    def _named(self) -> Address:
+        """Return what the first sentinel says that knows the master.
+
+        As `Sentinel.discover_master`, which tells nobody why a sentinel was of no use, nor asks others after one that
+        refuses.
+        """
+        service = self._settings.service
+        failure: Exception = NodeDownError(UNAVAILABLE)
+        for client in self._clients:
+            try:
+                state = client.sentinel_masters().get(service)
+                if state and self._sentinel.check_master_state(state, service):  # type: ignore[no-untyped-call]
+                    address = believed_address(state["ip"], state["port"])
+                    self._clients = [client, *(each for each in self._clients if each is not client)]
+                    return address
+            except Exception as error:  # redis-py makes anything of an answer that makes no sense
+                failure = error
+        raise failure
 
 
 class Cluster(MovingServers):
@@ -211,7 +233,7 @@ class Cluster(MovingServers):
         for address in dict.fromkeys((*known, *self._settings.addresses)):
             try:
                 masters = self._masters_by(address)
-            except (RedisError, OSError) as error:
+            except (RedisError, OSError, WireError) as error:
                 failure = error
                 continue
             if masters:
@@ -229,12 +251,7 @@ class Cluster(MovingServers):
             ranges = connection.read_response()
         finally:
             pool.disconnect()
-        masters: dict[int, Address] = {}
-        for first, last, (host, port, *_), *_ in ranges:
-            # A member that does not know what it is called says nothing for a host, or "?".
-            name = member.host if host in (None, b"", b"?") else host.decode()
-            masters.update(dict.fromkeys(range(first, last + 1), Address(name, port)))
-        return masters
+        return masters_of(ranges, member)
 
 
 def topology_of(settings: RedisSettings) -> Topology:

@@ -15,7 +15,7 @@ from tiered_kv.testing.redis_servers import RedisServer, redis_server
 pytest.importorskip("redis", reason="redis-py is not installed")
 
 from tiered_kv_redis import survey as survey_module
-from tiered_kv_redis.listing import Value
+from tiered_kv_redis.listing import Page, Value
 from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.survey import Found, evict, survey
 from tiered_kv_redis.topology import topology_of
@@ -42,6 +42,9 @@ class Shelf:
     def ask(self, _node: object, commands: Sequence[bytes], _deadline: float) -> list[Value]:
         return [self._answer(sent.split(b"\r\n")[2::2]) for sent in commands]
 
+    def scan(self, *_: object) -> Page:
+        return Page(b"0", list(self.used_s))
+
     def survey(self) -> Found:
         node: Any = self  # it is only passed on
         found = survey([node], DIGEST, RECORD_BYTES, lambda: 0.0, lambda: True, self._clock)
@@ -50,8 +53,6 @@ class Shelf:
 
     def _answer(self, words: list[bytes]) -> Value:
         match words[0]:
-            case b"SCAN":
-                return [b"0", list(self.used_s)]
             case b"OBJECT":
                 return int(self._clock()) - int(self.used_s[words[2]])
             case b"UNLINK":
@@ -64,6 +65,7 @@ class Shelf:
 def shelf(clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> Shelf:
     shelf = Shelf(clock)
     monkeypatch.setattr(survey_module, "_ask", shelf.ask)
+    monkeypatch.setattr(survey_module, "scan", shelf.scan)
     return shelf
 
 

@@ -16,6 +16,7 @@
     wire_faults     a pytest class to subclass: a tier whose server is behind a bad network (its bench: wire_bench)
     damage, doors   what happens to stored bytes, and the way to them behind a tier's back
     segment_map     which byte of an nvme segment belongs to what; segment_bench damages them
+    code_scan       what in Python source turns data into code
     fuzzing         inputs that are almost right, for everything that reads bytes from outside
     key_value       a small server, and a good tier over the network to it
     proxy           a TCP proxy that does to connections what networks do

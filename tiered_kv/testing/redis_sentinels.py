@@ -15,12 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.testing.redis_servers import RedisServer, free_port
+from tiered_kv.testing.redis_servers import RedisServer, TlsFiles, free_port, shared_tls_files
 
 SERVICE = "blocks"
 """What the sentinel calls the master."""
 SENTINEL_TIMEOUT_S = 60.0
 _POLL_S = 0.05
+_OTHER_HOST = "127.0.0.2"
+"""Loopback, too."""
 _ADDRESS = re.compile(rb"address=127\.0\.0\.1:(\d+),slaves=(\d+)")
 
 
@@ -29,20 +31,29 @@ class RedisSentinelServers:
 
     Args:
         directory: An empty directory for them.
+        tls: Listen with TLS only, among themselves too, and ask for a client's certificate.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, tls: TlsFiles | None = None) -> None:
         own = [directory / name for name in ("master", "replica", "sentinel")]
         for each in own:
             each.mkdir()
-        self.master = RedisServer(own[0], port=free_port())
-        self.replica = RedisServer(own[1], ("--replicaof", f"127.0.0.1 {self.master.port}"), port=free_port())
-        self._sentinel = _Sentinel(own[2], self.master.port)
+        self.tls = tls
+        secured = () if tls is None else ("--tls-replication", "yes")
+        self.master = RedisServer(own[0], secured, tls=tls, port=free_port())
+        following = ("--replicaof", f"127.0.0.1 {self.master.port}", *secured)
+        self.replica = RedisServer(own[1], following, tls=tls, port=free_port())
+        self._sentinel = _Sentinel(own[2], self.master.port, tls)
 
     @property
     def address(self) -> str:
         """The sentinel's host:port."""
         return f"127.0.0.1:{self._sentinel.port}"
+
+    @property
+    def other_address(self) -> str:
+        """The same sentinel by an address that is not in its certificate."""
+        return f"{_OTHER_HOST}:{self._sentinel.port}"
 
     def start(self) -> None:
         """Start all of them and return when the replica follows, and the sentinel knows of it."""
@@ -74,11 +85,15 @@ class RedisSentinelServers:
 
 
 class _Sentinel(RedisServer):
-    def __init__(self, directory: Path, master_port: int) -> None:
-        super().__init__(directory, port=free_port())
+    def __init__(self, directory: Path, master_port: int, tls: TlsFiles | None) -> None:
+        super().__init__(directory, tls=tls, port=free_port())
         self._config = directory / "sentinel.conf"
+        listen = f"port {self.port}\n"
+        if tls is not None:
+            listen = f"port 0\ntls-port {self.port}\ntls-replication yes\ntls-ca-cert-file {tls.ca}\n"
+            listen += f"tls-cert-file {tls.cert}\ntls-key-file {tls.key}\n"
         self._config.write_text(
-            f"port {self.port}\nbind 127.0.0.1\nlogfile log\ndir {directory}\n"
+            f"{listen}bind 127.0.0.1 {_OTHER_HOST}\nlogfile log\ndir {directory}\n"
             f"sentinel monitor {SERVICE} 127.0.0.1 {master_port} 1\n"
             f"sentinel down-after-milliseconds {SERVICE} 500\nsentinel failover-timeout {SERVICE} 2000\n"
         )
@@ -90,11 +105,25 @@ class _Sentinel(RedisServer):
 @pytest.fixture
 def redis_sentinel(tmp_path: Path) -> Iterator[RedisSentinelServers]:
     """A master with a replica and a sentinel; takes seconds to start."""
-    if shutil.which("redis-server") is None:
-        pytest.skip("redis-server is not installed")
+    yield from _started(RedisSentinelServers(_subdirectory(tmp_path)))
+
+
+@pytest.fixture
+def tls_redis_sentinel(tmp_path: Path) -> Iterator[RedisSentinelServers]:
+    """The same with TLS, which wants a client's certificate."""
+    directory = _subdirectory(tmp_path)
+    yield from _started(RedisSentinelServers(directory, tls=shared_tls_files(directory)))
+
+
+def _subdirectory(tmp_path: Path) -> Path:
     directory = tmp_path / "redis"
     directory.mkdir()
-    servers = RedisSentinelServers(directory)
+    return directory
+
+
+def _started(servers: RedisSentinelServers) -> Iterator[RedisSentinelServers]:
+    if shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not installed")
     try:
         servers.start()
         yield servers

@@ -215,16 +215,20 @@ class RedisClusterServers:
 
     Args:
         directory: An empty directory for them.
+        tls: Listen with TLS only, among themselves too, and ask for a client's certificate.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, tls: TlsFiles | None = None) -> None:
         self.servers: list[RedisServer] = []
+        self.tls = tls
+        secured = () if tls is None else ("--tls-cluster", "yes", "--tls-replication", "yes")
         for number in range(6):
             own = directory / str(number)
             own.mkdir()
             options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000", "--cluster-config-file", "nodes")
             port = free_port(below=65_536 - _BUS_OFFSET)
-            self.servers.append(RedisServer(own, (*options, "--cluster-replica-validity-factor", "0"), port=port))
+            options = (*options, "--cluster-replica-validity-factor", "0", *secured)
+            self.servers.append(RedisServer(own, options, tls=tls, port=port))
 
     @property
     def addresses(self) -> list[str]:
@@ -236,6 +240,8 @@ class RedisClusterServers:
         for server in self.servers:
             server.start()
         create = ["redis-cli", "--cluster", "create", *self.addresses, "--cluster-replicas", "1", "--cluster-yes"]
+        if self.tls is not None:
+            create += ["--tls", "--cacert", str(self.tls.ca), "--cert", str(self.tls.cert), "--key", str(self.tls.key)]
         subprocess.run(create, check=True, timeout=CLUSTER_TIMEOUT_S, stdout=subprocess.DEVNULL)
         self.wait_until_whole(self.servers)
         deadline = time.monotonic() + CLUSTER_TIMEOUT_S
@@ -303,24 +309,20 @@ def tls_redis_server(tmp_path: Path) -> Iterator[RedisServer]:
     """A redis-server that wants TLS with a client's certificate, and `PASSWORD`."""
     _redis_server()
     directory = _subdirectory(tmp_path)
-    files = TlsFiles(directory / "ca.pem", directory / "cert.pem", directory / "key.pem")
-    for path, content in zip((files.ca, files.cert, files.key), _tls_contents(), strict=True):
-        path.write_bytes(content)
-    yield from _served(RedisServer(directory, password=PASSWORD, tls=files))
+    yield from _served(RedisServer(directory, password=PASSWORD, tls=shared_tls_files(directory)))
 
 
 @pytest.fixture
 def redis_cluster(tmp_path: Path) -> Iterator[RedisClusterServers]:
     """A Redis Cluster of three masters and three replicas; takes seconds to start."""
-    _redis_server()
-    if shutil.which("redis-cli") is None:
-        pytest.skip("redis-cli is not installed")
-    cluster = RedisClusterServers(_subdirectory(tmp_path))
-    try:
-        cluster.start()
-        yield cluster
-    finally:
-        cluster.stop()
+    yield from _clustered(RedisClusterServers(_subdirectory(tmp_path)))
+
+
+@pytest.fixture
+def tls_redis_cluster(tmp_path: Path) -> Iterator[RedisClusterServers]:
+    """The same with TLS, which wants a client's certificate."""
+    directory = _subdirectory(tmp_path)
+    yield from _clustered(RedisClusterServers(directory, tls=shared_tls_files(directory)))
 
 
 @pytest.fixture
@@ -345,6 +347,25 @@ def _tls_contents() -> tuple[bytes, bytes, bytes]:
     with tempfile.TemporaryDirectory() as directory:
         files = make_tls_files(Path(directory))
         return files.ca.read_bytes(), files.cert.read_bytes(), files.key.read_bytes()
+
+
+def shared_tls_files(directory: Path) -> TlsFiles:
+    """Write the files of an authority that all servers of this process share; skip where `openssl` is missing."""
+    files = TlsFiles(directory / "ca.pem", directory / "cert.pem", directory / "key.pem")
+    for path, content in zip((files.ca, files.cert, files.key), _tls_contents(), strict=True):
+        path.write_bytes(content)
+    return files
+
+
+def _clustered(cluster: RedisClusterServers) -> Iterator[RedisClusterServers]:
+    _redis_server()
+    if shutil.which("redis-cli") is None:
+        pytest.skip("redis-cli is not installed")
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
 
 
 def _served(server: RedisServer) -> Iterator[RedisServer]:

@@ -1,0 +1,173 @@
+"""A Redis that lies in lists, of names or of slots, takes little memory, stops no thread, and is counted."""
+
+from __future__ import annotations
+
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiered_kv.cli import main
+from tiered_kv.stack import open_stack
+from tiered_kv.testing.lying_redis import LyingRedis
+from tiered_kv.testing.tenants import Storage, Tenant
+from tiered_kv.testing.waiting import wait_until
+
+pytest.importorskip("redis", reason="redis-py is not installed")
+
+pytestmark = [pytest.mark.trust("security"), pytest.mark.slow]
+
+PEAK_BYTES = 48 << 20
+SENT_BYTES_MAX = 256 << 20
+"""After which the server itself has had enough, so that a test that fails ends."""
+BLOCKS = 4
+NAME = b"$1000000\r\n" + b"x" * 1_000_000 + b"\r\n"
+SHORT_NAME = b"$1\r\nx\r\n"
+LISTS = {
+    "names of a megabyte": (b"*2\r\n$1\r\n7\r\n*65000\r\n", NAME),
+    "names of a byte": (b"*2\r\n$1\r\n7\r\n*5000000\r\n", SHORT_NAME * 10_000),
+    "lists of short names": (b"*65000\r\n", b"*65000\r\n" + SHORT_NAME * 65_000),
+}
+
+Answer = Callable[[list[bytes]], Iterable[bytes]]
+
+
+class Elsewhere(Storage):
+    """A lying server.
+
+    Args:
+        folder: For stacks' files.
+        entry: The tier's entry.
+    """
+
+    def __init__(self, folder: Path, entry: dict[str, Any]) -> None:
+        super().__init__(folder)
+        self._entry = entry
+
+    def entry(self, tenant: str) -> dict[str, object]:
+        return {"type": "redis", "job_timeout": "10s", **self._entry}
+
+    def everything(self) -> Iterator[tuple[str, bytes]]:
+        yield from ()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[Answer], LyingRedis]]:
+    servers: list[LyingRedis] = []
+
+    def start_one(answer: Answer) -> LyingRedis:
+        servers.append(LyingRedis(answer))
+        return servers[-1]
+
+    yield start_one
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture
+def traced() -> Iterator[Callable[[], int]]:
+    """Return how many bytes of objects there were at most that the test made."""
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    yield lambda: tracemalloc.get_traced_memory()[1] - before
+    tracemalloc.stop()
+
+
+def endless_names(form: str) -> Iterator[bytes]:
+    head, piece = LISTS[form]
+    yield head
+    for _ in range(SENT_BYTES_MAX // len(piece)):
+        yield piece
+
+
+@pytest.mark.parametrize("form", LISTS)
+def test_a_purge_s_names(
+    form: str, start: Callable[[Answer], LyingRedis], traced: Callable[[], int], tmp_path: Path
+) -> None:
+    server = start(lambda command: endless_names(form) if command[0] == b"SCAN" else [b"+OK\r\n"])
+    tenant = Tenant("alice", Elsewhere(tmp_path, {"url": f"redis://{server.address}"}))
+    assert main(["purge", str(tenant.file), "--yes", "--timeout", "30s"]) == 1
+    assert main(["purge", str(tenant.file), "--yes", "--timeout", "30s", "--tenant", "alice"]) == 1
+    assert traced() < PEAK_BYTES
+
+
+@pytest.mark.parametrize("form", LISTS)
+def test_a_survey_s_names(
+    form: str, start: Callable[[Answer], LyingRedis], traced: Callable[[], int], tmp_path: Path
+) -> None:
+    scans: list[bytes] = []
+
+    def answer(command: list[bytes]) -> Iterable[bytes]:
+        if command[0] == b"SCAN":
+            scans.append(command[1])
+            return endless_names(form)
+        if command[0] == b"GET":
+            return [b"$16\r\n0123456789abcdef\r\n"]
+        if command[0] == b"HGETALL":
+            return [b"*2\r\n$2\r\nid\r\n$3\r\nabc\r\n"]
+        if command[0] == b"HGET":
+            return [b"$-1\r\n"]
+        return [b"+OK\r\n"] if command[0] in (b"CLIENT", b"SELECT", b"SET") else [b":1\r\n"]
+
+    server = start(answer)
+    tenant = Tenant("alice", Elsewhere(tmp_path, {"url": f"redis://{server.address}", "quota": "100MiB"}))
+    with open_stack(tenant.file) as stack:
+        tenant.put(stack, tenant.keys(BLOCKS))
+        wait_until(lambda: stack.counters()["redis"]["failed_surveys"] >= 1, what="a survey that fails")
+        assert tenant.wrong(stack, tenant.keys(BLOCKS, 100)) == (0, 0)
+    assert scans[0] == b"0"
+    assert traced() < PEAK_BYTES
+
+
+def test_a_cluster_s_slots(
+    start: Callable[[Answer], LyingRedis], traced: Callable[[], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A reply of fifty bytes: twenty million slots."""
+    asked = threading.Event()
+
+    def answer(command: list[bytes]) -> Iterator[bytes]:
+        if command[0] == b"CLUSTER":
+            asked.set()
+            yield b"*1\r\n*3\r\n:0\r\n:20000000\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % server.port
+        else:
+            yield b"+OK\r\n"
+
+    server = start(answer)
+    tenant = Tenant("alice", Elsewhere(tmp_path, {"mode": "cluster", "nodes": [server.address]}))
+    with open_stack(tenant.file) as stack:
+        assert tenant.put(stack, tenant.keys(BLOCKS)) == 0
+        assert tenant.wrong(stack, tenant.keys(BLOCKS, 100)) == (0, 0)
+        counted = stack.counters()["redis"]
+        assert counted["failed_stores_protocol"] == BLOCKS
+    assert asked.is_set()
+    assert main(["check", str(tenant.file)]) == 1
+    said = capsys.readouterr()
+    assert "Traceback" not in said.out + said.err
+    assert traced() < PEAK_BYTES
+
+
+def test_a_server_that_sends_a_name_at_a_time_is_not_waited_for(
+    start: Callable[[Answer], LyingRedis], traced: Callable[[], int], tmp_path: Path
+) -> None:
+    """Pages that have no end: each is small, and there is always another."""
+
+    def answer(command: list[bytes]) -> Iterator[bytes]:
+        if command[0] == b"SCAN":
+            cursor = b"%d" % (int(command[1]) + 1)
+            yield b"*2\r\n$%d\r\n%b\r\n*50\r\n" % (len(cursor), cursor)
+            for number in range(50):
+                name = b"tkv1:%032x:namespace" % (50 * int(command[1]) + number)
+                yield b"$%d\r\n%b\r\n" % (len(name), name)
+        else:
+            yield b"+OK\r\n"
+
+    server = start(answer)
+    tenant = Tenant("alice", Elsewhere(tmp_path, {"url": f"redis://{server.address}"}))
+    begin = time.monotonic()
+    assert main(["purge", str(tenant.file), "--yes", "--timeout", "3s", "--tenant", "alice"]) == 1
+    assert time.monotonic() - begin < 60.0
+    assert traced() < PEAK_BYTES
