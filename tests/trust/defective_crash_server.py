@@ -15,9 +15,10 @@ from tiered_kv.testing import crash_server
 from tiered_kv.toolkit.record import encode_record
 from tiered_kv_fs.blocks import BlockFiles
 from tiered_kv_fs.posix import opened, write_all
-from tiered_kv_nvme.disk import Disk
+from tiered_kv_nvme.epoch import Epoch
 from tiered_kv_nvme.files import NoSegment, SegmentFiles
 from tiered_kv_nvme.segment import Segment
+from tiered_kv_redis.account import Account
 
 
 def fs_publishes_before_it_writes() -> None:
@@ -59,10 +60,33 @@ def nvme_makes_a_segment_too_many() -> None:
     mock.patch.object(SegmentFiles, "create", create_over).start()
 
 
-def nvme_waits_for_no_device() -> None:
-    """Neither the marker, nor a reset, nor a segment's new generation is on the device when it counts as written."""
-    for owner, name in ((Disk, "datasync"), (os, "fsync"), (os, "fdatasync")):
-        mock.patch.object(owner, name).start()
+def nvme_does_not_flush_its_marker() -> None:
+    """The marker and its name are not on the device when the first block may be stored."""
+    mock.patch.object(os, "fsync").start()
+
+
+def nvme_does_not_flush_a_reset() -> None:
+    """A reset is not on the device when it counts as held; the epoch that the directory began with is."""
+    sync, synced = Epoch.sync, list[Epoch]()
+
+    def sync_once(epoch: Epoch) -> None:
+        if not synced:
+            synced.append(epoch)
+            sync(epoch)
+
+    mock.patch.object(Epoch, "sync", sync_once).start()
+
+
+def redis_grants_more_than_its_quota() -> None:
+    """Grants are given up to half as much again."""
+    ask = Account.ask
+
+    def ask_over(
+        account: Account, outstanding_bytes: int, need_bytes: int, wanted_bytes: int, quota_bytes: int, deadline: float
+    ) -> int:
+        return ask(account, outstanding_bytes, need_bytes, wanted_bytes, 3 * quota_bytes // 2, deadline)
+
+    mock.patch.object(Account, "ask", ask_over).start()
 
 
 DEFECTS: dict[str, Callable[[], None]] = {
@@ -72,7 +96,9 @@ DEFECTS: dict[str, Callable[[], None]] = {
         fs_takes_a_short_write_for_a_whole_one,
         nvme_believes_torn_batches,
         nvme_makes_a_segment_too_many,
-        nvme_waits_for_no_device,
+        nvme_does_not_flush_its_marker,
+        nvme_does_not_flush_a_reset,
+        redis_grants_more_than_its_quota,
     )
 }
 

@@ -11,19 +11,27 @@ from typing import Any
 import pytest
 
 from tiered_kv.testing.crash_cases import Case, CaseOutcome, CrashCases, sample, settle
-from tiered_kv.testing.crash_scenario import CrashScenario
+from tiered_kv.testing.crash_scenario import BLOCK_BYTES, JOB_BLOCKS, CrashScenario
 from tiered_kv.testing.figures import Figures, Profile
 from tiered_kv.testing.redis_servers import RedisServer, redis_server
+from tiered_kv.testing.redis_watch import NamespacesWatched
 from tiered_kv.testing.s3_servers import S3Server, moto_server
 from tiered_kv.testing.syscalls import Fault, missing_for_tracing
+from tiered_kv.toolkit.record import HEADER_BYTES
 
 __all__ = ["moto_server", "redis_server"]
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow]
 
-S3_CAPACITY_BYTES = 256 << 10
+RECORD_BYTES = HEADER_BYTES + BLOCK_BYTES
+S3_CAPACITY_BYTES = 112 << 10
+"""Three quarters of what a run stores, so that it evicts."""
+REDIS_QUOTA_BYTES = 144 << 10
+"""Three quarters of what a run stores, and nearly the least that may be (docs/redis.md)."""
 GRANT_S = 130.0
 """A killed process's grant may be in the way for 100 s (docs/s3.md); until then there may be no room for others."""
+SURVEY_S = 130.0
+"""A killed process's survey is in the way for a minute (docs/redis.md), and the rest that follows one."""
 CASES_OF_SHORT = 16
 _tenants = itertools.count()
 
@@ -59,19 +67,43 @@ def test_killed_at_any_send_to_redis_a_process_leaves_others_what_they_need(
     assert sum(outcome.loaded for outcome in hit) > 0, "the cases found no blocks: they prove nothing"
 
 
+def test_killed_at_any_send_to_redis_a_process_with_a_quota_leaves_others_their_room_and_never_takes_more(
+    cases: CrashCases, redis_server: RedisServer, profile: Profile, figures: Figures
+) -> None:
+    entry = {"type": "redis", "url": redis_server.url, "connections": 1, "quota": REDIS_QUOTA_BYTES}
+    scenario = CrashScenario(entry, tenant="", jobs=6, store_s_max=SURVEY_S, keeps_newest=False)
+    with NamespacesWatched(redis_server, RECORD_BYTES, surveys_end_early=profile is Profile.SHORT) as watched:
+        outcomes, note = killed(cases, scenario, profile)
+    outcomes = with_problems(outcomes, watched.over(REDIS_QUOTA_BYTES))
+    hit = settle("crash/redis", outcomes, figures, f"{note}, with a quota")
+    assert sum(outcome.loaded for outcome in hit) > 0, "the cases found no blocks: they prove nothing"
+    assert crowded(hit, REDIS_QUOTA_BYTES), "no case came to where the quota is full"
+    assert any("-quota" in str(outcome.case.options["fault"]) for outcome in hit), "the account's sends were left out"
+
+
 def test_killed_at_any_send_to_s3_a_process_leaves_others_what_they_need(
     cases: CrashCases, moto_server: S3Server, profile: Profile, figures: Figures
 ) -> None:
     bucket = moto_server.make_bucket()
     settings = moto_server.settings(bucket, connections=2, capacity=S3_CAPACITY_BYTES)
-    outcomes, note = killed(cases, CrashScenario(settings, tenant="", jobs=4, store_s_max=GRANT_S), profile)
-    if profile is Profile.FULL:  # more than the capacity, so that the killed process's grant is in the way
-        crowded = CrashScenario(settings, tenant="", jobs=12, store_s_max=GRANT_S)
-        outcomes += killed(cases, crowded, Profile.SHORT)[0]
-    over = over_capacity(moto_server, bucket)
-    outcomes = [*outcomes[:-1], dataclasses.replace(outcomes[-1], problems=[*outcomes[-1].problems, *over])]
+    store_s_max = GRANT_S if profile is Profile.FULL else None
+    outcomes, note = killed(cases, CrashScenario(settings, tenant="", jobs=4, store_s_max=store_s_max), profile)
+    outcomes = with_problems(outcomes, over_capacity(moto_server, bucket))
     hit = settle("crash/s3", outcomes, figures, note)
     assert sum(outcome.loaded for outcome in hit) > 0, "the cases found no blocks: they prove nothing"
+    assert crowded(hit, S3_CAPACITY_BYTES), "no case came to where the capacity is full"
+    assert sum(outcome.details["refused"] > 0 for outcome in hit) <= len(hit) // 2, "few took new blocks"
+
+
+def with_problems(outcomes: Sequence[CaseOutcome], problems: Sequence[str]) -> list[CaseOutcome]:
+    """Return the outcomes, with problems that belong to all of them in the last."""
+    *others, last = outcomes
+    return [*others, dataclasses.replace(last, problems=[*last.problems, *problems])]
+
+
+def crowded(outcomes: Sequence[CaseOutcome], limit_bytes: int) -> list[CaseOutcome]:
+    """Return the cases that had stored more than there is room for when they were killed."""
+    return [each for each in outcomes if each.details["jobs_stored"] * JOB_BLOCKS * RECORD_BYTES > limit_bytes]
 
 
 def over_capacity(server: S3Server, bucket: str) -> Sequence[str]:

@@ -16,29 +16,41 @@ import tiered_kv_fs.blocks
 import tiered_kv_memory.tier
 import tiered_kv_nvme.reader
 from tiered_kv.base import OffloadKey
+from tiered_kv.testing import crash_scenario
 from tiered_kv.testing.crash_cases import Case, CrashCases
 from tiered_kv.testing.crash_scenario import CrashScenario
+from tiered_kv.testing.flush_order import FlushOrder
 from tiered_kv.testing.hindrance import Hindrance
 from tiered_kv.testing.mounts import PowerLoss, missing_for_ext4
 from tiered_kv.testing.race_cases import race_damage, race_late_workers, race_loads_with_stores
 from tiered_kv.testing.race_stacks import BLOCK_BYTES, stack_of
 from tiered_kv.testing.races import Prompts, open_guarded, problems_at_rest
 from tiered_kv.testing.racing_scheduler import RacingScheduler
+from tiered_kv.testing.redis_servers import RedisServer, redis_server
+from tiered_kv.testing.redis_watch import NamespacesWatched
+from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.syscalls import Fault, missing_for_tracing
 from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.cascade import Cascade
 from tiered_kv.tiering.jobs import Job
 from tiered_kv.tiering.lane import Lane
 from tiered_kv.tiering.promotion import Promotions
-from tiered_kv.toolkit.record import RecordStatus
+from tiered_kv.toolkit.codec_set import plain_codecs
+from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus
 from tiered_kv_memory.tier import MemoryTier
+from tiered_kv_nvme.directory import Identity
 from tiered_kv_nvme.disk import Disk
+from tiered_kv_nvme.files import SegmentFiles
 from tiered_kv_nvme.index import place_of
 from tiered_kv_nvme.layout import Entry
 from tiered_kv_nvme.pool import Reservation
 from tiered_kv_nvme.settings import NvmeSettings
+from tiered_kv_nvme.sizing import Sizing
+from tiered_kv_nvme.store import SegmentStore, StoreOptions
 from tiered_kv_nvme.tier import NvmeTier
 from tiered_kv_nvme.writer import BatchWriter
+
+__all__ = ["redis_server"]
 
 pytestmark = [pytest.mark.trust("planted-defects"), pytest.mark.slow]
 
@@ -48,6 +60,10 @@ SEEDS = range(1, 21)
 SEED = 1
 PROGRAM = Path(__file__).with_name("defective_crash_server.py")
 WRITES_TRIED = 48
+CALLS_A_ROUND = 8
+ORDERED_BATCHES = 20
+ORDERED_BLOCKS = 40
+"""Batches that fill several segments."""
 
 
 def late(entry: dict[str, object]) -> dict[str, object]:
@@ -257,13 +273,103 @@ def test_a_segment_over_the_capacity_is_found_by_a_crash(tmp_path: Path) -> None
     assert any("when the writer ended" in problem or "at the end" in problem for problem in said), said
 
 
-def test_a_device_that_is_not_waited_for_is_found_by_a_loss_of_power(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("defect", "role", "text"),
+    [
+        ("nvme_does_not_flush_its_marker", "main", "FormatError"),  # it is cut off, and shuts its owner out for good
+        ("nvme_does_not_flush_a_reset", "nvme-0", "of version 0 where only {1} may be"),
+    ],
+    ids=["marker", "reset"],
+)
+def test_a_flush_that_is_left_out_is_found_by_a_loss_of_power(
+    tmp_path: Path, defect: str, role: str, text: str
+) -> None:
     if missing := missing_for_tracing() or missing_for_ext4():
         pytest.skip(missing)
     scenario = dataclasses.replace(NVME, device=True)
-    with CrashCases(tmp_path / "power", image=True, program=(str(PROGRAM), "nvme_waits_for_no_device")) as cases:
-        calls = [call for call in cases.record(scenario, "changes") if "pwrite" in call.name]
-        chosen = [calls[number * len(calls) // 8] for number in range(8)]
-        options = [{"fault": Fault.kill(call), "power": power} for call in chosen for power in PowerLoss]
-        outcomes = cases.run([Case(scenario, each) for each in options])
-    assert any(outcome.problems for outcome in outcomes), "nothing was lost that had to be there"
+    said: list[str] = []
+    with CrashCases(tmp_path / "power", image=True, program=(str(PROGRAM), defect)) as cases:
+        calls = [call for call in cases.record(scenario, "changes") if call.role == role]
+        for start in range(0, len(calls), CALLS_A_ROUND):
+            faults = [Fault.kill(call) for call in calls[start : start + CALLS_A_ROUND]]
+            options = [{"fault": fault, "power": power} for fault in faults for power in PowerLoss]
+            said += [
+                problem for found in cases.run([Case(scenario, each) for each in options]) for problem in found.problems
+            ]
+            if any(text in problem for problem in said):
+                return
+    pytest.fail(f"the planted defect was not found: {said}")
+
+
+class Unflushed(Disk):
+    """A disk whose flush does nothing, for the code that is given it."""
+
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return self._disk.pwritev(fd, buffers, offset)
+
+    def fallocate(self, fd: int, size_bytes: int) -> None:
+        self._disk.fallocate(fd, size_bytes)
+
+    def datasync(self, fd: int) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.parametrize(
+    ("method", "text"),
+    [
+        ("seal", "a summary is written before the batch is flushed"),
+        ("_write_header", "a batch is written before the header is flushed"),
+    ],
+    ids=["summary", "header"],
+)
+def test_a_flush_of_a_segment_that_is_left_out_is_found_by_the_order_of_its_writes(
+    tmp_path: Path, method: str, text: str
+) -> None:
+    # ext4 brings what a process wrote to the device in order nearly always, so a loss of power shows neither.
+    real = getattr(SegmentFiles, method)
+
+    def unflushed(files: SegmentFiles, *arguments: object) -> object:
+        return real(dataclasses.replace(files, disk=Unflushed(files.disk)), *arguments)
+
+    def problems() -> list[str]:
+        disk = FlushOrder()
+        sizing = Sizing.of(4 << 20, BLOCK_BYTES, 256 << 10)
+        store = SegmentStore(
+            str(tmp_path / "kv"),
+            Identity(bytes(16), {"model": "planted"}, BLOCK_BYTES),
+            StoreOptions(sizing, want_direct=False, codecs=plain_codecs("raw"), threads=1),
+            disk=disk,
+        )
+        for number in range(ORDERED_BATCHES):
+            keys = make_keys(ORDERED_BLOCKS, f"batch {number}")
+            assert store.store(keys, [memoryview(bytearray(BLOCK_BYTES)) for _ in keys]).successful_keys is None
+        assert store.close()
+        assert disk.summaries
+        return disk.problems
+
+    with mock.patch.object(SegmentFiles, method, unflushed):
+        said = problems()
+    assert any(text in problem for problem in said), said
+    assert problems() == []
+
+
+def test_a_grant_over_the_quota_is_found_by_the_look_at_what_redis_holds(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    if missing := missing_for_tracing():
+        pytest.skip(missing)
+    record_bytes = HEADER_BYTES + crash_scenario.BLOCK_BYTES
+    quota_bytes = 144 << 10
+    entry = {"type": "redis", "url": redis_server.url, "connections": 1, "quota": quota_bytes}
+    program = (str(PROGRAM), "redis_grants_more_than_its_quota")
+    with CrashCases(tmp_path / "crash", program=program, servers=1) as cases:
+        for seed in SEEDS:  # evicting is as fast as storing at times, and hides it
+            scenario = CrashScenario(entry, tenant=f"planted-{seed}", jobs=10)
+            with NamespacesWatched(redis_server, record_bytes, surveys_end_early=True) as watched:
+                assert cases.record(scenario, "sends")
+            if watched.over(quota_bytes):
+                return
+    pytest.fail("the planted defect was not found")

@@ -9,11 +9,10 @@ that note.
 from __future__ import annotations
 
 import dataclasses
-import mmap
-import struct
+import functools
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +22,7 @@ import numpy as np
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.errors import TierError
 from tiered_kv.stack import Stack, open_stack
+from tiered_kv.testing.crash_progress import Progress
 from tiered_kv.testing.disk_use import flush_file_system
 from tiered_kv.testing.rig import block_content, make_keys
 
@@ -32,34 +32,11 @@ JOBS_BEFORE_RESET: Final = 3
 _PRIMARY_BLOCKS: Final = 16
 _WAIT_S: Final = 30.0
 _POLL_S: Final = 0.0005
+_COUNTED_S: Final = 5.0
+"""A block is gone a moment before it is counted."""
 _VERSION_OF_NEW = 9
-
-
-class Progress:
-    """How far a writer has come, in memory that it shares with the process that it was forked from."""
-
-    _FIELDS = struct.Struct("<qqqqqq")
-    _NAMES = ("reset_asked", "reset_held", "jobs_stored", "newest_stored", "refused", "finished")
-
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, mmap.PAGESIZE)
-        self.clear()
-
-    def clear(self) -> None:
-        """Begin anew."""
-        self._FIELDS.pack_into(self._memory, 0, 0, 0, 0, -1, 0, 0)
-
-    def note(self, name: str, value: int = 1) -> None:
-        """Note something."""
-        struct.pack_into("<q", self._memory, 8 * self._NAMES.index(name), value)
-
-    def __getitem__(self, name: str) -> int:
-        found: int = self._FIELDS.unpack_from(self._memory)[self._NAMES.index(name)]
-        return found
-
-    def as_dict(self) -> dict[str, int]:
-        """Return all of it."""
-        return {name: self[name] for name in self._NAMES}
+_EVICTIONS: Final = {"nvme": "dropped_blocks", "fs": "evicted_files", "redis": "evicted_blocks", "s3": "deleted_blocks"}
+"""Each tier's counter of blocks that it gave up to make room."""
 
 
 @dataclass(slots=True)
@@ -69,11 +46,13 @@ class Found:
     Args:
         loaded: How many blocks were loaded, every byte as it was stored.
         answered: How many blocks the tier said it has.
+        refused: How many new blocks were not taken, where nobody waited until they were.
         problems: What must not be, for people.
     """
 
     loaded: int = 0
     answered: int = 0
+    refused: int = 0
     problems: list[str] = field(default_factory=list)
 
 
@@ -88,13 +67,17 @@ class CrashScenario:
         device: Whether what is on the device counts: the file system is flushed once amid the run, as the kernel does
             from time to time, and a reset has to be there to have been held.
         store_s_max: For how long new blocks may be refused after the crash, because of what the writer still holds.
+            None where there is no time to wait for that: `Found.refused` tells whether they were.
+        keeps_newest: Whether what was stored last is evicted last. A tier that tells ages by the second may not keep to
+            that, since the whole run takes a second or two.
     """
 
     entry: Mapping[str, object]
     tenant: str
     jobs: int
     device: bool = False
-    store_s_max: float = 0.0
+    store_s_max: float | None = 0.0
+    keeps_newest: bool = True
 
     @property
     def path(self) -> Path | None:
@@ -156,7 +139,7 @@ class CrashScenario:
         with self._opened() as stack:
             loaded = self._look(stack, versions, found, strict=strict)
             newest = progress["newest_stored"]
-            if keeps and newest >= 0:
+            if keeps and self.keeps_newest and newest >= 0:
                 missing = set(self.keys[newest * JOB_BLOCKS : (newest + 1) * JOB_BLOCKS]) - loaded.keys()
                 if missing:
                     found.problems.append(f"{len(missing)} blocks of the newest job that was stored are lost")
@@ -166,17 +149,37 @@ class CrashScenario:
         return found
 
     def _look(
-        self, stack: Stack, versions: set[int], found: Found, *, strict: bool, recovers: bool = True
+        self,
+        stack: Stack,
+        versions: set[int],
+        found: Found,
+        *,
+        strict: bool,
+        recovers: bool = True,
+        faults: bool = False,
     ) -> dict[OffloadKey, int]:
-        """Load every block that the tier says it has; return their versions."""
+        """Load every block that the tier says it has; return their versions.
+
+        Args:
+            stack: The tier's.
+            versions: Which there may be.
+            found: Where to note what was found.
+            strict: Whether none may be damaged.
+            recovers: Whether a call that failed succeeds the next time. Otherwise nothing is said of what fails.
+            faults: Whether one call may fail meanwhile.
+        """
         loaded: dict[OffloadKey, int] = {}
+        missing = -int(faults)  # a call that fails costs one block: lookups and loads are of one each here
+        losses = functools.partial(_losses, stack, damaged=not strict)
+        lost_before = losses()
         for key, answer in zip(self.keys, ask(stack, self.keys), strict=True):
             if not answer:
                 continue
             found.answered += 1
             content = load(stack, key)
             if content is None:
-                # It may have been evicted since, or been found damaged: then it is not answered any more.
+                # It may have been evicted since, or been found damaged: then it is not answered any more, and counted.
+                missing += 1
                 if recovers and _is_phantom(stack, key):
                     found.problems.append(f"a phantom: block {key.hex()} is answered and cannot be loaded")
                 continue
@@ -188,6 +191,11 @@ class CrashScenario:
             else:
                 loaded[key] = version
                 found.loaded += 1
+        if recovers and not _comes_about(lambda: losses() - lost_before >= missing, _COUNTED_S):
+            lost = losses() - lost_before
+            found.problems.append(
+                f"phantoms: {missing} blocks were answered and did not load, of {lost} that were lost"
+            )
         damaged = stack.secondary_tiers[0].stats().get("corrupt_blocks", 0)
         if strict and damaged:
             found.problems.append(f"phantoms: {damaged} blocks were answered and are damaged")
@@ -195,7 +203,7 @@ class CrashScenario:
 
     def _store_more(self, stack: Stack, found: Found) -> None:
         """See that the tier takes new blocks."""
-        end_s = time.monotonic() + self.store_s_max
+        end_s = time.monotonic() + (self.store_s_max or 0.0)
         while True:
             keys = make_keys(JOB_BLOCKS, f"after the crash {time.monotonic_ns()}")
             if put(stack, keys, _VERSION_OF_NEW) != JOB_BLOCKS or not stack.flush(_WAIT_S):
@@ -203,6 +211,9 @@ class CrashScenario:
                 return
             missing = ask(stack, keys).count(False)
             if not missing:
+                break
+            if self.store_s_max is None:
+                found.refused = missing
                 break
             if time.monotonic() >= end_s:
                 found.problems.append(f"{missing} of {JOB_BLOCKS} new blocks are not stored: {stack.counters()}")
@@ -311,8 +322,19 @@ class _Writer:
     def _check(self, version: int) -> None:
         found = Found()
         self._stack.primary.reset_cache()
-        self._scenario._look(self._stack, {version}, found, strict=self._strict, recovers=self._disk_recovers)
+        how = {"strict": self._strict, "recovers": self._disk_recovers, "faults": not self._answers}
+        self._scenario._look(self._stack, {version}, found, **how)
         assert not found.problems, "; ".join(found.problems)
+
+
+def _losses(stack: Stack, *, damaged: bool) -> int:
+    """Return how many blocks the tier gave up since it was opened, and said so; with or without damaged ones."""
+    tier = stack.secondary_tiers[0]
+    stats = tier.stats()
+    losses = stats.get(_EVICTIONS[tier.tier_type], 0)
+    if damaged:
+        losses += stats.get("corrupt_blocks", 0)
+    return losses
 
 
 def _is_phantom(stack: Stack, key: OffloadKey) -> bool:
@@ -350,12 +372,17 @@ def ask(stack: Stack, keys: Sequence[OffloadKey]) -> list[bool]:
     return [bool(answer) for answer in answers]
 
 
-def _wait(condition: object) -> None:
-    assert callable(condition)
-    end_s = time.monotonic() + _WAIT_S
+def _wait(condition: Callable[[], bool]) -> None:
+    assert _comes_about(condition, _WAIT_S), "it did not come about in time"
+
+
+def _comes_about(condition: Callable[[], bool], timeout_s: float) -> bool:
+    end_s = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < end_s, "it did not come about in time"
+        if time.monotonic() >= end_s:
+            return False
         time.sleep(_POLL_S)
+    return True
 
 
 def with_entry(scenario: CrashScenario, **changes: object) -> CrashScenario:

@@ -18,20 +18,20 @@ import functools
 import importlib
 import json
 import mmap
-import os
 import shutil
 import signal
 import struct
 import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from tiered_kv.errors import FormatError
-from tiered_kv.testing.crash_scenario import CrashScenario, Found, Progress
+from tiered_kv.testing.crash_progress import Progress
+from tiered_kv.testing.crash_scenario import CrashScenario, Found
 from tiered_kv.testing.disk_use import flush_file_system, occupied_bytes
 from tiered_kv.testing.mounts import Ext4Image, PowerLoss
+from tiered_kv.testing.short_writes import ShortWrites
 from tiered_kv.testing.syscalls import CHANGES, READS, SENDS, Ended, Fault, record, run_plain, run_with_fault
 
 CASE_S_MAX: Final = 120.0
@@ -72,9 +72,9 @@ class CrashServer:
         return [dataclasses.asdict(call) for call in calls if _concerns(call.text, scenario)]
 
     def count_writes(self, scenario: CrashScenario) -> int:
-        """Return how many writes a run makes that can be cut short."""
+        """Return how many writes a run makes that can come short."""
         self._clean(scenario)
-        counter = _Cut(scenario, at=-1, ends=False)
+        counter = _short_writes(scenario, at=-1, ends=False)
         ended = run_plain(counter.around(lambda: scenario.write(self._progress, strict=True)), log=self._log)
         assert ended.status == 0, ended.error
         self._clean(scenario)
@@ -89,6 +89,7 @@ class CrashServer:
         cut_ends: bool = False,
         power: PowerLoss | None = None,
         lies: bool = False,
+        loses_pages: bool = False,
         accepts_old: bool = False,
         capacity_bytes: int = 0,
     ) -> dict[str, object]:
@@ -101,6 +102,8 @@ class CrashServer:
             cut_ends: whether the process is killed then.
             power: Whether, and how, power is cut once the writer has ended.
             lies: Whether the fault is a disk that lies, or one that never recovers.
+            loses_pages: Whether files may come back with their names and without their bytes, so that blocks are
+                answered that turn out to be damaged when they are loaded.
             accepts_old: Whether the reset may be lost by this fault.
             capacity_bytes: What the directory may occupy; 0 where there is none.
 
@@ -112,8 +115,7 @@ class CrashServer:
             assert scenario.path is not None
             flush_file_system(scenario.path.parent)
         kills = fault.kills if fault is not None else cut_ends
-        strict = not (lies or power)
-        ended = self._write(scenario, fault, cut, strict=strict, kills=kills)
+        ended = self._write(scenario, fault, cut, strict=not lies, kills=kills)
         problems = _problems_of(ended, kills=kills)
         problems += _over(scenario, capacity_bytes, "when the writer ended")
         if power is not None:
@@ -123,7 +125,11 @@ class CrashServer:
             self._image.mount()
             problems += _over(scenario, capacity_bytes, "after the power failure")
         found = self._verify(
-            scenario, strict=strict, keeps=kills and power is None, accepts_old=accepts_old, may_refuse=lies
+            scenario,
+            strict=not (lies or loses_pages),
+            keeps=kills and power is None,
+            accepts_old=accepts_old,
+            may_refuse=lies,
         )
         problems += found.problems
         problems += _over(scenario, capacity_bytes, "at the end")
@@ -132,6 +138,7 @@ class CrashServer:
             "status": ended.status,
             "loaded": found.loaded,
             "answered": found.answered,
+            "refused": found.refused,
             "problems": problems,
             **self._progress.as_dict(),
         }
@@ -151,7 +158,7 @@ class CrashServer:
         if fault is not None:
             return run_with_fault(write, fault, log=self._log, timeout_s=CASE_S_MAX)
         assert cut is not None
-        counter = _Cut(scenario, cut, ends=kills)
+        counter = _short_writes(scenario, cut, ends=kills)
         ended = run_plain(counter.around(write), log=self._log, timeout_s=CASE_S_MAX)
         return dataclasses.replace(ended, was_hit=counter.was_hit)
 
@@ -185,69 +192,9 @@ class CrashServer:
             shutil.rmtree(scenario.path, ignore_errors=True)
 
 
-class _Cut:
-    """Lets one write of a process take half of its bytes only, in front of the system's own calls.
-
-    strace cannot do that: it can make a call do nothing, but not less.
-    """
-
-    _NAMES = ("write", "pwrite", "writev", "pwritev")
-
-    def __init__(self, scenario: CrashScenario, at: int, *, ends: bool) -> None:
-        assert scenario.path is not None
-        self._path = str(scenario.path)
-        self._at = at
-        self._ends = ends
-        self._shared = mmap.mmap(-1, mmap.PAGESIZE)  # how many there were, and whether one was cut
-        self._lock = threading.Lock()
-        self._real = {name: getattr(os, name) for name in self._NAMES}
-
-    @property
-    def count(self) -> int:
-        """How many writes there were."""
-        return int.from_bytes(self._shared[:8], "little")
-
-    @property
-    def was_hit(self) -> bool:
-        """Whether one was cut short."""
-        return self._shared[8] != 0
-
-    def around(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Return `work` with the cut in it."""
-
-        def cut_work() -> None:
-            for name in self._NAMES:
-                setattr(os, name, functools.partial(self._write, name))
-            work()
-
-        return cut_work
-
-    def _write(self, name: str, fd: int, data: Any, *rest: Any) -> int:  # Any: as the four calls take it
-        call = self._real[name]
-        parts = list(data) if name.endswith("v") else [data]
-        sizes = [len(memoryview(part).cast("B")) for part in parts]
-        if sum(sizes) < 2 or not os.readlink(f"/proc/self/fd/{fd}").startswith(self._path):
-            return int(call(fd, data, *rest))
-        with self._lock:
-            number = self.count
-            self._shared[:8] = (number + 1).to_bytes(8, "little")
-        if number != self._at:
-            return int(call(fd, data, *rest))
-        # Half of it, in whole pages where there are any: direct I/O takes no others.
-        keep = sum(sizes) // 2
-        keep = keep // mmap.PAGESIZE * mmap.PAGESIZE or keep
-        if keep == sum(sizes) or (keep % mmap.PAGESIZE and sum(sizes) % mmap.PAGESIZE == 0):
-            keep = 0 if self._ends else sum(sizes)
-        self._shared[8] = 1
-        kept = []
-        for size, part in zip(sizes, parts, strict=True):
-            kept.append(memoryview(part).cast("B")[: max(0, min(size, keep))])
-            keep -= size
-        kept = [part for part in kept if len(part)]
-        written = int(call(fd, kept if name.endswith("v") else b"".join(kept), *rest)) if kept else 0
-        if self._ends:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return written
+def _short_writes(scenario: CrashScenario, at: int, *, ends: bool) -> ShortWrites:
+    assert scenario.path is not None
+    return ShortWrites(str(scenario.path), at, ends=ends)
 
 
 def _concerns(text: str, scenario: CrashScenario) -> bool:

@@ -1,0 +1,75 @@
+"""The order in which nvme's segment files are written and flushed, held against what a power failure asks of it.
+
+A disk may bring what was not flushed to the device in any order, so what an ext4 image loses when it is shut down shows
+little of it. `FlushOrder` is a disk that notes what each file was given since its last flush, and calls it a problem
+when something is written that must not be on the device before that is:
+
+    disk = FlushOrder()
+    store = SegmentStore(path, identity, options, disk=disk)
+    ...                                                     # fill it, so that segments are sealed and used again
+    assert not disk.problems and disk.summaries
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+
+from tiered_kv_nvme.disk import Disk
+
+
+class FlushOrder(Disk):
+    """The system's disk, looked at. Any thread may call.
+
+    The rules are those of `tiered_kv_nvme.files` and `docs/formats-nvme.md`. What is told by its place in the file:
+    the header is written at 0, a summary ends where the file does, all else are batches.
+
+    - A batch comes after its segment's header is on the device. Otherwise the header of the use before may stand over
+      it, and that use's summary may be taken for what the file holds.
+    - A summary comes after all batches are on the device. Otherwise it may list payloads that are not there.
+
+    Attributes:
+        problems: What was written too early, for people.
+        headers, batches, summaries: How many of each were written, so that a test can tell that there were any.
+    """
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self.headers = self.batches = self.summaries = 0
+        self._lock = threading.Lock()
+        self._unflushed: dict[int, set[str]] = {}  # by inode: what was written since the last flush
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        status = os.fstat(fd)
+        end = offset + sum(map(len, buffers))
+        with self._lock:
+            unflushed = self._unflushed.setdefault(status.st_ino, set())
+            if offset == 0:
+                self.headers += 1
+                unflushed.add("header")
+            elif end == status.st_size:
+                self.summaries += 1
+                self._expect_none(fd, "summary", unflushed)
+            else:
+                self.batches += 1
+                self._expect_none(fd, "batch", unflushed & {"header"})
+                unflushed.add("batch")
+        return super().pwritev(fd, buffers, offset)
+
+    def datasync(self, fd: int) -> None:
+        inode = os.fstat(fd).st_ino
+        with self._lock:
+            pending = self._unflushed.get(inode, set())
+            flushed, self._unflushed[inode] = pending, set()
+        try:
+            super().datasync(fd)
+        except OSError:
+            with self._lock:
+                self._unflushed[inode] |= flushed
+            raise
+
+    def _expect_none(self, fd: int, what: str, unflushed: set[str]) -> None:
+        if unflushed:
+            name = os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))
+            self.problems.append(f"{name}: a {what} is written before the {' and '.join(sorted(unflushed))} is flushed")

@@ -1,0 +1,95 @@
+"""A write that takes less than it was given, in front of the system's own calls.
+
+strace(1) can make a call do nothing, but not less. So `os.write` and its like are replaced in the process that writes:
+
+    short = ShortWrites("/mnt/kv", at=3, ends=False)
+    short.around(work)()        # the fourth write below /mnt/kv takes half of its bytes
+    assert short.was_hit
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import mmap
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+_NAMES: Final = ("write", "pwrite", "writev", "pwritev")
+
+
+class ShortWrites:
+    """Counts the writes of a process that can come short, and lets one of them.
+
+    Half of the bytes are written, to the byte: a kernel may stop anywhere. Direct I/O takes whole pages only (open(2),
+    O_DIRECT), so of a direct write half of the pages are. A direct write of one page and a write of one byte come
+    whole or not at all: they are neither counted nor cut.
+
+    `count` and `was_hit` are in memory that a forked child shares. Any thread may write.
+
+    Args:
+        path: What the paths of the files begin with.
+        at: The number of the write that comes short, from 0; -1 for none.
+        ends: Whether the process is killed when the half is written.
+    """
+
+    def __init__(self, path: str, at: int, *, ends: bool) -> None:
+        self._path = path
+        self._at = at
+        self._ends = ends
+        self._shared = mmap.mmap(-1, mmap.PAGESIZE)  # how many there were, and whether one came short
+        self._lock = threading.Lock()
+        self._real = {name: getattr(os, name) for name in _NAMES}
+
+    @property
+    def count(self) -> int:
+        """How many writes there were that can come short."""
+        return int.from_bytes(self._shared[:8], "little")
+
+    @property
+    def was_hit(self) -> bool:
+        """Whether bytes of one were left out."""
+        return self._shared[8] != 0
+
+    def around(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Return `work` with the short write in it; for a process of its own, where the calls stay replaced."""
+
+        def short_work() -> None:
+            for name in _NAMES:
+                setattr(os, name, functools.partial(self.write, name))
+            work()
+
+        return short_work
+
+    def write(self, name: str, fd: int, data: Any, *rest: Any) -> int:  # Any: as the four calls take it
+        """Do what the call `name` of `os` does, or half of it."""
+        call = self._real[name]
+        parts = [memoryview(part).cast("B") for part in (data if name.endswith("v") else [data])]
+        keep = kept_bytes(fd, sum(map(len, parts)))
+        if not keep or not os.readlink(f"/proc/self/fd/{fd}").startswith(self._path):
+            return int(call(fd, data, *rest))
+        with self._lock:
+            number = self.count
+            self._shared[:8] = (number + 1).to_bytes(8, "little")
+        if number != self._at:
+            return int(call(fd, data, *rest))
+        kept: list[memoryview] = []
+        for part in parts:
+            kept.append(part[:keep])
+            keep -= len(kept[-1])
+        written = int(call(fd, kept if name.endswith("v") else b"".join(kept), *rest))
+        self._shared[8] = 1
+        if self._ends:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return written
+
+
+def kept_bytes(fd: int, size_bytes: int) -> int:
+    """Return how much of a write of `size_bytes` comes through when it comes short; 0 where it cannot."""
+    half_bytes = size_bytes // 2
+    if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+        return half_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+    return half_bytes
