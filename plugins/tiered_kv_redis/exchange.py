@@ -6,6 +6,7 @@ import select
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.toolkit.codecs import Codec
@@ -18,6 +19,9 @@ from tiered_kv_redis.replies import Refusal, Reply
 from tiered_kv_redis.stream import Buffer
 
 _STORED = b"+OK\r\n"
+
+Answer = TypeVar("Answer")
+"""What a reply may be."""
 
 
 class Exchange(ABC):
@@ -111,8 +115,8 @@ def _guarded(exchange: Exchange, link: Link, step: Callable[[Link, float], None]
         exchange.end(reason_of_error(error))
 
 
-class Calls(Exchange):
-    """Small commands with small replies.
+class Commands(Exchange, Generic[Answer]):
+    """Small commands, all of whose replies keep within one `Budget`.
 
     Args:
         node: The server.
@@ -121,7 +125,7 @@ class Calls(Exchange):
 
     def __init__(self, node: Node, commands: Sequence[bytes]) -> None:
         super().__init__(node, len(commands))
-        self.replies: list[Reply] = []
+        self.replies: list[Answer] = []
         self._commands = commands
 
     def begin(self, link: Link, deadline: float) -> None:
@@ -130,13 +134,25 @@ class Calls(Exchange):
     def finish(self, link: Link, deadline: float) -> None:
         budget = Budget()
         for position in range(self.count):
-            reply = link.replies.reply(deadline)
+            reply = self._read(link, deadline, budget)
             if isinstance(reply, Refusal):
                 self.failures[position] = reply.reason
-            elif isinstance(reply, bytes) and not budget.take(len(reply)):
-                raise WireError(TOO_LONG)
             self.replies.append(reply)
             self.answered += 1
+
+    @abstractmethod
+    def _read(self, link: Link, deadline: float, budget: Budget) -> Answer:
+        """Read the next reply."""
+
+
+class Calls(Commands[Reply]):
+    """Commands whose replies are a word, a number, or nothing."""
+
+    def _read(self, link: Link, deadline: float, budget: Budget) -> Reply:
+        reply = link.replies.reply(deadline)
+        if isinstance(reply, bytes) and not budget.take(len(reply)):
+            raise WireError(TOO_LONG)
+        return reply
 
 
 class Stores(Exchange):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from tiered_kv_redis.budget import Budget
 from tiered_kv_redis.connection import Link
-from tiered_kv_redis.exchange import Exchange, converse
+from tiered_kv_redis.exchange import Commands, converse
 from tiered_kv_redis.node import Node, NodeDownError
 from tiered_kv_redis.reasons import TOO_LONG, WireError, reason_of_code
 from tiered_kv_redis.replies import Refusal, command
@@ -22,30 +21,11 @@ _DIGITS_MAX: Final = 20
 """Of a number of 64 bits, a sign included."""
 
 
-class Listing(Exchange):
-    """Small commands, with replies of any kind but large values: all of them within one `Budget`.
+class Listing(Commands[Value]):
+    """Commands with replies of any kind but large values."""
 
-    Args:
-        node: The server.
-        commands: As `replies.command` makes them.
-    """
-
-    def __init__(self, node: Node, commands: Sequence[bytes]) -> None:
-        super().__init__(node, len(commands))
-        self.replies: list[Value] = []
-        self._commands = commands
-
-    def begin(self, link: Link, deadline: float) -> None:
-        link.stream.send((b"".join(self._commands),), deadline)
-
-    def finish(self, link: Link, deadline: float) -> None:
-        budget = Budget()
-        for position in range(self.count):
-            reply = _value(link, deadline, budget, 0)
-            if isinstance(reply, Refusal):
-                self.failures[position] = reply.reason
-            self.replies.append(reply)
-            self.answered += 1
+    def _read(self, link: Link, deadline: float, budget: Budget) -> Value:
+        return _value(link, deadline, budget, 0)
 
 
 @dataclass(frozen=True, slots=True)
