@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from tiered_kv.errors import FormatError, TierUnavailableError
-from tiered_kv.permissions import check_directory, open_directory
+from tiered_kv.permissions import check_directory, check_file, open_directory
 from tiered_kv.tiering.administration import (
     DESCRIPTION_BYTES_MAX,
     Purged,
@@ -212,6 +212,7 @@ class FsAdministration(TierAdministration):
     @contextmanager
     def _sweep_locked(self, deadline: float) -> Iterator[None]:
         with opened(f"{self._path}/{SWEEP_NAME}", os.O_RDWR | os.O_CREAT) as fd:
+            check_file(fd, f"{self._path}/{SWEEP_NAME}", any_owner=True)
             while not try_lock(fd):
                 if time.monotonic() >= deadline:
                     raise TimeoutError(None, "another process has been making room all the time; purge again")

@@ -149,7 +149,7 @@ def _walk(root: str) -> Iterator[_Entry]:
     for name, path, status, is_directory in _entries(root):
         if is_directory and NAMESPACE.fullmatch(name):
             yield path, status, "ours", ""
-            yield from _walk_namespace(path, name)
+            yield from _walk_namespace(path, name, status)
         elif is_directory and name == "owners":
             yield path, status, "ours", ""
             for _, inner, inner_status, _ in _entries(path):
@@ -158,22 +158,22 @@ def _walk(root: str) -> Iterator[_Entry]:
             yield from _small_or_foreign(name, path, status, is_directory, _ROOT_FILES)
 
 
-def _walk_namespace(namespace_path: str, namespace: str) -> Iterator[_Entry]:
-    for name, path, status, is_directory in _entries(namespace_path):
+def _walk_namespace(namespace_path: str, namespace: str, namespace_status: os.stat_result) -> Iterator[_Entry]:
+    for name, path, status, is_directory in _entries(namespace_path, namespace_status):
         if not (is_directory and EPOCH.fullmatch(name)):
             yield from _small_or_foreign(name, path, status, is_directory, _NAMESPACE_FILES)
             continue
         yield path, status, "ours", ""
-        for shard, shard_path, shard_status, shard_is_directory in _entries(path):
+        for shard, shard_path, shard_status, shard_is_directory in _entries(path, status):
             if not (shard_is_directory and SHARD.fullmatch(shard)):
                 yield from _foreign(shard_path, shard_status, shard_is_directory)
                 continue
             yield shard_path, shard_status, "ours", ""
-            yield from _walk_shard(shard_path, f"{namespace}/{name}")
+            yield from _walk_shard(shard_path, f"{namespace}/{name}", shard_status)
 
 
-def _walk_shard(shard_path: str, epoch: str) -> Iterator[_Entry]:
-    for name, path, status, is_directory in _entries(shard_path):
+def _walk_shard(shard_path: str, epoch: str, shard_status: os.stat_result) -> Iterator[_Entry]:
+    for name, path, status, is_directory in _entries(shard_path, shard_status):
         is_file = stat.S_ISREG(status.st_mode)
         if is_file and BLOCK.fullmatch(name):
             yield path, status, "block", epoch
@@ -214,7 +214,8 @@ def _foreign(path: str, status: os.stat_result, is_directory: bool) -> Iterator[
                 raise
 
 
-def _entries(path: str) -> Iterator[tuple[str, str, os.stat_result, bool]]:
+def _entries(path: str, status: os.stat_result | None = None) -> Iterator[tuple[str, str, os.stat_result, bool]]:
+    """Yield what is in a directory; nothing where somebody else does not let us, as its `status` tells."""
     try:
         with os.scandir(path) as entries:
             for entry in entries:
@@ -224,3 +225,6 @@ def _entries(path: str) -> Iterator[tuple[str, str, os.stat_result, bool]]:
                     continue
     except FileNotFoundError:
         return
+    except PermissionError:
+        if status is None or status.st_uid == os.geteuid():  # it may hold blocks of ours, which count
+            raise

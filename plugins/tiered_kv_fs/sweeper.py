@@ -9,6 +9,7 @@ from contextlib import suppress
 from enum import Enum
 from typing import Final
 
+from tiered_kv.permissions import check_file
 from tiered_kv_fs.counters import Counters
 from tiered_kv_fs.epochs import read_epoch
 from tiered_kv_fs.layout import EPOCH, NAMESPACE, SHARD, temporary_name
@@ -93,6 +94,7 @@ class Sweeper:
             OSError: The file system does not let us.
         """
         with opened(self._volume.sweep_path, os.O_RDWR | os.O_CREAT) as sweep_fd:
+            check_file(sweep_fd, self._volume.sweep_path, any_owner=True)
             if not try_lock(sweep_fd):
                 return Sweep.BUSY
             try:
@@ -199,7 +201,7 @@ class Sweeper:
             try:
                 with opened_directory(path) as namespace_fd:
                     epoch = read_epoch(namespace_fd)
-            except (FileNotFoundError, NotADirectoryError):  # gone, or a link, meanwhile
+            except (FileNotFoundError, NotADirectoryError, PermissionError):  # gone, or a link; or somebody else's
                 continue
             if epoch is not None:
                 joined.add((path.rsplit("/", 1)[1], epoch))
@@ -221,37 +223,44 @@ class Sweeper:
         """Remove some of the oldest files that were not used since they were listed."""
         removed_by: defaultdict[str, int] = defaultdict(int)
         removed_bytes = removed_files = 0
-        for _ in range(_EVICTED_AT_ONCE):
-            if removed_bytes >= wanted_bytes or not candidates:
-                break
-            candidate = candidates.popleft()
-            try:
-                with opened_above(candidate.path, self._volume.path) as (shard_fd, name):
-                    if os.stat(name, dir_fd=shard_fd, follow_symlinks=False).st_mtime_ns != candidate.mtime_ns:
-                        continue
-                    taken = take_away(name, temporary_name(name, self._volume.owner.name), shard_fd)
-            except (FileNotFoundError, NotADirectoryError):  # gone, or a link has taken a directory's place
-                continue
-            if taken is not None:  # not what was listed, if it has just been replaced
-                size_bytes = occupied_bytes(taken)
-                removed_by[namespace_of(candidate.path, self._volume.path)] += size_bytes
-                removed_bytes += size_bytes
-                removed_files += 1
-        with self._volume.ledger.locked() as state:
-            if state.count in (self._count_seen, ""):  # releases that know of no count leave the word out
-                for namespace, size_bytes in removed_by.items():
-                    state.take_off(size_bytes, namespace)
-        self._counters.add("evicted_files", removed_files)
+        try:
+            for _ in range(_EVICTED_AT_ONCE):
+                if removed_bytes >= wanted_bytes or not candidates:
+                    break
+                candidate = candidates.popleft()
+                taken = self._take_away(candidate)
+                if taken is not None:  # not what was listed, if it has just been replaced
+                    size_bytes = occupied_bytes(taken)
+                    removed_by[namespace_of(candidate.path, self._volume.path)] += size_bytes
+                    removed_bytes += size_bytes
+                    removed_files += 1
+        finally:
+            self._counters.add("evicted_files", removed_files)
+            with self._volume.ledger.locked() as state:
+                if state.count in (self._count_seen, ""):  # releases that know of no count leave the word out
+                    for namespace, size_bytes in removed_by.items():
+                        state.take_off(size_bytes, namespace)
+
+    def _take_away(self, candidate: Candidate) -> os.stat_result | None:
+        """Remove a file unless it was used since it was listed; return what it was, None if it is not removed."""
+        try:
+            with opened_above(candidate.path, self._volume.path) as (shard_fd, name):
+                if os.stat(name, dir_fd=shard_fd, follow_symlinks=False).st_mtime_ns != candidate.mtime_ns:
+                    return None
+                return take_away(name, temporary_name(name, self._volume.owner.name), shard_fd)
+        except (FileNotFoundError, NotADirectoryError):  # gone, or a link has taken a directory's place
+            return None
 
     def _remove_empty_epochs(self, live_epochs: set[tuple[str, str]]) -> None:
         """Remove the directories of epochs that nobody asks for and that have no files any more."""
         for namespace_path in directories(self._volume.path, NAMESPACE):
-            for path in directories(namespace_path, EPOCH):
-                namespace, epoch = path.rsplit("/", 2)[1:]
-                if (namespace, epoch) not in live_epochs:
-                    for shard_path in directories(path, SHARD):
-                        self._remove_directory(shard_path)
-                    self._remove_directory(path)
+            with suppress(PermissionError):  # somebody else's
+                for path in directories(namespace_path, EPOCH):
+                    namespace, epoch = path.rsplit("/", 2)[1:]
+                    if (namespace, epoch) not in live_epochs:
+                        for shard_path in directories(path, SHARD):
+                            self._remove_directory(shard_path)
+                        self._remove_directory(path)
 
     def _remove(self, path: str) -> bool:
         try:

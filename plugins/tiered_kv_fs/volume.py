@@ -127,8 +127,8 @@ class Volume:
             if note.is_alive:
                 alive.append(note)
                 continue
-            if note.has_lost_reset:
-                self._reset(note.namespace)
+            if note.has_lost_reset and not self._reset(note.namespace):
+                continue  # somebody has to do it
             remove_owner(self.owners_path, note.name)
             self.ended_owners += 1
         names = {note.name for note in alive}
@@ -195,23 +195,29 @@ class Volume:
         """Check whose directory it is, and make what is missing; return the owner and its epoch."""
         with self._made(self.owners_path):
             pass
-        with self.ledger.locked() as state:
-            self._check_marker()
-            with self._made(self.namespace_path) as namespace_fd:
-                self._check_namespace(namespace_fd)
-                self.reap(state)
-                found = read_epoch(namespace_fd)
-                joined = epoch or found or new_epoch()
-                if joined != found:
-                    write_epoch(namespace_fd, joined)
-            if self._is_private:
-                self._check_epoch(joined)
-            if owner is None or not owner.is_present:
-                owner = Owner(self.owners_path, self.namespace)
-                owner.note_epoch(joined, 0)
-                state.grants[owner.name] = 0
-            if state.total_bytes is not None:
-                state.add(OPENING_BYTES, self.namespace)
+        made: Owner | None = None
+        try:
+            with self.ledger.locked() as state:
+                self._check_marker()
+                with self._made(self.namespace_path) as namespace_fd:
+                    self._check_namespace(namespace_fd)
+                    self.reap(state)
+                    found = read_epoch(namespace_fd)
+                    joined = epoch or found or new_epoch()
+                    if found is None:  # else it is at least as new: another may have reset meanwhile
+                        write_epoch(namespace_fd, joined)
+                if self._is_private:
+                    self._check_epoch(joined)
+                if owner is None or not owner.is_present:
+                    owner = made = Owner(self.owners_path, self.namespace)
+                    made.note_epoch(joined, 0)
+                    state.grants[made.name] = 0
+                if state.total_bytes is not None:
+                    state.add(OPENING_BYTES, self.namespace)
+        except BaseException:
+            if made is not None:
+                made.close(remove_file=True)
+            raise
         return owner, joined
 
     @contextmanager
@@ -234,13 +240,16 @@ class Volume:
         ):
             check_inner_directory(fd, f"{self.namespace_path}/{epoch}")
 
-    def _reset(self, namespace: str) -> None:
-        """Do a reset that an owner has left undone."""
+    def _reset(self, namespace: str) -> bool:
+        """Do a reset that an owner has left undone; return False where that is still to be done."""
         try:
             with self.opened_namespace(namespace) as namespace_fd:
                 write_epoch(namespace_fd, new_epoch())
-        except (FileNotFoundError, NotADirectoryError, NotPrivateError):
-            return  # nobody opens such a one
+        except (FileNotFoundError, NotADirectoryError):
+            return True  # with all of its blocks
+        except NotPrivateError:
+            return False  # nobody opens it, until its mode has been mended
+        return True
 
     def _refuse_foreign(self, fd: int) -> None:
         """Refuse a directory that holds files and no marker, before anything is written into it.
