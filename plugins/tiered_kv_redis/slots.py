@@ -2,7 +2,7 @@
 
 A map is used as a whole or refused as a whole. A member sends each slot at most once, with the master that it knows
 for it, also while slots move: then a slot is named with its old master until the new one has it. Slots without a master
-are left out.
+are left out, be it that they are not named, or with a master that has no address any more: its port is 0 then.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ def masters_of(ranges: object, member: Address) -> dict[int, Address]:
     for each in ranges:
         match each:
             case [int(first), int(last), [host, port, *_], *_] if 0 <= first <= last < SLOTS:
+                if port == 0:
+                    continue
                 address = believed_address(member.host if host in _UNKNOWN else host, port)
             case _:
                 raise WireError("protocol")
