@@ -173,6 +173,7 @@ class _StackLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
         seen: dict[Hashable, str] = {}  # the texts by the keys that they stand for: 1, 01 and 0x1 are one
+        texts: set[str] = set()
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise _StackFileError(problem="a key must be a text", problem_mark=key_node.start_mark)
@@ -188,12 +189,13 @@ class _StackLoader(yaml.SafeLoader):
                     problem_mark=key_node.start_mark,
                 )
             text, key = key_node.value, self.construct_object(key_node, deep=True)
-            if key in seen or text in seen.values():
+            if key in seen or text in texts:
                 same = f", as '{seen[key]}'" if seen.get(key, text) != text else ""
                 raise _StackFileError(
                     problem=f"the key '{text}' stands here twice{same}", problem_mark=key_node.start_mark
                 )
             seen[key] = text
+            texts.add(text)
         return super().construct_mapping(node, deep)
 
 

@@ -96,6 +96,7 @@ def test_a_stack_file_of_the_greatest_size_is_read_in_bounded_time_and_memory(tm
         "a: " + "1:" * (FILE_BYTES_MAX // 2 - 8) + "1",
         "a: 0x" + "f" * (FILE_BYTES_MAX - 8),
         "[" * FILE_BYTES_MAX,
+        "\n".join(f"{number:x}a: 1" for number in range(40_000)),
     ):
         path.write_text(text)
         done = subprocess.run(
