@@ -379,7 +379,7 @@ class TestClosing:
     def test_a_call_that_still_copies_after_the_close_touches_its_blocks_only(
         self, verb: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Neither the manager, which is gone, nor memory that has been unmapped; that goes with the call."""
+        """Neither the manager, which is gone, nor memory that has been unmapped."""
 
         def rows_held_up(spec: object, _rows_of: Callable[[object], list[int]] = facade._rows_of) -> list[int]:
             gate.pass_through()
@@ -407,7 +407,23 @@ class TestClosing:
             with pytest.raises(ShutdownError, match="before this call had ended"):
                 call.result(10.0)
         assert not any(method.called for method in asked_for.values())
-        assert stack.region.array.shape == (0, BLOCK_BYTES)
+        assert stack.region.array.shape == (16, BLOCK_BYTES)
+        assert stack.region.close() is True
+
+    def test_a_call_that_comes_while_the_manager_is_shut_down_does_not_wait(
+        self, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        stack = open_stack(stack_of())
+        monkeypatch.setattr(stack.manager, "shutdown", lambda timeout_s: gate.pass_through())
+        gate.close()
+        with ThreadPoolExecutor(1) as pool:
+            closing = pool.submit(stack.close)
+            wait_until(lambda: gate.waiting == 1)
+            with pytest.raises(ShutdownError, match="closed"):
+                stack.get(keys_of(1), empty(1))
+            assert not closing.done()
+            gate.open()
+            closing.result(10.0)
 
     def test_the_memory_is_unmapped(self) -> None:
         stack = open_stack(stack_of())

@@ -151,9 +151,9 @@ class BlockFacade:
     def close(self, timeout_s: float = 5.0) -> bool:
         """Refuse further calls, wait for those that run, and shut the manager down.
 
-        A call that has not returned in time raises `ShutdownError` when it wants the manager again. Blocks that it
-        copies are in use, so the memory stays mapped; the last such call unmaps it. A second close waits for a first
-        one, and does nothing.
+        A call that takes several steps ends with `ShutdownError` at its next one. Blocks that a call still copies when
+        the time is over are in use: the memory then stays mapped for as long as somebody has the stack. Of two closes
+        at one time, the first whose wait is over shuts the manager down.
 
         Args:
             timeout_s: Seconds to wait for calls, and again for transfers, at most.
@@ -253,6 +253,7 @@ class BlockFacade:
         """Count a call that runs, so that `close` can wait for it."""
         if os.getpid() != self._pid:  # before the lock, which nobody will give back if it was held at the fork
             raise ShutdownError(f"the stack belongs to process {self._pid}; open another one after a fork")
+        self._raise_if_closed()  # before the lock, which whoever closes keeps until the manager is shut down
         with self._lock:
             self._raise_if_closed()
             self._calls += 1
@@ -262,8 +263,6 @@ class BlockFacade:
             with self._lock:
                 self._calls -= 1
                 self._idle.notify_all()
-                if self._is_shut_down and not self._calls and not self._manager.jobs_in_flight:
-                    self._region.close()  # blocks that calls still copied have kept it mapped
 
     @contextmanager
     def _request(self, verb: str) -> Iterator[ReqContext]:
