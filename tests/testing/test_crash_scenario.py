@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.testing import crash_scenario
 from tiered_kv.testing.crash_progress import Progress
 from tiered_kv.testing.crash_scenario import CrashScenario, Found
 from tiered_kv.toolkit.jobs import Outcome
@@ -47,7 +48,7 @@ def test_a_block_that_is_answered_and_does_not_load_is_a_phantom_unless_the_tier
             reader._counters.add("dropped_blocks", int(says_so))
         return load(reader, keys, blocks)
 
-    with mock.patch.object(BlockReader, "load", lose_one):
+    with mock.patch.object(BlockReader, "load", lose_one), mock.patch.object(crash_scenario, "_COUNTED_S", 0.0):
         found = looked_at(scenario, progress)
     assert len(lost) == 1
     assert found.answered == found.loaded + 1
