@@ -153,9 +153,10 @@ def test_a_redis_that_is_killed_halfway_and_comes_back_empty_is_used_again(
             assert time.monotonic() < end, replays.redis_calls("set")
             time.sleep(POLL_S)
         replays.redis.restart()
+        assert process.poll() is None, "it was over before Redis was back"
         report = replays.finish(process)
     assert report["requests"] == REQUESTS
-    assert report["tiers"]["redis"]["counters"]["failed_stores"] > 0, "nobody noticed"
+    # Whether a store fails is up to the moment: between two of them a tier connects again, and nobody notices.
     # A half-open breaker lets one job through, of a few dozen blocks. So many are stored only because it has closed.
     assert replays.redis_calls("set") > 500, report["tiers"]["redis"]["counters"]
     # A block is asked for only where the server says it has it, and it had nothing when it came back.
