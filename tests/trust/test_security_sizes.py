@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +21,7 @@ from tiered_kv.config import load_config
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.secret_keys import read_key_file
 from tiered_kv.stack import open_stack
+from tiered_kv.testing.loopback import LoopbackServer
 from tiered_kv.testing.redis_servers import RedisServer, redis_server
 from tiered_kv.testing.s3_servers import REGION, S3Server, missing_for_moto, moto_bucket, moto_server
 from tiered_kv.testing.tenants import BucketStorage, DirectoryStorage, RedisStorage, Storage, Tenant
@@ -183,7 +183,7 @@ def test_an_object_in_a_bucket(which: str, moto_server: S3Server, moto_bucket: s
         assert main(["purge", str(tenant.file), "--yes"]) == 0
 
 
-class EndlessServer:
+class EndlessServer(LoopbackServer):
     """Answers whatever it is sent with a head, and then with bytes for as long as they are taken.
 
     Args:
@@ -194,37 +194,15 @@ class EndlessServer:
     def __init__(self, head: bytes, filler: bytes) -> None:
         self._head, self._filler = head, filler * (65536 // len(filler))
         self.sent_bytes = 0
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listening.getsockname()[1]
-        self._connections: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._accept, daemon=True)]
-        self._threads[0].start()
+        super().__init__()
 
-    def _accept(self) -> None:
-        with suppress(OSError):
+    def serve(self, sock: socket.socket) -> None:
+        with sock:
+            sock.recv(65536)
+            sock.sendall(self._head)
             while True:
-                connection, _ = self._listening.accept()
-                self._connections.append(connection)
-                self._threads.append(threading.Thread(target=self._answer, args=(connection,), daemon=True))
-                self._threads[-1].start()
-
-    def _answer(self, connection: socket.socket) -> None:
-        with suppress(OSError), connection:
-            connection.recv(65536)
-            connection.sendall(self._head)
-            while True:
-                connection.sendall(self._filler)
+                sock.sendall(self._filler)
                 self.sent_bytes += len(self._filler)
-
-    def close(self) -> None:
-        self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
-        for connection in self._connections:
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join(30.0)
-            assert not thread.is_alive()
 
 
 ENDLESS_HTTP = {

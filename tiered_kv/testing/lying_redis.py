@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import BinaryIO
 
-_JOIN_S = 30.0
+from tiered_kv.testing.loopback import LoopbackServer
+
 Answer = Callable[[list[bytes]], Iterable[bytes]]
 """From a command and its arguments to the pieces of its reply, as they are sent."""
 
 
-class LyingRedis:
+class LyingRedis(LoopbackServer):
     """Takes commands on a port of loopback.
 
     Args:
@@ -22,37 +22,10 @@ class LyingRedis:
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        self._connections: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._accept, daemon=True)]
-        self._threads[0].start()
+        super().__init__()
 
-    @property
-    def address(self) -> str:
-        """Its host:port."""
-        return f"127.0.0.1:{self.port}"
-
-    def close(self) -> None:
-        """Close every connection and end."""
-        for sock in (self._listener, *self._connections):
-            with suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-            sock.close()
-        for thread in self._threads:
-            thread.join(_JOIN_S)
-            assert not thread.is_alive(), "it does not end"
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                sock, _ = self._listener.accept()
-                self._connections.append(sock)
-                self._threads.append(threading.Thread(target=self._serve, args=(sock,), daemon=True))
-                self._threads[-1].start()
-
-    def _serve(self, sock: socket.socket) -> None:
-        with suppress(OSError, ValueError), sock.makefile("rb") as heard:
+    def serve(self, sock: socket.socket) -> None:
+        with suppress(ValueError), sock.makefile("rb") as heard:
             while command := _command(heard):
                 for piece in self._answer(command):
                     sock.sendall(piece)

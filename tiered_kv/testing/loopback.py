@@ -1,0 +1,62 @@
+"""A server on a port of the loopback interface with a thread for each connection, for servers that tests make up."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from abc import ABC, abstractmethod
+from contextlib import suppress
+
+_JOIN_S = 30.0
+
+
+class LoopbackServer(ABC):
+    """Listens from the start; any thread may close it."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._connections: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    @property
+    def address(self) -> str:
+        """Its host:port."""
+        return f"127.0.0.1:{self.port}"
+
+    def close(self) -> None:
+        """Close every connection and end."""
+        _shut(self._listener)
+        self._end(self._threads[0])  # from here on there is no new connection
+        for sock in self._connections:
+            _shut(sock)
+        for thread in self._threads:
+            self._end(thread)
+
+    @abstractmethod
+    def serve(self, sock: socket.socket) -> None:
+        """Talk to a client until it has gone; an `OSError` ends that too."""
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                sock, _ = self._listener.accept()
+                self._connections.append(sock)
+                self._threads.append(threading.Thread(target=self._guarded, args=(sock,), daemon=True))
+                self._threads[-1].start()
+
+    @staticmethod
+    def _end(thread: threading.Thread) -> None:
+        thread.join(_JOIN_S)
+        assert not thread.is_alive(), "it does not end"
+
+    def _guarded(self, sock: socket.socket) -> None:
+        with suppress(OSError):
+            self.serve(sock)
+
+
+def _shut(sock: socket.socket) -> None:
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()
