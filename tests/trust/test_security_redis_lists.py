@@ -14,7 +14,7 @@ import pytest
 from tiered_kv.cli import main
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.lying_redis import LyingRedis
-from tiered_kv.testing.tenants import Storage, Tenant
+from tiered_kv.testing.tenants import Tenant, UnseenStorage
 from tiered_kv.testing.waiting import wait_until
 
 pytest.importorskip("redis", reason="redis-py is not installed")
@@ -36,23 +36,9 @@ LISTS = {
 Answer = Callable[[list[bytes]], Iterable[bytes]]
 
 
-class Elsewhere(Storage):
-    """A lying server.
-
-    Args:
-        folder: For stacks' files.
-        entry: The tier's entry.
-    """
-
-    def __init__(self, folder: Path, entry: dict[str, Any]) -> None:
-        super().__init__(folder)
-        self._entry = entry
-
-    def entry(self, tenant: str) -> dict[str, object]:
-        return {"type": "redis", "job_timeout": "10s", **self._entry}
-
-    def everything(self) -> Iterator[tuple[str, bytes]]:
-        yield from ()
+def elsewhere(folder: Path, entry: dict[str, Any]) -> UnseenStorage:
+    """Return the storage of a tier whose server is made up."""
+    return UnseenStorage(folder, {"type": "redis", "job_timeout": "10s", **entry})
 
 
 @pytest.fixture
@@ -89,7 +75,7 @@ def test_a_purge_s_names(
     form: str, start: Callable[[Answer], LyingRedis], traced: Callable[[], int], tmp_path: Path
 ) -> None:
     server = start(lambda command: endless_names(form) if command[0] == b"SCAN" else [b"+OK\r\n"])
-    tenant = Tenant("alice", Elsewhere(tmp_path, {"url": f"redis://{server.address}"}))
+    tenant = Tenant("alice", elsewhere(tmp_path, {"url": f"redis://{server.address}"}))
     assert main(["purge", str(tenant.file), "--yes", "--timeout", "30s"]) == 1
     assert main(["purge", str(tenant.file), "--yes", "--timeout", "30s", "--tenant", "alice"]) == 1
     assert traced() < PEAK_BYTES
@@ -114,7 +100,7 @@ def test_a_survey_s_names(
         return [b"+OK\r\n"] if command[0] in (b"CLIENT", b"SELECT", b"SET") else [b":1\r\n"]
 
     server = start(answer)
-    tenant = Tenant("alice", Elsewhere(tmp_path, {"url": f"redis://{server.address}", "quota": "100MiB"}))
+    tenant = Tenant("alice", elsewhere(tmp_path, {"url": f"redis://{server.address}", "quota": "100MiB"}))
     with open_stack(tenant.file) as stack:
         tenant.put(stack, tenant.keys(BLOCKS))
         wait_until(lambda: stack.counters()["redis"]["failed_surveys"] >= 1, what="a survey that fails")
@@ -137,7 +123,7 @@ def test_a_cluster_s_slots(
             yield b"+OK\r\n"
 
     server = start(answer)
-    tenant = Tenant("alice", Elsewhere(tmp_path, {"mode": "cluster", "nodes": [server.address]}))
+    tenant = Tenant("alice", elsewhere(tmp_path, {"mode": "cluster", "nodes": [server.address]}))
     with open_stack(tenant.file) as stack:
         assert tenant.put(stack, tenant.keys(BLOCKS)) == 0
         assert tenant.wrong(stack, tenant.keys(BLOCKS, 100)) == (0, 0)
@@ -166,7 +152,7 @@ def test_a_server_that_sends_a_name_at_a_time_is_not_waited_for(
             yield b"+OK\r\n"
 
     server = start(answer)
-    tenant = Tenant("alice", Elsewhere(tmp_path, {"url": f"redis://{server.address}"}))
+    tenant = Tenant("alice", elsewhere(tmp_path, {"url": f"redis://{server.address}"}))
     begin = time.monotonic()
     assert main(["purge", str(tenant.file), "--yes", "--timeout", "3s", "--tenant", "alice"]) == 1
     assert time.monotonic() - begin < 60.0

@@ -24,7 +24,7 @@ from tiered_kv.stack import open_stack
 from tiered_kv.testing.loopback import LoopbackServer
 from tiered_kv.testing.redis_servers import RedisServer, redis_server
 from tiered_kv.testing.s3_servers import REGION, S3Server, missing_for_moto, moto_bucket, moto_server
-from tiered_kv.testing.tenants import BucketStorage, DirectoryStorage, RedisStorage, Storage, Tenant
+from tiered_kv.testing.tenants import BucketStorage, DirectoryStorage, RedisStorage, Tenant, UnseenStorage
 from tiered_kv.workload.trace import read_trace
 
 __all__ = ["moto_bucket", "moto_server", "redis_server"]
@@ -255,23 +255,9 @@ def endless() -> Iterator[Callable[[tuple[bytes, bytes]], EndlessServer]]:
         server.close()
 
 
-class Elsewhere(Storage):
-    """Where nothing can be looked at.
-
-    Args:
-        folder: For stacks' files.
-        entry: The tier's entry.
-    """
-
-    def __init__(self, folder: Path, entry: dict[str, Any]) -> None:
-        super().__init__(folder)
-        self._entry = entry
-
-    def entry(self, tenant: str) -> dict[str, object]:
-        return {**self._entry, "job_timeout": "1s", "lookup_timeout": "200ms"}
-
-    def everything(self) -> Iterator[tuple[str, bytes]]:
-        yield from ()
+def elsewhere(folder: Path, entry: dict[str, Any]) -> UnseenStorage:
+    """Return the storage of a tier whose server is made up."""
+    return UnseenStorage(folder, {**entry, "job_timeout": "1s", "lookup_timeout": "200ms"})
 
 
 @pytest.mark.parametrize("form", ENDLESS_HTTP)
@@ -281,7 +267,7 @@ def test_an_s3_server_s_answers(
     server = endless(ENDLESS_HTTP[form])
     entry = {"type": "s3", "bucket": "kv-bucket", "region": REGION, "access_key_id": "a", "secret_access_key": "b"}
     more = {"endpoint_url": f"http://127.0.0.1:{server.port}", "attempts": 1, "request_timeout": "400ms"}
-    use(Tenant("alice", Elsewhere(tmp_path, {**entry, **more})))
+    use(Tenant("alice", elsewhere(tmp_path, {**entry, **more})))
     assert server.sent_bytes > 0
 
 
@@ -293,7 +279,7 @@ def test_a_redis_server_s_replies(
     url = f"redis://127.0.0.1:{server.port}"
     use(
         Tenant(
-            "alice", Elsewhere(tmp_path, {"type": "redis", "url": url, "timeout": "400ms", "connect_timeout": "200ms"})
+            "alice", elsewhere(tmp_path, {"type": "redis", "url": url, "timeout": "400ms", "connect_timeout": "200ms"})
         )
     )
 
@@ -305,5 +291,5 @@ def test_a_redis_cluster_s_replies(
     server = endless(ENDLESS_REDIS[form])
     nodes = {"mode": "cluster", "nodes": [f"127.0.0.1:{server.port}"]}
     use(
-        Tenant("alice", Elsewhere(tmp_path, {"type": "redis", **nodes, "timeout": "400ms", "connect_timeout": "200ms"}))
+        Tenant("alice", elsewhere(tmp_path, {"type": "redis", **nodes, "timeout": "400ms", "connect_timeout": "200ms"}))
     )

@@ -119,10 +119,7 @@ class CrashServer:
         problems = _problems_of(ended, kills=kills)
         problems += _over(scenario, capacity_bytes, "when the writer ended")
         if power is not None:
-            assert self._image is not None
-            self._image.cut_power(power)
-            self._image.unmount()
-            self._image.mount()
+            self._lose_power(power)
             problems += _over(scenario, capacity_bytes, "after the power failure")
         found = self._verify(
             scenario,
@@ -142,6 +139,12 @@ class CrashServer:
             "problems": problems,
             **self._progress.as_dict(),
         }
+
+    def _lose_power(self, power: PowerLoss) -> None:
+        assert self._image is not None
+        self._image.cut_power(power)
+        self._image.unmount()
+        self._image.mount()
 
     def _write(
         self, scenario: CrashScenario, fault: Fault | None, cut: int | None, *, strict: bool, kills: bool

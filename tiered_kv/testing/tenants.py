@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +60,25 @@ class Storage(ABC):
                 if marker in data:
                     names.append(name)
         return found
+
+
+class UnseenStorage(Storage):
+    """Where nothing can be looked at, such as a server that lies.
+
+    Args:
+        folder: For stacks' files.
+        entry: The tier's YAML entry.
+    """
+
+    def __init__(self, folder: Path, entry: Mapping[str, object]) -> None:
+        super().__init__(folder)
+        self._entry = entry
+
+    def entry(self, tenant: str) -> dict[str, object]:
+        return dict(self._entry)
+
+    def everything(self) -> Iterator[tuple[str, bytes]]:
+        yield from ()
 
 
 class DirectoryStorage(Storage):
