@@ -85,18 +85,16 @@ class NvmeAdministration(TierAdministration):
         if remaining := len(_segments(fd, digest)):
             left.append(f"{remaining} segment files in {self._path}")
             return Purged(None, size_bytes, tuple(left))
-        notes = self._remove_small_files(fd)
-        os.fsync(fd)
-        return Purged(None, size_bytes, tuple(left), notes)
-
-    def _remove_small_files(self, fd: int) -> tuple[str, ...]:
         for name in (*LEFTOVERS, EPOCH_NAME):
             _unlink(name, fd)
-        foreign = set(os.listdir(fd)) - _TOLERATED
-        if foreign:
-            return (f"{MARKER_NAME}, which says whose blocks these were, stays beside foreign files in {self._path}",)
-        _unlink(MARKER_NAME, fd)
-        return ()
+        notes: tuple[str, ...] = ()
+        if foreign := sorted(set(os.listdir(fd)) - _TOLERATED):
+            left += [f"{self._path}/{name}, which is not this tier's" for name in foreign]
+            notes = (f"{self._path}/{MARKER_NAME}, which says whose blocks these were, stays beside foreign files",)
+        else:
+            _unlink(MARKER_NAME, fd)
+        os.fsync(fd)
+        return Purged(None, size_bytes, tuple(left), notes)
 
     def _marker(self, fd: int) -> Marker | None:
         """Return what the directory says of itself, None if it holds nothing of anybody's.

@@ -38,7 +38,8 @@ _NAMESPACE_KEY = "namespace"
 _MARKER_TEMPORARY = MARKER_NAME + ".tmp"
 LEFTOVERS = (_MARKER_TEMPORARY, "probe.tmp")
 _OURS = frozenset((LOCK_NAME, MARKER_NAME, EPOCH_NAME, *LEFTOVERS))
-_TOLERATED = _OURS | {"lost+found"}
+_LOST_AND_FOUND: Final = "lost+found"
+_TOLERATED = _OURS | {_LOST_AND_FOUND}
 _MARKER_BYTES_MAX = 1 << 20
 _REMEDIES = {
     errno.ENOSPC: "; free some space on its disk, or give a directory on another",
@@ -108,7 +109,7 @@ class Directory:
                 self.fd = open_directory(self.path)
                 undo.callback(os.close, self.fd)
                 self._refuse_foreign()
-                check_directory(self.fd, self.path, may_tighten=MARKER_NAME not in os.listdir(self.fd))
+                check_directory(self.fd, self.path, may_tighten=not set(os.listdir(self.fd)) - {_LOST_AND_FOUND})
                 self._lock_fd = take_lock(self.fd, self.path, tier)
                 undo.callback(_give_back, self._lock_fd)
                 self._remove_leftovers()

@@ -135,7 +135,7 @@ def test_a_segment_of_another_namespace_is_foreign(bench: StoreBench) -> None:
 
 
 def test_what_a_crash_left_while_the_directory_was_made_is_tolerated(bench: StoreBench) -> None:
-    bench.path.mkdir()
+    bench.path.mkdir(mode=0o700)
     (bench.path / "lock").write_text("1\n")
     (bench.path / "tiered-kv-nvme.json.tmp").write_text("{")
     (bench.path / "probe.tmp").write_bytes(bytes(4096))

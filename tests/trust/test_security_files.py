@@ -12,7 +12,7 @@ import pytest
 
 from tiered_kv.cli import main
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.errors import ConfigError, TieredKVError, TierUnavailableError
+from tiered_kv.errors import ConfigError, FormatError, TieredKVError, TierUnavailableError
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.tenants import BLOCK_BYTES, DirectoryStorage, Tenant
 from tiered_kv.worker.shared_region import SharedRegion
@@ -86,6 +86,31 @@ def test_an_empty_directory_of_ours_is_closed_to_others(tenant: Tenant, mode: in
     directory.chmod(mode)
     assert tenant.store(4) == 4
     assert mode_of(directory) & 0o077 == 0
+
+
+@pytest.mark.parametrize("name", ["lock", "epoch", "probe.tmp", "tiered-kv-nvme.json.tmp", "tiered-kv-fs.json", "own"])
+def test_a_directory_that_was_open_to_others_and_holds_a_file_of_the_tier_s_names_is_refused(
+    tenant: Tenant, name: str
+) -> None:
+    directory = directory_of(tenant)
+    directory.mkdir()
+    (directory / name).write_text("")
+    directory.chmod(0o1777)
+    with pytest.raises((ConfigError, FormatError)):
+        open_stack(tenant.file)
+    assert mode_of(directory) == 0o1777
+    assert os.listdir(directory) == [name]
+
+
+def test_a_new_file_system_s_directory_for_lost_files_is_nothing(tenant: Tenant) -> None:
+    directory = directory_of(tenant)
+    directory.mkdir()
+    (directory / "lost+found").mkdir(mode=0o700)
+    if os.geteuid() == 0:
+        os.chown(directory / "lost+found", 12345, 12345)
+    directory.chmod(0o755)
+    assert tenant.store(4) == 4
+    assert mode_of(directory) == 0o700
 
 
 def test_another_user_s_directory_is_refused(tenant: Tenant, monkeypatch: pytest.MonkeyPatch) -> None:

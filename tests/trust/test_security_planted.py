@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -138,16 +137,6 @@ def test_a_directory_that_is_open_to_others_and_holds_anything_is_not_closed_but
     with pytest.raises(ConfigError, match=rf"mode 1777; make sure that nobody has .*chmod 700 {top}"):
         open_stack(alice.file)
     assert entries(top) == before
-
-
-def test_a_new_file_system_s_directory_for_lost_files_is_nothing(alice: Tenant, top: Path) -> None:
-    top.mkdir()
-    (top / "lost+found").mkdir(mode=0o700)
-    if os.geteuid() == 0:
-        give_away(top / "lost+found")
-    top.chmod(0o755)
-    assert alice.store(BLOCKS) == BLOCKS
-    assert stat.S_IMODE(top.stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize("count", range(len(PLANTED)))
