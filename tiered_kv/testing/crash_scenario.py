@@ -21,14 +21,16 @@ import numpy as np
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.errors import TierError
+from tiered_kv.namespace import Namespace
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.crash_progress import Progress
-from tiered_kv.testing.disk_use import flush_file_system
+from tiered_kv.testing.disk_use import bucket_bytes, flush_file_system, occupied_bytes
 from tiered_kv.testing.rig import block_content, make_keys
 
 BLOCK_BYTES: Final = 4096
 JOB_BLOCKS: Final = 4
 JOBS_BEFORE_RESET: Final = 3
+_MODEL: Final = "crash"
 _PRIMARY_BLOCKS: Final = 16
 _WAIT_S: Final = 30.0
 _POLL_S: Final = 0.0005
@@ -84,6 +86,20 @@ class CrashScenario:
         """The tier's directory, if it has one."""
         path = self.entry.get("path")
         return Path(str(path)) if path is not None else None
+
+    @property
+    def occupied_bytes(self) -> int:
+        """What is stored of that which a capacity bounds: the tier's directory, or the blocks in its bucket.
+
+        Raises:
+            TypeError: It is neither's.
+        """
+        if self.path is not None:
+            return occupied_bytes(self.path)
+        if self.entry["type"] != "s3":
+            raise TypeError(f"what a {self.entry['type']} tier occupies is not known here")
+        digest = Namespace(model=_MODEL, tenant=self.tenant).identify(block_bytes=BLOCK_BYTES, block_tokens=16).digest
+        return bucket_bytes(self.entry, f"{self.entry['prefix']}/{digest.hex()}/blocks/")
 
     @property
     def keys(self) -> list[OffloadKey]:
@@ -231,7 +247,7 @@ class CrashScenario:
         return open_stack(
             {
                 "version": 1,
-                "namespace": {"model": "crash", "tenant": self.tenant},
+                "namespace": {"model": _MODEL, "tenant": self.tenant},
                 "block": {"bytes": BLOCK_BYTES, "tokens": 16},
                 "primary": {"capacity": _PRIMARY_BLOCKS * BLOCK_BYTES},
                 "secondary": [

@@ -29,7 +29,7 @@ from typing import Final
 from tiered_kv.errors import FormatError
 from tiered_kv.testing.crash_progress import Progress
 from tiered_kv.testing.crash_scenario import CrashScenario, Found
-from tiered_kv.testing.disk_use import flush_file_system, occupied_bytes
+from tiered_kv.testing.disk_use import flush_file_system
 from tiered_kv.testing.mounts import Ext4Image, PowerLoss
 from tiered_kv.testing.short_writes import ShortWrites
 from tiered_kv.testing.syscalls import CHANGES, READS, SENDS, Ended, Fault, record, run_plain, run_with_fault
@@ -105,7 +105,7 @@ class CrashServer:
             loses_pages: Whether files may come back with their names and without their bytes, so that blocks are
                 answered that turn out to be damaged when they are loaded.
             accepts_old: Whether the reset may be lost by this fault.
-            capacity_bytes: What the directory may occupy; 0 where there is none.
+            capacity_bytes: What the directory, or the bucket's blocks, may occupy; 0 for anything.
 
         Returns:
             Whether it was hit, what was found, and what is wrong.
@@ -117,10 +117,11 @@ class CrashServer:
         kills = fault.kills if fault is not None else cut_ends
         ended = self._write(scenario, fault, cut, strict=not lies, kills=kills)
         problems = _problems_of(ended, kills=kills)
-        problems += _over(scenario, capacity_bytes, "when the writer ended")
+        use = _Use(scenario, capacity_bytes)
+        use.look("when the writer ended")
         if power is not None:
             self._lose_power(power)
-            problems += _over(scenario, capacity_bytes, "after the power failure")
+            use.look("after the power failure")
         found = self._verify(
             scenario,
             strict=not (lies or loses_pages),
@@ -128,14 +129,15 @@ class CrashServer:
             accepts_old=accepts_old,
             may_refuse=lies,
         )
-        problems += found.problems
-        problems += _over(scenario, capacity_bytes, "at the end")
+        use.look("at the end")
+        problems += [*found.problems, *use.problems]
         return {
             "was_hit": ended.was_hit,
             "status": ended.status,
             "loaded": found.loaded,
             "answered": found.answered,
             "refused": found.refused,
+            "occupied_bytes": use.most_bytes,
             "problems": problems,
             **self._progress.as_dict(),
         }
@@ -215,11 +217,22 @@ def _problems_of(ended: Ended, *, kills: bool) -> list[str]:
     return []
 
 
-def _over(scenario: CrashScenario, capacity_bytes: int, when: str) -> list[str]:
-    if not capacity_bytes or scenario.path is None:
-        return []
-    used = occupied_bytes(scenario.path)
-    return [f"{used} bytes {when}, of {capacity_bytes}"] if used > capacity_bytes else []
+class _Use:
+    """What is stored at some moments, held against the capacity; nothing if that is 0."""
+
+    def __init__(self, scenario: CrashScenario, capacity_bytes: int) -> None:
+        self._scenario = scenario
+        self._capacity_bytes = capacity_bytes
+        self.most_bytes = 0
+        self.problems: list[str] = []
+
+    def look(self, when: str) -> None:
+        if not self._capacity_bytes:
+            return
+        used = self._scenario.occupied_bytes
+        self.most_bytes = max(self.most_bytes, used)
+        if used > self._capacity_bytes:
+            self.problems.append(f"{used} bytes {when}, of {self._capacity_bytes}")
 
 
 _KINDS: Final = {"changes": CHANGES, "reads": READS, "sends": SENDS}

@@ -1,9 +1,10 @@
-"""What a directory occupies on its disk, and what of it is there."""
+"""What a directory occupies on its disk, and what of it is there; and what the objects in a bucket come to."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -22,6 +23,24 @@ def occupied_bytes(directory: Path) -> int:
                 continue
             seen[status.st_ino] = status.st_blocks * 512
     return sum(seen.values())
+
+
+def bucket_bytes(entry: Mapping[str, object], prefix: str) -> int:
+    """Return what the objects under a prefix come to, in the bucket and with the keys of an s3 tier's YAML entry."""
+    import boto3
+
+    client = boto3.session.Session().client(
+        "s3",
+        endpoint_url=entry["endpoint_url"],
+        region_name=entry["region"],
+        aws_access_key_id=entry["access_key_id"],
+        aws_secret_access_key=entry["secret_access_key"],
+    )
+    try:
+        pages = client.get_paginator("list_objects_v2").paginate(Bucket=entry["bucket"], Prefix=prefix)
+        return sum(item["Size"] for page in pages for item in page.get("Contents", ()))
+    finally:
+        client.close()
 
 
 def flush_file_system(path: Path) -> None:
