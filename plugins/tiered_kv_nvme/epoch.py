@@ -37,7 +37,7 @@ class Epoch:
     """
 
     def __init__(self, directory_fd: int) -> None:
-        self._lock = threading.Lock()  # for the order of writes; not held while the device is waited for
+        self._lock = threading.Lock()  # for the order of writes; the scheduler's thread does not take it
         self._directory_fd = directory_fd
         self._fd = os.open(EPOCH_NAME, OPEN_FLAGS | os.O_CREAT, FILE_MODE, dir_fd=directory_fd)
         try:
@@ -46,27 +46,30 @@ class Epoch:
                 os.posix_fallocate(self._fd, 0, PAGE_BYTES)
             record = os.pread(self._fd, _RECORD.size, 0)
             magic, value, complement = _RECORD.unpack(record.ljust(_RECORD.size, b"\0"))
-            self.value = value
+            is_sound = magic == _MAGIC and value == complement ^ _MASK
+            self.value = value if is_sound else secrets.randbits(64)
             """The epoch of what is stored now."""
-            self._written = magic == _MAGIC and value == complement ^ _MASK
-            self._is_stale = not self._written  # the file says an epoch that is over
-            if not self._written:
-                self.renew()
+            self._written = value if is_sound else None  # what the page cache holds, as far as is known
+            self._said = self._written  # what a process that opens it would read; None for nothing
+            if not is_sound:
                 self.sync()
         except BaseException:
             os.close(self._fd)
             raise
 
     def renew(self) -> None:
-        """Void everything that was stored before: one small buffered write.
+        """Void everything that was stored before; `write` puts it down. The scheduler's thread; no I/O."""
+        self.value = secrets.randbits(64)
+
+    def write(self) -> None:
+        """Put the epoch down where a process that is killed does not lose it: one small buffered write.
 
         Raises:
-            OSError: The new epoch holds, but is not in the file; `sync` tries again.
+            OSError: It is not in the file; the next call tries again.
         """
         with self._lock:
-            self.value = secrets.randbits(64)
-            self._written, self._is_stale = False, True
-            self._write()
+            while self._written != self.value:  # it may be renewed meanwhile
+                self._write(self.value)
 
     def sync(self) -> None:
         """Wait until the epoch is on the device.
@@ -74,14 +77,11 @@ class Epoch:
         Raises:
             OSError: It is not.
         """
-        with self._lock:
-            if not self._written:
-                self._write()
-            fd = self._fd
+        self.write()
         try:
-            os.fdatasync(fd)
+            os.fdatasync(self._fd)
         except OSError:
-            self._written = False  # the kernel may have dropped the page
+            self._written = None  # the kernel may have dropped the page
             raise
 
     def discard(self) -> None:
@@ -91,9 +91,9 @@ class Epoch:
             OSError: It cannot be removed either. Then what was reset may come back.
         """
         with self._lock:
-            if self._is_stale:
+            if self._said not in (None, self.value):
                 os.unlink(EPOCH_NAME, dir_fd=self._directory_fd)
-                self._is_stale = False
+                self._said = None
 
     def close(self) -> None:
         """Close the file."""
@@ -102,8 +102,8 @@ class Epoch:
         if fd >= 0:
             os.close(fd)
 
-    def _write(self) -> None:
-        record = _RECORD.pack(_MAGIC, self.value, self.value ^ _MASK)
+    def _write(self, value: int) -> None:
+        record = _RECORD.pack(_MAGIC, value, value ^ _MASK)
         if os.pwrite(self._fd, record, 0) != len(record):
             raise OSError(errno.EIO, "the epoch was written in part")
-        self._written, self._is_stale = True, False
+        self._written = self._said = value

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -77,6 +79,8 @@ class SegmentStore:
     ) -> None:
         disk = disk or Disk()
         self._options = options
+        self._name = f"tiered-kv-{tier}"
+        self._noting = threading.Thread()  # runs while a reset is being written down
         self.counters = Counters()
         self._directory = Directory(path, identity, tier=tier)
         with ExitStack() as undo:
@@ -138,7 +142,7 @@ class SegmentStore:
             self._writer,
             self._epoch,
             least_bytes=segment_bytes_min(stored_bytes, KEY_BYTES_MAX, 1),
-            name=f"tiered-kv-{tier}-reclaimer",
+            name=f"{self._name}-reclaimer",
         )
         self._released = False
 
@@ -168,18 +172,27 @@ class SegmentStore:
                     pass  # its segment was used again a moment ago
 
     def reset(self) -> None:
-        """Forget every block, for good: what is stored now is not found again after a crash either.
+        """Forget every block; a block that is being loaded is reported as failed. The scheduler's thread; no I/O.
 
-        Takes one small buffered write; a block that is being loaded is reported as failed.
+        The reclaimer may be waiting for the disk, so another thread writes the new epoch down at once.
         """
-        try:
-            self._epoch.renew()
-        except OSError:
-            self.counters.add("io_errors")  # the reclaimer tries again
+        self._epoch.renew()
         with self._pool.changed:
             self._pool.reset(self._epoch.value)
             self._reclaimer.forget(self.index.clear())
         self.counters.add("resets")
+        if not self._noting.is_alive():
+            self._noting = threading.Thread(target=self._note_reset, name=f"{self._name}-reset", daemon=True)
+            try:
+                self._noting.start()
+            except RuntimeError:  # no thread to be had: the reclaimer will write it
+                pass
+
+    def _note_reset(self) -> None:
+        try:
+            self._epoch.write()
+        except OSError:
+            self.counters.add("io_errors")  # the reclaimer tries again
 
     def stats(self) -> dict[str, int]:
         """Return counters, and how much is here."""
@@ -237,8 +250,13 @@ class SegmentStore:
         with self._pool.changed:
             self._pool.close()
             self.index.clear()
+        deadline = time.monotonic() + timeout_s
         if not self._reclaimer.stop(timeout_s):
             return False
+        if self._noting.is_alive():
+            self._noting.join(max(0.0, deadline - time.monotonic()))
+            if self._noting.is_alive():
+                return False
         with self._pool.changed:
             segments = list(self._pool.segments.values())
             idle = [segment for segment in segments if not segment.readers and not segment.writers]

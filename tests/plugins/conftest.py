@@ -72,6 +72,11 @@ class StoreBench:
             assert key not in loaded or block == block_content(key, self.block_bytes), "wrong bytes"
         return loaded
 
+    def reset(self, store: SegmentStore) -> None:
+        """Reset a store, and wait until that would outlast the end of this process."""
+        store.reset()
+        self.wait_until(lambda: store._epoch._written == store._epoch.value)
+
     def memory(self, count: int) -> list[memoryview]:
         """Return page-aligned memory for `count` blocks, each where the primary tier would have it."""
         flat = memoryview(mmap.mmap(-1, max(1, count) * self.block_bytes))

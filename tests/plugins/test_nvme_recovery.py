@@ -22,6 +22,7 @@ from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import block_content, make_keys
+from tiered_kv.testing.waiting import wait_until
 from tiered_kv_nvme.disk import Disk
 from tiered_kv_nvme.files import SegmentFiles
 from tiered_kv_nvme.layout import PAGE_BYTES, SegmentHeader
@@ -282,12 +283,35 @@ def test_a_reset_whose_write_fails_holds_in_memory_and_is_written_later(
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", fail)
         store.reset()
-    assert store.stats()["io_errors"] == before + 1
+        wait_until(lambda: store.stats()["io_errors"] > before)
     assert store.stats()["resets"] == store._pool.resets == 1
     assert bench.get(store, old) == set()
     bench.put(store, new)
     store.close()
     assert bench.get(bench.open(), old + new) == set(new)
+
+
+def test_a_reset_does_not_wait_for_a_file_system_that_hangs(bench: StoreBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = threading.Event()
+    write = os.pwrite
+
+    def hang(fd: int, data: bytes, offset: int) -> int:
+        assert threading.current_thread() is not threading.main_thread()
+        assert goes_on.wait(60.0)
+        return write(fd, data, offset)
+
+    store = bench.open()
+    old = make_keys(20, "old")
+    bench.put(store, old)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", hang)
+        store.reset()
+        store.reset()
+        assert not any(store.contains(old))
+        assert not store.close(timeout_s=0.0)  # the directory is not given up under it
+        goes_on.set()
+        wait_until(lambda: store.close(timeout_s=0.0))
+    assert bench.get(bench.open(), old) == set()
 
 
 def test_an_epoch_that_cannot_be_flushed_does_not_keep_the_directory(

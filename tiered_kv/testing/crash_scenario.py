@@ -296,14 +296,12 @@ class _Writer:
         self._progress.note("newest_stored", -1)
         self._progress.note("reset_asked")
         self._stack.manager.reset_cache()
-        if tier.tier_type == "nvme":
-            if self._scenario.device:
-                _wait(lambda: not tier._store._reclaimer._forgotten)  # type: ignore[attr-defined]  # flushed then
-            self._progress.note("reset_held")
-        elif tier.tier_type == "fs":
+        if tier.tier_type in ("nvme", "fs"):
             for thread in threading.enumerate():
-                if thread.name.endswith("keeper-reset"):
+                if thread.name.endswith("-reset"):
                     thread.join(_WAIT_S)
+            if tier.tier_type == "nvme" and self._scenario.device:
+                _wait(lambda: not tier._store._reclaimer._forgotten)  # type: ignore[attr-defined]  # flushed then
             self._progress.note("reset_held")
         # The others write a reset down before they store anything: see `_store`.
 
