@@ -71,7 +71,10 @@ class Caretaker:
         if not self.has_started:
             with self._start_lock:
                 if not self.has_started and not self._stop.is_set():
-                    self._thread.start()
+                    try:
+                        self._thread.start()
+                    except RuntimeError:  # no thread to be had; the next call tries again
+                        return
                     self.has_started = True
         self._wake.set()
 

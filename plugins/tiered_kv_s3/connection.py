@@ -136,7 +136,7 @@ class Connection:
         if not has_body or answer.status in (204, 304):
             answer = Answer(answer.status, answer.headers, 0)
         self._keeps_open = keeps_open
-        self.is_reusable = keeps_open and answer.body_bytes == 0
+        self.is_reusable = keeps_open and answer.body_bytes == 0 and not self._buffer
         return answer
 
     def receive_body(self, parts: Sequence[memoryview], patience: Patience) -> None:

@@ -437,6 +437,35 @@ def test_a_server_that_does_not_delete_is_not_asked_in_a_hurry(monkeypatch: pyte
     assert 1 <= process.counters["failed_rounds"] <= 4
 
 
+def test_a_caretaker_that_gets_no_thread_is_started_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(SharedBucket(), 0, 10 * RECORD_BYTES)
+    naming = Naming("kv", bytes(16))
+    keeper = Caretaker(
+        cast(Bucket, process.bucket),
+        naming,
+        {},
+        Epoch(cast(Bucket, process.bucket), naming, "s3"),
+        process.sweeper,
+        process.ledger,
+        process.counters,
+        interval_s=60.0,
+        name="caretaker",
+    )
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        keeper.start()
+    assert not keeper.has_started
+    assert keeper.join(0.0)
+    keeper.start()
+    assert keeper.has_started
+    keeper.stop()
+    assert keeper.join(5.0)
+
+
 def test_what_cannot_be_deleted_is_an_error_and_stays_counted() -> None:
     process = Process(SharedBucket(), 0, 10 * RECORD_BYTES)
     process.bucket.refuses_deletes = True

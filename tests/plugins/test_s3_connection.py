@@ -55,6 +55,15 @@ def test_an_answer_is_read_whatever_pieces_it_comes_in(answers: tuple[Connection
     server.close()
 
 
+def test_a_body_where_none_may_be_is_not_taken_for_the_next_answer(answers: tuple[Connection, socket.socket]) -> None:
+    connection, server = answers
+    server.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 9\r\n\r\nNoSuchKey")
+    assert connection.receive_head(Patience(soon(), 5.0), has_body=False).status == 404
+    end = soon()
+    while connection.is_reusable and connection.is_usable():  # it may have come in another piece
+        assert time.monotonic() < end
+
+
 @pytest.mark.parametrize(
     "head",
     [
