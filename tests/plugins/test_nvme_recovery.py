@@ -22,7 +22,6 @@ from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import block_content, make_keys
-from tiered_kv.testing.waiting import wait_until
 from tiered_kv_nvme.disk import Disk
 from tiered_kv_nvme.files import SegmentFiles
 from tiered_kv_nvme.layout import PAGE_BYTES, SegmentHeader
@@ -138,7 +137,7 @@ def test_a_reset_cache_is_empty_at_once_and_stays_so_after_a_crash(bench: StoreB
     store = bench.open()
     old, new = make_keys(200, "old"), make_keys(50, "new")
     bench.put(store, old)
-    store.reset()
+    bench.reset(store)
     assert store.contains(old) == [False] * 200
     after_reset = shutil.copytree(bench.path, bench.path.with_name("after reset"))
     bench.put(store, new)
@@ -252,7 +251,7 @@ def test_closing_and_opening_at_any_moment_finds_what_was_stored(bench: StoreBen
             elif action == "load":
                 assert bench.get(store, keys) == expected.intersection(keys)
             elif action == "reset":
-                store.reset()
+                bench.reset(store)
                 expected.clear()
             else:
                 if action == "crash":
@@ -283,7 +282,7 @@ def test_a_reset_whose_write_fails_holds_in_memory_and_is_written_later(
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", fail)
         store.reset()
-        wait_until(lambda: store.stats()["io_errors"] > before)
+        bench.wait_until(lambda: store.stats()["io_errors"] > before)
     assert store.stats()["resets"] == store._pool.resets == 1
     assert bench.get(store, old) == set()
     bench.put(store, new)
@@ -310,7 +309,7 @@ def test_a_reset_does_not_wait_for_a_file_system_that_hangs(bench: StoreBench, m
         assert not any(store.contains(old))
         assert not store.close(timeout_s=0.0)  # the directory is not given up under it
         goes_on.set()
-        wait_until(lambda: store.close(timeout_s=0.0))
+        bench.wait_until(lambda: store.close(timeout_s=0.0))
     assert bench.get(bench.open(), old) == set()
 
 

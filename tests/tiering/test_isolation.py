@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -153,6 +154,77 @@ def test_a_lookup_that_raises_is_a_miss_and_a_failure(
     monkeypatch.setattr(inner, "lookup", broken)
     assert answer(tier, keys(1)[0], ReqContext("a")) is False
     assert tier.lookup_failures == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit, asyncio.CancelledError])
+@pytest.mark.parametrize(
+    "method", ["submit_store", "get_finished", "take_events", "touch", "lookup", "on_schedule_end", "reset_cache"]
+)
+def test_whatever_a_method_raises_what_comes_after_it_is_done(
+    tier: IsolatedTier,
+    inner: BlockingFourMethodTier,
+    region: PrimaryRegion,
+    method: str,
+    error: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    raised = threading.Event()
+    sound = getattr(inner, method)
+
+    def broken_once(*arguments: object) -> object:
+        if raised.is_set():
+            return sound(*arguments)
+        raised.set()
+        raise error
+
+    inner.can_reset = True
+    monkeypatch.setattr(inner, method, broken_once)
+    context = ReqContext("a")
+    tier.touch(keys(1), context)
+    answer(tier, keys(1)[0], context)
+    tier.submit_store(job(1, keys(1)))
+    tier.on_schedule_end()
+    assert finished(tier, 1) == [
+        JobResult(1, method != "submit_store", reason="exception" * (method == "submit_store"))
+    ]
+    if method == "reset_cache":
+        tier.reset_cache()
+    assert raised.wait(WAIT_S)
+    tier.submit_store(job(2, keys(2)))
+    assert finished(tier, 1) == [JobResult(2, method != "reset_cache", reason="disabled" * (method == "reset_cache"))]
+
+
+def test_results_that_come_before_an_exception_are_reported(
+    tier: IsolatedTier, inner: BlockingFourMethodTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = inner.get_finished
+
+    def breaks_off() -> Iterator[JobResult]:
+        for result in sound():
+            yield result
+            raise RuntimeError
+
+    monkeypatch.setattr(inner, "get_finished", breaks_off)
+    tier.submit_store(job(1, keys(1)))
+    assert finished(tier, 1) == [JobResult(1, True)]
+
+
+def test_no_property_of_the_tier_is_asked_on_the_scheduler_s_thread(region: PrimaryRegion) -> None:
+    asked_by: set[threading.Thread] = set()
+
+    class Watched(BlockingFourMethodTier):
+        @property
+        def lookup_failures(self) -> int:
+            asked_by.add(threading.current_thread())
+            return 7
+
+    inner = Watched(region.kv_view)
+    tier = IsolatedTier(inner)
+    answer(tier, keys(1)[0], ReqContext("a"))
+    eventually(lambda: tier.lookup_failures == 7)
+    tier.shutdown()
+    inner._region.release()
+    assert asked_by == {tier._thread}
 
 
 def test_a_job_that_expired_while_it_waited_is_not_begun(tier: IsolatedTier, inner: BlockingFourMethodTier) -> None:

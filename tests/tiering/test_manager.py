@@ -741,6 +741,19 @@ def test_shutdown_keeps_the_memory_that_a_tier_may_still_write_to(bench: Bench) 
     bench.region.close()
 
 
+def test_a_promotion_that_ends_while_the_tiers_are_closed_is_passed_on_to_none(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench(tier_limits=[TierLimits(fill_on_promotion=True), TierLimits()])
+    bench.tiers[1].present = dict.fromkeys(keys(1), True)
+    bench.lookup(keys(1), bench.request("a"))
+    bench.step()
+    bench.tiers[1].end()
+    bench.manager.shutdown(timeout_s=0)
+    assert bench.tiers[0].jobs == []
+    assert bench.manager.jobs_in_flight == 0
+
+
 def test_requests_that_are_never_finished_do_not_pile_up(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(limits=ManagerLimits(requests_max=10))
     for number in range(100):

@@ -2,7 +2,8 @@
 
 The contract asks a tier's methods to return at once, but a tier from outside may not keep it. Unless its class says
 `is_nonblocking`, the manager drives it through an `IsolatedTier`: every call becomes a message to the tier's
-thread, so a call that hangs costs hits of that tier and nothing else.
+thread, so a call that hangs costs hits of that tier and nothing else. Nor does one that raises end the thread, whatever
+it raises: `SystemExit` and `asyncio.CancelledError` are no `Exception`, and jobs would wait for ever behind them.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class IsolatedTier(SecondaryTierManager):
         self._events: deque[OffloadingEvent] = deque(maxlen=EVENTS_MAX)
         self._running: set[JobId] = set()
         self._lookup_exceptions = 0
+        self._lookup_failures = 0  # the tier's own, as it said after the last round
         self._is_idle = False
         self._is_closing = False
         # After reset_cache: an answer that was computed before it must not be heard.
@@ -86,7 +88,7 @@ class IsolatedTier(SecondaryTierManager):
 
     @property
     def lookup_failures(self) -> int:
-        return self._lookup_exceptions + self.inner.lookup_failures
+        return self._lookup_exceptions + self._lookup_failures
 
     def submit_store(self, job_metadata: JobMetadata) -> None:
         self._stores.append(job_metadata)
@@ -183,6 +185,7 @@ class IsolatedTier(SecondaryTierManager):
             self._attempt(self._hints.popleft())
         if self._running:
             self._collect()
+        self._attempt(self._note_lookup_failures)
 
     def _answer(self) -> None:
         for question, req_context in list(self._questions.items()):
@@ -191,7 +194,7 @@ class IsolatedTier(SecondaryTierManager):
             req_id, key = question
             try:
                 answer = self.inner.lookup(key, req_context)
-            except Exception:
+            except BaseException:
                 self._lookup_exceptions += 1
                 answer = False
             # A None is not kept: the manager asks again.
@@ -210,20 +213,23 @@ class IsolatedTier(SecondaryTierManager):
             self._running.add(job.job_id)
             try:
                 submit(job)
-            except Exception:
+            except BaseException:
                 self._running.discard(job.job_id)
                 reason = "exception"
         if reason:
             self._results.append(JobResult(job.job_id, False, reason=reason))
 
     def _collect(self) -> None:
-        try:
-            results = list(self.inner.get_finished())
-            self._running.difference_update(result.job_id for result in results)
-            self._events.extend(self.inner.take_events())
-        except Exception:
-            return
-        self._results.extend(results)
+        self._attempt(self._collect_results)
+        self._attempt(lambda: self._events.extend(self.inner.take_events()))
+
+    def _collect_results(self) -> None:
+        for result in self.inner.get_finished():  # each at once: it is told only once, and the next may not come
+            self._results.append(result)
+            self._running.discard(result.job_id)
+
+    def _note_lookup_failures(self) -> None:
+        self._lookup_failures = self.inner.lookup_failures
 
     def _forget_request(self, req_context: ReqContext) -> None:
         self._answers.pop(req_context.req_id, None)
@@ -232,7 +238,7 @@ class IsolatedTier(SecondaryTierManager):
     def _reset(self) -> None:
         try:
             self._cannot_reset = not self.inner.reset_cache()
-        except Exception:
+        except BaseException:
             self._cannot_reset = True
         self._answers.clear()  # an answer from before may have been noted while the manager cleared them
         self._is_resetting = False
@@ -240,6 +246,6 @@ class IsolatedTier(SecondaryTierManager):
     def _attempt(self, call: Callable[[], object]) -> None:
         try:
             call()
-        except Exception:
+        except BaseException:
             # Calls that report nothing: there is no job to fail, and nobody waits for them.
             return

@@ -154,15 +154,17 @@ class Lane:
 
     def collect(self) -> list[tuple[Job, JobResult]]:
         """Return the jobs that the tier reports as ended, expired ones included; their budget is free again."""
+        results: list[JobResult] = []
         try:
-            results = self.tier.get_finished()
-            if not results:
+            told = self.tier.get_finished()
+            if not told:
                 return []
-            results = [result for result in results if isinstance(result, JobResult)]
+            for result in told:  # what came before an exception counts: it is told only once
+                if isinstance(result, JobResult):
+                    results.append(result)
         except Exception:
             self.note_exception("get_finished")
             self.breaker.fail(self._clock())
-            return []
         ended = []
         for result in results:
             job = self.jobs.pop(result.job_id, None)

@@ -218,7 +218,7 @@ class TieringOffloadingManager(OffloadingManager):
                     self._cascade.finish(job)
                     continue
                 ready = self._promotions.finish(job, result)
-                if ready:
+                if ready and not self._is_closed:  # a tier that is being closed takes nothing new
                     self._fill(lane, ready)
             for job in lane.expire(now_s):
                 if job.is_promotion:
