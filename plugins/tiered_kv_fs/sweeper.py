@@ -166,7 +166,8 @@ class Sweeper:
         live_epochs = {(note.namespace, note.epoch) for note in alive} | self._joined_epochs()
         own_namespace = "" if self._quota_bytes is None else self._volume.namespace
         found = survey(self._volume.path, live_epochs, own_namespace=own_namespace)
-        self._remove_leftovers(found, {note.name for note in alive}, sweep_fd)
+        # One that has joined meanwhile may have written, too.
+        self._remove_leftovers(found, {note.name for note in alive} | self._volume.owner_names(), sweep_fd)
         with ledger.locked() as state:
             if state.count not in (count, "") or was_known != (state.total_bytes is not None):
                 return

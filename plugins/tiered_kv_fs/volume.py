@@ -156,6 +156,10 @@ class Volume:
         except FileNotFoundError:
             return False
 
+    def owner_names(self) -> set[str]:
+        """Return the owners that have a file, those that ended without a word included; any thread."""
+        return set(os.listdir(self.owners_path))
+
     def count_owners(self) -> int | None:
         """Return how many tiers share the directory, those that ended without a word included; any thread."""
         try:

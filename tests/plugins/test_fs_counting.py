@@ -16,7 +16,7 @@ from tiered_kv.tiering.base import TierSpec
 from tiered_kv_fs import administration
 from tiered_kv_fs import sweeper as sweeper_module
 from tiered_kv_fs.counters import Counters
-from tiered_kv_fs.layout import LEDGER_NAME, SWEEP_NAME
+from tiered_kv_fs.layout import LEDGER_NAME, SWEEP_NAME, temporary_name
 from tiered_kv_fs.ledger import LedgerState
 from tiered_kv_fs.posix import take_away
 from tiered_kv_fs.settings import FsSettings
@@ -70,6 +70,29 @@ def bench(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Bench]:
     bench = Bench(tmp_path / "kv", request.param)
     yield bench
     bench.volume.close(gives_up=True)
+
+
+def test_what_an_owner_writes_that_joins_amid_a_count_is_left_to_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = bench.shard / f".{'a' * 32}.{'b' * 16}.1.tmp"
+    ended.write_bytes(bytes(BLOCK_BYTES))
+    joined: dict[Path, Volume] = {}
+
+    def look_after_it_joins(root: str, live_epochs: set[tuple[str, str]], *, own_namespace: str = "") -> Survey:
+        volume = Volume(str(bench.path), Identity(DIGEST, {"model": "m"}, BLOCK_BYTES))
+        written = bench.shard / temporary_name("c" * 32, volume.owner.name)
+        written.write_bytes(bytes(BLOCK_BYTES))
+        joined[written] = volume
+        return survey(root, live_epochs, own_namespace=own_namespace)
+
+    monkeypatch.setattr(sweeper_module, "survey", look_after_it_joins)
+    bench.sweeper.make_room(0, must_count=True)
+    assert joined
+    for written, volume in joined.items():
+        assert written.exists()
+        volume.close(gives_up=True)
+    assert not ended.exists()
 
 
 def meanwhile(monkeypatch: pytest.MonkeyPatch, *happenings: Callable[[], object]) -> None:
