@@ -332,13 +332,17 @@ class Simulation:
             self.model.complete_store(0, success=True)
         for req_id in list(self.model.requests):
             self._finish(req_id)
+        self._drain()
+        self._end_step(2 * HOLD_S)  # what a request without an id has found is held for nobody until then
+        self.model.settle()
+
+    def _drain(self) -> None:
+        """Let every job come to its end, which takes no longer than it may."""
         end_s = self.world.clock() + RECOVERY_S_MAX
         self._end_step(0.0)
         while self.manager.jobs_in_flight:
             assert self.world.clock() < end_s, "jobs were not reported though every fault has ended"
             self._end_step(1.0)
-        self._end_step(2 * HOLD_S)  # what a request without an id has found is held for nobody until then
-        self.model.settle()
 
     def _finish(self, req_id: str) -> None:
         self._patience_s.pop(req_id, None)
@@ -382,15 +386,23 @@ class Simulation:
             self._evict()
         for tier in usable:
             assert all(key in tier.storage.records for key in keys), f"{tier.tier_type} is not stored to again"
-        self._evict()
-        if any(
-            all(key in tier.storage.records for key in keys) for tier in usable
-        ):  # a small one may have had to evict them
+        kept = [{key: tier.storage.records[key] for key in keys} for tier in usable]
+        for tier, records in zip(usable, kept, strict=True):
+            self._drain()  # what one tier gives may fill those above it
+            self.manager.primary.reset_cache()
+            for other in self.tiers:
+                for key in keys:
+                    other.storage.records.pop(key, None)
+            tier.storage.records.update(records)  # a small one may have had to evict them
+            loaded_before = self.manager.counters()[tier.tier_type].get("loaded_blocks", 0)
             req_id = self.model.start(keys)
             while (found := self._found(req_id)) is None:
                 self._end_step(0.1)
-            assert found == keys, "blocks that a tier has are not found in it"
+            assert found == keys, f"blocks that {tier.tier_type} has are not found in it"
+            loaded = self.manager.counters()[tier.tier_type].get("loaded_blocks", 0) - loaded_before
+            assert loaded == len(keys), f"{loaded} of {len(keys)} blocks came from {tier.tier_type}"
             self.model.begin_load(req_id, found)
+            self.model.complete_load(len(self.model.loads) - 1)
             self.model.finish(req_id)
 
     def _evict(self) -> None:
