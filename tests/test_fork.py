@@ -1,7 +1,7 @@
 """A stack belongs to the process that opened it; a forked child disturbs nobody, and keeps no lock.
 
 A descriptor that is duplicated stands for the one that a forked child has: both refer to one open file, whose lock is
-not gone before both are closed (flock(2)). `tests/trust/test_races.py` forks in earnest.
+not gone before both are closed (flock(2)). `tests/trust/test_races_of_processes.py` forks in earnest.
 """
 
 from __future__ import annotations

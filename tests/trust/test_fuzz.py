@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.trust, pytest.mark.slow]
 SHORT_INPUTS = {"segment": 250, "small-files": 250, "stack-file": 300, "answers": 600, "trace": 600}
 FULL_INPUTS = {"segment": 5000, "small-files": 5000, "stack-file": 8000}
 """Of targets that open directories or take long; the others get more."""
-NEEDS = {"replies": "redis", "answers": "boto3"}
+NEEDS = {"record": "cryptography", "replies": "redis", "answers": "boto3"}
 
 
 def target_of(name: str) -> Target:

@@ -55,7 +55,8 @@ class CodecSet:
 
         Args:
             codec_id: What the record names.
-            payload: The payload, its checksum verified.
+            payload: The payload. The caller has verified its checksum, unless it is encrypted: then the tag answers for
+                it, and the checksum may be asked afterwards.
             block: Where the block belongs.
             binding: As in `Draft.write_into`.
         """

@@ -262,7 +262,7 @@ class Simulation:
         )
 
     def _tier(self, spec: TierSpec, region: PrimaryRegion, rng: Random) -> SimulatedTier | SimulatedToolkitTier:
-        """Return a tier that is made with the toolkit, as most are, or one that is not."""
+        """Return a tier that is made with the toolkit, or one that is not."""
         records_max = rng.choice((12, 40, 1000))
         if rng.random() < 0.5:
             return SimulatedToolkitTier(
