@@ -81,7 +81,7 @@ def test_a_killed_master_costs_misses_only_and_hits_return(redis_cluster: RedisC
 def one_master(tmp_path: Path) -> Iterator[RedisServer]:
     """A cluster of one master that has only the upper half of the slots, and serves those."""
     options = ("--cluster-enabled", "yes", "--cluster-config-file", "nodes", "--cluster-require-full-coverage", "no")
-    server = RedisServer(tmp_path, options, port=free_port(below=55_000))
+    server = RedisServer(tmp_path, options, has_bus=True)
     server.start()
     try:
         assert server.call("CLUSTER", "ADDSLOTSRANGE", "8192", "16383") == b"+OK\r\n"

@@ -58,6 +58,7 @@ class RedisServer:
         password: What it asks for; empty for nothing.
         tls: Listen with TLS only, and ask for a client's certificate.
         port: Where to listen; by default a free port.
+        has_bus: Whether it is a cluster's, and so listens on a second port, above that one.
     """
 
     def __init__(
@@ -68,8 +69,10 @@ class RedisServer:
         password: str = "",
         tls: TlsFiles | None = None,
         port: int | None = None,
+        has_bus: bool = False,
     ) -> None:
-        self.port = free_port() if port is None else port
+        self._has_bus = has_bus
+        self.port = free_port(with_bus=has_bus) if port is None else port
         self.password = password
         self.tls = tls
         self._directory = directory
@@ -100,7 +103,7 @@ class RedisServer:
             self.kill()
             if not self._takes_another_port or attempt == _PORT_ATTEMPTS - 1:
                 break
-            self.port = free_port()  # somebody took it first
+            self.port = free_port(with_bus=self._has_bus)  # somebody took it first
         log = self._directory / "log"
         raise RuntimeError(f"redis-server did not start: {log.read_text()[-2000:] if log.exists() else 'no log'}")
 
@@ -226,9 +229,8 @@ class RedisClusterServers:
             own = directory / str(number)
             own.mkdir()
             options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000", "--cluster-config-file", "nodes")
-            port = free_port(below=65_536 - _BUS_OFFSET)
             options = (*options, "--cluster-replica-validity-factor", "0", *secured)
-            self.servers.append(RedisServer(own, options, tls=tls, port=port))
+            self.servers.append(RedisServer(own, options, tls=tls, has_bus=True))
 
     @property
     def addresses(self) -> list[str]:
@@ -272,14 +274,17 @@ class RedisClusterServers:
             server.kill()
 
 
-def free_port(below: int = 65_536) -> int:
-    """Return a port that nobody listens on now."""
+def free_port(*, with_bus: bool = False) -> int:
+    """Return a port that nobody uses now; `with_bus`, nor that of a cluster's bus, which lies above it."""
     while True:
-        with socket.socket() as sock:
+        with socket.socket() as sock, socket.socket() as bus:
             sock.bind(("127.0.0.1", 0))
             port: int = sock.getsockname()[1]
-        if port < below:
-            return port
+            if not with_bus:
+                return port
+            with contextlib.suppress(OSError, OverflowError):
+                bus.bind(("127.0.0.1", port + _BUS_OFFSET))
+                return port
 
 
 def make_tls_files(directory: Path, names: str = "IP:127.0.0.1,DNS:localhost") -> TlsFiles:
