@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Final
 
+from tiered_kv.toolkit.errand import Errand
 from tiered_kv.toolkit.jobs import failure_reason
 from tiered_kv_fs.allowance import Allowance
 from tiered_kv_fs.counters import Counters
@@ -102,7 +103,7 @@ class Keeper:
         self._refusal = ("", 0.0)  # why the last refill failed, and until when that stands; replaced in one step
         self._tasks: SimpleQueue[_Refill | None] = SimpleQueue()
         self._is_stopping = threading.Event()
-        self._noting = threading.Thread()  # runs while a reset is being noted; scheduler thread
+        self._noting = Errand(self._note_reset, f"{name}-reset")  # of a reset
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
@@ -127,12 +128,7 @@ class Keeper:
         """
         self._epoch = epoch
         self._resets += 1
-        if not self._noting.is_alive():
-            self._noting = threading.Thread(target=self._note_resets, name=f"{self._thread.name}-reset", daemon=True)
-            try:
-                self._noting.start()
-            except RuntimeError:  # no thread to be had: the keeper will write it
-                pass
+        self._noting.ask()
         self.wake()
 
     def wake(self) -> None:
@@ -148,21 +144,17 @@ class Keeper:
         self._tasks.put(None)
         deadline = time.monotonic() + timeout_s
         self._thread.join(timeout_s)
-        if self._noting.is_alive():
-            self._noting.join(max(0.0, deadline - time.monotonic()))
+        self._noting.join(max(0.0, deadline - time.monotonic()))
         return not self._thread.is_alive()
 
     # A thread for a moment.
 
-    def _note_resets(self) -> None:
+    def _note_reset(self) -> None:
         """Note in the owner's file that a reset has been asked for, so that it outlives this process."""
-        noted = -1
-        while noted != self._resets:
-            noted = self._resets
-            try:
-                self._volume.owner.ask_for_reset(noted)
-            except OSError as error:
-                self._counters.add(f"failed_{reason_of(error)}")
+        try:
+            self._volume.owner.ask_for_reset(self._resets)
+        except OSError as error:
+            self._counters.add(f"failed_{reason_of(error)}")
 
     # The keeper's thread.
 

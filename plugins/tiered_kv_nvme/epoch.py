@@ -50,7 +50,7 @@ class Epoch:
             self.value = value if is_sound else secrets.randbits(64)
             """The epoch of what is stored now."""
             self._written = value if is_sound else None  # what the page cache holds, as far as is known
-            self._said = self._written  # what a process that opens it would read; None for nothing
+            self._flushed = self._written  # what the file says for certain, whatever becomes of the page cache
             if not is_sound:
                 self.sync()
         except BaseException:
@@ -61,15 +61,20 @@ class Epoch:
         """Void everything that was stored before; `write` puts it down. The scheduler's thread; no I/O."""
         self.value = secrets.randbits(64)
 
-    def write(self) -> None:
+    def write(self) -> int:
         """Put the epoch down where a process that is killed does not lose it: one small buffered write.
+
+        Returns:
+            What was written.
 
         Raises:
             OSError: It is not in the file; the next call tries again.
         """
         with self._lock:
-            while self._written != self.value:  # it may be renewed meanwhile
-                self._write(self.value)
+            value = self.value
+            if self._written != value:
+                self._write(value)
+            return value
 
     def sync(self) -> None:
         """Wait until the epoch is on the device.
@@ -77,12 +82,13 @@ class Epoch:
         Raises:
             OSError: It is not.
         """
-        self.write()
+        value = self.write()
         try:
             os.fdatasync(self._fd)
         except OSError:
             self._written = None  # the kernel may have dropped the page
             raise
+        self._flushed = value
 
     def discard(self) -> None:
         """Remove a file that still says an epoch that is over, as none can be written: who opens next begins a new one.
@@ -91,9 +97,9 @@ class Epoch:
             OSError: It cannot be removed either. Then what was reset may come back.
         """
         with self._lock:
-            if self._said not in (None, self.value):
+            if self._flushed != self.value:
                 os.unlink(EPOCH_NAME, dir_fd=self._directory_fd)
-                self._said = None
+                self._flushed = self.value  # there is nothing left that says another
 
     def close(self) -> None:
         """Close the file."""
@@ -106,4 +112,4 @@ class Epoch:
         record = _RECORD.pack(_MAGIC, value, value ^ _MASK)
         if os.pwrite(self._fd, record, 0) != len(record):
             raise OSError(errno.EIO, "the epoch was written in part")
-        self._written = self._said = value
+        self._written = value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.toolkit.codec_set import PLAIN, CodecSet
+from tiered_kv.toolkit.errand import Errand
 from tiered_kv.toolkit.jobs import Outcome
 from tiered_kv.units import rounded_bytes
 from tiered_kv_nvme.counters import Counters
@@ -80,7 +80,7 @@ class SegmentStore:
         disk = disk or Disk()
         self._options = options
         self._name = f"tiered-kv-{tier}"
-        self._noting = threading.Thread()  # runs while a reset is being written down
+        self._noting = Errand(self._note_reset, f"{self._name}-reset")
         self.counters = Counters()
         self._directory = Directory(path, identity, tier=tier)
         with ExitStack() as undo:
@@ -181,12 +181,7 @@ class SegmentStore:
             self._pool.reset(self._epoch.value)
             self._reclaimer.forget(self.index.clear())
         self.counters.add("resets")
-        if not self._noting.is_alive():
-            self._noting = threading.Thread(target=self._note_reset, name=f"{self._name}-reset", daemon=True)
-            try:
-                self._noting.start()
-            except RuntimeError:  # no thread to be had: the reclaimer will write it
-                pass
+        self._noting.ask()
 
     def _note_reset(self) -> None:
         try:
@@ -253,10 +248,8 @@ class SegmentStore:
         deadline = time.monotonic() + timeout_s
         if not self._reclaimer.stop(timeout_s):
             return False
-        if self._noting.is_alive():
-            self._noting.join(max(0.0, deadline - time.monotonic()))
-            if self._noting.is_alive():
-                return False
+        if not self._noting.join(max(0.0, deadline - time.monotonic())):
+            return False
         with self._pool.changed:
             segments = list(self._pool.segments.values())
             idle = [segment for segment in segments if not segment.readers and not segment.writers]

@@ -302,6 +302,7 @@ def test_a_reset_does_not_wait_for_a_file_system_that_hangs(bench: StoreBench, m
     store = bench.open()
     old = make_keys(20, "old")
     bench.put(store, old)
+    assert store._reclaimer.stop(30.0)  # it would write the epoch, too
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", hang)
         store.reset()
@@ -445,6 +446,25 @@ def test_a_reset_that_can_never_be_written_holds_after_closing(
     bench.put(store, keys)
     store.close()
     assert bench.get(bench.open(), keys) == set(keys)
+
+
+def test_a_reset_that_can_never_be_flushed_holds_after_closing_and_a_loss_of_power(
+    bench: StoreBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, "injected")
+
+    store = bench.open()
+    keys = make_keys(20)
+    bench.put(store, keys)
+    before = (bench.path / "epoch").read_bytes()
+    monkeypatch.setattr(os, "fdatasync", fail)
+    store.reset()
+    assert store._noting.join(30.0)
+    (bench.path / "epoch").write_bytes(before)  # as if the page that could not be written had been dropped
+    store.close()
+    monkeypatch.undo()
+    assert not any(bench.open().contains(keys))
 
 
 def test_a_marker_that_is_written_in_parts_is_whole(bench: StoreBench, monkeypatch: pytest.MonkeyPatch) -> None:

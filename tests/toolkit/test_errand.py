@@ -1,0 +1,77 @@
+"""A piece of work that is done soon: after every asking, on one thread, whatever it runs into."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from tiered_kv.testing.waiting import wait_until
+from tiered_kv.toolkit.errand import Errand
+
+
+def test_who_asks_while_it_runs_has_it_run_again() -> None:
+    begun, goes_on = threading.Semaphore(0), threading.Semaphore(0)
+    threads: list[threading.Thread] = []
+
+    def work() -> None:
+        threads.append(threading.current_thread())
+        begun.release()
+        assert goes_on.acquire(timeout=60.0)
+
+    errand = Errand(work, "an errand")
+    errand.ask()
+    assert begun.acquire(timeout=60.0)
+    for _ in range(3):
+        errand.ask()
+    assert not errand.join(0.0)
+    goes_on.release(2)
+    assert errand.join(60.0)
+    assert len(threads) == 2
+    assert threads[0] is threads[1] is not threading.current_thread()
+
+
+def test_it_is_done_after_every_asking() -> None:
+    asked: list[int] = []
+    done: list[int] = []
+    errand = Errand(lambda: done.append(len(asked)), "an errand")
+    for number in range(2000):
+        asked.append(number)
+        errand.ask()
+    assert errand.join(60.0)
+    assert done[-1] == 2000
+
+
+def test_without_a_thread_it_is_left_to_the_next_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = threading.Event()
+    errand = Errand(done.set, "an errand")
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        errand.ask()
+    assert errand.join(0.0)
+    assert not done.is_set()
+    errand.ask()
+    assert done.wait(60.0)
+
+
+def test_what_it_raises_does_not_keep_it_from_the_next_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: told.append(args.exc_type))
+    runs: list[int] = []
+
+    def work() -> None:
+        runs.append(1)
+        if len(runs) == 1:
+            raise OSError
+
+    errand = Errand(work, "an errand")
+    errand.ask()
+    wait_until(lambda: told)
+    assert errand.join(60.0)
+    errand.ask()
+    wait_until(lambda: len(runs) == 2)
+    assert told == [OSError]
