@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -205,6 +206,16 @@ def test_results_that_come_before_an_exception_are_reported(
             raise RuntimeError
 
     monkeypatch.setattr(inner, "get_finished", breaks_off)
+    tier.submit_store(job(1, keys(1)))
+    assert finished(tier, 1) == [JobResult(1, True)]
+
+
+def test_what_is_no_result_hides_none(
+    tier: IsolatedTier, inner: BlockingFourMethodTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = inner.get_finished
+    junk: list[Any] = [None, JobResult([1], True), 7]  # type: ignore[arg-type]  # a tier that breaks the contract
+    monkeypatch.setattr(inner, "get_finished", lambda: [*junk, *sound()])
     tier.submit_store(job(1, keys(1)))
     assert finished(tier, 1) == [JobResult(1, True)]
 

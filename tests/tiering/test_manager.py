@@ -754,6 +754,16 @@ def test_a_promotion_that_ends_while_the_tiers_are_closed_is_passed_on_to_none(
     assert bench.manager.jobs_in_flight == 0
 
 
+def test_a_result_with_an_id_of_no_job_is_counted_and_hides_none(bench: Bench) -> None:
+    bench.store(keys(1), bench.request("a"))
+    bench.step()
+    bench.tier.results.append(JobResult([1], True))  # type: ignore[arg-type]  # a tier that breaks the contract
+    bench.tier.end()
+    bench.step()
+    assert bench.counter("unknown_results") == 1
+    assert bench.manager.jobs_in_flight == 0
+
+
 def test_requests_that_are_never_finished_do_not_pile_up(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(limits=ManagerLimits(requests_max=10))
     for number in range(100):

@@ -225,8 +225,11 @@ class IsolatedTier(SecondaryTierManager):
 
     def _collect_results(self) -> None:
         for result in self.inner.get_finished():  # each at once: it is told only once, and the next may not come
+            try:
+                self._running.discard(result.job_id)
+            except (AttributeError, TypeError):  # no result of any job
+                continue
             self._results.append(result)
-            self._running.discard(result.job_id)
 
     def _note_lookup_failures(self) -> None:
         self._lookup_failures = self.inner.lookup_failures

@@ -167,7 +167,10 @@ class Lane:
             self.breaker.fail(self._clock())
         ended = []
         for result in results:
-            job = self.jobs.pop(result.job_id, None)
+            try:
+                job = self.jobs.pop(result.job_id, None)
+            except TypeError:  # an id that could be no job's
+                job = None
             if job is None:
                 self.counters["unknown_results"] += 1
                 continue
