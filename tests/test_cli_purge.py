@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -165,6 +166,17 @@ def test_what_is_left_is_told_and_the_status_says_so(
     monkeypatch.setattr(Ledger, "left", ("3 blocks",))
     assert main(["purge", str(stack), "--yes"]) == 1
     assert f"kept: LEFT of {ALICE.digest.hex()}: 3 blocks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_the_name_of_a_file_that_is_left_may_be_any_bytes(
+    stack: Path, encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ledger, "left", (os.fsdecode(b"caf\xe9"),))
+    told = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(told, encoding))
+    assert main(["purge", str(stack), "--yes"]) == 1
+    assert rb"caf\udce9" in told.getvalue()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), ConfigError("broken"), OSError(5, "broken")])

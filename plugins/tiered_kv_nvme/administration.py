@@ -30,6 +30,8 @@ from tiered_kv_nvme.directory import (
 from tiered_kv_nvme.epoch import EPOCH_NAME
 from tiered_kv_nvme.settings import NvmeSettings
 
+_NAMED_MAX: Final = 8
+"""Entries that are left and named, of any number."""
 _TOLERATED: Final = frozenset((LOCK_NAME, MARKER_NAME, "lost+found"))
 
 
@@ -89,7 +91,9 @@ class NvmeAdministration(TierAdministration):
             _unlink(name, fd)
         notes: tuple[str, ...] = ()
         if foreign := sorted(set(os.listdir(fd)) - _TOLERATED):
-            left += [f"{self._path}/{name}, which is not this tier's" for name in foreign]
+            left += [f"{self._path}/{name}, which is not this tier's" for name in foreign[:_NAMED_MAX]]
+            if len(foreign) > _NAMED_MAX:
+                left.append(f"{len(foreign) - _NAMED_MAX} more such entries")
             notes = (f"{self._path}/{MARKER_NAME}, which says whose blocks these were, stays beside foreign files",)
         else:
             _unlink(MARKER_NAME, fd)

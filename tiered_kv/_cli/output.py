@@ -95,8 +95,9 @@ def flush_output() -> None:
 
 def _write(text: str, *, flush: bool = False) -> None:
     """Write to standard output. Once that has failed, it leads to nowhere, so that nothing fails on it again."""
+    encoding = sys.stdout.encoding or "utf-8"
     try:
-        sys.stdout.write(text)
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))  # names of files may be any bytes
         if flush:
             sys.stdout.flush()
     except OSError as error:
