@@ -353,7 +353,7 @@ class TestThreads:
             call = pool.submit(generate, model, ids, cache, 80)
             call.add_done_callback(lambda _: done.set())
             rounds = 0
-            while not done.is_set() or rounds == 0:
+            while not done.wait(0.001) or rounds == 0:  # which leaves the interpreter to the model for a moment
                 if cache.get_seq_length(2):  # the first step gives every layer its first keys
                     prefixes.save(plain.sequences, cache)
                     rounds += 1

@@ -32,7 +32,7 @@ PASSWORD = "a-password-for-tests"
 _PORT_ATTEMPTS = 5
 _BUS_OFFSET = 10_000
 """A cluster's members talk to each other on their port plus this."""
-_POLL_S = 0.02
+_POLL_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ _GUARD = 0xA5
 _POLL_S_MIN = 0.0001
 _POLL_S_MAX = 0.002
 _REMEMBERED_BYTES_MAX = 4096
-"""How long a block may be for its content to be remembered: 8 MiB in all."""
+"""How long a block may be for its content to be remembered: 32 MiB in all."""
 
 
 def make_keys(count: int, label: str = "block", group_idx: int = 0) -> list[OffloadKey]:
@@ -59,7 +59,7 @@ def _noise(key: OffloadKey, size_bytes: int, epoch: int) -> bytes:
     return np.random.Generator(np.random.Philox(key=int.from_bytes(seed, "big"))).bytes(size_bytes)
 
 
-_remembered_noise = functools.lru_cache(maxsize=2048)(_noise)
+_remembered_noise = functools.lru_cache(maxsize=8192)(_noise)
 """Making the bytes again for every look at a block takes longer than what most tests do with them."""
 
 
