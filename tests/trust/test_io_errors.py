@@ -94,7 +94,6 @@ def test_a_disk_that_never_recovers_and_one_that_lies_cost_blocks_only(
     ]
     note = f"{len(broken)} calls that fail for good, {len(lied)} writes and flushes that lie"
     hit = settle(f"io-errors/{scenario.entry['type']}", cases.run(run), figures, note)
-    print("LOADED", sorted(outcome.loaded for outcome in hit))
     assert sum(outcome.loaded for outcome in hit) > len(hit), "the cases found hardly any blocks: they prove nothing"
 
 

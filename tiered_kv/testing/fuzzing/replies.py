@@ -12,7 +12,7 @@ from tiered_kv.testing.rig import block_content, compressible_content, make_keys
 from tiered_kv.toolkit.codec_set import plain_codecs
 from tiered_kv.toolkit.codecs import codec_by_name
 from tiered_kv.toolkit.record import encode_record
-from tiered_kv_redis.budget import ITEM_BYTES, REPLIES_BYTES_MAX, Budget
+from tiered_kv_redis.budget import ITEM_BYTES, Budget
 from tiered_kv_redis.connection import Link
 from tiered_kv_redis.listing import Value, _value
 from tiered_kv_redis.loads import Loads
@@ -28,6 +28,7 @@ NAMESPACE = bytes(range(16))
 KEYS = make_keys(4, "fuzz")
 _READERS = _LOADS_RAW, _LOADS_ZSTD, _REPLIES, _SKIPS, _LISTS = range(5)
 _BUFFER_BYTES_MAX = 1 << 20
+_LIST_BYTES_MAX = 40 * ITEM_BYTES  # so little that inputs come to it
 _PIECES = (1, 7, 100, 1000, 1 << 20)
 
 
@@ -125,8 +126,9 @@ def _run(data: bytes) -> None:
                 reply = link.replies.reply(_soon())
                 assert reply is None or isinstance(reply, bytes | int | Refusal)
         elif reader == _LISTS:
-            budget = Budget()
             while True:
+                budget = Budget()
+                budget.left_bytes = _LIST_BYTES_MAX
                 _check_list(_value(cast(Link, link), _soon(), budget, 0))
         elif reader == _SKIPS:
             while True:
@@ -139,12 +141,16 @@ def _run(data: bytes) -> None:
 
 def _check_list(value: Value) -> None:
     """See that a list takes no more memory than is allowed, and is a map of slots as a whole or not at all."""
-    assert not isinstance(value, list) or len(value) <= REPLIES_BYTES_MAX // ITEM_BYTES
+    assert _items(value) <= _LIST_BYTES_MAX // ITEM_BYTES
     with contextlib.suppress(WireError):
         masters = masters_of(value, Address("member", 1))
         assert isinstance(value, list)
         assert set(masters) <= set(range(SLOTS))
         assert all(1 <= address.port <= 65_535 and address.host for address in masters.values())
+
+
+def _items(value: Value) -> int:
+    return sum(1 + _items(each) for each in value) if isinstance(value, list) else 0
 
 
 def _load(link: _ScriptedLink, codec: str, sent: bytes) -> None:
