@@ -183,8 +183,10 @@ def test_whatever_a_method_raises_what_comes_after_it_is_done(
     context = ReqContext("a")
     tier.touch(keys(1), context)
     answer(tier, keys(1)[0], context)
+    inner.open.clear()
     tier.submit_store(job(1, keys(1)))
-    tier.on_schedule_end()
+    tier.on_schedule_end()  # passed on while there is something to do
+    inner.open.set()
     assert finished(tier, 1) == [
         JobResult(1, method != "submit_store", reason="exception" * (method == "submit_store"))
     ]
@@ -220,7 +222,7 @@ def test_what_is_no_result_hides_none(
     assert finished(tier, 1) == [JobResult(1, True)]
 
 
-def test_no_property_of_the_tier_is_asked_on_the_scheduler_s_thread(region: PrimaryRegion) -> None:
+def test_no_figure_of_the_tier_is_asked_for_on_the_scheduler_s_thread(region: PrimaryRegion) -> None:
     asked_by: set[threading.Thread] = set()
 
     class Watched(BlockingFourMethodTier):
@@ -229,10 +231,18 @@ def test_no_property_of_the_tier_is_asked_on_the_scheduler_s_thread(region: Prim
             asked_by.add(threading.current_thread())
             return 7
 
+        def stats(self) -> dict[str, int]:
+            asked_by.add(threading.current_thread())
+            return {"blocks": len(self.blocks)}
+
     inner = Watched(region.kv_view)
     tier = IsolatedTier(inner)
     answer(tier, keys(1)[0], ReqContext("a"))
     eventually(lambda: tier.lookup_failures == 7)
+    eventually(lambda: tier.stats() == {"blocks": 0})
+    tier.submit_store(job(1, keys(1)))
+    assert finished(tier, 1) == [JobResult(1, True)]
+    eventually(lambda: tier._stats == {"blocks": 1})  # though nobody has asked
     tier.shutdown()
     inner._region.release()
     assert asked_by == {tier._thread}

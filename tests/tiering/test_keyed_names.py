@@ -256,6 +256,15 @@ def test_results_name_keys_and_nothing_is_kept_of_jobs_that_ended(recorder: Reco
     assert list(keyed.get_finished()) == []
 
 
+def test_nonsense_hides_no_result(recorder: Recorder, keyed: KeyedNames) -> None:
+    keys = make_keys(2)
+    for number in (1, 2):
+        keyed.submit_store(job_of(number, keys))
+    nonsense: list[Any] = [None, JobResult([7], True), JobResult(1, False, 5)]  # type: ignore[arg-type]  # a tier's fault
+    recorder.results = [*nonsense, JobResult(2, True)]
+    assert list(keyed.get_finished()) == [*nonsense, JobResult(2, True)]
+
+
 def test_a_refused_job_is_not_kept(recorder: Recorder, keyed: KeyedNames) -> None:
     recorder.refuses = True
     with pytest.raises(OSError, match="no"):

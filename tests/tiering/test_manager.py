@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import pytest
 
 from tiered_kv.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext, make_offload_key
@@ -762,6 +764,22 @@ def test_a_result_with_an_id_of_no_job_is_counted_and_hides_none(bench: Bench) -
     bench.step()
     assert bench.counter("unknown_results") == 1
     assert bench.manager.jobs_in_flight == 0
+
+
+@pytest.mark.parametrize("nonsense", [{"successful_keys": 5}, {"successful_keys": [[1]]}, {"success": np.zeros(2)}])
+def test_nonsense_about_a_job_is_its_failure_and_hides_none(make_bench: Callable[..., Bench], nonsense: Any) -> None:
+    bench = make_bench()
+    bench.tier.present = dict.fromkeys(keys(1, 2), True)
+    for number, key in enumerate(keys(1, 2)):
+        bench.lookup([key], bench.request(f"r{number}"))
+        bench.step()
+    first = bench.tier.jobs.pop(0)
+    bench.tier.results.append(JobResult(first.job_id, **{"success": False, **nonsense}))
+    bench.tier.end()
+    bench.step()
+    assert bench.manager.jobs_in_flight == 0
+    assert bench.counter("failed_loads_nonsense") == 1
+    assert bench.counter("loaded_blocks") == 1
 
 
 def test_requests_that_are_never_finished_do_not_pile_up(make_bench: Callable[..., Bench]) -> None:

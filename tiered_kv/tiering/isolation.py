@@ -1,9 +1,10 @@
 """A thread of its own for a tier whose methods may block.
 
 The contract asks a tier's methods to return at once, but a tier from outside may not keep it. Unless its class says
-`is_nonblocking`, the manager drives it through an `IsolatedTier`: every call becomes a message to the tier's
-thread, so a call that hangs costs hits of that tier and nothing else. Nor does one that raises end the thread, whatever
-it raises: `SystemExit` and `asyncio.CancelledError` are no `Exception`, and jobs would wait for ever behind them.
+`is_nonblocking`, the manager drives it through an `IsolatedTier`: every call but `describe`, which is for people,
+becomes a message to the tier's thread, so a call that hangs costs hits of that tier and nothing else. Nor does one
+that raises end the thread, whatever it raises: `SystemExit` and `asyncio.CancelledError` are no `Exception`, and jobs
+would wait for ever behind them.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class IsolatedTier(SecondaryTierManager):
         self._running: set[JobId] = set()
         self._lookup_exceptions = 0
         self._lookup_failures = 0  # the tier's own, as it said after the last round
+        self._stats: Mapping[str, int] = {}  # as it said after the last jobs, or after they were last asked for
         self._is_idle = False
         self._is_closing = False
         # After reset_cache: an answer that was computed before it must not be heard.
@@ -130,7 +132,8 @@ class IsolatedTier(SecondaryTierManager):
         return [events.popleft() for _ in range(len(events))] if events else ()
 
     def stats(self) -> Mapping[str, int]:
-        return self.inner.stats()
+        self._hint(self._note_stats)  # for who asks next: what changes without jobs is as old as the last question
+        return self._stats
 
     def describe(self) -> Mapping[str, object]:
         return self.inner.describe()
@@ -170,6 +173,7 @@ class IsolatedTier(SecondaryTierManager):
             self._do_one_round()
         self._attempt(self.inner.shutdown)
         self._collect()
+        self._attempt(self._note_stats)
 
     def _do_one_round(self) -> None:
         while self._urgent:
@@ -184,7 +188,10 @@ class IsolatedTier(SecondaryTierManager):
         while self._hints and not self._urgent:
             self._attempt(self._hints.popleft())
         if self._running:
+            num_running = len(self._running)
             self._collect()
+            if len(self._running) < num_running:
+                self._attempt(self._note_stats)
         self._attempt(self._note_lookup_failures)
 
     def _answer(self) -> None:
@@ -233,6 +240,9 @@ class IsolatedTier(SecondaryTierManager):
 
     def _note_lookup_failures(self) -> None:
         self._lookup_failures = self.inner.lookup_failures
+
+    def _note_stats(self) -> None:
+        self._stats = dict(self.inner.stats())
 
     def _forget_request(self, req_context: ReqContext) -> None:
         self._answers.pop(req_context.req_id, None)

@@ -129,7 +129,7 @@ class KeyedNames(SecondaryTierManager):
 
     def get_finished(self) -> Iterable[JobResult]:
         results = self.inner.get_finished()
-        return [self._end(result) for result in results] if results else ()
+        return map(self._end, results) if results else ()  # one by one: the next may not come
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         return [told for event in self.inner.take_events() if (told := self._tell(event)).keys]
@@ -170,13 +170,16 @@ class KeyedNames(SecondaryTierManager):
                 del keys_of[name]
 
     def _end(self, result: JobResult) -> JobResult:
-        """Return a result in terms of keys; one of a job that nobody submitted as it is, for the lane to count."""
-        job = self._jobs.pop(result.job_id, None) if isinstance(result, JobResult) else None
-        if job is None or result.successful_keys is None:
+        """Return a result in terms of keys; nonsense, and that of nobody's job, as it is: the lane judges."""
+        try:
+            job = self._jobs.pop(result.job_id, None) if isinstance(result, JobResult) else None
+            if job is None or result.successful_keys is None:
+                return result
+            key_of = dict(zip(job[1], job[0], strict=True))
+            # A name that was not in the job is one more thing that did not succeed.
+            keys = [key_of[name] for name in result.successful_keys if name in key_of]
+        except TypeError:
             return result
-        key_of = dict(zip(job[1], job[0], strict=True))
-        # A name that was not in the job is one more thing that did not succeed.
-        keys = [key_of[name] for name in result.successful_keys if name in key_of]
         return replace(result, successful_keys=keys)
 
     def _tell(self, event: OffloadingEvent) -> OffloadingEvent:

@@ -166,14 +166,15 @@ class Lane:
             self.note_exception("get_finished")
             self.breaker.fail(self._clock())
         ended = []
-        for result in results:
+        for told_of_job in results:
             try:
-                job = self.jobs.pop(result.job_id, None)
+                job = self.jobs.pop(told_of_job.job_id, None)
             except TypeError:  # an id that could be no job's
                 job = None
             if job is None:
                 self.counters["unknown_results"] += 1
                 continue
+            result = _believed(told_of_job)
             self._charge(job, -len(job.blocks))
             if job.is_expired:
                 self.counters["late_jobs"] += 1
@@ -259,7 +260,7 @@ class Lane:
         elif result.successful_keys is None:
             done = 0
         else:
-            done = len(set(result.successful_keys).intersection(job.keys))
+            done = len(frozenset(result.successful_keys).intersection(job.keys))
         what = "loaded" if job.is_promotion else "stored"
         self.counters[f"{what}_blocks"] += done
         self.counters[f"{what}_bytes"] += done * self._block_bytes
@@ -288,6 +289,15 @@ class Lane:
             nameless = TierError(kind.__name__ if kind else "", tier=self.name, operation=operation)
             about = "tier %r raised in %s; further exceptions are only counted"
             logger.error(about, self.name, operation, exc_info=(TierError, nameless, traceback))
+
+
+def _believed(told: JobResult) -> JobResult:
+    """Return a result whose fields are of the types they must have; a job of which a tier tells nonsense has failed."""
+    try:
+        keys = None if told.successful_keys is None else frozenset(told.successful_keys)
+        return JobResult(told.job_id, bool(told.success), keys, str(told.reason or ""))
+    except Exception:
+        return JobResult(told.job_id, False, reason="nonsense")
 
 
 def _blocks(budget_bytes: int | None, default_bytes: int, block_bytes: int) -> int:
