@@ -6,6 +6,7 @@ buffered: what is in the kernel's page cache survives the process, and `sync` ma
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
@@ -50,9 +51,12 @@ class Epoch:
             self.value = value if is_sound else secrets.randbits(64)
             """The epoch of what is stored now."""
             self._written = value if is_sound else None  # what the page cache holds, as far as is known
-            self._flushed = self._written  # what the file says for certain, whatever becomes of the page cache
+            self._flushed = self._written  # what the file says after a loss of power, too, as far as is known
             if not is_sound:
                 self.sync()
+            else:
+                with contextlib.suppress(OSError):  # a disk that can only be read has nothing to flush
+                    os.fdatasync(self._fd)  # a process that was killed may not have come to it
         except BaseException:
             os.close(self._fd)
             raise
@@ -86,7 +90,8 @@ class Epoch:
         try:
             os.fdatasync(self._fd)
         except OSError:
-            self._written = None  # the kernel may have dropped the page
+            with self._lock:
+                self._written = None  # the kernel may have dropped the page
             raise
         self._flushed = value
 
@@ -94,11 +99,12 @@ class Epoch:
         """Remove a file that still says an epoch that is over, as none can be written: who opens next begins a new one.
 
         Raises:
-            OSError: It cannot be removed either. Then what was reset may come back.
+            OSError: It cannot be removed either, or not for certain. Then what was reset may come back.
         """
         with self._lock:
             if self._flushed != self.value:
                 os.unlink(EPOCH_NAME, dir_fd=self._directory_fd)
+                os.fsync(self._directory_fd)
                 self._flushed = self.value  # there is nothing left that says another
 
     def close(self) -> None:

@@ -458,6 +458,7 @@ def test_a_reset_that_can_never_be_flushed_holds_after_closing_and_a_loss_of_pow
     keys = make_keys(20)
     bench.put(store, keys)
     before = (bench.path / "epoch").read_bytes()
+    assert store._reclaimer.stop(30.0)  # it would write the epoch again, and again
     monkeypatch.setattr(os, "fdatasync", fail)
     store.reset()
     assert store._noting.join(30.0)

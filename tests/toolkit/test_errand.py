@@ -6,7 +6,6 @@ import threading
 
 import pytest
 
-from tiered_kv.testing.waiting import wait_until
 from tiered_kv.toolkit.errand import Errand
 
 
@@ -58,20 +57,19 @@ def test_without_a_thread_it_is_left_to_the_next_who_asks(monkeypatch: pytest.Mo
     assert done.wait(60.0)
 
 
-def test_what_it_raises_does_not_keep_it_from_the_next_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[object] = []
-    monkeypatch.setattr(threading, "excepthook", lambda args: told.append(args.exc_type))
-    runs: list[int] = []
+def test_what_it_raises_is_logged_and_keeps_it_from_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    begun, goes_on = threading.Semaphore(0), threading.Semaphore(0)
 
     def work() -> None:
-        runs.append(1)
-        if len(runs) == 1:
-            raise OSError
+        begun.release()
+        assert goes_on.acquire(timeout=60.0)
+        raise OSError
 
     errand = Errand(work, "an errand")
     errand.ask()
-    wait_until(lambda: told)
-    assert errand.join(60.0)
+    assert begun.acquire(timeout=60.0)
     errand.ask()
-    wait_until(lambda: len(runs) == 2)
-    assert told == [OSError]
+    goes_on.release(2)
+    assert begun.acquire(timeout=60.0), "who asked while it failed has nothing done"
+    assert errand.join(60.0)
+    assert [record.getMessage() for record in caplog.records] == ["an errand failed"] * 2

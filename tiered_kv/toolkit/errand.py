@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
 
 
 class Errand:
@@ -13,7 +16,7 @@ class Errand:
     than one. Where no thread is to be had, the action is not run: its owner has another way to come to it in the end.
 
     Args:
-        action: What to do. What it raises ends the thread, as that of any thread; the next who asks starts another.
+        action: What to do. What it raises is logged, and done with.
         name: The thread's.
     """
 
@@ -25,22 +28,23 @@ class Errand:
         self._thread: threading.Thread | None = None
 
     def ask(self) -> None:
-        """Have the action run, in any case from its beginning after this call. Does not wait; any thread."""
+        """Have the action run once more from its beginning, if a thread is to be had. Does not wait; any thread."""
         with self._lock:
             self._is_asked = True
             if self._thread is not None:
                 return
-            self._thread = thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # no thread to be had
-            with self._lock:
-                self._thread = None
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            try:
+                thread.start()
+            except (RuntimeError, MemoryError):  # no thread to be had
+                return
+            self._thread = thread
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until what was asked for is done; return whether it is."""
-        thread = self._thread
-        if thread is not None and thread.is_alive():
+        """Wait until nothing runs any more; return whether that is so."""
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
             thread.join(timeout_s)
         return thread is None or not thread.is_alive()
 
@@ -53,7 +57,5 @@ class Errand:
                 self._is_asked = False
             try:
                 self._action()
-            except BaseException:
-                with self._lock:
-                    self._thread = None
-                raise
+            except Exception:
+                logger.exception("%s failed", self._name)
