@@ -10,6 +10,7 @@ with the reason, where what they need is not installed.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import os
@@ -19,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,6 +37,15 @@ REGION = "us-east-1"
 
 _NGINX_TRIES = 5
 _bucket_numbers = itertools.count(1)
+_making_clients = threading.Lock()
+
+
+@functools.cache
+def _session() -> Any:
+    """Return boto3's session for tests. A new one reads megabytes of JSON, and holds the interpreter meanwhile."""
+    import boto3
+
+    return boto3.session.Session()
 
 
 @dataclass(slots=True)
@@ -73,16 +84,15 @@ class S3Server:
 
         It is of no class that a type checker could know: boto3 makes it when it is asked for.
         """
-        import boto3
-
-        return boto3.session.Session().client(
-            "s3",
-            endpoint_url=self.url,
-            region_name=REGION,
-            aws_access_key_id=ACCESS_KEY_ID,
-            aws_secret_access_key=SECRET_ACCESS_KEY,
-            verify=verify,
-        )
+        with _making_clients:  # a session is for one thread at a time
+            return _session().client(
+                "s3",
+                endpoint_url=self.url,
+                region_name=REGION,
+                aws_access_key_id=ACCESS_KEY_ID,
+                aws_secret_access_key=SECRET_ACCESS_KEY,
+                verify=verify,
+            )
 
     def make_bucket(self) -> str:
         """Make a bucket of a new name."""
