@@ -37,7 +37,16 @@ def test_figures_add_up_and_can_be_written_and_printed(tmp_path: Path, capsys: p
     path = tmp_path / "table.json"
     figures.write(path)
     assert json.loads(path.read_text())["soak"] == {"tried": 3, "passed": 2, "note": "seed 1; seed 2"}
-    assert main([str(path)]) == 0
+    other = Figures()
+    other.add("upgrades", 5, 5)
+    other.add("simulation", 500, 500, "of another run")
+    other_path = tmp_path / "other.json"
+    other.write(other_path)
+    assert main(["--markdown", str(other_path)]) == 0
     printed = capsys.readouterr().out
-    assert "| `simulation` | wrong bytes | 1,000 | 1,000 | seeds |" in printed
+    assert "| `simulation` | wrong bytes | 500 | 500 | seeds; of another run |" in printed
     assert "| `races` | wrong bytes | - | - | races; not run |" in printed
+    assert main([str(path), str(other_path)]) == 1, "a soak is broken"
+    cells = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["simulation", "wrong", "bytes", "1500", "1500", "seeds", "(of", "another", "run)"] in cells
+    assert ["upgrades", "upgrades", "5", "5", "golden", "files", "and", "foreign", "versions"] in cells

@@ -128,6 +128,18 @@ class Figures:
                 what = f"{proof.unit} ({figure.note})" if figure.note else proof.unit
                 yield f"{name:<18} {proof.promise:<22} {figure.tried:>8} {figure.passed:>8}  {what}"
 
+    def markdown(self) -> Iterable[str]:
+        """Return the table as `docs/guarantees.md` shows it."""
+        yield "| proof | of | tried | passed | what |"
+        yield "| --- | --- | ---: | ---: | --- |"
+        for name, proof in PROOFS.items():
+            figure = self._figures.get(name)
+            if figure is None:
+                yield f"| `{name}` | {proof.promise} | - | - | {proof.unit}; not run |"
+            else:
+                what = f"{proof.unit}; {figure.note}" if figure.note else proof.unit
+                yield f"| `{name}` | {proof.promise} | {figure.tried:,} | {figure.passed:,} | {what} |"
+
     def write(self, path: Path) -> None:
         """Write the table as JSON, one object a proof."""
         rows = {
@@ -136,29 +148,28 @@ class Figures:
         }
         path.write_text(json.dumps(rows, indent=1) + "\n")
 
+    def read(self, path: Path) -> None:
+        """Add what another run wrote."""
+        for name, row in json.loads(path.read_text()).items():
+            self.add(name, **row)
+
 
 FIGURES = pytest.StashKey[Figures]()
 """Where a run keeps its figures."""
 
 
-def markdown(table: Mapping[str, Mapping[str, object]]) -> Iterable[str]:
-    """Return a table that `Figures.write` wrote as `docs/guarantees.md` shows it."""
-    yield "| proof | of | tried | passed | what |"
-    yield "| --- | --- | ---: | ---: | --- |"
-    for name, proof in PROOFS.items():
-        row = table.get(name, {"tried": "-", "passed": "-", "note": "not run"})
-        what = f"{proof.unit}; {row['note']}" if row["note"] else proof.unit
-        tried, passed = (f"{count:,}" if isinstance(count, int) else count for count in (row["tried"], row["passed"]))
-        yield f"| `{name}` | {proof.promise} | {tried} | {passed} | {what} |"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a table that `pytest --trust-table PATH` wrote, for `docs/guarantees.md`."""
+    """Print what `pytest --trust-table PATH` wrote, of one run or several, as one table."""
     parser = argparse.ArgumentParser(prog="python -m tiered_kv.testing.figures", description=main.__doc__)
-    parser.add_argument("table", type=Path, help="what --trust-table wrote")
-    for line in markdown(json.loads(parser.parse_args(argv).table.read_text())):
+    parser.add_argument("tables", type=Path, nargs="+", metavar="PATH", help="what --trust-table wrote")
+    parser.add_argument("--markdown", action="store_true", help="as docs/guarantees.md shows it")
+    options = parser.parse_args(argv)
+    figures = Figures()
+    for path in options.tables:
+        figures.read(path)
+    for line in figures.markdown() if options.markdown else figures.lines():
         print(line)
-    return 0
+    return 1 if figures.broken else 0
 
 
 if __name__ == "__main__":
