@@ -109,6 +109,16 @@ def test_a_request_that_wants_room_is_spared(policy_class: type[CachePolicy]) ->
 
 
 @pytest.mark.parametrize("policy_class", POLICIES)
+def test_what_was_refused_leaves_the_order_as_it_was(policy_class: type[CachePolicy]) -> None:
+    policy = policy_class(100)
+    *others, spared = [RequestChain() for _ in range(4)]
+    for index, chain in enumerate([*others, spared]):
+        store(policy, make_blocks(2, 2 * index), chain)
+    assert policy.evict(7, step=0, spare=spared) is None
+    assert evicted_ids(policy, 8) == [1, 0, 3, 2, 5, 4, 7, 6]
+
+
+@pytest.mark.parametrize("policy_class", POLICIES)
 def test_a_block_answered_in_this_step_is_not_evicted_before_the_step_ends(policy_class: type[CachePolicy]) -> None:
     policy = policy_class(100)
     blocks = make_blocks(4)

@@ -86,8 +86,8 @@ class ARCPolicy(CachePolicy):
             # One at a time: each victim changes which of the two has to give up the next.
             popped = first.pop(1, step, spare) or second.pop(1, step, spare)
             if not popped:
-                self._frequent.restore(block for block in reversed(victims) if block.is_frequent)
-                self._recent.restore(block for block in reversed(victims) if not block.is_frequent)
+                self._frequent.restore([block for block in victims if block.is_frequent])
+                self._recent.restore([block for block in victims if not block.is_frequent])
                 return None
             victims += popped
         for block in victims:

@@ -158,9 +158,9 @@ class ChainOrder:
         self._size -= len(popped)
         return popped
 
-    def restore(self, blocks: Iterable[CPUBlock]) -> None:
-        """Put blocks back that `pop` removed, as the first to go again."""
-        for block in blocks:
+    def restore(self, blocks: Sequence[CPUBlock]) -> None:
+        """Put blocks back that `pop` removed, in the order in which they came, as the first to go again."""
+        for block in reversed(blocks):
             chain = block.chain
             assert chain is not None
             is_new = chain not in self._stacks
