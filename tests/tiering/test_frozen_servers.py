@@ -41,8 +41,8 @@ MODEL_STEP_S = 0.01
 
 FROZEN_S = 30.0
 CALL_LIMIT_S = 0.005
-WAIT_LIMIT_S = 0.05
-"""Of a wait for other threads; one for a frozen server is `LOOKUP_TIMEOUT_S` at least."""
+WAIT_LIMIT_S = 0.5
+"""Of a wait for other threads, 0.1 s on a busy machine; one for a frozen server is `LOOKUP_TIMEOUT_S` at least."""
 BACK_LIMIT_S = 10.0
 WARM_LIMIT_S = 60.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -56,6 +57,11 @@ def run(
                 undo.callback(neighbour.kill)
                 neighbour.wait_until_it_runs()
             with open_stack(grounds.config(0)) as stack:
+                # As engines do once they are loaded: a full collection over what was imported holds the interpreter,
+                # and with it the scheduler, for 0.1 s.
+                gc.collect()
+                gc.freeze()
+                undo.callback(gc.unfreeze)
                 _Soak(settings, grounds, stack, report, should_stop, on_progress).run()
             for neighbour in neighbours:
                 neighbour.finish(report)
