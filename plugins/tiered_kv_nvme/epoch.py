@@ -6,7 +6,6 @@ buffered: what is in the kernel's page cache survives the process, and `sync` ma
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import secrets
@@ -55,8 +54,10 @@ class Epoch:
             if not is_sound:
                 self.sync()
             else:
-                with contextlib.suppress(OSError):  # a disk that can only be read has nothing to flush
+                try:
                     os.fdatasync(self._fd)  # a process that was killed may not have come to it
+                except OSError:
+                    self._written = self._flushed = None  # the kernel may have dropped the page
         except BaseException:
             os.close(self._fd)
             raise

@@ -468,6 +468,26 @@ def test_a_reset_that_can_never_be_flushed_holds_after_closing_and_a_loss_of_pow
     assert not any(bench.open().contains(keys))
 
 
+def test_an_epoch_that_could_not_be_flushed_at_opening_is_written_again(
+    bench: StoreBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, "injected")
+
+    store = bench.open()
+    keys = make_keys(20)
+    bench.put(store, keys)
+    before = (bench.path / "epoch").read_bytes()
+    bench.reset(store)
+    store.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", fail)
+        store = bench.open()
+    (bench.path / "epoch").write_bytes(before)  # as if the page that could not be written had been dropped
+    store.close()
+    assert not any(bench.open().contains(keys))
+
+
 def test_a_marker_that_is_written_in_parts_is_whole(bench: StoreBench, monkeypatch: pytest.MonkeyPatch) -> None:
     pwritev = os.pwritev
 

@@ -57,13 +57,16 @@ def test_without_a_thread_it_is_left_to_the_next_who_asks(monkeypatch: pytest.Mo
     assert done.wait(60.0)
 
 
-def test_what_it_raises_is_logged_and_keeps_it_from_nothing(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [OSError, SystemExit])
+def test_what_it_raises_is_logged_and_keeps_it_from_nothing(
+    error: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
     begun, goes_on = threading.Semaphore(0), threading.Semaphore(0)
 
     def work() -> None:
         begun.release()
         assert goes_on.acquire(timeout=60.0)
-        raise OSError
+        raise error
 
     errand = Errand(work, "an errand")
     errand.ask()

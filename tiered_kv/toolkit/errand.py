@@ -23,7 +23,7 @@ class Errand:
     def __init__(self, action: Callable[[], None], name: str) -> None:
         self._action = action
         self._name = name
-        self._lock = threading.Lock()  # guards the two below; held for assignments only
+        self._lock = threading.Lock()  # guards the two below; held for assignments, and while a thread is started
         self._is_asked = False
         self._thread: threading.Thread | None = None
 
@@ -33,12 +33,11 @@ class Errand:
             self._is_asked = True
             if self._thread is not None:
                 return
-            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             try:
-                thread.start()
+                self._thread.start()
             except (RuntimeError, MemoryError):  # no thread to be had
-                return
-            self._thread = thread
+                self._thread = None
 
     def join(self, timeout_s: float) -> bool:
         """Wait until nothing runs any more; return whether that is so."""
@@ -49,13 +48,20 @@ class Errand:
         return thread is None or not thread.is_alive()
 
     def _run(self) -> None:
-        while True:
+        try:
+            while self._goes_on():
+                try:
+                    self._action()
+                except BaseException:  # SystemExit too: nobody would come to what was asked for behind it
+                    logger.exception("%s failed", self._name)
+        except BaseException:  # of somebody's handler for logs
             with self._lock:
-                if not self._is_asked:
-                    self._thread = None
-                    return
-                self._is_asked = False
-            try:
-                self._action()
-            except Exception:
-                logger.exception("%s failed", self._name)
+                self._thread = None
+            raise
+
+    def _goes_on(self) -> bool:
+        with self._lock:
+            if not self._is_asked:
+                self._thread = None
+            is_asked, self._is_asked = self._is_asked, False
+            return is_asked
