@@ -248,6 +248,50 @@ def test_no_figure_of_the_tier_is_asked_for_on_the_scheduler_s_thread(region: Pr
     assert asked_by == {tier._thread}
 
 
+def test_figures_cost_jobs_one_call_an_interval_and_a_hanging_tier_one(
+    tier: IsolatedTier, inner: BlockingFourMethodTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    eventually(lambda: tier._is_idle and not tier._are_stats_asked_for)
+    monkeypatch.setattr(isolation, "STATS_INTERVAL_S", 1e9)
+
+    def stats() -> dict[str, int]:
+        asked.append(1)
+        return {"calls": len(asked)}
+
+    monkeypatch.setattr(inner, "stats", stats)
+    for number in range(5):
+        tier.submit_store(job(number, keys(number)))
+        finished(tier, 1)
+    assert asked == []
+    inner.open.clear()
+    tier.submit_store(job(5, keys(5)))
+    for _ in range(1000):
+        tier.stats()
+    inner.open.set()
+    eventually(lambda: tier._stats == {"calls": 1})
+
+
+def test_what_stats_raises_is_raised_to_who_asks(
+    tier: IsolatedTier, inner: BlockingFourMethodTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> dict[str, int]:
+        raise OSError("no figures")
+
+    monkeypatch.setattr(inner, "stats", fail)
+
+    def is_told() -> bool:
+        try:
+            tier.stats()
+        except OSError:
+            return True
+        return False
+
+    eventually(is_told)
+    monkeypatch.setattr(inner, "stats", lambda: {"blocks": 3})
+    eventually(lambda: not is_told() and tier._stats == {"blocks": 3})
+
+
 def test_a_job_that_expired_while_it_waited_is_not_begun(tier: IsolatedTier, inner: BlockingFourMethodTier) -> None:
     late = job(1, keys(1))
     late.deadline = time.monotonic() - 1

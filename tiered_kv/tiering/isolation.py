@@ -27,6 +27,8 @@ HINTS_MAX = 1 << 12
 """Messages that may get lost (touches, ends of requests and steps) while the tier hangs; the oldest go first."""
 EVENTS_MAX = 1 << 14
 """Events kept until they are taken; beyond it the oldest are dropped."""
+STATS_INTERVAL_S = 1.0
+"""How old the tier's figures may be after its last job. To get them may take as long as any call."""
 CLOSE_TIMEOUT_S = 5.0
 
 _Question = tuple[str, OffloadKey]
@@ -58,7 +60,11 @@ class IsolatedTier(SecondaryTierManager):
         self._running: set[JobId] = set()
         self._lookup_exceptions = 0
         self._lookup_failures = 0  # the tier's own, as it said after the last round
-        self._stats: Mapping[str, int] = {}  # as it said after the last jobs, or after they were last asked for
+        self._stats: Mapping[str, int] = {}  # as it said last
+        self._stats_error: BaseException | None = None  # what it raised then
+        self._stats_noted_s = 0.0
+        self._are_stats_asked_for = True
+        self._are_stats_old = False
         self._is_idle = False
         self._is_closing = False
         # After reset_cache: an answer that was computed before it must not be heard.
@@ -132,7 +138,12 @@ class IsolatedTier(SecondaryTierManager):
         return [events.popleft() for _ in range(len(events))] if events else ()
 
     def stats(self) -> Mapping[str, int]:
-        self._hint(self._note_stats)  # for who asks next: what changes without jobs is as old as the last question
+        # For who asks next: what changes without jobs is as old as the last question.
+        self._are_stats_asked_for = True
+        self._notify()
+        error, self._stats_error = self._stats_error, None
+        if error is not None:
+            raise error
         return self._stats
 
     def describe(self) -> Mapping[str, object]:
@@ -166,14 +177,14 @@ class IsolatedTier(SecondaryTierManager):
             with self._wake:
                 self._is_idle = True
                 if not (self._urgent or self._stores or self._questions or self._hints or self._is_closing):
-                    self._wake.wait(POLL_INTERVAL_S if self._running else None)
+                    self._wake.wait(self._rest_s())
                 self._is_idle = False
                 if self._is_closing and not self._urgent and not self._stores:
                     break
             self._do_one_round()
         self._attempt(self.inner.shutdown)
         self._collect()
-        self._attempt(self._note_stats)
+        self._note_stats()
 
     def _do_one_round(self) -> None:
         while self._urgent:
@@ -190,9 +201,18 @@ class IsolatedTier(SecondaryTierManager):
         if self._running:
             num_running = len(self._running)
             self._collect()
-            if len(self._running) < num_running:
-                self._attempt(self._note_stats)
+            self._are_stats_old |= len(self._running) < num_running
         self._attempt(self._note_lookup_failures)
+        if self._are_stats_asked_for or (self._are_stats_old and self._stats_age_s() >= STATS_INTERVAL_S):
+            self._note_stats()
+
+    def _rest_s(self) -> float | None:
+        """Return how long to wait for a message; None for as long as it takes."""
+        if self._are_stats_asked_for:
+            return 0.0
+        if self._running:
+            return POLL_INTERVAL_S
+        return max(0.0, STATS_INTERVAL_S - self._stats_age_s()) if self._are_stats_old else None
 
     def _answer(self) -> None:
         for question, req_context in list(self._questions.items()):
@@ -242,7 +262,15 @@ class IsolatedTier(SecondaryTierManager):
         self._lookup_failures = self.inner.lookup_failures
 
     def _note_stats(self) -> None:
-        self._stats = dict(self.inner.stats())
+        self._are_stats_asked_for = self._are_stats_old = False
+        try:
+            self._stats = dict(self.inner.stats())
+        except BaseException as error:
+            self._stats_error = error
+        self._stats_noted_s = time.monotonic()
+
+    def _stats_age_s(self) -> float:
+        return time.monotonic() - self._stats_noted_s
 
     def _forget_request(self, req_context: ReqContext) -> None:
         self._answers.pop(req_context.req_id, None)

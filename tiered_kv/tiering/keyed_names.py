@@ -178,7 +178,7 @@ class KeyedNames(SecondaryTierManager):
             key_of = dict(zip(job[1], job[0], strict=True))
             # A name that was not in the job is one more thing that did not succeed.
             keys = [key_of[name] for name in result.successful_keys if name in key_of]
-        except TypeError:
+        except Exception:
             return result
         return replace(result, successful_keys=keys)
 
