@@ -101,8 +101,8 @@ class Figures:
         figure = self._figures.setdefault(proof, Figure())
         figure.tried += tried
         figure.passed += passed
-        if note and note not in figure.note:
-            figure.note = f"{figure.note}; {note}" if figure.note else note
+        notes = [*figure.note.split("; "), *note.split("; ")]
+        figure.note = "; ".join(dict.fromkeys(each for each in notes if each))
 
     def __bool__(self) -> bool:
         return bool(self._figures)
