@@ -448,18 +448,19 @@ def test_a_reset_that_can_never_be_written_holds_after_closing(
     assert bench.get(bench.open(), keys) == set(keys)
 
 
+def fail_to_flush(fd: int) -> None:
+    raise OSError(errno.EIO, "injected")
+
+
 def test_a_reset_that_can_never_be_flushed_holds_after_closing_and_a_loss_of_power(
     bench: StoreBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(fd: int) -> None:
-        raise OSError(errno.EIO, "injected")
-
     store = bench.open()
     keys = make_keys(20)
     bench.put(store, keys)
     before = (bench.path / "epoch").read_bytes()
     assert store._reclaimer.stop(30.0)  # it would write the epoch again, and again
-    monkeypatch.setattr(os, "fdatasync", fail)
+    monkeypatch.setattr(os, "fdatasync", fail_to_flush)
     store.reset()
     assert store._noting.join(30.0)
     (bench.path / "epoch").write_bytes(before)  # as if the page that could not be written had been dropped
@@ -471,9 +472,6 @@ def test_a_reset_that_can_never_be_flushed_holds_after_closing_and_a_loss_of_pow
 def test_an_epoch_that_could_not_be_flushed_at_opening_is_written_again(
     bench: StoreBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(fd: int) -> None:
-        raise OSError(errno.EIO, "injected")
-
     store = bench.open()
     keys = make_keys(20)
     bench.put(store, keys)
@@ -481,7 +479,7 @@ def test_an_epoch_that_could_not_be_flushed_at_opening_is_written_again(
     bench.reset(store)
     store.close()
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fdatasync", fail)
+        patch.setattr(os, "fdatasync", fail_to_flush)
         store = bench.open()
     (bench.path / "epoch").write_bytes(before)  # as if the page that could not be written had been dropped
     store.close()

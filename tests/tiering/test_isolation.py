@@ -272,18 +272,23 @@ def test_figures_cost_jobs_one_call_an_interval_and_a_hanging_tier_one(
     eventually(lambda: tier._stats == {"calls": 1})
 
 
-def test_what_stats_raises_is_raised_to_who_asks(
-    tier: IsolatedTier, inner: BlockingFourMethodTier, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("error", "told"), [(OSError, OSError), (SystemExit, RuntimeError)])
+def test_what_stats_raises_is_raised_to_who_asks_and_ends_nobody(
+    tier: IsolatedTier,
+    inner: BlockingFourMethodTier,
+    error: type[BaseException],
+    told: type[Exception],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail() -> dict[str, int]:
-        raise OSError("no figures")
+        raise error
 
     monkeypatch.setattr(inner, "stats", fail)
 
     def is_told() -> bool:
         try:
             tier.stats()
-        except OSError:
+        except told:
             return True
         return False
 

@@ -61,7 +61,7 @@ class IsolatedTier(SecondaryTierManager):
         self._lookup_exceptions = 0
         self._lookup_failures = 0  # the tier's own, as it said after the last round
         self._stats: Mapping[str, int] = {}  # as it said last
-        self._stats_error: BaseException | None = None  # what it raised then
+        self._stats_error: Exception | None = None  # what it raised then
         self._stats_noted_s = 0.0
         self._are_stats_asked_for = True
         self._are_stats_old = False
@@ -265,8 +265,10 @@ class IsolatedTier(SecondaryTierManager):
         self._are_stats_asked_for = self._are_stats_old = False
         try:
             self._stats = dict(self.inner.stats())
-        except BaseException as error:
+        except Exception as error:
             self._stats_error = error
+        except BaseException as error:  # who asks is the scheduler, and must not be ended by it
+            self._stats_error = RuntimeError(f"stats raised {type(error).__name__}")
         self._stats_noted_s = time.monotonic()
 
     def _stats_age_s(self) -> float:
