@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+import time
 from pathlib import Path
 from timeit import repeat
 
@@ -34,7 +35,7 @@ def test_a_thread_that_is_about_to_end_is_waited_for(temporary_directory: Path, 
     gate.close()
     threading.Thread(target=gate.pass_through).start()
     gate.open()
-    assert left_behind(before, temporary_directory) == []
+    assert left_behind(before, temporary_directory, grace_s=60) == []
 
 
 def test_a_descriptor_that_is_left_is_named(temporary_directory: Path) -> None:
@@ -64,5 +65,7 @@ def test_shared_memory_that_is_left_is_named(temporary_directory: Path) -> None:
 
 
 def test_a_footprint_is_cheap(temporary_directory: Path) -> None:
-    fastest_s = min(repeat(lambda: Footprint.take(temporary_directory), number=10, repeat=20)) / 10
+    # In time of the processor, system calls included: what others have of it meanwhile is not the footprint's.
+    runs = repeat(lambda: Footprint.take(temporary_directory), number=10, repeat=20, timer=time.thread_time)
+    fastest_s = min(runs) / 10
     assert fastest_s < 0.001  # two of them frame every test

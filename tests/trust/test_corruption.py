@@ -30,6 +30,8 @@ pytestmark = [pytest.mark.trust, pytest.mark.slow]
 BLOCK_BYTES = 4096
 PATIENT = {"lookup_timeout": "60s"}
 """A lookup that is a miss because the machine is busy would look like one that found the damage."""
+PATIENT_LINES = {"connect_timeout": "30s", "timeout": "60s"}
+"""And so would a load that fails because a connection is late, of redis."""
 BATCH = 24
 NEIGHBOURS = 4
 PARTS = 3
@@ -135,7 +137,7 @@ def redis_bench(codec: str, path: Path, request: pytest.FixtureRequest, closing:
 
     server = request.getfixturevalue("redis_server")
     server.call("FLUSHALL")
-    settings = RedisSettings.model_validate({"url": server.url, "codec": codec, **PATIENT})
+    settings = RedisSettings.model_validate({"url": server.url, "codec": codec, **PATIENT, **PATIENT_LINES})
     rig = rig_of(lambda spec, view: RedisTier(spec, view, "redis", settings), codec, closing)
     return Bench(rig, RedisDoor(server, SPEC.namespace_digest), ("corrupt_blocks",), "failed_loads_unknown_codec")
 
@@ -148,7 +150,7 @@ def s3_bench(codec: str, path: Path, request: pytest.FixtureRequest, closing: Ex
     server = request.getfixturevalue("moto_server")
     bucket = server.make_bucket()
     entry = server.settings(bucket, codec=codec, prefix="kv")
-    settings = S3Settings.model_validate({**entry, "connections": 8, **PATIENT})
+    settings = S3Settings.model_validate({**entry, "connections": 8, "request_timeout": "30s", **PATIENT})
     rig = rig_of(lambda spec, view: S3Tier(spec, view, "s3", settings), codec, closing)
     door = S3Door(server, bucket, "kv", SPEC.namespace_digest)
     closing.callback(door.close)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -32,6 +32,8 @@ GRANT_S = 130.0
 SURVEY_S = 130.0
 """A killed process's survey is in the way for a minute (docs/redis.md), and the rest that follows one."""
 CASES_OF_SHORT = 16
+FURTHER_CASES = 90
+FURTHER_AT_ONCE = 6
 _tenants = itertools.count()
 
 
@@ -43,26 +45,48 @@ def cases(tmp_path: Path) -> Iterator[CrashCases]:
         yield cases
 
 
+def entry_of(server: RedisServer, **more: object) -> dict[str, object]:
+    """Return the entry of a tier that takes no server for gone because a busy machine holds it up."""
+    return {"type": "redis", "url": server.url, "connections": 1, "connect_timeout": 30.0, **more}
+
+
 def of_its_own(scenario: CrashScenario) -> CrashScenario:
     """Return the scenario with a namespace that no other case uses."""
     return dataclasses.replace(scenario, tenant=f"case-{next(_tenants)}")
 
 
 def killed(
-    cases: CrashCases, scenario: CrashScenario, profile: Profile, capacity_bytes: int = 0
+    cases: CrashCases,
+    scenario: CrashScenario,
+    profile: Profile,
+    capacity_bytes: int = 0,
+    is_enough: Callable[[Sequence[CaseOutcome]], object] = lambda hit: True,
 ) -> tuple[list[CaseOutcome], str]:
-    """Kill writers at their sends; return what came of it, and how many sends there are."""
+    """Kill writers at their sends; return what came of it, and how many sends there are.
+
+    How many there are differs from run to run, and what a proof is about comes late in a run. So where the cases have
+    not come to that, further ones are tried, from the last send backwards, until they have.
+    """
     calls = cases.record(of_its_own(scenario), "sends")
     faults = [fault for call in calls for fault in (Fault.kill(call), Fault.kill_after(call))]
     chosen = sample(faults, profile, CASES_OF_SHORT, lambda fault: (fault.role, fault.name))
-    run = [Case(of_its_own(scenario), {"fault": fault, "capacity_bytes": capacity_bytes}) for fault in chosen]
-    return cases.run(run), f"{len(calls)} sends, before and after each"
+
+    def run(faults: Sequence[Fault]) -> list[CaseOutcome]:
+        options = [{"fault": fault, "capacity_bytes": capacity_bytes} for fault in faults]
+        return cases.run([Case(of_its_own(scenario), each) for each in options])
+
+    outcomes = run(chosen)
+    left = [Fault.kill(call) for call in calls[:: -max(1, len(calls) // FURTHER_CASES)]]
+    while left and not is_enough([each for each in outcomes if each.was_hit]):
+        outcomes += run(left[:FURTHER_AT_ONCE])
+        del left[:FURTHER_AT_ONCE]
+    return outcomes, f"{len(calls)} sends, before and after each"
 
 
 def test_killed_at_any_send_to_redis_a_process_leaves_others_what_they_need(
     cases: CrashCases, redis_server: RedisServer, profile: Profile, figures: Figures
 ) -> None:
-    scenario = CrashScenario({"type": "redis", "url": redis_server.url, "connections": 1}, tenant="", jobs=4)
+    scenario = CrashScenario(entry_of(redis_server), tenant="", jobs=4)
     outcomes, note = killed(cases, scenario, profile)
     hit = settle("crash/redis", outcomes, figures, note)
     assert sum(outcome.loaded for outcome in hit) > 0, "the cases found no blocks: they prove nothing"
@@ -71,10 +95,14 @@ def test_killed_at_any_send_to_redis_a_process_leaves_others_what_they_need(
 def test_killed_at_any_send_to_redis_a_process_with_a_quota_leaves_others_their_room_and_never_takes_more(
     cases: CrashCases, redis_server: RedisServer, profile: Profile, figures: Figures
 ) -> None:
-    entry = {"type": "redis", "url": redis_server.url, "connections": 1, "quota": REDIS_QUOTA_BYTES}
+    entry = entry_of(redis_server, quota=REDIS_QUOTA_BYTES)
     scenario = CrashScenario(entry, tenant="", jobs=6, store_s_max=SURVEY_S, keeps_newest=False)
+
+    def is_enough(hit: Sequence[CaseOutcome]) -> bool:
+        return bool(crowded(hit, REDIS_QUOTA_BYTES) and of_the_account(hit))
+
     with NamespacesWatched(redis_server, RECORD_BYTES, surveys_end_early=True) as watched:
-        outcomes, note = killed(cases, scenario, profile)
+        outcomes, note = killed(cases, scenario, profile, is_enough=is_enough)
     outcomes = with_problems(outcomes, watched.over(REDIS_QUOTA_BYTES))
     if profile is Profile.FULL:  # a sample has the patience that others need
         with NamespacesWatched(redis_server, RECORD_BYTES, surveys_end_early=False) as watched:
@@ -83,7 +111,7 @@ def test_killed_at_any_send_to_redis_a_process_with_a_quota_leaves_others_their_
     hit = settle("crash/redis", outcomes, figures, f"{note}, with a quota")
     assert sum(outcome.loaded for outcome in hit) > 0, "the cases found no blocks: they prove nothing"
     assert crowded(hit, REDIS_QUOTA_BYTES), "no case came to where the quota is full"
-    assert any("-quota" in str(outcome.case.options["fault"]) for outcome in hit), "the account's sends were left out"
+    assert of_the_account(hit), "the account's sends were left out"
 
 
 def test_killed_at_any_send_to_s3_a_process_leaves_others_what_they_need(
@@ -92,7 +120,9 @@ def test_killed_at_any_send_to_s3_a_process_leaves_others_what_they_need(
     bucket = moto_server.make_bucket()
     settings = moto_server.settings(bucket, connections=2, prefix="kv", capacity=S3_CAPACITY_BYTES)
     scenario = CrashScenario(settings, tenant="", jobs=4, store_s_max=None)
-    outcomes, note = killed(cases, scenario, profile, S3_CAPACITY_BYTES)
+    outcomes, note = killed(
+        cases, scenario, profile, S3_CAPACITY_BYTES, is_enough=lambda hit: crowded(hit, S3_CAPACITY_BYTES)
+    )
     if profile is Profile.FULL:  # a sample has the patience that others need
         patient = dataclasses.replace(scenario, store_s_max=GRANT_S)
         outcomes += killed(cases, patient, Profile.SHORT, S3_CAPACITY_BYTES)[0]
@@ -107,6 +137,11 @@ def with_problems(outcomes: Sequence[CaseOutcome], problems: Sequence[str]) -> l
     """Return the outcomes, with problems that belong to all of them in the last."""
     *others, last = outcomes
     return [*others, dataclasses.replace(last, problems=[*last.problems, *problems])]
+
+
+def of_the_account(outcomes: Sequence[CaseOutcome]) -> list[CaseOutcome]:
+    """Return the cases that were killed by what the thread that keeps a quota's account sent."""
+    return [each for each in outcomes if "-quota" in str(each.case.options["fault"])]
 
 
 def crowded(outcomes: Sequence[CaseOutcome], limit_bytes: int) -> list[CaseOutcome]:

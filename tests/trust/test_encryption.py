@@ -199,13 +199,13 @@ def _place(bench: Bench, path: Path, request: pytest.FixtureRequest, closing: Ex
     elif bench.kind == "redis":
         pytest.importorskip("redis", reason="redis-py is not installed")
         server = request.getfixturevalue("redis_server")
-        bench.entry = {"url": server.url}
+        bench.entry = {"url": server.url, "connect_timeout": "30s", "timeout": "60s"}
         bench.door = RedisDoor(server, SPEC.namespace_digest)
     else:
         pytest.importorskip("boto3", reason="boto3 is not installed")
         moto = request.getfixturevalue("moto_server")
         bucket = moto.make_bucket()
-        bench.entry = {**moto.settings(bucket, prefix="kv", presence_ttl=0), "connections": 8}
+        bench.entry = {**moto.settings(bucket, prefix="kv", presence_ttl=0), "connections": 8, "request_timeout": "30s"}
         door = S3Door(moto, bucket, "kv", SPEC.namespace_digest)
         closing.callback(door.close)
         bench.door = door

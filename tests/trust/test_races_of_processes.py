@@ -24,6 +24,7 @@ from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.figures import Figures, Profile
 from tiered_kv.testing.race_stacks import (
     BLOCK_BYTES,
+    ROUNDS_MAX,
     TIERS,
     EntryOf,
     conclude,
@@ -34,7 +35,15 @@ from tiered_kv.testing.race_stacks import (
     stack_of,
     unless,
 )
-from tiered_kv.testing.races import Prompts, Race, open_guarded, phantoms, problems_at_rest, race_facade
+from tiered_kv.testing.races import (
+    Prompts,
+    Race,
+    open_guarded,
+    phantoms,
+    problems_at_rest,
+    race_facade,
+    wait_for_workers,
+)
 from tiered_kv.testing.racing_scheduler import RacingScheduler
 from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.s3_servers import moto_bucket, moto_server
@@ -63,6 +72,7 @@ def test_a_shutdown_amid_transfers_is_bounded_and_what_is_opened_next_is_sound(
         problems: list[str] = []
         prompts = Prompts(BLOCK_BYTES, label="shutdown")
         stack, guard = open_guarded(stack_of(entry))
+        wait_for_workers(stack)
         scheduler = RacingScheduler(stack.manager, stack.region, prompts, seed=seed, has_epochs=False)
         scheduler.run(0.05 + 0.02 * seed)
         begin_s = time.monotonic()
@@ -144,7 +154,7 @@ def test_a_directory_that_a_stack_owns_is_refused_while_it_lives_and_free_right_
     config = stack_of(entry_of("nvme"))
     prompts = Prompts(BLOCK_BYTES)
     cases = {}
-    stack = open_stack(config)
+    stack = wait_for_workers(open_stack(config))
     for number in seeds_of(profile, 5, 20):
         problems: list[str] = []
         race = race_facade(stack, prompts, seed=number, threads=2, seconds=0.3, calls_min=5)
@@ -156,11 +166,11 @@ def test_a_directory_that_a_stack_owns_is_refused_while_it_lives_and_free_right_
         closer = threading.Thread(target=lambda stack=stack, closed=closed: (stack.close(0.0), closed.set()))
         closer.start()
         refused = 0
-        end_s = time.monotonic() + WAIT_S
+        end_s = time.monotonic() + LIMIT_S
         while True:
             was_closed = closed.is_set()
             try:
-                stack = open_stack(config)
+                stack = wait_for_workers(open_stack(config))
                 break
             except TierBusyError:
                 refused += 1
@@ -191,7 +201,11 @@ def test_two_stacks_of_one_process_share_a_tier_and_one_closes(
         problems += do_not_share(first[0], second[0], prompts)
 
         def run(index: int, stack: Stack, races: list[Race] = races, seed: int = seed) -> None:
-            races[index] = race_facade(stack, prompts, seed=seed + index, threads=2, seconds=seconds_of(profile))
+            for number in range(ROUNDS_MAX):
+                own_seed = seed + index + 100 * number
+                races[index].add(race_facade(stack, prompts, seed=own_seed, threads=2, seconds=seconds_of(profile)))
+                if races[index].problems or races[index].verified_blocks or index == 0:
+                    break
 
         runners = [
             threading.Thread(target=run, args=(index, stack)) for index, (stack, _) in enumerate((first, second))
@@ -201,7 +215,7 @@ def test_two_stacks_of_one_process_share_a_tier_and_one_closes(
         time.sleep(0.5)
         first[0].close(0.0)
         for runner in runners:
-            runner.join(2 * WAIT_S)
+            runner.join(LIMIT_S)
         for race in races:
             problems += race.problems
         with second[0] as stack:
@@ -246,7 +260,7 @@ class Racer:
 
     def finish(self) -> Race | None:
         """Return what happened; None for one that was killed."""
-        output, errors = self._process.communicate(timeout=2 * WAIT_S)
+        output, errors = self._process.communicate(timeout=LIMIT_S)
         if self._process.returncode == -signal.SIGKILL:
             return None
         assert self._process.returncode == 0, errors
@@ -310,7 +324,7 @@ def test_a_fork_amid_transfers_disturbs_nobody(
         [sys.executable, str(FORK_PROGRAM), json.dumps(stack_of(entry_of(tier))), str(forks)],
         capture_output=True,
         text=True,
-        timeout=4 * WAIT_S,
+        timeout=LIMIT_S,
         env={**os.environ, "PYTHONWARNINGS": "ignore::DeprecationWarning"},  # of 3.12: forks of programs with threads
         check=False,
     )

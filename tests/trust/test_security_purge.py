@@ -21,6 +21,7 @@ from tiered_kv.testing.redis_sentinels import SERVICE, RedisSentinelServers, red
 from tiered_kv.testing.redis_servers import RedisClusterServers, RedisServer, redis_cluster, redis_server
 from tiered_kv.testing.s3_servers import S3Server, missing_for_moto, moto_server
 from tiered_kv.testing.tenants import BucketStorage, DirectoryStorage, RedisStorage, Storage, Tenant
+from tiered_kv.testing.waiting import wait_until
 
 __all__ = ["moto_server", "redis_cluster", "redis_sentinel", "redis_server"]
 
@@ -57,6 +58,7 @@ def make_storage(tmp_path: Path, request: pytest.FixtureRequest) -> MakeStorage:
             return RedisStorage(tmp_path, [server], url=server.url, quota="32MiB")
         if kind == "redis-cluster":
             cluster: RedisClusterServers = request.getfixturevalue("redis_cluster")
+            cluster.keep_masters()
             return RedisStorage(tmp_path, cluster.masters(), mode="cluster", nodes=cluster.addresses)
         if kind == "redis-sentinel":
             servers: RedisSentinelServers = request.getfixturevalue("redis_sentinel")
@@ -229,9 +231,7 @@ def test_a_purge_through_a_sentinel_finds_the_master_that_there_is_now(
     storage = RedisStorage(tmp_path, [replica], **settings)
     alice, bob = Tenant("alice", storage), Tenant("bob", storage)
     assert (alice.store(BLOCKS), bob.store(BLOCKS)) == (BLOCKS, BLOCKS)
-    end_s = time.monotonic() + WAIT_S
-    while len(replica.keys("*")) < len(redis_sentinel.master.keys("*")):
-        assert time.monotonic() < end_s, "the replica does not follow"
+    wait_until(lambda: len(replica.keys("*")) >= len(redis_sentinel.master.keys("*")), what="the replica's following")
     redis_sentinel.fail_over()
     assert storage.holds(alice.marker)
     status, tier = purge(alice, capsys, "--tenant", "alice")
@@ -442,7 +442,5 @@ def test_an_epoch_survives_a_purge_as_a_new_one_so_that_nothing_from_before_a_re
         purge(alice, capsys)
         alice.put(never_reset, alice.keys(4, 100))  # of old weights, for all that is known
         assert alice.load(4, 100) == (0, 0)
-        deadline = time.monotonic() + 30
-        while never_reset.counters()["s3"]["jobs_in_flight"]:
-            assert time.monotonic() < deadline
+        wait_until(lambda: not never_reset.counters()["s3"]["jobs_in_flight"])
     assert [name for name in storage.holds(b"tiered-kv epoch 1") if "epoch" in name]

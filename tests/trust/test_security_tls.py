@@ -120,7 +120,7 @@ def test_an_s3_server_that_does_not_prove_who_it_is_gets_nothing(
 ) -> None:
     names = "DNS:elsewhere.example" if reason == "wrong name" else "IP:127.0.0.1"
     files = files_in(tmp_path / "own", names)
-    settings: dict[str, object] = {"ca_file": str(files.ca), "attempts": 1}
+    settings: dict[str, object] = {"ca_file": str(files.ca), "attempts": 1, "request_timeout": "60s"}
     if reason == "wrong authority":
         settings["ca_file"] = str(files_in(tmp_path / "other").ca)
     elif reason == "system authorities":

@@ -32,6 +32,8 @@ __all__ = ["moto_server", "redis_server"]
 pytestmark = [pytest.mark.trust, pytest.mark.slow]
 
 GOLDEN = Path(__file__).parent / "golden"
+PATIENT = {"lookup_timeout": "60s"}
+"""A lookup that is a miss because the machine is busy would look like a block that is not found any more."""
 ROW = "upgrades"
 OTHER_VERSIONS = (0, 2, 65535)
 BLOCK_BYTES = 512
@@ -149,21 +151,23 @@ class Bench:
         from tiered_kv_fs.settings import FsSettings
         from tiered_kv_fs.tier import FsTier
 
-        entry = {"path": str(self.path), "capacity": "8MiB", "codec": codec, **self._more}
+        entry = {"path": str(self.path), "capacity": "8MiB", "codec": codec, **PATIENT, **self._more}
         return lambda spec, view: FsTier(spec, view, "fs", FsSettings.model_validate(entry))
 
     def _open_redis(self, codec: str) -> OpenTier:
         from tiered_kv_redis.settings import RedisSettings
         from tiered_kv_redis.tier import RedisTier
 
-        settings = RedisSettings.model_validate({"url": self.redis.url, "codec": codec, **self._more})
+        entry = {"url": self.redis.url, "codec": codec, "connect_timeout": "30s", "timeout": "60s", **PATIENT}
+        settings = RedisSettings.model_validate({**entry, **self._more})
         return lambda spec, view: RedisTier(spec, view, "redis", settings)
 
     def _open_s3(self, codec: str) -> OpenTier:
         from tiered_kv_s3.settings import S3Settings
         from tiered_kv_s3.tier import S3Tier
 
-        settings = S3Settings.model_validate(self.s3.settings(self.bucket, codec=codec, prefix="kv", **self._more))
+        entry = self.s3.settings(self.bucket, codec=codec, prefix="kv", request_timeout="30s", **PATIENT)
+        settings = S3Settings.model_validate({**entry, **self._more})
         return lambda spec, view: S3Tier(spec, view, "s3", settings)
 
     def _open_memory(self, codec: str) -> OpenTier:

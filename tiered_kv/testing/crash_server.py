@@ -34,7 +34,8 @@ from tiered_kv.testing.mounts import Ext4Image, PowerLoss
 from tiered_kv.testing.short_writes import ShortWrites
 from tiered_kv.testing.syscalls import CHANGES, READS, SENDS, Ended, Fault, record, run_plain, run_with_fault
 
-CASE_S_MAX: Final = 120.0
+CASE_S_MAX: Final = 300.0
+"""For the writer, and for the look at what it left: longer than all that they wait for, one after the other."""
 _IMPORTS: Final = {  # what a child would import otherwise, with the disk that its fault has
     "nvme": ("tiered_kv_nvme.tier", "numpy.random"),
     "fs": ("tiered_kv_fs.tier", "aiofiles.os", "numpy.random"),

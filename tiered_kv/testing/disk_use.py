@@ -14,15 +14,30 @@ def occupied_bytes(directory: Path) -> int:
     Entries may come and go meanwhile. One that is renamed while it is counted may be met under either name, or both, so
     files are told apart by their inode.
     """
-    seen: dict[int, int] = {}
+    return sum({inode: size for (inode, _), size in _sizes_in(directory).items()}.values())
+
+
+def least_occupied_bytes(directory: Path) -> int:
+    """Return what a directory occupied, at least, at some moment of this call.
+
+    What is removed while others are counted may be counted with what took its place. So everything is counted twice,
+    and only that taken which was there both times: all of it was there in between.
+    """
+    before, after = _sizes_in(directory), _sizes_in(directory)
+    return sum({each[0]: min(before[each], after[each]) for each in before.keys() & after.keys()}.values())
+
+
+def _sizes_in(directory: Path) -> dict[tuple[int, str], int]:
+    """Return what each entry occupies, by its inode and path."""
+    seen: dict[tuple[int, str], int] = {}
     for path, _, names in os.walk(directory):
         for name in (".", *names):
             try:
                 status = os.lstat(f"{path}/{name}")
             except FileNotFoundError:
                 continue
-            seen[status.st_ino] = status.st_blocks * 512
-    return sum(seen.values())
+            seen[status.st_ino, f"{path}/{name}"] = status.st_blocks * 512
+    return seen
 
 
 def bucket_bytes(entry: Mapping[str, object], prefix: str) -> int:

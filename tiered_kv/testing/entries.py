@@ -26,7 +26,8 @@ def rig_of(
         entry: `type`, and what that type of tier takes.
         block_bytes: Bytes of a block.
         num_blocks: Rows of the rig's region.
-        wait_s: How long a job or a lookup may take.
+        wait_s: How long a job or a lookup may take. Unless the entry says otherwise, the tier too waits for so long
+            before a lookup is a miss: what is there would not be found while a busy machine holds a thread up.
         namespace: The digest of the namespace, 16 bytes. Rigs with different ones are different tenants.
 
     Returns:
@@ -37,7 +38,7 @@ def rig_of(
         TierError: The tier cannot be opened.
     """
     return TierRig(
-        lambda spec, view: SecondaryTierFactory.create(spec, view, entry),
+        lambda spec, view: SecondaryTierFactory.create(spec, view, {"lookup_timeout": wait_s, **entry}),
         num_blocks=num_blocks,
         block_bytes=block_bytes,
         wait_s=wait_s,

@@ -21,7 +21,7 @@ from typing import Final
 
 _SHUTDOWN: Final = 0x8004587D
 """FS_IOC_SHUTDOWN of <linux/fs.h>, which ext4 and XFS know: _IOR('X', 125, __u32)."""
-_TIMEOUT_S: Final = 60.0
+_TIMEOUT_S: Final = 120.0
 
 
 class PowerLoss(Enum):

@@ -198,8 +198,8 @@ class _Pipe:
             data = bytearray(piece)
             data[flip_at] ^= 0x01
             self._counts["flipped"] += 1
+        self._counts[f"bytes_{self._name}"] += len(piece)  # first: who has got them may ask for the number
         await asyncio.get_running_loop().sock_sendall(self._sink, data)
-        self._counts[f"bytes_{self._name}"] += len(piece)
 
 
 async def cancel(task: asyncio.Future[Any] | None) -> None:

@@ -29,7 +29,7 @@ __all__ = ["NO_FAULTS", "Direction", "FaultProxy", "Faults"]
 
 T = TypeVar("T")
 
-_CALL_TIMEOUT_S: Final = 10.0
+_CALL_TIMEOUT_S: Final = 60.0
 
 
 class FaultProxy:
@@ -100,7 +100,7 @@ class FaultProxy:
     def counts(self) -> Mapping[str, int]:
         """Return what was done so far.
 
-        `connections`, `server_refused`, `bytes_to_server`, `bytes_to_client` (that arrived), `stalled`, `cut`,
+        `connections`, `server_refused`, `bytes_to_server`, `bytes_to_client` (that were passed on), `stalled`, `cut`,
         `flipped` (once a connection and setting), `reset` and `half_closed` (once a connection).
         """
 

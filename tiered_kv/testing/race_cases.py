@@ -205,7 +205,7 @@ def race_loads_with_stores(
         What was wrong, and how many lookups were answered while the store was under way.
     """
     chance = random.Random(seed)
-    rig = TierRig(open_tier, num_blocks=256, block_bytes=block_bytes, wait_s=30.0)
+    rig = TierRig(open_tier, num_blocks=256, block_bytes=block_bytes, wait_s=_LATE_LIMIT_S)
     problems: list[str] = []
     answers = number = 0
     end_s = time.monotonic() + seconds
@@ -215,7 +215,9 @@ def race_loads_with_stores(
             keys = make_keys(chance.randint(1, 32), f"{seed}-{number}")
             store = rig.submit_store(keys)
             request = rig.new_request()
+            late_s = time.monotonic() + _LATE_LIMIT_S
             while not any(found := rig.tier.lookup_many(keys, request)):
+                assert time.monotonic() < late_s, "nothing of what is being stored is ever found"
                 answers += 1
                 rig.poll()
             there = [key for key, answer in zip(keys, found, strict=True) if answer]

@@ -7,10 +7,12 @@ A test module that imports the fixture has it; it skips, with the reason, where 
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,15 +21,20 @@ from tiered_kv.testing.redis_servers import RedisServer, TlsFiles, free_port, sh
 
 SERVICE = "blocks"
 """What the sentinel calls the master."""
-SENTINEL_TIMEOUT_S = 60.0
+SENTINEL_TIMEOUT_S = 120.0
+_PORT_ATTEMPTS = 5
 _POLL_S = 0.05
+_SLOW_MS = 600_000
+"""For how long a server that runs may not answer: a busy machine holds one up for longer than half a second."""
+_ENDED_MS = 500
+"""The same once the master has been ended."""
 _OTHER_HOST = "127.0.0.2"
 """Loopback, too."""
 _ADDRESS = re.compile(rb"address=127\.0\.0\.1:(\d+),slaves=(\d+)")
 
 
 class RedisSentinelServers:
-    """A master, its replica, and one sentinel, which makes the replica the master when that has ended.
+    """A master, its replica, and one sentinel, which makes the replica the master when that was stopped or killed.
 
     Args:
         directory: An empty directory for them.
@@ -40,10 +47,11 @@ class RedisSentinelServers:
             each.mkdir()
         self.tls = tls
         secured = () if tls is None else ("--tls-replication", "yes")
-        self.master = RedisServer(own[0], secured, tls=tls, port=free_port())
+        self.master = _Master(own[0], secured, tls=tls, port=free_port())
         following = ("--replicaof", f"127.0.0.1 {self.master.port}", *secured)
         self.replica = RedisServer(own[1], following, tls=tls, port=free_port())
         self._sentinel = _Sentinel(own[2], self.master.port, tls)
+        self.master.sentinel = self._sentinel
 
     @property
     def address(self) -> str:
@@ -95,37 +103,60 @@ class _Sentinel(RedisServer):
         self._config.write_text(
             f"{listen}bind 127.0.0.1 {_OTHER_HOST}\nlogfile log\ndir {directory}\n"
             f"sentinel monitor {SERVICE} 127.0.0.1 {master_port} 1\n"
-            f"sentinel down-after-milliseconds {SERVICE} 500\nsentinel failover-timeout {SERVICE} 2000\n"
+            f"sentinel down-after-milliseconds {SERVICE} {_SLOW_MS}\nsentinel failover-timeout {SERVICE} 2000\n"
         )
+
+    def expect_no_answer(self) -> None:
+        """Take the master for gone as soon as it does not answer, from now on."""
+        with contextlib.suppress(OSError):  # it has ended, too
+            self.call("SENTINEL", "SET", SERVICE, "down-after-milliseconds", str(_ENDED_MS))
 
     def _command(self) -> list[str]:
         return ["redis-server", str(self._config), "--sentinel"]
 
 
+class _Master(RedisServer):
+    """A master whose end its sentinel is told of, so that it need not suspect one that is only slow."""
+
+    sentinel: _Sentinel | None = None
+
+    def _end(self, number: signal.Signals) -> None:
+        super()._end(number)
+        if self.sentinel is not None:
+            self.sentinel.expect_no_answer()
+
+
 @pytest.fixture
 def redis_sentinel(tmp_path: Path) -> Iterator[RedisSentinelServers]:
     """A master with a replica and a sentinel; takes seconds to start."""
-    yield from _started(RedisSentinelServers(_subdirectory(tmp_path)))
+    yield from _started(tmp_path, RedisSentinelServers)
 
 
 @pytest.fixture
 def tls_redis_sentinel(tmp_path: Path) -> Iterator[RedisSentinelServers]:
     """The same with TLS, which wants a client's certificate."""
-    directory = _subdirectory(tmp_path)
-    yield from _started(RedisSentinelServers(directory, tls=shared_tls_files(directory)))
+    yield from _started(tmp_path, lambda own: RedisSentinelServers(own, tls=shared_tls_files(own)))
 
 
-def _subdirectory(tmp_path: Path) -> Path:
-    directory = tmp_path / "redis"
-    directory.mkdir()
-    return directory
-
-
-def _started(servers: RedisSentinelServers) -> Iterator[RedisSentinelServers]:
+def _started(tmp_path: Path, make: Callable[[Path], RedisSentinelServers]) -> Iterator[RedisSentinelServers]:
     if shutil.which("redis-server") is None:
         pytest.skip("redis-server is not installed")
+    (tmp_path / "redis").mkdir()
+    for attempt in range(_PORT_ATTEMPTS):
+        (own := tmp_path / "redis" / str(attempt)).mkdir()
+        servers = make(own)
+        try:
+            servers.start()
+        except RuntimeError:  # they know each other's ports, of which somebody took one first
+            servers.stop()
+            if attempt == _PORT_ATTEMPTS - 1:
+                raise
+        except BaseException:
+            servers.stop()
+            raise
+        else:
+            break
     try:
-        servers.start()
         yield servers
     finally:
         servers.stop()

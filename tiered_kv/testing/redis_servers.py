@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import secrets
 import shutil
 import signal
 import socket
@@ -17,21 +18,29 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-START_TIMEOUT_S = 15.0
-STOP_TIMEOUT_S = 10.0
-CLUSTER_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 30.0
+CLUSTER_TIMEOUT_S = 120.0
+ANSWER_TIMEOUT_S = 30.0
+"""For one command of a test's own, also on a machine that holds the server up; one that has ended refuses at once."""
+PATIENT: Mapping[str, object] = {"timeout": "60s", "connect_timeout": "60s", "lookup_timeout": "60s"}
+"""Settings of tiers that are not tested for their time-outs: what a busy machine holds up is no failure of theirs."""
 PASSWORD = "a-password-for-tests"
 """Of servers that want one."""
 
 _PORT_ATTEMPTS = 5
 _BUS_OFFSET = 10_000
 """A cluster's members talk to each other on their port plus this."""
+_GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""The first and the last port that the system gives by itself."""
+_PORT_MIN = 10_000
+_PORTS_MIN = 4096
 _POLL_S = 0.005
 
 
@@ -183,7 +192,7 @@ class RedisServer:
         return False
 
     def _connect(self) -> socket.socket:
-        sock = socket.create_connection(("127.0.0.1", self.port), timeout=5.0)
+        sock = socket.create_connection(("127.0.0.1", self.port), timeout=ANSWER_TIMEOUT_S)
         if self.tls is None:
             return sock
         import ssl
@@ -268,6 +277,14 @@ class RedisClusterServers:
                 assert time.monotonic() < deadline, "the cluster does not come together"
                 time.sleep(_POLL_S)
 
+    def keep_masters(self) -> None:
+        """Have no replica take its master's place because that is slow, from now on: a busy machine holds servers up.
+
+        Without it a member that does not answer for two seconds is replaced, as tests of that want it.
+        """
+        for server in self.servers:
+            assert server.call("CONFIG", "SET", "cluster-node-timeout", "600000") == b"+OK\r\n"
+
     def stop(self) -> None:
         """End all of them."""
         for server in self.servers:
@@ -275,16 +292,28 @@ class RedisClusterServers:
 
 
 def free_port(*, with_bus: bool = False) -> int:
-    """Return a port that nobody uses now; `with_bus`, nor that of a cluster's bus, which lies above it."""
+    """Return a port that nobody uses now; `with_bus`, nor that of a cluster's bus, which lies above it.
+
+    The system gives it to nobody who asks for any port, or connects to somebody: a server that is started again would
+    find it taken now and then.
+    """
     while True:
-        with socket.socket() as sock, socket.socket() as bus:
-            sock.bind(("127.0.0.1", 0))
+        with socket.socket() as sock, socket.socket() as bus, contextlib.suppress(OSError, OverflowError):
+            sock.bind(("127.0.0.1", secrets.choice(_ports())))
             port: int = sock.getsockname()[1]
-            if not with_bus:
-                return port
-            with contextlib.suppress(OSError, OverflowError):
+            if with_bus:
                 bus.bind(("127.0.0.1", port + _BUS_OFFSET))
-                return port
+            return port
+
+
+@functools.cache
+def _ports() -> Sequence[int]:
+    """Return the ports that the system gives to nobody by itself, and their buses' neither; 0 where those are few."""
+    with contextlib.suppress(OSError):
+        end = int(_GIVEN_PORTS.read_text().split()[0]) - _BUS_OFFSET
+        if end - _PORT_MIN >= _PORTS_MIN:
+            return range(_PORT_MIN, end)
+    return (0,)
 
 
 def make_tls_files(directory: Path, names: str = "IP:127.0.0.1,DNS:localhost") -> TlsFiles:

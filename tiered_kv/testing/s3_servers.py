@@ -29,8 +29,8 @@ from typing import Any
 
 import pytest
 
-START_S_MAX = 30.0
-STOP_S_MAX = 5.0
+START_S_MAX = 120.0
+STOP_S_MAX = 10.0
 ACCESS_KEY_ID = "testing-key-id"
 SECRET_ACCESS_KEY = "testing-secret"
 REGION = "us-east-1"

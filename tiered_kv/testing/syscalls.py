@@ -40,6 +40,8 @@ SENDS: Final = ("sendto", "sendmsg", "write", "writev", "connect")
 """Calls by which something leaves for a server."""
 
 _DELAY_US: Final = 600_000_000
+_LOG_S_MAX: Final = 30.0
+"""How long strace may go on once its tracees have ended: what is missing in its log counts as not having happened."""
 
 _LINE = re.compile(r"(?:(?P<tid>\d+) +)?(?P<name>[a-z_0-9]+)\((?P<text>.*)$")
 _RESUMED = re.compile(r"(?:(?P<tid>\d+) +)?<\.\.\. (?P<name>[a-z_0-9]+) resumed>(?P<text>.*)$")
@@ -161,7 +163,7 @@ def missing_for_tracing() -> str:
 
 
 def record(
-    work: Callable[[], None], *, log: Path, names: Sequence[str] = CHANGES, timeout_s: float = 120.0
+    work: Callable[[], None], *, log: Path, names: Sequence[str] = CHANGES, timeout_s: float = 300.0
 ) -> list[Call]:
     """Have `work` done in a child and return the calls that it made, thread by thread.
 
@@ -185,7 +187,7 @@ def record(
     return list(_parsed(log.read_text(errors="replace"), roles))
 
 
-def run_with_fault(work: Callable[[], None], fault: Fault, *, log: Path, timeout_s: float = 120.0) -> Ended:
+def run_with_fault(work: Callable[[], None], fault: Fault, *, log: Path, timeout_s: float = 300.0) -> Ended:
     """Have `work` done in a child with a fault in it, and return how the child ended.
 
     Args:
@@ -210,7 +212,7 @@ def run_with_fault(work: Callable[[], None], fault: Fault, *, log: Path, timeout
     return Ended(child.status, child.in_time, was_hit, child.error)
 
 
-def run_plain(work: Callable[[], None], *, log: Path, timeout_s: float = 120.0) -> Ended:
+def run_plain(work: Callable[[], None], *, log: Path, timeout_s: float = 300.0) -> Ended:
     """Have `work`, which brings its own fault, done in a child, and return how the child ended."""
     with TracedChild(work, wanted="", log=log) as child:
         child.wait(timeout_s)
@@ -228,7 +230,7 @@ def _tracing(tid: int, log: Path, options: Sequence[str]) -> Iterator[subprocess
             if "attached" not in said:
                 raise RuntimeError(f"strace cannot attach: {said.strip()}")
             yield strace
-            strace.wait(5.0)
+            strace.wait(_LOG_S_MAX)
         except subprocess.TimeoutExpired:  # whatever keeps it: its tracees are gone
             pass
         finally:

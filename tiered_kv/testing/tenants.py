@@ -27,6 +27,11 @@ from tiered_kv.testing.s3_servers import S3Server
 
 BLOCK_BYTES = 4096
 MARKER_BYTES = 32
+WAIT_S = 120.0
+"""For stores to end, and for a block to come: it ends what hangs."""
+_PATIENT = {"job_timeout": "60s", "lookup_timeout": "60s"}
+"""A lookup that is a miss, or a store that is given up, because the machine is busy would look like a block that was
+removed. Servers that are there answer; those that are not refuse at once."""
 _HASH_AS_TEXT = "return table.concat(redis.call('HGETALL', KEYS[1]), ' ')"
 
 
@@ -98,7 +103,7 @@ class DirectoryStorage(Storage):
         return self.folder / ("kv" if self._type == "fs" else f"kv-{re.sub(r'[^a-z]', '_', tenant)[:64]}")
 
     def entry(self, tenant: str) -> dict[str, object]:
-        return {"type": self._type, "path": str(self.path(tenant)), "capacity": "64MiB"}
+        return {"type": self._type, "path": str(self.path(tenant)), "capacity": "64MiB", **_PATIENT}
 
     def everything(self) -> Iterator[tuple[str, bytes]]:
         for path in sorted(self.folder.glob("kv*/**/*")):
@@ -122,7 +127,7 @@ class RedisStorage(Storage):
         self._settings = settings
 
     def entry(self, tenant: str) -> dict[str, object]:
-        return {"type": "redis", "job_timeout": "10s", **self._settings}
+        return {"type": "redis", **_PATIENT, "connect_timeout": "30s", **self._settings}
 
     def everything(self) -> Iterator[tuple[str, bytes]]:
         for server in self.servers:
@@ -149,7 +154,7 @@ class BucketStorage(Storage):
         self._settings = settings
 
     def entry(self, tenant: str) -> dict[str, object]:
-        return self.server.settings(self.bucket, job_timeout="10s", **self._settings)
+        return self.server.settings(self.bucket, **{**_PATIENT, "request_timeout": "30s", **self._settings})
 
     def everything(self) -> Iterator[tuple[str, bytes]]:
         client = self.server.client()
@@ -190,8 +195,8 @@ class Stored:
         blocks = np.frombuffer(b"".join(map(self.content, keys)), np.uint8).reshape(len(keys), BLOCK_BYTES)
         name = stack.tier_names[0]
         before = stack.counters()[name].get("stored_blocks", 0)
-        stack.put(keys, blocks)
-        assert stack.flush(30.0), "the stores do not end"
+        stack.put(keys, blocks, timeout=WAIT_S)
+        assert stack.flush(WAIT_S), "the stores do not end"
         return stack.counters()[name].get("stored_blocks", 0) - before
 
     def wrong(self, stack: Stack, keys: Sequence[OffloadKey]) -> tuple[int, int]:
@@ -199,7 +204,7 @@ class Stored:
         came = wrong = 0
         out = np.zeros((1, BLOCK_BYTES), np.uint8)
         for key in keys:
-            if stack.get([key], out, 10.0):
+            if stack.get([key], out, WAIT_S):
                 came += 1
                 wrong += out.tobytes() != self.content(key)
         return came, wrong

@@ -6,7 +6,7 @@ import threading
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from tiered_kv.testing.proxy import FaultProxy
 from tiered_kv.testing.redis_servers import RedisServer
@@ -120,13 +120,23 @@ class Grounds:
         self.s3_proxy.reset_connections()
 
     def s3_used_bytes(self) -> int:
-        """Return what all objects in the bucket take; the server must run."""
+        """Return what the objects in the bucket took, at least, at some moment of this call; the server must run.
+
+        A listing has several pages, and what is removed meanwhile may be listed with what took its place. So there are
+        two, and only what is in both counts.
+        """
         client = self._s3.client()
         try:
-            pages = client.get_paginator("list_objects_v2").paginate(Bucket=_BUCKET)
-            return sum(entry["Size"] for page in pages for entry in page.get("Contents", ()))
+            before, after = (self._objects(client), self._objects(client))
         finally:
             client.close()
+        return sum(size for name, size in before.items() if name in after)
+
+    def _objects(self, client: Any) -> dict[tuple[str, object], int]:  # Any: boto3's
+        """Return the sizes of all objects, by name and time."""
+        pages = client.get_paginator("list_objects_v2").paginate(Bucket=_BUCKET)
+        entries = [entry for page in pages for entry in page.get("Contents", ())]
+        return {(entry["Key"], entry["LastModified"]): entry["Size"] for entry in entries}
 
     def _make_bucket(self) -> None:
         client = self._s3.client()

@@ -24,7 +24,7 @@ SETTLED_S = 120.0
 JUDGED_S_MIN = 240.0
 """The shortest time after that from which growth is told from settling."""
 
-LEFT_LIMIT_S = 10.0
+LEFT_LIMIT_S = 60.0
 """How long after closing threads and descriptors have to go."""
 
 _POINTS_MAX = 400

@@ -10,7 +10,7 @@ from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.toolkit.lookups import PENDING_KEYS_MAX
 from tiered_kv.toolkit.queued import QueuedTier
 
-JOB_GRACE_S = 10.0
+JOB_GRACE_S = 20.0
 """How much later than its deadline a job may be reported: calls to storage have timeouts of their own, of a second."""
 REQUESTS_MAX = 64
 """Of the replay's requests, those that the manager, or a tier, may remember at one time."""

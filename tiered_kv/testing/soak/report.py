@@ -23,6 +23,8 @@ class SoakSettings:
         warm_s: How long before the first fault.
         fault_s: How long each fault is on.
         quiet_s: How long none is on after it.
+        kinds_min: How many kinds of faults there have to be, one of which has struck; it goes on for up to ten times as
+            long until that is so, since on a busy machine each takes longer.
     """
 
     seconds: float
@@ -31,6 +33,7 @@ class SoakSettings:
     warm_s: float = 10.0
     fault_s: float = 3.0
     quiet_s: float = 1.5
+    kinds_min: int = 0
 
 
 @dataclass
