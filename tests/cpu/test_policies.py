@@ -157,10 +157,10 @@ def test_pinned_blocks_cost_an_eviction_nothing(policy_class: type[CachePolicy])
         for blocks in chains:
             policy.remove(blocks)
         store(policy, make_blocks(200, 10**6), RequestChain())
-        start = time.perf_counter()
+        start = time.thread_time()  # of the processor: what others have of it meanwhile is not the eviction's
         for _ in range(100):
             assert policy.evict(1, step=0)
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     few = min(evict_one(100) for _ in range(3))
     many = min(evict_one(20_000) for _ in range(3))

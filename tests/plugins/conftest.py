@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import pytest
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.testing.rig import block_content
+from tiered_kv.testing.waiting import wait_until
 from tiered_kv.toolkit.codec_set import plain_codecs
 from tiered_kv.toolkit.jobs import Outcome
 from tiered_kv_nvme.directory import Identity
@@ -19,6 +20,15 @@ from tiered_kv_nvme.sizing import Sizing
 from tiered_kv_nvme.store import FREE_SEGMENTS, SegmentStore, StoreOptions
 
 DIGEST = bytes(range(16))
+WAIT_S = 60.0
+"""How long what must happen may take. It is there to end a test that fails, and so generous."""
+
+
+class PatientStore(SegmentStore):
+    """A store that is closed however long its disk takes to flush: who opens the directory next relies on it."""
+
+    def close(self, timeout_s: float = WAIT_S) -> bool:
+        return super().close(timeout_s)
 
 
 class StoreBench:
@@ -33,7 +43,7 @@ class StoreBench:
         self.block_bytes = 4096
         self.capacity_bytes = 4 << 20
         self.segment_bytes: int | None = 256 << 10
-        self.options: dict[str, object] = {"threads": 4, "room_timeout_s": 5.0}
+        self.options: dict[str, object] = {"threads": 4, "room_timeout_s": WAIT_S}
         self._opened: list[SegmentStore] = []
 
     @property
@@ -49,7 +59,7 @@ class StoreBench:
         sizing = Sizing.of(self.capacity_bytes, self.block_bytes, self.segment_bytes)
         codecs = plain_codecs(str(options.pop("codec", "raw")))
         chosen = StoreOptions(sizing, **{"codecs": codecs, **self.options, **options})  # type: ignore[arg-type]  # by name
-        store = SegmentStore(str(self.path), self.identity, chosen, disk=disk)
+        store = PatientStore(str(self.path), self.identity, chosen, disk=disk)
         self._opened.append(store)
         return store
 
@@ -82,16 +92,21 @@ class StoreBench:
         flat = memoryview(mmap.mmap(-1, max(1, count) * self.block_bytes))
         return [flat[at : at + self.block_bytes] for at in range(0, count * self.block_bytes, self.block_bytes)]
 
-    def wait_until(self, condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    def wait_until(self, condition: Callable[[], object], timeout_s: float = WAIT_S) -> None:
         """Return once `condition` holds."""
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, "it did not come about in time"
-            time.sleep(0.001)
+        wait_until(condition, timeout_s, pause_s=0.001)
 
     def wait_until_ready(self, store: SegmentStore) -> None:
         """Return once the reclaimer has nothing to do."""
         self.wait_until(lambda: store.stats()["free_segments"] == FREE_SEGMENTS)
+
+    def segment_sizes(self) -> set[int]:
+        """The sizes of the segment files, also while the reclaimer deletes some."""
+        sizes = set()
+        for path in self.segments:
+            with contextlib.suppress(FileNotFoundError):
+                sizes.add(path.stat().st_size)
+        return sizes
 
     def occupied_bytes(self) -> int:
         """What `du` says of the directory."""

@@ -29,12 +29,14 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def open_rig(path: Path) -> Iterator[OpenRig]:
+def open_rig(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenRig]:
     """Open a tier on the directory; it is shut down at the end of the test."""
+    monkeypatch.setattr("tiered_kv_fs.tier._ROOM_TIMEOUT_MAX_S", 60.0)  # or a busy machine makes stores find no room
     rigs: list[TierRig] = []
 
     def open_one(block_bytes: int = BLOCK_BYTES, capacity: int = CAPACITY_BYTES, codec: str = "raw") -> TierRig:
-        entry = {"type": "fs", "path": str(path), "capacity": capacity, "codec": codec, "threads": 4}
+        entry: dict[str, object] = {"type": "fs", "path": str(path), "capacity": capacity, "job_timeout": "120s"}
+        entry |= {"codec": codec, "threads": 4}
         rigs.append(rig_of(entry, block_bytes=block_bytes, num_blocks=512))
         return rigs[-1]
 

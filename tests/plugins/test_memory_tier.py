@@ -53,7 +53,7 @@ def make_rig() -> Iterator[MakeRig]:
     rigs: list[TierRig] = []
 
     def make(**settings: object) -> TierRig:
-        rigs.append(TierRig(open_with(**settings), num_blocks=64, block_bytes=BLOCK_BYTES, wait_s=20.0))
+        rigs.append(TierRig(open_with(**settings), num_blocks=64, block_bytes=BLOCK_BYTES, wait_s=60.0))
         return rigs[-1]
 
     yield make

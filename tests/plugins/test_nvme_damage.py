@@ -127,7 +127,8 @@ def test_a_truncated_segment_costs_what_was_cut_off(bench: StoreBench, clean: bo
     store = bench.open()  # and the room is used again
     for number in range(25):
         assert bench.put(store, make_keys(50, f"batch {number}")).successful_keys is None
-    assert all(path.stat().st_size == bench.segment_bytes for path in bench.segments)
+    bench.wait_until_ready(store)
+    assert bench.segment_sizes() == {bench.segment_bytes}
 
 
 def test_a_segment_that_is_cut_off_while_it_is_open_is_a_counted_miss(bench: StoreBench) -> None:

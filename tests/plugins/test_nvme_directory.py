@@ -50,7 +50,7 @@ def test_a_second_process_is_refused_and_told_who_owns_it(bench: StoreBench) -> 
         "Directory(sys.argv[1], Identity(bytes(range(16)), {}, 4096), tier='second')\n"
     )
     command = [sys.executable, "-c", program, str(bench.path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode != 0
     assert f"tier 'second' cannot be opened: {bench.path} is in use by process {os.getpid()}" in result.stderr
 
@@ -154,7 +154,9 @@ def test_nobody_else_can_read_what_is_stored(bench: StoreBench) -> None:
 
 
 def test_a_symbolic_link_in_place_of_a_segment_is_not_followed(bench: StoreBench, tmp_path: Path) -> None:
-    bench.open().close()
+    store = bench.open()
+    bench.wait_until_ready(store)  # there is a segment then
+    store.close()
     victim = tmp_path / "victim"
     victim.write_text("precious")
     segment = bench.segments[0]

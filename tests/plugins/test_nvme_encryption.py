@@ -144,7 +144,7 @@ def test_segments_that_are_too_small_for_what_is_encrypted_make_way(bench: Store
     keys = make_keys(6, "encrypted")
     assert [bench.put(store, [key]).reason for key in keys] == [""] * 6
     assert keys[-1] in bench.get(store, keys)
-    bench.wait_until(lambda: {path.stat().st_size for path in bench.segments} == {needed_bytes})
+    bench.wait_until(lambda: bench.segment_sizes() == {needed_bytes})
     assert bench.occupied_bytes() <= bench.capacity_bytes
 
 

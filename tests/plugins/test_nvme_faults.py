@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -186,7 +187,7 @@ def test_a_full_file_system_makes_do_with_the_segments_there_are(bench: StoreBen
     newest = make_keys(40, "batch 19")
     assert bench.get(store, newest) == set(newest)
     assert store.stats()["no_space_errors"] > 0
-    assert len(bench.segments) == 5
+    bench.wait_until(lambda: len(bench.segments) == 5)  # another one may be tried, and given up, just now
 
 
 @pytest.mark.parametrize("segments", [0, 1])
@@ -199,7 +200,7 @@ def test_a_file_system_with_too_little_space_fails_stores_at_once(bench: StoreBe
         assert (outcome.successful_keys, outcome.reason) == ([], "no_space")
     assert store.stats()["refused_stores"] == 20
     assert store.stats()["room_timeouts"] == 0
-    assert len(bench.segments) == segments
+    bench.wait_until(lambda: len(bench.segments) == segments)  # another one may be tried, and given up, just now
 
 
 def test_two_segments_are_enough_to_keep_the_newest_blocks(bench: StoreBench) -> None:
@@ -212,7 +213,7 @@ def test_two_segments_are_enough_to_keep_the_newest_blocks(bench: StoreBench) ->
         assert keys[-1] in bench.get(store, keys)  # used, so it would move on if there were room
     assert store.stats()["no_space_errors"] > 0
     assert store.stats()["refused_stores"] == store.stats()["room_timeouts"] == 0
-    assert len(bench.segments) == 2
+    bench.wait_until(lambda: len(bench.segments) == 2)  # another one may be tried, and given up, just now
 
 
 def test_a_disk_that_recovers_is_used_again(bench: StoreBench) -> None:
@@ -229,11 +230,13 @@ def test_a_disk_that_recovers_is_used_again(bench: StoreBench) -> None:
 
 def test_a_disk_that_takes_no_headers_costs_the_blocks_of_one_segment(bench: StoreBench) -> None:
     disk = FaultyDisk()
-    store = opened(bench, disk, room_timeout_s=0.02)
+    store = opened(bench, disk)
     batches = [make_keys(40, f"batch {number}") for number in range(60)]
     for keys in batches:
-        bench.put(store, keys)
+        assert bench.put(store, keys).successful_keys is None
     bench.wait_until_ready(store)
+    patience_s = store._writer._room_timeout_s
+    store._writer._room_timeout_s = 0.02  # from here on there is no room to come
     segments = len(bench.segments)
     held = sum(store.contains([key for keys in batches for key in keys]))
 
@@ -254,6 +257,7 @@ def test_a_disk_that_takes_no_headers_costs_the_blocks_of_one_segment(bench: Sto
         sum(store.contains([key for keys in batches for key in keys])) >= held - reclaimed_before - blocks_of_a_segment
     )
     disk.on_write = lambda buffers, offset: None
+    store._writer._room_timeout_s = patience_s
     newest = make_keys(40, "newest")
     bench.wait_until(lambda: bench.put(store, newest).successful_keys is None)
     assert bench.get(store, newest) == set(newest)
@@ -295,9 +299,13 @@ def test_a_directory_that_cannot_be_listed_costs_no_segment(
     newest = make_keys(40, "batch 59")
     assert newest[-1] in bench.get(store, newest)
     listing.failing = False
-    for number in range(60):
-        assert bench.put(store, make_keys(40, f"after {number}")).successful_keys is None
-    assert len(bench.segments) > 10  # it grows again
+    numbers = itertools.count()
+
+    def grows_by_stores() -> bool:
+        assert bench.put(store, make_keys(40, f"after {next(numbers)}")).successful_keys is None
+        return len(bench.segments) > 10
+
+    bench.wait_until(grows_by_stores)  # a tenth of a second after the last failure it tries again
 
 
 class UnknownSizes:
@@ -377,7 +385,7 @@ def test_a_segment_whose_blocks_can_never_move_is_used_again_without_them(
 def test_the_last_two_segments_are_for_stores(bench: StoreBench) -> None:
     disk = FaultyDisk()
     disk.on_allocate = full_after(3)
-    store = bench.open(disk, room_timeout_s=2.0)
+    store = bench.open(disk)
     for number in range(20):  # one segment takes what moves on
         keys = make_keys(40, f"before {number}")
         assert bench.put(store, keys).successful_keys is None

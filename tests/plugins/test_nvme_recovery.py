@@ -74,7 +74,7 @@ def test_a_killed_process_leaves_a_directory_whose_every_block_loads(bench: Stor
             for _ in range(chance.randrange(1, 30)):
                 process.stdout.readline()
             process.send_signal(signal.SIGKILL)
-            process.wait(timeout=30)
+            process.wait(timeout=60)
         assert bench.occupied_bytes() <= bench.capacity_bytes
         store = bench.open()
         bench.wait_until_ready(store)  # nothing is reclaimed from here on
@@ -302,7 +302,7 @@ def test_a_reset_does_not_wait_for_a_file_system_that_hangs(bench: StoreBench, m
     store = bench.open()
     old = make_keys(20, "old")
     bench.put(store, old)
-    assert store._reclaimer.stop(30.0)  # it would write the epoch, too
+    assert store._reclaimer.stop(60.0)  # it would write the epoch, too
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", hang)
         store.reset()
@@ -459,10 +459,10 @@ def test_a_reset_that_can_never_be_flushed_holds_after_closing_and_a_loss_of_pow
     keys = make_keys(20)
     bench.put(store, keys)
     before = (bench.path / "epoch").read_bytes()
-    assert store._reclaimer.stop(30.0)  # it would write the epoch again, and again
+    assert store._reclaimer.stop(60.0)  # it would write the epoch again, and again
     monkeypatch.setattr(os, "fdatasync", fail_to_flush)
     store.reset()
-    assert store._noting.join(30.0)
+    assert store._noting.join(60.0)
     (bench.path / "epoch").write_bytes(before)  # as if the page that could not be written had been dropped
     store.close()
     monkeypatch.undo()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tiered_kv.testing.clock import ManualClock
-from tiered_kv.testing.redis_servers import RedisServer, redis_server
+from tiered_kv.testing.redis_servers import PATIENT, RedisServer, redis_server
 
 pytest.importorskip("redis", reason="redis-py is not installed")
 
@@ -103,7 +103,7 @@ def test_a_share_of_the_blocks_is_listed_within_limits(
 
 
 def test_a_block_that_was_stored_again_smaller_is_taken_for_what_it_is_now(redis_server: RedisServer) -> None:
-    topology = topology_of(RedisSettings(url=redis_server.url))
+    topology = topology_of(RedisSettings.model_validate({**PATIENT, "url": redis_server.url}))
 
     def deadline() -> float:
         return time.monotonic() + 60.0
@@ -111,15 +111,19 @@ def test_a_block_that_was_stored_again_smaller_is_taken_for_what_it_is_now(redis
     def still() -> float:
         return 0.0
 
+    def before() -> float:
+        """A time before all others: nothing has been used since it was listed, however long that took."""
+        return -1e6
+
     try:
         topology.split([b""], deadline())
         redis_server.call("SET", PREFIX + "block", "x" * 60_000)
         found = survey(topology.nodes(), DIGEST, 60_000, deadline, lambda: True, still)
         assert found is not None
         ours, theirs, late = (deque(found.candidates) for _ in range(3))
-        assert evict(theirs, EVERYTHING, deadline(), still) == (1, 60_000)
+        assert evict(theirs, EVERYTHING, deadline(), before) == (1, 60_000)
         redis_server.call("SET", PREFIX + "block", "x" * 1000)
-        assert evict(ours, EVERYTHING, deadline(), still) == (1, 1000)
-        assert evict(late, EVERYTHING, deadline(), still) == (0, 0)
+        assert evict(ours, EVERYTHING, deadline(), before) == (1, 1000)
+        assert evict(late, EVERYTHING, deadline(), before) == (0, 0)
     finally:
         topology.close()

@@ -12,7 +12,7 @@ import yaml
 
 import tiered_kv
 from tiered_kv.hooks import tier_plugins
-from tiered_kv.testing.redis_servers import RedisServer, redis_server
+from tiered_kv.testing.redis_servers import PATIENT, RedisServer, redis_server
 from tiered_kv.testing.rig import make_keys
 
 pytest.importorskip("redis", reason="redis-py is not installed")
@@ -38,16 +38,16 @@ def registered() -> Iterator[None]:
 
 def test_the_example_shares_blocks_between_two_stacks(redis_server: RedisServer) -> None:
     stack = yaml.safe_load((ROOT / "examples" / "redis.yaml").read_text())
-    stack["secondary"][0]["url"] = redis_server.url
+    stack["secondary"][0] |= {**PATIENT, "url": redis_server.url}
     keys = make_keys(8)
     block_bytes = tiered_kv.load_config(stack).block.bytes
     blocks = np.random.default_rng(0).integers(0, 256, (8, block_bytes), dtype=np.uint8)
     with tiered_kv.open_stack(stack) as writer:
         assert writer.put(keys, blocks) == 8
-        assert writer.flush(timeout=10.0)
+        assert writer.flush(timeout=60.0)
     with tiered_kv.open_stack(stack) as reader:
         out = np.empty_like(blocks)
-        assert reader.get(keys, out, timeout=10.0) == 8
+        assert reader.get(keys, out, timeout=60.0) == 8
         assert (out == blocks).all()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tiered_kv.errors import ConfigError, MissingExtraError, TieredKVError, TierUnavailableError
-from tiered_kv.testing.redis_servers import PASSWORD, RedisServer, redis_server, tls_redis_server
+from tiered_kv.testing.redis_servers import PASSWORD, PATIENT, RedisServer, redis_server, tls_redis_server
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.validation import validate
 
@@ -30,8 +30,9 @@ def read(**entry: object) -> RedisSettings:
 
 
 def rig_of(settings: RedisSettings) -> TierRig:
+    patient = settings.model_copy(update=dict.fromkeys(PATIENT, 60.0))
     return TierRig(
-        lambda spec, view: RedisTier(spec, view, "redis", settings), num_blocks=64, block_bytes=4096, wait_s=10.0
+        lambda spec, view: RedisTier(spec, view, "redis", patient), num_blocks=64, block_bytes=4096, wait_s=60.0
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.testing.lying_redis import LyingRedis
-from tiered_kv.testing.redis_servers import free_port
+from tiered_kv.testing.redis_servers import PATIENT, free_port
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.tiering.base import TierSpec
@@ -127,12 +127,12 @@ def start() -> Iterator[Start]:
 
 
 def open_rig(**settings: object) -> TierRig:
-    checked = RedisSettings.model_validate({"timeout": "2s", "connect_timeout": "2s", **settings})
+    checked = RedisSettings.model_validate({**PATIENT, **settings})
     return TierRig(
         lambda spec, view: RedisTier(spec, view, "redis", checked),
         num_blocks=64,
         block_bytes=4096,
-        wait_s=30.0,
+        wait_s=60.0,
         spec=TierSpec("redis", 4096, bytes(16)),
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tiered_kv.testing.redis_servers import RedisServer, redis_server
+from tiered_kv.testing.redis_servers import PATIENT, RedisServer, redis_server
 
 pytest.importorskip("redis", reason="redis-py is not installed")
 
@@ -62,10 +62,12 @@ class Bench:
         self._monkeypatch = monkeypatch
         self._topologies: list[Topology] = []
         monkeypatch.setattr(quota_module, "survey", self._survey)
+        monkeypatch.setattr(quota_module, "_STEP_S_MAX", 60.0)  # by a clock that is not ours
 
     def open(self, dead_s: float = 1e9) -> Quota:
-        limits = QuotaLimits(QUOTA_BYTES, RECORD_BYTES, room_wait_s=0.0, transfer_s=dead_s, valid_s=0.0)
-        self._topologies.append(topology_of(RedisSettings(url=self.server.url)))
+        # No survey is made again because of ticks, which would be told by a clock that is not ours.
+        limits = QuotaLimits(QUOTA_BYTES, RECORD_BYTES, room_wait_s=0.0, transfer_s=dead_s, tick_s=1e9, valid_s=0.0)
+        self._topologies.append(topology_of(RedisSettings.model_validate({**PATIENT, "url": self.server.url})))
         with self._monkeypatch.context() as patch:
             patch.setattr(threading, "Thread", Unstarted)
             quota = Quota(self._topologies[-1], DIGEST, limits, Counters(), "redis")

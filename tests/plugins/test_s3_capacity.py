@@ -12,6 +12,7 @@ from typing import cast
 import pytest
 
 from tiered_kv.errors import TierUnavailableError
+from tiered_kv.testing.waiting import wait_until
 from tiered_kv_s3 import caretaker
 from tiered_kv_s3 import grants as grants_module
 from tiered_kv_s3.bucket import Bucket
@@ -270,14 +271,13 @@ def test_who_could_not_renew_its_grant_stores_nothing_any_more() -> None:
     assert not ledger.reserve(RECORD_BYTES, soon())
 
 
-def test_a_grant_holds_for_longer_than_a_round_takes() -> None:
-    process = Process(SharedBucket(), 0, 100 * RECORD_BYTES)
-    assert process.grants is not None
-    began_s = time.monotonic()
-    assert 29 < process.grants.announce(10) - began_s < 35
-    process.grants.allow_for(100.0)
-    assert 229 < process.grants.announce(10) - began_s < 235
-    assert [name[-4:] for name in process.bucket.objects] == ["-230"]
+def test_a_grant_holds_for_longer_than_a_round_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = SharedBucket()
+    grants, _ = two_grants(bucket, monkeypatch)
+    assert grants.announce(10) == 30.0
+    grants.allow_for(100.0)
+    assert grants.announce(10) == 230.0
+    assert [name[-4:] for name in bucket.objects] == ["-230"]
 
 
 def test_a_round_that_took_longer_than_its_grant_held_is_followed_by_another() -> None:
@@ -394,25 +394,38 @@ def test_a_process_that_ends_leaves_its_grant_to_the_others() -> None:
 
 def test_stores_that_wait_for_the_first_listing_fail_when_that_fails() -> None:
     ledger = Ledger(100, RECORD_BYTES)
-    took_s: list[float] = []
-
-    def store() -> None:
-        began_s = time.monotonic()
-        assert not ledger.reserve(RECORD_BYTES, soon())
-        took_s.append(time.monotonic() - began_s)
-
-    thread = threading.Thread(target=store)
+    answers: list[bool] = []
+    deadline = time.monotonic() + 600.0  # long after this test has failed
+    thread = threading.Thread(target=lambda: answers.append(ledger.reserve(RECORD_BYTES, deadline)), daemon=True)
     thread.start()
-    while not took_s:
+
+    def has_failed() -> bool:
         ledger.fail_round()
-        time.sleep(0.001)
+        return bool(answers)
+
+    wait_until(has_failed, what="the end of a store's wait")
     thread.join()
-    assert took_s[0] < 5.0
+    assert answers == [False]
+
+
+class Pauses(threading.Event):
+    """A caretaker's end, for which it waits between its rounds: the pauses are noted, and take no time."""
+
+    def __init__(self, pauses_max: int, meanwhile: Callable[[], None]) -> None:
+        super().__init__()
+        self.taken_s: list[float | None] = []
+        self._pauses_max = pauses_max
+        self._meanwhile = meanwhile
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.taken_s.append(timeout)
+        self._meanwhile()
+        if len(self.taken_s) == self._pauses_max:
+            self.set()
+        return self.is_set()
 
 
 def test_a_server_that_does_not_delete_is_not_asked_in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caretaker, "ROUND_S_MIN", 0.01)
-    monkeypatch.setattr(caretaker, "RETRY_S", 0.2)
     process = Process(SharedBucket(), 0, 10 * RECORD_BYTES)
     process.bucket.refuses_deletes = True
     process.bucket.objects = {f"{BLOCKS}{number}": (RECORD_BYTES, 0.0) for number in range(20)}
@@ -428,13 +441,12 @@ def test_a_server_that_does_not_delete_is_not_asked_in_a_hurry(monkeypatch: pyte
         interval_s=0.01,
         name="caretaker",
     )
-    end = time.monotonic() + 0.5
-    while time.monotonic() < end:
-        keeper.start()  # as every store does that finds no room
-        time.sleep(0.001)
-    keeper.stop()
-    assert keeper.join(5.0)
-    assert 1 <= process.counters["failed_rounds"] <= 4
+    pauses = Pauses(4, meanwhile=keeper.start)  # as every store does that finds no room
+    monkeypatch.setattr(keeper, "_stop", pauses)
+    keeper.start()
+    assert keeper.join(60.0)
+    assert process.counters["failed_rounds"] == 4
+    assert pauses.taken_s == [caretaker.RETRY_S] * 4
 
 
 def test_a_caretaker_that_gets_no_thread_is_started_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,7 +475,7 @@ def test_a_caretaker_that_gets_no_thread_is_started_by_the_next_call(monkeypatch
     keeper.start()
     assert keeper.has_started
     keeper.stop()
-    assert keeper.join(5.0)
+    assert keeper.join(60.0)
 
 
 def test_what_cannot_be_deleted_is_an_error_and_stays_counted() -> None:
