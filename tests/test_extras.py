@@ -113,7 +113,7 @@ def told_without(extras: Sequence[str], entries: Mapping[str, Entry], directory:
         Path(stacks[name]).write_text(json.dumps(stack))  # which is YAML too
     missing = [module for extra in extras for module in LIBRARIES[extra]]
     command = [sys.executable, "-c", PROGRAM, json.dumps([missing, stacks])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     return {name: Told(*told) for name, told in json.loads(done.stdout).items()}
 

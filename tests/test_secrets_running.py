@@ -20,6 +20,7 @@ import yaml
 
 from tiered_kv.hooks import tier_plugins
 from tiered_kv.stack import Stack
+from tiered_kv.testing import secret_hunt
 from tiered_kv.testing.parrot import Parrot
 from tiered_kv.testing.redis_servers import RedisServer
 from tiered_kv.testing.s3_servers import REGION, missing_for_moto, start_moto
@@ -85,12 +86,23 @@ def test_no_refused_password_is_shown_by_a_real_redis(tmp_path: Path) -> None:
             {"url": f"redis://{user}:{wrong}@127.0.0.1:{server.port}"},
             {},
         ):
-            entry = {"type": "redis", "url": server.url, "job_timeout": "2s", **settings}
+            patient = {"job_timeout": "60s", "timeout": "60s", "connect_timeout": "30s"}  # it answers, if late
+            entry = {"type": "redis", "url": server.url, **patient, **settings}
             opened.append(show_running_stack(sheet, f"with {sorted(settings)}", {**STACK, "secondary": [entry]}))
     finally:
         server.kill()
     assert sheet.findings() == []
     assert opened == [True, False, False, False, False, False]
+
+
+ANSWERED = {"job_timeout": "60s", "request_timeout": "60s", "lookup_timeout": "60s"}
+"""Of a tier whose server answers: what it says is waited for, also on a machine that holds it up."""
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a running stack end what it was given, since a reset in between would make it void."""
+    monkeypatch.setattr(secret_hunt, "_WAIT_S", 60.0)
 
 
 def swept(stack: Stack) -> bool:
@@ -103,7 +115,7 @@ def refused(stack: Stack) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("nothing_of_aws")
+@pytest.mark.usefixtures("nothing_of_aws", "patient")
 @pytest.mark.parametrize("checks_signatures", [False, True])
 def test_no_key_is_shown_by_a_real_s3_server(
     checks_signatures: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -123,7 +135,7 @@ def test_no_key_is_shown_by_a_real_s3_server(
         given = {"bucket": server.make_bucket(), "endpoint_url": server.url, "region": REGION, "addressing": "path"}
         explicit = {"access_key_id": key_id, "secret_access_key": secret, "session_token": token}
         for settings in (explicit, {"profile": "kv"}):
-            entry = {"type": "s3", "attempts": 1, "job_timeout": "5s", **given, **settings}
+            entry = {"type": "s3", "attempts": 1, **ANSWERED, **given, **settings}
             source = {**STACK, "secondary": [{**entry, "ttl": "1ms", "sweep_interval": "50ms"}]}
             show_running_stack(
                 sheet, f"s3 with {sorted(settings)}", source, until=refused if checks_signatures else swept
@@ -164,7 +176,7 @@ def role_server(answer: str) -> Iterator[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("nothing_of_aws")
+@pytest.mark.usefixtures("nothing_of_aws", "patient")
 def test_no_temporary_credentials_are_shown(parrot: Parrot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("boto3", reason="boto3 is not installed")
     markers = {
@@ -175,7 +187,7 @@ def test_no_temporary_credentials_are_shown(parrot: Parrot, tmp_path: Path, monk
         f"[profile source]\naws_access_key_id = {source_id}\naws_secret_access_key = {source_secret}\n"
         "[profile kv]\nrole_arn = arn:aws:iam::123456789012:role/kv\nsource_profile = source\nregion = us-east-1\n"
     )
-    entry = {**entry_of("s3"), "profile": "kv", "job_timeout": "5s", "endpoint_url": f"http://127.0.0.1:{parrot.port}"}
+    entry = {**entry_of("s3"), "profile": "kv", **ANSWERED, "endpoint_url": f"http://127.0.0.1:{parrot.port}"}
     sheet = Sheet(markers)
     with role_server(ROLE.format(*role)) as url:
         monkeypatch.setenv("AWS_ENDPOINT_URL_STS", url)
@@ -224,7 +236,7 @@ def test_no_command_prints_a_secret(type_name: str, parrot: Parrot, tmp_path: Pa
         [sys.executable, "-c", COMMANDS, json.dumps(commands)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
         check=True,
         cwd=tmp_path,  # where relative paths lead to
         env={**os.environ, **{variables[path]: text for path, text in markers.items()}},

@@ -22,6 +22,7 @@ from tiered_kv.testing.conformance import TierConformance
 from tiered_kv.testing.rig import OpenTier
 from tiered_kv.tiering.factory import SecondaryTierFactory
 
+WAIT_S = 60.0
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plugin_sqlite"
 
 
@@ -42,7 +43,8 @@ class TestSqliteTier(TierConformance):
 
     @pytest.fixture
     def open_tier(self, tmp_path: Path) -> OpenTier:
-        settings = tier_settings({"type": "sqlite", "path": str(tmp_path / "blocks.db"), "capacity": "64MiB"})
+        entry = {"type": "sqlite", "path": str(tmp_path / "blocks.db"), "capacity": "64MiB", "lookup_timeout": "60s"}
+        settings = tier_settings(entry)
         return lambda spec, view: SecondaryTierFactory.create(spec, view, settings)
 
 
@@ -51,7 +53,7 @@ def stack_with(path: Path, capacity: str = "1MiB") -> dict[str, object]:
         "namespace": {"model": "m"},
         "block": {"bytes": "4KiB"},
         "primary": {"capacity": "64KiB"},
-        "secondary": [{"type": "sqlite", "path": str(path), "capacity": capacity}],
+        "secondary": [{"type": "sqlite", "path": str(path), "capacity": capacity, "lookup_timeout": "60s"}],
     }
 
 
@@ -63,12 +65,12 @@ def test_blocks_outlive_the_stack_and_the_file_keeps_its_limit(tmp_path: Path) -
     out = np.zeros_like(blocks)
     with open_stack(stack_with(path, "256KiB")) as stack:
         for index in range(0, 200, 4):  # prefixes of four
-            assert stack.put(keys[index : index + 4], blocks[index : index + 4]) == 4
-            assert stack.flush()
+            assert stack.put(keys[index : index + 4], blocks[index : index + 4], timeout=WAIT_S) == 4
+            assert stack.flush(WAIT_S)
             assert path.stat().st_size <= 256 << 10
     with open_stack(stack_with(path, "256KiB")) as stack:
-        assert stack.get(keys[196:], out[196:]) == 4
-        assert stack.get(keys[:4], out[:4]) == 0
+        assert stack.get(keys[196:], out[196:], timeout=WAIT_S) == 4
+        assert stack.get(keys[:4], out[:4], timeout=WAIT_S) == 0
     assert np.array_equal(out[196:], blocks[196:])
 
 
@@ -83,8 +85,8 @@ def test_a_file_that_cannot_be_used_is_a_clear_error(tmp_path: Path) -> None:
     path.unlink()
     with open_stack(stack_with(path)) as stack:
         keys = [make_offload_key(bytes([index]), 0) for index in range(32)]
-        stack.put(keys, np.zeros((32, 4096), dtype=np.uint8))
-        stack.flush()
+        assert stack.put(keys, np.zeros((32, 4096), dtype=np.uint8), timeout=WAIT_S) == 32
+        assert stack.flush(WAIT_S)
     with pytest.raises(ConfigError, match=r"secondary\.0\.capacity: .*delete it, or allow that many"):
         open_stack(stack_with(path, "64KiB"))
 
@@ -93,7 +95,7 @@ def test_a_file_that_cannot_be_used_is_a_clear_error(tmp_path: Path) -> None:
 def test_the_example_installs_and_is_found(tmp_path: Path) -> None:
     pytest.importorskip("hatchling", reason="the build backend of the example")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*pip, "--target", str(tmp_path / "site"), str(EXAMPLE)], check=True, timeout=120)
+    subprocess.run([*pip, "--target", str(tmp_path / "site"), str(EXAMPLE)], check=True, timeout=600)
     program = (
         "import json; from tiered_kv.hooks import tier_plugins;"
         "print(json.dumps([[r.plugin, r.distribution, r.error] for r in tier_plugins().reports()]))"

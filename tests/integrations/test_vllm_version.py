@@ -27,7 +27,7 @@ def import_with(tmp_path: Path, version: str | None, **variables: str) -> str:
     search = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, **variables, "PYTHONPATH": search}
     command = [sys.executable, "-c", TRY]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300, env=environment)
     return done.stdout.strip()
 
 

@@ -25,7 +25,7 @@ os.environ.update(
 )
 
 BLOCK_TOKENS = 32
-SETTLE_S = 0.3
+SETTLE_S = 0.6
 """A third of the time that a prompt's blocks have to reach a tier; nothing is measured meanwhile."""
 CHAT_MODEL = {
     "vocab_size": 512,

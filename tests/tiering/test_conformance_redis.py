@@ -33,8 +33,12 @@ from tiered_kv_redis.tier import RedisTier
 __all__ = ["fake_redis_url", "redis_cluster", "redis_server", "tls_redis_server"]
 
 
+PATIENT = {"timeout": "60s", "connect_timeout": "30s", "lookup_timeout": "60s"}
+"""A server that a busy machine holds up is no fault, and what it holds no miss."""
+
+
 def opener(**settings: object) -> OpenTier:
-    checked = RedisSettings.model_validate(settings)
+    checked = RedisSettings.model_validate({**PATIENT, **settings})
     return lambda spec, view: RedisTier(spec, view, "redis", checked)
 
 

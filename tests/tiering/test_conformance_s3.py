@@ -36,11 +36,14 @@ __all__ = ["moto_bucket", "moto_server"]
 SLOW_WIRE = Faults(latency_s=0.002, bytes_per_s=20e6)
 """Of a datacenter next door; 20 MB/s for each connection."""
 
+PATIENT = {"request_timeout": "60s", "lookup_timeout": "60s"}
+"""A server that a busy machine holds up is no fault, and what it holds no miss."""
+
 bucket_numbers = itertools.count()
 
 
 def opener(entry: dict[str, object]) -> OpenTier:
-    settings = S3Settings.model_validate({**entry, "connections": 8})
+    settings = S3Settings.model_validate({**PATIENT, **entry, "connections": 8})
     return lambda spec, view: S3Tier(spec, view, "s3", settings)
 
 

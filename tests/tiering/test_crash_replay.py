@@ -136,7 +136,9 @@ def test_a_replay_that_is_killed_twenty_times_never_loads_a_corrupt_block(worklo
     directory = StackDirectory(tmp_path)
     moments = random.Random(SEED)
     found: list[int] = []
-    for _ in range(KILLS):
+    end_s = time.monotonic() + WAIT_S
+    # More often where a machine is so slow that these came to too little for the test to mean anything.
+    while len(found) < KILLS or (directory.peak_bytes <= SIZE.capacity_bytes // 4 and time.monotonic() < end_s):
         run_s = moments.uniform(0.05, 1.0) * SIZE.run_max_s
         with directory.replay(workload) as process:
             _watch_until_it_works(directory, process)
@@ -148,7 +150,7 @@ def test_a_replay_that_is_killed_twenty_times_never_loads_a_corrupt_block(worklo
         directory.sample()
         found.append(directory.verify(workload))
     assert found[-1] > 0, found
-    assert directory.peak_bytes > SIZE.capacity_bytes // 4, "too little was written for the test to mean anything"
+    assert directory.peak_bytes > SIZE.capacity_bytes // 4, f"{len(found)} runs wrote too little to mean anything"
 
 
 @pytest.mark.slow

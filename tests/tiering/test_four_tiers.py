@@ -6,6 +6,7 @@ Real processes throughout: the command, a redis-server and moto's server.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -13,17 +14,21 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 
 from tiered_kv.testing.redis_servers import RedisServer, free_port
 from tiered_kv.testing.s3_servers import ACCESS_KEY_ID, SECRET_ACCESS_KEY, S3Server, moto_bucket, moto_server
+from tiered_kv.testing.waiting import wait_until
+from tiered_kv.workload.generator import ChatWorkload
+from tiered_kv.workload.request import Request
+from tiered_kv.workload.trace import read_trace
 
 __all__ = ["moto_bucket", "moto_server"]
 
@@ -34,8 +39,9 @@ COMMAND = [sys.executable, "-c", "import sys; from tiered_kv.cli import main; sy
 REQUESTS = 1500
 TIERS = ("cpu", "nvme", "redis", "s3")
 REDIS_OPTIONS = ("--maxmemory", "48mb", "--maxmemory-policy", "allkeys-lru")
+SETS_BEFORE = 300
+"""How often Redis is told at least to store a block, while half of the requests are played, on any machine."""
 WAIT_S = 300.0
-POLL_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +50,23 @@ class Workload:
 
     Args:
         arguments: Of the command.
-        sets_halfway: How often Redis has been told to store a block well before the requests are done, on any machine.
+        requests: The same requests.
     """
 
     arguments: tuple[str, ...]
-    sets_halfway: int
+    requests: Callable[[], Iterator[Request]]
+
+    def lines(self) -> list[str]:
+        """Return the requests as the lines of a trace."""
+        names = {"timestamp_ms": "timestamp", "input_length": "input_length", "output_length": "output_length"}
+        return [
+            json.dumps({**{new: getattr(each, old) for old, new in names.items()}, "hash_ids": each.hash_ids}) + "\n"
+            for each in itertools.islice(self.requests(), REQUESTS)
+        ]
 
 
-CHATS = Workload(("--requests", str(REQUESTS), "--active-chats", "150"), 1500)
-CONVERSATIONS = Workload(("--requests", str(REQUESTS), "--trace", str(TRACE)), 4_000)
+CHATS = Workload(("--requests", str(REQUESTS), "--active-chats", "150"), ChatWorkload(active_chats=150).requests)
+CONVERSATIONS = Workload(("--requests", str(REQUESTS), "--trace", str(TRACE)), partial(read_trace, TRACE))
 
 
 class Replays:
@@ -78,10 +92,10 @@ class Replays:
         }
 
     @contextmanager
-    def begin(self, workload: Workload, stack: Path = EXAMPLE) -> Iterator[subprocess.Popen[str]]:
+    def begin(self, arguments: Sequence[str], stack: Path = EXAMPLE) -> Iterator[subprocess.Popen[str]]:
         """Start a run; it is killed at the end of the block if it is still under way."""
         with subprocess.Popen(
-            [*COMMAND, str(stack), "--json", *workload.arguments],
+            [*COMMAND, str(stack), "--json", *arguments],
             cwd=self._path,
             env=self._environment,
             stdout=subprocess.PIPE,
@@ -123,6 +137,23 @@ def replays(tmp_path: Path, moto_server: S3Server, moto_bucket: str) -> Iterator
         redis.kill()
 
 
+@contextmanager
+def written_to(pipe: Path, reader: subprocess.Popen[str]) -> Iterator[TextIO]:
+    """Open a pipe for writing once the reader has it open; whoever writes to one without a reader gets an error."""
+    opened: list[int] = []
+
+    def is_open() -> bool:
+        assert reader.poll() is None, "it has ended"
+        with contextlib.suppress(OSError):  # ENXIO: it has not come so far
+            opened.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+        return bool(opened)
+
+    wait_until(is_open, WAIT_S, what="the pipe's reader")
+    os.set_blocking(opened[0], True)
+    with open(opened[0], "w") as file:
+        yield file
+
+
 @pytest.fixture(params=["conversations", "chats"])
 def workload(request: pytest.FixtureRequest) -> Workload:
     if request.param == "chats":
@@ -134,7 +165,7 @@ def workload(request: pytest.FixtureRequest) -> Workload:
 
 @pytest.mark.slow
 def test_a_replay_has_hits_in_each_of_the_four_tiers(replays: Replays, workload: Workload) -> None:
-    with replays.begin(workload) as process:
+    with replays.begin(workload.arguments) as process:
         report = replays.finish(process)
     assert report["requests"] == REQUESTS
     assert tuple(report["hits"]) == TIERS
@@ -150,14 +181,17 @@ def test_a_redis_that_is_killed_halfway_and_comes_back_empty_is_used_again(
     stack = tmp_path / "stack.yaml"
     stack.write_text(EXAMPLE.read_text().replace("    ttl: 1h\n", "    ttl: 1h\n    breaker_cooldown: 50ms\n"))
     assert "cooldown" in stack.read_text()
-    with replays.begin(workload, stack) as process:
-        end = time.monotonic() + WAIT_S
-        while replays.redis_calls("set") < workload.sets_halfway:
-            assert process.poll() is None, "it is over before Redis was killed"
-            assert time.monotonic() < end, replays.redis_calls("set")
-            time.sleep(POLL_S)
-        replays.redis.restart()
-        assert process.poll() is None, "it was over before Redis was back"
+    # The second half of the requests comes through the pipe once Redis is back, however long that takes.
+    pipe = tmp_path / "requests"
+    os.mkfifo(pipe)
+    lines = workload.lines()
+    with replays.begin(("--requests", str(REQUESTS), "--trace", str(pipe)), stack) as process:
+        with written_to(pipe, process) as requests:
+            requests.writelines(lines[: REQUESTS // 2])
+            requests.flush()
+            wait_until(lambda: replays.redis_calls("set") > SETS_BEFORE, WAIT_S, what="the use of Redis")
+            replays.redis.restart()
+            requests.writelines(lines[REQUESTS // 2 :])
         report = replays.finish(process)
     assert report["requests"] == REQUESTS
     # Whether a store fails is up to the moment: between two of them a tier connects again, and nobody notices.

@@ -139,7 +139,7 @@ def test_no_call_waits_for_a_tier_that_hangs_and_memory_stays_bounded(
         tier.on_schedule_end()
         assert list(tier.get_finished()) == []
         slowest = max(slowest, time.perf_counter() - start)
-    assert slowest < 0.5
+    assert slowest < WAIT_S / 3, "a call waits for the tier, which waits for three times as long"
     assert len(tier._questions) <= 100
     assert len(tier._hints) <= isolation.HINTS_MAX
     inner.open.set()
@@ -266,6 +266,7 @@ def test_figures_cost_jobs_one_call_an_interval_and_a_hanging_tier_one(
     assert asked == []
     inner.open.clear()
     tier.submit_store(job(5, keys(5)))
+    eventually(lambda: inner.calls.count("submit_store") == 6)  # or what is asked for comes with the round before
     for _ in range(1000):
         tier.stats()
     inner.open.set()

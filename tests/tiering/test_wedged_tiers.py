@@ -32,7 +32,9 @@ from tiered_kv.tiering.manager import TieringOffloadingManager
 NUM_BLOCKS = 32
 BLOCK_BYTES = 256
 CALL_LIMIT_S = 0.05
-WAIT_S = 20.0
+HELD_UP_CALLS_MAX = 5
+"""Calls of one test that the machine may hold up."""
+WAIT_S = 60.0
 LIMITS = TierLimits(
     job_timeout_s=10.0, lookup_timeout_s=1.0, breaker_failures=3, breaker_cooldown_s=2.0,
     store_budget_bytes=8 * BLOCK_BYTES, load_budget_bytes=8 * BLOCK_BYTES,
@@ -66,9 +68,11 @@ class Engine:
         return returned
 
     def assert_calls_returned_at_once(self) -> None:
-        # The machine that runs the tests may hold up any one call; a tier that is waited for holds up many.
+        # The machine that runs the tests may hold up any one call. A tier that is waited for holds up many: at least
+        # one for each store, of which no test makes fewer than nine.
         slow = [took_s for took_s in self.took_s if took_s > CALL_LIMIT_S]
-        assert len(slow) <= len(self.took_s) // 100, f"{len(slow)} of {len(self.took_s)} calls: {sorted(slow)[-5:]}"
+        allowed = HELD_UP_CALLS_MAX + len(self.took_s) // 100
+        assert len(slow) <= allowed, f"{len(slow)} of {len(self.took_s)} calls: {sorted(slow)[-5:]}"
 
     def request(self) -> ReqContext:
         self._request_number += 1
@@ -91,17 +95,28 @@ class Engine:
         self.call(self.manager.on_request_finished, request)
         return output is not None
 
-    def load(self, keys: Sequence[OffloadKey], *, step_s: float = 0.5, steps_max: int = 400) -> int:
-        """Ask for `keys` until every answer is there, load what is found, and return how many blocks that was."""
+    def load(
+        self,
+        keys: Sequence[OffloadKey],
+        *,
+        step_s: float = 0.5,
+        limit_s: float = 200.0,
+        time_passes: Callable[[], bool] = lambda: True,
+    ) -> int:
+        """Ask for `keys` until every answer is there, load what is found, and return how many blocks that was.
+
+        Each step takes `step_s` of the manual clock, as soon as `time_passes`: until then a healthy tier's thread may
+        take as long as it likes.
+        """
         request = self.request()
-        for _ in range(steps_max):
-            answers = self.call(self.manager.lookup_many, keys, request)
-            if None not in answers:
-                break
+        end, manual_end_s = time.monotonic() + WAIT_S, self.clock() + limit_s
+        while None in (answers := self.call(self.manager.lookup_many, keys, request)):
+            assert self.clock() < manual_end_s, f"no end after {limit_s} s"
+            assert time.monotonic() < end, f"no end within {WAIT_S} s"
             self.call(self.manager.on_schedule_end)
             time.sleep(0.002)  # for the threads of a healthy tier; the tiers' faults go by the manual clock
-            self.clock.advance(step_s)
-        assert None not in answers, f"no end after {steps_max * step_s} s"
+            if time_passes():
+                self.clock.advance(step_s)
         found = list(keys[: ([*answers, False]).index(False)])
         if found:
             rows = self.call(self.manager.prepare_load, found, request).block_ids.tolist()
@@ -203,7 +218,7 @@ def test_a_tier_that_hangs_costs_hits_and_is_used_again_when_it_goes_on(
     engine.wait_for(lambda: engine.manager.jobs_in_flight == 0, "the end of the late jobs")
     assert engine.counter("quarantined_blocks") == 0
     engine.overwrite_primary()
-    engine.wait_for(lambda: engine.load(old) == 4, "a hit after recovery")
+    engine.wait_for(lambda: engine.load(old, step_s=0.02) == 4, "a hit after recovery")
     engine.assert_calls_returned_at_once()
 
 
@@ -219,7 +234,8 @@ def test_rows_of_a_load_that_hangs_are_not_given_to_anybody_else(
     engine.wait_for(lambda: engine.manager.jobs_in_flight == 0, "idleness")
 
     gate.close()
-    assert engine.load(old) == 0  # the job expires: a miss
+    # The job expires: a miss. Before there is one, its tier's thread has to answer that it has the blocks.
+    assert engine.load(old, time_passes=lambda: engine.manager.jobs_in_flight > 0) == 0
     assert engine.counter("quarantined_blocks") >= 4
     backend = engine.manager.primary.backend
     primary = engine.manager.primary
@@ -291,7 +307,7 @@ def test_a_tier_that_always_fails_is_left_alone_and_tried_again(
     assert engine.counter("failed_stores") + engine.counter("failed_loads") + engine.counter("expired_lookups") < 200
 
     switch(False)
-    engine.wait_for(lambda: engine.load(old) == 4, "a hit after recovery")
+    engine.wait_for(lambda: engine.load(old, step_s=0.02) == 4, "a hit after recovery")
     engine.assert_calls_returned_at_once()
 
 
@@ -320,7 +336,7 @@ def test_a_tier_that_answers_ten_seconds_late_never_makes_a_request_wait_longer_
 
     slow[0].delay_s = 0.0
     engine.wait_for(lambda: engine.manager.jobs_in_flight == 0, "the end of the late jobs")
-    engine.wait_for(lambda: engine.load(old) == 4, "a hit after recovery")
+    engine.wait_for(lambda: engine.load(old, step_s=0.02) == 4, "a hit after recovery")
     engine.assert_calls_returned_at_once()
 
 

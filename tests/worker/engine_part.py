@@ -66,14 +66,14 @@ class Scheduler:
         self.manager.complete_store([key_of(number) for number in numbers], self.request)
         self.manager.on_request_finished(self.request)
         self.manager.on_schedule_end()
-        return self.manager.drain_jobs(timeout_s=30)
+        return self.manager.drain_jobs(timeout_s=120)
 
     def prepare_load(self, numbers: list[int]) -> list[int] | None:
         """Return the rows, or None where a block is lost."""
         self.request = ReqContext(req_id=f"load {numbers}")
         self.manager.on_new_request(self.request)
         keys = [key_of(number) for number in numbers]
-        end_s = time.monotonic() + 30
+        end_s = time.monotonic() + 120
         while None in (answers := self.manager.lookup_many(keys, self.request)):
             assert time.monotonic() < end_s
             self.manager.on_schedule_end()

@@ -86,7 +86,7 @@ class Engine:
     def close(self) -> None:
         for part in [*self.workers, self.scheduler]:
             assert part.call("close") is None
-            assert part.process.wait(30) == 0
+            assert part.process.wait(120) == 0
         self.kill()
 
     def on_all_workers(self, *command: object) -> list[Any]:

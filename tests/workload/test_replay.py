@@ -27,6 +27,13 @@ NUM_BLOCKS = 128
 BLOCK_BYTES = 512
 CHATS = ChatWorkload(chats=24, turns=5, active_chats=12, turn_blocks=3, system_prompts=2, system_blocks=4)
 
+
+class AtOnceTier(FourMethodTier):
+    """Is called on the scheduler's thread, so that what is found, and when, does not depend on another thread."""
+
+    is_nonblocking = True
+
+
 Wrap = Callable[[FourMethodTier], SecondaryTierManager]
 
 
@@ -35,7 +42,7 @@ class Rig:
     """A stack of the primary tier and one tier below it, called "below"."""
 
     region: PrimaryRegion
-    below: FourMethodTier
+    below: AtOnceTier
     manager: TieringOffloadingManager
 
     def replay(
@@ -61,7 +68,7 @@ def open_rig() -> Iterator[OpenRig]:
 
     def opened(wrap: Wrap = lambda tier: tier, blocks: dict[OffloadKey, bytes] | None = None) -> Rig:
         region = PrimaryRegion(NUM_BLOCKS, BLOCK_BYTES)
-        below = FourMethodTier(None, region.kv_view, "below")
+        below = AtOnceTier(None, region.kv_view, "below")
         below.blocks.update(blocks or {})
         manager = TieringOffloadingManager(CPUOffloadingManager(CPUBackend(region)), [wrap(below)], names=["below"])
         rigs.append(Rig(region, below, manager))
