@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tiered_kv.errors import TierUnavailableError
+from tiered_kv.testing.redis_clusters import RedisClusterServers, redis_cluster
 from tiered_kv.testing.redis_sentinels import SERVICE, RedisSentinelServers, redis_sentinel
-from tiered_kv.testing.redis_servers import PATIENT, RedisClusterServers, RedisServer, redis_cluster, redis_server
+from tiered_kv.testing.redis_servers import PATIENT, RedisServer, redis_server
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.tiering.base import TierSpec

@@ -14,7 +14,8 @@ from tiered_kv.errors import ConfigError
 from tiered_kv.testing.conformance import TierConformance
 from tiered_kv.testing.entries import rig_of
 from tiered_kv.testing.quota_writers import BATCH, BLOCK_BYTES, overfill
-from tiered_kv.testing.redis_servers import PATIENT, RedisClusterServers, RedisServer, redis_cluster, redis_server
+from tiered_kv.testing.redis_clusters import RedisClusterServers, redis_cluster
+from tiered_kv.testing.redis_servers import PATIENT, RedisServer, redis_server
 from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
 from tiered_kv.testing.waiting import wait_until
 

@@ -11,15 +11,8 @@ import pytest
 from tiered_kv.testing.conformance import TierConformance
 from tiered_kv.testing.doors import RedisDoor, codec_id_of
 from tiered_kv.testing.proxy import FaultProxy, Faults
-from tiered_kv.testing.redis_servers import (
-    PASSWORD,
-    RedisClusterServers,
-    RedisServer,
-    fake_redis_url,
-    redis_cluster,
-    redis_server,
-    tls_redis_server,
-)
+from tiered_kv.testing.redis_clusters import RedisClusterServers, redis_cluster
+from tiered_kv.testing.redis_servers import PASSWORD, RedisServer, fake_redis_url, redis_server, tls_redis_server
 from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.toolkit.codecs import ZSTD_ID

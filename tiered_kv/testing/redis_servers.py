@@ -1,6 +1,6 @@
 """Redis servers for tests: real ones on loopback, started from a plain `redis-server`, and fakeredis over TCP.
 
-    from tiered_kv.testing.redis_servers import redis_server, redis_cluster
+    from tiered_kv.testing.redis_servers import redis_server, tls_redis_server
 
 A test module that imports a fixture has it; each skips, with the reason, where what it needs is not installed. Every
 server has a directory of its own, listens on free ports of 127.0.0.1 only, and is ended with the test.
@@ -26,7 +26,6 @@ import pytest
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
-CLUSTER_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 30.0
 """For one command of a test's own, also on a machine that holds the server up; one that has ended refuses at once."""
 PATIENT: Mapping[str, object] = {"timeout": "60s", "connect_timeout": "60s", "lookup_timeout": "60s"}
@@ -222,75 +221,6 @@ class RedisServer:
         self._process = None
 
 
-class RedisClusterServers:
-    """Three masters with a replica each.
-
-    Args:
-        directory: An empty directory for them.
-        tls: Listen with TLS only, among themselves too, and ask for a client's certificate.
-    """
-
-    def __init__(self, directory: Path, *, tls: TlsFiles | None = None) -> None:
-        self.servers: list[RedisServer] = []
-        self.tls = tls
-        secured = () if tls is None else ("--tls-cluster", "yes", "--tls-replication", "yes")
-        for number in range(6):
-            own = directory / str(number)
-            own.mkdir()
-            options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000", "--cluster-config-file", "nodes")
-            options = (*options, "--cluster-replica-validity-factor", "0", *secured)
-            self.servers.append(RedisServer(own, options, tls=tls, has_bus=True))
-
-    @property
-    def addresses(self) -> list[str]:
-        """Each member's host:port."""
-        return [f"127.0.0.1:{server.port}" for server in self.servers]
-
-    def start(self) -> None:
-        """Start all of them and return when every slot has a master and every master its replica."""
-        for server in self.servers:
-            server.start()
-        create = ["redis-cli", "--cluster", "create", *self.addresses, "--cluster-replicas", "1", "--cluster-yes"]
-        if self.tls is not None:
-            create += ["--tls", "--cacert", str(self.tls.ca), "--cert", str(self.tls.cert), "--key", str(self.tls.key)]
-        subprocess.run(create, check=True, timeout=CLUSTER_TIMEOUT_S, stdout=subprocess.DEVNULL)
-        self.wait_until_whole(self.servers)
-        deadline = time.monotonic() + CLUSTER_TIMEOUT_S
-        while sum(b"master_link_status:up" in server.call("INFO", "replication") for server in self.servers) < 3:
-            assert time.monotonic() < deadline, "the replicas do not follow"
-            time.sleep(_POLL_S)
-
-    def masters(self) -> list[RedisServer]:
-        """Return those that are masters now, of those that answer."""
-        found = []
-        for server in self.servers:
-            with contextlib.suppress(OSError):
-                if b"role:master" in server.call("INFO", "replication"):
-                    found.append(server)
-        return found
-
-    def wait_until_whole(self, servers: Sequence[RedisServer]) -> None:
-        """Return when each of `servers` says that every slot is served."""
-        deadline = time.monotonic() + CLUSTER_TIMEOUT_S
-        for server in servers:
-            while b"cluster_state:ok" not in server.call("CLUSTER", "INFO"):
-                assert time.monotonic() < deadline, "the cluster does not come together"
-                time.sleep(_POLL_S)
-
-    def keep_masters(self) -> None:
-        """Have no replica take its master's place because that is slow, from now on: a busy machine holds servers up.
-
-        Without it a member that does not answer for two seconds is replaced, as tests of that want it.
-        """
-        for server in self.servers:
-            assert server.call("CONFIG", "SET", "cluster-node-timeout", "600000") == b"+OK\r\n"
-
-    def stop(self) -> None:
-        """End all of them."""
-        for server in self.servers:
-            server.kill()
-
-
 def free_port(*, with_bus: bool = False) -> int:
     """Return a port that nobody uses now; `with_bus`, nor that of a cluster's bus, which lies above it.
 
@@ -347,19 +277,6 @@ def tls_redis_server(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 @pytest.fixture
-def redis_cluster(tmp_path: Path) -> Iterator[RedisClusterServers]:
-    """A Redis Cluster of three masters and three replicas; takes seconds to start."""
-    yield from _clustered(RedisClusterServers(_subdirectory(tmp_path)))
-
-
-@pytest.fixture
-def tls_redis_cluster(tmp_path: Path) -> Iterator[RedisClusterServers]:
-    """The same with TLS, which wants a client's certificate."""
-    directory = _subdirectory(tmp_path)
-    yield from _clustered(RedisClusterServers(directory, tls=shared_tls_files(directory)))
-
-
-@pytest.fixture
 def fake_redis_url() -> Iterator[str]:
     """The URL of fakeredis behind a TCP socket, in this process."""
     fakeredis = pytest.importorskip("fakeredis", reason="fakeredis is not installed")
@@ -389,17 +306,6 @@ def shared_tls_files(directory: Path) -> TlsFiles:
     for path, content in zip((files.ca, files.cert, files.key), _tls_contents(), strict=True):
         path.write_bytes(content)
     return files
-
-
-def _clustered(cluster: RedisClusterServers) -> Iterator[RedisClusterServers]:
-    _redis_server()
-    if shutil.which("redis-cli") is None:
-        pytest.skip("redis-cli is not installed")
-    try:
-        cluster.start()
-        yield cluster
-    finally:
-        cluster.stop()
 
 
 def _served(server: RedisServer) -> Iterator[RedisServer]:
