@@ -38,8 +38,7 @@ class Pace:
 
         Args:
             seconds: How long it took.
-            queued_s: For how long its thread stood in the run queue meanwhile, or one that it may have waited for, or a
-                little longer.
+            queued_s: For how long its thread stood in the run queue meanwhile, or a little longer.
         """
         held_s = max(0.0, seconds - queued_s)
         self.held.add(held_s)

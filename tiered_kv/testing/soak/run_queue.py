@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
-from pathlib import Path
 
-_TASKS = Path("/proc/self/task")
 _SCHEDSTAT = "/proc/thread-self/schedstat"
 _BYTES_MAX = 128
 
@@ -36,33 +32,3 @@ class RunQueue:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-
-class OtherThreads:
-    """The time in the run queue of this process's threads but the calling one.
-
-    Of these one may have the interpreter, and then everybody waits with it. A thread that waits for a server stands in
-    no queue, so nothing of that is hidden.
-    """
-
-    def __init__(self) -> None:
-        self._before_ns: dict[str, int] = {}
-        self.note()
-
-    def note(self) -> None:
-        """Begin anew."""
-        self._before_ns = self._now_ns()
-
-    def queued_s(self) -> float:
-        """Return the longest time that one of them has stood in the queue since `note`, and begin anew."""
-        before_ns, self._before_ns = self._before_ns, self._now_ns()
-        return max((ns - before_ns.get(thread, 0) for thread, ns in self._before_ns.items()), default=0) / 1e9
-
-    @staticmethod
-    def _now_ns() -> dict[str, int]:
-        own, found = str(threading.get_native_id()), {}
-        for thread in os.listdir(_TASKS):
-            if thread != own:
-                with contextlib.suppress(OSError):  # it has ended, or the kernel does not tell
-                    found[thread] = int((_TASKS / thread / "schedstat").read_bytes().split()[1])
-        return found
