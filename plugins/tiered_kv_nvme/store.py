@@ -31,6 +31,8 @@ from tiered_kv_nvme.writer import BatchWriter
 
 FREE_SEGMENTS = 2
 """Kept ready: one for stores, one for the reclaimer, which moves used blocks to it."""
+CLOSE_TIMEOUT_S = 5.0
+"""How long closing waits for the reclaimer and for resets to be written, unless its caller says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,11 +233,14 @@ class SegmentStore:
         with self._pool.changed:
             self._pool.close()
 
-    def close(self, timeout_s: float = 5.0) -> bool:
+    def close(self, timeout_s: float | None = None) -> bool:
         """Write the summaries that are missing and give the directory up.
 
         A segment in which a call still hangs stays open, and the directory locked, until the process ends:
         what that call does must not happen to someone else's file.
+
+        Args:
+            timeout_s: How long to wait for the reclaimer and for resets; `CLOSE_TIMEOUT_S` by default.
 
         Returns:
             Whether everything was released; if not, a later call goes on.
@@ -245,8 +250,9 @@ class SegmentStore:
         with self._pool.changed:
             self._pool.close()
             self.index.clear()
-        deadline = time.monotonic() + timeout_s
-        if not self._reclaimer.stop(timeout_s):
+        patience_s = CLOSE_TIMEOUT_S if timeout_s is None else timeout_s
+        deadline = time.monotonic() + patience_s
+        if not self._reclaimer.stop(patience_s):
             return False
         if not self._noting.join(max(0.0, deadline - time.monotonic())):
             return False

@@ -20,6 +20,7 @@ from tiered_kv_nvme.store import SegmentStore, StoreOptions
 
 _PART_BYTES = 2 << 20
 _ROOM_TIMEOUT_MAX_S = 5.0
+_SHUTDOWN_TIMEOUT_S = 2.0
 
 
 class NvmeTier(BlockingTier):
@@ -55,6 +56,7 @@ class NvmeTier(BlockingTier):
                 threads=settings.threads,
                 part_bytes=_PART_BYTES,
                 lookup_timeout_s=settings.lookup_timeout,
+                shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
             )
         except BaseException:
             self._store.close()

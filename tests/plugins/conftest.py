@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.testing.patient_nvme import waiting_until_closed
 from tiered_kv.testing.rig import block_content
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.toolkit.codec_set import plain_codecs
@@ -22,13 +23,6 @@ from tiered_kv_nvme.store import FREE_SEGMENTS, SegmentStore, StoreOptions
 DIGEST = bytes(range(16))
 WAIT_S = 60.0
 """How long what must happen may take. It is there to end a test that fails, and so generous."""
-
-
-class PatientStore(SegmentStore):
-    """A store that is closed however long its disk takes to flush: who opens the directory next relies on it."""
-
-    def close(self, timeout_s: float = WAIT_S) -> bool:
-        return super().close(timeout_s)
 
 
 class StoreBench:
@@ -59,7 +53,7 @@ class StoreBench:
         sizing = Sizing.of(self.capacity_bytes, self.block_bytes, self.segment_bytes)
         codecs = plain_codecs(str(options.pop("codec", "raw")))
         chosen = StoreOptions(sizing, **{"codecs": codecs, **self.options, **options})  # type: ignore[arg-type]  # by name
-        store = PatientStore(str(self.path), self.identity, chosen, disk=disk)
+        store = SegmentStore(str(self.path), self.identity, chosen, disk=disk)
         self._opened.append(store)
         return store
 
@@ -122,7 +116,17 @@ def _blocks(path: Path) -> int:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[StoreBench]:
-    """A bench on an empty directory, whose stores are closed at the end of the test."""
+    """A bench on an empty directory, whose stores are closed at the end of the test, however long the disk takes."""
     bench = StoreBench(tmp_path / "kv")
-    yield bench
-    bench.close()
+    with waiting_until_closed():
+        yield bench
+        bench.close()
+
+
+@pytest.fixture
+def patient_fs_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have fs tiers wait, when they are shut down, until their keeper has written everything and left the directory.
+
+    After two seconds they leave it to itself otherwise, and a busy machine may hold it up for longer.
+    """
+    monkeypatch.setattr("tiered_kv_fs.tier._SHUTDOWN_TIMEOUT_S", WAIT_S)

@@ -39,7 +39,7 @@ def entry_at(path: Path, quota: int | None) -> dict[str, object]:
 
 
 @pytest.fixture
-def open_rig(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenRig]:
+def open_rig(path: Path, monkeypatch: pytest.MonkeyPatch, patient_fs_shutdown: None) -> Iterator[OpenRig]:
     """Open tiers on the directory, in this process."""
     monkeypatch.setattr("tiered_kv_fs.tier._ROOM_TIMEOUT_MAX_S", 60.0)  # or a busy machine makes stores find no room
     rigs: list[TierRig] = []
@@ -59,13 +59,6 @@ def fill(rig: TierRig, label: str, size_bytes: int) -> int:
     for number in range(batches):
         assert rig.store(make_keys(BATCH, f"{label}-{number}")).success
     return batches
-
-
-def end(rig: TierRig) -> None:
-    """Shut a tier down, and wait until it is no owner any more: `shutdown` does for no longer than two seconds."""
-    rig.tier.shutdown()
-    keeper = rig.tier._keeper  # type: ignore[attr-defined]
-    wait_until(lambda: not keeper._thread.is_alive())
 
 
 def found(rig: TierRig, label: str, number: int) -> int:
@@ -106,7 +99,7 @@ def test_a_quota_holds_for_what_was_stored_before_there_was_one(path: Path, open
     first = open_rig(OURS)
     fill(first, "ours", 3 * QUOTA_BYTES)
     assert occupied_bytes(path / OURS.hex()) > 2 * QUOTA_BYTES
-    end(first)
+    first.tier.shutdown()
     limited = open_rig(OURS, QUOTA_BYTES)
     wait_until(lambda: occupied_bytes(path / OURS.hex()) <= QUOTA_BYTES)
     assert limited.store(make_keys(BATCH, "more")).success
@@ -123,7 +116,7 @@ def test_a_quota_holds_though_the_ledger_is_lost_or_knows_nothing_of_the_namespa
         os.truncate(path / LEDGER_NAME, 0)
         fill(ours, f"after-{number}", QUOTA_BYTES // 2)
         assert occupied_bytes(path / OURS.hex()) <= QUOTA_BYTES
-    end(ours)
+    ours.tier.shutdown()
     # Counted while the namespace has no owner, it is not in the ledger any more.
     others = open_rig(THEIRS)
     os.truncate(path / LEDGER_NAME, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,36 +12,26 @@ from tiered_kv.base import ReqContext
 from tiered_kv.errors import ConfigError, TierBusyError
 from tiered_kv.hooks import TierPlugins
 from tiered_kv.testing.conformance import TierConformance
+from tiered_kv.testing.patient_nvme import PATIENCE_S, opening_nvme, patient_nvme
 from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
-from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
+from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv_nvme.disk import DirectIO, Disk
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.sizing import Sizing
 from tiered_kv_nvme.tier import NvmeTier
 
-WAIT_S = 60.0
+__all__ = ["patient_nvme"]
+
+pytestmark = pytest.mark.usefixtures("patient_nvme")
 
 
 def open_with(path: Path, **settings: object) -> OpenTier:
-    """Open tiers that wait for a slow disk: for room, and until the directory is closed, which is opened again."""
-    model = NvmeSettings.model_validate(
-        {"path": str(path), "capacity": "64MiB", "lookup_timeout": WAIT_S, "job_timeout": 2 * WAIT_S, **settings}
-    )
-
-    def open_tier(spec: TierSpec, view: memoryview) -> NvmeTier:
-        tier = NvmeTier(spec, view, "nvme", model)
-        tier._shutdown_timeout_s = WAIT_S
-        tier._store._writer._room_timeout_s = WAIT_S
-        tier._store.close = partial(tier._store.close, WAIT_S)  # type: ignore[method-assign]
-        return tier
-
-    return open_tier
+    return opening_nvme({"path": str(path), "capacity": "64MiB", **settings})
 
 
 class TestNvmeTier(TierConformance):
     survives_reopen = True
-    wait_s = 2 * WAIT_S
-    shutdown_limit_s = 2 * WAIT_S
+    wait_s = 2 * PATIENCE_S
 
     @pytest.fixture(params=["raw", "zstd", "buffered"])
     def open_tier(self, request: pytest.FixtureRequest, tmp_path: Path) -> OpenTier:
@@ -67,7 +56,7 @@ class TestNvmeTier(TierConformance):
 
 
 def test_a_reset_forgets_for_good(tmp_path: Path) -> None:
-    rig = TierRig(open_with(tmp_path / "kv"), num_blocks=64, block_bytes=4096, wait_s=WAIT_S)
+    rig = TierRig(open_with(tmp_path / "kv"), num_blocks=64, block_bytes=4096, wait_s=PATIENCE_S)
     keys = make_keys(16)
     rig.store(keys)
     assert rig.tier.reset_cache()
@@ -81,7 +70,7 @@ def test_a_reset_forgets_for_good(tmp_path: Path) -> None:
 
 
 def test_lookups_are_answered_at_once(tmp_path: Path) -> None:
-    rig = TierRig(open_with(tmp_path / "kv"), num_blocks=64, block_bytes=4096, wait_s=WAIT_S)
+    rig = TierRig(open_with(tmp_path / "kv"), num_blocks=64, block_bytes=4096, wait_s=PATIENCE_S)
     keys = make_keys(4)
     rig.store(keys[:2])
     request = ReqContext("a request")
@@ -91,9 +80,9 @@ def test_lookups_are_answered_at_once(tmp_path: Path) -> None:
 
 
 def test_a_directory_is_one_stacks_own(tmp_path: Path) -> None:
-    rig = TierRig(open_with(tmp_path / "kv"), num_blocks=8, block_bytes=4096, wait_s=WAIT_S)
+    rig = TierRig(open_with(tmp_path / "kv"), num_blocks=8, block_bytes=4096, wait_s=PATIENCE_S)
     with pytest.raises(TierBusyError, match="in use by another tier of this process"):
-        TierRig(open_with(tmp_path / "kv"), num_blocks=8, block_bytes=4096, wait_s=WAIT_S)
+        TierRig(open_with(tmp_path / "kv"), num_blocks=8, block_bytes=4096, wait_s=PATIENCE_S)
     rig.close()
 
 
@@ -106,7 +95,7 @@ def test_an_engine_that_passes_no_spec_is_served(tmp_path: Path) -> None:
 
 
 def test_what_it_can_do_here_is_described(tmp_path: Path) -> None:
-    rig = TierRig(open_with(tmp_path / "kv"), num_blocks=8, block_bytes=4096, wait_s=WAIT_S)
+    rig = TierRig(open_with(tmp_path / "kv"), num_blocks=8, block_bytes=4096, wait_s=PATIENCE_S)
     described = rig.tier.describe()
     assert described["capacity_bytes"] == 64 << 20
     assert described["segment_bytes"] == 8 << 20 or described["segments_max"] == 8
@@ -122,7 +111,7 @@ def test_direct_io_that_is_demanded_and_not_to_be_had_is_an_error(
 
     monkeypatch.setattr("tiered_kv_nvme.store.probe_direct", refuse)
     with pytest.raises(ConfigError, match="direct: the file system refuses O_DIRECT"):
-        TierRig(open_with(tmp_path / "kv", direct="on"), num_blocks=8, block_bytes=4096, wait_s=WAIT_S)
+        TierRig(open_with(tmp_path / "kv", direct="on"), num_blocks=8, block_bytes=4096, wait_s=PATIENCE_S)
 
 
 def test_it_is_found_as_any_plugin_is() -> None:

@@ -8,11 +8,14 @@ from typing import ClassVar
 import pytest
 
 from tiered_kv.testing.conformance import TierConformance
+from tiered_kv.testing.patient_nvme import PATIENCE_S, opening_nvme, patient_nvme
 from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
 from tiered_kv.testing.segment_map import SegmentMap
 from tiered_kv.tiering.base import SecondaryTierManager
-from tiered_kv_nvme.settings import NvmeSettings
-from tiered_kv_nvme.tier import NvmeTier
+
+__all__ = ["patient_nvme"]
+
+pytestmark = pytest.mark.usefixtures("patient_nvme")
 
 PAGE_BYTES = 4096
 STRIDE_BYTES = 128  # less than any payload of these tests, compressed ones included
@@ -20,16 +23,14 @@ STRIDE_BYTES = 128  # less than any payload of these tests, compressed ones incl
 
 class TestNvmeTier(TierConformance):
     survives_reopen = True
+    wait_s = 2 * PATIENCE_S
     settings: ClassVar[dict[str, object]] = {}
     directory: Path
 
     @pytest.fixture
     def open_tier(self, tmp_path: Path) -> OpenTier:
         self.directory = tmp_path / "kv"
-        settings = NvmeSettings.model_validate(
-            {"path": str(self.directory), "capacity": "64MiB", "segment": "1MiB", **self.settings}
-        )
-        return lambda spec, view: NvmeTier(spec, view, "nvme", settings)
+        return opening_nvme({"path": str(self.directory), "capacity": "64MiB", "segment": "1MiB", **self.settings})
 
     def corrupt(self, tier: SecondaryTierManager) -> bool:
         """Flip a byte in every stretch that holds anything, but for the headers of segments."""

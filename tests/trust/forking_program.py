@@ -20,7 +20,8 @@ import numpy as np
 
 from tiered_kv.errors import ShutdownError
 from tiered_kv.stack import Stack, open_stack
-from tiered_kv.testing.races import Prompts, Race, phantoms, problems_at_rest, race_facade, wait_for_workers
+from tiered_kv.testing.patient_nvme import waiting_until_closed
+from tiered_kv.testing.races import Prompts, Race, phantoms, problems_at_rest, race_facade
 
 RACE_S = 0.6
 CHILD_LIMIT_S = 240
@@ -92,7 +93,7 @@ def fork_once(stack: Stack, config: dict[str, Any], prompts: Prompts, seed: int)
     problems += [*problems_at_rest(stack.manager), *phantoms(stack.manager)]
     stack.close()
     try:
-        stack = wait_for_workers(open_stack(config))  # the child still has the parent's descriptors
+        stack = open_stack(config)  # the child still has the parent's descriptors
     except Exception as error:
         problems.append(f"cannot be opened anew while a child lives: {error}")
     os.close(parent_tells)
@@ -105,7 +106,7 @@ def fork_once(stack: Stack, config: dict[str, Any], prompts: Prompts, seed: int)
 def main() -> None:
     config, forks = json.loads(sys.argv[1]), int(sys.argv[2])
     prompts = Prompts(config["block"]["bytes"])
-    stack = wait_for_workers(open_stack(config))
+    stack = open_stack(config)
     # A fork while some thread imports a module for the first time would leave CPython's lock of that module to the
     # child for ever, whatever the module is. So everything is used once before.
     problems = list(race_facade(stack, prompts, seed=0, threads=2, seconds=RACE_S).problems)
@@ -121,4 +122,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with waiting_until_closed():
+        main()

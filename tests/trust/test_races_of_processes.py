@@ -22,6 +22,7 @@ import pytest
 from tiered_kv.errors import TierBusyError
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.figures import Figures, Profile
+from tiered_kv.testing.patient_nvme import patient_nvme
 from tiered_kv.testing.race_stacks import (
     BLOCK_BYTES,
     ROUNDS_MAX,
@@ -42,15 +43,14 @@ from tiered_kv.testing.races import (
     phantoms,
     problems_at_rest,
     race_facade,
-    wait_for_workers,
 )
 from tiered_kv.testing.racing_scheduler import RacingScheduler
 from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.s3_servers import moto_bucket, moto_server
 
-__all__ = ["entry_of", "moto_bucket", "moto_server", "redis_server", "session_servers"]
+__all__ = ["entry_of", "moto_bucket", "moto_server", "patient_nvme", "redis_server", "session_servers"]
 
-pytestmark = [pytest.mark.trust, pytest.mark.slow]
+pytestmark = [pytest.mark.trust, pytest.mark.slow, pytest.mark.usefixtures("patient_nvme")]
 
 WAIT_S = 60.0
 LIMIT_S = 600.0
@@ -72,7 +72,6 @@ def test_a_shutdown_amid_transfers_is_bounded_and_what_is_opened_next_is_sound(
         problems: list[str] = []
         prompts = Prompts(BLOCK_BYTES, label="shutdown")
         stack, guard = open_guarded(stack_of(entry))
-        wait_for_workers(stack)
         scheduler = RacingScheduler(stack.manager, stack.region, prompts, seed=seed, has_epochs=False)
         scheduler.run(0.05 + 0.02 * seed)
         begin_s = time.monotonic()
@@ -154,7 +153,7 @@ def test_a_directory_that_a_stack_owns_is_refused_while_it_lives_and_free_right_
     config = stack_of(entry_of("nvme"))
     prompts = Prompts(BLOCK_BYTES)
     cases = {}
-    stack = wait_for_workers(open_stack(config))
+    stack = open_stack(config)
     for number in seeds_of(profile, 5, 20):
         problems: list[str] = []
         race = race_facade(stack, prompts, seed=number, threads=2, seconds=0.3, calls_min=5)
@@ -170,7 +169,7 @@ def test_a_directory_that_a_stack_owns_is_refused_while_it_lives_and_free_right_
         while True:
             was_closed = closed.is_set()
             try:
-                stack = wait_for_workers(open_stack(config))
+                stack = open_stack(config)
                 break
             except TierBusyError:
                 refused += 1

@@ -237,18 +237,6 @@ def phantoms(manager: TieringOffloadingManager) -> list[str]:
     return found
 
 
-def wait_for_workers(stack: Stack) -> Stack:
-    """Have an nvme tier wait, when it is closed, for its workers until they have ended, and return its stack.
-
-    After two seconds it leaves them behind otherwise, and its directory with them. A machine that holds a worker up for
-    that long is not what a race of one who opens the directory next is about.
-    """
-    for tier in stack.secondary_tiers:
-        if tier.tier_type == "nvme":
-            tier._shutdown_timeout_s = REST_LIMIT_S  # type: ignore[attr-defined]  # no setting, for good reasons
-    return stack
-
-
 def open_guarded(config: Mapping[str, object]) -> tuple[Stack, GuardedBackend]:
     """Open a stack whose free blocks are watched."""
     loaded = load_config(config)
