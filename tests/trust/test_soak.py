@@ -1,13 +1,12 @@
 """Minutes of load over five tiers while faults come and go: no wrong byte, no limit exceeded, nothing left behind.
 
 Of the scheduler's time two things are judged (`tiered_kv.testing.soak.pace`), so that what else the machine runs does
-not decide them. A step of 512 lookups may take at most three times the processor time under load that it takes idle,
+not decide them. A step of 512 lookups may take at most five times the processor time under load that it takes idle,
 median against median, both of the same run. And steps may not wait: without what their thread stood in the run queue,
-or another one that may have had the interpreter, one in a hundred may take 0.1 s, and those that take longer than 0.25
-s may make up 3 % of the time. Calls to storage on the scheduler's thread are found so: a look at redis in each step,
-through a server that is stalled and frozen, made it 6 %. What is not judged here is docs/performance.md's row, 300 µs
-by the clock in the 99th percentile: servers, proxies and two processes share the processors with the scheduler. Both
-times by the clock are in the figure's note.
+one in a hundred may take 0.1 s, and those that take longer than 0.25 s may make up 3 % of the time. Calls to storage on
+the scheduler's thread are found so: a look at redis in each step, through a server that is stalled and frozen, made it
+6 %. What is not judged here is docs/performance.md's row, 300 µs by the clock in the 99th percentile: servers, proxies
+and two processes share the processors with the scheduler. Both times by the clock are in the figure's note.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def servers() -> None:
 def test_a_soak_keeps_every_promise(tmp_path: Path, profile: Profile, figures: Figures) -> None:
     if profile is Profile.FULL:
         settings = SoakSettings(seconds=600.0, seed=1, kinds_min=12)
-    else:  # each fault once
+    else:  # each kind of fault once, as far as a busy machine gets
         settings = SoakSettings(seconds=45.0, seed=1, warm_s=5.0, fault_s=1.5, quiet_s=0.7, kinds_min=4)
     report = run(settings, tmp_path)
     text = "\n".join(report.lines())
@@ -66,7 +65,7 @@ def test_a_soak_keeps_every_promise(tmp_path: Path, profile: Profile, figures: F
     assert report.pace.held.count, text
     assert all(len(samples) > 20 for samples in report.samples.values()), text
     assert len(report.samples) == settings.processes, text
-    # The faults have really struck: in the full form every kind, in the short one as many as a busy machine gets to.
+    # The faults have really struck: in the full form every kind, in the short one some.
     assert len(report.switched) >= settings.kinds_min, text
     assert report.struck, text
     if profile is Profile.FULL:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -14,30 +15,47 @@ def occupied_bytes(directory: Path) -> int:
     Entries may come and go meanwhile. One that is renamed while it is counted may be met under either name, or both, so
     files are told apart by their inode.
     """
-    return sum({inode: size for (inode, _), size in _sizes_in(directory).items()}.values())
+    return sum(entry.size_bytes for entry in _entries_in(directory).values())
 
 
-def least_occupied_bytes(directory: Path) -> int:
-    """Return what a directory occupied, at least, at some moment of this call.
+def occupied_beyond(directory: Path, limit_bytes: int) -> int:
+    """Return what a directory occupied, at least, at some moment of this call, if that is beyond a limit; 0 otherwise.
 
-    What is removed while others are counted may be counted with what took its place. So everything is counted twice,
-    and only that taken which was there both times: all of it was there in between.
+    What is removed while others are counted may be counted with what took its place. So where a count is beyond the
+    limit, there is a second one, and only that is taken which was there both times: all of it was there in between.
     """
-    before, after = _sizes_in(directory), _sizes_in(directory)
-    return sum({each[0]: min(before[each], after[each]) for each in before.keys() & after.keys()}.values())
+    before = _entries_in(directory)
+    if sum(entry.size_bytes for entry in before.values()) <= limit_bytes:
+        return 0
+    after = _entries_in(directory)
+    both = [(before[inode], after[inode]) for inode in before.keys() & after.keys()]
+    used_bytes = sum(min(first.size_bytes, second.size_bytes) for first, second in both if first.is_same(second))
+    return used_bytes if used_bytes > limit_bytes else 0
 
 
-def _sizes_in(directory: Path) -> dict[tuple[int, str], int]:
-    """Return what each entry occupies, by its inode and path."""
-    seen: dict[tuple[int, str], int] = {}
-    for path, _, names in os.walk(directory):
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    path: str
+    changed_ns: int
+    size_bytes: int
+
+    def is_same(self, other: _Entry) -> bool:
+        """Return whether two entries with one inode are one file; a removed one's inode is given to a new one."""
+        return self.path == other.path or self.changed_ns == other.changed_ns  # written to, or renamed
+
+
+def _entries_in(directory: Path) -> dict[int, _Entry]:
+    """Return each entry by its inode."""
+    found: dict[int, _Entry] = {}
+    for root, _, names in os.walk(directory):
         for name in (".", *names):
+            path = f"{root}/{name}"
             try:
-                status = os.lstat(f"{path}/{name}")
+                status = os.lstat(path)
             except FileNotFoundError:
                 continue
-            seen[status.st_ino, f"{path}/{name}"] = status.st_blocks * 512
-    return seen
+            found[status.st_ino] = _Entry(path, status.st_mtime_ns, status.st_blocks * 512)
+    return found
 
 
 def bucket_bytes(entry: Mapping[str, object], prefix: str) -> int:

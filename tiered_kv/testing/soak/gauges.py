@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from tiered_kv.testing.disk_use import least_occupied_bytes, occupied_bytes
+from tiered_kv.testing.disk_use import occupied_beyond
 from tiered_kv.testing.soak.grounds import FS_CAPACITY_BYTES, NVME_CAPACITY_BYTES, Grounds
 from tiered_kv.testing.soak.holdings import Holdings
 from tiered_kv.testing.soak.limits import LimitsWatch
@@ -58,6 +58,5 @@ class Gauges:
         self._look_at_directory(self._grounds.fs_directory, "the fs directory", FS_CAPACITY_BYTES)
 
     def _look_at_directory(self, path: Path, name: str, capacity_bytes: int) -> None:
-        # A look that is held up may find a block, and what took its place: so who is over is looked at more closely.
-        if occupied_bytes(path) > capacity_bytes and (used_bytes := least_occupied_bytes(path)) > capacity_bytes:
+        if used_bytes := occupied_beyond(path, capacity_bytes):
             self.note(f"{name} occupies {used_bytes} of {capacity_bytes} bytes")

@@ -23,8 +23,8 @@ class SoakSettings:
         warm_s: How long before the first fault.
         fault_s: How long each fault is on.
         quiet_s: How long none is on after it.
-        kinds_min: How many kinds of faults there have to be, one of which has struck; it goes on for up to ten times as
-            long until that is so, since on a busy machine each takes longer.
+        kinds_min: How many kinds of faults there have to be, one of which has struck; it goes on for up to five minutes
+            more until that is so, since on a busy machine each takes longer.
     """
 
     seconds: float
