@@ -13,7 +13,7 @@ pytest.importorskip("torch", reason="the extra 'transformers'")
 pytest.importorskip("transformers", reason="the extra 'transformers'")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers_prefix_cache" / "prefix_cache.py"
-ATTEMPTS = 10
+ATTEMPTS = 5
 
 
 def run(directory: Path) -> subprocess.CompletedProcess[str]:
@@ -37,6 +37,7 @@ def test_the_second_process_restores_the_prompt_with_equal_logits_in_a_fifth_of_
         assert "restored 4096 of 4096 tokens" in second.stdout, outputs
         assert "256 blocks from nvme" in second.stdout, outputs
         assert "bit for bit: True" in second.stdout, outputs
+        assert second.returncode in (0, 1), outputs
         if second.returncode == 0:
             return
     pytest.fail("\n".join(outputs))

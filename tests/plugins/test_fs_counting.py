@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from tiered_kv.testing.disk_use import occupied_bytes
 from tiered_kv.testing.rig import TierRig, make_keys
-from tiered_kv.testing.waiting import wait_until
+from tiered_kv.testing.waiting import wait_for_each
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv_fs import administration
 from tiered_kv_fs import sweeper as sweeper_module
@@ -294,7 +295,6 @@ def test_the_capacity_holds_though_the_ledger_is_lost_in_every_other_count(
     try:
         rig.store(make_keys(8, "first"))
         meanwhile(monkeypatch, *(happening for _ in range(8) for happening in (lose, lambda: None)))
-        for number in range(batches):
-            wait_until(lambda: store(number), what="room again")  # noqa: B023  called at once
+        wait_for_each((partial(store, number) for number in range(batches)), what="room again")
     finally:
         rig.close()

@@ -17,7 +17,7 @@ from tiered_kv.testing.quota_writers import BATCH, BLOCK_BYTES, overfill
 from tiered_kv.testing.redis_clusters import RedisClusterServers, redis_cluster
 from tiered_kv.testing.redis_servers import PATIENT, RedisServer, redis_server
 from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
-from tiered_kv.testing.waiting import wait_until
+from tiered_kv.testing.waiting import wait_for_each, wait_until
 
 pytest.importorskip("redis", reason="redis-py is not installed")
 
@@ -69,8 +69,11 @@ def open_rig() -> Iterator[OpenRig]:
 def fill(rig: TierRig, label: str, size_bytes: int) -> int:
     """Store blocks of so many bytes, each batch of them as soon as there is room; return how many they are."""
     batches = size_bytes // (BATCH * BLOCK_BYTES)
-    for number in range(batches):
-        wait_long_until(lambda: rig.store(make_keys(BATCH, f"{label}-{number}")).success)  # noqa: B023  called at once
+
+    def store(number: int) -> bool:
+        return rig.store(make_keys(BATCH, f"{label}-{number}")).success
+
+    wait_for_each((partial(store, number) for number in range(batches)), what="room again")
     return batches * BATCH
 
 

@@ -23,6 +23,7 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.testing.s3_servers import S3Server, missing_for_moto, moto_bucket, moto_server, start_moto
+from tiered_kv.testing.waiting import wait_for_each
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.toolkit.record import HEADER_BYTES
 from tiered_kv_s3.settings import S3Settings
@@ -236,8 +237,7 @@ def test_the_capacity_holds_at_every_moment(moto_server: S3Server, moto_bucket: 
         assert rig.tier.stats()["used_bytes"] <= 2 * capacity
         return success
 
-    for index in range(16):
-        wait_until(partial(is_stored, make_keys(2, f"batch-{index}")), "no room was made", timeout_s=60)
+    wait_for_each((partial(is_stored, make_keys(2, f"batch-{index}")) for index in range(16)), what="room again")
     assert rig.tier.stats()["deleted_blocks"] >= 30 + 2 * 16 - 20
 
 

@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -154,6 +155,17 @@ def written_to(pipe: Path, reader: subprocess.Popen[str]) -> Iterator[TextIO]:
         yield file
 
 
+@contextmanager
+def ended_in_time(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Kill a process that takes longer than `WAIT_S`: who writes to one that hangs waits for ever."""
+    timer = threading.Timer(WAIT_S, process.kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 @pytest.fixture(params=["conversations", "chats"])
 def workload(request: pytest.FixtureRequest) -> Workload:
     if request.param == "chats":
@@ -185,8 +197,10 @@ def test_a_redis_that_is_killed_halfway_and_comes_back_empty_is_used_again(
     pipe = tmp_path / "requests"
     os.mkfifo(pipe)
     lines = workload.lines()
-    with replays.begin(("--requests", str(REQUESTS), "--trace", str(pipe)), stack) as process:
-        with written_to(pipe, process) as requests:
+    replay = ("--requests", str(REQUESTS), "--trace", str(pipe))
+    with replays.begin(replay, stack) as process, ended_in_time(process):
+        # If it ends early, `finish` has what it said.
+        with contextlib.suppress(BrokenPipeError), written_to(pipe, process) as requests:
             requests.writelines(lines[: REQUESTS // 2])
             requests.flush()
             wait_until(lambda: replays.redis_calls("set") > SETS_BEFORE, WAIT_S, what="the use of Redis")

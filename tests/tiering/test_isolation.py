@@ -129,17 +129,15 @@ def test_no_call_waits_for_a_tier_that_hangs_and_memory_stays_bounded(
     inner.open.clear()
     tier.submit_store(job(1, keys(1)))
     eventually(lambda: "submit_store" in inner.calls)
-    slowest = 0.0
+    end_s = time.monotonic() + WAIT_S / 3  # less than one call that waits for the tier
     for number in range(10_000):
         context = ReqContext(f"r{number}")
-        start = time.perf_counter()
         tier.lookup(keys(number)[0], context)
         tier.touch(keys(number), context)
         tier.on_request_finished(context)
         tier.on_schedule_end()
         assert list(tier.get_finished()) == []
-        slowest = max(slowest, time.perf_counter() - start)
-    assert slowest < WAIT_S / 3, "a call waits for the tier, which waits for three times as long"
+        assert time.monotonic() < end_s, f"{number} rounds take {WAIT_S / 3} s"
     assert len(tier._questions) <= 100
     assert len(tier._hints) <= isolation.HINTS_MAX
     inner.open.set()

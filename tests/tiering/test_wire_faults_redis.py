@@ -27,8 +27,8 @@ class TestRedisTierUnderWireFaults(TierUnderWireFaults):
     # A busy machine holds threads up for a second and more. A tier that goes by its own timeout and not by its jobs'
     # deadlines takes twice as long as they may.
     grace_s = 10.0
-    recovery_s = 90.0
-    shutdown_limit_s = 20.0
+    recovery_s = 45.0
+    shutdown_limit_s = 10.0
 
     def offsets(self, fault: ByteFault, exchange_bytes: int) -> set[int]:
         """Flip a bit of every byte before the payload too: an exchange takes a millisecond."""

@@ -23,8 +23,8 @@ class TestS3TierUnderWireFaults(TierUnderWireFaults):
     # A busy machine holds threads up for a second and more. A tier that goes by its own timeout and not by its jobs'
     # deadlines takes twice as long as they may.
     grace_s = 10.0
-    recovery_s = 90.0
-    shutdown_limit_s = 20.0
+    recovery_s = 45.0
+    shutdown_limit_s = 10.0
 
     @pytest.fixture
     def server_address(self, moto_server: S3Server) -> tuple[str, int]:

@@ -63,7 +63,7 @@ class Footprint:
         return [name for name in new if not _used_by_another_process(_SHARED_MEMORY / name)] if new else []
 
 
-def left_behind(before: Footprint, temporary_directory: Path, grace_s: float = 20.0) -> list[str]:
+def left_behind(before: Footprint, temporary_directory: Path, grace_s: float = 10.0) -> list[str]:
     """Return what is left beyond `before`, after at most `grace_s` for what is about to end.
 
     A thread that a tier has left behind at its shutdown ends by itself, and on a busy machine late.

@@ -15,11 +15,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from tiered_kv.testing.entries import rig_of
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.testing.waiting import wait_until
+from tiered_kv.testing.waiting import wait_for_each
 
 BLOCK_BYTES: Final = 65_536
 BATCH: Final = 8
@@ -29,7 +30,9 @@ _WRITERS: Final = 2
 _ENDLESS: Final = 1_000_000
 _PAUSE_S: Final = 0.005
 _ROOM_S_MAX: Final = 300.0
-"""How long a batch is offered before its writer gives up."""
+"""How long a writer offers its batches, all together, before it gives up."""
+
+_END_S_MAX: Final = 2 * _ROOM_S_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +77,10 @@ def overfill(
         while int(victim.stdout.readline()) < 3 * BATCH:
             sample()
         victim.send_signal(signal.SIGKILL)  # amid its stores
+        end_s = time.monotonic() + _END_S_MAX
         while any(writer.poll() is None for writer in writers):
             sample()
+            assert time.monotonic() < end_s, "the writers do not end"
             time.sleep(_PAUSE_S)
         stored = [int(writer.communicate()[0].split()[-1]) for writer in writers]
     finally:
@@ -97,10 +102,14 @@ def main() -> None:
     """Be such a process."""
     entry, namespace, label, batches = sys.argv[1:]
     rig = rig_of(json.loads(entry), block_bytes=BLOCK_BYTES, namespace=bytes.fromhex(namespace))
-    for number in range(int(batches)):
-        keys = make_keys(BATCH, f"{label}-{number}")
-        wait_until(lambda: rig.store(keys).success, _ROOM_S_MAX)  # noqa: B023  called at once
-        print((number + 1) * BATCH, flush=True)
+
+    def store(number: int) -> bool:
+        is_stored = rig.store(make_keys(BATCH, f"{label}-{number}")).success
+        if is_stored:
+            print((number + 1) * BATCH, flush=True)
+        return is_stored
+
+    wait_for_each((partial(store, number) for number in range(int(batches))), _ROOM_S_MAX, what="room again")
     rig.close()
 
 

@@ -25,7 +25,7 @@ SENTINEL_TIMEOUT_S = 120.0
 _PORT_ATTEMPTS = 5
 _POLL_S = 0.05
 _SLOW_MS = 600_000
-"""For how long a server that runs may not answer: a busy machine holds one up for longer than half a second."""
+"""How long a running server may leave the sentinel without an answer: a busy machine holds one up for a second."""
 _ENDED_MS = 500
 """The same once the master has been ended."""
 _OTHER_HOST = "127.0.0.2"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 
 def wait_until(
@@ -24,3 +24,17 @@ def wait_until(
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come about within {timeout_s:g} s"
         time.sleep(pause_s)
+
+
+def wait_for_each(
+    conditions: Iterable[Callable[[], object]], timeout_s: float = 300.0, *, what: str = "the condition"
+) -> None:
+    """Return once each of `conditions` has held, one after the other: all of them within `timeout_s`.
+
+    Raises:
+        AssertionError: One did not come about in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    for number, condition in enumerate(conditions):
+        left_s = max(0.0, deadline - time.monotonic())
+        wait_until(condition, left_s, what=f"{what}, for number {number} of what had {timeout_s:g} s in all,")

@@ -50,6 +50,8 @@ def a_load(bench: WireBench) -> tuple[list[OffloadKey], Callable[[], object]]:
         if all(bench.rig.lookup_all(keys, request)):
             break
         request = bench.rig.new_request()  # an answer that is late, on a busy machine, is a miss
+    else:
+        pytest.fail("blocks that were stored are not found, without any fault")
     return keys, lambda: bench.play(keys, request)
 
 
