@@ -29,7 +29,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def open_rig(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenRig]:
+def open_rig(path: Path, monkeypatch: pytest.MonkeyPatch, patient_fs_shutdown: None) -> Iterator[OpenRig]:
     """Open a tier on the directory; it is shut down at the end of the test."""
     monkeypatch.setattr("tiered_kv_fs.tier._ROOM_TIMEOUT_MAX_S", 60.0)  # or a busy machine makes stores find no room
     rigs: list[TierRig] = []

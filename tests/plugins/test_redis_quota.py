@@ -124,14 +124,20 @@ def test_a_quota_holds_over_all_masters_of_a_cluster(redis_cluster: RedisCluster
 def test_blocks_that_were_used_longest_ago_make_room(redis_server: RedisServer, open_rig: OpenRig) -> None:
     rig = open_rig(url=redis_server.url, quota=QUOTA_BYTES)
     kept, unused = make_keys(BATCH, "kept"), make_keys(10 * BATCH, "unused")
-    for batch in (kept, *(unused[start : start + BATCH] for start in range(0, len(unused), BATCH))):
-        wait_long_until(lambda: rig.store(batch).success)  # noqa: B023  called at once
+
+    def store(keys: Sequence[OffloadKey]) -> bool:
+        return rig.store(keys).success
+
+    batches = (kept, *(unused[start : start + BATCH] for start in range(0, len(unused), BATCH)))
+    wait_for_each((partial(store, batch) for batch in batches), what="room")
     names = redis_server.keys(f"tkv1:{OURS.hex()}:{'?' * 16}:*")
     assert len(names) == len(kept) + len(unused)
     wait_until(lambda: all(int(redis_server.call("OBJECT", "IDLETIME", name)[1:]) >= 2 for name in names))
     assert rig.load(kept) == set(kept)
-    while not rig.tier.stats()["evicted_blocks"]:
-        fill(rig, f"more-{rig.tier.stats()['stored_blocks']}", QUOTA_BYTES // 16)
+    for number in range(64):  # sixteen fill the quota
+        if rig.tier.stats()["evicted_blocks"]:
+            break
+        fill(rig, f"more-{number}", QUOTA_BYTES // 16)
     wait_long_until(lambda: present(redis_server, unused).count(False) >= BATCH)
     assert present(redis_server, kept) == [True] * BATCH
     assert rig.lookup_all(kept) == [True] * BATCH

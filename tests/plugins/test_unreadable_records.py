@@ -288,7 +288,7 @@ def replace_again_and_again(
         for rig in rigs:
             keys = make_keys(2 * BATCH)[number % 2 * BATCH :][:BATCH]
             rig.load(keys)  # what the other has stored is noted
-            wait_until(partial(store, rig, keys), end_s - time.monotonic(), what="room again")
+            wait_until(partial(store, rig, keys), max(0.0, end_s - time.monotonic()), what="room again")
     replaced = sum(counted(rig, "unknown_key") for rig in rigs)
     assert replaced * LARGE_BLOCK_BYTES > LIMIT_BYTES, "they did replace each other's"
 

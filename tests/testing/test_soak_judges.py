@@ -159,9 +159,9 @@ class TestPace:
             pace.busy_cpu.add(500e-6)
         assert pace.problems(FULL_S) == []
         for _ in range(200):
-            pace.busy_cpu.add(1200e-6)
+            pace.busy_cpu.add(900e-6)
         (problem,) = pace.problems(FULL_S)
-        assert "6.0 times the processor time" in problem
+        assert "4.5 times the processor time" in problem
 
     def test_the_run_queue_is_told_by_the_kernel(self) -> None:
         queue = RunQueue()

@@ -18,14 +18,15 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.testing.damage import Damage, Kind, Stored, batches, record_damages
 from tiered_kv.testing.doors import Door, FsDoor, MemoryDoor, RedisDoor, S3Door
 from tiered_kv.testing.figures import Figures, Profile
+from tiered_kv.testing.patient_nvme import patient_nvme
 from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.rig import OpenTier, TierRig, block_content, compressible_content, make_keys
 from tiered_kv.testing.s3_servers import missing_for_moto, moto_server
 from tiered_kv.tiering.base import TierSpec
 
-__all__ = ["moto_server", "redis_server"]
+__all__ = ["moto_server", "patient_nvme", "redis_server"]
 
-pytestmark = [pytest.mark.trust, pytest.mark.slow]
+pytestmark = [pytest.mark.trust, pytest.mark.slow, pytest.mark.usefixtures("patient_nvme")]
 
 BLOCK_BYTES = 4096
 PATIENT = {"lookup_timeout": "60s"}

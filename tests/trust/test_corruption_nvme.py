@@ -17,6 +17,7 @@ import pytest
 from tiered_kv.base import OffloadKey
 from tiered_kv.testing.damage import SEED, Damage, Field, Stored, field_damages
 from tiered_kv.testing.figures import Figures, Profile
+from tiered_kv.testing.patient_nvme import patient_nvme
 from tiered_kv.testing.segment_bench import CODECS, KEYS, Case, SegmentBench, cost
 from tiered_kv.testing.segment_map import (
     BATCH_FIELDS,
@@ -32,7 +33,9 @@ from tiered_kv.testing.segment_map import (
     seal_summary,
 )
 
-pytestmark = [pytest.mark.trust, pytest.mark.slow]
+__all__ = ["patient_nvme"]
+
+pytestmark = [pytest.mark.trust, pytest.mark.slow, pytest.mark.usefixtures("patient_nvme")]
 
 
 @pytest.fixture(params=list(CODECS))

@@ -13,11 +13,14 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.errors import FormatError
 from tiered_kv.testing.damage import SEED
 from tiered_kv.testing.figures import Figures, Profile
+from tiered_kv.testing.patient_nvme import patient_nvme
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.segment_bench import CODECS, KEYS, SEGMENT_NAME, SegmentBench
 from tiered_kv.testing.segment_map import Part, SegmentMap
 
-pytestmark = [pytest.mark.trust, pytest.mark.slow]
+__all__ = ["patient_nvme"]
+
+pytestmark = [pytest.mark.trust, pytest.mark.slow, pytest.mark.usefixtures("patient_nvme")]
 
 
 @pytest.fixture(params=list(CODECS))

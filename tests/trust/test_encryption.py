@@ -21,6 +21,7 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.testing.damage import RECORD_FIELDS, RECORD_HEADER_BYTES, seal_record
 from tiered_kv.testing.doors import Door, FsDoor, MemoryDoor, RedisDoor, S3Door
 from tiered_kv.testing.figures import Figures, Profile
+from tiered_kv.testing.patient_nvme import patient_nvme
 from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.rig import TierRig, block_content, compressible_content, make_keys
 from tiered_kv.testing.s3_servers import missing_for_moto, moto_server
@@ -32,9 +33,9 @@ from tiered_kv.toolkit.codecs import AES_ID, RAW_ID, ZSTD_AES_ID, ZSTD_ID, ZstdC
 from tiered_kv.toolkit.encryption import Cipher
 from tiered_kv.toolkit.status import RecordStatus
 
-__all__ = ["moto_server", "redis_server"]
+__all__ = ["moto_server", "patient_nvme", "redis_server"]
 
-pytestmark = [pytest.mark.trust, pytest.mark.slow]
+pytestmark = [pytest.mark.trust, pytest.mark.slow, pytest.mark.usefixtures("patient_nvme")]
 
 BLOCK_BYTES = 4096
 SPEC = TierSpec("encryption", BLOCK_BYTES, bytes(range(16)), {"model": "encryption"})

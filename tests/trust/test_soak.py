@@ -1,7 +1,7 @@
 """Minutes of load over five tiers while faults come and go: no wrong byte, no limit exceeded, nothing left behind.
 
 Of the scheduler's time two things are judged (`tiered_kv.testing.soak.pace`), so that what else the machine runs does
-not decide them. A step of 512 lookups may take at most five times the processor time under load that it takes idle,
+not decide them. A step of 512 lookups may take at most four times the processor time under load that it takes idle,
 median against median, both of the same run. And steps may not wait: without what their thread stood in the run queue,
 one in a hundred may take 0.1 s, and those that take longer than 0.25 s may make up 3 % of the time. Calls to storage on
 the scheduler's thread are found so: a look at redis in each step, through a server that is stalled and frozen, made it

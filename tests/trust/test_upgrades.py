@@ -19,6 +19,7 @@ from tiered_kv.errors import FormatError, TierUnavailableError
 from tiered_kv.testing.damage import RECORD_FIELDS, RECORD_HEADER_BYTES, seal_record
 from tiered_kv.testing.doors import Door, FsDoor, MemoryDoor, RedisDoor, S3Door
 from tiered_kv.testing.figures import Figures
+from tiered_kv.testing.patient_nvme import patient_nvme
 from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.rig import OpenTier, TierRig, block_content, compressible_content, make_keys
 from tiered_kv.testing.s3_servers import missing_for_moto, moto_server
@@ -27,9 +28,9 @@ from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.keyed_names import with_keyed_names
 from tiered_kv.toolkit.codecs import AES_ID
 
-__all__ = ["moto_server", "redis_server"]
+__all__ = ["moto_server", "patient_nvme", "redis_server"]
 
-pytestmark = [pytest.mark.trust, pytest.mark.slow]
+pytestmark = [pytest.mark.trust, pytest.mark.slow, pytest.mark.usefixtures("patient_nvme")]
 
 GOLDEN = Path(__file__).parent / "golden"
 PATIENT = {"lookup_timeout": "60s"}

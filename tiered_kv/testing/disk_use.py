@@ -22,7 +22,12 @@ def occupied_beyond(directory: Path, limit_bytes: int) -> int:
     """Return what a directory occupied, at least, at some moment of this call, if that is beyond a limit; 0 otherwise.
 
     What is removed while others are counted may be counted with what took its place. So where a count is beyond the
-    limit, there is a second one, and only that is taken which was there both times: all of it was there in between.
+    limit, there is a second one, and only that is taken which was there both times: all of it was there in between, but
+    for a file that was removed and made again under its name and inode.
+
+    Args:
+        directory: Where to look, however deep.
+        limit_bytes: What it may occupy.
     """
     before = _entries_in(directory)
     if sum(entry.size_bytes for entry in before.values()) <= limit_bytes:

@@ -41,14 +41,21 @@ def waiting_until_closed() -> Iterator[None]:
 
 @pytest.fixture
 def patient_nvme(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The same for a test; but for the check that a shutdown is bounded, which is about the tier's own time-outs."""
+    """Have a test's nvme tiers wait until their directory is given up, but in the check that a shutdown is bounded."""
     check = TierConformance.test_shutdown_with_jobs_in_flight_is_bounded_and_may_be_repeated
     with contextlib.nullcontext() if request.function.__name__ == check.__name__ else waiting_until_closed():
         yield
 
 
 def opening_nvme(entry: Mapping[str, object]) -> OpenTier:
-    """Return what opens nvme tiers of an entry whose stores wait for room however long the disk takes to make it."""
+    """Return what opens nvme tiers whose stores wait for room however long the disk takes to make it.
+
+    Args:
+        entry: The tier's settings, without its type.
+
+    Raises:
+        pydantic.ValidationError: These are no settings of an nvme tier.
+    """
     settings = NvmeSettings.model_validate({"job_timeout": 2 * PATIENCE_S, **entry})
 
     def open_tier(spec: TierSpec, view: memoryview) -> NvmeTier:

@@ -12,6 +12,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -61,12 +62,14 @@ def overfill(
         used_bytes: Returns what the namespace's blocks take at one moment.
 
     Raises:
-        AssertionError: More was in use at some look, or a process failed.
+        AssertionError: More was in use at some look, or a process failed, or they do not end.
     """
     batches = 2 * quota_bytes // (BATCH * BLOCK_BYTES)
     writers = [_start(entry, namespace, f"writer-{number}", batches) for number in range(_WRITERS)]
     victim = _start(entry, namespace, "victim", _ENDLESS)
     samples: list[int] = []
+    ends_what_hangs = threading.Timer(_END_S_MAX, victim.kill)
+    ends_what_hangs.start()
 
     def sample() -> None:
         samples.append(used_bytes())
@@ -74,8 +77,12 @@ def overfill(
 
     try:
         assert victim.stdout is not None
-        while int(victim.stdout.readline()) < 3 * BATCH:
+        for line in victim.stdout:
+            if int(line) >= 3 * BATCH:
+                break
             sample()
+        else:
+            raise AssertionError("the process that was to be killed has ended")
         victim.send_signal(signal.SIGKILL)  # amid its stores
         end_s = time.monotonic() + _END_S_MAX
         while any(writer.poll() is None for writer in writers):
@@ -84,6 +91,7 @@ def overfill(
             time.sleep(_PAUSE_S)
         stored = [int(writer.communicate()[0].split()[-1]) for writer in writers]
     finally:
+        ends_what_hangs.cancel()
         for process in (*writers, victim):
             process.kill()
             process.wait()

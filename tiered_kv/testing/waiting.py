@@ -29,12 +29,18 @@ def wait_until(
 def wait_for_each(
     conditions: Iterable[Callable[[], object]], timeout_s: float = 300.0, *, what: str = "the condition"
 ) -> None:
-    """Return once each of `conditions` has held, one after the other: all of them within `timeout_s`.
+    """Return once each of `conditions` has held, one after the other.
+
+    Args:
+        conditions: As for `wait_until`. One that has held is not asked again.
+        timeout_s: How long to wait for all of them together.
+        what: What is waited for, as the error says it.
 
     Raises:
         AssertionError: One did not come about in time.
     """
     deadline = time.monotonic() + timeout_s
     for number, condition in enumerate(conditions):
-        left_s = max(0.0, deadline - time.monotonic())
-        wait_until(condition, left_s, what=f"{what}, for number {number} of what had {timeout_s:g} s in all,")
+        left_s = deadline - time.monotonic()
+        assert left_s > 0, f"{number} times {what} took {timeout_s:g} s"
+        wait_until(condition, left_s, what=f"after {number} times, {what}")

@@ -103,7 +103,7 @@ class TierUnderWireFaults:
         before = Footprint.take(tmp_path)
         with FaultProxy(server_address) as proxy:
             yield proxy
-        left = left_behind(before, tmp_path, self.recovery_s)
+        left = left_behind(before, tmp_path, self.shutdown_limit_s)
         assert not left, f"the tier left behind: {left}"
 
     @pytest.fixture

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from tiered_kv.testing.soak.latencies import Latencies
 
-PROBE_RATIO_MAX = 5.0
+PROBE_RATIO_MAX = 4.0
 """What a step of 512 lookups may take of the processor under load, over what it takes idle. docs/performance.md has the
 same ratio for the 99th percentile by the clock, which on a machine that others use too tells of them: it was 7.6 in a
-soak in which this ratio was 1.10. Threads that share a core, and its caches, bring it to 2.3; a step that looks at each
-block, or job, under way would bring it far beyond ten."""
+soak in which this ratio was 1.10. Threads that share a core and its caches have brought it to 2.3."""
 HELD_P99_MAX_S = 0.1
 """Five times what it was on two processors with fifteen threads of others that were ready to run, 19 ms."""
 LONG_STEP_S = 0.25
