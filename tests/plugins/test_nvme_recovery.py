@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tests.plugins.conftest import StoreBench
+    from tiered_kv_nvme.store import SegmentStore
 
 GOLDEN = Path(__file__).parent / "golden_nvme"
 
@@ -448,6 +449,14 @@ def test_a_reset_that_can_never_be_written_holds_after_closing(
     assert bench.get(bench.open(), keys) == set(keys)
 
 
+def stored_before_a_reset(bench: StoreBench) -> tuple[SegmentStore, list[OffloadKey], bytes]:
+    """Return an open store, the blocks in it, and what its epoch file says."""
+    store = bench.open()
+    keys = make_keys(20)
+    bench.put(store, keys)
+    return store, keys, (bench.path / "epoch").read_bytes()
+
+
 def fail_to_flush(fd: int) -> None:
     raise OSError(errno.EIO, "injected")
 
@@ -455,10 +464,7 @@ def fail_to_flush(fd: int) -> None:
 def test_a_reset_that_can_never_be_flushed_holds_after_closing_and_a_loss_of_power(
     bench: StoreBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = bench.open()
-    keys = make_keys(20)
-    bench.put(store, keys)
-    before = (bench.path / "epoch").read_bytes()
+    store, keys, before = stored_before_a_reset(bench)
     assert store._reclaimer.stop(60.0)  # it would write the epoch again, and again
     monkeypatch.setattr(os, "fdatasync", fail_to_flush)
     store.reset()
@@ -472,10 +478,7 @@ def test_a_reset_that_can_never_be_flushed_holds_after_closing_and_a_loss_of_pow
 def test_an_epoch_that_could_not_be_flushed_at_opening_is_written_again(
     bench: StoreBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = bench.open()
-    keys = make_keys(20)
-    bench.put(store, keys)
-    before = (bench.path / "epoch").read_bytes()
+    store, keys, before = stored_before_a_reset(bench)
     bench.reset(store)
     store.close()
     with monkeypatch.context() as patch:

@@ -12,7 +12,14 @@ from tiered_kv.testing.conformance import TierConformance
 from tiered_kv.testing.doors import RedisDoor, codec_id_of
 from tiered_kv.testing.proxy import FaultProxy, Faults
 from tiered_kv.testing.redis_clusters import RedisClusterServers, redis_cluster
-from tiered_kv.testing.redis_servers import PASSWORD, RedisServer, fake_redis_url, redis_server, tls_redis_server
+from tiered_kv.testing.redis_servers import (
+    PASSWORD,
+    PATIENT,
+    RedisServer,
+    fake_redis_url,
+    redis_server,
+    tls_redis_server,
+)
 from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.toolkit.codecs import ZSTD_ID
@@ -24,10 +31,6 @@ from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.tier import RedisTier
 
 __all__ = ["fake_redis_url", "redis_cluster", "redis_server", "tls_redis_server"]
-
-
-PATIENT = {"timeout": "60s", "connect_timeout": "30s", "lookup_timeout": "60s"}
-"""A server that a busy machine holds up is no fault, and what it holds no miss."""
 
 
 def opener(**settings: object) -> OpenTier:

@@ -13,6 +13,7 @@ from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.testing.conformance import TierConformance
 from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
+from tiered_kv.testing.waiting import wait_until
 from tiered_kv.tiering.base import JobId
 from tiered_kv.toolkit import Outcome
 from tiered_kv.toolkit.aio import AsyncTier, uninterrupted
@@ -157,13 +158,6 @@ def make_stage() -> Iterator[MakeStage]:
     yield make
     for stage in stages:
         stage.close()
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    give_up = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < give_up, "waited too long"
-        time.sleep(0.001)
 
 
 def test_no_more_blocks_are_in_flight_than_allowed_and_stores_leave_room_for_a_load(make_stage: MakeStage) -> None:

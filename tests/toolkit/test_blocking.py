@@ -13,6 +13,7 @@ import pytest
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.testing.clock import ManualClock
+from tiered_kv.testing.waiting import wait_until
 from tiered_kv.tiering.base import JobMetadata, JobResult, TierSpec
 from tiered_kv.toolkit import BlockingTier, Outcome
 
@@ -113,13 +114,6 @@ class Bench:
 
 def key_of(number: int) -> OffloadKey:
     return make_offload_key(number.to_bytes(16, "big"), 0)
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    give_up = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < give_up, "waited too long"
-        time.sleep(0.001)
 
 
 def finish(tier: BlockingTier, jobs: int = 1) -> list[JobResult]:

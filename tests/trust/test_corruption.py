@@ -19,6 +19,7 @@ from tiered_kv.testing.damage import Damage, Kind, Stored, batches, record_damag
 from tiered_kv.testing.doors import Door, FsDoor, MemoryDoor, RedisDoor, S3Door
 from tiered_kv.testing.figures import Figures, Profile
 from tiered_kv.testing.patient_nvme import patient_nvme
+from tiered_kv.testing.redis_servers import PATIENT as REDIS_PATIENT
 from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.rig import OpenTier, TierRig, block_content, compressible_content, make_keys
 from tiered_kv.testing.s3_servers import missing_for_moto, moto_server
@@ -31,8 +32,6 @@ pytestmark = [pytest.mark.trust, pytest.mark.slow, pytest.mark.usefixtures("pati
 BLOCK_BYTES = 4096
 PATIENT = {"lookup_timeout": "60s"}
 """A lookup that is a miss because the machine is busy would look like one that found the damage."""
-PATIENT_LINES = {"connect_timeout": "30s", "timeout": "60s"}
-"""And so would a load that fails because a connection is late, of redis."""
 BATCH = 24
 NEIGHBOURS = 4
 PARTS = 3
@@ -138,7 +137,7 @@ def redis_bench(codec: str, path: Path, request: pytest.FixtureRequest, closing:
 
     server = request.getfixturevalue("redis_server")
     server.call("FLUSHALL")
-    settings = RedisSettings.model_validate({"url": server.url, "codec": codec, **PATIENT, **PATIENT_LINES})
+    settings = RedisSettings.model_validate({"url": server.url, "codec": codec, **REDIS_PATIENT})
     rig = rig_of(lambda spec, view: RedisTier(spec, view, "redis", settings), codec, closing)
     return Bench(rig, RedisDoor(server, SPEC.namespace_digest), ("corrupt_blocks",), "failed_loads_unknown_codec")
 

@@ -20,6 +20,7 @@ from tiered_kv.testing.damage import RECORD_FIELDS, RECORD_HEADER_BYTES, seal_re
 from tiered_kv.testing.doors import Door, FsDoor, MemoryDoor, RedisDoor, S3Door
 from tiered_kv.testing.figures import Figures
 from tiered_kv.testing.patient_nvme import patient_nvme
+from tiered_kv.testing.redis_servers import PATIENT as REDIS_PATIENT
 from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.rig import OpenTier, TierRig, block_content, compressible_content, make_keys
 from tiered_kv.testing.s3_servers import missing_for_moto, moto_server
@@ -159,7 +160,7 @@ class Bench:
         from tiered_kv_redis.settings import RedisSettings
         from tiered_kv_redis.tier import RedisTier
 
-        entry = {"url": self.redis.url, "codec": codec, "connect_timeout": "30s", "timeout": "60s", **PATIENT}
+        entry = {"url": self.redis.url, "codec": codec, **REDIS_PATIENT}
         settings = RedisSettings.model_validate({**entry, **self._more})
         return lambda spec, view: RedisTier(spec, view, "redis", settings)
 

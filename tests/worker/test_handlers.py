@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ShutdownError
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.testing.gate import Gate
+from tiered_kv.testing.waiting import wait_until
 from tiered_kv.worker import host, open_handlers
 from tiered_kv.worker.handlers import CopyHandler
 from tiered_kv.worker.plan import CopyPlan
@@ -191,13 +191,6 @@ def test_shutdown_waits_for_the_copy_that_runs_and_drops_those_behind_it(
     assert rig.region.array[:3, 0].tolist() == [7, 0, 0]
     rig.handlers.shutdown()
     rig.region.close()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.001)
 
 
 def test_a_copy_that_fails_is_reported_and_the_next_one_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
