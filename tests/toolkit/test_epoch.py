@@ -1,0 +1,315 @@
+"""The epoch: a reset stays done, whatever becomes of the storage's mark."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from tiered_kv.errors import FormatError, TierUnavailableError
+from tiered_kv.toolkit.epoch import CHECK_PAUSE_S, MARK_BYTES_MAX, Epoch, EpochMark
+
+NEVER = math.inf
+
+
+class Storage:
+    """A mark in memory, with a history that it can fall back to."""
+
+    def __init__(self) -> None:
+        self.data: bytes | None = None
+        self.history: list[bytes] = []
+        self.is_down = False
+        self.reads = 0
+
+    def read(self, deadline: float) -> bytes | None:
+        self._answer()
+        self.reads += 1
+        return self.data
+
+    def create(self, data: bytes, deadline: float) -> None:
+        self._answer()
+        if self.data is None:
+            self.write(data, deadline)
+
+    def write(self, data: bytes, deadline: float) -> None:
+        self._answer()
+        self.data = data
+        self.history.append(data)
+
+    def _answer(self) -> None:
+        if self.is_down:
+            raise TierUnavailableError("down")
+
+
+@pytest.fixture
+def storage() -> Storage:
+    return Storage()
+
+
+def stored_token(storage: Storage) -> str:
+    assert storage.data is not None
+    mark = EpochMark.decode(storage.data)
+    assert mark is not None
+    return mark.token
+
+
+def test_who_opens_later_joins(storage: Storage) -> None:
+    first = Epoch(storage).saved_token(NEVER)
+    assert Epoch(storage).token(NEVER) == first == stored_token(storage)
+
+
+def test_a_mark_is_one_short_line(storage: Storage) -> None:
+    data = EpochMark(10**15 - 1, "0123456789abcdef").encode()
+    assert data.count(b"\n") == 1
+    assert len(data) <= MARK_BYTES_MAX
+    assert EpochMark.decode(data) == EpochMark(10**15 - 1, "0123456789abcdef")
+
+
+def test_two_that_open_an_empty_storage_at_once_share_an_epoch(storage: Storage) -> None:
+    second = Epoch(storage)
+    tokens: list[str] = []
+
+    class Raced(Storage):
+        def create(self, data: bytes, deadline: float) -> None:
+            tokens.append(second.saved_token(NEVER))  # is faster
+            storage.create(data, deadline)
+
+        def read(self, deadline: float) -> bytes | None:
+            return storage.read(deadline)
+
+    assert [Epoch(Raced()).saved_token(NEVER)] == tokens
+
+
+def test_a_reset_is_joined_by_who_opens_later_and_by_nobody_else(storage: Storage) -> None:
+    resetting, running = Epoch(storage), Epoch(storage)
+    before = running.saved_token(NEVER)
+    assert resetting.saved_token(NEVER) == before
+    resetting.renew()
+    assert not resetting.is_saved
+    after = resetting.saved_token(NEVER)
+    assert resetting.is_saved
+    assert after != before
+    running.check(NEVER)
+    assert running.saved_token(NEVER) == before
+    assert Epoch(storage).saved_token(NEVER) == after == stored_token(storage)
+
+
+def test_a_reset_needs_no_storage(storage: Storage) -> None:
+    epoch = Epoch(storage)
+    before = epoch.saved_token(NEVER)
+    storage.is_down = True
+    epoch.renew()
+    assert epoch.token(NEVER) != before
+    with pytest.raises(TierUnavailableError):
+        epoch.saved_token(NEVER)
+    storage.is_down = False
+    assert epoch.saved_token(NEVER) == stored_token(storage) != before
+
+
+@pytest.mark.parametrize("found", [None, b"", b"nonsense", b"tiered-kv epoch 1 5 0123456789abcdef 0000000000000000\n"])
+def test_a_mark_that_is_gone_or_damaged_is_drawn_anew(storage: Storage, found: bytes | None) -> None:
+    first = Epoch(storage).saved_token(NEVER)
+    storage.data = found
+    assert Epoch(storage).saved_token(NEVER) == stored_token(storage) != first
+
+
+@pytest.mark.parametrize("found", [None, b"", b"nonsense"])
+def test_a_mark_that_is_lost_while_a_process_runs_is_written_again(storage: Storage, found: bytes | None) -> None:
+    epoch = Epoch(storage)
+    token = epoch.saved_token(NEVER)
+    storage.data = found
+    epoch.check(NEVER)
+    assert stored_token(storage) == token
+    assert epoch.repairs == 1
+
+
+def test_a_storage_that_falls_back_is_repaired(storage: Storage) -> None:
+    epoch = Epoch(storage)
+    old = epoch.saved_token(NEVER)
+    epoch.renew()
+    new = epoch.saved_token(NEVER)
+    storage.data = storage.history[0]
+    assert stored_token(storage) == old
+    epoch.check(NEVER)
+    assert stored_token(storage) == new
+
+
+def test_a_process_that_opened_after_the_reset_repairs_it_too(storage: Storage) -> None:
+    resetting = Epoch(storage)
+    resetting.saved_token(NEVER)
+    resetting.renew()
+    resetting.saved_token(NEVER)
+    opened_later = Epoch(storage)  # it has never seen the old mark
+    new = opened_later.saved_token(NEVER)
+    storage.data = storage.history[0]
+    opened_later.check(NEVER)
+    assert stored_token(storage) == new
+
+
+def test_a_process_never_joins_an_epoch_again_that_it_has_seen_retired(storage: Storage) -> None:
+    epoch = Epoch(storage)
+    old = epoch.saved_token(NEVER)
+    epoch.renew()
+    epoch.saved_token(NEVER)
+    storage.data = storage.history[0]  # with nobody there to notice
+    reopened = Epoch(storage)
+    assert reopened.saved_token(NEVER) != old
+    assert stored_token(storage) == reopened.saved_token(NEVER)
+
+
+def test_an_epoch_that_another_process_retired_is_not_joined_again_either(storage: Storage) -> None:
+    running, resetting = Epoch(storage), Epoch(storage)
+    old = running.saved_token(NEVER)
+    resetting.renew()
+    resetting.saved_token(NEVER)
+    running.check(NEVER)  # it sees the other's reset
+    storage.data = storage.history[0]
+    assert Epoch(storage).saved_token(NEVER) != old
+
+
+def test_a_later_reset_wins_over_an_earlier_one(storage: Storage) -> None:
+    first, second = Epoch(storage), Epoch(storage)
+    first.saved_token(NEVER)
+    second.renew()  # before it has read the mark
+    first.renew()
+    first.saved_token(NEVER)
+    token = second.saved_token(NEVER)
+    first.check(NEVER)
+    assert stored_token(storage) == token
+
+
+def test_checks_are_made_now_and_then_or_when_there_is_a_doubt(storage: Storage) -> None:
+    now_s = 0.0
+    epoch = Epoch(storage, clock=lambda: now_s)
+    token = epoch.saved_token(NEVER)
+    reads = storage.reads
+    for _ in range(100):
+        assert epoch.token(NEVER) == epoch.saved_token(NEVER) == token
+    assert storage.reads == reads
+    epoch.doubt()
+    epoch.token(NEVER)
+    assert storage.reads == reads + 1
+    now_s = CHECK_PAUSE_S
+    epoch.saved_token(NEVER)
+    epoch.saved_token(NEVER)
+    assert storage.reads == reads + 2
+
+
+def test_a_check_that_fails_stops_nobody_and_is_made_again(storage: Storage) -> None:
+    epoch = Epoch(storage)
+    token = epoch.saved_token(NEVER)
+    storage.data = None
+    storage.is_down = True
+    epoch.doubt()
+    assert epoch.saved_token(NEVER) == token
+    storage.is_down = False
+    assert epoch.saved_token(NEVER) == token
+    assert stored_token(storage) == token
+
+
+def test_the_mark_of_another_version_is_refused_and_left(storage: Storage) -> None:
+    storage.data = b"tiered-kv epoch 2 whatever it says\n"
+    with pytest.raises(FormatError, match="format version 2"):
+        Epoch(storage).saved_token(NEVER)
+    assert storage.data == b"tiered-kv epoch 2 whatever it says\n"
+
+
+def test_a_reset_during_a_write_is_written_by_the_next_use(storage: Storage) -> None:
+    epoch: Epoch
+
+    class Resets(Storage):
+        def create(self, data: bytes, deadline: float) -> None:
+            epoch.renew()
+            storage.create(data, deadline)
+
+        def write(self, data: bytes, deadline: float) -> None:
+            storage.write(data, deadline)
+
+        def read(self, deadline: float) -> bytes | None:
+            return storage.read(deadline)
+
+    epoch = Epoch(Resets())
+    overtaken = epoch.saved_token(NEVER)
+    assert not epoch.is_saved
+    assert epoch.saved_token(NEVER) == stored_token(storage) != overtaken
+    assert epoch.is_saved
+
+
+def test_nobody_waits_longer_than_its_deadline_for_another_thread(storage: Storage) -> None:
+    reading, may_answer = threading.Event(), threading.Event()
+
+    class Slow(Storage):
+        def read(self, deadline: float) -> bytes | None:
+            reading.set()
+            assert may_answer.wait(60)
+            return super().read(deadline)
+
+    epoch = Epoch(Slow())
+    thread = threading.Thread(target=epoch.saved_token, args=(NEVER,))
+    thread.start()
+    try:
+        assert reading.wait(60)
+        with pytest.raises(TimeoutError):
+            epoch.saved_token(0.0)
+        epoch.renew()  # nor does a reset wait
+        assert epoch.token(0.0)
+    finally:
+        may_answer.set()
+        thread.join()
+
+
+class Processes(RuleBasedStateMachine):
+    """Processes that open, reset and close beside a storage that loses its mark and falls back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storage = Storage()
+        self.epochs = [Epoch(self.storage) for _ in range(3)]
+        self.retired: set[str] = set()  # as all of them are one process here
+
+    @rule(index=st.integers(0, 2))
+    def use(self, index: int) -> None:
+        epoch = self.epochs[index]
+        token = epoch.saved_token(NEVER)
+        assert token == epoch.token(NEVER)
+        assert epoch.is_saved
+
+    @rule(index=st.integers(0, 2))
+    def reset(self, index: int) -> None:
+        before = self.epochs[index].saved_token(NEVER)
+        self.epochs[index].renew()
+        self.retired.add(before)
+        assert self.epochs[index].token(NEVER) != before
+
+    @rule(index=st.integers(0, 2))
+    def reopen(self, index: int) -> None:
+        self.epochs[index] = Epoch(self.storage)
+        assert self.epochs[index].saved_token(NEVER) not in self.retired
+
+    @rule(index=st.integers(0, 2))
+    def check(self, index: int) -> None:
+        self.epochs[index].check(NEVER)
+
+    @rule(back=st.integers(0, 10))
+    def fall_back(self, back: int) -> None:
+        if self.storage.history:
+            self.storage.data = self.storage.history[-1 - min(back, len(self.storage.history) - 1)]
+
+    @rule(found=st.sampled_from([None, b"", b"nonsense"]))
+    def lose(self, found: bytes | None) -> None:
+        self.storage.data = found
+
+    @invariant()
+    def a_storage_that_everybody_has_looked_at_has_a_mark_that_is_in_use(self) -> None:
+        for epoch in self.epochs * 2:
+            epoch.saved_token(NEVER)
+            epoch.check(NEVER)
+        assert stored_token(self.storage) not in self.retired
+
+
+TestProcesses = Processes.TestCase
+TestProcesses.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)

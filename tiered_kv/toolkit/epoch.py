@@ -1,0 +1,269 @@
+"""The epoch of a namespace: what separates the blocks from before a reset from those after it.
+
+An epoch is a random *token* that stands in the name of every block. A reset draws another token, so nobody asks for the
+older names again. The storage keeps a small *mark*, which tells whoever opens the namespace later which epoch to join.
+
+A mark also has a *number*: how many resets came before it. Storage can fall back to an older mark (a failover to a
+lagging replica, a restored snapshot). Its smaller number shows that, and a process that runs writes its own mark again.
+
+Rules:
+
+1. A process joins an epoch once, when it first uses the storage. Later it stays in its own until its own next reset.
+   After a change of weights, other servers may still store blocks of the old ones for a while.
+2. A process never joins an epoch that it has seen retired, not even after its tier was closed and opened again.
+3. A mark that is missing or damaged is drawn anew. Blocks are lost then, and none comes back.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import xxhash
+
+from tiered_kv.errors import FormatError
+
+FORMAT_VERSION = 1
+MARK_BYTES_MAX = 128
+"""No mark is longer, of whatever version; a store need not read more of what it finds."""
+CHECK_PAUSE_S = 10.0
+"""How often a process looks whether the storage still has its mark."""
+CHECK_WAIT_S = 1.0
+"""How long that look may take, and with it the job that happens to make it."""
+
+_FORM = re.compile(rb"tiered-kv epoch (\d{1,10}) (.*)", re.DOTALL)
+_BODY = re.compile(rb"((\d{1,15}) ([0-9a-f]{16})) ([0-9a-f]{16})\n")
+_RETIRED_MAX = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class EpochMark:
+    """What the storage keeps of an epoch.
+
+    Args:
+        number: Resets before it, as far as its process knew.
+        token: Sixteen hexadecimal digits; they stand in the names of the epoch's blocks.
+    """
+
+    number: int
+    token: str
+
+    def encode(self) -> bytes:
+        """Return the mark as the storage keeps it: one line of text with a checksum."""
+        body = f"{self.number} {self.token}"
+        return f"tiered-kv epoch {FORMAT_VERSION} {body} {xxhash.xxh3_64_hexdigest(body.encode())}\n".encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> EpochMark | None:
+        """Return the mark in `data`, or None if it is damaged.
+
+        Raises:
+            FormatError: Another version of this project wrote it.
+        """
+        form = _FORM.fullmatch(data)
+        if form is None:
+            return None
+        if int(form[1]) != FORMAT_VERSION:
+            raise FormatError(
+                f"the storage's epoch has format version {int(form[1])}, and this release reads version "
+                f"{FORMAT_VERSION}; use the release that wrote it, or empty the storage"
+            )
+        body = _BODY.fullmatch(form[2])
+        if body is None or xxhash.xxh3_64_hexdigest(body[1]) != body[4].decode():
+            return None
+        return cls(int(body[2]), body[3].decode())
+
+
+class EpochStore(Protocol):
+    """Where a medium keeps the mark of one namespace.
+
+    Any thread calls, one at a time. Every method ends by `deadline` (seconds of `time.monotonic()`), and raises what
+    its tier raises where the storage cannot be used.
+    """
+
+    def read(self, deadline: float) -> bytes | None:
+        """Return what is stored, at most `MARK_BYTES_MAX` of it, or None where nothing is."""
+
+    def create(self, data: bytes, deadline: float) -> None:
+        """Store `data` unless something is stored already, which is no error."""
+
+    def write(self, data: bytes, deadline: float) -> None:
+        """Store `data` in place of what is stored."""
+
+
+class Epoch:
+    """The epoch that this process is in.
+
+    Threads: `renew` belongs to the scheduler's thread and does no I/O. Any other thread may call the rest.
+
+    Args:
+        store: Where the mark is kept.
+        clock: Seconds, monotonic; deadlines are told in `time.monotonic()`.
+    """
+
+    def __init__(self, store: EpochStore, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._clock = clock
+        self._io_lock = threading.Lock()  # held by the thread that reads or writes the mark
+        self._lock = threading.Lock()  # guards the two below; held for assignments only
+        self._mark: EpochMark | None = None  # None until the storage has been read, or a reset has drawn one
+        self._is_saved = False
+        self._checked_at_s = clock()
+        self._is_doubted = False
+        self.repairs = 0
+        """How often the storage had lost this process's mark or fallen back, and got it again."""
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the storage has the mark of this process's last reset; True before the first."""
+        return self._mark is None or self._is_saved
+
+    def renew(self) -> None:
+        """Retire the epoch and draw another, which the next use of `saved_token` writes."""
+        with self._lock:
+            number = 1
+            if self._mark is not None:
+                _retire(self._mark.token)
+                number = self._mark.number + 1
+            self._mark = EpochMark(number, _draw())
+            self._is_saved = False
+
+    def doubt(self) -> None:
+        """Look at the storage's mark before the next use: it may have been restarted, or failed over."""
+        self._is_doubted = True
+
+    def token(self, deadline: float) -> str:
+        """Return the token of this process's epoch, for reading; before a first reset it is joined here.
+
+        Raises:
+            TimeoutError: Another thread reads or writes the mark until the deadline.
+            FormatError: Another version of this project wrote the mark.
+            Exception: What the store raises.
+        """
+        mark = self._mark
+        if mark is None:
+            return self.saved_token(deadline)
+        self._check_if_due(deadline)
+        return mark.token
+
+    def saved_token(self, deadline: float) -> str:
+        """Return the token of this process's epoch, whose mark the storage has; for storing.
+
+        Raises:
+            As `token`.
+        """
+        with self._lock:
+            mark, is_saved = self._mark, self._is_saved
+        if mark is not None and is_saved:
+            self._check_if_due(deadline)
+            return mark.token
+        self._take_io_lock(deadline)
+        try:
+            return self._settle(deadline)
+        finally:
+            self._io_lock.release()
+
+    def check(self, deadline: float) -> None:
+        """Look whether the storage still has the mark, and write it again where it was lost or fell back.
+
+        Raises:
+            As `token`.
+        """
+        self._take_io_lock(deadline)
+        try:
+            self._check(deadline)
+        finally:
+            self._io_lock.release()
+
+    def _take_io_lock(self, deadline: float) -> None:
+        if not self._io_lock.acquire(timeout=min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)):
+            raise TimeoutError("another thread is reading or writing the epoch's mark")
+
+    def _check_if_due(self, deadline: float) -> None:
+        """Check now and then. Whoever comes meanwhile goes on, and so does a job whose check fails."""
+        now_s = self._clock()
+        if not self._is_doubted and now_s - self._checked_at_s < CHECK_PAUSE_S:
+            return
+        if not self._io_lock.acquire(blocking=False):
+            return
+        try:
+            self._checked_at_s = now_s
+            self._check(min(deadline, time.monotonic() + CHECK_WAIT_S))
+        except Exception:  # the job that follows meets the same storage, and tells why it fails
+            self._is_doubted = True
+        finally:
+            self._io_lock.release()
+
+    def _check(self, deadline: float) -> None:
+        self._is_doubted = False
+        with self._lock:
+            mark, is_saved = self._mark, self._is_saved
+        if mark is None or not is_saved:
+            return  # the next use joins, or writes
+        data = self._store.read(deadline)
+        found = EpochMark.decode(data) if data is not None else None
+        if found == mark:
+            return
+        if found is None or found.number < mark.number or _is_retired(found.token):
+            write = self._store.create if data is None else self._store.write
+            write(mark.encode(), deadline)
+            self.repairs += 1
+        else:  # another process was reset after this one
+            _retire(mark.token)
+
+    def _settle(self, deadline: float) -> str:
+        """Join the stored epoch, or write this process's own."""
+        with self._lock:
+            mark, is_saved = self._mark, self._is_saved
+        if mark is not None and is_saved:  # another thread was first
+            return mark.token
+        data = self._store.read(deadline)
+        found = EpochMark.decode(data) if data is not None else None
+        if mark is None:
+            settled = self._joined(data, found, deadline)
+        else:
+            number = max(mark.number, found.number + 1 if found is not None else 0)
+            settled = EpochMark(number, mark.token)
+            self._store.write(settled.encode(), deadline)
+        self._checked_at_s = self._clock()
+        with self._lock:
+            if self._mark is mark:  # otherwise a reset came meanwhile, and the next use writes its own
+                self._mark, self._is_saved = settled, True
+        return settled.token
+
+    def _joined(self, data: bytes | None, found: EpochMark | None, deadline: float) -> EpochMark:
+        if found is not None and not _is_retired(found.token):
+            return found
+        drawn = EpochMark(found.number + 1 if found is not None else 0, _draw())
+        if data is not None:
+            self._store.write(drawn.encode(), deadline)
+            return drawn
+        self._store.create(drawn.encode(), deadline)
+        data = self._store.read(deadline)  # another process may have been faster
+        found = EpochMark.decode(data) if data is not None else None
+        return drawn if found is None or _is_retired(found.token) else found
+
+
+def _draw() -> str:
+    return secrets.token_hex(8)
+
+
+_retired: dict[str, None] = {}
+"""Tokens that this process has seen retired, whatever tier they are of; in order, the oldest leaves first."""
+_retired_lock = threading.Lock()
+
+
+def _retire(token: str) -> None:
+    with _retired_lock:
+        _retired[token] = None
+        if len(_retired) > _RETIRED_MAX:
+            del _retired[next(iter(_retired))]
+
+
+def _is_retired(token: str) -> bool:
+    return token in _retired
