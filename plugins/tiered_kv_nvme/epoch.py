@@ -1,4 +1,4 @@
-"""The epoch of a directory: a random number that every batch carries.
+"""The epoch of a directory: a number that every batch carries; see `tiered_kv.toolkit.epoch`.
 
 A batch whose epoch is not the directory's holds nothing. So a reset of the cache is one small write to a file. It is
 buffered: what is in the kernel's page cache survives the process, and `sync` makes it survive a power failure.
@@ -7,64 +7,55 @@ buffered: what is in the kernel's page cache survives the process, and `sync` ma
 from __future__ import annotations
 
 import errno
+import math
 import os
-import secrets
-import struct
 import threading
 
 from tiered_kv.permissions import check_file
+from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, Epoch
 from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS
 from tiered_kv_nvme.layout import PAGE_BYTES
 
 EPOCH_NAME = "epoch"
 
-_MAGIC = b"TKVNEPO1"
-_MASK = (1 << 64) - 1
-_RECORD = struct.Struct("<8sQQ")  # magic, epoch, the epoch with every bit inverted
 
+class DirectoryEpoch:
+    """The epoch of a directory that this process owns, and the file that keeps its mark.
 
-class Epoch:
-    """The epoch file.
-
-    A file that is missing, damaged or half written makes a new epoch: losing blocks is allowed, bringing
-    reset ones back is not.
+    Any thread may call, but `renew` belongs to the scheduler's.
 
     Args:
         directory_fd: The directory, open.
 
     Raises:
+        FormatError: Another version of this project wrote the mark.
         OSError: The file cannot be read or written.
     """
 
     def __init__(self, directory_fd: int) -> None:
-        self._lock = threading.Lock()  # for the order of writes; the scheduler's thread does not take it
+        self._lock = threading.Lock()  # for the order of writes and flushes; `renew` does not take it
         self._directory_fd = directory_fd
-        self._fd = os.open(EPOCH_NAME, OPEN_FLAGS | os.O_CREAT, FILE_MODE, dir_fd=directory_fd)
+        self._file = _MarkFile(directory_fd)
+        self._flushed: int | None = None  # what the file says after a loss of power, as far as is known
+        self._epoch = Epoch(self._file)
         try:
-            if check_file(self._fd, EPOCH_NAME).st_size != PAGE_BYTES:
-                os.ftruncate(self._fd, 0)
-                os.posix_fallocate(self._fd, 0, PAGE_BYTES)
-            record = os.pread(self._fd, _RECORD.size, 0)
-            magic, value, complement = _RECORD.unpack(record.ljust(_RECORD.size, b"\0"))
-            is_sound = magic == _MAGIC and value == complement ^ _MASK
-            self.value = value if is_sound else secrets.randbits(64)
+            was_found = self._file.read(math.inf)
+            self.value = self.write()
             """The epoch of what is stored now."""
-            self._written = value if is_sound else None  # what the page cache holds, as far as is known
-            self._flushed = self._written  # what the file says after a loss of power, too, as far as is known
-            if not is_sound:
-                self.sync()
-            else:
-                try:
-                    os.fdatasync(self._fd)  # a process that was killed may not have come to it
-                except OSError:
-                    self._written = self._flushed = None  # the kernel may have dropped the page
+            is_new = self._file.read(math.inf) != was_found
+            try:
+                self.sync()  # a process that was killed may not have come to it
+            except OSError:
+                if is_new:
+                    raise
         except BaseException:
-            os.close(self._fd)
+            self._file.close()
             raise
 
-    def renew(self) -> None:
-        """Void everything that was stored before; `write` puts it down. The scheduler's thread; no I/O."""
-        self.value = secrets.randbits(64)
+    def renew(self) -> int:
+        """Void everything that was stored before, and return the new epoch; `write` puts it down. No I/O."""
+        self.value = int(self._epoch.renew(), 16)
+        return self.value
 
     def write(self) -> int:
         """Put the epoch down where a process that is killed does not lose it: one small buffered write.
@@ -76,10 +67,7 @@ class Epoch:
             OSError: It is not in the file; the next call tries again.
         """
         with self._lock:
-            value = self.value
-            if self._written != value:
-                self._write(value)
-            return value
+            return int(self._epoch.saved_token(math.inf), 16)
 
     def sync(self) -> None:
         """Wait until the epoch is on the device.
@@ -89,10 +77,9 @@ class Epoch:
         """
         value = self.write()
         try:
-            os.fdatasync(self._fd)
+            self._file.flush()
         except OSError:
-            with self._lock:
-                self._written = None  # the kernel may have dropped the page
+            self._epoch.save_again()  # the kernel may have dropped the page
             raise
         self._flushed = value
 
@@ -111,12 +98,36 @@ class Epoch:
     def close(self) -> None:
         """Close the file."""
         with self._lock:
-            fd, self._fd = self._fd, -1
+            self._file.close()
+
+
+class _MarkFile:
+    """The file, as the store of an epoch's mark: one page, preallocated, so that a full disk does not refuse it."""
+
+    def __init__(self, directory_fd: int) -> None:
+        self._fd = os.open(EPOCH_NAME, OPEN_FLAGS | os.O_CREAT, FILE_MODE, dir_fd=directory_fd)
+        try:
+            if check_file(self._fd, EPOCH_NAME).st_size != PAGE_BYTES:
+                os.ftruncate(self._fd, 0)
+                os.posix_fallocate(self._fd, 0, PAGE_BYTES)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def read(self, deadline: float) -> bytes:
+        return os.pread(self._fd, MARK_BYTES_MAX, 0).rstrip(b"\0")
+
+    def create(self, data: bytes, deadline: float) -> None:
+        self.write(data, deadline)
+
+    def write(self, data: bytes, deadline: float) -> None:
+        if os.pwrite(self._fd, data.ljust(MARK_BYTES_MAX, b"\0"), 0) != MARK_BYTES_MAX:
+            raise OSError(errno.EIO, "the epoch was written in part")
+
+    def flush(self) -> None:
+        os.fdatasync(self._fd)
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
-
-    def _write(self, value: int) -> None:
-        record = _RECORD.pack(_MAGIC, value, value ^ _MASK)
-        if os.pwrite(self._fd, record, 0) != len(record):
-            raise OSError(errno.EIO, "the epoch was written in part")
-        self._written = value

@@ -69,8 +69,6 @@ class SegmentPool:
     def __init__(self, epoch: int, free_target: int) -> None:
         self.changed = threading.Condition(threading.Lock())
         self.epoch = epoch
-        self.resets = 0
-        """How often the cache was reset."""
         self.closed = False
         self.free_target = free_target
         self.segments: dict[int, Segment] = {}
@@ -83,12 +81,12 @@ class SegmentPool:
 
     # For writers.
 
-    def reserve(self, demand: Demand, resets: int, timeout_s: float, stream: Stream) -> Reservation | None:
+    def reserve(self, demand: Demand, epoch: int, timeout_s: float, stream: Stream) -> Reservation | None:
         """Take room for as many blocks of `demand` as the stream's active segment still holds, at least one.
 
         Args:
             demand: The blocks.
-            resets: The value of `self.resets` when the blocks were offered.
+            epoch: The value of `self.epoch` when the blocks were offered.
             timeout_s: How long to wait for a free segment.
             stream: Who asks.
 
@@ -97,7 +95,7 @@ class SegmentPool:
         """
         deadline = time.monotonic() + timeout_s
         with self.changed:
-            while not self.closed and resets == self.resets:
+            while not self.closed and epoch == self.epoch:
                 active = self._active.get(stream)
                 if active is not None:
                     count = active.fit(demand)
@@ -255,7 +253,6 @@ class SegmentPool:
     def reset(self, epoch: int) -> None:
         """Locked. Make every segment's contents void."""
         self.epoch = epoch
-        self.resets += 1
         for stream in tuple(self._active):
             self._retire(stream)
         self.changed.notify_all()

@@ -11,7 +11,7 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.toolkit.codecs import Draft
 from tiered_kv_nvme.counters import Counters
 from tiered_kv_nvme.disk import Scratch
-from tiered_kv_nvme.epoch import Epoch
+from tiered_kv_nvme.epoch import DirectoryEpoch
 from tiered_kv_nvme.files import NoSegment, SegmentFiles
 from tiered_kv_nvme.index import Index, place_of
 from tiered_kv_nvme.layout import Entry
@@ -54,7 +54,7 @@ class Reclaimer:
         counters: Counters,
         reader: BlockReader,
         writer: BatchWriter,
-        epoch: Epoch,
+        epoch: DirectoryEpoch,
         *,
         least_bytes: int,
         name: str,
@@ -174,13 +174,13 @@ class Reclaimer:
             if segment.readers:
                 return True  # since it was chosen; choose again
             segment.state = SegmentState.RECLAIMING
-            void = segment.epoch != self._pool.epoch
-            resets = self._pool.resets
+            epoch = self._pool.epoch
+            void = segment.epoch != epoch
             can_relocate = self._pool.can_relocate
         try:
             if not void and can_relocate and segment is not self._unmovable:
                 self._unmovable = segment  # whose blocks are dropped the next time, if this raises
-                self._relocate(segment, resets)
+                self._relocate(segment, epoch)
             self._unmovable = None
             self._drop(segment)
             with self._pool.changed:
@@ -196,7 +196,7 @@ class Reclaimer:
                     segment.state = SegmentState.SEALED
             raise
 
-    def _relocate(self, segment: Segment, resets: int) -> None:
+    def _relocate(self, segment: Segment, epoch: int) -> None:
         """Copy blocks that were used since they were written, up to `RELOCATED_SHARE_MAX` of the segment."""
         budget_bytes = int(segment.segment_bytes * RELOCATED_SHARE_MAX)
         for ordinals in self._survivors(segment, budget_bytes):
@@ -206,7 +206,7 @@ class Reclaimer:
                 self._counters.add("io_errors")
                 return
             relocation = _relocation(segment, ordinals, payloads)
-            moved = self._writer.relocate(relocation, resets)
+            moved = self._writer.relocate(relocation, epoch)
             self._counters.add("relocated_blocks", moved)
             if moved < len(relocation.keys):
                 return

@@ -17,7 +17,7 @@ from tiered_kv.units import rounded_bytes
 from tiered_kv_nvme.counters import Counters
 from tiered_kv_nvme.directory import Directory, Identity, reason_and_remedy
 from tiered_kv_nvme.disk import DirectIO, Disk, file_system_of, probe_direct
-from tiered_kv_nvme.epoch import Epoch
+from tiered_kv_nvme.epoch import DirectoryEpoch
 from tiered_kv_nvme.files import SegmentFiles
 from tiered_kv_nvme.index import Index, ordinal_of, slot_of
 from tiered_kv_nvme.layout import KEY_BYTES_MAX, PAGE_BYTES
@@ -96,7 +96,7 @@ class SegmentStore:
         try:
             off = DirectIO(False, "turned off by the setting 'direct'")
             self.direct = probe_direct(disk, self._directory.fd) if options.want_direct else off
-            self._epoch = Epoch(self._directory.fd)
+            self._epoch = DirectoryEpoch(self._directory.fd)
         except OSError as error:
             raise TierUnavailableError(f"{path}: {reason_and_remedy(error)}", tier=tier, operation="open") from error
         undo.callback(self._epoch.close)
@@ -153,9 +153,9 @@ class SegmentStore:
         places = self.index.places
         return [key in places for key in keys]
 
-    def store(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], resets: int | None = None) -> Outcome:
+    def store(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], epoch: int | None = None) -> Outcome:
         """Store blocks, leaving out those that are here; see `BatchWriter.store`."""
-        return self._writer.store(keys, blocks, self._pool.resets if resets is None else resets)
+        return self._writer.store(keys, blocks, self._pool.epoch if epoch is None else epoch)
 
     def load(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
         """Load blocks into `blocks`; see `BlockReader.load`."""
@@ -173,17 +173,26 @@ class SegmentStore:
                 except IndexError:
                     pass  # its segment was used again a moment ago
 
-    def reset(self) -> None:
+    @property
+    def epoch(self) -> int:
+        """What separates the blocks that are valid from those that were stored before a reset."""
+        return self._pool.epoch
+
+    def reset(self) -> int:
         """Forget every block; a block that is being loaded is reported as failed. The scheduler's thread; no I/O.
 
         The reclaimer may be waiting for the disk, so another thread writes the new epoch down at once.
+
+        Returns:
+            The new epoch.
         """
-        self._epoch.renew()
+        epoch = self._epoch.renew()
         with self._pool.changed:
-            self._pool.reset(self._epoch.value)
+            self._pool.reset(epoch)
             self._reclaimer.forget(self.index.clear())
         self.counters.add("resets")
         self._noting.ask()
+        return epoch
 
     def _note_reset(self) -> None:
         try:

@@ -61,6 +61,7 @@ class NvmeTier(BlockingTier):
         except BaseException:
             self._store.close()
             raise
+        self.epoch = self._store.epoch
         self._index = self._store.index  # one attribute nearer: it is asked on every step
 
     # The scheduler's thread.
@@ -75,8 +76,7 @@ class NvmeTier(BlockingTier):
         self._store.touch(keys)
 
     def reset_cache(self) -> bool:
-        self.begin_epoch()
-        self._store.reset()
+        self.begin_epoch(self._store.reset())
         return True
 
     def stats(self) -> Mapping[str, int]:
@@ -92,7 +92,6 @@ class NvmeTier(BlockingTier):
     # Worker threads.
 
     def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        # The store counts its resets as the toolkit counts epochs: both begin at 0 and are raised by `reset_cache`.
         with TURN:
             return self._store.store(keys, blocks, self.part_epoch)
 

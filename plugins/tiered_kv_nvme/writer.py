@@ -81,13 +81,13 @@ class BatchWriter:
         self._room_timeout_s = room_timeout_s
         self._local = threading.local()
 
-    def store(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], resets: int) -> Outcome:
+    def store(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], epoch: int) -> Outcome:
         """Store blocks, leaving out those that are here.
 
         Args:
             keys: The blocks' keys, of at most `KEY_BYTES_MAX` bytes each.
             blocks: Their bytes, unchanged until this returns.
-            resets: The pool's `resets` when the blocks were offered; nothing is stored if it has changed.
+            epoch: The pool's when the blocks were offered; nothing is stored if it has changed.
 
         Returns:
             The keys that are here now, and if they are not all, why.
@@ -100,7 +100,7 @@ class BatchWriter:
         reason = "" if len(fitting) == len(wanted) else "key_size"
         stored: set[OffloadKey] = set()
         for batch_keys, batch_blocks in _batches(fitting):
-            count, failure = self._write(batch_keys, [self._prepare(block) for block in batch_blocks], resets)
+            count, failure = self._write(batch_keys, [self._prepare(block) for block in batch_blocks], epoch)
             stored.update(batch_keys[:count])
             if failure:  # the next batch is likely to fail too, and may take as long
                 reason = failure
@@ -109,9 +109,9 @@ class BatchWriter:
             return ALL_DONE
         return Outcome([key for key in keys if key in stored or key not in wanted], reason)
 
-    def relocate(self, relocation: Relocation, resets: int) -> int:
+    def relocate(self, relocation: Relocation, epoch: int) -> int:
         """Copy stored blocks to the active segment, as far as there is room at once; return how many moved."""
-        written, _ = self._write(relocation.keys, relocation.payloads, resets, relocation.places)
+        written, _ = self._write(relocation.keys, relocation.payloads, epoch, relocation.places)
         return written
 
     def _prepare(self, block: memoryview) -> Payload:
@@ -125,7 +125,7 @@ class BatchWriter:
         self,
         keys: Sequence[OffloadKey],
         payloads: Sequence[Payload],
-        resets: int,
+        epoch: int,
         old_places: Sequence[int] | None = None,
     ) -> tuple[int, str]:
         """Write one batch, or several where it meets the end of a segment; return how many blocks, and what failed."""
@@ -137,9 +137,9 @@ class BatchWriter:
             rest = payloads[done:]
             demand = Demand.of([payload.draft.payload_bytes for payload in rest], [len(key) for key in keys[done:]])
             with TURN.paused():  # it may wait for room
-                reservation = self._pool.reserve(demand, resets, timeout_s, stream)
+                reservation = self._pool.reserve(demand, epoch, timeout_s, stream)
             if reservation is None:
-                if resets != self._pool.resets:
+                if epoch != self._pool.epoch:
                     return done, "reset"
                 if stream is Stream.STORES:
                     with self._pool.changed:

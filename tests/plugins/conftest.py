@@ -14,6 +14,7 @@ from tiered_kv.testing.patient_nvme import waiting_until_closed
 from tiered_kv.testing.rig import block_content
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.toolkit.codec_set import plain_codecs
+from tiered_kv.toolkit.epoch import forget_retired
 from tiered_kv.toolkit.jobs import Outcome
 from tiered_kv_nvme.directory import Identity
 from tiered_kv_nvme.disk import Disk
@@ -79,7 +80,8 @@ class StoreBench:
     def reset(self, store: SegmentStore) -> None:
         """Reset a store, and wait until that would outlast the end of this process."""
         store.reset()
-        self.wait_until(lambda: store._epoch._written == store._epoch.value)
+        self.wait_until(lambda: f"{store.epoch:016x}".encode() in (self.path / "epoch").read_bytes())
+        forget_retired()  # what this process remembers of the reset must not stand for what the file says
 
     def memory(self, count: int) -> list[memoryview]:
         """Return page-aligned memory for `count` blocks, each where the primary tier would have it."""

@@ -15,7 +15,7 @@ from tiered_kv.testing import crash_server
 from tiered_kv.toolkit.record import encode_record
 from tiered_kv_fs.blocks import BlockFiles
 from tiered_kv_fs.posix import opened, write_all
-from tiered_kv_nvme.epoch import Epoch
+from tiered_kv_nvme.epoch import DirectoryEpoch
 from tiered_kv_nvme.files import NoSegment, SegmentFiles
 from tiered_kv_nvme.segment import Segment
 from tiered_kv_redis.account import Account
@@ -67,14 +67,14 @@ def nvme_does_not_flush_its_marker() -> None:
 
 def nvme_does_not_flush_a_reset() -> None:
     """A reset is not on the device when it counts as held; the epoch that the directory began with is."""
-    sync, synced = Epoch.sync, list[Epoch]()
+    sync, synced = DirectoryEpoch.sync, list[DirectoryEpoch]()
 
-    def sync_once(epoch: Epoch) -> None:
+    def sync_once(epoch: DirectoryEpoch) -> None:
         if not synced:
             synced.append(epoch)
             sync(epoch)
 
-    mock.patch.object(Epoch, "sync", sync_once).start()
+    mock.patch.object(DirectoryEpoch, "sync", sync_once).start()
 
 
 def redis_grants_more_than_its_quota() -> None:

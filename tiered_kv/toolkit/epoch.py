@@ -123,8 +123,8 @@ class Epoch:
         """Whether the storage has the mark of this process's last reset; True before the first."""
         return self._mark is None or self._is_saved
 
-    def renew(self) -> None:
-        """Retire the epoch and draw another, which the next use of `saved_token` writes."""
+    def renew(self) -> str:
+        """Retire the epoch, draw another, which the next use of `saved_token` writes, and return its token."""
         with self._lock:
             number = 1
             if self._mark is not None:
@@ -132,10 +132,16 @@ class Epoch:
                 number = self._mark.number + 1
             self._mark = EpochMark(number, _draw())
             self._is_saved = False
+            return self._mark.token
 
     def doubt(self) -> None:
         """Look at the storage's mark before the next use: it may have been restarted, or failed over."""
         self._is_doubted = True
+
+    def save_again(self) -> None:
+        """Have the mark written once more at the next use: the storage may have lost it, as when a flush fails."""
+        with self._lock:
+            self._is_saved = False
 
     def token(self, deadline: float) -> str:
         """Return the token of this process's epoch, for reading; before a first reset it is joined here.
@@ -227,8 +233,8 @@ class Epoch:
         if mark is None:
             settled = self._joined(data, found, deadline)
         else:
-            number = max(mark.number, found.number + 1 if found is not None else 0)
-            settled = EpochMark(number, mark.token)
+            is_newer = found is not None and found.token != mark.token and found.number >= mark.number
+            settled = EpochMark(found.number + 1, mark.token) if found is not None and is_newer else mark
             self._store.write(settled.encode(), deadline)
         self._checked_at_s = self._clock()
         with self._lock:
@@ -247,6 +253,12 @@ class Epoch:
         data = self._store.read(deadline)  # another process may have been faster
         found = EpochMark.decode(data) if data is not None else None
         return drawn if found is None or _is_retired(found.token) else found
+
+
+def forget_retired() -> None:
+    """Forget which epochs this process has seen retired: for tests that play a process that begins."""
+    with _retired_lock:
+        _retired.clear()
 
 
 def _draw() -> str:

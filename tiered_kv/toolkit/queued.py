@@ -158,14 +158,17 @@ class QueuedTier(SecondaryTierManager):
             "lookups_refused": self._batched_lookups.refused,
         }
 
-    def begin_epoch(self) -> None:
+    def begin_epoch(self, epoch: int | None = None) -> None:
         """Make void what was submitted before; for an author's `reset_cache`, on the scheduler's thread.
+
+        Args:
+            epoch: What `epoch` is from now on, never used before; one more by default.
 
         Jobs of an earlier epoch that have not started will not run; those that are running are reported as
         failed. What is left to the author is that a running store does not publish its blocks: compare
         `part_epoch` with `epoch` before that, under a lock that `reset_cache` takes too.
         """
-        self.epoch += 1
+        self.epoch = self.epoch + 1 if epoch is None else epoch
         self._batched_lookups.clear()
 
     def shutdown(self) -> None:

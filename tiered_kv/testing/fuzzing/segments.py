@@ -15,6 +15,7 @@ from tiered_kv.testing.fuzzing.target import Target, is_guided
 from tiered_kv.testing.rig import block_content, compressible_content, make_keys
 from tiered_kv.testing.segment_map import PAGE_BYTES, seal, seal_summary
 from tiered_kv.toolkit.codec_set import plain_codecs
+from tiered_kv.toolkit.epoch import EpochMark
 from tiered_kv_nvme.directory import Identity
 from tiered_kv_nvme.disk import Disk
 from tiered_kv_nvme.sizing import Sizing
@@ -26,7 +27,7 @@ NAMESPACE = bytes(range(16))
 KEYS = make_keys(8, "fuzz")
 _NAME = f"segment-{NAMESPACE[:4].hex()}-000000.kv"
 _MARKER = "tiered-kv-nvme.json"
-_EPOCH = b"TKVNEPO1" + bytes(8) + b"\xff" * 8 + bytes(PAGE_BYTES - 24)
+_EPOCH = EpochMark(0, "0" * 16).encode().ljust(PAGE_BYTES, b"\0")
 
 _SEAL_HEADER, _SEAL_BATCHES, _SEAL_SUMMARY = 1, 2, 4
 _SEGMENT, _FUZZ_MARKER, _FUZZ_EPOCH = 0, 8, 16
@@ -40,7 +41,7 @@ def segment_target() -> Target:
         seeds += [bytes([mode]) + segment for mode in (0, _SEAL_HEADER, _SEAL_BATCHES, _SEAL_SUMMARY)]
         seeds.append(bytes([_SEAL_BATCHES]) + segment[:-PAGE_BYTES] + bytes(PAGE_BYTES))
     seeds.append(bytes([_FUZZ_MARKER]) + _made("raw")[_MARKER])
-    seeds.append(bytes([_FUZZ_EPOCH]) + _EPOCH[:64])
+    seeds.append(bytes([_FUZZ_EPOCH]) + _EPOCH[:96])
     words = (b"TKVNSEG1", b"TKVNBAT1", b"TKVNSUM1", bytes(8), b"\xff" * 8, b"[" * 2000, b'"format": 2', b"null")
     return Target("segment", "fuzz/segment", tuple(seeds), _run, words)
 
