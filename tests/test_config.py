@@ -376,6 +376,7 @@ class TestSecrets:
             "numa_node": None,
             "promotion_budget": None,
             "promotion_hold": "10s",
+            "request_wait": "30s",
         }
         assert public["secondary"][0]["ttl"] == "1m"  # type: ignore[index]  # a list of mappings
 

@@ -72,6 +72,9 @@ class PrimarySettings(StrictModel):
     promotion_hold: Seconds = Field(
         default=10.0, gt=0, le=3600, description="How long a promoted block waits for its request."
     )
+    request_wait: Seconds = Field(
+        default=30.0, gt=0, le=3600, description="How long a request may wait for blocks; then they are a miss for it."
+    )
 
     @field_validator("policy", mode="before")
     @classmethod

@@ -179,6 +179,7 @@ def _manager_limits(config: StackConfig) -> ManagerLimits:
     return ManagerLimits(
         promotion_blocks_max=None if budget_bytes is None else budget_bytes // config.block.bytes,
         hold_s=config.primary.promotion_hold,
+        wait_max_s=config.primary.request_wait,
     )
 
 

@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
@@ -32,6 +33,7 @@ from vllm_program_parts import (  # type: ignore[import-not-found]  # found besi
     wait_for,
 )
 
+import tiered_kv.integrations.vllm.tier as tier_module
 from tiered_kv.errors import ConfigError, FormatError
 from tiered_kv.integrations.vllm.metrics import COUNTER_METRIC
 from tiered_kv.testing.four_methods import FourMethodTier
@@ -55,6 +57,16 @@ class GatedTier(FourMethodTier):
     def lookup(self, key: Any, req_context: Any) -> bool | None:
         self.lookups.wait(WAIT_S)
         return super().lookup(key, req_context)
+
+
+class HoldingTier(FourMethodTier):
+    """A tier that answers at once, and reports nothing while it is told to hold it back."""
+
+    is_nonblocking = True
+    holds = False
+
+    def get_finished(self) -> Any:
+        return () if self.holds else super().get_finished()
 
 
 class Engine:
@@ -273,6 +285,26 @@ class Checks:
             assert engine.load(keys_of("never", 8)) == 0
             assert 0.09 < time.monotonic() - began_s < 5
             GatedTier.lookups.set()
+
+    def waiting_for_room_ends_for_good(self) -> None:
+        keys = keys_of("room", 4)
+        entry = {"type": f"{__name__}:HoldingTier", "load_budget": 2 * CHUNK_BYTES}
+        with engine_on([entry]) as engine, mock.patch.object(tier_module, "ROOM_WAIT_S", 0.05):
+            engine.store(keys)
+            engine.settle()
+            for number in range(5):
+                engine.store(keys_of(f"room-{number}", 4))
+                engine.settle()
+            hoarder, late = engine.begin(keys[:2]), engine.begin(keys[2:])
+            HoldingTier.holds = True
+            assert engine.lookup(keys[:2], hoarder) is None
+            engine.step()
+            assert engine.lookup(keys[2:], late) is None
+            assert engine.find(keys[2:], late) == 0
+            assert engine.lookup(keys[2:], late) == 0, "it does not begin to wait again"
+            HoldingTier.holds = False
+            engine.finish(hoarder)
+            engine.finish(late)
 
     def a_broken_tier_is_left_alone(self) -> None:
         class Raising(FourMethodTier):

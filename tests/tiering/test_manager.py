@@ -323,13 +323,116 @@ def test_promotions_do_not_flush_the_primary_tier(bench: Bench) -> None:
     assert [list(job.keys) for job in bench.tier.jobs] == [keys(8)]
 
 
-def test_waiting_for_room_ends(bench: Bench) -> None:
+# One bound on waiting.
+
+
+def answers_nothing(bench: Bench) -> None:
+    bench.tier.present = dict.fromkeys(keys(6), None)
+
+
+def has_no_room(bench: Bench) -> None:
     bench.tier.present = dict.fromkeys(keys(*range(7)), True)
     bench.lookup(keys(*range(6)), bench.request("hoarder"))
-    late = bench.request("late")
-    assert bench.lookup(keys(6), late) == [None]
-    bench.clock.advance(bench.limits.hold_s)
-    assert bench.lookup(keys(6), late) == [False]
+
+
+def is_stored_by_another(bench: Bench) -> None:
+    bench.manager.prepare_store(keys(6), bench.request("writer"))
+
+
+def is_on_its_way(bench: Bench) -> None:
+    bench.tier.present = dict.fromkeys(keys(6), True)
+
+
+@pytest.fixture
+def patient_bench(make_bench: Callable[..., Bench]) -> Bench:
+    """A manager whose tier may take as long as it likes."""
+    return make_bench(tier_limits=[TierLimits(1 << 20, 1 << 20, job_timeout_s=1e6, lookup_timeout_s=1e6)])
+
+
+def ask_on(bench: Bench, wanted: list[OffloadKey], context: ReqContext, seconds: float) -> list[object]:
+    """Ask twice a second, each time in a step of its own; return the answers without repetitions."""
+    told: list[object] = []
+    for _ in range(int(2 * seconds)):
+        answers = bench.lookup(wanted, context)
+        if answers != told[-1:]:
+            told += answers
+        bench.step()
+        bench.clock.advance(0.5)
+        bench.step()
+    return told
+
+
+CAUSES = (answers_nothing, has_no_room, is_stored_by_another, is_on_its_way)
+
+
+@pytest.mark.parametrize("block", CAUSES)
+def test_a_request_waits_until_its_bound_and_not_again(patient_bench: Bench, block: Callable[[Bench], None]) -> None:
+    bench, wait_s = patient_bench, patient_bench.limits.wait_max_s
+    block(bench)
+    context = bench.request("a")
+    assert ask_on(bench, keys(6), context, wait_s) == [None]
+    assert ask_on(bench, keys(6), context, 2 * wait_s) == [False], "a miss, and for good"
+    assert bench.lookup(keys(6), bench.request("b")) == [None], "others have a bound of their own"
+
+
+def test_all_that_a_request_waits_for_has_one_bound(patient_bench: Bench) -> None:
+    bench = patient_bench
+    context = bench.request("a")
+    answers_nothing(bench)
+    assert ask_on(bench, keys(6), context, 12) == [None]
+    has_no_room(bench)
+    assert ask_on(bench, keys(6), context, 12) == [None]
+    is_stored_by_another(bench)
+    assert ask_on(bench, keys(6), context, bench.limits.wait_max_s - 24) == [None]
+    assert bench.lookup(keys(6), context) == [False]
+
+
+def test_a_request_that_has_waited_takes_no_room_any_more(patient_bench: Bench) -> None:
+    bench = patient_bench
+    answers_nothing(bench)
+    bench.store(keys(1), bench.request("other"))
+    context = bench.request("a")
+    ask_on(bench, keys(6), context, bench.limits.wait_max_s)
+    bench.tier.end()
+    is_on_its_way(bench)
+    assert bench.manager.lookup_many(keys(1, 6), context) == [True, False], "what is ready is found"
+    bench.step()
+    assert not bench.tier.jobs
+
+
+def test_a_request_that_loads_what_it_waited_for_may_wait_anew(patient_bench: Bench) -> None:
+    bench = patient_bench
+    context = bench.request("a")
+    for number in range(4):
+        bench.tier.present = dict.fromkeys(keys(number), True)
+        assert ask_on(bench, keys(number), context, bench.limits.wait_max_s - 1) == [None]
+        bench.tier.end()
+        bench.step()
+        assert bench.lookup(keys(number), context) == [True]
+        bench.manager.prepare_load(keys(number), context)
+        bench.manager.complete_load(keys(number), context)
+
+
+def test_loading_what_was_ready_anyway_does_not_lengthen_the_wait(patient_bench: Bench) -> None:
+    bench = patient_bench
+    bench.store(keys(1), bench.request("other"))
+    is_on_its_way(bench)
+    context = bench.request("a")
+    for _ in range(int(bench.limits.wait_max_s)):
+        assert ask_on(bench, keys(6), context, 1) == [None]
+        bench.manager.prepare_load(keys(1), context)
+        bench.manager.complete_load(keys(1), context)
+    assert bench.lookup(keys(6), context) == [False]
+
+
+def test_an_engine_that_does_not_ask_does_not_wait(patient_bench: Bench) -> None:
+    bench = patient_bench
+    is_on_its_way(bench)
+    context = bench.request("a")
+    for _ in range(10):
+        assert bench.lookup(keys(6), context) == [None]
+        bench.clock.advance(bench.limits.wait_max_s)
+        bench.step()
 
 
 def test_a_tiers_load_budget_bounds_its_loads(make_bench: Callable[..., Bench]) -> None:
@@ -529,14 +632,6 @@ def test_lookups_that_a_tier_itself_gives_up_open_its_breaker(make_bench: Callab
     assert bench.counter("breaker_opened") == 1
 
 
-def test_a_block_that_an_engine_never_finishes_storing_is_a_miss_in_time(bench: Bench) -> None:
-    bench.manager.prepare_store(keys(1), bench.request("a"))
-    context = bench.request("b")
-    assert bench.lookup(keys(1), context) == [None]
-    bench.clock.advance(bench.limits.hold_s)
-    assert bench.lookup(keys(1), context) == [False]
-
-
 @pytest.mark.parametrize("method", ["lookup", "submit_load", "submit_store", "get_finished"])
 def test_a_tier_that_raises_costs_hits_and_nothing_else(
     bench: Bench, method: str, caplog: pytest.LogCaptureFixture
@@ -594,14 +689,15 @@ def test_a_request_without_an_id_asks_in_vain_for_a_while_only(bench: Bench) -> 
     bench.clock.advance(TierLimits().lookup_timeout_s)
     assert bench.lookup(keys(1), ReqContext()) == [False]
     bench.tier.present = dict.fromkeys(keys(2), True)
-    bench.clock.advance(bench.limits.hold_s)
+    bench.clock.advance(2 * bench.limits.wait_max_s)
     assert bench.lookup(keys(2), ReqContext()) == [None]
     bench.step()
     bench.tier.end(success=False)
     bench.step()
     assert bench.lookup(keys(2), ReqContext()) == [False], "no loop between lookup and load"
-    bench.clock.advance(bench.limits.hold_s)
+    bench.clock.advance(2 * bench.limits.wait_max_s)
     assert bench.lookup(keys(2), ReqContext()) == [None]
+    assert False in ask_on(bench, keys(2), ReqContext(), 2 * bench.limits.wait_max_s)
 
 
 def test_waiting_is_counted_anew_after_an_answer(bench: Bench) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,10 @@ class RequestState:
     Attributes:
         req_context: The request, as first seen.
         failed: Tiers that have failed on a key for this request, and so are not asked again for it.
-        asked: When a lookup was first answered with "ask again", by key and by whom it waits for (a tier's name).
+        unanswered: Since when a tier has no answer for a key.
+        waited_s: How long it has waited since it last loaded a block that was promoted for it.
+        asked_s: When it asked last; infinite before its first answer None, and again after such a load.
+        has_waited: Whether it has waited as long as it may. From then on what is not ready is a miss for it.
         timed_out: Tiers whose answer did not come in time; they are a miss for the rest of the request.
         promoting: Blocks that are on their way for this request.
         held: Promoted blocks, pinned for this request until it loads them.
@@ -35,7 +39,10 @@ class RequestState:
 
     req_context: ReqContext
     failed: dict[OffloadKey, set[Lane]] = field(default_factory=dict)
-    asked: dict[tuple[OffloadKey, str], float] = field(default_factory=dict)
+    unanswered: dict[tuple[OffloadKey, Lane], float] = field(default_factory=dict)
+    waited_s: float = 0.0
+    asked_s: float = math.inf
+    has_waited: bool = False
     timed_out: set[Lane] = field(default_factory=set)
     promoting: set[OffloadKey] = field(default_factory=set)
     held: dict[OffloadKey, CPUBlock] = field(default_factory=dict)

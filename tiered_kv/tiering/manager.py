@@ -82,8 +82,9 @@ class TieringOffloadingManager(OffloadingManager):
         self._cascade = Cascade(primary, self._make_job)
         blocks_max = self.limits.promotion_blocks_max or max(backend.num_blocks // 2, 1)
         self._promotions = Promotions(primary, blocks_max, self.limits.hold_s, self._make_job, clock)
-        self._requests = RequestTable(self.limits.requests_max, self.limits.hold_s, self._end_request, clock)
-        self._search = Search(self._lanes, self._promotions, self._requests, self.limits.hold_s, clock)
+        # Twice as long, so that requests without an id reach the bound on waiting too.
+        self._requests = RequestTable(self.limits.requests_max, 2 * self.limits.wait_max_s, self._end_request, clock)
+        self._search = Search(self._lanes, self._promotions, self._requests, self.limits.wait_max_s, clock)
         self._lookup_below = self._search.below
         self._primary_blocks = primary.blocks  # the same dictionary, one attribute nearer
         self._counting_lanes = tuple(lane for lane in self._lanes if not lane.admission.is_open())
@@ -225,7 +226,7 @@ class TieringOffloadingManager(OffloadingManager):
                     self._promotions.expire(job)
             lane.tick(now_s)
         self._released_holds += self._promotions.release_overdue(now_s)
-        self._search.refresh()
+        self._search.refresh(now_s)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         events = list(self.primary.take_events())
@@ -273,7 +274,7 @@ class TieringOffloadingManager(OffloadingManager):
         for state in list(self._requests):
             state.stores_pending = 0  # what is on its way is void
             state.failed.clear()
-            state.asked.clear()
+            state.unanswered.clear()
             state.sources.clear()
             state.wanted.clear()
             state.keys.clear()
@@ -282,7 +283,7 @@ class TieringOffloadingManager(OffloadingManager):
         for lane in self._lanes:
             if not lane.call("reset_cache"):
                 lane.is_disabled = True
-        self._search.refresh()
+        self._search.refresh(self._clock())
 
     def shutdown(self, timeout_s: float = 5.0) -> None:
         """Wait for transfers up to `timeout_s`, close the tiers, then the primary tier.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
-from enum import Enum
 from typing import Protocol
 
 from tiered_kv.base import OffloadKey
@@ -12,16 +12,6 @@ from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.jobs import Job, Promotion, RequestState
 from tiered_kv.tiering.lane import Lane
-
-
-class Begun(Enum):
-    """What came of the wish to promote a block."""
-
-    STARTED = "started"
-    WAIT = "wait"
-    """Others occupy the room; it will become free."""
-    REFUSED = "refused"
-    """There is no room that waiting would free."""
 
 
 class JobFactory(Protocol):
@@ -70,28 +60,32 @@ class Promotions:
         """Blocks that count against the limit."""
         return len(self._table) + len(self._held)
 
-    def begin(self, key: OffloadKey, lane: Lane, state: RequestState) -> Begun:
-        """Take a primary block for `key`, to be loaded from `lane` at the end of the step."""
-        # A request that already has blocks on their way takes what it has: two that each wait for the room
-        # of the other would wait for ever.
-        otherwise = Begun.REFUSED if state.promoting or state.held else Begun.WAIT
+    def begin(self, key: OffloadKey, lane: Lane, state: RequestState) -> bool:
+        """Take a primary block for `key`, to be loaded from `lane` at the end of the step, if there is room.
+
+        Returns:
+            Whether the request may hope for the block: it is on its way, or others occupy room that will become free.
+        """
+        # A request that already has blocks on their way takes what it has: two requests that each wait for the room
+        # of the other would both wait in vain.
+        may_wait = not (state.promoting or state.held)
         if self.blocks_taken >= self._blocks_max:
-            return otherwise
+            return may_wait
         if lane.load_room() <= 0:
-            return Begun.WAIT if lane.is_loading else Begun.REFUSED
+            return lane.is_loading
         if self._primary.is_orphan(key):
-            return Begun.REFUSED
+            return False
         chain = self._primary.chain_of(state.req_context)
         blocks = self._primary.allocate([key], PROMOTION, chain, [])
         if blocks is None:
-            return otherwise
+            return may_wait
         chain.extend(blocks)
         promotion = Promotion(blocks[0], lane, [state])
         self._table[key] = promotion
         self._batches.setdefault((lane, state), []).append(promotion)
         lane.load_blocks_reserved += 1
         state.promoting.add(key)
-        return Begun.STARTED
+        return True
 
     def join(self, key: OffloadKey, state: RequestState) -> bool:
         """Make `state` wait for a promotion that is under way.
@@ -146,13 +140,15 @@ class Promotions:
             self._primary.forget(block)
 
     def release(self, state: RequestState, keys: Iterable[OffloadKey] | None = None) -> None:
-        """End the holds of a request, on `keys` or on all of its blocks."""
+        """End the holds of a request: on `keys`, which it loads, or on all of its blocks."""
         held = state.held
         if keys is None:
             blocks = list(held.values())
             held.clear()
         else:
             blocks = [held.pop(key) for key in keys if key in held]
+            if blocks:  # the request has got what it waited for
+                state.waited_s, state.asked_s = 0.0, math.inf
         if not held:
             self._holders.pop(state, None)
         for block in blocks:

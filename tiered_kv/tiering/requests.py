@@ -12,7 +12,7 @@ class RequestTable:
     """The state of each request, bounded in number.
 
     Calls without a request id share one state, the *anonymous* request. Nobody ends it, so it is forgotten and begun
-    anew after a while: what failed for it may then be tried again, and "ask again" is bounded for it too.
+    anew after a while: what failed for it, and what it has waited for in vain, may then be tried again.
     Owned by the manager's thread.
 
     Args:

@@ -9,12 +9,11 @@ from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import PROMOTION, CPUBlock
 from tiered_kv.tiering.jobs import RequestState
 from tiered_kv.tiering.lane import Lane
-from tiered_kv.tiering.promotion import Begun, Promotions
+from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.requests import RequestTable
 
-# What a request may wait for besides a tier; no tier is named so.
-_ROOM = "\0room"
-_WRITER = "\0writer"
+PAUSE_S_MAX = 1.0
+"""The most that counts as waiting between two lookups of a request: an engine that is busy elsewhere does not wait."""
 
 
 class _Verdict(Enum):
@@ -29,14 +28,17 @@ class _Verdict(Enum):
 class Search:
     """Answers lookups from the tiers below, and starts the promotion of what they have.
 
-    "Ask again" is never answered for ever: each reason to wait has a limit, after which the answer is a miss.
+    A request has one bound for all that it waits for: a tier's answer, room, another's store, a promotion. From its
+    first answer None on, the time between two lookups counts, up to `PAUSE_S_MAX`. The count begins anew when the
+    request loads blocks that were promoted for it. At the bound, what is not ready is a miss for it until it ends.
+
     Owned by the manager's thread.
 
     Args:
         lanes: The tiers, in the order they are searched.
         promotions: Where a hit leads to.
         requests: The requests' states.
-        wait_max_s: How long to wait for room, or for a block that an engine is storing.
+        wait_max_s: The bound.
         clock: Seconds of a monotonic clock.
     """
 
@@ -55,10 +57,11 @@ class Search:
         self._wait_max_s = wait_max_s
         self._clock = clock
         self._searched: list[tuple[Lane, Callable[[OffloadKey, ReqContext], bool | None]]] = []
-        self.refresh()
+        self.refresh(clock())
 
-    def refresh(self) -> None:
-        """Note which tiers are in use; called whenever a breaker may have moved."""
+    def refresh(self, now_s: float) -> None:
+        """Note which tiers are in use, and the time; called at the end of a step and when a breaker may have moved."""
+        self._now_s = now_s
         self._searched = [(lane, lane.tier.lookup) for lane in self._lanes if lane.is_searched]
 
     def stop(self) -> None:
@@ -69,9 +72,13 @@ class Search:
         """Return the answer for a key whose primary block is absent, or (`block`) being written."""
         # Paid for each key that is not in the primary tier: no calls that can be avoided.
         state = self._named.get(req_context.req_id) or self._requests.state_of(req_context)
+        if state.asked_s < self._now_s:
+            self._count_wait(state)
+        if state.has_waited:
+            return False
         if block is not None:
             return self._await(key, block, state)
-        failed, timed_out, is_asking = state.failed, state.timed_out, bool(state.asked)
+        failed, timed_out, is_unanswered = state.failed, state.timed_out, bool(state.unanswered)
         for lane, lookup in self._searched:
             if (failed and lane in failed.get(key, ())) or (timed_out and lane in timed_out):
                 continue
@@ -80,7 +87,7 @@ class Search:
             except Exception:
                 self._fail(lane, state, "lookup")
                 continue
-            if answer is False and not is_asking:  # by far the most frequent
+            if answer is False and not is_unanswered:  # by far the most frequent
                 continue
             verdict = self._judge(key, answer, lane, state)
             if verdict is not _Verdict.NEXT:
@@ -92,6 +99,10 @@ class Search:
     ) -> dict[OffloadKey, bool | None]:
         """Return `below` of distinct keys, asking each tier once for all that it is asked for."""
         state = self._requests.state_of(req_context)
+        if state.asked_s < self._now_s:
+            self._count_wait(state)
+        if state.has_waited:
+            return dict.fromkeys(keys, False)
         answers: dict[OffloadKey, bool | None] = {}
         rest: list[OffloadKey] = []
         for key in keys:
@@ -126,12 +137,12 @@ class Search:
         except Exception:
             self._fail(lane, state, "lookup_many")
             return keys
-        if not state.asked and True not in replies and None not in replies:
+        if not state.unanswered and True not in replies and None not in replies:
             return keys
         rest = []
         for key in keys:
             answer = found.get(key, False)
-            if answer is False and not state.asked:
+            if answer is False and not state.unanswered:
                 rest.append(key)
                 continue
             verdict = self._judge(key, answer, lane, state)
@@ -143,40 +154,42 @@ class Search:
 
     def _await(self, key: OffloadKey, block: CPUBlock, state: RequestState) -> bool | None:
         """Return the answer for a block that is being written."""
-        if block.writer is PROMOTION:
-            return None if self._promotions.join(key, state) else False  # bounded by the job's deadline
-        return None if self._may_wait(key, state, _WRITER, self._wait_max_s) else False
+        if block.writer is PROMOTION and not self._promotions.join(key, state):
+            return False
+        state.asked_s = self._now_s
+        return None
 
     def _judge(self, key: OffloadKey, answer: bool | None, lane: Lane, state: RequestState) -> _Verdict:
         if answer is None:
-            if self._may_wait(key, state, lane.name, lane.limits.lookup_timeout_s):
+            now_s = self._clock()
+            if now_s - state.unanswered.setdefault((key, lane), now_s) < lane.limits.lookup_timeout_s:
+                state.asked_s = self._now_s
                 return _Verdict.WAIT
             lane.counters["expired_lookups"] += 1
             self._fail(lane, state)
             return _Verdict.NEXT
-        state.asked.pop((key, lane.name), None)
+        state.unanswered.pop((key, lane), None)
         if not answer:
             return _Verdict.NEXT
-        begun = self._promotions.begin(key, lane, state)
-        if begun is Begun.WAIT and self._may_wait(key, state, _ROOM, self._wait_max_s):
-            return _Verdict.WAIT
-        state.asked.pop((key, _ROOM), None)
-        if begun is Begun.STARTED:
+        if self._promotions.begin(key, lane, state):
+            state.asked_s = self._now_s
             return _Verdict.WAIT
         lane.counters["refused_promotions"] += 1
         return _Verdict.MISS
 
-    def _may_wait(self, key: OffloadKey, state: RequestState, on: str, wait_max_s: float) -> bool:
-        now_s = self._clock()
-        if now_s - state.asked.setdefault((key, on), now_s) < wait_max_s:
-            return True
-        del state.asked[key, on]
-        return False
+    def _count_wait(self, state: RequestState) -> None:
+        """Count the time since the request asked last."""
+        state.waited_s += min(self._now_s - state.asked_s, PAUSE_S_MAX)
+        state.asked_s = self._now_s
+        if state.waited_s >= self._wait_max_s:
+            state.has_waited = True
+            state.unanswered.clear()
 
     def _fail(self, lane: Lane, state: RequestState, raised_in: str = "") -> None:
         """Ask this tier no more for this request: one failure a request, however many keys it asks for."""
         if raised_in:
             lane.note_exception(raised_in)
         state.timed_out.add(lane)
-        lane.breaker.fail(self._clock())
-        self.refresh()
+        now_s = self._clock()
+        lane.breaker.fail(now_s)
+        self.refresh(now_s)

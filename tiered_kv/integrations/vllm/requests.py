@@ -18,9 +18,9 @@ class RequestNotes:
 
     Attributes:
         failed: Keys that could not be loaded for it; it is told that they are not there.
-        asked: When a key was first answered with "ask again".
+        asked: When a key was first answered with RETRY.
         hits: How many keys it was told to be there, each of which takes a row of the primary tier.
-        has_timed_out: Whether the tier did not answer it in time; it is asked no more.
+        has_timed_out: Whether it has waited for the tier as long as it may; the tier is asked no more.
     """
 
     failed: set[OffloadKey] = field(default_factory=set)
@@ -29,11 +29,9 @@ class RequestNotes:
     has_timed_out: bool = False
 
     def may_wait(self, key: OffloadKey, now_s: float, wait_max_s: float) -> bool:
-        """Return whether the request may be told once more to ask again for `key`; False ends the wait."""
-        if now_s - self.asked.setdefault(key, now_s) < wait_max_s:
-            return True
-        del self.asked[key]
-        return False
+        """Return whether the request may be answered RETRY once more for `key`; False ends its wait for the tier."""
+        self.has_timed_out = now_s - self.asked.setdefault(key, now_s) >= wait_max_s
+        return not self.has_timed_out
 
 
 class RequestBook:

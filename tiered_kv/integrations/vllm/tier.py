@@ -37,7 +37,7 @@ from tiered_kv.tiering.limits import TierLimits
 _log = logging.getLogger(__name__)
 
 ROOM_WAIT_S = 10.0
-"""How long a request is told to ask again because others' loads take all of the load budget."""
+"""How long a request is answered RETRY because others' loads take all of the load budget; then it misses for good."""
 DRAIN_WARNING_S = 5.0
 CLOSE_TIMEOUT_S = 5.0
 _POLL_S = 0.0005

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
+from dataclasses import dataclass
 from functools import cached_property
 from random import Random
 
@@ -20,6 +23,7 @@ from tiered_kv.testing.watch import RowLedger, WatchedTier
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.limits import ManagerLimits, TierLimits
 from tiered_kv.tiering.manager import TieringOffloadingManager
+from tiered_kv.tiering.search import PAUSE_S_MAX
 
 BLOCK_BYTES = 64
 CHATS = 4
@@ -29,10 +33,9 @@ TRANSFERS_MAX = 4
 JOB_TIMEOUT_S = 0.5
 LOOKUP_TIMEOUT_S = 0.2
 HOLD_S = 0.4
+REQUEST_WAIT_S = 2.0
 STEP_S_MAX = 0.05
 WAIT_S_MAX = 3.0
-COUNTED_PAUSE_S_MAX = 0.1
-"""A longer pause of the scheduler counts as this much of a request's patience: it can be answered after it only."""
 RECOVERY_S_MAX = 120.0
 
 _MOODS = (
@@ -54,6 +57,14 @@ _MOODS = (
 )
 
 
+@dataclass(slots=True)
+class _Wait:
+    """How long a request has waited since its last load, and when it was answered None last."""
+
+    seconds: float = 0.0
+    since_s: float = math.inf
+
+
 class Simulation:
     """One stack under one seed.
 
@@ -67,7 +78,7 @@ class Simulation:
         self.tiers: list[SimulatedTier | SimulatedToolkitTier] = []
         self.manager = self._open(rng)
         self.model = StackModel(StackUnderTest(self.manager, self.world.clock, ledger=self._ledger))
-        self._patience_s: dict[str, float] = {}
+        self._waits: defaultdict[str, _Wait] = defaultdict(_Wait)
         self._fillers = 0
         self._polled_at_s = self.world.clock()
 
@@ -107,8 +118,7 @@ class Simulation:
     def start(self) -> None:
         """A request comes in."""
         if len(self.model.requests) < REQUESTS_MAX:
-            req_id = self.model.start(self._chat()[: self.world.rng.randint(2, CHAT_BLOCKS)])
-            self._patience_s[req_id] = self._patience_s_max
+            self.model.start(self._chat()[: self.world.rng.randint(2, CHAT_BLOCKS)])
 
     def step(self) -> None:
         """The scheduler looks at every request: what is answered goes on, what is not asks again."""
@@ -175,6 +185,7 @@ class Simulation:
         self._store_at_once(make_keys(12, f"filler {self._fillers}"))
         if found and len(self.model.loads) < TRANSFERS_MAX:
             self.model.begin_load(req_id, found)
+            self._waits[req_id] = _Wait()
         self._end_step(0.0)
 
     def take_events(self) -> None:
@@ -257,7 +268,12 @@ class Simulation:
             primary,
             self._watched,
             tier_limits=limits,
-            limits=ManagerLimits(promotion_blocks_max=rng.choice((None, 3, 8)), hold_s=HOLD_S, requests_max=100),
+            limits=ManagerLimits(
+                promotion_blocks_max=rng.choice((None, 3, 8)),
+                hold_s=HOLD_S,
+                wait_max_s=REQUEST_WAIT_S,
+                requests_max=100,
+            ),
             clock=self.world.clock,
         )
 
@@ -284,16 +300,21 @@ class Simulation:
     def _end_step(self, seconds: float) -> None:
         self.manager.on_schedule_end()
         self.world.advance(seconds)
-        for req_id in self._patience_s:
-            self._patience_s[req_id] -= min(seconds, COUNTED_PAUSE_S_MAX)
         self.manager.poll()
         self._polled_at_s = self.world.clock()
 
     def _found(self, req_id: str) -> list[OffloadKey] | None:
-        """Return the prefix of a request that is found, or None if it has to ask again."""
+        """Return the prefix of a request that is found, or None if it has to wait, which it may for so long."""
         request, keys = self.model.requests[req_id]
+        wait, now_s = self._waits[req_id], self.world.clock()
+        wait.seconds += max(0.0, min(now_s - wait.since_s, PAUSE_S_MAX))
+        wait.since_s = math.inf
+        answers = self.manager.lookup_many(keys, request)
+        if None in answers:
+            assert wait.seconds < REQUEST_WAIT_S, f"{req_id} is answered None after it has waited as long as it may"
+            wait.since_s = now_s
         found: list[OffloadKey] = []
-        for key, answer in zip(keys, self.manager.lookup_many(keys, request), strict=True):
+        for key, answer in zip(keys, answers, strict=True):
             if answer is None:
                 return None
             if not answer:
@@ -306,10 +327,8 @@ class Simulation:
         """Ask for a request; return whether it was answered."""
         found = self._found(req_id)
         if found is None:
-            assert self._patience_s[req_id] >= 0, f"{req_id} is told to ask again for ever"
             return False
         if len(self.model.loads) >= TRANSFERS_MAX or len(self.model.stores) >= TRANSFERS_MAX:
-            self._patience_s[req_id] = self._patience_s_max  # it is the engine that makes it wait
             return True
         request, keys = self.model.requests[req_id]
         if found:
@@ -317,12 +336,6 @@ class Simulation:
         self.model.begin_store(request, keys[len(found) :])
         self._finish(req_id)
         return True
-
-    @property
-    def _patience_s_max(self) -> float:
-        """How long a request may be told to ask again: by each tier, for want of room, and for another's store."""
-        tiers_s = sum(limits.job_timeout_s + limits.lookup_timeout_s for limits in self._limits)
-        return tiers_s + 2 * HOLD_S
 
     def _settle(self) -> None:
         """Let everything come to its end in simulated time, and check that nothing is held then."""
@@ -345,7 +358,7 @@ class Simulation:
             self._end_step(1.0)
 
     def _finish(self, req_id: str) -> None:
-        self._patience_s.pop(req_id, None)
+        self._waits.pop(req_id, None)
         self.model.finish(req_id)
 
     def _store_at_once(self, keys: list[OffloadKey]) -> None:
