@@ -324,6 +324,22 @@ def test_a_tier_that_cannot_forget_is_silent_after_a_reset(tier: IsolatedTier, i
     assert tier.lookup(keys(2)[0], ReqContext("c")) is False
 
 
+def test_a_reset_while_answers_are_forgotten_ends_no_thread(
+    tier: IsolatedTier, inner: BlockingFourMethodTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class ResetsMeanwhile(int):
+        def __lt__(self, other: int) -> bool:
+            is_over = other > int(self)
+            if is_over:
+                tier.reset_cache()
+            return is_over
+
+    monkeypatch.setattr(isolation, "REQUESTS_MAX", ResetsMeanwhile(1))
+    for number in range(2):
+        tier.lookup(keys(1)[0], ReqContext(f"request-{number}"))
+    eventually(lambda: "reset_cache" in inner.calls)
+
+
 def test_stores_that_wait_when_the_cache_is_reset_never_reach_the_tier(
     tier: IsolatedTier, inner: BlockingFourMethodTier
 ) -> None:

@@ -181,7 +181,7 @@ class IsolatedTier(SecondaryTierManager):
                 self._is_idle = False
                 if self._is_closing and not self._urgent and not self._stores:
                     break
-            self._do_one_round()
+            self._attempt(self._do_one_round)
         self._attempt(self.inner.shutdown)
         self._collect()
         self._note_stats()
@@ -227,8 +227,9 @@ class IsolatedTier(SecondaryTierManager):
             # A None is not kept: the manager asks again.
             if self._questions.pop(question, None) is not None and answer is not None:
                 self._answers.setdefault(req_id, {})[key] = answer
-        while len(self._answers) > REQUESTS_MAX:
-            self._answers.pop(next(iter(self._answers)), None)
+        if len(self._answers) > REQUESTS_MAX:
+            for req_id in list(self._answers)[:-REQUESTS_MAX]:  # a copy: a reset may empty it meanwhile
+                self._answers.pop(req_id, None)
 
     def _begin(self, submit: Callable[[JobMetadata], None], job: JobMetadata) -> None:
         reason = ""
