@@ -90,7 +90,7 @@ class QueuedTier(SecondaryTierManager):
         self._jobs_in_flight: dict[int, Job] = {}  # submitted and not yet reported
         self._job_deadlines: list[tuple[float, int]] = []  # heap of (deadline, job id); may name jobs that have ended
         self._job_results: deque[JobResult] = deque()  # workers append
-        self._reasons_logged: set[str] = set()
+        self._errors_logged: dict[str, object] = {}  # by kind; workers only add to it, each in one atomic step
         self._is_shut_down = False
 
     def __init_subclass__(cls) -> None:
@@ -273,8 +273,8 @@ class QueuedTier(SecondaryTierManager):
         """
         reason = failure_reason(error)
         kind = f"{operation} raised {type(error).__name__}"
-        if kind not in self._reasons_logged:
-            self._reasons_logged.add(kind)
+        first = object()
+        if self._errors_logged.setdefault(kind, first) is first:
             frames = traceback.extract_tb(error.__traceback__)
             where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
             _log.warning("tier '%s': %s at %s; further ones are only counted", self.name, kind, where)
