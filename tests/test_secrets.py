@@ -10,8 +10,9 @@ import pytest
 
 from tiered_kv.cli import main
 from tiered_kv.config import StackConfig, load_config
-from tiered_kv.errors import ConfigError
+from tiered_kv.errors import ConfigError, TierError
 from tiered_kv.hooks import tier_plugins
+from tiered_kv.stack import open_stack
 from tiered_kv.stackfile import parse_stack_text
 from tiered_kv.testing.secret_hunt import Sheet, new_marker
 from tiered_kv.testing.secret_plants import (
@@ -75,6 +76,25 @@ def test_a_misspelled_secret_is_not_repeated(type_name: str, name: str) -> None:
         show_config(sheet, name, {**STACK, "secondary": [{**entry, "type": "nonesuch"}]}, planted)
         show_config(sheet, name, {**STACK, "secondry": [entry]}, planted)
     assert sheet.findings() == []
+
+
+@pytest.mark.parametrize("type_name", ["fs", "nvme"])
+def test_a_path_from_a_variable_is_hidden_in_the_configuration_and_named_by_the_tier(
+    type_name: str, tmp_path: Path
+) -> None:
+    """As docs/configuration.md and docs/security.md say it."""
+    file = tmp_path / "file"
+    file.touch()
+    source = {**STACK, "secondary": [{"type": type_name, "path": "${WHERE}", "capacity": "64MiB"}]}
+    with pytest.raises(ConfigError) as caught:
+        load_config({**source, "secondary": [{"type": type_name, "path": "${WHERE}"}]}, environ={"WHERE": str(file)})
+    assert str(file) not in str(caught.value)
+    config = load_config(source, environ={"WHERE": str(tmp_path / "blocks")})
+    assert str(tmp_path) not in str(config.public_dict())
+    with open_stack(config) as stack:
+        assert stack.secondary_tiers[0].describe()["path"] == str(tmp_path / "blocks")
+    with pytest.raises(TierError, match=str(file)):
+        open_stack(load_config(source, environ={"WHERE": str(file)}))
 
 
 def test_the_rest_of_a_message_stays() -> None:
