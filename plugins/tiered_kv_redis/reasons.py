@@ -16,6 +16,8 @@ from redis.exceptions import (
 )
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from tiered_kv.toolkit.certificates import note_refused
+
 MISSING: Final = "missing"
 NO_SPACE: Final = "no_space"
 READ_ONLY: Final = "readonly"
@@ -57,7 +59,8 @@ NOT_OURS_TO_USE: Final = {
     PERMISSION: "does not permit what this tier does; its user needs +get +set +strlen +unlink +touch "
     "on keys 'tkv1:*', in a cluster also +cluster|slots",
     SERVER_ERROR: "answers with an error; check 'db', and that it is a Redis of the 'mode' that is set",
-    TLS: "does not pass the check of its certificate; check 'tls_ca' and the host name, or offers no TLS",
+    TLS: "does not pass the check of its certificate; check 'tls_ca' and the host name (the log says more), or "
+    "offers no TLS",
 }
 """What no waiting helps against, and what to do."""
 
@@ -88,6 +91,9 @@ def reason_of_error(error: BaseException) -> str:
     while link is not None and len(chain) < 16:
         chain.append(link)
         link = link.__cause__ or link.__context__
+    for each in chain:
+        if isinstance(each, ssl.SSLCertVerificationError):
+            note_refused(each)
     for kind, reason in _BY_TYPE:
         if any(isinstance(each, kind) for each in chain):
             return reason

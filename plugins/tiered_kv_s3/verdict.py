@@ -6,6 +6,7 @@ import re
 import ssl
 from enum import Enum
 
+from tiered_kv.toolkit.certificates import note_refused
 from tiered_kv_s3.connection import Answer, BadAnswerError
 
 _CODE = re.compile(rb"<Code>([A-Za-z0-9.]{1,100})</Code>")
@@ -94,6 +95,7 @@ def verdict_of(answer: Answer, body: bytes) -> Verdict:
 def verdict_of_error(error: OSError) -> Verdict:
     """Return what a connection's failure means."""
     if isinstance(error, ssl.SSLCertVerificationError):
+        note_refused(error)
         return Verdict.UNTRUSTED
     if isinstance(error, TimeoutError):
         return Verdict.TIMEOUT

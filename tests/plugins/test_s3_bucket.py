@@ -6,7 +6,6 @@ import itertools
 import json
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from pydantic import ValidationError
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ConfigError, TierUnavailableError
+from tiered_kv.testing.redis_servers import TlsFiles, make_tls_files
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.testing.s3_servers import S3Server, missing_for_moto, moto_bucket, moto_server, start_moto
 from tiered_kv.testing.waiting import wait_for_each
@@ -342,28 +342,18 @@ def test_no_secret_is_shown_anywhere(make_rig: MakeRig, caplog: pytest.LogCaptur
 
 
 @pytest.fixture
-def certificate(tmp_path: Path) -> tuple[Path, Path]:
-    """A certificate of our own for 127.0.0.1, and its key."""
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is not installed")
-    files = (tmp_path / "certificate.pem", tmp_path / "key.pem")
-    subprocess.run(
-        f"openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=test -addext subjectAltName=IP:127.0.0.1"
-        f" -out {files[0]} -keyout {files[1]}".split(),
-        check=True,
-        capture_output=True,
-        timeout=60,
-    )
-    return files
+def certificate(tmp_path: Path) -> TlsFiles:
+    """A certificate of our own for 127.0.0.1, its key, and its authority's certificate."""
+    return make_tls_files(tmp_path)
 
 
 def test_a_server_with_tls_is_used_if_its_authority_is_trusted_and_refused_if_not(
-    certificate: tuple[Path, Path], make_rig: MakeRig
+    certificate: TlsFiles, make_rig: MakeRig
 ) -> None:
     if missing := missing_for_moto():
         pytest.skip(missing)
-    authority = str(certificate[0])
-    server = start_moto(certificate)
+    authority = str(certificate.ca)
+    server = start_moto((certificate.cert, certificate.key))
     try:
         client = server.client(verify=authority)
         client.create_bucket(Bucket="tls-bucket")

@@ -23,9 +23,9 @@ pytestmark = [pytest.mark.trust("security"), pytest.mark.slow]
 BLOCKS = 4
 
 
-def files_in(folder: Path, names: str = "IP:127.0.0.1,DNS:localhost") -> TlsFiles:
+def files_in(folder: Path, *names: str) -> TlsFiles:
     folder.mkdir()
-    return make_tls_files(folder, names)
+    return make_tls_files(folder, *names)
 
 
 def check(tenant: Tenant, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
@@ -57,7 +57,7 @@ def system_authorities(server: RedisServer, tmp_path: Path) -> dict[str, object]
 
 
 def wrong_name(server: RedisServer, tmp_path: Path) -> dict[str, object]:
-    files = files_in(tmp_path / "named", "DNS:elsewhere.example")
+    files = files_in(tmp_path / "named", "elsewhere.example")
     answer_with(server, files)
     return {"tls_ca": str(files.ca)}
 
@@ -118,7 +118,7 @@ def moto_with() -> Iterator[Callable[[TlsFiles], S3Server]]:
 def test_an_s3_server_that_does_not_prove_who_it_is_gets_nothing(
     reason: str, moto_with: Callable[[TlsFiles], S3Server], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = "DNS:elsewhere.example" if reason == "wrong name" else "IP:127.0.0.1"
+    names = "elsewhere.example" if reason == "wrong name" else "127.0.0.1"
     files = files_in(tmp_path / "own", names)
     settings: dict[str, object] = {"ca_file": str(files.ca), "attempts": 1, "request_timeout": "60s"}
     if reason == "wrong authority":

@@ -27,7 +27,7 @@ REFUSED = "does not pass the check of its certificate"
 def other(tmp_path: Path) -> TlsFiles:
     """Another authority, and what it signed for a host of another name."""
     (tmp_path / "other").mkdir()
-    return make_tls_files(tmp_path / "other", "DNS:elsewhere.example")
+    return make_tls_files(tmp_path / "other", "elsewhere.example")
 
 
 def both(one: TlsFiles, other: TlsFiles, folder: Path) -> Path:
