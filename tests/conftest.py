@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -33,10 +34,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="how much the proofs try: short, as in continuous integration, or full",
     )
     group.addoption("--trust-table", type=Path, metavar="PATH", help="write the table of figures as JSON, too")
+    parser.addoption(
+        "--one-in",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of each file's slow tests run the first and every N-th after it, as continuous integration does",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[FIGURES] = Figures()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out slow tests as `--one-in` says; the same ones in each run."""
+    seen: Counter[Path] = Counter()
+    kept, left = [], []
+    for item in items:
+        if item.get_closest_marker("slow") is not None:
+            seen[item.path] += 1
+            if (seen[item.path] - 1) % config.getoption("--one-in"):
+                left.append(item)
+                continue
+        kept.append(item)
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = kept
 
 
 @pytest.hookimpl(wrapper=True)
