@@ -48,7 +48,7 @@ class TieredKVTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM 
         )
         with ExitStack() as undo:
             undo.callback(shared.cleanup)
-            region = PrimaryRegion.attach(shared.mmap_path, self.num_chunks, self.kv_bytes_per_chunk)
+            region = PrimaryRegion.map_file(shared.fd, shared.mmap_path, self.num_chunks, self.kv_bytes_per_chunk)
             undo.callback(region.close)
             handlers = open_handlers(
                 our_caches(kv_caches),
