@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from tiered_kv.cpu import region as region_module
+from tiered_kv.cpu.geometry import ROWS_OFFSET
 from tiered_kv.cpu.region import SHARED_MEMORY_DIRECTORY, PrimaryRegion
 from tiered_kv.errors import ConfigError
 
@@ -57,7 +58,7 @@ def test_workers_map_the_same_bytes_and_the_name_goes_when_all_have(shared_name:
     path = region.path
     assert path is not None
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert path.stat().st_size == 4 * 4096
+    assert path.stat().st_size == ROWS_OFFSET + 4 * 4096
     code = (
         "import sys; from tiered_kv.cpu.region import PrimaryRegion\n"
         "region = PrimaryRegion.attach(sys.argv[1], 4, 4096); region.array[2, :] = 7; region.close()"
@@ -94,14 +95,24 @@ def test_a_name_that_is_a_path_is_refused(name: str) -> None:
         PrimaryRegion(1, 4096, name=name)
 
 
-def test_attaching_checks_the_size(shared_name: str, tmp_path: Path) -> None:
+def test_attaching_checks_the_rows(shared_name: str, tmp_path: Path) -> None:
     region = PrimaryRegion(2, 4096, name=shared_name)
     assert region.path is not None
-    with pytest.raises(ConfigError, match=r"3 blocks of 4KiB in the region .*, found 8KiB"):
+    with pytest.raises(ConfigError, match=r"expected rows 3 in the region .*, found rows 2"):
         PrimaryRegion.attach(region.path, 3, 4096)
+    with pytest.raises(ConfigError, match=r"expected rows 1, row_bytes 8192, .* found rows 2, row_bytes 4096"):
+        PrimaryRegion.attach(region.path, 1, 8192)
     with pytest.raises(ConfigError, match="cannot attach"):
         PrimaryRegion.attach(tmp_path / "none", 3, 4096)
     region.close()
+
+
+def test_a_file_that_is_no_region_is_not_attached_to(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch(mode=0o600)
+    os.truncate(path, ROWS_OFFSET + 2 * 4096)
+    with pytest.raises(ConfigError, match="has no header of a region; expected format 1, rows 2, row_bytes 4096"):
+        PrimaryRegion.attach(path, 2, 4096)
 
 
 @pytest.mark.parametrize(("blocks", "size"), [(0, 4096), (1, 0)])
@@ -169,7 +180,7 @@ def test_shared_memory_is_bound_to_its_node_before_it_has_pages(
     region = PrimaryRegion(4, 4096, name=shared_name, numa_node=0)
     assert region.path is not None
     allocated.append(region.path.stat().st_blocks)
-    assert allocated == [0, 4 * 4096 // 512]
+    assert allocated == [0, (1 + 4) * 4096 // 512], "the header and the rows"
     region.close()
 
 

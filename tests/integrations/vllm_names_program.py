@@ -186,7 +186,9 @@ def wait_for(attempt: Callable[[], Any]) -> Any:
 
 def by_spec(entry: dict[str, object], keys: Sequence[OffloadKey], is_store: bool) -> tuple[int, str]:
     """Open our whole stack as vLLM's spec, and store the keys' blocks or load them; return how many, and the digest."""
+    from tiered_kv.cpu.geometry import Geometry
     from tiered_kv.integrations.vllm.spec import TieredKVOffloadingSpec
+    from tiered_kv.worker.shared_file import SharedFile
     from tiered_kv.worker.shared_region import SharedRegion
 
     stack = {"primary": {"capacity": ROWS * BLOCK_BYTES}, "secondary": [entry]}
@@ -194,7 +196,7 @@ def by_spec(entry: dict[str, object], keys: Sequence[OffloadKey], is_store: bool
     spec = TieredKVOffloadingSpec(config)
     manager: Any = spec.get_manager()  # Any: as vLLM sees it
     name, parties = f"tiered-kv-{config.engine_id}", ["scheduler", "worker 0"]
-    region = SharedRegion.join(name, ROWS, BLOCK_BYTES, party="worker 0", parties=parties)
+    region = SharedRegion.join(SharedFile(name, "worker 0", parties), Geometry(ROWS, BLOCK_BYTES))
     rows = np.asarray(region.kv_view).view(np.uint8)
     request = Request("request")
     manager.on_new_request(request)

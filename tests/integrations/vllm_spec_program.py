@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -49,6 +50,8 @@ from vllm_program_parts import (  # type: ignore[import-not-found]  # found besi
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.integrations.vllm.metrics import COUNTER_METRIC
 from tiered_kv.integrations.vllm.stackconfig import stack_config
+from tiered_kv.integrations.vllm.tier import TieredKVTier
+from tiered_kv.mediums import CPULoadStoreSpec
 
 WORKERS = 2
 LAYERS = 2
@@ -306,6 +309,57 @@ class Checks:
         assert len(set(digests)) == len(digests), digests
         replica = dataclasses.replace(config, parallel=dataclasses.replace(parallel, data_parallel_index=1))
         assert stack_config(replica).identity.digest == digests[0], "replicas share their blocks"
+
+    def chunks_that_vllm_may_store_in_part_are_refused(self) -> None:
+        config = config_of(self._stack("chunks"), engine_id="e")
+        (group,) = config.groups
+        two = dataclasses.replace(config.cache, blocks_per_chunk=2)
+        state = dataclasses.replace(group, group_id=1, layer_names=("layer.2",))
+        if hasattr(group, "sliding_window_size_in_chunks"):
+            state = dataclasses.replace(state, sliding_window_size_in_chunks=1)
+            accepted = dataclasses.replace(config, cache=two, groups=(group, dataclasses.replace(group, group_id=1)))
+        else:
+            accepted = dataclasses.replace(config, cache=two)
+        hybrid = dataclasses.replace(config, groups=(group, state))
+        for each in (hybrid, accepted):
+            OffloadingSpecFactory.create_spec(each)
+        extra = {**config.extra_config, "spec_name": "TieredKVTieringSpec", "cpu_bytes_to_use": 1 << 20}
+        tiering = dataclasses.replace(hybrid, extra_config=extra)
+        OffloadingSpecFactory.create_spec(tiering)
+        for each in (hybrid, tiering):
+            attempt = functools.partial(OffloadingSpecFactory.create_spec, dataclasses.replace(each, cache=two))
+            assert "rows would keep bytes of other blocks" in refusal_of(attempt, ConfigError)
+
+    def a_store_that_does_not_fill_its_rows_is_refused(self) -> None:
+        config = config_of(self._stack("partial"), engine_id=f"test-{uuid.uuid4().hex}")
+        parallel = dataclasses.replace(config.parallel, world_size=1, tp_size=1)
+        config = dataclasses.replace(
+            config, parallel=parallel, cache=dataclasses.replace(config.cache, blocks_per_chunk=2)
+        )
+        spec = OffloadingSpecFactory.create_spec(config)
+        layers = [torch.zeros(DEVICE_BLOCKS, PAGE_BYTES, dtype=torch.int8) for _ in range(LAYERS)]
+        worker, manager = spec.get_worker(canonical(layers)), spec.get_manager()
+        try:
+            # As vLLM's connector does where a window has passed the first block of a chunk.
+            device, row = GPULoadStoreSpec([5], [1], [1]), CPULoadStoreSpec([0])
+            message = refusal_of(lambda: worker.submit_store(1, device, row), ValueError)
+            assert "expected a store of whole offloaded blocks" in message, message
+        finally:
+            worker.shutdown()
+            manager.shutdown()
+
+    def pipeline_stages_are_refused_below_vllm_s_tiering(self) -> None:
+        config = config_of(self._stack("stages"), engine_id="e")
+        extra = {**config.extra_config, "spec_name": "TieredKVTieringSpec", "cpu_bytes_to_use": 1 << 20}
+        parallel = dataclasses.replace(config.parallel, tp_size=1, pp_size=2)
+        config = dataclasses.replace(config, extra_config=extra, parallel=parallel)
+        message = refusal_of(functools.partial(OffloadingSpecFactory.create_spec, config), ConfigError)
+        assert "use TieredKVOffloadingSpec" in message, message
+        view = memoryview(bytearray(4096)).cast("b", (1, 4096))
+        tier = {"type": "memory", "capacity": "1MiB"}
+        offloading_spec = SimpleNamespace(config=config)
+        message = refusal_of(lambda: TieredKVTier(offloading_spec, view, "TieredKVTier", tier=tier), ConfigError)
+        assert "use TieredKVOffloadingSpec" in message, message
 
     def metrics_tell_every_tier(self) -> None:
         with engine_with(self._stack("metrics")) as engine:

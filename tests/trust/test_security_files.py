@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from tiered_kv.cli import main
+from tiered_kv.cpu.geometry import Geometry
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, FormatError, TieredKVError, TierUnavailableError
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.tenants import BLOCK_BYTES, DirectoryStorage, Tenant
+from tiered_kv.worker.shared_file import SharedFile
 from tiered_kv.worker.shared_region import SharedRegion
 
 pytestmark = pytest.mark.trust("security")
@@ -260,7 +262,7 @@ def shared_name() -> Iterator[str]:
 
 
 def join(name: str) -> None:
-    SharedRegion.join(name, 2, BLOCK_BYTES, party="a", parties=["a"]).close()
+    SharedRegion.join(SharedFile(name, "a", ["a"]), Geometry(2, BLOCK_BYTES)).close()
 
 
 def create(name: str) -> None:
@@ -304,7 +306,7 @@ def test_another_user_s_region_is_refused(how: str, shared_name: str, monkeypatc
 def test_a_region_is_its_owner_s_alone_whatever_the_umask(shared_name: str) -> None:
     with umask(0):
         region = PrimaryRegion(2, BLOCK_BYTES, name=shared_name)
-        joined = SharedRegion.join(shared_name, 2, BLOCK_BYTES, party="a", parties=["a", "b"])
+        joined = SharedRegion.join(SharedFile(shared_name, "a", ["a", "b"]), Geometry(2, BLOCK_BYTES))
     try:
         paths = [Path("/dev/shm") / shared_name, Path("/dev/shm") / f"{shared_name}+workers"]
         assert [mode_of(path) for path in paths] == [0o600, 0o600]

@@ -276,8 +276,8 @@ def caches_of(tensor: Any, page_bytes: int, refs: list[list[tuple[int, int]]] | 
     ("caches", "message"),
     [
         (CanonicalKVCaches([], [[CanonicalKVCacheRef(0, 1)]]), "must be on one device, found none"),
-        (caches_of(torch.zeros(4, 8), 32, []), "have no group"),
-        (caches_of(torch.zeros(4, 8), 32, [[]]), "group 0 has no tensor"),
+        (caches_of(torch.zeros(4, 8), 32, []), "have no group with a tensor"),
+        (caches_of(torch.zeros(4, 8), 32, [[]]), "have no group with a tensor"),
         (caches_of(torch.zeros(4, 8), 32, [[(1, 32)]]), "refers to tensor 1, and there are 1"),
         (caches_of(torch.zeros(4, 8), 32, [[(0, 33)]]), "uses 33 bytes of tensor 0, whose blocks have 32"),
         (caches_of(torch.zeros(4, 8)[:, :7], 32), "uses 32 bytes of tensor 0, whose blocks have 28"),
@@ -304,6 +304,35 @@ def test_a_ref_s_mapping_to_another_layout_does_not_matter() -> None:
     handlers.store.transfer_async(1, (GPULoadStoreSpec([3], [1]), CPULoadStoreSpec([0])))
     handlers.store.wait([1])
     assert region.array[0, :2].tolist() == [6, 7]
+    handlers.shutdown()
+    region.close()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "firsts", "num_rows"),
+    [
+        ([3], [1], 2),  # the first place of the first row is left out
+        ([3], [0], 2),  # a place of some row is left out, and nothing tells which
+        ([1], [2], 1),
+        ([2], [1], 2),  # a place of two rows is left out; block 1 would lie where the second row has none
+    ],
+)
+def test_a_store_that_leaves_out_blocks_of_its_rows_is_refused_and_such_a_load_is_not(
+    sizes: list[int], firsts: list[int], num_rows: int
+) -> None:
+    tensor = torch.zeros(8, 4, dtype=torch.uint8)
+    region = PrimaryRegion(4, 8)
+    region.array[:] = 7
+    handlers = open_handlers(caches_of(tensor, 4), region, block_size_factor=2)
+    spec = (GPULoadStoreSpec(list(range(sizes[0])), sizes, firsts), CPULoadStoreSpec(list(range(num_rows))))
+    with pytest.raises(ValueError, match=r"whole offloaded blocks, 2 device blocks each, found .* of group 0"):
+        handlers.store.transfer_async(1, spec)
+    assert handlers.store.get_finished() == []
+    assert (region.array == 7).all()
+    handlers.load.transfer_async(1, spec[::-1])
+    handlers.load.wait([1])
+    assert (tensor[: sizes[0]] == 7).all()
+    assert not tensor[sizes[0] :].any()
     handlers.shutdown()
     region.close()
 

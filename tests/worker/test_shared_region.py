@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tiered_kv.cpu.geometry import ROWS_OFFSET, Geometry
 from tiered_kv.cpu.region import SHARED_MEMORY_DIRECTORY, PrimaryRegion
 from tiered_kv.errors import ConfigError
-from tiered_kv.worker import shared_region
+from tiered_kv.worker import shared_file
+from tiered_kv.worker.shared_file import SharedFile
 from tiered_kv.worker.shared_region import SharedRegion
 
 PARTIES = ["scheduler", "worker 0", "worker 1"]
@@ -31,15 +33,17 @@ def file_of(name: str) -> Path:
     return SHARED_MEMORY_DIRECTORY / f"{name}+workers"
 
 
-def join(name: str, party: str, num_blocks: int = 4) -> SharedRegion:
-    return SharedRegion.join(name, num_blocks, 4096, party=party, parties=PARTIES)
+def join(name: str, party: str, rows: int = 4, row_bytes: int = 4096, **more: int) -> SharedRegion:
+    geometry = Geometry(rows, row_bytes, **more)
+    return SharedRegion.join(SharedFile(name, party, PARTIES), geometry)
 
 
 def hold(name: str, party: str) -> subprocess.Popen[str]:
     """Start a process that has joined, and waits to be killed."""
     program = (
-        "import sys; from tiered_kv.worker.shared_region import SharedRegion\n"
-        "SharedRegion.join(sys.argv[1], 4, 4096, party=sys.argv[2], parties=sys.argv[3:])\n"
+        "import sys; from tiered_kv.worker.shared_file import SharedFile\n"
+        "from tiered_kv.worker.shared_region import Geometry, SharedRegion\n"
+        "SharedRegion.join(SharedFile(sys.argv[1], sys.argv[2], sys.argv[3:]), Geometry(4, 4096))\n"
         "print('joined', flush=True); sys.stdin.read()"
     )
     process = subprocess.Popen(
@@ -98,12 +102,70 @@ def test_a_second_process_of_the_same_party_is_refused(name: str) -> None:
     region.close()
 
 
-def test_another_size_is_refused_while_somebody_is_there(name: str) -> None:
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"rows": 5}, "expected rows 5 in the region .*, found rows 4;"),
+        # The total is the same, so nothing but the header tells them apart.
+        ({"rows": 2, "row_bytes": 8192}, "expected rows 2, row_bytes 8192, part_bytes 8192 in .*, found rows 4, row_"),
+        ({"workers": 2}, "expected workers 2, part_bytes 2048 in .*, found workers 1, part_bytes 4096"),
+        ({"block_size_factor": 2}, "expected block_size_factor 2 in .*, found block_size_factor 1"),
+    ],
+)
+def test_another_geometry_is_refused_while_somebody_is_there(name: str, other: dict[str, int], message: str) -> None:
     region = join(name, "worker 0")
-    with pytest.raises(ConfigError, match="expected 5 blocks of 4KiB"):
-        join(name, "worker 1", num_blocks=5)
+    with pytest.raises(ConfigError, match=message):
+        join(name, "worker 1", **other)
     assert region.missing_parties() == ["scheduler", "worker 1"]
+    join(name, "worker 1").close()
     region.close()
+
+
+def test_who_joins_gives_its_place_to_a_region_of_any_geometry_until_one_is_stated(name: str) -> None:
+    file = SharedFile(name, "worker 0", PARTIES)
+    other = join(name, "worker 1", rows=7)
+    with pytest.raises(ConfigError, match=r"expected rows 4 in .*, found rows 7"):
+        SharedRegion.join(file, Geometry(4, 4096))
+    assert other.missing_parties() == ["scheduler", "worker 0"]
+    other.close()
+
+
+def test_notes_are_read_by_all_in_whatever_order_the_parties_come(name: str) -> None:
+    files = [SharedFile(name, party, PARTIES, party.encode()) for party in reversed(PARTIES)]
+    for file in files:
+        assert file.notes_of(PARTIES[1:]) == [b"worker 0", b"worker 1"]
+    regions = [SharedRegion.join(file, Geometry(4, 4096)) for file in files]
+    assert all(region.is_complete() for region in regions)
+    for region in regions:
+        region.close()
+
+
+def test_notes_can_be_read_after_their_parties_have_mapped_the_region(name: str) -> None:
+    scheduler = SharedFile(name, "scheduler", PARTIES)
+    workers = [join(name, party) for party in PARTIES[1:]]
+    assert all(worker.is_complete() for worker in workers)
+    assert scheduler.notes_of(PARTIES[1:]) == [b"", b""]
+    region = SharedRegion.join(scheduler, Geometry(4, 4096))
+    for each in [*workers, region]:
+        each.array[0, 0] += 1
+    assert region.array[0, 0] == 3
+    for each in [*workers, region]:
+        each.close()
+
+
+def test_a_note_that_does_not_come_is_waited_for_in_bounds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kill(hold(name, "worker 1"))
+    file = SharedFile(name, "worker 0", PARTIES, b"new")
+    monkeypatch.setattr(shared_file, "JOIN_TIMEOUT_S", 0.05)
+    with pytest.raises(ConfigError, match=r"^worker 1 has not joined .* on one machine$"):
+        file.notes_of(PARTIES[1:])
+    file.leave()
+
+
+@pytest.mark.parametrize(("parties", "note"), [(512, b""), (2, bytes(4097))])
+def test_what_the_file_has_no_room_for_is_refused(name: str, parties: int, note: bytes) -> None:
+    with pytest.raises(ConfigError, match="at most 511 processes and notes of 4096 bytes"):
+        SharedFile(name, "0", [str(party) for party in range(parties)], note)
 
 
 def test_a_party_that_was_killed_is_missing_again(name: str) -> None:
@@ -119,9 +181,9 @@ def test_a_party_that_was_killed_is_missing_again(name: str) -> None:
 def test_what_a_killed_run_left_is_used_again_with_any_size(name: str) -> None:
     kill(hold(name, "worker 0"))
     assert file_of(name).exists()
-    region = join(name, "worker 0", num_blocks=7)
+    region = join(name, "worker 0", rows=7)
     assert region.array.shape == (7, 4096)
-    assert file_of(name).stat().st_size == 7 * 4096
+    assert file_of(name).stat().st_size == ROWS_OFFSET + 7 * 4096
     region.close()
 
 
@@ -153,19 +215,19 @@ def test_a_file_of_a_single_process_is_not_taken_for_a_shared_one(name: str) -> 
 def test_more_than_there_is_leaves_nothing(name: str) -> None:
     status = os.statvfs(SHARED_MEMORY_DIRECTORY)
     with pytest.raises(ConfigError, match="free and the region needs"):
-        join(name, "scheduler", num_blocks=status.f_blocks * status.f_frsize // 4096 + 1)
+        join(name, "scheduler", rows=status.f_blocks * status.f_frsize // 4096 + 1)
 
 
 def test_a_numa_node_that_is_not_there_is_an_error_and_leaves_nothing(name: str) -> None:
     with pytest.raises(ConfigError, match=r"numa_node|NUMA"):
-        SharedRegion.join(name, 4, 4096, party="scheduler", parties=PARTIES, numa_node=1000)
+        SharedRegion.join(SharedFile(name, "scheduler", PARTIES), Geometry(4, 4096), numa_node=1000)
 
 
 def test_a_neighbour_that_does_not_finish_its_turn_is_waited_for_in_bounds(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fd = shared_region._open_for_turn(file_of(name))
-    monkeypatch.setattr(shared_region, "JOIN_TIMEOUT_S", 0.05)
+    fd = shared_file._open_exclusively(file_of(name))
+    monkeypatch.setattr(shared_file, "JOIN_TIMEOUT_S", 0.05)
     with pytest.raises(ConfigError, match="see what holds it"):
         join(name, "scheduler")
     os.close(fd)
@@ -188,4 +250,4 @@ def test_a_name_that_is_a_path_is_refused(bad: str) -> None:
 
 def test_an_empty_region_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="at least one"):
-        join(name, "scheduler", num_blocks=0)
+        join(name, "scheduler", rows=0)

@@ -240,7 +240,7 @@ def test_the_spec_gives_a_manager_and_the_handlers_of_each_worker(name: str) -> 
     assert (gpu, cpu) == (gpu_again, cpu_again) == (GPULoadStoreSpec, CPULoadStoreSpec)
     output = manager.prepare_store(KEYS[:1], ReqContext(req_id="r"))
     assert output is not None
-    store.transfer_async(1, (GPULoadStoreSpec([1], [1], [1]), output.store_spec))
+    store.transfer_async(1, (GPULoadStoreSpec([0, 1], [2], [0]), output.store_spec))
     store.wait([1])
     manager.complete_store(KEYS[:1], ReqContext(req_id="r"))
     load.transfer_async(2, (manager.prepare_load(KEYS[:1], ReqContext(req_id="s")), GPULoadStoreSpec([3], [1], [1])))

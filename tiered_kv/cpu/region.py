@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from tiered_kv.cpu.geometry import ROWS_OFFSET, Geometry, check_header, write_header
 from tiered_kv.errors import ConfigError
 from tiered_kv.permissions import FILE_MODE, NotPrivateError, check_file
 from tiered_kv.units import format_bytes, rounded_bytes
@@ -58,9 +59,8 @@ class PrimaryRegion:
         prefault: bool = False,
         numa_node: int | None = None,
     ) -> None:
-        if num_blocks < 1 or block_bytes < 1:
-            raise ConfigError(f"a region needs at least one block and one byte, not {num_blocks} x {block_bytes}")
-        size_bytes = num_blocks * block_bytes
+        geometry = Geometry(num_blocks, block_bytes)
+        size_bytes = geometry.size_bytes
         self.path = None if name is None else _shared_path(name)
         if self.path is None:
             self._adopt(_map_private(size_bytes), num_blocks, block_bytes)
@@ -71,6 +71,7 @@ class PrimaryRegion:
                 self._adopt(mapping, num_blocks, block_bytes)
                 self._place(huge_pages, numa_node)
                 size_shared(fd, self.path, size_bytes)  # pages go where the mapping was bound to
+                write_header(fd, geometry)
             except BaseException:
                 self.close()
                 raise
@@ -80,41 +81,59 @@ class PrimaryRegion:
             self.flat[:: mmap.PAGESIZE] = bytes(len(range(0, size_bytes, mmap.PAGESIZE)))
 
     @classmethod
-    def attach(
-        cls,
-        path: str | os.PathLike[str],
-        num_blocks: int,
-        block_bytes: int,
-        *,
-        huge_pages: bool = False,
-        numa_node: int | None = None,
-    ) -> Self:
+    def attach(cls, path: str | os.PathLike[str], num_blocks: int, block_bytes: int) -> Self:
         """Map the file of a region that another process created; all arguments as they were there.
 
         Raises:
-            ConfigError: There is no such file, it is another user's, its size is another, or it cannot be bound to
-                the node.
+            ConfigError: There is no such file, it is another user's, or its header tells other rows.
         """
-        wanted = num_blocks * block_bytes
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
             raise ConfigError(f"cannot attach to the region {path}: {error.strerror}") from error
         try:
-            found = check_file(fd, str(path)).st_size  # anybody may make files in /dev/shm
-            if found != wanted:
-                raise ConfigError(
-                    f"expected {num_blocks} blocks of {format_bytes(block_bytes)} in the region {path}, "
-                    f"found {format_bytes(found)}"
-                )
-            mapping = mmap.mmap(fd, wanted)
-        except NotPrivateError as error:
-            raise ConfigError(f"cannot attach to the region: {error.strerror}") from error
+            _check_private(fd, path)
+            check_header(fd, path, Geometry(num_blocks, block_bytes))
+            return cls.map_file(fd, path, num_blocks, block_bytes, offset=ROWS_OFFSET)
         finally:
             os.close(fd)
+
+    @classmethod
+    def map_file(
+        cls,
+        fd: int,
+        path: str | os.PathLike[str],
+        num_blocks: int,
+        block_bytes: int,
+        *,
+        offset: int = 0,
+        huge_pages: bool = False,
+        numa_node: int | None = None,
+    ) -> Self:
+        """Map rows of a file that somebody else made, and removes.
+
+        Args:
+            fd: The open file, which stays the caller's.
+            path: Its name, for messages.
+            num_blocks: Rows, at least 1.
+            block_bytes: Bytes of a row, at least 1.
+            offset: Where the first row begins, in bytes; a multiple of the page size. The last row ends the file.
+            huge_pages: As for `PrimaryRegion`.
+            numa_node: Likewise.
+
+        Raises:
+            ConfigError: The file is another user's, its size is another, or it cannot be bound to the node.
+        """
+        wanted = offset + num_blocks * block_bytes
+        found = _check_private(fd, path)
+        if found != wanted:
+            raise ConfigError(
+                f"expected {num_blocks} blocks of {format_bytes(block_bytes)} in the region {path}, a file of "
+                f"{format_bytes(wanted)}, found one of {format_bytes(found)}"
+            )
         region = cls.__new__(cls)
         region.path = None  # the creator unlinks
-        region._adopt(mapping, num_blocks, block_bytes)
+        region._adopt(mmap.mmap(fd, wanted - offset, offset=offset), num_blocks, block_bytes)
         region._place(huge_pages, numa_node)
         return region
 
@@ -228,8 +247,8 @@ def _create_shared(path: Path, size_bytes: int) -> tuple[int, mmap.mmap]:
     except OSError as error:
         raise ConfigError(f"cannot create {path}: {error.strerror}") from error
     try:
-        os.ftruncate(fd, size_bytes)
-        return fd, mmap.mmap(fd, size_bytes)
+        os.ftruncate(fd, ROWS_OFFSET + size_bytes)
+        return fd, mmap.mmap(fd, size_bytes, offset=ROWS_OFFSET)
     except BaseException as error:
         path.unlink(missing_ok=True)
         os.close(fd)
@@ -238,8 +257,16 @@ def _create_shared(path: Path, size_bytes: int) -> tuple[int, mmap.mmap]:
         raise
 
 
+def _check_private(fd: int, path: str | os.PathLike[str]) -> int:
+    """Return the size of a file of this user's; anybody may make files in /dev/shm."""
+    try:
+        return check_file(fd, str(path)).st_size
+    except NotPrivateError as error:
+        raise ConfigError(f"cannot attach to the region: {error.strerror}") from error
+
+
 def size_shared(fd: int, path: Path, size_bytes: int) -> None:
-    """Allocate every page of a file in shared memory now, since a full one would kill a writer later (SIGBUS).
+    """Allocate the pages of all rows of a file in shared memory now: a full one would kill a writer later (SIGBUS).
 
     Raises:
         ConfigError: There is not so much.
@@ -252,7 +279,7 @@ def size_shared(fd: int, path: Path, size_bytes: int) -> None:
             "lower primary.capacity, or enlarge it (mount -o remount,size=...)"
         )
     try:
-        os.posix_fallocate(fd, 0, size_bytes)
+        os.posix_fallocate(fd, ROWS_OFFSET, size_bytes)
     except OSError as error:
         raise ConfigError(f"cannot size {path} to {rounded_bytes(size_bytes)}: {error.strerror}") from error
 

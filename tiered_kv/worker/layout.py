@@ -8,7 +8,10 @@ the offloaded block's device blocks, side by side and without padding:
     part    | ref 0                 | ref 1                 |
             | page 0 | page 1 | ... | page 0 | page 1 | ... |
 
-So device blocks that are neighbours on both sides can be copied as one.
+So device blocks that are neighbours on both sides can be copied as one. A store writes all pages of its rows, or it is
+refused: a page that it left out would hold another block's bytes. What a group does not use of a part is never read.
+
+With pipeline stages a worker may have no layer of a group, and so no ref. It copies nothing for that group.
 
 vLLM 0.33 gives its refs a `mapping` besides, whether or not its canonical layout is asked for: it tells how pages would
 stand in a row that all parallel configurations could read. Rows here are of one configuration, and it is not read.
@@ -41,7 +44,7 @@ class GroupLayout:
         strides: Bytes from a device block to the next.
         page_bytes: Bytes of a page that are copied.
         row_offsets: Where a ref's first page stands in the worker's part of a row.
-        num_blocks: Device blocks that all of the refs have.
+        num_blocks: Device blocks that all of the refs have; of all tensors where there is no ref.
     """
 
     addresses: Int64Array
@@ -92,8 +95,8 @@ def lay_out(
     """
     if block_size_factor < 1:
         raise ValueError(f"block_size_factor must be at least 1, found {block_size_factor}")
-    if not kv_caches.group_data_refs:
-        raise ValueError("the KV caches have no group: group_data_refs is empty")
+    if not any(kv_caches.group_data_refs):
+        raise ValueError("the KV caches have no group with a tensor: group_data_refs is empty")
     room_bytes = region.block_bytes - part_offset
     part_bytes = room_bytes if part_bytes is None else part_bytes
     if part_offset < 0 or not 0 <= part_bytes <= room_bytes:
@@ -169,8 +172,6 @@ def _lay_out_group(
     group: int,
     factor: int,
 ) -> GroupLayout:
-    if not refs:
-        raise ValueError(f"group {group} has no tensor")
     for ref in refs:
         if not 0 <= ref.tensor_idx < len(rows):
             raise ValueError(f"group {group} refers to tensor {ref.tensor_idx}, and there are {len(rows)} tensors")
@@ -187,7 +188,7 @@ def _lay_out_group(
         strides=_column([each.stride_bytes for each in used]),
         page_bytes=copied_bytes,
         row_offsets=factor * (np.cumsum(copied_bytes, axis=0) - copied_bytes),
-        num_blocks=min(each.num_blocks for each in used),
+        num_blocks=min(each.num_blocks for each in used or rows),
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tiered_kv.worker.base import LOAD, TransferSpec, TransferType
+from tiered_kv.worker.base import LOAD, STORE, TransferSpec, TransferType
 from tiered_kv.worker.layout import BlockLayout, GroupLayout, Int64Array
 
 
@@ -43,10 +43,12 @@ def plan_transfer(layout: BlockLayout, kind: TransferType, spec: TransferSpec) -
         kind: `STORE` or `LOAD`.
         spec: Source and destination. The device's spec has `block_ids`, `group_sizes` (None for one group) and
             `block_indices` (None where each group begins an offloaded block); the region's has `block_ids`, one for
-            each offloaded block that is touched, group by group.
+            each offloaded block that is touched, group by group. A load may read parts of its first and last row. A
+            store writes whole rows: what it left out would be the bytes of the row's former block.
 
     Raises:
-        TypeError, ValueError: A spec is none, or the two do not fit each other or the layout.
+        TypeError, ValueError: A spec is none, the two do not fit each other or the layout, or a store leaves out
+            device blocks of its rows.
     """
     device_spec, region_spec = reversed(spec) if kind == LOAD else spec
     device_ids = _ids_of(device_spec, "device block_ids")
@@ -55,6 +57,8 @@ def plan_transfer(layout: BlockLayout, kind: TransferType, spec: TransferSpec) -
     _check_range(row_ids, layout.num_rows, "region block_ids")
     factor = layout.block_size_factor
     skips = [first % factor for first in firsts]
+    if kind == STORE:
+        _check_whole(sizes, skips, factor)
     num_rows = [-(-(skip + size) // factor) if size else 0 for skip, size in zip(skips, sizes, strict=True)]
     if sum(num_rows) != len(row_ids):
         raise ValueError(
@@ -67,7 +71,8 @@ def plan_transfer(layout: BlockLayout, kind: TransferType, spec: TransferSpec) -
         if size:
             ids = device_ids[device_at : device_at + size]
             _check_range(ids, group.num_blocks, f"device block_ids of group {index}")
-            parts.append(_runs_of_group(layout, group, ids, row_ids[row_at : row_at + rows], skip))
+            if group.page_bytes.size:
+                parts.append(_runs_of_group(layout, group, ids, row_ids[row_at : row_at + rows], skip))
             device_at += size
             row_at += rows
     if not parts:
@@ -117,6 +122,17 @@ def _groups_of(spec: object, num_ids: int, num_groups: int) -> tuple[Sequence[in
     if sum(sizes) != num_ids or min(sizes) < 0 or min(firsts) < 0:
         raise ValueError(f"group_sizes {sizes} at block_indices {firsts} do not describe {num_ids} device block_ids")
     return sizes, firsts
+
+
+def _check_whole(sizes: Sequence[int], skips: Sequence[int], factor: int) -> None:
+    """Refuse a store that leaves out device blocks of an offloaded block."""
+    for group, (size, skip) in enumerate(zip(sizes, skips, strict=True)):
+        if size and (skip or size % factor):
+            raise ValueError(
+                f"expected a store of whole offloaded blocks, {factor} device blocks each, found {size} device blocks "
+                f"of group {group} from place {skip} of an offloaded block on; what is left out would hold another "
+                "block's bytes"
+            )
 
 
 def _check_range(ids: Int64Array, limit: int, what: str) -> None:

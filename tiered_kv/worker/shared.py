@@ -9,17 +9,29 @@ from collections.abc import Iterable, Mapping
 from tiered_kv.base import CanonicalKVCaches
 from tiered_kv.config import StackConfig, load_config
 from tiered_kv.cpu.backend import CPUBackend
+from tiered_kv.cpu.geometry import Geometry
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.stack import Stack
 from tiered_kv.tiering.manager import PRIMARY_NAME
 from tiered_kv.units import format_bytes
 from tiered_kv.worker.base import OffloadingHandler, TransferResult, TransferSpec, WorkerHandlers
 from tiered_kv.worker.handlers import open_handlers
+from tiered_kv.worker.shared_file import SharedFile
 from tiered_kv.worker.shared_region import SharedRegion
 
 _log = logging.getLogger(__name__)
 
 SCHEDULER = "scheduler"
+
+
+def worker_party(rank: int) -> str:
+    """Return what the worker of a rank is called among the processes that share a region."""
+    return f"worker {rank}"
+
+
+def parties_of(num_workers: int) -> list[str]:
+    """Return all the processes that share a region."""
+    return [SCHEDULER, *map(worker_party, range(num_workers))]
 
 
 class SharedStack:
@@ -67,24 +79,29 @@ class SharedStack:
                 f"{format_bytes(bytes_per_worker * num_workers)}, found {format_bytes(self.config.block.bytes)}",
                 location="block.bytes",
             )
+        self.geometry = Geometry(self.config.primary_blocks, self.config.block.bytes, num_workers, block_size_factor)
 
-    def open_stack(self, *, enable_events: bool = False) -> Stack:
+    def open_stack(self, *, enable_events: bool = False, file: SharedFile | None = None) -> Stack:
         """Open the scheduler's side: the manager, and the secondary tiers. Close it with `Stack.close`.
 
         Args:
             enable_events: As for `Stack`.
+            file: The file of that name, if this process has joined it already; it belongs to the stack from now on.
 
         Raises:
             ConfigError, TierError: As `open_stack`; or the memory is in use by another run.
         """
-        return _SharedSide(self.config, _SharedBackend(self._join(SCHEDULER)), enable_events=enable_events)
+        return _SharedSide(self.config, _SharedBackend(self._join(SCHEDULER, file)), enable_events=enable_events)
 
-    def open_handlers(self, kv_caches: CanonicalKVCaches, rank: int = 0) -> WorkerHandlers:
+    def open_handlers(
+        self, kv_caches: CanonicalKVCaches, rank: int = 0, *, file: SharedFile | None = None
+    ) -> WorkerHandlers:
         """Open a worker's side. Its part of the memory is unmapped when both handlers have been shut down.
 
         Args:
             kv_caches: The worker's caches; see `open_handlers` of this package.
             rank: Which worker, 0 to `num_workers` - 1.
+            file: As for `open_stack`.
 
         Raises:
             ValueError: The caches contradict themselves, or do not fit into the worker's part of a block.
@@ -92,9 +109,9 @@ class SharedStack:
         """
         if not 0 <= rank < self.num_workers:
             raise ValueError(f"there is no worker {rank} among {self.num_workers}")
-        region = self._join(_worker(rank))
+        region = self._join(worker_party(rank), file)
         # Equal shares, whatever `bytes_per_worker` is: it differs between workers that have different layers.
-        part_bytes = self.config.block.bytes // self.num_workers
+        part_bytes = self.geometry.part_bytes
         try:
             handlers = open_handlers(
                 kv_caches,
@@ -111,21 +128,14 @@ class SharedStack:
             store=_SharedHandler(handlers.store, region, users), load=_SharedHandler(handlers.load, region, users)
         )
 
-    def _join(self, party: str) -> SharedRegion:
+    def _join(self, party: str, file: SharedFile | None) -> SharedRegion:
         settings = self.config.primary
         return SharedRegion.join(
-            self.name,
-            self.config.primary_blocks,
-            self.config.block.bytes,
-            party=party,
-            parties=[SCHEDULER, *map(_worker, range(self.num_workers))],
+            file or SharedFile(self.name, party, parties_of(self.num_workers)),
+            self.geometry,
             huge_pages=settings.huge_pages,
             numa_node=settings.numa_node,
         )
-
-
-def _worker(rank: int) -> str:
-    return f"worker {rank}"
 
 
 class _SharedBackend(CPUBackend):

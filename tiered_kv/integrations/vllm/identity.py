@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,18 +33,39 @@ REPLICA_VARIABLE = "TIERED_KV_REPLICA"
 """In a stack or tier of ours, `${TIERED_KV_REPLICA}` is the index of the data-parallel replica that opens it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What a pipeline stage has of the model.
+
+    Args:
+        layers: How many layers.
+        groups: For each KV cache group, what it holds of these layers.
+    """
+
+    layers: int
+    groups: tuple[str, ...]
+
+
+def stage_of(config: Any) -> Stage:  # Any: vLLM's OffloadingConfig
+    """Return the stage that a process knows: a worker its own, and the scheduler that of worker 0."""
+    return Stage(sum(len(group.layer_names) for group in config.groups), tuple(map(_describe, config.groups)))
+
+
 def environment(config: Any) -> dict[str, str]:  # Any: vLLM's OffloadingConfig
     """Return the variables that a stack's texts may name: those of the process, and the replica's index."""
     return {**os.environ, REPLICA_VARIABLE: str(config.parallel.data_parallel_index)}
 
 
-def namespace_of(config: Any, said: object, *, row_layout: str, location: str = "namespace") -> Namespace:
+def namespace_of(
+    config: Any, said: object, *, row_layout: str, stages: Sequence[Stage] = (), location: str = "namespace"
+) -> Namespace:
     """Return the namespace of an engine's blocks.
 
     Args:
         config: vLLM's `OffloadingConfig`.
         said: What the user's configuration says of it: a mapping of some of `OWN_FIELDS`, or None.
         row_layout: How the worker lays a chunk out in a row.
+        stages: All pipeline stages in their order; by default there is one, that of `config`.
         location: Where `said` stands, for messages.
 
     Raises:
@@ -53,15 +75,19 @@ def namespace_of(config: Any, said: object, *, row_layout: str, location: str = 
     extra = own.pop("extra", {})
     if not isinstance(extra, Mapping):
         raise ConfigError(f"expected a mapping, found {extra!r}", location=f"{location}.extra")
-    parallel = config.parallel
+    parallel, stages = config.parallel, stages or [stage_of(config)]
     fields = {
         "model": config.model.name,
         "dtype": config.model.dtype,
         "layout": config.kv_cache_layout or "default",
         "hash_algorithm": "vllm",
         "hash_seed": os.environ.get("PYTHONHASHSEED", DEFAULT_NONE_HASH_SEED),
-        "layers": sum(len(group.layer_names) for group in config.groups),
-        "groups": tuple(_describe(group) for group in config.groups),
+        "layers": sum(stage.layers for stage in stages),
+        "groups": tuple(
+            group if len(stages) == 1 else f"stage {number}, {group}"
+            for number, stage in enumerate(stages)
+            for group in stage.groups
+        ),
         "parallel": Parallel(
             tensor=parallel.tp_size,
             pipeline=parallel.pp_size,

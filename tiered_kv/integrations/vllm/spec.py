@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec
 
 from tiered_kv.integrations.vllm.manager import INFO_KEYS, TieredKVManager
 from tiered_kv.integrations.vllm.metrics import metric_definitions
-from tiered_kv.integrations.vllm.stackconfig import bytes_per_worker, stack_config
+from tiered_kv.integrations.vllm.ranks import Rank, bytes_per_worker, exchange, rank_of
+from tiered_kv.integrations.vllm.stackconfig import stack_config
+from tiered_kv.integrations.vllm.support import check_chunks
 from tiered_kv.integrations.vllm.worker import HandlerWorker, our_caches
-from tiered_kv.worker.shared import SharedStack
+from tiered_kv.worker.shared import SCHEDULER, SharedStack, worker_party
+from tiered_kv.worker.shared_file import SharedFile
 
 _VLLM_TELLS_OF_FLUSHES = hasattr(OffloadingManager, "on_reset_flushed")
 """From 0.33 on."""
@@ -33,13 +37,10 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self._shared = SharedStack(
-            stack_config(config),
-            name=f"tiered-kv-{config.engine_id}",
-            bytes_per_worker=bytes_per_worker(config),
-            num_workers=config.parallel.world_size,
-            block_size_factor=config.cache.blocks_per_chunk,
-        )
+        check_chunks(config)
+        # With one pipeline stage all workers are alike. Otherwise this finds what is wrong in the configuration as
+        # early, and `_join` replaces it by what all workers have.
+        self._shared = self._share([rank_of(config)] * config.parallel.world_size)
         self._manager: TieredKVManager | None = None
         self._worker: HandlerWorker | None = None
 
@@ -52,15 +53,17 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
         return INFO_KEYS
 
     def get_manager(self) -> TieredKVManager:
-        """Return the scheduler's half, made on the first call.
+        """Return the scheduler's half, made on the first call. With several pipeline stages it waits for all workers.
 
         Raises:
+            ConfigError: The shared memory cannot be had, or a worker does not join it in time.
             TierError: A tier cannot be opened.
         """
         if self._manager is None:
             tells_events = self.kv_events_config.enable_kv_cache_events
+            file = self._join(SCHEDULER)
             self._manager = TieredKVManager(
-                self._shared.open_stack(enable_events=tells_events),
+                self._shared.open_stack(enable_events=tells_events, file=file),
                 tells_events=tells_events,
                 flush_steps=None if _VLLM_TELLS_OF_FLUSHES else self.config.parallel.pp_size + _STEPS_AHEAD,
             )
@@ -69,9 +72,34 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
     def get_worker(self, kv_caches: Any) -> HandlerWorker:
         """Return the half of a worker, for caches on a CUDA device or in CPU memory; made on the first call.
 
+        With several pipeline stages it waits until the other workers have called it too.
+
         Raises:
-            ConfigError: The shared memory cannot be had, or CUDA cannot pin it.
+            ConfigError: The shared memory cannot be had, CUDA cannot pin it, or a worker does not join it in time.
         """
         if self._worker is None:
-            self._worker = HandlerWorker(self._shared.open_handlers(our_caches(kv_caches), self.config.parallel.rank))
+            rank = self.config.parallel.rank
+            file = self._join(worker_party(rank))
+            self._worker = HandlerWorker(self._shared.open_handlers(our_caches(kv_caches), rank, file=file))
         return self._worker
+
+    def _share(self, ranks: Sequence[Rank]) -> SharedStack:
+        return SharedStack(
+            stack_config(self.config, ranks),
+            name=f"tiered-kv-{self.config.engine_id}",
+            bytes_per_worker=bytes_per_worker(ranks),
+            num_workers=len(ranks),
+            block_size_factor=self.config.cache.blocks_per_chunk,
+        )
+
+    def _join(self, party: str) -> SharedFile | None:
+        """Learn what all workers store, where they may differ; return the file that this process has joined for it."""
+        if self.config.parallel.pp_size == 1:
+            return None
+        file, ranks = exchange(self.config, self._shared.name, party)
+        try:
+            self._shared = self._share(ranks)
+        except BaseException:
+            file.leave()
+            raise
+        return file

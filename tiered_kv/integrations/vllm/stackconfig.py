@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tiered_kv.config import StackConfig, load_config
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.vllm.identity import ROW_LAYOUT, chunk_tokens, environment, namespace_of
+from tiered_kv.integrations.vllm.ranks import Rank, bytes_per_worker, rank_of, stages_of
 from tiered_kv.stackfile import fill_variables, read_stack_file
 
 ROW_ALIGNMENT_BYTES = 4096
@@ -17,20 +18,12 @@ ROW_ALIGNMENT_BYTES = 4096
 _EXTRA = "kv_connector_extra_config"
 
 
-def bytes_per_worker(config: Any) -> int:  # Any: vLLM's OffloadingConfig
-    """Return the bytes of one chunk in one worker.
-
-    Raises:
-        ConfigError: vLLM tells no size.
-    """
-    size = int(config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk)
-    if size < 1:
-        raise ConfigError("vLLM tells no size of a KV cache block, so there is nothing to offload")
-    return size
-
-
-def stack_config(config: Any) -> StackConfig:  # Any: vLLM's OffloadingConfig
+def stack_config(config: Any, ranks: Sequence[Rank] = ()) -> StackConfig:  # Any: vLLM's OffloadingConfig
     """Return the stack of a vLLM engine, the same in its scheduler and its workers.
+
+    Args:
+        config: What vLLM tells this process.
+        ranks: All workers in their order; by default all are like that of `config`.
 
     Raises:
         ConfigError: The file, or a setting in it, cannot be used.
@@ -41,16 +34,17 @@ def stack_config(config: Any) -> StackConfig:  # Any: vLLM's OffloadingConfig
             f"expected the path of a stack's file, or a stack, found {source!r}",
             location="kv_connector_extra_config.stack",
         )
+    ranks = ranks or [rank_of(config)] * config.parallel.world_size
     if isinstance(source, Mapping):
-        return _completed(source, config)
+        return _completed(source, config, ranks)
     raw = read_stack_file(source)
     try:
-        return _completed(raw, config)
+        return _completed(raw, config, ranks)
     except ConfigError as error:
         raise ConfigError(error.message, location=error.location, file=os.fspath(source)) from None
 
 
-def _completed(raw: Mapping[str, object], config: Any) -> StackConfig:
+def _completed(raw: Mapping[str, object], config: Any, ranks: Sequence[Rank]) -> StackConfig:
     if "block" in raw:
         raise ConfigError("vLLM tells the size of a block; leave this out", location="block")
     if config.canonical_layout:
@@ -59,7 +53,7 @@ def _completed(raw: Mapping[str, object], config: Any) -> StackConfig:
         )
     environ = environment(config)
     said = fill_variables({"namespace": raw.get("namespace")}, environ)["namespace"]
-    row_bytes = bytes_per_worker(config) * config.parallel.world_size
+    row_bytes = bytes_per_worker(ranks) * len(ranks)
     block = {"bytes": -(-row_bytes // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES, "tokens": chunk_tokens(config)}
-    namespace = namespace_of(config, said, row_layout=ROW_LAYOUT)
+    namespace = namespace_of(config, said, row_layout=ROW_LAYOUT, stages=stages_of(ranks))
     return load_config({**raw, "namespace": namespace, "block": block}, environ=environ)

@@ -25,6 +25,7 @@ from tiered_kv.integrations.vllm.events import hit_source, vllm_events
 from tiered_kv.integrations.vllm.identity import VLLM_ROW_LAYOUT, chunk_tokens, environment, namespace_of
 from tiered_kv.integrations.vllm.metrics import CounterReport, metric_definitions
 from tiered_kv.integrations.vllm.requests import RequestBook, RequestNotes
+from tiered_kv.integrations.vllm.support import check_chunks, check_stages
 from tiered_kv.stackfile import fill_variables
 from tiered_kv.tiering.base import JobResult as OurResult
 from tiered_kv.tiering.base import TierSpec
@@ -79,6 +80,8 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         config = offloading_spec.config
+        check_stages(config)
+        check_chunks(config)
         entry = fill_variables({"tier": dict(tier)}, environment(config))["tier"]
         settings = tier_settings(entry)
         num_blocks, self._block_bytes = primary_kv_view.shape or (0, 0)

@@ -11,6 +11,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.vllm.identity import ROW_LAYOUT
+from tiered_kv.integrations.vllm.support import check_chunks, check_stages
 from tiered_kv.integrations.vllm.worker import HandlerWorker, our_caches
 from tiered_kv.worker.handlers import open_handlers
 
@@ -26,6 +27,11 @@ class TieredKVTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM 
 
     row_layout = ROW_LAYOUT
     """Told to our tiers, since it differs from that of vLLM's worker."""
+
+    def __init__(self, config: Any) -> None:  # Any: vLLM's OffloadingConfig
+        check_stages(config)
+        check_chunks(config)
+        super().__init__(config)
 
     def get_worker(self, kv_caches: Any) -> HandlerWorker:
         if self._worker is None:
@@ -48,7 +54,7 @@ class TieredKVTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM 
         )
         with ExitStack() as undo:
             undo.callback(shared.cleanup)
-            region = PrimaryRegion.attach(shared.mmap_path, self.num_chunks, self.kv_bytes_per_chunk)
+            region = PrimaryRegion.map_file(shared.fd, shared.mmap_path, self.num_chunks, self.kv_bytes_per_chunk)
             undo.callback(region.close)
             handlers = open_handlers(
                 our_caches(kv_caches),
