@@ -23,7 +23,6 @@ import pytest
 from tiered_kv.testing.redis_servers import RedisServer, redis_server
 from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.testing.vllm_programs import (
-    CHECKOUT,
     TIMEOUT_S,
     VARIABLES,
     Message,
@@ -37,6 +36,8 @@ __all__ = ["moto_bucket", "moto_server", "redis_server"]  # fixtures
 
 pytestmark = pytest.mark.slow
 
+HERE = Path(__file__).parent
+CHECKOUT = HERE.parents[1]
 MIB = 1 << 20
 
 CONVERSATIONS = 60
@@ -52,7 +53,7 @@ def test_vllm_s_own_manager_is_served_by_our_tiers(
     version: str, tmp_path: Path, redis_server: RedisServer, moto_server: S3Server, moto_bucket: str
 ) -> None:
     remote = {"redis": {"type": "redis", "url": redis_server.url}, "s3": moto_server.settings(moto_bucket)}
-    with running(version, "vllm_manager_program.py", str(tmp_path / "tiers"), json.dumps(remote)) as program:
+    with running(version, HERE / "vllm_manager_program.py", str(tmp_path / "tiers"), json.dumps(remote)) as program:
         results = list(program.messages())
     assert {result["check"]: result["error"] for result in results if result["error"]} == {}
     assert len(results) >= 14
@@ -60,7 +61,7 @@ def test_vllm_s_own_manager_is_served_by_our_tiers(
 
 @pytest.mark.parametrize("version", VARIABLES)
 def test_our_spec_serves_vllm_s_scheduler_and_workers(version: str, tmp_path: Path) -> None:
-    with running(version, "vllm_spec_program.py", str(tmp_path / "specs")) as program:
+    with running(version, HERE / "vllm_spec_program.py", str(tmp_path / "specs")) as program:
         results = list(program.messages())
     assert {result["check"]: result["error"] for result in results if result["error"]} == {}
     assert len(results) >= 8
@@ -71,7 +72,7 @@ def test_our_spec_serves_vllm_s_scheduler_and_workers(version: str, tmp_path: Pa
 
 @functools.cache
 def tokens_of_the_engine_alone(model: Path) -> list[list[list[int]]]:
-    with running("0.32.0", "vllm_engine_program.py", str(model), json.dumps(CHAT)) as program:
+    with running("0.32.0", HERE / "vllm_engine_program.py", str(model), json.dumps(CHAT)) as program:
         *_, result = program.messages()
     tokens: list[list[list[int]]] = result["tokens"]
     return tokens
@@ -126,7 +127,7 @@ def test_no_token_changes_whatever_happens_to_the_tiers(
     ]
     config = configure(MIB, tiers)  # 32 blocks; six requests at a time need more than twice as many
     options = {**CHAT, "kv_transfer_config": config, "pause_after_turn": 1}
-    with running("0.32.0", "vllm_engine_program.py", str(model), json.dumps(options)) as program:
+    with running("0.32.0", HERE / "vllm_engine_program.py", str(model), json.dumps(options)) as program:
         messages = program.messages()
         before = next(messages)["counters"]
         redis_server.kill()
@@ -139,7 +140,7 @@ def test_no_token_changes_whatever_happens_to_the_tiers(
     assert result["counters"]["nvme"]["corrupt_blocks"] > 0
     redis_server.restart()
     options = {**CHAT, "turns": 1, "kv_transfer_config": config}
-    with running("0.32.0", "vllm_engine_program.py", str(model), json.dumps(options)) as program:
+    with running("0.32.0", HERE / "vllm_engine_program.py", str(model), json.dumps(options)) as program:
         (result,) = program.messages()
     report(f"{configure.__name__}, second process", result)
     assert result["tokens"] == [answers[:1] for answers in expected]
@@ -190,7 +191,7 @@ def restoring(model: Path, directory: Path, *, rounds: int, beside_vllm: bool) -
         programs: dict[str, tuple[Program, Iterator[Message]]] = {}
         for name, config in configurations.items():
             options = json.dumps({"mode": "first_token", "threads": 2, "rounds": rounds, "kv_transfer_config": config})
-            program = engines.enter_context(running("0.32.0", "vllm_engine_program.py", str(model), options))
+            program = engines.enter_context(running("0.32.0", HERE / "vllm_engine_program.py", str(model), options))
             programs[name] = program, program.messages()
             computed[name] = next(programs[name][1])["computed"]
         for _ in range(rounds):  # by turns, since the machine is not equally busy all the time

@@ -17,10 +17,7 @@ from typing import Any
 
 import pytest
 
-import tiered_kv
-
-CHECKOUT = Path(__file__).parents[2]
-HERE = CHECKOUT / "tests" / "integrations"
+SOURCE = Path(__file__).parents[2]
 TIMEOUT_S = 900.0
 VARIABLES = {"0.32.0": "TIERED_KV_VLLM_CPU_PYTHON", "0.33.0": "TIERED_KV_VLLM_PYTHON"}
 """Of each version, what names its interpreter."""
@@ -40,21 +37,21 @@ def environment_of_programs(directory: Path) -> dict[str, str]:
     """Return the variables for a program in an environment of vLLM's, whose temporary files go to `directory`."""
     environment = {**os.environ, "PYTHONHASHSEED": "0", "TMPDIR": str(directory)}
     environment.pop("PYTHONPATH", None)
-    if Path(tiered_kv.__file__).parents[1] == CHECKOUT:
+    if (SOURCE / "plugins").is_dir():
         # Not installed: the tiered_kv of vLLM's environment tells the plugins, and this checkout's is run.
-        environment["PYTHONPATH"] = os.pathsep.join([str(CHECKOUT), str(CHECKOUT / "plugins")])
+        environment["PYTHONPATH"] = os.pathsep.join([str(SOURCE), str(SOURCE / "plugins")])
     return environment
 
 
 class Program:
-    """A program of `tests/integrations`, in an environment of vLLM's; its lines of JSON are read one by one."""
+    """A program in an environment of vLLM's; its lines of JSON are read one by one."""
 
-    def __init__(self, version: str, name: str, *arguments: str) -> None:
+    def __init__(self, version: str, program: Path, *arguments: str) -> None:
         environment = environment_of_programs(Path(arguments[0]).parent)
         self._errors = Path(arguments[0]).with_suffix(".errors")
         with self._errors.open("ab") as errors:
             self._process = subprocess.Popen(
-                [interpreter(version), str(HERE / name), *arguments],
+                [interpreter(version), str(program), *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -90,8 +87,8 @@ class Program:
 
 
 @contextmanager
-def running(version: str, name: str, *arguments: str) -> Iterator[Program]:
-    program = Program(version, name, *arguments)
+def running(version: str, path: Path, *arguments: str) -> Iterator[Program]:
+    program = Program(version, path, *arguments)
     try:
         yield program
     finally:
