@@ -13,17 +13,24 @@ import os
 import statistics
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import tiered_kv
 from tiered_kv.testing.redis_servers import RedisServer, redis_server
 from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
+from tiered_kv.testing.vllm_programs import (
+    TIMEOUT_S,
+    VARIABLES,
+    Message,
+    Program,
+    environment_of_programs,
+    interpreter,
+    running,
+)
 
 __all__ = ["moto_bucket", "moto_server", "redis_server"]  # fixtures
 
@@ -32,83 +39,10 @@ pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 CHECKOUT = HERE.parents[1]
 MIB = 1 << 20
-TIMEOUT_S = 900.0
-VARIABLES = {"0.32.0": "TIERED_KV_VLLM_CPU_PYTHON", "0.33.0": "TIERED_KV_VLLM_PYTHON"}
 
 CONVERSATIONS = 60
 TURNS = 3
 CHAT = {"mode": "chat", "threads": 1, "conversations": CONVERSATIONS, "turns": TURNS}
-Message = dict[str, Any]
-
-
-def interpreter(version: str) -> str:
-    """Return the Python of the environment with a version of vLLM, or skip."""
-    found = os.environ.get(VARIABLES[version])
-    if not found or not Path(found).exists():
-        pytest.skip(f"vLLM {version} is not here: run .ci/engines DIRECTORY, and set {VARIABLES[version]}")
-    return found
-
-
-def environment_of_programs(directory: Path) -> dict[str, str]:
-    """Return the variables for a program in an environment of vLLM's, whose temporary files go to `directory`."""
-    environment = {**os.environ, "PYTHONHASHSEED": "0", "TMPDIR": str(directory)}
-    environment.pop("PYTHONPATH", None)
-    if Path(tiered_kv.__file__).parents[1] == CHECKOUT:
-        # Not installed: the tiered_kv of vLLM's environment tells the plugins, and this checkout's is run.
-        environment["PYTHONPATH"] = os.pathsep.join([str(CHECKOUT), str(CHECKOUT / "plugins")])
-    return environment
-
-
-class Program:
-    """One of the programs beside this file, in an environment of vLLM's; its lines of JSON are read one by one."""
-
-    def __init__(self, version: str, name: str, *arguments: str) -> None:
-        environment = environment_of_programs(Path(arguments[0]).parent)
-        self._errors = Path(arguments[0]).with_suffix(".errors")
-        with self._errors.open("ab") as errors:
-            self._process = subprocess.Popen(
-                [interpreter(version), str(HERE / name), *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env=environment,
-                cwd=self._errors.parent,
-            )
-
-        # A program that hangs ends, and with it what it says.
-        self._watchdog = threading.Timer(TIMEOUT_S, self._process.kill)
-        self._watchdog.start()
-
-    def messages(self) -> Iterator[Message]:
-        """Yield what the program says, until it ends; fail if it fails."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                yield json.loads(line)
-        status = self._process.wait()
-        assert status == 0, f"the program ended with {status}:\n{self._errors.read_text()[-4000:]}"
-
-    def go_on(self) -> None:
-        """Let a program that waits go on."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-
-    def close(self) -> None:
-        self._watchdog.cancel()
-        self._watchdog.join()
-        self._process.kill()
-        self._process.communicate()
-
-
-@contextmanager
-def running(version: str, name: str, *arguments: str) -> Iterator[Program]:
-    program = Program(version, name, *arguments)
-    try:
-        yield program
-    finally:
-        program.close()
 
 
 # vLLM's manager, with our tiers below it.
@@ -119,7 +53,7 @@ def test_vllm_s_own_manager_is_served_by_our_tiers(
     version: str, tmp_path: Path, redis_server: RedisServer, moto_server: S3Server, moto_bucket: str
 ) -> None:
     remote = {"redis": {"type": "redis", "url": redis_server.url}, "s3": moto_server.settings(moto_bucket)}
-    with running(version, "vllm_manager_program.py", str(tmp_path / "tiers"), json.dumps(remote)) as program:
+    with running(version, HERE / "vllm_manager_program.py", str(tmp_path / "tiers"), json.dumps(remote)) as program:
         results = list(program.messages())
     assert {result["check"]: result["error"] for result in results if result["error"]} == {}
     assert len(results) >= 14
@@ -127,7 +61,7 @@ def test_vllm_s_own_manager_is_served_by_our_tiers(
 
 @pytest.mark.parametrize("version", VARIABLES)
 def test_our_spec_serves_vllm_s_scheduler_and_workers(version: str, tmp_path: Path) -> None:
-    with running(version, "vllm_spec_program.py", str(tmp_path / "specs")) as program:
+    with running(version, HERE / "vllm_spec_program.py", str(tmp_path / "specs")) as program:
         results = list(program.messages())
     assert {result["check"]: result["error"] for result in results if result["error"]} == {}
     assert len(results) >= 8
@@ -154,7 +88,7 @@ def test_pipeline_stages_of_unequal_layers_read_back_their_own_bytes(version: st
 
 @functools.cache
 def tokens_of_the_engine_alone(model: Path) -> list[list[list[int]]]:
-    with running("0.32.0", "vllm_engine_program.py", str(model), json.dumps(CHAT)) as program:
+    with running("0.32.0", HERE / "vllm_engine_program.py", str(model), json.dumps(CHAT)) as program:
         *_, result = program.messages()
     tokens: list[list[list[int]]] = result["tokens"]
     return tokens
@@ -169,7 +103,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def our_spec(primary_bytes: int, tiers: list[Mapping[str, object]]) -> Message:
     stack = {"primary": {"capacity": primary_bytes}, "secondary": tiers}
     return {
-        "kv_connector": "OffloadingConnector",
+        "kv_connector": "TieredKVConnector",
+        "kv_connector_module_path": "tiered_kv.integrations.vllm",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "spec_name": "TieredKVOffloadingSpec",
@@ -183,7 +118,8 @@ def vllm_tiering(primary_bytes: int, tiers: list[Mapping[str, object]]) -> Messa
     """vLLM's own tiering, on the CPU; each of `tiers` is one of ours, or one of vLLM's own if it has a `root_dir`."""
     ours = {"type": "TieredKVTier", "module_path": "tiered_kv.integrations.vllm"}
     return {
-        "kv_connector": "OffloadingConnector",
+        "kv_connector": "TieredKVConnector",
+        "kv_connector_module_path": "tiered_kv.integrations.vllm",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "spec_name": "TieredKVTieringSpec",
@@ -207,7 +143,7 @@ def test_no_token_changes_whatever_happens_to_the_tiers(
     ]
     config = configure(MIB, tiers)  # 32 blocks; six requests at a time need more than twice as many
     options = {**CHAT, "kv_transfer_config": config, "pause_after_turn": 1}
-    with running("0.32.0", "vllm_engine_program.py", str(model), json.dumps(options)) as program:
+    with running("0.32.0", HERE / "vllm_engine_program.py", str(model), json.dumps(options)) as program:
         messages = program.messages()
         before = next(messages)["counters"]
         redis_server.kill()
@@ -220,7 +156,7 @@ def test_no_token_changes_whatever_happens_to_the_tiers(
     assert result["counters"]["nvme"]["corrupt_blocks"] > 0
     redis_server.restart()
     options = {**CHAT, "turns": 1, "kv_transfer_config": config}
-    with running("0.32.0", "vllm_engine_program.py", str(model), json.dumps(options)) as program:
+    with running("0.32.0", HERE / "vllm_engine_program.py", str(model), json.dumps(options)) as program:
         (result,) = program.messages()
     report(f"{configure.__name__}, second process", result)
     assert result["tokens"] == [answers[:1] for answers in expected]
@@ -271,7 +207,7 @@ def restoring(model: Path, directory: Path, *, rounds: int, beside_vllm: bool) -
         programs: dict[str, tuple[Program, Iterator[Message]]] = {}
         for name, config in configurations.items():
             options = json.dumps({"mode": "first_token", "threads": 2, "rounds": rounds, "kv_transfer_config": config})
-            program = engines.enter_context(running("0.32.0", "vllm_engine_program.py", str(model), options))
+            program = engines.enter_context(running("0.32.0", HERE / "vllm_engine_program.py", str(model), options))
             programs[name] = program, program.messages()
             computed[name] = next(programs[name][1])["computed"]
         for _ in range(rounds):  # by turns, since the machine is not equally busy all the time

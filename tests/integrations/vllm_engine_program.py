@@ -3,7 +3,8 @@
     python vllm_engine_program.py MODEL_DIRECTORY '{"mode": "chat", "kv_transfer_config": {...}, ...}'
 
 `chat` plays conversations of several turns that share system prompts, and drops the engine's own prefix cache after
-each batch of requests; `first_token` measures how long prompts take to their first token. Prints lines of JSON, the
+each batch of requests; `first_token` measures how long prompts take to their first token; `namespaces` says those of
+the engine's processes. Prints lines of JSON, the
 last one the result; after {"pause": true} it waits for a line on its standard input. A test reads and writes them.
 """
 
@@ -59,10 +60,10 @@ def save_model(directory: Path, size: dict[str, Any]) -> None:
     LlamaForCausalLM(config).save_pretrained(directory)
 
 
-def open_engine(directory: Path, kv_transfer_config: dict[str, Any] | None) -> Any:
+def open_engine(directory: Path, kv_transfer_config: dict[str, Any] | None, **options: Any) -> Any:
     from vllm import LLM
 
-    options = {"kv_transfer_config": kv_transfer_config} if kv_transfer_config else {}
+    options |= {"kv_transfer_config": kv_transfer_config} if kv_transfer_config else {}
     # In float32: in smaller types the result depends on how a prompt is cut into batches, with or without offloading.
     return LLM(
         str(directory),
@@ -161,6 +162,22 @@ def timed(engine: Any, prompt: list[int]) -> dict[str, float]:
     return {"token": output.outputs[0].token_ids[0], "seconds": seconds, "found": output.num_cached_tokens}
 
 
+def namespaces(engine: Any, _: dict[str, Any]) -> None:
+    """Say the namespace of the scheduler's process, and of each worker's."""
+    (info,) = manager_of(engine).config_info()
+    say({"scheduler": info["tiered_kv_namespace"], "workers": engine.collective_rpc(namespace_of_worker)})
+
+
+def namespace_of_worker(_: Any) -> tuple[int, str]:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    spec = get_kv_transfer_group().connector_worker.spec
+    return os.getpid(), spec._shared.config.identity.digest.hex()
+
+
+MODES = {"chat": chat, "first_token": first_token, "namespaces": namespaces}
+
+
 def main() -> None:
     directory, options = Path(sys.argv[1]), json.loads(sys.argv[2])
     # Threads that are bound to cores wait for each other for ever where other processes have these cores too.
@@ -168,9 +185,13 @@ def main() -> None:
     # To measure, the engine is in a process of its own, as in a server. To look into it, it is in this one.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if options["mode"] == "first_token" else "0"
     save_model(directory, LARGE_MODEL if options["mode"] == "first_token" else CHAT_MODEL)
-    engine = open_engine(directory, options.get("kv_transfer_config"))
+    more = {}
+    if options["mode"] == "namespaces":
+        more = {"distributed_executor_backend": "mp"}  # a worker in a process of its own
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # of a function, to the worker
+    engine = open_engine(directory, options.get("kv_transfer_config"), **more)
     try:
-        (first_token if options["mode"] == "first_token" else chat)(engine, options)
+        MODES[options["mode"]](engine, options)
     finally:
         engine.llm_engine.engine_core.shutdown()
 

@@ -30,6 +30,7 @@ from vllm_program_parts import (  # type: ignore[import-not-found]  # found besi
     config_with,
     keys_of,
     refusal_of,
+    small_engine,
     wait_for,
 )
 
@@ -421,4 +422,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with small_engine(Path(sys.argv[1])):
+        main()

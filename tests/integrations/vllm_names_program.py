@@ -111,7 +111,9 @@ class Anything:
 
 def put_stand_ins() -> None:
     stand_in("vllm", __version__="0.33.0")
-    stand_in("vllm.platforms", current_platform=SimpleNamespace(device_type="none"))
+    stand_in("vllm.envs")
+    stand_in("vllm.config.utils", normalize_value=None)
+    stand_in("vllm.platforms", current_platform=None)
     stand_in("vllm.v1.core.kv_cache_utils", DEFAULT_NONE_HASH_SEED="0")
     stand_in(
         "vllm.v1.kv_offload.base",
@@ -266,6 +268,9 @@ def by_tier(entry: dict[str, object], keys: Sequence[OffloadKey], is_store: bool
 def main() -> None:
     adapter, text = sys.argv[1:]
     put_stand_ins()
+    from tiered_kv.integrations.vllm import identity
+
+    vars(identity)["engine_facts"] = lambda *_: {}  # of an engine that is not there
     entry = json.loads(text)
     keys = make_keys(KEYS, "a prompt that the reader knows")
     move = by_spec if adapter == "spec" else by_tier

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from vllm.v1.kv_offload.base import make_offload_key
@@ -53,3 +57,75 @@ def refusal_of(attempt: Callable[[], object], kind: type[Exception]) -> str:
     except kind as error:
         return str(error)
     raise AssertionError("nothing was refused")
+
+
+def engine_options() -> dict[str, Any]:
+    """Return the config.json of a small Llama."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+        "max_position_embeddings": 8192,
+        "dtype": "float32",
+    }
+
+
+def vllm_config_of(model: Path, connector_extra: Mapping[str, object], **options: Any) -> Any:
+    """Return vLLM's whole configuration, made as `vllm serve` makes it from its arguments."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    transfer = {
+        "kv_connector": "TieredKVConnector",
+        "kv_connector_module_path": "tiered_kv.integrations.vllm",
+        "kv_role": "kv_both",
+        "engine_id": f"test-{uuid.uuid4().hex}",
+        "kv_connector_extra_config": dict(connector_extra),
+    }
+    arguments = {"max_model_len": 2048, "block_size": 32, "dtype": "float32", **options}
+    return EngineArgs(
+        model=str(model), skip_tokenizer_init=True, kv_transfer_config=transfer, **arguments
+    ).create_engine_config()
+
+
+def stand_in_for_a_device() -> None:
+    """Let a vLLM that was installed for no device take this machine for one of its CPUs; before vLLM is imported."""
+    import vllm.platforms
+
+    if not vllm.platforms.current_platform.is_unspecified():
+        return
+    from vllm.model_executor.models import registry
+    from vllm.platforms.cpu import CpuPlatform
+
+    vllm.platforms._current_platform = CpuPlatform()
+    fields = {each.name: False for each in dataclasses.fields(registry._ModelInfo)}
+    texts = {
+        "architecture": "LlamaForCausalLM",
+        "attn_type": "decoder",
+        "default_seq_pooling_type": "LAST",
+        "default_tok_pooling_type": "ALL",
+        "score_type": "bi-encoder",
+        "supported_video_pruning_methods": (),
+    }
+    info = registry._ModelInfo(**{**fields, **texts, "is_text_generation_model": True, "supports_pp": True})
+    registry._LazyRegisteredModel.inspect_model_cls = lambda _: info
+
+
+@contextmanager
+def small_engine(directory: Path) -> Iterator[None]:
+    """Let specs and tiers see the configuration of a small engine, as our connector does."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from tiered_kv.integrations.vllm.engine import configured
+
+    stand_in_for_a_device()
+    model = directory / "configured-model"
+    model.mkdir(parents=True, exist_ok=True)
+    (model / "config.json").write_text(json.dumps(engine_options()))
+    config = vllm_config_of(model, {}, load_format="dummy")
+    with configured(config, KVCacheConfig(num_blocks=0, kv_cache_tensors=[], kv_cache_groups=[])):
+        yield

@@ -72,7 +72,12 @@ def namespace_fields(model: Any, layout: BlockLayout, weights: Weights) -> dict[
     Raises:
         ValueError: The weights cannot be read.
     """
-    extra = {"config": config_digest(model.config.to_dict()), "byte_order": sys.byteorder, "weights": str(weights)}
+    extra = {
+        "config": config_digest(model.config.to_dict()),
+        "code": f"{type(model).__module__}.{type(model).__qualname__}",  # of a model's repository, with its revision
+        "byte_order": sys.byteorder,
+        "weights": str(weights),
+    }
     if weights is not Weights.REVISION:
         extra["weights"] = f"{weights}:{weights_digest(model.state_dict(), sampled=weights is Weights.SAMPLED)}"
     return {

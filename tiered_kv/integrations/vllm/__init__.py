@@ -1,8 +1,8 @@
 """Tiered KV inside vLLM: our tiers below vLLM's own tiering, or our whole stack as its offloading spec.
 
 `TieredKVTier` is a secondary tier for vLLM's `TieringOffloadingSpec`. `TieredKVOffloadingSpec` replaces that spec.
-`TieredKVTieringSpec` is vLLM's tiering for servers without a GPU. vLLM finds them by the name of this module;
-docs/vllm.md has the configurations.
+`TieredKVTieringSpec` is vLLM's tiering for servers without a GPU. `TieredKVConnector` carries them all. vLLM finds them
+by the name of this module; docs/vllm.md has the configurations.
 
 Raises:
     ConfigError: On import, where vLLM is not installed or its version is unknown.
@@ -16,16 +16,25 @@ from typing import TYPE_CHECKING, Any
 from tiered_kv.integrations.vllm.version import TESTED_VERSIONS, check_version
 
 if TYPE_CHECKING:
+    from tiered_kv.integrations.vllm.connector import TieredKVConnector
     from tiered_kv.integrations.vllm.spec import TieredKVOffloadingSpec
     from tiered_kv.integrations.vllm.tier import TieredKVTier
     from tiered_kv.integrations.vllm.tiering_spec import TieredKVTieringSpec
 
-__all__ = ["TESTED_VERSIONS", "VLLM_VERSION", "TieredKVOffloadingSpec", "TieredKVTier", "TieredKVTieringSpec"]
+__all__ = [
+    "TESTED_VERSIONS",
+    "VLLM_VERSION",
+    "TieredKVConnector",
+    "TieredKVOffloadingSpec",
+    "TieredKVTier",
+    "TieredKVTieringSpec",
+]
 
 VLLM_VERSION = check_version()
 """The version that is installed."""
 
 _MODULES = {
+    "TieredKVConnector": "tiered_kv.integrations.vllm.connector",
     "TieredKVOffloadingSpec": "tiered_kv.integrations.vllm.spec",
     "TieredKVTier": "tiered_kv.integrations.vllm.tier",
     "TieredKVTieringSpec": "tiered_kv.integrations.vllm.tiering_spec",

@@ -1,8 +1,7 @@
-"""Which blocks of a vLLM engine are interchangeable: the namespace, from what vLLM tells an offloading backend.
+"""Which blocks of a vLLM engine are interchangeable: the namespace.
 
-vLLM tells the model's name, the data type, the layout, the groups and the parallel sizes. It does not tell the revision
-or the quantization of the weights, nor the name of the hash algorithm; whoever needs these told apart names them in
-`namespace`. That costs no correctness where hashes differ: blocks hashed otherwise have other keys.
+vLLM's summary for an offloading backend has the model's name, the data type, the layout, the groups and the parallel
+sizes. The rest comes from its whole configuration, by `engine_facts`; what even that does not have, the user says.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED
 
 from tiered_kv.errors import ConfigError
+from tiered_kv.integrations.vllm.engine import engine_facts
 from tiered_kv.namespace import Namespace, Parallel
 from tiered_kv.validation import suggestion, validate
 
@@ -69,13 +67,25 @@ def namespace_of(
         location: Where `said` stands, for messages.
 
     Raises:
-        ConfigError: `said` cannot be used.
+        ConfigError: `said` cannot be used, or has to say more.
     """
     own = _own_fields(said, location)
     extra = own.pop("extra", {})
     if not isinstance(extra, Mapping):
         raise ConfigError(f"expected a mapping, found {extra!r}", location=f"{location}.extra")
-    parallel, stages = config.parallel, stages or [stage_of(config)]
+    stages = stages or [stage_of(config)]
+    told = {
+        **engine_facts(own | {"extra": extra}, location),
+        "engine": "vllm",
+        "rows": row_layout,
+        "tokens_per_hash": str(config.cache.tokens_per_hash),
+        "canonical": str(bool(config.canonical_layout)).lower(),
+        "replicated": str(bool(config.replicated_layout)).lower(),
+    }
+    taken = sorted(set(map(str, extra)) & set(told))
+    if taken:
+        raise ConfigError(f"vLLM tells '{taken[0]}'; choose another name", location=f"{location}.extra")
+    parallel = config.parallel
     fields = {
         "model": config.model.name,
         "dtype": config.model.dtype,
@@ -95,15 +105,7 @@ def namespace_of(
             prefill_context=parallel.pcp_size,
         ),
         **own,
-        "extra": {
-            **extra,
-            "engine": "vllm",
-            "device": _device(),
-            "rows": row_layout,
-            "tokens_per_hash": str(config.cache.tokens_per_hash),
-            "canonical": str(bool(config.canonical_layout)).lower(),
-            "replicated": str(bool(config.replicated_layout)).lower(),
-        },
+        "extra": {**extra, **told},
     }
     return validate(Namespace, fields, (location,))
 
@@ -124,15 +126,6 @@ def _own_fields(said: object, location: str) -> dict[str, object]:
             hint = suggestion(str(name), OWN_FIELDS) or "; vLLM tells the rest of it"
             raise ConfigError(f"'{name}' cannot be set here{hint}; what can: {known}", location=location)
     return dict(said)
-
-
-def _device() -> str:
-    """Return what a page looks like within: on CPUs, vLLM packs keys as the instructions at hand want them."""
-    kind = str(current_platform.device_type)
-    if kind != "cpu":
-        return kind
-    capabilities = torch.cpu.get_capabilities()
-    return f"cpu {capabilities['architecture']}{' amx' if capabilities.get('amx_tile') else ''}"
 
 
 def _describe(group: Any) -> str:  # Any: vLLM's OffloadingGroupConfig

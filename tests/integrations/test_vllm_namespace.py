@@ -1,0 +1,110 @@
+"""Engines that differ in what shapes a block share nothing, and what does not shape it changes nothing.
+
+The rows are those of the table in docs/vllm.md: every name in its last column is an engine of the program beside this.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tiered_kv.testing.vllm_programs import TIMEOUT_S, VARIABLES, environment_of_programs, interpreter, running
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = Path(__file__).with_name("vllm_namespace_program.py")
+PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
+
+Engines = dict[str, dict[str, str]]
+
+
+def names_in(section: str) -> list[str]:
+    """Return the names in the last column of a section's table."""
+    (text,) = re.findall(rf"^### {section}\n(.*?)(?=^##|\Z)", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    rows = [row.split("|") for row in text.splitlines() if row.startswith("| ")][2:]
+    return [name for row in rows for name in re.findall(r"`([^`]+)`", row[-2])]
+
+
+COUNTS = names_in("What shapes the bytes")
+SAME = names_in("What changes nothing")
+
+
+@pytest.fixture(scope="module", params=VARIABLES)
+def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    directory = tmp_path_factory.mktemp("vllm") / "namespaces"
+    done = subprocess.run(
+        [interpreter(request.param), str(PROGRAM), str(directory)],
+        env=environment_of_programs(directory.parent),
+        cwd=directory.parent,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {line.pop("engine"): line for line in lines}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("face", ["spec", "tier"])
+def test_engines_that_differ_in_it_share_nothing(name: str, face: str, engines: Engines) -> None:
+    engine = engines[name]
+    if name.startswith("refused: "):
+        assert "refusal" in engine
+    else:
+        assert engine[face] != engines[engine["beside"]][face]
+
+
+@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("face", ["spec", "tier"])
+def test_what_does_not_shape_a_block_changes_nothing(name: str, face: str, engines: Engines) -> None:
+    assert engines[f"same: {name}"][face] == engines[engines[f"same: {name}"]["beside"]][face]
+
+
+def test_every_engine_of_the_program_has_its_row(engines: Engines) -> None:
+    rows = {*COUNTS, *(f"same: {name}" for name in SAME)}
+    assert rows == {name for name in engines if not name.startswith("first")}
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("adapters", 'extra: {adapters: "1"}'),
+        ("weights without a file", "name them by `revision`"),
+        ("a hub without a commit", "name them by `revision`"),
+        ("weights from elsewhere", "name them by `revision`"),
+        ("weights that are replaced", "name the run by `revision`"),
+        ("a name that is taken", "namespace.extra: vLLM tells 'weights'"),
+        ("another connector", '"kv_connector": "TieredKVConnector"'),
+    ],
+)
+def test_what_vllm_does_not_tell_is_asked_for(name: str, says: str, engines: Engines) -> None:
+    assert says in engines[f"refused: {name}"]["refusal"]
+
+
+def test_scheduler_and_worker_are_of_one_namespace(tmp_path: Path) -> None:
+    nvme = {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "64MiB"}
+    transfer = {
+        "kv_connector": "TieredKVConnector",
+        "kv_connector_module_path": "tiered_kv.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "TieredKVOffloadingSpec",
+            "spec_module_path": "tiered_kv.integrations.vllm",
+            "stack": {"primary": {"capacity": "1MiB"}, "secondary": [nvme]},
+        },
+    }
+    options = {"mode": "namespaces", "threads": 1, "kv_transfer_config": transfer}
+    starts = []
+    for _ in range(2):
+        with running(
+            "0.32.0", PROGRAM.with_name("vllm_engine_program.py"), str(tmp_path / "model"), json.dumps(options)
+        ) as program:
+            (result,) = program.messages()
+        starts.append(result["scheduler"])
+        assert [namespace for _, namespace in result["workers"]] == [result["scheduler"]]
+    assert starts[0] == starts[1], "an engine's namespace is the same at every start"

@@ -1,0 +1,378 @@
+"""What shapes the bytes of an engine's blocks, from vLLM's whole configuration.
+
+Everything counts that is not known to be irrelevant, so what a later vLLM adds counts by default. Of what decides
+neither bytes nor layout (memory, scheduling, serving, sampling, compilation) the names are listed here. The table in
+docs/vllm.md has the reasons.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import vllm
+from vllm import envs
+from vllm.config.utils import normalize_value
+from vllm.platforms import current_platform
+
+from tiered_kv.errors import ConfigError
+from tiered_kv.integrations.vllm.weights import files_digest
+
+_IRRELEVANT_SECTIONS = frozenset(
+    {
+        # Memory, scheduling, serving, sampling, observing.
+        "scheduler_config",
+        "offload_config",
+        "structured_outputs_config",
+        "reasoning_config",
+        "watermark_config",
+        "observability_config",
+        "logging_config",
+        "profiler_config",
+        "watchdog_config",
+        "aux_output_config",
+        "instance_id",
+        "shutdown_timeout",
+        # Other transfers, and this one.
+        "kv_transfer_config",
+        "kv_events_config",
+        "ec_transfer_config",
+        "ec_manager_config",
+        # How kernels are made: they change the last bits of a value, not what it stands for.
+        "compilation_config",
+        "kernel_config",
+        "optimization_level",
+        "performance_mode",
+        # Made from the model's configuration, its files and its arguments, which count.
+        "quant_config",
+        # Told by the platform.
+        "device_config",
+        # See `_weights` and `engine_facts`.
+        "load_config",
+        "weight_transfer_config",
+    }
+)
+
+_IRRELEVANT: Mapping[str, frozenset[str]] = {
+    "model_config": frozenset(
+        {
+            # Where the model comes from, which `_weights` tells; and its length, which `_follows_length` decides.
+            "model",
+            "model_weights",
+            "revision",
+            "hf_config_path",
+            "config_format",
+            "hf_token",
+            "max_model_len",
+            "spec_target_max_model_len",
+            "seed",
+            # Its result counts: the configuration with what was overridden.
+            "hf_overrides",
+            # Tokens, which the hashes cover.
+            "tokenizer",
+            "tokenizer_mode",
+            "tokenizer_revision",
+            "skip_tokenizer_init",
+            "enable_prompt_embeds",
+            "allowed_local_media_path",
+            "allowed_media_domains",
+            "renderer_num_workers",
+            "io_processor_plugin",
+            # Logits, samples and pools.
+            "max_logprobs",
+            "logprobs_mode",
+            "return_sampling_mask",
+            "use_fp64_gumbel",
+            "enable_trace_replay",
+            "generation_config",
+            "override_generation_config",
+            "logits_processors",
+            "pooler_config",
+            "word_embeddings_untied_by_checkpoint",
+            # Serving and memory.
+            "served_model_name",
+            "allow_deprecated_quantization",
+            "enforce_eager",
+            "disable_cascade_attn",
+            "enable_sleep_mode",
+            "sleep_preserve_parameter_names",
+            "sleep_mode_backend",
+            "sleep_mode_offload_cudagraph",
+            "enable_nccl_comm_suspend",
+            "enable_cumem_allocator",
+        }
+    ),
+    "multimodal_config": frozenset(
+        {
+            "limit_per_prompt",
+            "mm_processor_cache_gb",
+            "mm_processor_cache_type",
+            "mm_shm_cache_max_object_size_mb",
+            "mm_ipc_gpu_memory_gb",
+            "mm_tensor_ipc",
+            "mm_encoder_tp_mode",
+            "mm_encoder_fp8_scale_save_path",
+            "mm_encoder_fp8_scale_save_margin",
+            "skip_mm_profiling",
+        }
+    ),
+    "cache_config": frozenset(
+        {
+            "gpu_memory_utilization",
+            "kv_cache_memory_bytes",
+            "num_gpu_blocks_override",
+            "num_gpu_blocks",
+            "num_cpu_blocks",
+            "kv_cache_size_tokens",
+            "kv_cache_max_concurrency",
+            "kv_offloading_size",
+            "kv_offloading_backend",
+            "simple_cpu_offload_num_blocks",
+            "enable_prefix_caching",
+            "prefix_cache_retention_interval",
+            "enable_mamba_shared_prefix_checkpoint",
+            "user_specified_block_size",
+            "_block_size_resolved",
+            # Derived from the groups, which count, where an engine has got that far.
+            "kv_cache_layout",
+            "effective_attention_block_size",
+            "hash_block_size",
+            "cache_hit_alignment_tokens",
+        }
+    ),
+    "attention_config": frozenset(
+        {"flash_attn_max_num_splits_for_cuda_graph", "tq_max_kv_splits_for_cuda_graph", "tokenspeed_mla_min_split_kv"}
+    ),
+    "lora_config": frozenset(
+        {"max_loras", "max_cpu_loras", "max_lora_rank", "fully_sharded_loras", "specialize_active_lora"}
+    ),
+    "speculative_config": frozenset(
+        {"target_model_config", "target_parallel_config", "draft_parallel_config", "enforce_eager"}
+    ),
+}
+"""Fields that do not count, by section."""
+
+_PARALLEL = ("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size")
+"""What counts of `parallel_config` beside the sizes that vLLM's summary has; the rest places processes."""
+
+_NOT_OF_THE_MODEL = frozenset({"_name_or_path", "_commit_hash", "transformers_version", "id2label", "label2id"})
+"""Entries of a Hugging Face configuration that count nowhere in it."""
+
+_FIXED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "deepseek_yarn", "proportional", "mrope"})
+"""Rotary embeddings that vLLM makes from the model's configuration alone. Others may look at `max_model_len`."""
+
+_FILE_FORMATS = frozenset(
+    {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "npcache", "pt", "mistral", "runai_streamer"}
+)
+"""Load formats that read the files of the model's directory or repository."""
+
+_PACKAGES = ("flashinfer-python", "flash-attn", "flash-attn-3", "flash-attn-4", "amd-aiter", "aiter")
+"""Libraries of kernels, by which vLLM chooses the attention's backend, and so how a page is packed."""
+
+_VARIABLES = re.compile("ATTN|ATTENTION|AITER|MLA_|LAYOUT|KV_CACHE|SSM|GDN")
+"""Those of vLLM's environment variables that choose the backend or a page's layout, by their names."""
+
+_current: ContextVar[tuple[Any, Any] | None] = ContextVar("tiered_kv_engine", default=None)
+
+
+@contextmanager
+def configured(vllm_config: Any, kv_cache_config: Any) -> Iterator[None]:
+    """Let `engine_facts` see an engine's configuration, in this thread and for as long as the context lasts."""
+    token = _current.set((vllm_config, kv_cache_config))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def engine_facts(said: Mapping[str, object], location: str) -> dict[str, str]:
+    """Return what the namespace has to hold of the engine beside vLLM's summary, by name.
+
+    Args:
+        said: What the user's configuration says of the namespace.
+        location: Where that stands, for messages.
+
+    Raises:
+        ConfigError: The engine is configured without `TieredKVConnector`, or with something that vLLM does not tell
+            and `said` has to.
+    """
+    found = _current.get()
+    if found is None:
+        raise ConfigError(
+            'vLLM\'s OffloadingConnector does not tell what shapes a block; write "kv_connector": "TieredKVConnector", '
+            '"kv_connector_module_path": "tiered_kv.integrations.vllm"',
+            location="kv_transfer_config",
+        )
+    config, kv_cache = found
+    _demand(config, said, location)
+    sections = {"kv_cache": [_spec(group) for group in kv_cache.kv_cache_groups], **_sections(config)}
+    sections["parallel_config"] = {name: getattr(config.parallel_config, name, None) for name in _PARALLEL}
+    sections["variables"] = {
+        name: read() for name, read in sorted(envs.environment_variables.items()) if _VARIABLES.search(name)
+    }
+    return {
+        "vllm": str(vllm.__version__),
+        "platform": _platform(),
+        "libraries": _libraries(),
+        "runner": "v2" if config.use_v2_model_runner else "v1",
+        "weights": _weights(config.model_config, config.load_config, said, location),
+        **_draft_weights(config.speculative_config, config.load_config, said, location),
+        **{f"vllm.{name}": _digest(name, value) for name, value in sections.items()},
+    }
+
+
+def _demand(config: Any, said: Mapping[str, object], location: str) -> None:
+    extra = said.get("extra")
+    if config.lora_config is not None and not (isinstance(extra, Mapping) and extra.get("adapters")):
+        raise ConfigError(
+            "LoRA is on. vLLM's hashes hold an adapter's name and path and nothing of its weights; name their state "
+            'here, such as extra: {adapters: "1"}, and change it whenever you replace weights under one path',
+            location=location,
+        )
+    if config.weight_transfer_config is not None and "revision" not in said:
+        raise ConfigError(
+            "the engine's weights are replaced while it runs (weight_transfer_config), and no file has them; "
+            "name the run by `revision` here, a new one for every start",
+            location=location,
+        )
+
+
+def _sections(config: Any) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name in (each.name for each in dataclasses.fields(config)):
+        value = getattr(config, name)
+        if name in _IRRELEVANT_SECTIONS or name == "parallel_config" or value is None:
+            continue
+        if name == "model_config":
+            found[name] = _model(value)
+        elif name == "speculative_config":
+            if _has_draft(value):
+                found[name] = {**_counted(name, value), "draft_model_config": _model(value.draft_model_config)}
+        else:
+            found[name] = _counted(name, value)
+    return found
+
+
+def _counted(section: str, value: Any) -> Any:
+    if not dataclasses.is_dataclass(value):
+        return value
+    names = (each.name for each in dataclasses.fields(value))
+    return {name: getattr(value, name, None) for name in names if name not in _IRRELEVANT.get(section, ())}
+
+
+def _model(config: Any) -> dict[str, object]:
+    counted: dict[str, object] = _counted("model_config", config)
+    for name in ("hf_config", "hf_text_config"):
+        counted[name] = _without_origin(getattr(config, name).to_dict())
+    counted["multimodal_config"] = _counted("multimodal_config", config.multimodal_config)
+    if _follows_length(config, counted["hf_config"]):
+        counted["max_model_len"] = config.max_model_len
+    return counted
+
+
+def _without_origin(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {str(name): _without_origin(item) for name, item in value.items() if name not in _NOT_OF_THE_MODEL}
+    return value
+
+
+def _follows_length(config: Any, described: object) -> bool:
+    """Return whether keys may depend on `max_model_len`.
+
+    LongRoPE chooses its factors by it, Llama 4 its attention's temperature; code that is not vLLM's may do anything.
+    """
+    return (
+        not _rope_types(described) <= _FIXED_ROPE_TYPES
+        or str(getattr(config.hf_text_config, "model_type", "")).startswith("llama4")
+        or config.trust_remote_code
+        or str(config.model_impl) not in ("auto", "vllm")
+    )
+
+
+def _rope_types(value: object, in_rope: bool = False) -> set[str]:
+    found: set[str] = set()
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            if in_rope and name in ("rope_type", "type"):
+                found.add(str(item))
+            found |= _rope_types(item, in_rope or name in ("rope_parameters", "rope_scaling"))
+    return found
+
+
+def _has_draft(config: Any) -> bool:
+    """Return whether a draft model adds layers of its own; ngram and suffix decoding have the target's."""
+    draft = None if config is None else config.draft_model_config
+    return draft is not None and draft is not config.target_model_config
+
+
+def _draft_weights(config: Any, load_config: Any, said: Mapping[str, object], location: str) -> dict[str, str]:
+    if not _has_draft(config):
+        return {}
+    return {"draft": _weights(config.draft_model_config, config.draft_load_config or load_config, said, location)}
+
+
+def _weights(model: Any, load: Any, said: Mapping[str, object], location: str) -> str:
+    """Return what tells a model's weights from others."""
+    load_format = str(load.load_format)
+    if load_format == "dummy":
+        return f"dummy {model.seed}"
+    if load_format in _FILE_FORMATS and not model.model_weights:
+        digest = files_digest(model.model)
+        if digest is not None:
+            return f"files {digest}"
+        commit = None if model.hf_config_path else getattr(model.hf_config, "_commit_hash", None)
+        if commit:
+            return f"commit {commit}"
+    if "revision" not in said:
+        raise ConfigError(
+            f"vLLM does not tell which weights '{model.model_weights or model.model}' has (load format {load_format}); "
+            "name them by `revision` here",
+            location=location,
+        )
+    return f"revision, {load_format}"
+
+
+def _spec(group: Any) -> dict[str, object]:
+    """Return how a group's layers keep their states; a worker may have a spec a layer where the scheduler has one."""
+    spec = group.kv_cache_spec
+    spec = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
+    fields = {each.name: getattr(spec, each.name) for each in dataclasses.fields(spec)}
+    return {"class": type(spec), **{name: str(value) for name, value in fields.items()}}
+
+
+def _platform() -> str:
+    """Return what vLLM chooses kernels by, and with them how a page looks within."""
+    platform = current_platform
+    name = str(getattr(platform, "device_name", None) or platform.device_type)
+    if platform.is_cpu():
+        capabilities = torch.cpu.get_capabilities()
+        flags = sorted(flag for flag, is_there in capabilities.items() if is_there is True)
+        return f"{name} {capabilities['architecture']} {_digest('capabilities', flags)}"
+    capability = platform.get_device_capability()
+    return name if capability is None else f"{name} {capability.major}.{capability.minor}"
+
+
+def _libraries() -> str:
+    versions = []
+    for name in _PACKAGES:
+        try:
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join(versions) or "none"
+
+
+def _digest(name: str, value: object) -> str:
+    try:
+        text = json.dumps(normalize_value(value), sort_keys=True)
+    except TypeError as error:
+        raise ConfigError(f"vLLM's {name} has a value that cannot be told from others: {error}") from error
+    return hashlib.blake2b(text.encode(), digest_size=16, person=b"tiered-kv-vlm-v1").hexdigest()

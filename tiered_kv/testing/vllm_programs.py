@@ -1,0 +1,95 @@
+"""Programs in environments of vLLM's, beside the tests of its integration; what they print is read here.
+
+`.ci/engines DIRECTORY` builds the environments; TIERED_KV_VLLM_CPU_PYTHON and TIERED_KV_VLLM_PYTHON name their
+interpreters.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SOURCE = Path(__file__).parents[2]
+TIMEOUT_S = 900.0
+VARIABLES = {"0.32.0": "TIERED_KV_VLLM_CPU_PYTHON", "0.33.0": "TIERED_KV_VLLM_PYTHON"}
+"""Of each version, what names its interpreter."""
+
+Message = dict[str, Any]
+
+
+def interpreter(version: str) -> str:
+    """Return the Python of the environment with a version of vLLM, or skip."""
+    found = os.environ.get(VARIABLES[version])
+    if not found or not Path(found).exists():
+        pytest.skip(f"vLLM {version} is not here: run .ci/engines DIRECTORY, and set {VARIABLES[version]}")
+    return found
+
+
+def environment_of_programs(directory: Path) -> dict[str, str]:
+    """Return the variables for a program in an environment of vLLM's, whose temporary files go to `directory`."""
+    environment = {**os.environ, "PYTHONHASHSEED": "0", "TMPDIR": str(directory)}
+    environment.pop("PYTHONPATH", None)
+    if (SOURCE / "plugins").is_dir():
+        # Not installed: the tiered_kv of vLLM's environment tells the plugins, and this checkout's is run.
+        environment["PYTHONPATH"] = os.pathsep.join([str(SOURCE), str(SOURCE / "plugins")])
+    return environment
+
+
+class Program:
+    """A program in an environment of vLLM's; its lines of JSON are read one by one."""
+
+    def __init__(self, version: str, program: Path, *arguments: str) -> None:
+        environment = environment_of_programs(Path(arguments[0]).parent)
+        self._errors = Path(arguments[0]).with_suffix(".errors")
+        with self._errors.open("ab") as errors:
+            self._process = subprocess.Popen(
+                [interpreter(version), str(program), *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=environment,
+                cwd=self._errors.parent,
+            )
+
+        # A program that hangs ends, and with it what it says.
+        self._watchdog = threading.Timer(TIMEOUT_S, self._process.kill)
+        self._watchdog.start()
+
+    def messages(self) -> Iterator[Message]:
+        """Yield what the program says, until it ends; fail if it fails."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                yield json.loads(line)
+        status = self._process.wait()
+        assert status == 0, f"the program ended with {status}:\n{self._errors.read_text()[-4000:]}"
+
+    def go_on(self) -> None:
+        """Let a program that waits go on."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+
+    def close(self) -> None:
+        self._watchdog.cancel()
+        self._watchdog.join()
+        self._process.kill()
+        self._process.communicate()
+
+
+@contextmanager
+def running(version: str, path: Path, *arguments: str) -> Iterator[Program]:
+    program = Program(version, path, *arguments)
+    try:
+        yield program
+    finally:
+        program.close()
