@@ -27,6 +27,7 @@ if importlib.util.find_spec("vllm") is None:
 from vllm.v1.kv_offload.base import TierFilter
 
 from tiered_kv.base import GPULoadStoreSpec
+from tiered_kv.integrations.vllm import identity
 from tiered_kv.integrations.vllm.spec import TieredKVOffloadingSpec
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.testing.rig import make_keys
@@ -35,6 +36,8 @@ PAGE_BYTES = 4096
 KEYS = 4
 CAPACITY = 1 << 18
 """A multiple of the rows that each stage would compute from its own layers, so that the sizes of the regions agree."""
+
+vars(identity)["engine_facts"] = lambda *_: {}  # no process here has an engine's configuration; this is about layers
 
 
 def spec_of(layers: list[int], rank: int, engine_id: str) -> Any:
