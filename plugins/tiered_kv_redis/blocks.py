@@ -119,38 +119,56 @@ class Blocks:
         """Return the addresses of the servers that are known."""
         return sorted(node.label for node in self._topology.nodes())
 
-    def reset(self, epoch: int) -> None:
-        """Forget every block, at once."""
-        self._keyspace.reset(epoch)
+    @property
+    def epoch_repairs(self) -> int:
+        """How often the server had lost the epoch's mark or fallen back to an older one, and got it again."""
+        return self._keyspace.repairs
 
-    def store(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], epoch: int, deadline: float) -> Outcome:
-        """Store blocks, leaving those that are there and can be read; none if the tier's epoch is no longer `epoch`."""
+    def reset(self) -> None:
+        """Forget every block, at once."""
+        self._keyspace.reset()
+
+    def store(
+        self,
+        keys: Sequence[OffloadKey],
+        blocks: Sequence[memoryview],
+        deadline: float,
+        is_current: Callable[[], bool],
+    ) -> Outcome:
+        """Store blocks, leaving those that are there and can be read.
+
+        Args:
+            keys, blocks: What to store.
+            deadline: Seconds of `time.monotonic()`.
+            is_current: Asked once the epoch is known: False where a reset came after these blocks were submitted.
+        """
         try:
-            generation = self._keyspace.current(deadline)
+            prefix = self._keyspace.prefix(deadline, is_saved=True)
         except NodeDownError as error:
             return self._failed("store", len(keys), error.reason)
-        if generation.epoch != epoch:
+        if not is_current():
             return Outcome((), "reset")
-        batch = _Batch(keys, self._keyspace.wire_keys(generation, keys), blocks, deadline)
+        batch = _Batch(keys, [prefix + key for key in keys], blocks, deadline)
         return self._outcome("store", batch, _with_second_attempt(lambda at: self._store(at, batch), len(keys)))
 
     def load(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], deadline: float) -> Outcome:
         """Load blocks into place. What nobody can load is deleted, so that it can be stored again."""
         try:
-            generation = self._keyspace.current(deadline)
+            prefix = self._keyspace.prefix(deadline, is_saved=False)
         except NodeDownError as error:
             return self._failed("load", len(keys), error.reason)
-        batch = _Batch(keys, self._keyspace.wire_keys(generation, keys), blocks, deadline)
+        batch = _Batch(keys, [prefix + key for key in keys], blocks, deadline)
         return self._outcome("load", batch, _with_second_attempt(lambda at: self._load(at, batch), len(keys)))
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """Return for each key whether something of a block's size is there that was not found to be unreadable here."""
         deadline = time.monotonic() + min(self._settings.timeout, self._settings.lookup_timeout)
         try:
-            wire_keys = self._keyspace.wire_keys(self._keyspace.current(deadline), keys)
+            prefix = self._keyspace.prefix(deadline, is_saved=False)
         except NodeDownError as error:
             self._failed("lookup", len(keys), error.reason)
             return [False] * len(keys)
+        wire_keys = [prefix + key for key in keys]
         found: dict[int, int] = {}
 
         def attempt(positions: Sequence[int]) -> Failures:
@@ -159,6 +177,7 @@ class Blocks:
             return failures
 
         failures = _with_second_attempt(attempt, len(keys))
+        self._keyspace.recheck(deadline)
         for reason in set(failures.values()):
             self._failed("lookup", list(failures.values()).count(reason), reason)
         return [self._may_be_block(found.get(at)) and name not in self._unreadable for at, name in enumerate(wire_keys)]
@@ -357,6 +376,7 @@ class Blocks:
         return length is not None and HEADER_BYTES < length <= self._record_bytes_max
 
     def _outcome(self, operation: str, batch: _Batch, failures: Failures) -> Outcome:
+        self._keyspace.recheck(batch.deadline)
         done = "stored_blocks" if operation == "store" else "loaded_blocks"
         self.counters.add(done, len(batch.keys) - len(failures))
         if not failures:

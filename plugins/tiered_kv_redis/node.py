@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from redis.connection import ConnectionPool
@@ -42,10 +42,17 @@ class Node:
     Args:
         label: Its address, for people.
         pool_settings: What redis-py's `ConnectionPool` is made with.
+        on_connect: Called when a connection was made.
     """
 
-    def __init__(self, label: str, pool_settings: Mapping[str, Any]) -> None:  # Any: redis-py's
+    def __init__(
+        self,
+        label: str,
+        pool_settings: Mapping[str, Any],  # Any: redis-py's
+        on_connect: Callable[[], None] = lambda: None,
+    ) -> None:
         self.label = label
+        self._on_connect = on_connect
         self._pool = ConnectionPool(**pool_settings)
         # Connections that have been used; the pool's own check of each would cost as much as a small block.
         self._idle: deque[WireConnection] = deque()
@@ -77,6 +84,7 @@ class Node:
             reason = reason_of_error(error)
         else:
             connection.link.stream.start()
+            self._on_connect()
             return connection
         self.note_failure(reason)
         raise NodeDownError(reason)

@@ -54,7 +54,7 @@ REFUSES_STORES: Final = frozenset((NO_SPACE, READ_ONLY))
 
 NOT_OURS_TO_USE: Final = {
     AUTH: "refuses the user or password; check 'username' and 'password'",
-    PERMISSION: "does not permit what this tier does; its user needs +get +set +strlen +unlink +touch "
+    PERMISSION: "does not permit what this tier does; its user needs +get +set +strlen +unlink "
     "on keys 'tkv1:*', in a cluster also +cluster|slots",
     SERVER_ERROR: "answers with an error; check 'db', and that it is a Redis of the 'mode' that is set",
     TLS: "does not pass the check of its certificate; check 'tls_ca' and the host name, or offers no TLS",
