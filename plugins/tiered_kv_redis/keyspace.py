@@ -135,7 +135,7 @@ class _Marks:
         calls = Calls(node, [command(name, key, *arguments)])
         converse([calls], deadline)
         if calls.failures:
-            if calls.trouble or calls.failures[0] in (MOVED, READ_ONLY):
+            if calls.failures[0] in (MOVED, READ_ONLY):
                 self._topology.refresh()
             raise NodeDownError(calls.failures[0])
         return calls.replies[0]

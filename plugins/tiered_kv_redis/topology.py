@@ -152,7 +152,7 @@ class MovingServers(Topology):
         before = self._nodes
         nodes = {
             address: before.get(address)
-            or Node(label_of(address), pool_options(self._settings, address), self._note_change)
+            or Node(label_of(address), pool_options(self._settings, address), self._note_change, self.refresh)
             for address in addresses
         }
         self._nodes = nodes
@@ -241,10 +241,11 @@ class Cluster(MovingServers):
 
     def _discover(self) -> None:
         # Those that are known may have moved, all of them; those that the settings name are found again.
-        known = list(self._nodes)
+        known = list(self._nodes.items())
         random.shuffle(known)
+        known.sort(key=lambda each: each[1].is_down)  # whoever is down is asked last: it may keep us waiting
         failure: Exception = NodeDownError(CLUSTER_DOWN)
-        for address in dict.fromkeys((*known, *self._settings.addresses)):
+        for address in dict.fromkeys((*(address for address, _ in known), *self._settings.addresses)):
             try:
                 masters = self._masters_by(address)
             except (RedisError, OSError, WireError) as error:
