@@ -248,7 +248,7 @@ class Account:
         converse([listing], deadline)
         if listing.failures:
             reason = next(iter(listing.failures.values()))
-            if listing.trouble or reason in (MOVED, READ_ONLY):
+            if reason in (MOVED, READ_ONLY):
                 self._topology.refresh()
             raise NodeDownError(reason)
         return listing.replies

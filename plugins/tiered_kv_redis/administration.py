@@ -2,9 +2,9 @@
 
 Names are found by SCAN, on every master of a cluster, and removed by UNLINK, one name a command: names of one
 namespace lie in many slots. SCAN may miss what is stored or moved to another server meanwhile, so it is repeated until
-a pass over all servers finds nothing. The generation, the readable form and the quota's account go too. A stack that
-runs keeps its generation, and goes on. Names that begin like the namespace's and are none of the tier's stay, and are
-reported.
+a pass over all servers finds nothing. The epoch's mark, the readable form and the quota's account go too. A stack that
+runs stays in its epoch and writes its mark again. Names that begin like the namespace's and are none of the tier's
+stay, and are reported.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ _PASSES_MAX: Final = 20
 _STEP_S_MAX: Final = 10.0
 """How long one command, or one batch of them, may take."""
 _NAME: Final = re.compile(
-    re.escape(KEY_PREFIX)
-    + rb"(?P<digest>[0-9a-f]{32}):(?:(?P<block>[0-9a-f]{16}:.*)|namespace|generation|account|survey)",
+    re.escape(KEY_PREFIX) + rb"(?P<digest>[0-9a-f]{32}):(?:(?P<block>[0-9a-f]{16}:.*)|namespace|epoch|account|survey)",
     re.DOTALL,
 )
 """Every name that the tier gives: see `keyspace.py` and `account.py`. A block's key may be any bytes."""

@@ -20,7 +20,18 @@ from tiered_kv_redis.keyspace import KeySpace
 from tiered_kv_redis.loads import Loads
 from tiered_kv_redis.node import Node, NodeDownError
 from tiered_kv_redis.quota import Quota
-from tiered_kv_redis.reasons import CLUSTER_DOWN, MISSING, MOVED, NO_SPACE, READ_ONLY, SERVER_ERROR, WRONG_TYPE
+from tiered_kv_redis.reasons import (
+    CLUSTER_DOWN,
+    MISSING,
+    MOVED,
+    NO_SPACE,
+    NODE_DOWN,
+    OF_ONE_SERVER,
+    READ_ONLY,
+    SERVER_ERROR,
+    UNUSABLE,
+    WRONG_TYPE,
+)
 from tiered_kv_redis.replies import Reply, command
 from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.topology import topology_of
@@ -34,6 +45,9 @@ _SEND_BYTES_MIN = 1 << 20
 """Of records in one call to send: the server reads them while the next are being hashed. Each call gives up the
 interpreter and has to get it back, so many small ones cost more than the server gains by an earlier start. Where
 several connections send side by side, the server has enough to read without."""
+
+_LOOKUP_SHARE = 0.5
+"""Of `lookup_timeout`: within it each of several servers must answer. The rest is for lookups that come meanwhile."""
 
 _ROOM_WAIT_S_MAX = 5.0
 """How long a store may wait for room in a quota."""
@@ -119,38 +133,59 @@ class Blocks:
         """Return the addresses of the servers that are known."""
         return sorted(node.label for node in self._topology.nodes())
 
-    def reset(self, epoch: int) -> None:
-        """Forget every block, at once."""
-        self._keyspace.reset(epoch)
+    @property
+    def epoch_repairs(self) -> int:
+        """How often the server had lost the epoch's mark or fallen back to an older one, and got it again."""
+        return self._keyspace.repairs
 
-    def store(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], epoch: int, deadline: float) -> Outcome:
-        """Store blocks, leaving those that are there and can be read; none if the tier's epoch is no longer `epoch`."""
+    def reset(self) -> None:
+        """Forget every block, at once."""
+        self._keyspace.reset()
+
+    def store(
+        self,
+        keys: Sequence[OffloadKey],
+        blocks: Sequence[memoryview],
+        deadline: float,
+        is_current: Callable[[], bool],
+    ) -> Outcome:
+        """Store blocks, leaving those that are there and can be read.
+
+        Args:
+            keys, blocks: What to store.
+            deadline: Seconds of `time.monotonic()`.
+            is_current: Asked once the epoch is known: False where a reset came after these blocks were submitted.
+        """
         try:
-            generation = self._keyspace.current(deadline)
+            prefix = self._keyspace.prefix(deadline, is_saved=True)
         except NodeDownError as error:
             return self._failed("store", len(keys), error.reason)
-        if generation.epoch != epoch:
+        if not is_current():
             return Outcome((), "reset")
-        batch = _Batch(keys, self._keyspace.wire_keys(generation, keys), blocks, deadline)
+        batch = _Batch(keys, [prefix + key for key in keys], blocks, deadline)
         return self._outcome("store", batch, _with_second_attempt(lambda at: self._store(at, batch), len(keys)))
 
     def load(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], deadline: float) -> Outcome:
         """Load blocks into place. What nobody can load is deleted, so that it can be stored again."""
         try:
-            generation = self._keyspace.current(deadline)
+            prefix = self._keyspace.prefix(deadline, is_saved=False)
         except NodeDownError as error:
             return self._failed("load", len(keys), error.reason)
-        batch = _Batch(keys, self._keyspace.wire_keys(generation, keys), blocks, deadline)
+        batch = _Batch(keys, [prefix + key for key in keys], blocks, deadline)
         return self._outcome("load", batch, _with_second_attempt(lambda at: self._load(at, batch), len(keys)))
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """Return for each key whether something of a block's size is there that was not found to be unreadable here."""
-        deadline = time.monotonic() + min(self._settings.timeout, self._settings.lookup_timeout)
+        now_s = time.monotonic()
+        limit_s = min(self._settings.timeout, self._settings.lookup_timeout)
+        # Where one of several servers does not answer, the others' answers must still come in time.
+        deadline = now_s + limit_s * (_LOOKUP_SHARE if len(self._topology.nodes()) > 1 else 1.0)
         try:
-            wire_keys = self._keyspace.wire_keys(self._keyspace.current(deadline), keys)
+            prefix = self._keyspace.prefix(now_s + limit_s * _LOOKUP_SHARE / 2, is_saved=False)
         except NodeDownError as error:
             self._failed("lookup", len(keys), error.reason)
             return [False] * len(keys)
+        wire_keys = [prefix + key for key in keys]
         found: dict[int, int] = {}
 
         def attempt(positions: Sequence[int]) -> Failures:
@@ -159,6 +194,7 @@ class Blocks:
             return failures
 
         failures = _with_second_attempt(attempt, len(keys))
+        self._keyspace.recheck(deadline)
         for reason in set(failures.values()):
             self._failed("lookup", list(failures.values()).count(reason), reason)
         return [self._may_be_block(found.get(at)) and name not in self._unreadable for at, name in enumerate(wire_keys)]
@@ -347,8 +383,11 @@ class Blocks:
         for exchange, own in exchanges:
             for at, reason in exchange.failures.items():
                 failures[own[at]] = reason
-            if exchange.trouble or {MOVED, READ_ONLY} & set(exchange.failures.values()):
+            reasons = set(exchange.failures.values())
+            if {MOVED, READ_ONLY} & reasons:
                 self._topology.refresh()
+            elif len(exchange.failures) == len(own) and reasons <= UNUSABLE and not exchange.node.is_down:
+                exchange.node.note_failure(exchange.failures[0])  # it answers, and cannot be used
         return exchanges
 
     # What became of it.
@@ -357,27 +396,40 @@ class Blocks:
         return length is not None and HEADER_BYTES < length <= self._record_bytes_max
 
     def _outcome(self, operation: str, batch: _Batch, failures: Failures) -> Outcome:
+        self._keyspace.recheck(batch.deadline)
         done = "stored_blocks" if operation == "store" else "loaded_blocks"
         self.counters.add(done, len(batch.keys) - len(failures))
         if not failures:
             return ALL_DONE
         reasons = list(failures.values())
-        for reason in set(reasons):
-            self._failed(operation, reasons.count(reason), reason)
         # What says most about the server comes first: a block that is not there says nothing.
-        reason = min(set(reasons), key=lambda each: (each == MISSING, -reasons.count(each)))
-        return Outcome([key for at, key in enumerate(batch.keys) if at not in failures], reason)
+        ordered = sorted(set(reasons), key=lambda each: (each == MISSING, -reasons.count(each)))
+        told = [self._failed(operation, reasons.count(reason), reason).reason for reason in ordered]
+        return Outcome([key for at, key in enumerate(batch.keys) if at not in failures], told[0])
 
     def _failed(self, operation: str, count: int, reason: str) -> Outcome:
-        """Count blocks that failed for one reason, and log the first of its kind."""
+        """Count blocks that failed for one reason, and log the first of its kind.
+
+        Returns:
+            What the tier's breaker makes of it: nothing, where the reason says something of one of several servers.
+        """
         self.counters.add(f"failed_{operation}s_{reason}", count)
-        if operation == "lookup":
-            self.counters.add("unanswered_lookups", count)
+        if reason in OF_ONE_SERVER and self._has_other_servers():
+            told = NODE_DOWN
+        else:
+            told = reason
+            if operation == "lookup":
+                self.counters.add("unanswered_lookups", count)
         kind = f"{operation}s fail: {reason}"
         if reason not in (MISSING, MOVED) and kind not in self._noted:
             self._noted.add(kind)
             _log.warning("tier '%s': %s; further ones are only counted", self._name, kind)
-        return Outcome((), reason)
+        return Outcome((), told)
+
+    def _has_other_servers(self) -> bool:
+        """Return whether some server of several is not down."""
+        nodes = self._topology.nodes()
+        return len(nodes) > 1 and not all(node.is_down for node in nodes)
 
 
 def _with_second_attempt(attempt: Attempt, count: int) -> Failures:

@@ -14,7 +14,7 @@ from tiered_kv.toolkit.record import encode_record
 from tiered_kv_redis.budget import Budget
 from tiered_kv_redis.connection import Link, WireConnection
 from tiered_kv_redis.node import Node, NodeDownError
-from tiered_kv_redis.reasons import REFUSES_STORES, TIMEOUT, TOO_LONG, WireError, reason_of_error
+from tiered_kv_redis.reasons import PROTOCOL, REFUSES_STORES, TIMEOUT, TOO_LONG, WireError, reason_of_error
 from tiered_kv_redis.replies import Refusal, Reply
 from tiered_kv_redis.stream import Buffer
 
@@ -39,6 +39,8 @@ class Exchange(ABC):
         """Why commands failed, by their position."""
         self.trouble = ""
         """Why the whole exchange ended early; empty if it did not."""
+        self.is_starved = False
+        """Whether it ended because another server took all the time: this one is not to blame."""
         self.answered = 0
         """Commands, from the first on, whose reply has been read."""
 
@@ -61,16 +63,26 @@ class Exchange(ABC):
 def converse(exchanges: Sequence[Exchange], deadline: float) -> None:
     """Run exchanges with different servers side by side: everything is sent before anything is waited for.
 
+    A server that has to be connected to first comes last, and alone: it may not answer, and so take all the time.
     A connection goes back to its pool only if every reply on it has been read; otherwise it is closed.
 
     Args:
         exchanges: One a server.
         deadline: Seconds of `time.monotonic()`.
     """
+    ready = [each for each in exchanges if each.node.has_connection or each.node.is_down]
+    _run(ready, deadline)
+    if len(ready) < len(exchanges):
+        for exchange in exchanges:
+            if exchange not in ready:
+                _run([exchange], deadline)
+
+
+def _run(exchanges: Sequence[Exchange], deadline: float) -> None:
     open_ones: list[tuple[Exchange, WireConnection]] = []
     try:
         for exchange in exchanges:
-            if time.monotonic() >= deadline:  # another server took all the time: this one is not to blame
+            if time.monotonic() >= deadline:
                 exchange.end(TIMEOUT)
                 continue
             try:
@@ -85,15 +97,18 @@ def converse(exchanges: Sequence[Exchange], deadline: float) -> None:
         for exchange, connection in open_ones:
             clean = exchange.answered == exchange.count and not connection.link.replies.buffered_bytes
             if exchange.trouble or not clean:
-                exchange.end("protocol")
-                exchange.node.drop(connection, exchange.trouble)
+                exchange.end(PROTOCOL)
+                exchange.node.drop(connection, "" if exchange.is_starved else exchange.trouble)
             else:
                 exchange.node.give_back(connection)
 
 
 def _finish_as_they_answer(begun: list[tuple[Exchange, Link]], deadline: float) -> None:
-    """Finish the exchanges with servers that answer before those with servers that do not."""
-    if len(begun) > 1:
+    """Finish the exchanges with servers that answer; those with servers that do not end at the deadline."""
+    if len(begun) == 1 or time.monotonic() >= deadline:
+        for exchange, link in begun:
+            _guarded(exchange, link, exchange.finish, deadline)
+    else:
         poll = select.poll()
         waiting = {link.fd: (exchange, link) for exchange, link in begun}
         for fd in waiting:
@@ -103,12 +118,15 @@ def _finish_as_they_answer(begun: list[tuple[Exchange, Link]], deadline: float) 
                 poll.unregister(fd)
                 exchange, link = waiting.pop(fd)
                 _guarded(exchange, link, exchange.finish, deadline)
-        begun = list(waiting.values())
-    for exchange, link in begun:
-        _guarded(exchange, link, exchange.finish, deadline)
+        for exchange, _ in waiting.values():
+            exchange.end(TIMEOUT)
 
 
 def _guarded(exchange: Exchange, link: Link, step: Callable[[Link, float], None], deadline: float) -> None:
+    if time.monotonic() >= deadline:
+        exchange.is_starved = True
+        exchange.end(TIMEOUT)
+        return
     try:
         step(link, deadline)
     except (OSError, WireError) as error:

@@ -136,6 +136,8 @@ class Quota:
                 if not self._look_after():
                     self._stopping.wait(_POLL_S)  # those who wait for the round ask again then
             except Exception as error:  # none of them, a mistake of ours included, may end the thread
+                if self._stopping.is_set():  # the connections were closed under it
+                    break
                 self._note(error)
                 self.grants.are_in_doubt = True
                 self._mend(error)

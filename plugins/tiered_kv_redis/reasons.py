@@ -27,6 +27,9 @@ UNAVAILABLE: Final = "unavailable"
 AUTH: Final = "auth"
 CLUSTER_DOWN: Final = "cluster_down"
 SERVER_ERROR: Final = "server_error"
+LOADING: Final = "loading"
+BUSY: Final = "busy"
+PROTOCOL: Final = "protocol"
 PERMISSION: Final = "permission"
 TLS: Final = "tls"
 TOO_LONG: Final = "too_long"
@@ -37,7 +40,7 @@ _BY_CODE: Final = {
     b"READONLY": READ_ONLY,
     b"MISCONF": READ_ONLY,
     b"NOREPLICAS": READ_ONLY,
-    b"LOADING": "loading",
+    b"LOADING": LOADING,
     b"MOVED": MOVED,
     b"ASK": "ask",
     b"TRYAGAIN": "ask",
@@ -48,15 +51,24 @@ _BY_CODE: Final = {
     b"WRONGPASS": AUTH,
     b"NOPERM": PERMISSION,
     b"WRONGTYPE": WRONG_TYPE,
-    b"BUSY": "busy",
+    b"BUSY": BUSY,
 }
 
 REFUSES_STORES: Final = frozenset((NO_SPACE, READ_ONLY))
 """Refusals that the next store would meet too."""
 
+NODE_DOWN: Final = "node_down"
+"""The blocks of a job were lost to a server that cannot be used, while others can: no failure of the tier."""
+
+UNUSABLE: Final = frozenset((LOADING, CLUSTER_DOWN))
+"""Refusals of a server that can be used for nothing now."""
+
+OF_ONE_SERVER: Final = UNUSABLE | {BUSY, TIMEOUT, UNAVAILABLE, AUTH, TLS, PROTOCOL}
+"""Reasons that say something of one server, and nothing of the others."""
+
 NOT_OURS_TO_USE: Final = {
     AUTH: "refuses the user or password; check 'username' and 'password'",
-    PERMISSION: "does not permit what this tier does; its user needs +get +set +strlen +unlink +touch "
+    PERMISSION: "does not permit what this tier does; its user needs +get +set +strlen +unlink "
     "on keys 'tkv1:*', in a cluster also +cluster|slots",
     SERVER_ERROR: "answers with an error; check 'db', and that it is a Redis of the 'mode' that is set",
     TLS: "does not pass the check of its certificate; check 'tls_ca' and the host name (the log says more), or "
@@ -104,8 +116,8 @@ _BY_TYPE: Final[tuple[tuple[type[BaseException], str], ...]] = (
     (AuthenticationError, AUTH),
     (NoPermissionError, PERMISSION),
     (ssl.SSLCertVerificationError, TLS),
-    (BusyLoadingError, "loading"),
-    (MaxConnectionsError, "busy"),
+    (BusyLoadingError, LOADING),
+    (MaxConnectionsError, BUSY),
     (RedisTimeoutError, TIMEOUT),
     (TimeoutError, TIMEOUT),
     (ssl.SSLError, TLS),

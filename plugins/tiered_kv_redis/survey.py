@@ -80,7 +80,7 @@ def survey(
     may_go_on: Callable[[], bool],
     clock: Callable[[], float] = time.monotonic,
 ) -> Found | None:
-    """Count the blocks of a namespace, of all generations.
+    """Count the blocks of a namespace, of all epochs.
 
     A block that is stored or removed meanwhile may be counted or not; one that was there all the time is counted,
     perhaps twice.

@@ -87,11 +87,12 @@ class RedisTier(BlockingTier):
 
     def reset_cache(self) -> bool:
         self.begin_epoch()
-        self._blocks.reset(self.epoch)
+        self._blocks.reset()  # after `begin_epoch`: a store that sees this epoch sees that it is too old for it
         return True
 
     def stats(self) -> Mapping[str, int]:
-        return {**super().stats(), **self._blocks.counters.snapshot(), **self._blocks.quota_stats()}
+        counted = {**super().stats(), **self._blocks.counters.snapshot(), **self._blocks.quota_stats()}
+        return {**counted, "epoch_repairs": self._blocks.epoch_repairs}
 
     def describe(self) -> Mapping[str, object]:
         """Return where the blocks are and how they get there; asks the server.
@@ -120,7 +121,7 @@ class RedisTier(BlockingTier):
     # Worker threads.
 
     def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        return self._blocks.store(keys, blocks, self.part_epoch, self._transfer_deadline())
+        return self._blocks.store(keys, blocks, self._transfer_deadline(), lambda: self.part_epoch == self.epoch)
 
     def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
         return self._blocks.load(keys, blocks, self._transfer_deadline())

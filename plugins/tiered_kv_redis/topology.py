@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from redis.connection import ConnectionPool
@@ -32,6 +32,12 @@ _CLOSE_WAIT_S = 0.5
 class Topology(ABC):
     """The servers, and how keys are spread over them. Any thread may call."""
 
+    def __init__(self) -> None:
+        self.on_change: Callable[[], None] = _ignore
+        """Called by any thread when a connection was made anew or somebody said where the servers are.
+
+        A server may have been replaced then by one that knows less."""
+
     @abstractmethod
     def split(self, wire_keys: Sequence[bytes], deadline: float) -> list[tuple[Node, list[int]]]:
         """Return the servers that have `wire_keys`, each with the positions of its own.
@@ -55,6 +61,9 @@ class Topology(ABC):
         for node in self.nodes():
             node.close()
 
+    def _note_change(self) -> None:
+        self.on_change()
+
 
 class OneServer(Topology):
     """A server that stays where it is.
@@ -64,9 +73,10 @@ class OneServer(Topology):
     """
 
     def __init__(self, settings: RedisSettings) -> None:
+        super().__init__()
         address = settings.addresses[0] if settings.socket is None else None
         label = str(settings.socket) if address is None else label_of(address)
-        self._node = Node(label, pool_options(settings, address))
+        self._node = Node(label, pool_options(settings, address), self._note_change)
 
     def split(self, wire_keys: Sequence[bytes], deadline: float) -> list[tuple[Node, list[int]]]:
         return [(self._node, list(range(len(wire_keys))))]
@@ -86,6 +96,7 @@ class MovingServers(Topology):
     """
 
     def __init__(self, settings: RedisSettings) -> None:
+        super().__init__()
         self._settings = settings
         self._nodes: dict[Address, Node] = {}  # replaced as a whole, by the thread that asks
         self._reason = ""  # why the last question was not answered
@@ -132,13 +143,16 @@ class MovingServers(Topology):
         except Exception as error:  # a server that talks nonsense raises anything; here nothing can catch it
             self._is_stale = True
             self._reason = error.reason if isinstance(error, NodeDownError) else reason_of_error(error)
+        else:
+            self._note_change()
         self._asked_at = time.monotonic()
 
     def _use(self, addresses: Iterable[Address]) -> dict[Address, Node]:
         """Return the servers at `addresses`, which are all that are used from now on."""
         before = self._nodes
         nodes = {
-            address: before.get(address) or Node(label_of(address), pool_options(self._settings, address))
+            address: before.get(address)
+            or Node(label_of(address), pool_options(self._settings, address), self._note_change, self.refresh)
             for address in addresses
         }
         self._nodes = nodes
@@ -227,10 +241,11 @@ class Cluster(MovingServers):
 
     def _discover(self) -> None:
         # Those that are known may have moved, all of them; those that the settings name are found again.
-        known = list(self._nodes)
+        known = list(self._nodes.items())
         random.shuffle(known)
+        known.sort(key=lambda each: each[1].is_down)  # whoever is down is asked last: it may keep us waiting
         failure: Exception = NodeDownError(CLUSTER_DOWN)
-        for address in dict.fromkeys((*known, *self._settings.addresses)):
+        for address in dict.fromkeys((*(address for address, _ in known), *self._settings.addresses)):
             try:
                 masters = self._masters_by(address)
             except (RedisError, OSError, WireError) as error:
@@ -259,6 +274,10 @@ def topology_of(settings: RedisSettings) -> Topology:
     if settings.mode == "sentinel":
         return SentinelMaster(settings)
     return Cluster(settings) if settings.mode == "cluster" else OneServer(settings)
+
+
+def _ignore() -> None:
+    return
 
 
 def label_of(address: Address) -> str:

@@ -50,7 +50,7 @@ def open_rig() -> Iterator[OpenRig]:
 
 
 def block_names(server: RedisServer) -> list[bytes]:
-    return [name for name in server.keys("tkv1:*") if not name.endswith((b":generation", b":namespace"))]
+    return [name for name in server.keys("tkv1:*") if not name.endswith((b":epoch", b":namespace"))]
 
 
 def test_a_full_server_refuses_blocks_and_gives_those_it_has(redis_server: RedisServer, open_rig: OpenRig) -> None:
@@ -293,24 +293,22 @@ def test_a_reset_of_one_process_leaves_the_others_blocks_alone(redis_server: Red
     assert one.load(make_keys(4, "old weights")) == set()
 
 
-def test_a_lost_generation_brings_no_old_block_back(redis_server: RedisServer, open_rig: OpenRig) -> None:
+def test_a_lost_mark_brings_no_old_block_back(redis_server: RedisServer, open_rig: OpenRig) -> None:
     rig = open_rig(url=redis_server.url)
     keys = make_keys(4)
     rig.store(keys)
     rig.tier.reset_cache()
     rig.store(make_keys(4, "new"))
-    (name,) = [name for name in redis_server.keys("tkv1:*") if name.endswith(b":generation")]
+    (name,) = [name for name in redis_server.keys("tkv1:*") if name.endswith(b":epoch")]
     redis_server.call("DEL", name)
     rig.reopen()
     assert rig.load(keys) == set()
 
 
 @pytest.mark.parametrize("value", [("SET", "garbage"), ("SET", "0123456789abcdef" * 1000), ("LPUSH", "a list")])
-def test_what_is_no_generation_is_replaced(
-    redis_server: RedisServer, open_rig: OpenRig, value: tuple[str, str]
-) -> None:
+def test_what_is_no_mark_is_replaced(redis_server: RedisServer, open_rig: OpenRig, value: tuple[str, str]) -> None:
     rig = open_rig(url=redis_server.url)
-    (name,) = [name for name in redis_server.keys("tkv1:*") if name.endswith(b":generation")]
+    (name,) = [name for name in redis_server.keys("tkv1:*") if name.endswith(b":epoch")]
     redis_server.call("DEL", name)
     redis_server.call(value[0], name, value[1])
     rig.reopen()

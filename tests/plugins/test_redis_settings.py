@@ -133,7 +133,7 @@ def test_a_user_that_may_not_do_what_is_needed_is_an_error(redis_server: RedisSe
 
 
 def test_the_commands_that_the_page_names_are_enough(redis_server: RedisServer) -> None:
-    rights = ["+get", "+set", "+strlen", "+unlink", "+touch"]
+    rights = ["+get", "+set", "+strlen", "+unlink"]
     redis_server.call("ACL", "SETUSER", "tier", "on", f">{SECRET}", "~tkv1:*", *rights)
     rig = rig_of(read(url=redis_server.url, username="tier", password=SECRET))
     keys = make_keys(4)

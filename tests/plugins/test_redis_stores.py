@@ -227,7 +227,7 @@ def calls(server: RedisServer, name: str) -> int:
 
 
 def values(server: RedisServer) -> dict[bytes, bytes]:
-    names = [name for name in server.keys("tkv1:*") if not name.endswith((b":generation", b":namespace"))]
+    names = [name for name in server.keys("tkv1:*") if not name.endswith((b":epoch", b":namespace"))]
     return {name: server.get(name) for name in names}
 
 

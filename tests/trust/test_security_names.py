@@ -147,7 +147,7 @@ def test_whatever_a_tenant_is_called_its_name_is_part_of_no_path_and_can_be_purg
     assert (tenant.store(2), other.store(2)) == (2, 2)
     for found in names_in(storage):
         if kind == "redis":
-            assert re.fullmatch(rb"tkv1:[0-9a-f]{32}:(namespace|generation|[0-9a-f]{16}:.*)", found, re.DOTALL)
+            assert re.fullmatch(rb"tkv1:[0-9a-f]{32}:(namespace|epoch|[0-9a-f]{16}:.*)", found, re.DOTALL)
         else:
             assert re.fullmatch(NAMES[kind].encode(), found)
     assert main(["purge", str(tenant.file), "--yes", "--json", "--tenant", name]) == 0

@@ -108,7 +108,7 @@ def test_names_in_redis_that_others_put_among_the_namespace_s_stay_and_are_told(
     ours = f"tkv1:{alice.digest}:"
     redis_server.set(f"{ours}{'a' * 16}:".encode() + b"any\nbytes", b"a block")
     foreign = [
-        f"{ours}notes", f"{ours}generation2", f"{ours}account\n", f"{ours}", f"{ours}{'a' * 16}",
+        f"{ours}notes", f"{ours}epoch2", f"{ours}account\n", f"{ours}", f"{ours}{'a' * 16}",
         f"{ours}{'A' * 16}:key", f"{ours}{'a' * 17}:key", f"{ours}x:namespace",
     ]  # fmt: skip
     for name in foreign:

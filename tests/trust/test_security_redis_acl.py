@@ -17,7 +17,7 @@ __all__ = ["redis_server"]
 pytestmark = [pytest.mark.trust("security"), pytest.mark.slow]
 
 BLOCKS = 4
-RIGHTS = ("+get", "+set", "+strlen", "+unlink", "+touch")
+RIGHTS = ("+get", "+set", "+strlen", "+unlink")
 KEY = "5a" * 32
 
 

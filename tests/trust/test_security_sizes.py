@@ -150,7 +150,7 @@ def test_a_segment_s_file(tmp_path: Path) -> None:
     assert sum(path.stat().st_blocks * 512 for path in (tmp_path / "kv-alice").iterdir()) <= 64 << 20
 
 
-@pytest.mark.parametrize("which", ["block", "generation", "namespace"])
+@pytest.mark.parametrize("which", ["block", "epoch", "namespace"])
 def test_a_value_in_redis(which: str, redis_server: RedisServer, tmp_path: Path) -> None:
     tenant = Tenant("alice", RedisStorage(tmp_path, [redis_server], url=redis_server.url))
     tenant.store(BLOCKS)

@@ -99,7 +99,7 @@ def test_a_master_that_a_cluster_names_proves_who_it_is_too(
     tenant = tenant_of(cluster.servers, tls, tmp_path, mode="cluster", nodes=cluster.addresses, tls_ca=ca)
     assert tenant.store(BLOCKS) == BLOCKS
     masters = cluster.masters()
-    asked = next(master for master in masters if master.keys("tkv1:*:generation"))  # without it no tier is opened
+    asked = next(master for master in masters if master.keys("tkv1:*:epoch"))  # without it no tier is opened
     show([master for master in masters if master is not asked], other)
     before = values_of([asked])
     loaded, wrong = tenant.load(BLOCKS)  # none at all, perhaps: lookups without an answer open the tier's breaker

@@ -14,6 +14,7 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.testing.redis_servers import RedisServer
 from tiered_kv.testing.rig import TierRig
 from tiered_kv.testing.s3_servers import S3Server
+from tiered_kv.toolkit.epoch import EpochMark
 from tiered_kv.toolkit.record import RecordHeader, digest_of, read_header
 
 
@@ -135,8 +136,10 @@ class RedisDoor:
             self._server.call("SET", bytes.fromhex(name), data, "NX")
 
     def name_of(self, key: OffloadKey) -> bytes:
-        """Return what a block is called in the present generation."""
-        return self._prefix + self._server.get(self._prefix + b"generation") + b":" + key
+        """Return what a block is called in the present epoch."""
+        mark = EpochMark.decode(self._server.get(self._prefix + b"epoch"))
+        assert mark is not None, "the epoch's mark is damaged"
+        return self._prefix + mark.token.encode() + b":" + key
 
 
 class S3Door:
