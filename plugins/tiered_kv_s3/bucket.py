@@ -71,9 +71,13 @@ class Bucket:
         """Whether the server is spoken to over TLS, with its certificate checked."""
         return self._pool.endpoint.is_tls
 
-    def put(self, name: str, pieces: Sequence[bytes | memoryview], deadline: float) -> Verdict:
-        """Store an object that consists of `pieces`, whole or not at all."""
+    def put(
+        self, name: str, pieces: Sequence[bytes | memoryview], deadline: float, *, only_if_absent: bool = False
+    ) -> Verdict:
+        """Store an object of `pieces`, whole or not at all; PRESENT where it was to be absent and is not."""
         headers = {**self._put_headers, "content-length": str(sum(map(len, pieces)))}
+        if only_if_absent:
+            headers["if-none-match"] = "*"
         payload_hash = _hash_of(pieces) if self._signs_payload else UNSIGNED_PAYLOAD
 
         def put(connection: Connection, credentials: Credentials, patience: Patience) -> tuple[Answer, bytes]:

@@ -9,6 +9,7 @@ from typing import Any
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ConfigError, TierError
 from tiered_kv.toolkit.blocking import BlockingTier
+from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record, record_bytes_max
@@ -19,10 +20,10 @@ from tiered_kv_s3.account import Account
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.caretaker import Caretaker
 from tiered_kv_s3.counters import Counters
-from tiered_kv_s3.epoch import Epoch, EpochError
 from tiered_kv_s3.grants import Grants
 from tiered_kv_s3.ledger import Ledger, Stored
 from tiered_kv_s3.listing import Listing
+from tiered_kv_s3.mark import MarkError, MarkObject
 from tiered_kv_s3.naming import Naming
 from tiered_kv_s3.presence import Presence
 from tiered_kv_s3.settings import S3Settings
@@ -83,7 +84,7 @@ class S3Tier(BlockingTier):
             shutdown_timeout_s=_SHUTDOWN_S,
         )
         self._listing = Listing(settings.bucket, self._bucket, name)
-        self._epoch = Epoch(self._bucket, self._naming, name)
+        self._epoch = Epoch(MarkObject(self._bucket, self._naming.epoch, name))
         self._presence = Presence(
             self._bucket,
             self._listing,
@@ -105,8 +106,8 @@ class S3Tier(BlockingTier):
         stored: list[OffloadKey] = []
         reason = ""
         try:
-            epoch = self._epoch.saved_value(deadline)
-        except EpochError as error:
+            epoch = self._epoch.saved_token(deadline)
+        except MarkError as error:
             return Outcome((), error.verdict.reason)
         if self.part_epoch != self.epoch:  # it may be a new one, in which these blocks have no place
             return Outcome((), "reset")
@@ -125,8 +126,8 @@ class S3Tier(BlockingTier):
         loaded: list[OffloadKey] = []
         reason = ""
         try:
-            epoch = self._epoch.value(deadline)
-        except EpochError as error:
+            epoch = self._epoch.token(deadline)
+        except MarkError as error:
             return Outcome((), error.verdict.reason)
         for key, block in zip(keys, blocks, strict=True):
             failure = self._load(epoch, key, block, deadline)
@@ -139,7 +140,7 @@ class S3Tier(BlockingTier):
     def contains_blocks(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         deadline = time.monotonic() + self._settings.lookup_timeout
         try:
-            epoch = self._epoch.value(deadline)
+            epoch = self._epoch.token(deadline)
             names = [self._naming.block(epoch, key) for key in keys]
             there = self._presence.ask(names, self._naming.blocks_of(epoch), deadline)
             return [is_there and name not in self._unreadable for name, is_there in zip(names, there, strict=True)]
@@ -177,7 +178,7 @@ class S3Tier(BlockingTier):
             TierUnavailableError: The bucket cannot be listed, or is of another format version, and why.
         """
         self._listing.probe(self._naming.blocks, time.monotonic() + _PROBE_S)
-        self._epoch.value(time.monotonic() + _PROBE_S)  # which is not read where it is of another format version
+        self._epoch.token(time.monotonic() + _PROBE_S)  # which is not read where it is of another format version
         settings = self._settings
         return {
             "medium": "s3",
@@ -278,7 +279,7 @@ class S3Tier(BlockingTier):
     def _save_epoch_at_last(self) -> None:
         """Try once more to tell the bucket of a reset."""
         try:
-            self._epoch.saved_value(time.monotonic() + _SHUTDOWN_S / 2)
+            self._epoch.saved_token(time.monotonic() + _SHUTDOWN_S / 2)
         except TierError:
             pass
 

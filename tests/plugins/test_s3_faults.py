@@ -266,7 +266,7 @@ def test_a_body_that_is_cut_off_stalled_or_wrong_is_read_again(
     server.faults["GET"] += [fault]
     assert rig.load(keys) == set(keys)
     asked = rig.tier.stats()["get_requests"]
-    assert asked == 4 or (stalls and asked > 4), "the epoch, two blocks, one of them again, and what came late"
+    assert asked == 5 or (stalls and asked > 5), "the mark twice, two blocks, one of them again, and what came late"
 
 
 def test_what_came_as_it_lies_there_is_not_read_again(server: FaultyServer, make_rig: MakeRig) -> None:
@@ -419,6 +419,6 @@ def test_shutdown_ends_transfers_that_hang(
     rig.store([key])
     server.always["GET"] = Fault.STALL
     rig.submit_load([key])
-    wait_until(lambda: rig.tier.stats()["get_requests"] == 2, what="the transfer that hangs")
+    wait_until(lambda: rig.tier.stats()["get_requests"] == 3, what="the transfer that hangs")
     rig.tier.shutdown()
     assert not any(thread.is_alive() for thread in rig.tier._worker_threads)
