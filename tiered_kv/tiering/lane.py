@@ -25,8 +25,11 @@ Offered = TypeVar("Offered")
 """A block that is offered to a tier, in the words of whoever offers it."""
 
 _OF_RECORDS = frozenset(status.value for status in RecordStatus if status is not RecordStatus.OK)
-HARMLESS_REASONS = _OF_RECORDS | {"absent", "missing", "no_space", "reset"}
-"""Reasons for which a tier that works may fail a whole job: losing a block is allowed. The breaker ignores them."""
+HARMLESS_REASONS = _OF_RECORDS | {"absent", "missing", "no_space", "reset", "unanswered"}
+"""Reasons for which a tier that works may fail a whole job: losing a block is allowed. The breaker ignores them.
+
+`unanswered` is for a block that a server does not answer for while it answers for others.
+"""
 
 
 class Lane:
