@@ -25,6 +25,7 @@ from tiered_kv_s3.listing import Listed, Listing
 from tiered_kv_s3.mark import MarkObject
 from tiered_kv_s3.naming import Naming
 from tiered_kv_s3.presence import Presence
+from tiered_kv_s3.suspects import Suspects
 from tiered_kv_s3.sweeper import Sweeper
 from tiered_kv_s3.verdict import Verdict
 
@@ -106,7 +107,9 @@ class Process:
         self.bucket = bucket
         self.counters = Counters()
         self.ledger = Ledger(capacity_bytes, RECORD_BYTES)
-        self.presence = Presence(cast(Bucket, bucket), listing, self.counters, answer_ttl_s=60.0, object_ttl_s=ttl_s)
+        self.presence = Presence(
+            cast(Bucket, bucket), listing, self.counters, Suspects(), answer_ttl_s=60.0, object_ttl_s=ttl_s
+        )
         self.grants = Grants(cast(Bucket, bucket), listing, GRANTS, 1.0) if capacity_bytes else None
         self.sweeper = Sweeper(listing, BLOCKS, is_block, self.ledger, self.grants, self.presence, ttl_s, self.counters)
         self._number = number

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.hooks import TierPlugins
+from tiered_kv.testing.clock import ManualClock
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, EpochMark
 from tiered_kv_s3.bucket import Bucket, Sink
@@ -21,6 +22,7 @@ from tiered_kv_s3.mark import MarkError, MarkObject
 from tiered_kv_s3.naming import Naming
 from tiered_kv_s3.presence import HEADS_PER_PAGE, LISTED_PAGES_MAX, Presence
 from tiered_kv_s3.settings import S3Settings
+from tiered_kv_s3.suspects import MISS_S, Suspects, Way
 from tiered_kv_s3.verdict import Verdict
 
 NAMING = Naming("kv", bytes(range(16)))
@@ -149,7 +151,12 @@ class FakeListing:
 def make_presence(bucket: FakeBucket, listing: FakeListing, answer_ttl_s: float = 60.0) -> tuple[Presence, Counters]:
     counters = Counters()
     presence = Presence(
-        cast(Bucket, bucket), cast(Listing, listing), counters, answer_ttl_s=answer_ttl_s, object_ttl_s=100.0
+        cast(Bucket, bucket),
+        cast(Listing, listing),
+        counters,
+        Suspects(),
+        answer_ttl_s=answer_ttl_s,
+        object_ttl_s=100.0,
     )
     return presence, counters
 
@@ -232,6 +239,34 @@ def test_answers_that_cannot_be_had_are_misses_that_are_counted_and_not_kept() -
     bucket.answer = None
     bucket.objects = dict.fromkeys(names, b"")
     assert presence.ask(names, PREFIX, soon()) == [True] * 3
+
+
+# -- blocks that fail by themselves ----------------------------------------------------------------
+
+
+def test_a_block_that_fails_while_others_are_answered_is_a_miss_for_a_while(clock: ManualClock) -> None:
+    suspects = Suspects(clock)
+    suspects.note_answer(Way.READ)
+    assert suspects.note_failed_read("bad", clock())
+    assert "bad" in suspects
+    assert "good" not in suspects
+    clock.advance(MISS_S)
+    assert "bad" not in suspects
+
+
+def test_where_nothing_is_answered_the_bucket_fails_and_a_block_is_a_miss_after_its_second_failure(
+    clock: ManualClock,
+) -> None:
+    suspects = Suspects(clock)
+    suspects.note_answer(Way.READ)
+    clock.advance(1.0)
+    assert not suspects.note_failed_read("block", clock())
+    assert "block" not in suspects
+    suspects.note_answer(Way.STORE)
+    assert not suspects.note_failed_read("block", clock()), "stores tell nothing about reads"
+    assert "block" in suspects
+    suspects.forget("block")
+    assert "block" not in suspects
 
 
 # -- the mark of the epoch -------------------------------------------------------------------------
