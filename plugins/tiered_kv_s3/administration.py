@@ -1,8 +1,8 @@
 """The bucket without a stack: whose blocks it holds, and removing them, every version of them.
 
-Two kinds of small objects stay, both without a word of anybody's: an epoch, drawn anew, where there was one, since who
-opens the namespace later must not join the epoch from before a reset; and the grants of stacks that run, since without
-them the others would store beyond the capacity. A stack may announce a grant, or write an epoch, at any moment:
+Two kinds of small objects stay: the mark of the epoch, drawn anew after a reset, since a process that runs in
+an epoch from before it would write its own again; and the grants of stacks that run, since without them the others
+would store beyond the capacity. A stack may announce a grant, or write a mark, at any moment:
 so of grants only those go that had lapsed when the purge began. Older versions of both go. Foreign objects, whose names
 are not of the tier's layout (`naming.py`), stay in every version, and are reported.
 
@@ -26,12 +26,13 @@ from tiered_kv.tiering.administration import (
     TierAdministration,
     believed,
 )
+from tiered_kv.toolkit.epoch import Epoch, EpochMark
 from tiered_kv_s3.account import Account
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.counters import Counters
-from tiered_kv_s3.epoch import Epoch
 from tiered_kv_s3.grants import known_grants
 from tiered_kv_s3.listing import Listing
+from tiered_kv_s3.mark import MarkObject
 from tiered_kv_s3.naming import Naming
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.verdict import Verdict
@@ -140,13 +141,18 @@ class S3Administration(TierAdministration):
         return ()
 
     def _renew_epoch(self, naming: Naming, deadline: float) -> None:
-        """Replace the epoch if there is one. One that is written later is of a reset after this."""
-        entries = [version for page in self._versions.pages(naming.epoch, deadline) for version in page]
-        if not any(each.name == naming.epoch and each.is_latest and not each.is_mark for each in entries):
+        """Replace the epoch; delete its mark where no reset was before. What is written later is of a later reset."""
+        store = MarkObject(self._bucket, naming.epoch, self._tier)
+        data = store.read(deadline)
+        if data is None:
             return
-        epoch = Epoch(self._bucket, naming, self._tier)
+        mark = EpochMark.decode(data)
+        if mark is not None and mark.number == 0:
+            self._bucket.delete(naming.epoch, deadline)
+            return
+        epoch = Epoch(store)
         epoch.renew()
-        epoch.saved_value(deadline)
+        epoch.saved_token(deadline)
 
     def _stored(self, digest: str, deadline: float) -> StoredNamespace | None:
         """Return what is stored of a namespace; None if it is nothing but what a purge leaves, and foreign objects."""
@@ -194,7 +200,7 @@ def _is_block(version: Version, naming: Naming) -> bool:
 
 
 def _stays(version: Version, naming: Naming, lapsed: frozenset[str]) -> bool:
-    """Return whether this is the epoch, or a grant that may hold."""
+    """Return whether this is the epoch's mark, or a grant that may hold."""
     if version.is_mark or not version.is_latest:
         return False
     return version.name == naming.epoch or (version.name.startswith(naming.grants) and version.name not in lapsed)

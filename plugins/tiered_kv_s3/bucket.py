@@ -6,6 +6,7 @@ import base64
 import email.utils
 import hashlib
 import random
+import select
 import threading
 import time
 from collections import deque
@@ -19,7 +20,7 @@ from tiered_kv_s3.endpoint import tls_context
 from tiered_kv_s3.pool import ConnectionPool
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.signer import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD, Credentials, Signer
-from tiered_kv_s3.verdict import RETRYABLE, Verdict, region_in, verdict_of, verdict_of_error
+from tiered_kv_s3.verdict import ABSENCE, RETRYABLE, Verdict, region_in, verdict_of, verdict_of_error
 
 BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 2.0
@@ -28,6 +29,9 @@ HEADS_IN_FLIGHT_MAX = 16
 
 _UNEXPLAINED = frozenset({400, 401, 403})
 """Expired credentials, a clock that is wrong, or another region, if the answer's body says so."""
+
+_SAYS_NOTHING = frozenset({Verdict.DENIED, Verdict.REFUSED, Verdict.MOVED})
+"""What an answer to HEAD comes to whose reason would stand in its body."""
 
 Sink = Callable[[int], Sequence[memoryview] | None]
 """Where a body of so many bytes goes; None if it is not wanted."""
@@ -71,9 +75,13 @@ class Bucket:
         """Whether the server is spoken to over TLS, with its certificate checked."""
         return self._pool.endpoint.is_tls
 
-    def put(self, name: str, pieces: Sequence[bytes | memoryview], deadline: float) -> Verdict:
-        """Store an object that consists of `pieces`, whole or not at all."""
+    def put(
+        self, name: str, pieces: Sequence[bytes | memoryview], deadline: float, *, only_if_absent: bool = False
+    ) -> Verdict:
+        """Store an object of `pieces`, whole or not at all; PRESENT where it was to be absent and is not."""
         headers = {**self._put_headers, "content-length": str(sum(map(len, pieces)))}
+        if only_if_absent:
+            headers["if-none-match"] = "*"
         payload_hash = _hash_of(pieces) if self._signs_payload else UNSIGNED_PAYLOAD
 
         def put(connection: Connection, credentials: Credentials, patience: Patience) -> tuple[Answer, bytes]:
@@ -163,18 +171,21 @@ class Bucket:
     def are_there(self, names: Sequence[str], deadline: float) -> list[Verdict]:
         """Return DONE for each object that is there, ABSENT or EXPIRED for those that are not, or what went wrong.
 
-        The requests travel side by side over several connections, each of which gets the next as it has
-        answered the last. One that fails is tried again by itself.
+        The requests travel side by side. Those that fail are tried again side by side, in the first half of the time,
+        so that the answers for the others are not too late.
         """
-        verdicts: list[Verdict | None] = [None] * len(names)
-        for _ in range(self._attempts):  # a server closes a connection now and then: the others go on side by side
-            unanswered = [index for index, verdict in enumerate(verdicts) if verdict is None]
-            if self._ask_side_by_side(names, unanswered, verdicts, deadline) or self._closing.is_set():
+        verdicts = [Verdict.TIMEOUT] * len(names)
+        waiting = list(range(len(names)))
+        retry_until_s = (time.monotonic() + deadline) / 2
+        for attempt in range(self._attempts):
+            if attempt:
+                self._counters.add("retries", len(waiting))
+            self._ask_side_by_side(names, waiting, verdicts, deadline)
+            waiting = self._explain(names, waiting, verdicts, deadline)
+            pause_s = random.uniform(0, min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2**attempt))
+            if not waiting or time.monotonic() + pause_s >= retry_until_s or self._closing.wait(pause_s):
                 break
-        return [
-            verdict if verdict is not None else self._persist(self._head(name), deadline)
-            for name, verdict in zip(names, verdicts, strict=True)
-        ]
+        return verdicts
 
     def close(self) -> None:
         """Make what is in flight fail, and close every connection."""
@@ -299,35 +310,67 @@ class Bucket:
     # Many requests.
 
     def _ask_side_by_side(
-        self, names: Sequence[str], wanted: Sequence[int], verdicts: list[Verdict | None], deadline: float
-    ) -> bool:
-        """Fill in the verdicts that can be had without trying twice; return whether every connection held."""
-        patience = Patience(deadline, self._stall_s)
+        self, names: Sequence[str], wanted: Sequence[int], verdicts: list[Verdict], deadline: float
+    ) -> None:
+        """Fill in the verdicts that can be had without trying twice. One that stalls holds up no other."""
         credentials = self._account.credentials(deadline)
+        patience = Patience(deadline, min(self._stall_s, max(0.0, deadline - time.monotonic()) / 2))
         waiting = deque(wanted)
-        travelling: deque[tuple[int, Connection]] = deque()
+        travelling: dict[int, tuple[int, Connection, float]] = {}  # by file descriptor; in the order of sending
+        poll = select.poll()
         try:
             while waiting or travelling:
                 while waiting and len(travelling) < HEADS_IN_FLIGHT_MAX:
                     connection = self._pool.take(patience)
-                    travelling.append((waiting.popleft(), connection))
-                    self._send_head(connection, names[travelling[-1][0]], credentials, patience)
-                index, connection = travelling[0]
-                answer = connection.receive_head(patience, has_body=False)
-                if answer.status == 200:
-                    verdicts[index] = Verdict.EXPIRED if self._is_expired(answer) else Verdict.DONE
-                elif answer.status == 404:
-                    verdicts[index] = Verdict.ABSENT
-                self._pool.give_back(travelling.popleft()[1])
-        except TimeoutError:
-            return True  # another try would be as late
-        except OSError:
-            self._counters.add("retries")
-            return False
+                    travelling[connection.fileno] = (waiting[0], connection, time.monotonic() + patience.stall_s)
+                    poll.register(connection.fileno, select.POLLIN)
+                    self._send_head(connection, names[waiting.popleft()], credentials, patience)
+                first_s = next(iter(travelling.values()))[2]
+                wait_s = min(first_s, deadline) - time.monotonic()
+                ready = {number for number, _ in poll.poll(max(0.0, wait_s) * 1000)}
+                for number in [*travelling]:
+                    index, connection, until_s = travelling[number]
+                    if number in ready:
+                        verdicts[index] = self._receive_presence(connection, patience)
+                    elif time.monotonic() < min(until_s, deadline):
+                        continue
+                    else:
+                        connection.close()
+                        verdicts[index] = Verdict.TIMEOUT
+                    poll.unregister(number)
+                    del travelling[number]
+                    self._pool.give_back(connection)
+        except OSError as error:  # none can be opened, or the time is over
+            for index in (*waiting, *(index for index, _, _ in travelling.values())):
+                verdicts[index] = verdict_of_error(error)
         finally:
-            for _, connection in travelling:
+            for _, connection, _ in travelling.values():
                 self._pool.give_back(connection, reuse=False)
-        return True
+
+    def _receive_presence(self, connection: Connection, patience: Patience) -> Verdict:
+        try:
+            answer = connection.receive_head(patience, has_body=False)
+        except OSError as error:
+            return verdict_of_error(error)
+        if answer.status == 200:
+            return Verdict.EXPIRED if self._is_expired(answer) else Verdict.DONE
+        return verdict_of(answer, b"")
+
+    def _explain(
+        self, names: Sequence[str], asked: Sequence[int], verdicts: list[Verdict], deadline: float
+    ) -> list[int]:
+        """Find out why answers to HEAD, which say nothing, were refusals; return what is to be asked again."""
+        refused = [index for index in asked if verdicts[index] in _SAYS_NOTHING]
+        again = [index for index in asked if verdicts[index] in RETRYABLE and verdicts[index] not in _SAYS_NOTHING]
+        if not refused:
+            return again
+        verdict = self._persist(self._head(names[refused[0]]), deadline)
+        verdicts[refused[0]] = verdict
+        if verdict is Verdict.DONE or verdict in ABSENCE:  # what was wrong with the requests has been mended
+            return again + refused[1:]
+        for index in refused[1:]:
+            verdicts[index] = verdict
+        return again
 
 
 _Exchange = Callable[[Connection, Credentials, Patience], tuple[Answer, bytes]]

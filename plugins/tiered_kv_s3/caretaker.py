@@ -7,9 +7,9 @@ import threading
 import time
 from collections.abc import Mapping
 
+from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.counters import Counters
-from tiered_kv_s3.epoch import Epoch
 from tiered_kv_s3.ledger import Ledger
 from tiered_kv_s3.naming import Naming
 from tiered_kv_s3.sweeper import Sweeper
@@ -109,7 +109,7 @@ class Caretaker:
     def _round(self) -> float:
         """Do what there is to do; return how long there will be nothing else unless somebody wakes us."""
         if not self._epoch.is_saved:
-            self._epoch.saved_value(time.monotonic() + _WRITE_S_MAX)
+            self._epoch.saved_token(time.monotonic() + _WRITE_S_MAX)
         if not self._is_introduced:
             self._introduce()
         if self._sweeper is None:

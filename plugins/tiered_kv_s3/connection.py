@@ -103,6 +103,7 @@ class Connection:
         except BaseException:
             plain.close()
             raise
+        self.fileno = self._socket.fileno()
         self._is_tls = tls is not None
         self._keeps_open = False
         self._buffer = bytearray()  # received, and not yet asked for

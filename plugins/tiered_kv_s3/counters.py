@@ -7,7 +7,7 @@ from typing import Final
 from tiered_kv.toolkit import counters
 
 _NAMES: Final = {
-    "get_requests": "requests to read a block, or the epoch",
+    "get_requests": "requests to read a block, or the mark of the epoch",
     "put_requests": "requests to store one",
     "head_requests": "requests whether a block is there",
     "list_requests": "pages of listings asked for",
@@ -20,8 +20,9 @@ _NAMES: Final = {
     "oversized_blocks": "objects that were longer than a record can be; they are not read",
     "expired_blocks": "blocks found older than `ttl`",
     "deleted_blocks": "blocks deleted because of `ttl` or `capacity`",
-    "failed_lookups": "lookups answered with a miss because the bucket did not tell",
-    "failed_rounds": "times the caretaker could not write the epoch, list, or delete",
+    "unanswered_blocks": "blocks that the bucket did not answer for while it answered for others",
+    "failed_lookups": "lookups answered with a miss because the bucket answered for no block",
+    "failed_rounds": "times the caretaker could not write the mark of the epoch, list, or delete",
     "skipped_stores": "blocks not sent because they were known to be there",
     "resets": "times that the cache was reset",
 }

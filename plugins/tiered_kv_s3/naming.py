@@ -1,12 +1,12 @@
 """What the tier's objects are called.
 
     PREFIX/NAMESPACE/namespace.json             the namespace in readable form
-    PREFIX/NAMESPACE/epoch                      the epoch of what is valid; absent before the first reset
+    PREFIX/NAMESPACE/epoch                      the mark of the epoch that who comes next joins
     PREFIX/NAMESPACE/blocks/EPOCH/FF/KEY        a block's record; FF is the first byte of KEY
     PREFIX/NAMESPACE/grants/...                 what each process may yet store, see grants.py
 
-NAMESPACE is the namespace's digest, KEY the digest of the block's key that stands in its record too, EPOCH 8 random
-bytes, or zeros before the first reset; all in hex. Whatever else lies under `PREFIX/NAMESPACE/` is foreign: never
+NAMESPACE is the namespace's digest, KEY the digest of the block's key that stands in its record too, EPOCH the
+epoch's token; all in hex. Whatever else lies under `PREFIX/NAMESPACE/` is foreign: never
 deleted.
 """
 
@@ -18,8 +18,6 @@ from typing import Final
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.toolkit.record import digest_of
-
-FIRST_EPOCH = "0" * 16
 
 GRANT: Final = re.compile(r"(?P<owner>[0-9a-f]{16})-(?P<bytes>[0-9]{1,18})-(?P<seconds>[0-9]{1,9})")
 """What follows `Naming.grants` in a grant's name."""

@@ -16,6 +16,7 @@ from tiered_kv.errors import TierUnavailableError
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.counters import Counters
 from tiered_kv_s3.listing import PAGE_OBJECTS, Listing
+from tiered_kv_s3.suspects import Suspects, Way
 from tiered_kv_s3.verdict import ABSENCE, Verdict
 
 ANSWERS_MAX = 65_536
@@ -35,6 +36,7 @@ class Presence:
         bucket: Answers for single blocks.
         listing: Answers for all.
         counters: Where failures are counted.
+        suspects: Blocks that are misses because the bucket does not answer for them.
         answer_ttl_s: How long an answer is kept.
         object_ttl_s: How old a block may be; None for any age.
     """
@@ -44,6 +46,7 @@ class Presence:
         bucket: Bucket,
         listing: Listing,
         counters: Counters,
+        suspects: Suspects,
         *,
         answer_ttl_s: float,
         object_ttl_s: float | None,
@@ -51,6 +54,7 @@ class Presence:
         self._bucket = bucket
         self._listing = listing
         self._counters = counters
+        self._suspects = suspects
         self._answer_ttl_s = answer_ttl_s
         self._object_ttl_s = object_ttl_s
         self._lock = threading.Lock()  # guards the rest; never held across I/O
@@ -89,9 +93,10 @@ class Presence:
         """
         began_s = time.monotonic()
         answers = self._known_of(names, prefix, began_s - self._answer_ttl_s)
+        answers |= {name: False for name in answers if name in self._suspects}
         unknown = [name for name in names if answers[name] is None]
         if unknown and self._is_listing_cheaper(len(unknown)) and self._list(prefix, deadline):
-            answers = self._known_of(names, prefix, began_s - self._answer_ttl_s)
+            answers |= self._known_of(unknown, prefix, began_s - self._answer_ttl_s)
             unknown = [name for name in names if answers[name] is None]
         if unknown:
             self._ask_each(list(dict.fromkeys(unknown)), answers, deadline)
@@ -153,16 +158,19 @@ class Presence:
     def _ask_each(self, names: list[str], answers: dict[str, bool | None], deadline: float) -> None:
         asked_s = time.monotonic()
         verdicts = self._bucket.are_there(names, deadline)
-        failed = 0
+        failed = []
         with self._lock:
             for name, verdict in zip(names, verdicts, strict=True):
                 if verdict is Verdict.DONE or verdict in ABSENCE:
                     answers[name] = verdict is Verdict.DONE
                     self._keep(name, verdict is Verdict.DONE, asked_s)
                 else:
-                    failed += 1
-        if failed:
-            self._counters.add("failed_lookups", failed)
+                    failed.append(name)
+        if len(failed) < len(names):
+            self._suspects.note_answer(Way.READ)
+        alone = sum(self._suspects.note_failed_read(name, asked_s) for name in failed)
+        self._counters.add("unanswered_blocks", alone)
+        self._counters.add("failed_lookups", len(failed) - alone)
 
 
 class _TooManyPagesError(Exception):

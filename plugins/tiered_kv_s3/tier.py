@@ -9,6 +9,7 @@ from typing import Any
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ConfigError, TierError
 from tiered_kv.toolkit.blocking import BlockingTier
+from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record, record_bytes_max
@@ -19,13 +20,14 @@ from tiered_kv_s3.account import Account
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.caretaker import Caretaker
 from tiered_kv_s3.counters import Counters
-from tiered_kv_s3.epoch import Epoch, EpochError
 from tiered_kv_s3.grants import Grants
 from tiered_kv_s3.ledger import Ledger, Stored
 from tiered_kv_s3.listing import Listing
+from tiered_kv_s3.mark import MarkError, MarkObject
 from tiered_kv_s3.naming import Naming
 from tiered_kv_s3.presence import Presence
 from tiered_kv_s3.settings import S3Settings
+from tiered_kv_s3.suspects import Suspects, Way
 from tiered_kv_s3.sweeper import Sweeper
 from tiered_kv_s3.verdict import ABSENCE, Verdict
 
@@ -33,6 +35,7 @@ _PART_BYTES = 1
 """One block to a part: what a job takes is mostly the server's time to answer, so its blocks travel side by side."""
 _SHUTDOWN_S = 2.0
 _PROBE_S = 10.0
+_JOB_SHARE = 0.9
 _STAYS = UNREADABLE | {RecordStatus.BAD_VERSION}
 """What others may be able to read: here it is a miss, which the next store of the block ends. Unlike a directory, a
 bucket has no mark that says of which version everything in it is."""
@@ -83,11 +86,13 @@ class S3Tier(BlockingTier):
             shutdown_timeout_s=_SHUTDOWN_S,
         )
         self._listing = Listing(settings.bucket, self._bucket, name)
-        self._epoch = Epoch(self._bucket, self._naming, name)
+        self._epoch = Epoch(MarkObject(self._bucket, self._naming.epoch, name))
+        self._suspects = Suspects()
         self._presence = Presence(
             self._bucket,
             self._listing,
             self._counters,
+            self._suspects,
             answer_ttl_s=settings.presence_ttl,
             object_ttl_s=settings.ttl,
         )
@@ -105,8 +110,8 @@ class S3Tier(BlockingTier):
         stored: list[OffloadKey] = []
         reason = ""
         try:
-            epoch = self._epoch.saved_value(deadline)
-        except EpochError as error:
+            epoch = self._epoch.saved_token(deadline)
+        except MarkError as error:
             return Outcome((), error.verdict.reason)
         if self.part_epoch != self.epoch:  # it may be a new one, in which these blocks have no place
             return Outcome((), "reset")
@@ -125,8 +130,8 @@ class S3Tier(BlockingTier):
         loaded: list[OffloadKey] = []
         reason = ""
         try:
-            epoch = self._epoch.value(deadline)
-        except EpochError as error:
+            epoch = self._epoch.token(deadline)
+        except MarkError as error:
             return Outcome((), error.verdict.reason)
         for key, block in zip(keys, blocks, strict=True):
             failure = self._load(epoch, key, block, deadline)
@@ -139,7 +144,7 @@ class S3Tier(BlockingTier):
     def contains_blocks(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         deadline = time.monotonic() + self._settings.lookup_timeout
         try:
-            epoch = self._epoch.value(deadline)
+            epoch = self._epoch.token(deadline)
             names = [self._naming.block(epoch, key) for key in keys]
             there = self._presence.ask(names, self._naming.blocks_of(epoch), deadline)
             return [is_there and name not in self._unreadable for name, is_there in zip(names, there, strict=True)]
@@ -177,7 +182,7 @@ class S3Tier(BlockingTier):
             TierUnavailableError: The bucket cannot be listed, or is of another format version, and why.
         """
         self._listing.probe(self._naming.blocks, time.monotonic() + _PROBE_S)
-        self._epoch.value(time.monotonic() + _PROBE_S)  # which is not read where it is of another format version
+        self._epoch.token(time.monotonic() + _PROBE_S)  # which is not read where it is of another format version
         settings = self._settings
         return {
             "medium": "s3",
@@ -216,12 +221,18 @@ class S3Tier(BlockingTier):
             self._caretaker.start()
             return "no_space"
         verdict = Verdict.BROKEN
+        began_s = time.monotonic()
         try:
             verdict = self._bucket.put(name, [header, payload], min(deadline, self._ledger.valid_until_s))
         finally:
             self._ledger.settle(size_bytes, _stored(verdict))
         if verdict is not Verdict.DONE:
-            return verdict.reason
+            if not self._suspects.has_answered(Way.STORE, began_s):
+                return verdict.reason
+            self._counters.add("unanswered_blocks")
+            return "unanswered"
+        self._suspects.note_answer(Way.STORE)
+        self._suspects.forget(name)
         self._presence.note(name, True, time.monotonic())
         self._unreadable.forget((name,))
         if self._ledger.wants_round:
@@ -238,6 +249,8 @@ class S3Tier(BlockingTier):
             verdict = self._bucket.get(name, record.parts_for, deadline)
             if verdict is not Verdict.DONE:
                 return self._note_failed_get(name, verdict, asked_s, deadline)
+            self._suspects.note_answer(Way.READ)
+            self._suspects.forget(name)
             status = decode_record(record.header, record.payload, key, block, self._namespace_digest, self._codecs)
             if status is RecordStatus.OK:
                 self._presence.note(name, True, asked_s)
@@ -257,7 +270,11 @@ class S3Tier(BlockingTier):
             self._remove_damaged(name, "oversized_blocks", deadline)
             return "checksum"
         if verdict not in ABSENCE:
-            return verdict.reason
+            if not self._suspects.note_failed_read(name, asked_s):
+                return verdict.reason
+            self._counters.add("unanswered_blocks")
+            return "unanswered"
+        self._suspects.note_answer(Way.READ)
         if verdict is Verdict.EXPIRED:
             self._counters.add("expired_blocks")
         self._presence.note(name, False, asked_s)
@@ -273,12 +290,14 @@ class S3Tier(BlockingTier):
     # The tier's life.
 
     def _job_deadline(self) -> float:
-        return min(self.part_deadline, time.monotonic() + self._settings.job_timeout)
+        """Return when a part has to end: a tenth early, so that one block that stalls does not make its job expire."""
+        now_s = time.monotonic()
+        return now_s + _JOB_SHARE * (min(self.part_deadline, now_s + self._settings.job_timeout) - now_s)
 
     def _save_epoch_at_last(self) -> None:
         """Try once more to tell the bucket of a reset."""
         try:
-            self._epoch.saved_value(time.monotonic() + _SHUTDOWN_S / 2)
+            self._epoch.saved_token(time.monotonic() + _SHUTDOWN_S / 2)
         except TierError:
             pass
 

@@ -15,7 +15,9 @@ _REGION = re.compile(rb"<Region>([a-z0-9-]{1,64})</Region>")
 
 _CREDENTIAL_CODES = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"})
 _SLOW_DOWN_CODES = frozenset({"SlowDown", "SlowDownRead", "SlowDownWrite", "Throttling", "ThrottlingException"})
-_UNAVAILABLE_CODES = frozenset({"RequestTimeout", "InternalError", "ServiceUnavailable", "OperationAborted"})
+_UNAVAILABLE_CODES = frozenset(
+    {"RequestTimeout", "InternalError", "ServiceUnavailable", "OperationAborted", "ConditionalRequestConflict"}
+)
 
 
 class Verdict(Enum):
@@ -25,6 +27,8 @@ class Verdict(Enum):
     ABSENT = "absent"
     EXPIRED = "absent_by_age"
     """The object is older than blocks may be."""
+    PRESENT = "present"
+    """Something has this name already, and was not to be replaced."""
     OVERSIZED = "oversized"
     """The object is longer, or shorter, than a record can be."""
     UNSIZED = "no_length"
@@ -37,8 +41,6 @@ class Verdict(Enum):
     """The server finds fault with the request."""
     UNTRUSTED = "untrusted"
     """The server's certificate is not signed by whom we trust."""
-    FORMAT = "format"
-    """What lies there is of another format version."""
 
     # Another try may help.
     SLOW_DOWN = "slow_down"
@@ -83,6 +85,10 @@ def verdict_of(answer: Answer, body: bytes) -> Verdict:
         return Verdict.MOVED if region_in(answer, body) else Verdict.REFUSED
     if status == 429 or code in _SLOW_DOWN_CODES:
         return Verdict.SLOW_DOWN
+    if status == 412:
+        return Verdict.PRESENT
+    if status == 501:  # not implemented, nor will it be
+        return Verdict.REFUSED
     if status >= 500 or status == 408 or code in _UNAVAILABLE_CODES:
         return Verdict.SLOW_DOWN if status == 503 else Verdict.UNAVAILABLE
     if code == "NoSuchBucket":

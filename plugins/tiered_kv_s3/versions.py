@@ -146,7 +146,6 @@ class Versions:
 
 
 _WITHOUT_VERSIONS = {
-    Verdict.UNAVAILABLE: Known.UNKNOWN_HERE,  # status 501
     Verdict.REFUSED: Known.UNKNOWN_HERE,
     Verdict.ABSENT: Known.UNKNOWN_HERE,
     Verdict.DENIED: Known.DENIED,

@@ -13,17 +13,19 @@ import pytest
 
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.testing.waiting import wait_until
+from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv_s3 import caretaker
 from tiered_kv_s3 import grants as grants_module
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.caretaker import Caretaker
 from tiered_kv_s3.counters import Counters
-from tiered_kv_s3.epoch import Epoch
 from tiered_kv_s3.grants import CLOCKS_S, Grants
 from tiered_kv_s3.ledger import Ledger, Stored
 from tiered_kv_s3.listing import Listed, Listing
+from tiered_kv_s3.mark import MarkObject
 from tiered_kv_s3.naming import Naming
 from tiered_kv_s3.presence import Presence
+from tiered_kv_s3.suspects import Suspects
 from tiered_kv_s3.sweeper import Sweeper
 from tiered_kv_s3.verdict import Verdict
 
@@ -105,7 +107,9 @@ class Process:
         self.bucket = bucket
         self.counters = Counters()
         self.ledger = Ledger(capacity_bytes, RECORD_BYTES)
-        self.presence = Presence(cast(Bucket, bucket), listing, self.counters, answer_ttl_s=60.0, object_ttl_s=ttl_s)
+        self.presence = Presence(
+            cast(Bucket, bucket), listing, self.counters, Suspects(), answer_ttl_s=60.0, object_ttl_s=ttl_s
+        )
         self.grants = Grants(cast(Bucket, bucket), listing, GRANTS, 1.0) if capacity_bytes else None
         self.sweeper = Sweeper(listing, BLOCKS, is_block, self.ledger, self.grants, self.presence, ttl_s, self.counters)
         self._number = number
@@ -429,7 +433,7 @@ def test_a_server_that_does_not_delete_is_not_asked_in_a_hurry(monkeypatch: pyte
     process = Process(SharedBucket(), 0, 10 * RECORD_BYTES)
     process.bucket.refuses_deletes = True
     process.bucket.objects = {f"{BLOCKS}{number}": (RECORD_BYTES, 0.0) for number in range(20)}
-    epoch = Epoch(cast(Bucket, process.bucket), Naming("kv", bytes(16)), "s3")
+    epoch = Epoch(MarkObject(cast(Bucket, process.bucket), "kv/epoch", "s3"))
     keeper = Caretaker(
         cast(Bucket, process.bucket),
         Naming("kv", bytes(16)),
@@ -456,7 +460,7 @@ def test_a_caretaker_that_gets_no_thread_is_started_by_the_next_call(monkeypatch
         cast(Bucket, process.bucket),
         naming,
         {},
-        Epoch(cast(Bucket, process.bucket), naming, "s3"),
+        Epoch(MarkObject(cast(Bucket, process.bucket), "kv/epoch", "s3")),
         process.sweeper,
         process.ledger,
         process.counters,

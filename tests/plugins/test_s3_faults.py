@@ -14,11 +14,14 @@ from enum import Enum, auto
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from tiered_kv.stack import open_stack
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.toolkit.codecs import OVERHEAD_BYTES_MAX
+from tiered_kv.toolkit.record import digest_of
 from tiered_kv_s3.settings import S3Settings
 
 pytest.importorskip("boto3", reason="boto3 is not installed")
@@ -76,6 +79,8 @@ class FaultyServer(ThreadingHTTPServer):
         self.faults: dict[str, deque[Fault]] = {"GET": deque(), "PUT": deque(), "HEAD": deque(), "DELETE": deque()}
         """By method; only requests for blocks take one."""
         self.always: dict[str, Fault] = {}
+        self.bad_objects: dict[str, Fault] = {}
+        """By the end of the path; requests for others are served."""
         self.clock_offset_s = 0.0
         self.region = ""
         """If set, requests signed for others are sent away."""
@@ -148,6 +153,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _fault(self) -> Fault | None:
         if "/blocks/" not in self.path:
             return None
+        if fault := self.server.bad_objects.get(self.path[-32:]):
+            return fault
         waiting = self.server.faults[self.command]
         return waiting.popleft() if waiting else self.server.always.get(self.command)
 
@@ -170,6 +177,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif fault in (Fault.RESET, Fault.CLOSE):
             if fault is Fault.RESET:
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.close_connection = True
+        elif fault is Fault.STALL and self.command == "HEAD":
+            self.server.stopping.wait()
             self.close_connection = True
         else:
             return False
@@ -266,7 +276,7 @@ def test_a_body_that_is_cut_off_stalled_or_wrong_is_read_again(
     server.faults["GET"] += [fault]
     assert rig.load(keys) == set(keys)
     asked = rig.tier.stats()["get_requests"]
-    assert asked == 4 or (stalls and asked > 4), "the epoch, two blocks, one of them again, and what came late"
+    assert asked == 5 or (stalls and asked > 5), "the mark twice, two blocks, one of them again, and what came late"
 
 
 def test_what_came_as_it_lies_there_is_not_read_again(server: FaultyServer, make_rig: MakeRig) -> None:
@@ -363,6 +373,52 @@ def test_lookups_that_fail_are_misses_that_the_breaker_sees(server: FaultyServer
     assert all(rig.lookup(key) for key in keys)
 
 
+@pytest.mark.parametrize("fault", [Fault.ERROR_500, Fault.STALL, Fault.DENIED], ids=lambda fault: fault.name)
+def test_one_object_that_always_fails_costs_its_own_blocks_and_opens_no_breaker(
+    server: FaultyServer, fault: Fault
+) -> None:
+    """Ten prompts of eight blocks, more than the primary tier has; the fourth block of one of them is bad."""
+    prompts = [make_keys(8, f"prompt {number}") for number in range(10)]
+    blocks = np.zeros((8, 512), np.uint8)
+    entry = {
+        "type": "s3",
+        "bucket": "bucket",
+        "endpoint_url": server.url,
+        "access_key_id": "key-id",
+        "secret_access_key": "secret",
+        "request_timeout": "1s",
+        "lookup_timeout": "10s",
+        "job_timeout": "10s",
+        "attempts": 2,
+        "presence_ttl": 0,
+    }
+    stack_file = {
+        "version": 1,
+        "namespace": {"model": "m", "revision": "r", "dtype": "d"},
+        "block": {"bytes": 512, "tokens": 16},
+        "primary": {"capacity": 8 * 512},
+        "secondary": [entry],
+    }
+    with open_stack(stack_file) as stack:
+        for keys in prompts:
+            assert stack.put(keys, blocks, timeout=WAIT_S) == 8
+            assert stack.flush(WAIT_S)
+        server.bad_objects[digest_of(prompts[5][3]).hex()] = fault
+        found = sum(stack.get(keys, blocks, WAIT_S) for _ in range(5) for keys in prompts)
+        assert found >= 0.9 * 5 * (9 * 8 + 3)
+        counters = stack.counters()["s3"]
+        assert (counters["breaker_opened"], counters["unanswered_blocks"] > 0) == (0, True)
+        server.always["HEAD"] = server.always["GET"] = fault
+        server.bad_objects.clear()
+
+        def has_opened() -> bool:
+            for keys in prompts:
+                stack.get(keys, blocks, WAIT_S)
+            return stack.counters()["s3"]["breaker_opened"] > 0
+
+        wait_until(has_opened, what="the breaker's opening where nothing is answered")
+
+
 def test_a_clock_that_is_wrong_is_corrected_by_the_server_s(server: FaultyServer, make_rig: MakeRig) -> None:
     server.clock_offset_s = HOUR_S
     rig = make_rig()
@@ -419,6 +475,6 @@ def test_shutdown_ends_transfers_that_hang(
     rig.store([key])
     server.always["GET"] = Fault.STALL
     rig.submit_load([key])
-    wait_until(lambda: rig.tier.stats()["get_requests"] == 2, what="the transfer that hangs")
+    wait_until(lambda: rig.tier.stats()["get_requests"] == 3, what="the transfer that hangs")
     rig.tier.shutdown()
     assert not any(thread.is_alive() for thread in rig.tier._worker_threads)

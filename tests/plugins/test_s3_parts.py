@@ -1,9 +1,9 @@
-"""The s3 tier's parts by themselves: settings, names, what is asked and how often, and the epoch."""
+"""The s3 tier's parts by themselves: settings, names, what is asked and how often, and the mark of the epoch."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import pytest
@@ -12,17 +12,21 @@ from pydantic import ValidationError
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.hooks import TierPlugins
+from tiered_kv.testing.clock import ManualClock
 from tiered_kv.testing.rig import make_keys
+from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, EpochMark
 from tiered_kv_s3.bucket import Bucket, Sink
 from tiered_kv_s3.counters import Counters
-from tiered_kv_s3.epoch import Epoch, EpochError
 from tiered_kv_s3.listing import PAGE_OBJECTS, Listed, Listing
-from tiered_kv_s3.naming import FIRST_EPOCH, Naming
+from tiered_kv_s3.mark import MarkError, MarkObject
+from tiered_kv_s3.naming import Naming
 from tiered_kv_s3.presence import HEADS_PER_PAGE, LISTED_PAGES_MAX, Presence
 from tiered_kv_s3.settings import S3Settings
+from tiered_kv_s3.suspects import MISS_S, Suspects, Way
 from tiered_kv_s3.verdict import Verdict
 
 NAMING = Naming("kv", bytes(range(16)))
+FIRST_EPOCH = "0123456789abcdef"
 PREFIX = NAMING.blocks_of(FIRST_EPOCH)
 
 
@@ -99,6 +103,7 @@ class FakeBucket:
         self.objects: dict[str, bytes] = {}
         self.heads = 0
         self.answer: Verdict | None = None
+        self.knows_conditions = True
 
     def are_there(self, names: Sequence[str], deadline: float) -> list[Verdict]:
         self.heads += len(names)
@@ -116,10 +121,15 @@ class FakeBucket:
         parts[0][:] = self.objects[name]
         return Verdict.DONE
 
-    def put(self, name: str, pieces: Sequence[bytes], deadline: float) -> Verdict:
-        if self.answer is None:
-            self.objects[name] = b"".join(pieces)
-        return self.answer or Verdict.DONE
+    def put(self, name: str, pieces: Sequence[bytes], deadline: float, *, only_if_absent: bool = False) -> Verdict:
+        if self.answer is not None:
+            return self.answer
+        if only_if_absent and not self.knows_conditions:
+            return Verdict.REFUSED
+        if only_if_absent and name in self.objects:
+            return Verdict.PRESENT
+        self.objects[name] = b"".join(pieces)
+        return Verdict.DONE
 
 
 class FakeListing:
@@ -141,7 +151,12 @@ class FakeListing:
 def make_presence(bucket: FakeBucket, listing: FakeListing, answer_ttl_s: float = 60.0) -> tuple[Presence, Counters]:
     counters = Counters()
     presence = Presence(
-        cast(Bucket, bucket), cast(Listing, listing), counters, answer_ttl_s=answer_ttl_s, object_ttl_s=100.0
+        cast(Bucket, bucket),
+        cast(Listing, listing),
+        counters,
+        Suspects(),
+        answer_ttl_s=answer_ttl_s,
+        object_ttl_s=100.0,
     )
     return presence, counters
 
@@ -226,43 +241,77 @@ def test_answers_that_cannot_be_had_are_misses_that_are_counted_and_not_kept() -
     assert presence.ask(names, PREFIX, soon()) == [True] * 3
 
 
-# -- the epoch -------------------------------------------------------------------------------------
+# -- blocks that fail by themselves ----------------------------------------------------------------
 
 
-def test_an_epoch_is_written_before_it_is_stored_under_and_found_again() -> None:
+def test_a_block_that_fails_while_others_are_answered_is_a_miss_for_a_while(clock: ManualClock) -> None:
+    suspects = Suspects(clock)
+    suspects.note_answer(Way.READ)
+    assert suspects.note_failed_read("bad", clock())
+    assert "bad" in suspects
+    assert "good" not in suspects
+    clock.advance(MISS_S)
+    assert "bad" not in suspects
+
+
+def test_where_nothing_is_answered_the_bucket_fails_and_a_block_is_a_miss_after_its_second_failure(
+    clock: ManualClock,
+) -> None:
+    suspects = Suspects(clock)
+    suspects.note_answer(Way.READ)
+    clock.advance(1.0)
+    assert not suspects.note_failed_read("block", clock())
+    assert "block" not in suspects
+    suspects.note_answer(Way.STORE)
+    assert not suspects.note_failed_read("block", clock()), "stores tell nothing about reads"
+    assert "block" in suspects
+    suspects.forget("block")
+    assert "block" not in suspects
+
+
+# -- the mark of the epoch -------------------------------------------------------------------------
+
+
+def mark_of(bucket: FakeBucket) -> MarkObject:
+    return MarkObject(cast(Bucket, bucket), NAMING.epoch, "s3")
+
+
+def test_a_mark_is_created_once_and_written_over() -> None:
+    mark = mark_of(FakeBucket())
+    assert mark.read(soon()) is None
+    mark.create(b"first", soon())
+    mark.create(b"second", soon())
+    assert mark.read(soon()) == b"first"
+    mark.write(b"third", soon())
+    assert mark.read(soon()) == b"third"
+
+
+def test_a_server_without_conditions_is_written_to_all_the_same() -> None:
     bucket = FakeBucket()
-
-    def opened() -> Epoch:
-        return Epoch(cast(Bucket, bucket), NAMING, "s3")
-
-    first = opened()
-    assert first.saved_value(soon()) == FIRST_EPOCH
-    assert bucket.objects == {}
-    first.renew()
-    value = first.value(soon())
-    assert value != FIRST_EPOCH
-    assert not first.is_saved
-    assert opened().value(soon()) == FIRST_EPOCH
-    assert first.saved_value(soon()) == value
-    assert first.is_saved
-    assert opened().value(soon()) == value
-    assert first.saved_value(soon()) == value
+    bucket.knows_conditions = False
+    mark = mark_of(bucket)
+    mark.create(b"first", soon())
+    assert mark.read(soon()) == b"first"
 
 
-def test_a_damaged_epoch_forgets_everything() -> None:
+def test_what_is_too_long_for_a_mark_is_damaged() -> None:
     bucket = FakeBucket()
-    epoch = Epoch(cast(Bucket, bucket), NAMING, "s3")
-    epoch.renew()
-    value = epoch.saved_value(soon())
-    good = bucket.objects[NAMING.epoch]
-    for damaged in (good[:-1], good + b"x", good.replace(value[:1].encode(), b"f" if value[0] != "f" else b"e"), b""):
-        bucket.objects[NAMING.epoch] = damaged
-        assert Epoch(cast(Bucket, bucket), NAMING, "s3").value(soon()) not in (value, FIRST_EPOCH)
+    bucket.objects[NAMING.epoch] = EpochMark(1, "0123456789abcdef").encode() + bytes(MARK_BYTES_MAX)
+    data = mark_of(bucket).read(soon())
+    assert data is not None
+    assert EpochMark.decode(data) is None
 
 
-def test_an_epoch_that_cannot_be_read_is_an_error_with_its_reason() -> None:
+def test_a_mark_that_cannot_be_read_or_written_is_an_error_with_its_reason() -> None:
     bucket = FakeBucket()
     bucket.answer = Verdict.DENIED
-    with pytest.raises(EpochError, match="denied") as raised:
-        Epoch(cast(Bucket, bucket), NAMING, "s3").value(soon())
-    assert raised.value.verdict is Verdict.DENIED
+    mark = mark_of(bucket)
+    attempts: list[Callable[[], object]] = [
+        lambda: mark.read(soon()),
+        lambda: mark.create(b"", soon()),
+        lambda: mark.write(b"", soon()),
+    ]
+    for attempt in attempts:
+        with pytest.raises(MarkError, match="denied") as raised:
+            attempt()
+        assert raised.value.verdict is Verdict.DENIED

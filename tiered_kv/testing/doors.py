@@ -177,12 +177,10 @@ class S3Door:
 
     def name_of(self, key: OffloadKey) -> str:
         """Return what a block is called in the present epoch."""
-        from tiered_kv_s3.naming import FIRST_EPOCH
-
-        said = self._get(f"{self._root}/epoch")
-        epoch = FIRST_EPOCH if said is None else said.split()[3].decode()
+        mark = EpochMark.decode(self._get(f"{self._root}/epoch") or b"")
+        assert mark is not None, "nothing has used the bucket yet"
         digest = digest_of(key).hex()
-        return f"{self._root}/blocks/{epoch}/{digest[:2]}/{digest}"
+        return f"{self._root}/blocks/{mark.token}/{digest[:2]}/{digest}"
 
     def _names(self) -> list[str]:
         pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket)

@@ -25,10 +25,11 @@ Offered = TypeVar("Offered")
 """A block that is offered to a tier, in the words of whoever offers it."""
 
 _OF_RECORDS = frozenset(status.value for status in RecordStatus if status is not RecordStatus.OK)
-HARMLESS_REASONS = _OF_RECORDS | {"absent", "missing", "no_space", "node_down", "reset"}
+HARMLESS_REASONS = _OF_RECORDS | {"absent", "missing", "no_space", "node_down", "reset", "unanswered"}
 """Reasons for which a tier that works may fail a whole job: losing a block is allowed. The breaker ignores them.
 
 `node_down` is for tiers of several servers: the blocks belong to a server that does not answer, while others do.
+`unanswered` is for a block that a server does not answer for while it answers for others.
 """
 
 

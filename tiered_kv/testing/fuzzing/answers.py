@@ -1,4 +1,4 @@
-"""Fuzzing of what an S3 server answers: heads, chunks, listings, epochs, grants, errors, dates."""
+"""Fuzzing of what an S3 server answers: heads, chunks, listings, marks of epochs, grants, errors, dates."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterator
 from typing import cast
 
-from tiered_kv.errors import TierUnavailableError
+from tiered_kv.errors import FormatError, TierUnavailableError
 from tiered_kv.testing.fuzzing.target import Target
-from tiered_kv_s3 import epoch
+from tiered_kv.toolkit.epoch import EpochMark
 from tiered_kv_s3.bucket import Bucket, seconds_of
 from tiered_kv_s3.connection import HEAD_BYTES_MAX, TEXT_BYTES_MAX, Answer, Connection, Patience
 from tiered_kv_s3.grants import Grants
@@ -30,11 +30,13 @@ _LISTING = (
 ).encode()
 _ERROR = b"<Error><Code>RequestTimeTooSkewed</Code><Message>m</Message><Region>eu-west-1</Region></Error>"
 _DATE = b"date: Thu, 02 Jan 2025 03:04:05 GMT\r\nlast-modified: Thu, 02 Jan 2025 03:00:00 GMT\r\n"
-_EPOCH = epoch._format("0123456789abcdef")
+
+
+_MARK = EpochMark(3, "0123456789abcdef").encode()
 
 
 def answer_target() -> Target:
-    """Return the target: a whole answer, or an epoch's object."""
+    """Return the target: a whole answer, or an epoch's mark."""
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (_LISTING[:100], _LISTING[100:], b""))
     seeds = (
         b"HTTP/1.1 200 OK\r\n%bcontent-length: %d\r\n\r\n%b" % (_DATE, len(_LISTING), _LISTING),
@@ -43,7 +45,7 @@ def answer_target() -> Target:
         % (_DATE, len(_ERROR), _ERROR),
         b"HTTP/1.0 301 Moved\r\nx-amz-bucket-region: eu-west-1\r\n\r\n" + _ERROR,
         b"HTTP/1.1 503 Slow Down\r\ncontent-length: 0\r\n\r\n",
-        _EPOCH,
+        _MARK,
     )
     words = (
         b"\r\n",
@@ -90,8 +92,9 @@ class _ScriptedSocket:
 
 
 def _run(data: bytes) -> None:
-    found = epoch._parse(data)
-    assert found is None or (len(found) == 16 and data == epoch._format(found)), f"an epoch comes of {data!r}"
+    with contextlib.suppress(FormatError):
+        mark = EpochMark.decode(data)
+        assert mark is None or mark.encode() == data, f"a mark comes of {data!r}"
     connection = _connection(data)
     patience = Patience(time.monotonic() + 30.0, 30.0)
     with contextlib.suppress(ConnectionError):
