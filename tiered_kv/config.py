@@ -20,7 +20,7 @@ from tiered_kv.namespace import Namespace, NamespaceIdentity
 from tiered_kv.redaction import HIDDEN, EnvironmentText, redact
 from tiered_kv.settings import StrictModel, TierSettings
 from tiered_kv.stackfile import fill_variables, read_stack_file
-from tiered_kv.units import Bytes, Count, Seconds, format_bytes
+from tiered_kv.units import Bytes, Count, Seconds, Share, format_bytes
 from tiered_kv.validation import Location, check, combined, dotted
 
 __all__ = [
@@ -96,6 +96,16 @@ class StackConfig(StrictModel):
     primary: PrimarySettings = Field(description="The primary tier.")
     secondary: tuple[SerializeAsAny[TierSettings], ...] = Field(
         default=(), max_length=64, description="The tiers behind it, in the order they are searched."
+    )
+    audit: Share = Field(
+        default=0.0,
+        description="Share of requests whose blocks the engine computes anew, to compare what the tiers have of them.",
+    )
+    audit_tolerance: Share = Field(
+        default=0.1, description="The largest relative difference of 256 values that computing anew may bring."
+    )
+    audit_action: Literal["report", "stop"] = Field(
+        default="report", description="What to do about a tier whose block differs by more: report it, or stop its use."
     )
 
     @property

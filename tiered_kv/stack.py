@@ -16,6 +16,7 @@ from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.facade import BlockFacade, Blocks
 from tiered_kv.redaction import scrub
+from tiered_kv.tiering.audit import AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
 from tiered_kv.tiering.limits import ManagerLimits, TierLimits
@@ -82,6 +83,7 @@ class Stack:
                 names=self.tier_names,
                 tier_limits=[TierLimits.of(tier) for tier in config.secondary],
                 limits=_manager_limits(config),
+                audit=_audit_rules(config),
             )
             self._facade = BlockFacade(self.manager, self.region, _batch_blocks(config))
             undo.pop_all()
@@ -181,6 +183,11 @@ def _manager_limits(config: StackConfig) -> ManagerLimits:
         hold_s=config.primary.promotion_hold,
         wait_max_s=config.primary.request_wait,
     )
+
+
+def _audit_rules(config: StackConfig) -> AuditRules | None:
+    stops, dtype = config.audit_action == "stop", config.namespace.dtype
+    return AuditRules(config.audit, config.audit_tolerance, stops, dtype) if config.audit else None
 
 
 def _batch_blocks(config: StackConfig) -> int:

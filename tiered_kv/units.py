@@ -13,7 +13,7 @@ import re
 from decimal import Decimal
 from typing import Annotated
 
-from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
+from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
 BYTES_MAX = 2**63 - 1
 
@@ -93,6 +93,13 @@ def format_seconds(seconds: float) -> str:
     return f"{exact:f}s"
 
 
+def parse_share(value: object) -> object:
+    """Refuse what pydantic would otherwise take for a number: True and False."""
+    if isinstance(value, bool):
+        raise ValueError("expected a number from 0 to 1")
+    return value
+
+
 def parse_count(value: object) -> object:
     """Refuse what pydantic would otherwise take for a whole number: True and False."""
     if isinstance(value, bool):
@@ -134,6 +141,10 @@ Seconds = Annotated[
 
 Count = Annotated[int, BeforeValidator(parse_count)]
 """A whole number; give its bounds with `Field(ge=...)`."""
+
+
+Share = Annotated[float, BeforeValidator(parse_share), Field(ge=0, le=1)]
+"""A number from 0 to 1."""
 
 
 def _split(value: object, accepted: str) -> tuple[Decimal, str]:

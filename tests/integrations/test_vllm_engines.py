@@ -181,6 +181,36 @@ def report(title: str, result: Message) -> None:
     print(f"{title}: prompt tokens found {result['cached_tokens']}, blocks loaded by tier {loaded}", file=sys.stderr)
 
 
+def audited(model: Path, tier: Mapping[str, object], **options: object) -> tuple[Message, str]:
+    """Return what an engine tells whose requests are all audited, and its log."""
+    config = our_spec(8 * MIB, [tier])
+    config["kv_connector_extra_config"]["stack"] |= {"audit": 1.0, "audit_action": "stop"}
+    settings = {"mode": "audit", "threads": 1, "prompts": 3, "rounds": 1, "other_weights": False, "keys": []}
+    log = model.with_suffix(".errors")
+    before = log.stat().st_size if log.exists() else 0
+    told = json.dumps({**settings, **options, "kv_transfer_config": config})
+    with running("0.32.0", HERE / "vllm_engine_program.py", str(model), told) as program:
+        (result,) = program.messages()
+    return result, log.read_bytes()[before:].decode(errors="replace")
+
+
+def test_the_audit_is_quiet_about_an_engine_and_catches_another_in_its_namespace(model: Path, tmp_path: Path) -> None:
+    tier = {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "1GiB"}
+    same, log = audited(model, tier, rounds=2)
+    first, second, third, *again = same["keys"]
+    assert (len(first), len(second), len(third), again) == (6, 6, 6, [[], [], []])
+    assert same["counters"]["cpu"]["audit_identical_blocks"] == 18
+    restarted, more_log = audited(model, tier)
+    assert restarted["counters"]["nvme"]["audit_identical_blocks"] == 18
+    assert "audit:" not in log + more_log
+    other, log = audited(model, tier, keys=third, prompts=2, other_weights=True)
+    assert other["counters"]["nvme"]["audit_different_blocks"] > 0
+    assert other["counters"]["nvme"]["audit_stopped"] == 1
+    assert log.count("audit:") == 1
+    assert other["before"] == [None] * 6, "found, and on their way"
+    assert (other["in_tier"], other["after"]) == ([True] * 6, [False] * 6)
+
+
 @pytest.fixture(scope="module")
 def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     interpreter("0.32.0")

@@ -4,8 +4,9 @@
 
 `chat` plays conversations of several turns that share system prompts, and drops the engine's own prefix cache after
 each batch of requests; `first_token` measures how long prompts take to their first token; `namespaces` says those of
-the engine's processes. Prints lines of JSON, the
-last one the result; after {"pause": true} it waits for a line on its standard input. A test reads and writes them.
+the engine's processes; `audit` serves prompts one by one, with other weights if told so, and looks up the keys that it
+is given before and after. Prints lines of JSON, the last one the result; after {"pause": true} it waits for a line on
+its standard input. A test reads and writes them.
 """
 
 from __future__ import annotations
@@ -175,7 +176,44 @@ def namespace_of_worker(_: Any) -> tuple[int, str]:
     return os.getpid(), spec._shared.config.identity.digest.hex()
 
 
-MODES = {"chat": chat, "first_token": first_token, "namespaces": namespaces}
+def audit(engine: Any, options: dict[str, Any]) -> None:
+    """Serve `prompts` one by one, `rounds` times; look `keys` up before, after, and then in the first tier alone."""
+    from tiered_kv.base import OffloadKey, ReqContext
+
+    if options["other_weights"]:
+        engine.apply_model(change_weights)
+    random_numbers = random.Random(0)
+    prompts = [[random_numbers.randrange(512) for _ in range(200)] for _ in range(options["prompts"])]
+    stack, known = manager_of(engine)._stack, set()
+    keys: list[list[str]] = []
+    asked, probe = [OffloadKey(bytes.fromhex(key)) for key in options["keys"]], ReqContext("probe")
+    before = [stack.manager.lookup(key, probe) for key in asked]
+    stack.manager.on_request_finished(probe)
+    stack.manager.drain_jobs(10.0)
+    for prompt in prompts * options["rounds"]:
+        generate(engine, [prompt], 1)
+        assert engine.reset_prefix_cache()
+        for _ in range(3):  # steps, in which blocks are stored, loaded and judged; shorter than a block
+            generate(engine, [[2] * 8], 1)
+            stack.manager.drain_jobs(10.0)
+        keys.append([key.hex() for key in stack.primary.blocks if key not in known])
+        known.update(stack.primary.blocks)
+    after = [stack.manager.lookup(key, probe) for key in asked]
+    in_tier = [stack.secondary_tiers[0].lookup(key, probe) for key in asked]
+    say({"keys": keys, "counters": counters_of(engine), "before": before, "after": after, "in_tier": in_tier})
+
+
+def change_weights(model: Any) -> None:
+    """Change what the model computes and leave everything else: no name of it tells."""
+    import torch
+
+    with torch.inference_mode():
+        for name, parameter in model.named_parameters():
+            if "embed_tokens" in name:
+                parameter.copy_(parameter.roll(1, 0))
+
+
+MODES = {"audit": audit, "chat": chat, "first_token": first_token, "namespaces": namespaces}
 
 
 def main() -> None:

@@ -27,6 +27,7 @@ from tiered_kv.testing.redis_servers import RedisServer, redis_server
 from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.testing.state_machine import OpenStack, make_state_machine
 from tiered_kv.testing.watch import RowLedger, WatchedTier
+from tiered_kv.tiering.audit import AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.limits import TierLimits
 from tiered_kv.tiering.manager import TieringOffloadingManager
@@ -44,6 +45,7 @@ BLOCK_NAME_LETTERS = 32
 """Length of the name of a block's file of the fs tier: its digest in hexadecimal."""
 NUM_BLOCKS = 16
 BLOCK_BYTES = 512
+AUDIT = AuditRules(share=0.5, tolerance=0.0)
 REDIS_EXAMPLES = 20
 S3_EXAMPLES = 5
 WIRE_FAULTS = {
@@ -94,7 +96,11 @@ Corrupt = Callable[[Path], None]
 
 
 def open_stack_over(
-    *make_tiers: MakeTier, policy: str = "lru", corrupt: Corrupt | None = None, wire: FaultProxy | None = None
+    *make_tiers: MakeTier,
+    policy: str = "lru",
+    corrupt: Corrupt | None = None,
+    wire: FaultProxy | None = None,
+    audit: AuditRules | None = None,
 ) -> OpenStack:
     """Return an opener of stacks with tiers that can be made to fail, to hang and to lose bytes."""
 
@@ -117,6 +123,7 @@ def open_stack_over(
                 TierLimits(store_budget_bytes=8 * BLOCK_BYTES, fill_on_promotion=number == 0)
                 for number in range(len(tiers))
             ],
+            audit=audit,
             clock=clock,
         )
         if wire is not None:
@@ -183,6 +190,9 @@ EVERY_STACK = {
     "fs": open_stack_over(fs),
     "memory over nvme": open_stack_over(memory, nvme),
     "nvme over fs": open_stack_over(nvme, fs),
+    "no tier, audited": open_stack_over(audit=AUDIT),
+    "memory, audited": open_stack_over(memory, audit=AUDIT),
+    "memory over nvme, audited": open_stack_over(memory, nvme, policy="arc", audit=AUDIT),
 }
 
 

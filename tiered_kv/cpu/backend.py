@@ -32,9 +32,10 @@ class CPUBlock(BlockStatus):
         loads: How many of its pins are an engine's loads.
         is_frequent: For policies that tell blocks used once from blocks used again.
         writer: The id of the request whose store fills it, or `PROMOTION`; meaningless once it is ready.
+        source: The tier that it was promoted from; empty where an engine has stored it.
     """
 
-    __slots__ = ("block_id", "chain", "is_frequent", "key", "loads", "position", "step", "writer")
+    __slots__ = ("block_id", "chain", "is_frequent", "key", "loads", "position", "source", "step", "writer")
 
     def __init__(self, block_id: int) -> None:
         super().__init__()
@@ -46,6 +47,7 @@ class CPUBlock(BlockStatus):
         self.loads = 0
         self.is_frequent = False
         self.writer = ""
+        self.source = ""
 
 
 class CPUBackend(Backend):
@@ -89,6 +91,7 @@ class CPUBackend(Backend):
         block.chain = None
         block.step = -1
         block.is_frequent = False
+        block.source = ""
         self._free.append(block)
 
     def get_load_store_spec(

@@ -19,6 +19,8 @@ from tiered_kv.cpu.backend import CPUBackend, CPUBlock
 from tiered_kv.cpu.policies import CachePolicy, RequestChain, make_policy
 from tiered_kv.mediums import CPULoadStoreSpec
 
+PRIMARY_NAME = "cpu"
+"""The primary tier's name in counters and answers."""
 CHAINS_MAX = 100_000
 """Requests whose recency is tracked; beyond it the one seen first is taken for finished."""
 EVENTS_MAX = 1 << 16

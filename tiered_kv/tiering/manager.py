@@ -16,8 +16,9 @@ from tiered_kv.base import (
     RequestOffloadingContext,
 )
 from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.mediums import CPULoadStoreSpec
+from tiered_kv.tiering.audit import Audit, AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.cascade import Cascade
 from tiered_kv.tiering.isolation import IsolatedTier
@@ -27,9 +28,6 @@ from tiered_kv.tiering.limits import ManagerLimits, TierLimits
 from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.requests import RequestTable
 from tiered_kv.tiering.search import Search
-
-PRIMARY_NAME = "cpu"
-"""The primary tier's name in counters and answers."""
 
 _DRAIN_POLL_S = 0.0005
 
@@ -47,6 +45,7 @@ class TieringOffloadingManager(OffloadingManager):
         names: Their names in counters; by default their `tier_type`.
         tier_limits: The limits of each; defaults where None.
         limits: The limits of all together.
+        audit: Which requests are computed anew to compare their blocks; None for none.
         clock: Seconds of a monotonic clock; deadlines given to tiers are in its time.
     """
 
@@ -58,6 +57,7 @@ class TieringOffloadingManager(OffloadingManager):
         names: Sequence[str] | None = None,
         tier_limits: Sequence[TierLimits] | None = None,
         limits: ManagerLimits | None = None,
+        audit: AuditRules | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.primary = primary
@@ -88,6 +88,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._lookup_below = self._search.below
         self._primary_blocks = primary.blocks  # the same dictionary, one attribute nearer
         self._counting_lanes = tuple(lane for lane in self._lanes if not lane.admission.is_open())
+        self._audit = Audit(audit, primary, self._lanes, self._make_job, clock, self._withhold) if audit else None
         self._prefetching: dict[RequestState, None] = {}
         self._stored_blocks = self._loaded_blocks = self._released_holds = 0
         self._is_closed = False
@@ -101,8 +102,24 @@ class TieringOffloadingManager(OffloadingManager):
             return True
         return self._lookup_below(key, block, req_context)
 
+    def _withhold(self, is_active: bool) -> None:
+        """Have lookups ask the audit while there is something to ask: what they do is paid for each key."""
+        if is_active:
+            self.lookup = self._lookup_or_withhold  # type: ignore[method-assign]  # of the same signature
+        else:
+            self.__dict__.pop("lookup", None)
+
+    def _lookup_or_withhold(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        assert self._audit is not None
+        if self._audit.withholds(key, req_context):
+            return False
+        return TieringOffloadingManager.lookup(self, key, req_context)
+
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         """Return `lookup` of each key, in order; cheaper than one call a key."""
+        audit = self._audit
+        if audit is not None and audit.is_active and keys and audit.withholds(keys[0], req_context):
+            return [False] * len(keys)
         get, step = self._primary_blocks.get, self.primary.step
         missing: dict[OffloadKey, None] = {}
         for key in keys:
@@ -157,6 +174,8 @@ class TieringOffloadingManager(OffloadingManager):
         if output is not None and state is not None and state.request_level:
             state.keys.update(dict.fromkeys(keys))
             state.stores_pending += len(output.keys_to_store)
+        if output is not None and self._audit is not None and self._audit.is_active:
+            return self._audit.prepare(keys, output, req_context)
         return output
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
@@ -169,6 +188,8 @@ class TieringOffloadingManager(OffloadingManager):
             self._stored_blocks += len(written)
             lanes = [lane for lane in self._lanes if lane not in request_level] if request_level else self._lanes
             self._cascade.commit(written, lanes, req_context)
+        if self._audit is not None:
+            self._audit.complete(keys, written, req_context, success)
         if state is not None and request_level:
             state.stores_pending -= len(written)
             if state.is_finished and state.stores_pending <= 0:
@@ -185,6 +206,8 @@ class TieringOffloadingManager(OffloadingManager):
         known = self._requests.get(req_context)
         if known is not None and known.is_finished:  # the id is used again while its last stores are on their way
             self._end_request(known)
+        if self._audit is not None:
+            self._audit.begin(req_context)
         state = self._requests.state_of(req_context)
         if not req_context.req_id:
             return RequestOffloadingContext()
@@ -193,6 +216,8 @@ class TieringOffloadingManager(OffloadingManager):
         return RequestOffloadingContext(policy)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
+        if self._audit is not None:
+            self._audit.finish(req_context)
         state = self._requests.get(req_context) if req_context.req_id else None
         if state is None:
             self.primary.on_request_finished(req_context)
@@ -209,23 +234,29 @@ class TieringOffloadingManager(OffloadingManager):
         self._submit()
         self.poll()
         self.primary.on_schedule_end()
+        if self._audit is not None and self._audit.stopped:
+            self._stop_audited_tiers(self._audit.stopped)
 
     def poll(self) -> None:
         """Collect what the tiers have finished, and let time pass; part of `on_schedule_end`, and cheap."""
-        now_s = self._clock()
+        now_s, audit = self._clock(), self._audit
         for lane in self._lanes:
             for job, result in lane.collect():
                 if not job.is_promotion:
                     self._cascade.finish(job)
                     continue
+                if audit is not None and audit.collect(job, result):
+                    continue
                 ready = self._promotions.finish(job, result)
                 if ready and not self._is_closed:  # a tier that is being closed takes nothing new
                     self._fill(lane, ready)
             for job in lane.expire(now_s):
-                if job.is_promotion:
+                if job.is_promotion and not (audit is not None and audit.expire(job)):
                     self._promotions.expire(job)
             lane.tick(now_s)
         self._released_holds += self._promotions.release_overdue(now_s)
+        if audit is not None:
+            audit.tick(now_s)
         self._search.refresh(now_s)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -238,8 +269,9 @@ class TieringOffloadingManager(OffloadingManager):
 
     @property
     def jobs_in_flight(self) -> int:
-        """Jobs that a tier has not reported yet, expired ones included."""
-        return sum(len(lane.jobs) for lane in self._lanes)
+        """Jobs that a tier has not reported yet, expired ones included, and comparisons of the audit."""
+        jobs = sum(len(lane.jobs) for lane in self._lanes)
+        return jobs if self._audit is None else jobs + self._audit.in_flight
 
     def store_room(self) -> int:
         """Return how many blocks every tier that takes stores would take now, for callers that pace themselves."""
@@ -268,6 +300,15 @@ class TieringOffloadingManager(OffloadingManager):
         Blocks in flight come back to the primary tier when their transfers have ended, and not before. A tier that
         cannot forget is not used any more: its blocks are no longer valid.
         """
+        self._forget_primary()
+        for lane in self._lanes:
+            if not lane.call("reset_cache"):
+                lane.is_disabled = True
+        self._search.refresh(self._clock())
+
+    def _forget_primary(self) -> None:
+        if self._audit is not None:
+            self._audit.reset()
         self._promotions.reset()
         self.primary.reset_cache()
         self._prefetching.clear()
@@ -280,10 +321,6 @@ class TieringOffloadingManager(OffloadingManager):
             state.keys.clear()
             if state.is_finished:
                 self._end_request(state)
-        for lane in self._lanes:
-            if not lane.call("reset_cache"):
-                lane.is_disabled = True
-        self._search.refresh(self._clock())
 
     def shutdown(self, timeout_s: float = 5.0) -> None:
         """Wait for transfers up to `timeout_s`, close the tiers, then the primary tier.
@@ -299,6 +336,8 @@ class TieringOffloadingManager(OffloadingManager):
         for lane in self._lanes:
             lane.call("shutdown")
         self.poll()
+        if self._audit is not None:
+            self._audit.close(timeout_s)
         self._requests.clear()
         self._search.stop()
         self.primary.shutdown(unmap=not self.jobs_in_flight)
@@ -324,6 +363,9 @@ class TieringOffloadingManager(OffloadingManager):
                 "breaker_opened": lane.breaker.times_opened,
                 **(lane.call("stats") or {}),
             }
+        if self._audit is not None:
+            for name, values in self._audit.counters.items():
+                counted[name].update(values)
         return counted
 
     def _submit(self) -> None:
@@ -363,6 +405,15 @@ class TieringOffloadingManager(OffloadingManager):
             self._prefetching[state] = None
         else:
             self._prefetching.pop(state, None)
+
+    def _stop_audited_tiers(self, names: set[str]) -> None:
+        """Use tiers no more whose blocks were found to differ, nor what the primary tier may have from them."""
+        stopped = [lane for lane in self._lanes if lane.name in names and not lane.is_disabled]
+        for lane in stopped:
+            lane.is_disabled = True
+        if stopped:
+            self._forget_primary()
+            self._search.refresh(self._clock())
 
     def _fill(self, source: Lane, ready: list[CPUBlock]) -> None:
         """Offer blocks that were promoted from `source` to the tiers above it that want them."""

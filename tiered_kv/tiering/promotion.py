@@ -80,6 +80,7 @@ class Promotions:
         if blocks is None:
             return may_wait
         chain.extend(blocks)
+        blocks[0].source = lane.name
         promotion = Promotion(blocks[0], lane, [state])
         self._table[key] = promotion
         self._batches.setdefault((lane, state), []).append(promotion)

@@ -69,7 +69,7 @@ def _complete(
         )
     namespace = _namespace(draft.namespace, given_names, namespace_fields(model, layout, weights))
     block = {"bytes": layout.block_bytes, "tokens": tokens}
-    parts = {"primary": draft.primary, "secondary": list(draft.secondary)}
+    parts = {name: getattr(draft, name) for name in StackConfig.model_fields if name not in ("namespace", "block")}
     return load_config({"namespace": namespace, "block": block, **parts}), layout
 
 

@@ -18,11 +18,11 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tiered_kv.base import OffloadKey, PrepareStoreOutput
 from tiered_kv.base import OffloadPolicy as OurPolicy
+from tiered_kv.cpu.manager import PRIMARY_NAME
 from tiered_kv.integrations.vllm.events import hit_source, vllm_events
 from tiered_kv.integrations.vllm.metrics import CounterReport
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.stack import Stack
-from tiered_kv.tiering.manager import PRIMARY_NAME
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,6 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         self._stack = stack
         self._manager = stack.manager
         self._primary = stack.primary
-        self._lookup = stack.manager.lookup
         self._blocks = stack.primary.blocks
         self._sources = {tier.name: hit_source(tier) for tier in stack.config.secondary}
         self._report = CounterReport()
@@ -64,7 +63,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         if req_context.load_tier_filter is not TierFilter.ALL and not _allows_storage(req_context):
             answer = self._primary.lookup(key, req_context)
         else:
-            answer = self._lookup(key, req_context)
+            answer = self._manager.lookup(key, req_context)
         if answer:
             return LookupResult.HIT
         if answer is None:

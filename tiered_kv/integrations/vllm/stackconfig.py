@@ -51,6 +51,9 @@ def _completed(raw: Mapping[str, object], config: Any, ranks: Sequence[Rank]) ->
         raise ConfigError(
             "canonical_layout is for vLLM's own worker; leave it out", location="kv_connector_extra_config"
         )
+    if raw.get("audit") and len(config.groups) > 1:
+        # A group whose blocks are smaller leaves the rest of a row as it was, and rows would seem to differ.
+        raise ConfigError("a model with several KV cache groups cannot be audited; leave this out", location="audit")
     environ = environment(config)
     said = fill_variables({"namespace": raw.get("namespace")}, environ)["namespace"]
     row_bytes = bytes_per_worker(ranks) * len(ranks)

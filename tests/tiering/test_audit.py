@@ -1,0 +1,382 @@
+"""The audit: real stacks, and an engine whose model may change under one namespace."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tiered_kv
+from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
+from tiered_kv.mediums import CPULoadStoreSpec
+from tiered_kv.stack import Stack
+from tiered_kv.tiering.audited import is_chosen
+from tiered_kv.tiering.spare_rows import BLOCKS_MAX
+
+BLOCK_BYTES = 4096
+NUM_BLOCKS = 256
+
+Rows = np.ndarray[Any, np.dtype[np.uint8]]
+Config = dict[str, object]
+
+
+def keys(count: int, label: str = "prompt", group: int = 0) -> list[OffloadKey]:
+    return [make_offload_key(f"{label}/{number}".encode(), group) for number in range(count)]
+
+
+class Engine:
+    """Computes blocks of float32 from their keys and its weights, and drives a stack as schedulers do."""
+
+    def __init__(self, stack: Stack, *, weights: int = 0, noise: float = 0.0) -> None:
+        self.stack = stack
+        self.weights = weights
+        self.noise = noise
+        self._numbers = itertools.count()
+
+    def compute(self, names: list[OffloadKey]) -> Rows:
+        values = [
+            np.random.default_rng([self.weights, *name]).normal(size=BLOCK_BYTES // 4) * (1 + self.noise)
+            for name in names
+        ]
+        return np.array(values, dtype=np.float32).view(np.uint8)
+
+    def begin(self, names: list[OffloadKey], req_id: str = "") -> tuple[ReqContext, int]:
+        """Look up a request's blocks and load what is found; return how many those are."""
+        manager, context = self.stack.manager, ReqContext(req_id or f"request-{next(self._numbers)}")
+        manager.on_new_request(context)
+        while None in (answers := [manager.lookup(name, context) for name in names]):
+            manager.drain_jobs(10.0)
+            manager.on_schedule_end()
+        found = len(list(itertools.takewhile(bool, answers)))
+        if found:
+            manager.prepare_load(names[:found], context)
+            manager.complete_load(names[:found], context)
+        return context, found
+
+    def prepare(self, names: list[OffloadKey], context: ReqContext) -> list[OffloadKey]:
+        """Take rows for blocks and write them; return which."""
+        output = self.stack.manager.prepare_store(names, context)
+        assert output is not None
+        assert isinstance(output.store_spec, CPULoadStoreSpec)
+        if output.keys_to_store:
+            self.stack.region.array[output.store_spec.block_ids] = self.compute(output.keys_to_store)
+        return output.keys_to_store
+
+    def serve(self, names: list[OffloadKey], req_id: str = "") -> int:
+        """Serve a whole request; return how many of its blocks were found."""
+        context, found = self.begin(names, req_id)
+        written = self.prepare(names[found:], context)
+        self.stack.manager.complete_store(written, context)
+        self.stack.manager.on_schedule_end()
+        self.stack.manager.on_request_finished(context)
+        self.settle()
+        return found
+
+    def settle(self) -> None:
+        assert self.stack.manager.drain_jobs(10.0)
+        self.stack.manager.on_schedule_end()
+
+
+def config(*tiers: Config, audit: float = 1.0, dtype: str = "float32", **options: object) -> Config:
+    return {
+        "namespace": {"model": "said to be the same", "dtype": dtype},
+        "block": {"bytes": BLOCK_BYTES},
+        "primary": {"capacity": NUM_BLOCKS * BLOCK_BYTES},
+        "secondary": list(tiers),
+        "audit": audit,
+        **options,
+    }
+
+
+@pytest.fixture
+def open_stack() -> Iterator[Callable[[Config], Stack]]:
+    stacks: list[Stack] = []
+
+    def open_one(settings: Config) -> Stack:
+        stacks.append(tiered_kv.open_stack(settings))
+        return stacks[-1]
+
+    yield open_one
+    for stack in stacks:
+        stack.close()
+
+
+def nvme(tmp_path: Path) -> Config:
+    return {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "16MiB"}
+
+
+MEMORY: Config = {"type": "memory", "capacity": "16MiB"}
+
+
+def counted(stack: Stack, tier: str) -> dict[str, int]:
+    """Return what the audit has counted for a tier."""
+    return {name: value for name, value in stack.counters()[tier].items() if "audit" in name and value}
+
+
+def check_nothing_is_held(stack: Stack) -> None:
+    primary = stack.primary
+    assert not [key for key, block in primary.blocks.items() if block.ref_cnt]
+    assert len(primary.blocks) + primary.backend.get_num_free_blocks() == NUM_BLOCKS
+
+
+# What is compared.
+
+
+def test_an_engine_that_computes_the_same_is_quiet(
+    open_stack: Callable[[Config], Stack], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(open_stack(config(MEMORY)))
+    assert engine.serve(keys(8)) == 0
+    assert engine.serve(keys(8)) == 0, "the blocks were found, and the request was to be computed anew"
+    assert counted(engine.stack, "cpu") == {
+        "audited_requests": 1,
+        "audited_blocks": 8,
+        "audit_identical_blocks": 8,
+    }
+    check_nothing_is_held(engine.stack)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("tier", ["memory", "nvme"])
+def test_blocks_of_other_weights_in_a_secondary_tier_are_found(
+    tier: str, open_stack: Callable[[Config], Stack], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stack = open_stack(config(MEMORY if tier == "memory" else nvme(tmp_path)))
+    Engine(stack).serve(keys(8))
+    evict_all(stack)
+    Engine(stack, weights=1).serve(keys(8), "the audited one")
+    found = counted(stack, tier)
+    assert found.pop("audit_largest_difference_ppm") == pytest.approx(1.1e6, rel=0.2)
+    assert found.pop("audit_mean_difference_ppm") == pytest.approx(1e6, rel=0.1)
+    assert found == {"audited_blocks": 8, "audit_different_blocks": 8}
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert "8 of 8 stored blocks differ" in record.getMessage()
+    assert "the audited one" not in record.getMessage(), "names of requests stay out of logs"
+    check_nothing_is_held(stack)
+
+
+def test_blocks_that_the_primary_tier_promoted_count_for_the_tier_that_they_came_from(
+    open_stack: Callable[[Config], Stack], tmp_path: Path
+) -> None:
+    with tiered_kv.open_stack(config(nvme(tmp_path), audit=0)) as stack:
+        Engine(stack).serve(keys(4))
+    stack = open_stack(config(nvme(tmp_path), audit=0.5))
+    plain, audited = ids_by_choice(0.5)
+    engine = Engine(stack, weights=1)
+    assert engine.serve(keys(4), plain) == 4
+    assert engine.serve(keys(4), audited) == 0
+    assert counted(stack, "nvme")["audit_different_blocks"] == 4
+    assert "audited_blocks" not in counted(stack, "cpu")
+
+
+def test_small_differences_are_close(open_stack: Callable[[Config], Stack], caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(open_stack(config(MEMORY)))
+    engine.serve(keys(4))
+    engine.noise = 0.02
+    engine.serve(keys(4))
+    found = counted(engine.stack, "cpu")
+    assert found["audit_close_blocks"] == 4
+    assert found["audit_largest_difference_ppm"] == pytest.approx(0.02e6, rel=0.1)
+    assert not caplog.records
+
+
+def test_small_differences_beyond_the_tolerance_or_of_an_unknown_type_are_different(
+    open_stack: Callable[[Config], Stack],
+) -> None:
+    for settings in (config(MEMORY, audit_tolerance=0.01), config(MEMORY, dtype="auto")):
+        engine = Engine(open_stack(settings))
+        engine.serve(keys(4))
+        engine.noise = 0.02
+        engine.serve(keys(4))
+        assert counted(engine.stack, "cpu")["audit_different_blocks"] == 4
+
+
+def test_what_no_tier_had_is_not_compared(open_stack: Callable[[Config], Stack]) -> None:
+    engine = Engine(open_stack(config(MEMORY)))
+    engine.serve(keys(4))
+    engine.serve(keys(8))
+    assert counted(engine.stack, "cpu")["audited_blocks"] == 4
+    engine.serve(keys(4, "another"))
+    assert counted(engine.stack, "cpu")["audited_requests"] == 1
+
+
+def test_only_what_comes_after_the_first_lookup_is_compared(open_stack: Callable[[Config], Stack]) -> None:
+    """An engine asks for nothing that it has itself; what it has may have come from the tier."""
+    engine = Engine(open_stack(config(MEMORY)))
+    names, others = keys(8), keys(8, group=1)
+    engine.serve(names + others)
+    engine.weights = 1
+    context, _ = engine.begin(names[5:])
+    engine.stack.manager.complete_store(engine.prepare(names + others, context), context)
+    engine.settle()
+    assert counted(engine.stack, "cpu")["audited_blocks"] == 3
+
+
+def test_a_request_is_compared_up_to_a_limit(open_stack: Callable[[Config], Stack]) -> None:
+    engine = Engine(open_stack({**config(MEMORY), "primary": {"capacity": 1024 * BLOCK_BYTES}}))
+    engine.serve(keys(BLOCKS_MAX + 10))
+    engine.serve(keys(BLOCKS_MAX + 10))
+    assert counted(engine.stack, "cpu")["audited_blocks"] == BLOCKS_MAX
+
+
+def test_put_and_get_are_audited(open_stack: Callable[[Config], Stack], tmp_path: Path) -> None:
+    stack = open_stack(config(nvme(tmp_path)))
+    names = keys(8)
+    out = np.empty((8, BLOCK_BYTES), dtype=np.uint8)
+    for weights in (0, 1):
+        assert stack.get(names, out) == 0
+        assert stack.put(names, Engine(stack, weights=weights).compute(names)) == 8
+        assert stack.flush()
+    assert counted(stack, "cpu")["audit_different_blocks"] == 8
+
+
+# What is chosen, and what it does to others.
+
+
+def ids_by_choice(share: float) -> tuple[str, str]:
+    """Return a request id that is not audited, and one that is."""
+    names = [f"name-{number}" for number in range(100)]
+    return next(n for n in names if not is_chosen(n, share)), next(n for n in names if is_chosen(n, share))
+
+
+def test_the_share_is_kept_and_the_same_ids_are_chosen() -> None:
+    chosen = [number for number in range(20_000) if is_chosen(f"request-{number}", 0.01)]
+    assert 150 < len(chosen) < 250
+    assert chosen == [number for number in range(20_000) if is_chosen(f"request-{number}", 0.01)]
+    assert not any(is_chosen(f"request-{number}", 0.0) for number in range(100))
+
+
+def test_other_requests_find_the_blocks_all_the_while(open_stack: Callable[[Config], Stack]) -> None:
+    plain, audited = ids_by_choice(0.5)
+    engine = Engine(open_stack(config(MEMORY, audit=0.5)))
+    names = keys(8)
+    engine.serve(names, plain)
+    expected = engine.compute(names)
+    engine.weights = 1
+    context, found = engine.begin(names, audited)
+    assert found == 0
+    assert found_by_another(engine.stack, names, plain, expected)
+    written = engine.prepare(names, context)
+    assert written == names
+    assert found_by_another(engine.stack, names, plain, expected)
+    engine.stack.manager.complete_store(written, context)
+    assert found_by_another(engine.stack, names, plain, expected)
+    engine.settle()
+    assert found_by_another(engine.stack, names, plain, expected), "a row that was only there to be compared was kept"
+
+
+def found_by_another(stack: Stack, names: list[OffloadKey], req_id: str, expected: Rows) -> bool:
+    context = ReqContext(req_id)
+    assert all([stack.manager.lookup(name, context) for name in names])  # noqa: C419  # all keys, as an engine does
+    spec = stack.manager.prepare_load(names, context)
+    same = bool((stack.region.array[spec.block_ids] == expected).all())
+    stack.manager.complete_load(names, context)
+    return same
+
+
+def test_one_request_is_audited_at_a_time(open_stack: Callable[[Config], Stack]) -> None:
+    engine = Engine(open_stack(config(MEMORY)))
+    engine.serve(keys(4), "before")
+    _, first = engine.begin(keys(4), "first")
+    _, second = engine.begin(keys(4), "second")
+    assert (first, second) == (0, 4)
+    assert counted(engine.stack, "cpu")["audit_busy_requests"] == 1
+
+
+# What may go wrong.
+
+
+@pytest.mark.parametrize("tier", ["primary", "secondary"])
+def test_a_store_that_fails_is_not_compared(tier: str, open_stack: Callable[[Config], Stack]) -> None:
+    engine = Engine(open_stack(config(MEMORY)))
+    engine.serve(keys(4))
+    if tier == "secondary":
+        evict_all(engine.stack)
+    context, _ = engine.begin(keys(4))
+    engine.stack.manager.complete_store(engine.prepare(keys(4), context), context, success=False)
+    engine.settle()
+    assert counted(engine.stack, "cpu") == {"audit_abandoned_failed_store": 4}
+    check_nothing_is_held(engine.stack)
+
+
+def test_a_reset_while_the_engine_writes_leaves_no_row_behind(open_stack: Callable[[Config], Stack]) -> None:
+    engine = Engine(open_stack(config(MEMORY)))
+    engine.serve(keys(4))
+    context, _ = engine.begin(keys(4))
+    written = engine.prepare(keys(4), context)
+    engine.stack.manager.reset_cache()
+    assert engine.prepare(keys(4), context) == [], "a key was given to a second store before the first had ended"
+    engine.stack.manager.complete_store(written, context)
+    engine.settle()
+    assert not engine.stack.primary.blocks
+    check_nothing_is_held(engine.stack)
+    assert counted(engine.stack, "cpu") == {"audit_abandoned_reset": 4}
+
+
+def evict_all(stack: Stack) -> None:
+    """Fill the primary tier with blocks that nobody asks for."""
+    context = ReqContext()
+    for number in range(4):
+        others = keys(NUM_BLOCKS // 4, f"others-{number}")
+        output = stack.manager.prepare_store(others, context)
+        assert output is not None
+        stack.manager.complete_store(output.keys_to_store, context, success=True)
+        assert stack.manager.drain_jobs(10.0)
+        stack.manager.on_schedule_end()
+    assert not [key for key in keys(8) if key in stack.primary.blocks]
+
+
+# What follows.
+
+
+def test_a_tier_that_differs_is_stopped_until_it_is_opened_again(
+    open_stack: Callable[[Config], Stack], tmp_path: Path
+) -> None:
+    with tiered_kv.open_stack(config(nvme(tmp_path), audit=0)) as stack:
+        Engine(stack).serve(keys(4))
+    settings = config(nvme(tmp_path), audit=0.5, audit_action="stop")
+    plain, audited = ids_by_choice(0.5)
+    with tiered_kv.open_stack(settings) as stack:
+        engine = Engine(stack, weights=1)
+        assert engine.serve(keys(4), plain) == 4, "nobody knows yet"
+        assert engine.serve(keys(4), audited) == 0
+        assert counted(stack, "nvme")["audit_stopped"] == 1
+        assert engine.serve(keys(4), plain) == 0, "what the primary tier had from there is gone, too"
+        assert engine.serve(keys(4), plain) == 4, "what this engine has stored since is found"
+        assert stack.counters()["nvme"]["skipped_disabled"] > 0
+    assert Engine(open_stack(settings)).serve(keys(4), plain) == 4
+
+
+def test_no_block_is_found_any_more_where_the_engine_differs_from_what_it_stored_itself(
+    open_stack: Callable[[Config], Stack],
+) -> None:
+    plain, audited = ids_by_choice(0.5)
+    engine = Engine(open_stack(config(MEMORY, audit=0.5, audit_action="stop")))
+    engine.serve(keys(4), plain)
+    engine.weights = 1
+    engine.serve(keys(4), audited)
+    assert counted(engine.stack, "cpu")["audit_stopped"] == 1
+    assert engine.serve(keys(4), plain) == 0
+    assert engine.serve(keys(4), plain) == 0
+
+
+# Settings.
+
+
+@pytest.mark.parametrize("audit", [-0.1, 1.5, "often", True, float("nan")])
+def test_a_share_is_a_number_from_0_to_1(audit: object) -> None:
+    with pytest.raises(tiered_kv.ConfigError, match=r"^audit: .*found"):
+        tiered_kv.load_config({**config(), "audit": audit})
+
+
+def test_the_other_settings_are_checked() -> None:
+    with pytest.raises(tiered_kv.ConfigError, match=r"^audit_tolerance: "):
+        tiered_kv.load_config(config(audit_tolerance=2))
+    with pytest.raises(tiered_kv.ConfigError, match=r"^audit_action: .*'report' or 'stop'"):
+        tiered_kv.load_config(config(audit_action="panic"))

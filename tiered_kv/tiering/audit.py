@@ -1,0 +1,387 @@
+"""The audit: a share of requests is computed anew, and what the tiers have is compared with what was computed.
+
+A namespace cannot know everything that shapes a block's bytes. So the lookups of some requests are answered with
+misses. The engine then computes their blocks and stores them, and here each is compared with the copy under its key:
+
+- Where the primary tier has the block, the engine writes into a *spare row* instead, and both rows are compared.
+- Where a secondary tier has it, the engine stores it as any new block, and the tier's copy is loaded into a spare row.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from tiered_kv.base import OffloadKey, PrepareStoreOutput, ReqContext
+from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
+from tiered_kv.mediums import CPULoadStoreSpec
+from tiered_kv.tiering.audited import Audited, digest_of_key, digest_of_request, is_chosen
+from tiered_kv.tiering.base import JobId, JobResult
+from tiered_kv.tiering.comparison import IDENTICAL, Difference, is_known
+from tiered_kv.tiering.jobs import Job
+from tiered_kv.tiering.lane import Lane
+from tiered_kv.tiering.promotion import JobFactory
+from tiered_kv.tiering.spare_rows import BLOCKS_MAX, Pair, SpareRows
+
+logger = logging.getLogger(__name__)
+
+DURATION_MAX_S: Final = 60.0
+"""How long after its first lookup a request's blocks may take to be stored and compared."""
+LOGGED_KEYS_MAX: Final = 8
+
+_SHOWN_MAX: Final = 1e3
+"""The largest difference that a counter shows; values that are not finite differ by more."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRules:
+    """What a stack's settings say of the audit.
+
+    Args:
+        share: Share of the requests that are audited, above 0 and up to 1.
+        tolerance: The largest relative difference of a stretch of values that is still close; see `difference_of`.
+        stops: Whether a tier whose block differs is not used any more.
+        dtype: The type of the blocks' values, as the namespace names it.
+    """
+
+    share: float
+    tolerance: float
+    stops: bool = False
+    dtype: str = "auto"
+
+
+class Audit:
+    """Chooses requests, one at a time, and follows their blocks until they have been compared.
+
+    Owned by the manager's thread, which only notes and passes on here: bytes are compared on a thread of their own.
+
+    Args:
+        rules: The settings.
+        primary: The primary tier.
+        lanes: The secondary tiers, in the order they are searched.
+        make_job: Makes jobs.
+        clock: Seconds of a monotonic clock.
+        on_active: Called with True when lookups have to ask `withholds` from now on, and with False when not.
+    """
+
+    def __init__(
+        self,
+        rules: AuditRules,
+        primary: CPUOffloadingManager,
+        lanes: Sequence[Lane],
+        make_job: JobFactory,
+        clock: Callable[[], float],
+        on_active: Callable[[bool], None],
+    ) -> None:
+        self._rules = rules
+        self._primary = primary
+        self._lanes = lanes
+        self._make_job = make_job
+        self._clock = clock
+        self._on_active = on_active
+        self._spare_rows = SpareRows(primary, rules.dtype)
+        self._numbers = itertools.count()
+        self._current: Audited | None = None
+        self._written: dict[OffloadKey, Pair] = {}  # whose spare row the engine is writing
+        self._loads: dict[JobId, list[Pair]] = {}
+        self._sums_of_means: defaultdict[str, float] = defaultdict(float)
+        self.counters: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
+        """By tier; what concerns no tier in particular is the primary tier's."""
+        self.is_active = False
+        """Whether lookups have to ask `withholds`."""
+        self.stopped: set[str] = set()
+        """Tiers that are not to be used any more."""
+
+    @property
+    def in_flight(self) -> int:
+        """Comparisons that have not ended."""
+        return self._spare_rows.in_flight
+
+    # The engine's calls.
+
+    def begin(self, req_context: ReqContext) -> None:
+        """Audit a new request, if it is one of the share and no other is being audited."""
+        req_id, current = req_context.req_id, self._current
+        if not req_id or not is_chosen(req_id, self._rules.share) or PRIMARY_NAME in self.stopped:
+            return
+        if current is None:
+            context = ReqContext(f"\0audit-{next(self._numbers)}")
+            self._current = Audited(req_id, context, self._clock() + DURATION_MAX_S)
+            self._set_active(True)
+        elif current.req_id != req_id:
+            self.counters[PRIMARY_NAME]["audit_busy_requests"] += 1
+
+    def withholds(self, key: OffloadKey, req_context: ReqContext) -> bool:
+        """Return whether a lookup is to be answered with a miss."""
+        if PRIMARY_NAME in self.stopped:
+            return True
+        audited = self._current
+        if audited is None or audited.req_id != req_context.req_id:
+            return False
+        if audited.first_key is None:
+            audited.first_key = key
+            audited.until_s = self._clock() + DURATION_MAX_S
+        return True
+
+    def prepare(
+        self, keys: Collection[OffloadKey], output: PrepareStoreOutput, req_context: ReqContext
+    ) -> PrepareStoreOutput:
+        """Return what a request shall store, with spare rows for blocks that the primary tier has."""
+        audited = self._current
+        if audited is None or not audited.is_stored_by(req_context.req_id, keys):
+            return output
+        fresh = set(output.keys_to_store)
+        present: list[CPUBlock] = []
+        for key in audited.computed(keys):
+            block = self._primary.blocks.get(key)
+            if block is None or (key not in fresh and (block.ref_cnt < 0 or key in self._written)):
+                continue
+            free_rows = self._spare_rows.room - len(audited.asked) - len(present)
+            if len(audited.taken) >= BLOCKS_MAX or free_rows <= 0:
+                audited.is_taking = False
+                break
+            audited.taken.add(key)
+            if key in fresh:
+                audited.asked[key] = None
+            else:
+                present.append(block)
+        self._ask(audited)
+        return self._with_spare_rows(audited, keys, output, present, req_context) if present else output
+
+    def complete(
+        self, keys: Collection[OffloadKey], written: Sequence[CPUBlock], req_context: ReqContext, success: bool
+    ) -> None:
+        """Go on with blocks whose store has ended; `written` are those in rows of their own, if it succeeded."""
+        req_id = req_context.req_id
+        if self._written:
+            pairs = [self._written[key] for key in keys if key in self._written]
+            for pair in pairs:
+                if pair.writer == req_id:
+                    del self._written[pair.block.key]
+                    self._compare(pair) if success else self._release(pair, "failed_store")
+        audited = self._current
+        if audited is None or audited.storer != req_id or not audited.asked:
+            return
+        if not success:
+            lost = [audited.asked.pop(key) for key in keys if key in audited.asked]
+            self._abandon("failed_store", len(lost))
+            return
+        self._ask(audited)
+        found: dict[Lane, list[CPUBlock]] = {}
+        for block in written:
+            if block.key not in audited.asked:
+                continue
+            lane = audited.asked.pop(block.key)
+            if lane is not None:
+                found.setdefault(lane, []).append(block)
+            else:
+                self._abandon("unanswered", 1)
+        for lane, blocks in found.items():
+            self._load(audited, lane, blocks, req_context)
+
+    def finish(self, req_context: ReqContext) -> None:
+        """Note the end of a request, whose stores may still be completed."""
+        audited = self._current
+        if audited is None:
+            return
+        if req_context.req_id == audited.storer:
+            audited.is_taking = False
+        if req_context.req_id == audited.req_id:
+            audited.is_finished = True
+            if audited.first_key is None:
+                self._end()
+
+    # What tiers and time bring.
+
+    def collect(self, job: Job, result: JobResult) -> bool:
+        """End a load that was reported; return False where it is none of the audit's."""
+        pairs = self._loads.pop(job.job_id, None)
+        if pairs is None:
+            return False
+        loaded = set(job.keys if result.success else result.successful_keys or ())
+        for pair in pairs:
+            if job.is_expired:
+                self._spare_rows.free(pair)
+            elif pair.block.key in loaded:
+                self._compare(pair)
+            else:
+                self._release(pair, "failed_load")
+        return True
+
+    def expire(self, job: Job) -> bool:
+        """Give up a load; return False where it is none of the audit's. Its spare rows stay with the job."""
+        pairs = self._loads.get(job.job_id)
+        if pairs is None:
+            return False
+        for pair in pairs:
+            self._spare_rows.expire(pair)
+            if pair.audited is self._current:
+                self._abandon("failed_load", 1)
+        return True
+
+    def tick(self, now_s: float) -> None:
+        """Judge what has been compared, and let time pass."""
+        for pair, difference in self._spare_rows.take():
+            if pair.audited is not self._current:
+                continue
+            if difference is None:
+                self._abandon("error", 1)
+            else:
+                self._judge(pair.audited, pair.tier, pair.key, difference)
+        audited = self._current
+        if audited is None:
+            return
+        self._ask(audited)
+        if audited.different and self._rules.stops:
+            self._end("stopped")
+        elif now_s >= audited.until_s:
+            self._end("expired")
+        elif not (audited.is_taking or audited.asked or audited.pending):
+            self._end()
+
+    def reset(self) -> None:
+        """Give up what is being audited: the blocks under its keys are other ones from now on."""
+        if self._current is not None:
+            self._end("reset")
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread that compares, after what was given to it; no longer than `timeout_s`."""
+        self.reset()
+        self._spare_rows.stop(timeout_s)
+        self.tick(self._clock())
+
+    # One step each.
+
+    def _ask(self, audited: Audited) -> None:
+        """Ask the tiers, in order, for the blocks of which it is not known yet who has them."""
+        rest = [key for key, lane in audited.asked.items() if lane is None]
+        for lane in self._lanes:
+            if not rest:
+                return
+            if not lane.is_searched:
+                continue
+            try:
+                answers = dict(zip(rest, lane.tier.lookup_many(rest, audited.context), strict=True))
+            except Exception:
+                lane.note_exception("lookup_many")
+                continue
+            audited.asked.update({key: lane for key, answer in answers.items() if answer})
+            rest = [key for key, answer in answers.items() if answer is not None and not answer]
+        for key in rest:
+            del audited.asked[key]
+            audited.is_taking = False  # what lies behind a block that no tier has is of no use to anybody
+
+    def _with_spare_rows(
+        self,
+        audited: Audited,
+        keys: Collection[OffloadKey],
+        output: PrepareStoreOutput,
+        present: list[CPUBlock],
+        req_context: ReqContext,
+    ) -> PrepareStoreOutput:
+        evicted: list[OffloadKey] = []
+        pairs = self._spare_rows.pair(audited, present, req_context, evicted)
+        self._abandon("no_room", len(present) - len(pairs))
+        for pair in pairs:
+            pair.writer = req_context.req_id
+            self._written[pair.block.key] = pair
+        assert isinstance(output.store_spec, CPULoadStoreSpec)
+        rows = dict(zip(output.keys_to_store, output.store_spec.block_ids.tolist(), strict=True))
+        rows |= {pair.block.key: pair.spare.block_id for pair in pairs}
+        ordered = [key for key in dict.fromkeys(keys) if key in rows]
+        spec = CPULoadStoreSpec(np.array([rows[key] for key in ordered], dtype=np.int64))
+        return PrepareStoreOutput(ordered, spec, [*output.evicted_keys, *evicted])
+
+    def _load(self, audited: Audited, lane: Lane, blocks: list[CPUBlock], req_context: ReqContext) -> None:
+        """Load a tier's copies of blocks that the engine has just stored."""
+        pairs = self._spare_rows.pair(audited, blocks[: max(lane.load_room(), 0)], req_context, [], lane.name)
+        self._abandon("no_room", len(blocks) - len(pairs))
+        if not pairs:
+            return
+        job = self._make_job(
+            lane, [pair.block.key for pair in pairs], [pair.spare for pair in pairs], is_promotion=True
+        )
+        if lane.submit(job, audited.context):
+            self._loads[job.job_id] = pairs
+        else:
+            for pair in pairs:
+                self._release(pair, "failed_load")
+
+    def _compare(self, pair: Pair) -> None:
+        if pair.audited is self._current:
+            self._spare_rows.compare(pair)
+        else:
+            self._release(pair, "")
+
+    def _release(self, pair: Pair, reason: str) -> None:
+        self._spare_rows.release(pair)
+        if pair.audited is self._current:  # what ended with its audit has been counted there
+            self._abandon(reason, 1)
+
+    def _judge(self, audited: Audited, tier: str, key: OffloadKey, difference: Difference) -> None:
+        counters = self.counters[tier]
+        largest, mean = difference.largest, difference.mean
+        audited.compared += 1
+        counters["audited_blocks"] += 1
+        if difference is IDENTICAL:
+            verdict = "identical"
+        elif largest is not None and largest <= self._rules.tolerance:
+            verdict = "close"
+        else:
+            verdict = "different"
+            audited.different.append(key)
+            if self._rules.stops:
+                self.stopped.add(tier)
+                counters["audit_stopped"] = 1
+        counters[f"audit_{verdict}_blocks"] += 1
+        self._note_size(tier, audited, largest or 0.0, mean)
+
+    def _note_size(self, tier: str, audited: Audited, largest: float, mean: float) -> None:
+        counters = self.counters[tier]
+        audited.largest, audited.mean = max(audited.largest, largest), max(audited.mean, mean)
+        self._sums_of_means[tier] += min(mean, _SHOWN_MAX)
+        largest_ppm = round(min(largest, _SHOWN_MAX) * 1e6)
+        counters["audit_largest_difference_ppm"] = max(counters["audit_largest_difference_ppm"], largest_ppm)
+        counters["audit_mean_difference_ppm"] = round(self._sums_of_means[tier] / counters["audited_blocks"] * 1e6)
+
+    def _set_active(self, is_active: bool) -> None:
+        self.is_active = is_active
+        self._on_active(is_active)
+
+    def _abandon(self, reason: str, num_blocks: int) -> None:
+        if num_blocks:
+            self.counters[PRIMARY_NAME][f"audit_abandoned_{reason}"] += num_blocks
+
+    def _end(self, reason: str = "") -> None:
+        """End the audit of the current request; `reason` tells why some of its blocks may not have been compared."""
+        audited = self._current
+        assert audited is not None
+        self._current = None
+        self._set_active(PRIMARY_NAME in self.stopped)
+        for lane in self._lanes:
+            lane.call("on_request_finished", audited.context)
+        self._abandon(reason, audited.pending + len(audited.asked))
+        self.counters[PRIMARY_NAME]["audited_requests"] += bool(audited.compared)
+        if audited.different:
+            shown = [digest_of_key(key) for key in audited.different[:LOGGED_KEYS_MAX]]
+            logger.error(
+                "audit: %d of %d stored blocks differ from what the engine computed for request %s; largest difference "
+                "%.3g of the values, of a whole block %.3g, tolerance %.3g, type %s; blocks %s%s%s",
+                len(audited.different),
+                audited.compared,
+                digest_of_request(audited.req_id),
+                audited.largest,
+                audited.mean,
+                self._rules.tolerance,
+                self._rules.dtype if is_known(self._rules.dtype) else f"{self._rules.dtype}, compared as bytes",
+                " ".join(shown),
+                " ..." if len(audited.different) > LOGGED_KEYS_MAX else "",
+                f"; not used any more: {', '.join(sorted(self.stopped))}" if self.stopped else "",
+            )
