@@ -87,7 +87,7 @@ BUILT_IN: dict[str, dict[str, object]] = {
     "fs": {"path": "", "capacity": "64MiB", "quota": "32MiB"},
     "memory": {"capacity": "64MiB"},
     "nvme": {"path": "", "capacity": "64MiB"},
-    "redis": {"url": "redis://127.0.0.1:1", "quota": "64MiB"},
+    "redis": {"url": "redis://127.0.0.1:1"},
     "s3": {
         "bucket": "bucket",
         "endpoint_url": "http://127.0.0.1:1",

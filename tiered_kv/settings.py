@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Self
+from typing import ClassVar, Self
 
 from pydantic import (
     BaseModel,
@@ -29,6 +29,9 @@ class StrictModel(BaseModel):
     """A frozen model that refuses unknown keys and shows no secret when it is printed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+    unknown_key_hints: ClassVar[Mapping[str, str]] = {}
+    """What to say of a key that is no setting here, and that people may expect."""
 
     _from_environment: frozenset[str] = PrivateAttr(default=frozenset())
     """Settings whose text a variable brought."""

@@ -102,7 +102,8 @@ def _message(model: type[BaseModel], detail: ErrorDetails) -> str:
         known = list(parent.model_fields) if parent else []
         accepted = f"{suggestion(name, known)}; known keys: {', '.join(known)}" if known else ""
         found = HIDDEN if parent and _may_be_a_secret(parent, name) else _shown(value, name)
-        return f"unknown key, with the value {found}{accepted}"
+        hint = getattr(parent, "unknown_key_hints", {}).get(name)
+        return f"unknown key, with the value {found}{f'; {hint}' if hint else accepted}"
     if detail["type"] == "string_type" and isinstance(value, (bool, int, float)) and not is_secret_name(name):
         return f"expected a text; put it in quotes: '{_shown(value, name)}'"
     wanted = _reworded(detail["msg"])

@@ -2,7 +2,7 @@
 
 Names are found by SCAN, on every master of a cluster, and removed by UNLINK, one name a command: names of one
 namespace lie in many slots. SCAN may miss what is stored or moved to another server meanwhile, so it is repeated until
-a pass over all servers finds nothing. The epoch's mark, the readable form and the quota's account go too. A stack that
+a pass over all servers finds nothing. The epoch's mark and the readable form go too. A stack that
 runs stays in its epoch and writes its mark again. Names that begin like the namespace's and are none of the tier's
 stay, and are reported.
 """
@@ -49,10 +49,10 @@ _PASSES_MAX: Final = 20
 _STEP_S_MAX: Final = 10.0
 """How long one command, or one batch of them, may take."""
 _NAME: Final = re.compile(
-    re.escape(KEY_PREFIX) + rb"(?P<digest>[0-9a-f]{32}):(?:(?P<block>[0-9a-f]{16}:.*)|namespace|epoch|account|survey)",
+    re.escape(KEY_PREFIX) + rb"(?P<digest>[0-9a-f]{32}):(?:(?P<block>[0-9a-f]{16}:.*)|namespace|epoch)",
     re.DOTALL,
 )
-"""Every name that the tier gives: see `keyspace.py` and `account.py`. A block's key may be any bytes."""
+"""Every name that the tier gives: see `keyspace.py`. A block's key may be any bytes."""
 _FOREIGN_MAX: Final = 10_000
 """Foreign names that are told apart, since SCAN may tell a name twice."""
 _NAMESPACE_BYTES: Final = 128

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
+
+from redis.exceptions import RedisError
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
@@ -15,16 +18,13 @@ from tiered_kv.toolkit.unreadable import Unreadable
 from tiered_kv_redis.counters import Counters
 from tiered_kv_redis.endpoint import check_tls_files
 from tiered_kv_redis.exchange import Calls, Exchange, Stores, converse
-from tiered_kv_redis.grants import QuotaLimits
 from tiered_kv_redis.keyspace import KeySpace
 from tiered_kv_redis.loads import Loads
 from tiered_kv_redis.node import Node, NodeDownError
-from tiered_kv_redis.quota import Quota
 from tiered_kv_redis.reasons import (
     CLUSTER_DOWN,
     MISSING,
     MOVED,
-    NO_SPACE,
     NODE_DOWN,
     OF_ONE_SERVER,
     READ_ONLY,
@@ -49,9 +49,6 @@ several connections send side by side, the server has enough to read without."""
 _LOOKUP_SHARE = 0.5
 """Of `lookup_timeout`: within it each of several servers must answer. The rest is for lookups that come meanwhile."""
 
-_ROOM_WAIT_S_MAX = 5.0
-"""How long a store may wait for room in a quota."""
-
 Attempt = Callable[[Sequence[int]], Failures]
 """Tries the blocks at some positions, and returns why those that failed did."""
 Conversation = TypeVar("Conversation", bound=Exchange)
@@ -72,6 +69,19 @@ class _Batch:
     wire_keys: Sequence[bytes]
     blocks: Sequence[memoryview]
     deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """What limits a server's memory.
+
+    Args:
+        memory_bytes: Its `maxmemory`; 0 for no limit.
+        policy: Its `maxmemory-policy`.
+    """
+
+    memory_bytes: int
+    policy: str
 
 
 class Blocks:
@@ -108,7 +118,6 @@ class Blocks:
         self._send_bytes = max(_SEND_BYTES_MIN, _SENDS_BYTES // settings.connections)
         self._topology = topology_of(settings)
         self._keyspace = KeySpace(self._topology, namespace_digest, namespace)
-        self._quota = self._open_quota(name)
         self._noted: set[str] = set()
         self._unreadable: Unreadable[bytes] = Unreadable()  # by their names in the servers
         # Whether the next store asks what is there before it sends: so if half of what the last one offered was there.
@@ -125,13 +134,18 @@ class Blocks:
             return SERVER_ERROR if is_misnamed else error.reason
         return ""
 
-    def quota_stats(self) -> dict[str, int]:
-        """Return the quota's gauges; nothing where there is none."""
-        return {} if self._quota is None else self._quota.stats()
-
     def servers(self) -> list[str]:
         """Return the addresses of the servers that are known."""
         return sorted(node.label for node in self._topology.nodes())
+
+    def limits(self) -> list[MemoryLimit]:
+        """Return what limits the memory of each server that answers and permits the question."""
+        found = []
+        for node in self._topology.nodes():
+            with contextlib.closing(node.client()) as client, contextlib.suppress(RedisError, OSError):
+                info = client.info("memory")
+                found.append(MemoryLimit(int(info["maxmemory"]), str(info["maxmemory_policy"])))
+        return found
 
     @property
     def epoch_repairs(self) -> int:
@@ -206,29 +220,12 @@ class Blocks:
         except NodeDownError as error:
             _log.warning("tier '%s': a reset has not reached the server (%s)", self._name, error.reason)
         finally:
-            if self._quota is not None:
-                self._quota.close(min(1.0, self._settings.timeout))
             self._topology.close()
-
-    def _open_quota(self, name: str) -> Quota | None:
-        settings = self._settings
-        if settings.quota is None:
-            return None
-        limits = QuotaLimits(
-            quota_bytes=settings.quota,
-            record_bytes_max=self._record_bytes_max,
-            room_wait_s=min(_ROOM_WAIT_S_MAX, settings.job_timeout / 2),
-            transfer_s=settings.timeout,
-        )
-        return Quota(self._topology, self._namespace_digest, limits, self.counters, name)
 
     # Conversations. Each is about positions in a batch, and returns why those that failed did.
 
     def _store(self, positions: Sequence[int], batch: _Batch) -> Failures:
-        """Store blocks where nothing lies, or nothing that can be a block, or what cannot be read here.
-
-        Of the latter no more are replaced than the quota knows to account for; the others count as present.
-        """
+        """Store blocks where nothing lies, or nothing that can be a block, or what cannot be read here."""
         unreadable = [at for at in positions if batch.wire_keys[at] in self._unreadable]
         occupied, failures = positions, Failures()
         if not self._asks_first:
@@ -238,40 +235,18 @@ class Blocks:
         lengths, unknown = self._lengths(occupied, batch.wire_keys, batch.deadline)
         vacant = [at for at in occupied if at not in unknown and not self._may_be_block(lengths.get(at))]
         foreign = sorted({*occupied}.intersection(unreadable).difference(unknown, vacant)) if unreadable else []
-        if self._quota is not None and foreign:
-            foreign = foreign[: self._quota.take_replacements(len(foreign))]
         replaced = sorted([*vacant, *foreign])
         present = len(occupied) - len(unknown) - len(replaced)
         self.counters.add("present_blocks", present)
         self._asks_first = 2 * present >= len(positions)
-        refused = self._send(replaced, batch, overwrite=True)[1]
-        if self._quota is not None and foreign:
-            self._quota.give_back_replacements(sum(refused.get(at) == NO_SPACE for at in foreign))
-        return failures | unknown | refused
+        return failures | unknown | self._send(replaced, batch, overwrite=True)[1]
 
     def _send(self, positions: Sequence[int], batch: _Batch, *, overwrite: bool) -> tuple[list[int], Failures]:
-        """Store blocks, as many as the quota has room for.
+        """Store blocks.
 
         Returns:
             Where something lies already and was left there, besides the failures.
         """
-        grants = None if self._quota is None else self._quota.grants
-        if grants is None or not positions:
-            occupied, failures, _ = self._send_all(positions, batch, overwrite=overwrite)
-            return occupied, failures
-        taken = grants.take(len(positions), batch.deadline)
-        refused = dict.fromkeys(positions[taken:], grants.refusal)
-        if not taken:
-            return [], refused
-        used_bytes = taken * self._record_bytes_max  # unless it is known to be less
-        try:
-            occupied, failures, used_bytes = self._send_all(positions[:taken], batch, overwrite=overwrite)
-        finally:
-            grants.settle(taken, used_bytes)
-        return occupied, failures | refused
-
-    def _send_all(self, positions: Sequence[int], batch: _Batch, *, overwrite: bool) -> tuple[list[int], Failures, int]:
-        """Store blocks; return as `_send`, and the bytes of the records that may be there now because of this."""
 
         def stores(node: Node, own: Sequence[int]) -> Stores:
             return Stores(
@@ -297,7 +272,7 @@ class Blocks:
         occupied = [own[at] for exchange, own in done for at in exchange.occupied]
         left = {*occupied, *failures}
         self._unreadable.forget(batch.wire_keys[at] for at in positions if at not in left)
-        return occupied, failures, sum(exchange.stored_bytes() for exchange, _ in done) if self._quota else 0
+        return occupied, failures
 
     def _load(self, positions: Sequence[int], batch: _Batch) -> Failures:
         """Load blocks, delete what nobody can load, and note what only others can."""

@@ -11,11 +11,7 @@ _NAMES: Final = {
     "present_blocks": "blocks that were to be stored and were there already",
     "loaded_blocks": "blocks loaded and verified",
     "corrupt_blocks": "blocks whose value nobody can read; it was deleted",
-    "unanswered_lookups": "keys that became a miss because no server answered",
-    "over_quota_blocks": "blocks that were not stored because the quota had no room",
-    "evicted_blocks": "blocks deleted to make room in the quota",
-    "surveys": "times that this process counted the namespace's blocks",
-    "failed_surveys": "times that the quota's account could not be kept",
+    "unanswered_lookups": "keys that became a miss because no server of the tier answered",
 }
 _FAMILIES: Final = {
     "failed_stores_": "blocks that were not stored, by reason",

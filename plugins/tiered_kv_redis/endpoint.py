@@ -19,14 +19,11 @@ Options = dict[str, Any]  # Any: redis-py's keyword arguments
 
 LOOKUP_CONNECTIONS = 1
 """Connections to each server besides those for transfers, so that a lookup never waits for one to end."""
-QUOTA_CONNECTIONS = 1
-"""One more for the thread that keeps a quota."""
 
 
 def pool_options(settings: RedisSettings, address: Address | None) -> Options:
     """Return the arguments of a `ConnectionPool` for the server at `address`, or on the Unix socket."""
-    others = LOOKUP_CONNECTIONS + (QUOTA_CONNECTIONS if settings.quota is not None else 0)
-    options = {**common_options(settings), "max_connections": settings.connections + others}
+    options = {**common_options(settings), "max_connections": settings.connections + LOOKUP_CONNECTIONS}
     options["db"] = settings.db
     options["parser_class"] = BoundedParser
     if address is None:

@@ -204,7 +204,6 @@ class Stores(Exchange):
         super().__init__(node, len(keys))
         self.occupied: list[int] = []
         """Positions where something lies already, which was left there."""
-        self._sent_bytes: list[int] = []  # of each record that was sent, or was about to be
         self._keys = keys
         self._wire_keys = wire_keys
         self._blocks = blocks
@@ -226,7 +225,6 @@ class Stores(Exchange):
         for key, wire_key, block in zip(self._keys, self._wire_keys, self._blocks, strict=True):
             header, payload = encode_record(key, block, self._namespace_digest, self._codec, room.take)
             length = len(header) + len(payload)
-            self._sent_bytes.append(length)
             parts.append(
                 b"%b%b$%d\r\n%b\r\n$%d\r\n%b" % (ending, self._opening, len(wire_key), wire_key, length, header)
             )
@@ -249,11 +247,6 @@ class Stores(Exchange):
             if not done:
                 self._note(link.replies.reply(deadline))
                 self.answered += 1
-
-    def stored_bytes(self) -> int:
-        """Return the bytes of all records that may be there now because of this: all but those the server left out."""
-        left_out = {*self.occupied, *(at for at in self.failures if at < self.answered)}
-        return sum(size for at, size in enumerate(self._sent_bytes) if at not in left_out)
 
     def _note(self, reply: Reply) -> None:
         if reply is None:

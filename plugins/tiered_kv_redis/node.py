@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+from redis import Redis
 from redis.connection import ConnectionPool
 from redis.exceptions import RedisError
 
@@ -59,6 +60,7 @@ class Node:
         self._on_connect = on_connect
         self._on_failure = on_failure
         self._closing = threading.Event()
+        self._pool_settings = pool_settings
         self._pool = ConnectionPool(**pool_settings)
         # Connections that have been used; the pool's own check of each would cost as much as a small block.
         self._idle: deque[WireConnection] = deque()
@@ -87,6 +89,10 @@ class Node:
         if reason != BUSY:  # all connections are in use, of which the server knows nothing
             self.note_failure(reason)
         raise NodeDownError(reason)
+
+    def client(self) -> Redis:
+        """Return redis-py's client of the server, with connections of its own; close it after use."""
+        return Redis(connection_pool=ConnectionPool(**self._pool_settings))
 
     @property
     def has_connection(self) -> bool:

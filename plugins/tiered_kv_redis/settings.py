@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from pydantic import Field, SecretStr, model_validator
@@ -52,6 +52,10 @@ class RedisSettings(CodecSettings):
     A user and a password in `url` are moved to `username` and `password` when the entry is read.
     """
 
+    unknown_key_hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("capacity", "quota"), "the limit is the server's 'maxmemory', with 'maxmemory-policy allkeys-lru'"
+    )
+
     type: str = "redis"
     url: str | None = Field(default=None, description=f"The server: {_URL_ACCEPTED}. Or give `host` and `port`.")
     host: str | None = Field(default=None, min_length=1, description="The server's host; instead of `url`.")
@@ -88,12 +92,6 @@ class RedisSettings(CodecSettings):
     )
     ttl: Seconds | None = Field(
         default=None, ge=0.001, le=10 * 365 * 86400, description="How long a block lives after it was stored."
-    )
-    quota: Bytes | None = Field(
-        default=None,
-        ge=1,
-        description="What the blocks of this namespace may take in the servers, by whatever processes; those that were "
-        "used longest ago make room. Give all processes of the namespace the same. By default the server's limit only.",
     )
     timeout: Seconds = Field(
         default=5.0, gt=0, le=3600, description="How long one transfer of at most 8 MiB (or one block) may take."

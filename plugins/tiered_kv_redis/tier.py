@@ -12,6 +12,7 @@ from tiered_kv.errors import TierUnavailableError
 from tiered_kv.toolkit.blocking import BlockingTier
 from tiered_kv.toolkit.jobs import Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
+from tiered_kv.units import format_bytes
 from tiered_kv_redis.blocks import Blocks
 from tiered_kv_redis.reasons import NOT_OURS_TO_USE
 from tiered_kv_redis.settings import RedisSettings
@@ -91,8 +92,11 @@ class RedisTier(BlockingTier):
         return True
 
     def stats(self) -> Mapping[str, int]:
-        counted = {**super().stats(), **self._blocks.counters.snapshot(), **self._blocks.quota_stats()}
-        return {**counted, "epoch_repairs": self._blocks.epoch_repairs}
+        return {
+            **super().stats(),
+            **self._blocks.counters.snapshot(),
+            "epoch_repairs": self._blocks.epoch_repairs,
+        }
 
     def describe(self) -> Mapping[str, object]:
         """Return where the blocks are and how they get there; asks the server.
@@ -115,8 +119,23 @@ class RedisTier(BlockingTier):
             "connections": settings.connections,
             "pipeline_bytes": settings.pipeline,
             "ttl": "none" if settings.ttl is None else f"{settings.ttl:g} s",
-            **self._blocks.quota_stats(),
+            **self._limits(),
         }
+
+    def _limits(self) -> Mapping[str, object]:
+        """Return what limits the servers' memory, and a warning where nothing does."""
+        limits = self._blocks.limits()
+        if not limits:
+            return {"maxmemory": "unknown: the user has no right to INFO"}
+        told: dict[str, object] = {
+            "maxmemory": ", ".join(sorted({format_bytes(each.memory_bytes) for each in limits})),
+            "maxmemory_policy": ", ".join(sorted({each.policy for each in limits})),
+        }
+        if any(not each.memory_bytes for each in limits):
+            told["warning"] = "maxmemory is 0: the server takes memory until there is none; set it"
+        elif any(each.policy == "noeviction" for each in limits):
+            told["warning"] = "the policy is noeviction: a full server refuses stores; set allkeys-lru"
+        return told
 
     # Worker threads.
 

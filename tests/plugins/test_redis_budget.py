@@ -15,7 +15,7 @@ pytest.importorskip("redis", reason="redis-py is not installed")
 from redis.connection import ConnectionPool
 from redis.exceptions import ConnectionError
 
-from tiered_kv_redis import administration, survey
+from tiered_kv_redis import administration
 from tiered_kv_redis.administration import RedisAdministration
 from tiered_kv_redis.budget import ITEM_BYTES, REPLIES_BYTES_MAX
 from tiered_kv_redis.endpoint import pool_options
@@ -153,26 +153,6 @@ def test_what_is_no_page_of_names_is_refused(reply: bytes, start: Start) -> None
     with pytest.raises(NodeDownError) as refused:
         scan(node, b"0", b"*", 500, soon())
     assert refused.value.reason == "protocol"
-
-
-def test_what_a_survey_remembers_is_bounded_in_bytes(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(survey, "CANDIDATES_BYTES_MAX", 4 * MIB)
-    pages = 40
-
-    def answer(command: list[bytes]) -> Iterator[bytes]:
-        if command[0] == b"SCAN":
-            at = int(command[1])
-            names = [PREFIX + b"%016x:" % 7 + b"%d" % (2 * at + more) + bytes(MIB) for more in range(2)]
-            yield page(b"%d" % ((at + 1) % pages), [name[: 1 << 20] for name in names])
-        else:
-            yield b":1000\r\n"
-
-    _, node = start(answer)
-    found = survey.survey([node], DIGEST, 2000, soon, lambda: True)
-    assert found is not None
-    assert (found.blocks, found.used_bytes) == (2 * pages, 2000 * pages)
-    assert sum(len(candidate.name) for candidate in found.candidates) <= 4 * MIB
-    assert len(found.candidates) == 3
 
 
 def test_foreign_names_are_counted_and_not_kept(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

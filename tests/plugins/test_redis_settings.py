@@ -132,6 +132,30 @@ def test_a_user_that_may_not_do_what_is_needed_is_an_error(redis_server: RedisSe
         rig_of(read(url=redis_server.url, username="reader", password=SECRET))
 
 
+@pytest.mark.parametrize("name", ["capacity", "quota"])
+def test_a_limit_of_its_own_is_an_unknown_key_and_the_message_names_the_server_s(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}: unknown key, .*; the limit is the server's 'maxmemory'"):
+        validate(RedisSettings, {"type": "redis", "url": "redis://localhost", name: "8GiB"})
+
+
+@pytest.mark.parametrize(
+    ("memory", "policy", "warning"),
+    [("0", "allkeys-lru", "maxmemory is 0"), ("64mb", "noeviction", "noeviction"), ("64mb", "allkeys-lru", None)],
+)
+def test_describe_shows_the_server_s_limit_and_warns_where_there_is_none(
+    redis_server: RedisServer, memory: str, policy: str, warning: str | None
+) -> None:
+    redis_server.call("CONFIG", "SET", "maxmemory", memory, "maxmemory-policy", policy)
+    rig = rig_of(read(url=redis_server.url))
+    try:
+        told = rig.tier.describe()
+    finally:
+        rig.close()
+    assert (told["maxmemory"], told["maxmemory_policy"]) == ("64MiB" if memory == "64mb" else "0B", policy)
+    assert (warning is None) == ("warning" not in told)
+    assert str(warning or "") in str(told.get("warning", ""))
+
+
 def test_the_commands_that_the_page_names_are_enough(redis_server: RedisServer) -> None:
     rights = ["+get", "+set", "+strlen", "+unlink"]
     redis_server.call("ACL", "SETUSER", "tier", "on", f">{SECRET}", "~tkv1:*", *rights)

@@ -19,13 +19,12 @@ import pytest
 from tiered_kv.base import OffloadKey
 from tiered_kv.testing.clock import ManualClock
 from tiered_kv.testing.disk_use import occupied_bytes
-from tiered_kv.testing.redis_servers import PATIENT, RedisServer, fake_redis_url, redis_server
+from tiered_kv.testing.redis_servers import PATIENT, fake_redis_url, redis_server
 from tiered_kv.testing.rig import TierRig, compressible_content, make_keys
 from tiered_kv.testing.s3_servers import S3Server, missing_for_moto, moto_server
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
-from tiered_kv.toolkit.record import record_bytes_max
 from tiered_kv.toolkit.unreadable import LIFETIME_S, Unreadable
 
 __all__ = ["fake_redis_url", "moto_server", "redis_server"]
@@ -250,10 +249,6 @@ ROUNDS = 40
 """Of two batches: five times the limit in all."""
 BATCH = 8
 Measure = Callable[[], int]
-COUNTED = """
-local fields = redis.call('HMGET', ARGV[1], 'net', 'offset')
-return fields[2] and fields[1] + fields[2] or 0 -- without an offset nobody has counted yet
-"""
 
 
 def replace_again_and_again(
@@ -312,45 +307,6 @@ def test_a_directory_s_limits_hold_while_blocks_are_replaced(storage: Storage, t
 
     limits: dict[str, object] = {"capacity": "64MiB", limit: LIMIT_BYTES}
     replace_again_and_again(storage, limits, used_bytes, counted_bytes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tier", ["redis"])
-def test_a_quota_in_redis_holds_while_blocks_are_replaced(storage: Storage, redis_server: RedisServer) -> None:
-    storage.entry["url"] = redis_server.url
-    prefix = f"tkv1:{SPEC.namespace_digest.hex()}:"
-
-    def used_bytes() -> int:
-        names = redis_server.keys(f"{prefix}{'[0-9a-f]' * 16}:*")
-        return sum(int(redis_server.call("STRLEN", name)[1:]) for name in names)
-
-    def counted_bytes() -> int:
-        return int(redis_server.call("EVAL", COUNTED, "0", f"{prefix}account")[1:])
-
-    replace_again_and_again(storage, {"quota": LIMIT_BYTES}, used_bytes, counted_bytes)
-
-
-@pytest.mark.parametrize("tier", ["redis"])
-def test_a_store_replaces_no_more_in_redis_than_a_share_of_the_quota(
-    storage: Storage, redis_server: RedisServer
-) -> None:
-    storage.entry["url"] = redis_server.url
-    cause = CAUSES["unknown_key"]
-    writer = storage.open(cause.writer)
-    stranger = storage.open({**cause.stranger, "quota": 64 * record_bytes_max(BLOCK_BYTES)})
-    keys = make_keys(12)
-    assert writer.store(keys).success
-    assert failed(stranger, keys) == "unknown_key"
-    wait_until(lambda: stranger.store(keys).success, 300.0)  # at first there is no room until somebody has surveyed
-    assert stranger.tier.stats()["present_blocks"] == 8, "a sixteenth are 4 records"
-    assert stranger.lookup_all(keys) == [True] * 4 + [False] * 8, "those that were left cannot be read as before"
-
-    def stored_at_last() -> bool:
-        return stranger.store(keys).success and all(stranger.lookup_all(keys))
-
-    wait_until(stored_at_last, 300.0)  # a survey that a busy machine holds up is followed by a long rest
-    assert stranger.load(keys) == set(keys)
-    assert stranger.tier.stats()["evicted_blocks"] == 0
 
 
 @pytest.mark.slow

@@ -18,7 +18,6 @@ from tiered_kv_fs.posix import opened, write_all
 from tiered_kv_nvme.epoch import DirectoryEpoch
 from tiered_kv_nvme.files import NoSegment, SegmentFiles
 from tiered_kv_nvme.segment import Segment
-from tiered_kv_redis.account import Account
 
 
 def fs_publishes_before_it_writes() -> None:
@@ -77,18 +76,6 @@ def nvme_does_not_flush_a_reset() -> None:
     mock.patch.object(DirectoryEpoch, "sync", sync_once).start()
 
 
-def redis_grants_more_than_its_quota() -> None:
-    """Grants are given up to half as much again."""
-    ask = Account.ask
-
-    def ask_over(
-        account: Account, outstanding_bytes: int, need_bytes: int, wanted_bytes: int, quota_bytes: int, deadline: float
-    ) -> int:
-        return ask(account, outstanding_bytes, need_bytes, wanted_bytes, 3 * quota_bytes // 2, deadline)
-
-    mock.patch.object(Account, "ask", ask_over).start()
-
-
 DEFECTS: dict[str, Callable[[], None]] = {
     defect.__name__: defect
     for defect in (
@@ -98,7 +85,6 @@ DEFECTS: dict[str, Callable[[], None]] = {
         nvme_makes_a_segment_too_many,
         nvme_does_not_flush_its_marker,
         nvme_does_not_flush_a_reset,
-        redis_grants_more_than_its_quota,
     )
 }
 

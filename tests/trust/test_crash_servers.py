@@ -14,7 +14,6 @@ from tiered_kv.testing.crash_cases import Case, CaseOutcome, CrashCases, sample,
 from tiered_kv.testing.crash_scenario import BLOCK_BYTES, JOB_BLOCKS, CrashScenario
 from tiered_kv.testing.figures import Figures, Profile
 from tiered_kv.testing.redis_servers import RedisServer, redis_server
-from tiered_kv.testing.redis_watch import NamespacesWatched
 from tiered_kv.testing.s3_servers import S3Server, moto_server
 from tiered_kv.testing.syscalls import Fault, missing_for_tracing
 from tiered_kv.toolkit.record import HEADER_BYTES
@@ -26,12 +25,8 @@ pytestmark = [pytest.mark.trust, pytest.mark.slow]
 RECORD_BYTES = HEADER_BYTES + BLOCK_BYTES
 S3_CAPACITY_BYTES = 112 << 10
 """Three quarters of what a run stores, so that it evicts."""
-REDIS_QUOTA_BYTES = 144 << 10
-"""Three quarters of what a run stores, and nearly the least that may be (docs/redis.md)."""
 GRANT_S = 130.0
 """A killed process's grant may be in the way for 100 s (docs/s3.md); until then there may be no room for others."""
-SURVEY_S = 130.0
-"""A killed process's survey is in the way for a minute (docs/redis.md), and the rest that follows one."""
 CASES_OF_SHORT = 16
 FURTHER_CASES = 36
 """At most: what they do not come to, the tests below say."""
@@ -96,28 +91,6 @@ def test_killed_at_any_send_to_redis_a_process_leaves_others_what_they_need(
     assert sum(outcome.loaded for outcome in hit) > 0, "the cases found no blocks: they prove nothing"
 
 
-def test_killed_at_any_send_to_redis_a_process_with_a_quota_leaves_others_their_room_and_never_takes_more(
-    cases: CrashCases, redis_server: RedisServer, profile: Profile, figures: Figures
-) -> None:
-    entry = entry_of(redis_server, quota=REDIS_QUOTA_BYTES)
-    scenario = CrashScenario(entry, tenant="", jobs=6, store_s_max=SURVEY_S, keeps_newest=False)
-
-    def is_enough(hit: Sequence[CaseOutcome]) -> bool:
-        return bool(crowded(hit, REDIS_QUOTA_BYTES) and of_the_account(hit))
-
-    with NamespacesWatched(redis_server, RECORD_BYTES, surveys_end_early=True) as watched:
-        outcomes, note = killed(cases, scenario, profile, is_enough=is_enough)
-    outcomes = with_problems(outcomes, watched.over(REDIS_QUOTA_BYTES))
-    if profile is Profile.FULL:  # a sample has the patience that others need
-        with NamespacesWatched(redis_server, RECORD_BYTES, surveys_end_early=False) as watched:
-            patient, _ = killed(cases, scenario, Profile.SHORT)
-        outcomes += with_problems(patient, watched.over(REDIS_QUOTA_BYTES))
-    hit = settle("crash/redis", outcomes, figures, f"{note}, with a quota")
-    assert sum(outcome.loaded for outcome in hit) > 0, "the cases found no blocks: they prove nothing"
-    assert crowded(hit, REDIS_QUOTA_BYTES), "no case came to where the quota is full"
-    assert of_the_account(hit), "the account's sends were left out"
-
-
 def test_killed_at_any_send_to_s3_a_process_leaves_others_what_they_need(
     cases: CrashCases, moto_server: S3Server, profile: Profile, figures: Figures
 ) -> None:
@@ -135,17 +108,6 @@ def test_killed_at_any_send_to_s3_a_process_leaves_others_what_they_need(
     assert crowded(hit, S3_CAPACITY_BYTES), "no case came to where the capacity is full"
     assert max(outcome.details["occupied_bytes"] for outcome in hit) > S3_CAPACITY_BYTES // 2, "nobody saw it filled"
     assert sum(outcome.details["refused"] > 0 for outcome in hit) <= len(hit) // 2, "few took new blocks"
-
-
-def with_problems(outcomes: Sequence[CaseOutcome], problems: Sequence[str]) -> list[CaseOutcome]:
-    """Return the outcomes, with problems that belong to all of them in the last."""
-    *others, last = outcomes
-    return [*others, dataclasses.replace(last, problems=[*last.problems, *problems])]
-
-
-def of_the_account(outcomes: Sequence[CaseOutcome]) -> list[CaseOutcome]:
-    """Return the cases that were killed by what the thread that keeps a quota's account sent."""
-    return [each for each in outcomes if "-quota" in str(each.case.options["fault"])]
 
 
 def crowded(outcomes: Sequence[CaseOutcome], limit_bytes: int) -> list[CaseOutcome]:

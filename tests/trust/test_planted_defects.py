@@ -16,7 +16,6 @@ import tiered_kv_fs.blocks
 import tiered_kv_memory.tier
 import tiered_kv_nvme.reader
 from tiered_kv.base import OffloadKey
-from tiered_kv.testing import crash_scenario
 from tiered_kv.testing.crash_cases import Case, CrashCases
 from tiered_kv.testing.crash_scenario import CrashScenario
 from tiered_kv.testing.flush_order import FlushOrder
@@ -26,8 +25,7 @@ from tiered_kv.testing.race_cases import race_damage, race_late_workers, race_lo
 from tiered_kv.testing.race_stacks import BLOCK_BYTES, stack_of
 from tiered_kv.testing.races import Prompts, open_guarded, problems_at_rest
 from tiered_kv.testing.racing_scheduler import RacingScheduler
-from tiered_kv.testing.redis_servers import RedisServer, redis_server
-from tiered_kv.testing.redis_watch import NamespacesWatched
+from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.syscalls import Fault, missing_for_tracing
 from tiered_kv.tiering.base import JobResult
@@ -36,7 +34,7 @@ from tiered_kv.tiering.jobs import Job
 from tiered_kv.tiering.lane import Lane
 from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.toolkit.codec_set import plain_codecs
-from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus
+from tiered_kv.toolkit.record import RecordStatus
 from tiered_kv_memory.tier import MemoryTier
 from tiered_kv_nvme.directory import Identity
 from tiered_kv_nvme.disk import Disk
@@ -360,22 +358,3 @@ def test_a_flush_of_a_segment_that_is_left_out_is_found_by_the_order_of_its_writ
         said = problems()
     assert any(text in problem for problem in said), said
     assert problems() == []
-
-
-def test_a_grant_over_the_quota_is_found_by_the_look_at_what_redis_holds(
-    tmp_path: Path, redis_server: RedisServer
-) -> None:
-    if missing := missing_for_tracing():
-        pytest.skip(missing)
-    record_bytes = HEADER_BYTES + crash_scenario.BLOCK_BYTES
-    quota_bytes = 144 << 10
-    entry = {"type": "redis", "url": redis_server.url, "connections": 1, "connect_timeout": 30.0, "quota": quota_bytes}
-    program = (str(PROGRAM), "redis_grants_more_than_its_quota")
-    with CrashCases(tmp_path / "crash", program=program, servers=1) as cases:
-        for seed in SEEDS:  # evicting is as fast as storing at times, and hides it
-            scenario = CrashScenario(entry, tenant=f"planted-{seed}", jobs=10)
-            with NamespacesWatched(redis_server, record_bytes, surveys_end_early=True) as watched:
-                assert cases.record(scenario, "sends")
-            if watched.over(quota_bytes):
-                return
-    pytest.fail("the planted defect was not found")

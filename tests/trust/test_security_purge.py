@@ -32,7 +32,7 @@ PROGRAM = Path(__file__).with_name("purge_neighbour_program.py")
 BLOCKS = 16
 ROUNDS = 4
 """Of a neighbour, which loads again what it stored six rounds before."""
-KINDS = ("nvme", "fs", "redis", "redis-quota", "redis-cluster", "redis-sentinel", "s3", "s3-versioned")
+KINDS = ("nvme", "fs", "redis", "redis-cluster", "redis-sentinel", "s3", "s3-versioned")
 SHARED = ("fs", "redis", "redis-cluster", "s3-versioned")
 WAIT_S = 120.0
 
@@ -54,9 +54,6 @@ def make_storage(tmp_path: Path, request: pytest.FixtureRequest) -> MakeStorage:
         if kind == "redis":
             server: RedisServer = request.getfixturevalue("redis_server")
             return RedisStorage(tmp_path, [server], url=server.url)
-        if kind == "redis-quota":
-            server = request.getfixturevalue("redis_server")
-            return RedisStorage(tmp_path, [server], url=server.url, quota="32MiB")
         if kind == "redis-cluster":
             cluster: RedisClusterServers = request.getfixturevalue("redis_cluster")
             cluster.keep_masters()

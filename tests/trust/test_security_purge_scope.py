@@ -103,12 +103,12 @@ def test_a_bucket_s_objects_that_others_put_under_the_namespace_s_names_stay_and
 def test_names_in_redis_that_others_put_among_the_namespace_s_stay_and_are_told(
     redis_server: RedisServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    alice = Tenant("alice", RedisStorage(tmp_path, [redis_server], url=redis_server.url, quota="32MiB"))
+    alice = Tenant("alice", RedisStorage(tmp_path, [redis_server], url=redis_server.url))
     alice.store(BLOCKS)
     ours = f"tkv1:{alice.digest}:"
     redis_server.set(f"{ours}{'a' * 16}:".encode() + b"any\nbytes", b"a block")
     foreign = [
-        f"{ours}notes", f"{ours}epoch2", f"{ours}account\n", f"{ours}", f"{ours}{'a' * 16}",
+        f"{ours}notes", f"{ours}epoch2", f"{ours}epoch\n", f"{ours}", f"{ours}{'a' * 16}",
         f"{ours}{'A' * 16}:key", f"{ours}{'a' * 17}:key", f"{ours}x:namespace",
     ]  # fmt: skip
     for name in foreign:

@@ -48,5 +48,5 @@ def test_names_are_seen_by_who_may_scan_and_say_nothing_if_they_are_keyed(
     url = user_of(redis_server, alice)
     with closing(redis.Redis.from_url(url)) as client, pytest.raises(redis.exceptions.NoPermissionError):
         client.scan(match="*")
-    # Such a user is enough for a stack that has no quota.
+    # Such a user is enough for a stack.
     assert Tenant("alice", RedisStorage(tmp_path, [redis_server], url=url)).store(BLOCKS) == BLOCKS

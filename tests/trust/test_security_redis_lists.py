@@ -15,7 +15,6 @@ from tiered_kv.cli import main
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.lying_redis import LyingRedis
 from tiered_kv.testing.tenants import Tenant, UnseenStorage
-from tiered_kv.testing.waiting import wait_until
 
 pytest.importorskip("redis", reason="redis-py is not installed")
 
@@ -78,34 +77,6 @@ def test_a_purge_s_names(
     tenant = Tenant("alice", elsewhere(tmp_path, {"url": f"redis://{server.address}"}))
     assert main(["purge", str(tenant.file), "--yes", "--timeout", "30s"]) == 1
     assert main(["purge", str(tenant.file), "--yes", "--timeout", "30s", "--tenant", "alice"]) == 1
-    assert traced() < PEAK_BYTES
-
-
-@pytest.mark.parametrize("form", LISTS)
-def test_a_survey_s_names(
-    form: str, start: Callable[[Answer], LyingRedis], traced: Callable[[], int], tmp_path: Path
-) -> None:
-    scans: list[bytes] = []
-
-    def answer(command: list[bytes]) -> Iterable[bytes]:
-        if command[0] == b"SCAN":
-            scans.append(command[1])
-            return endless_names(form)
-        if command[0] == b"GET":
-            return [b"$16\r\n0123456789abcdef\r\n"]
-        if command[0] == b"HGETALL":
-            return [b"*2\r\n$2\r\nid\r\n$3\r\nabc\r\n"]
-        if command[0] == b"HGET":
-            return [b"$-1\r\n"]
-        return [b"+OK\r\n"] if command[0] in (b"CLIENT", b"SELECT", b"SET") else [b":1\r\n"]
-
-    server = start(answer)
-    tenant = Tenant("alice", elsewhere(tmp_path, {"url": f"redis://{server.address}", "quota": "100MiB"}))
-    with open_stack(tenant.file) as stack:
-        tenant.put(stack, tenant.keys(BLOCKS))
-        wait_until(lambda: stack.counters()["redis"]["failed_surveys"] >= 1, what="a survey that fails")
-        assert tenant.wrong(stack, tenant.keys(BLOCKS, 100)) == (0, 0)
-    assert scans[0] == b"0"
     assert traced() < PEAK_BYTES
 
 

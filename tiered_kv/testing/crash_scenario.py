@@ -70,8 +70,6 @@ class CrashScenario:
             from time to time, and a reset has to be there to have been held.
         store_s_max: For how long new blocks may be refused after the crash, because of what the writer still holds.
             None where there is no time to wait for that: `Found.refused` tells whether they were.
-        keeps_newest: Whether what was stored last is evicted last. A tier that tells ages by the second may not keep to
-            that, since the whole run takes a second or two.
     """
 
     entry: Mapping[str, object]
@@ -79,7 +77,6 @@ class CrashScenario:
     jobs: int
     device: bool = False
     store_s_max: float | None = 0.0
-    keeps_newest: bool = True
 
     @property
     def path(self) -> Path | None:
@@ -155,7 +152,7 @@ class CrashScenario:
         with self._opened() as stack:
             loaded = self._look(stack, versions, found, strict=strict)
             newest = progress["newest_stored"]
-            if keeps and self.keeps_newest and newest >= 0:
+            if keeps and newest >= 0:
                 missing = set(self.keys[newest * JOB_BLOCKS : (newest + 1) * JOB_BLOCKS]) - loaded.keys()
                 if missing:
                     found.problems.append(f"{len(missing)} blocks of the newest job that was stored are lost")
