@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
-
-from redis.exceptions import RedisError
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
@@ -20,7 +17,7 @@ from tiered_kv_redis.endpoint import check_tls_files
 from tiered_kv_redis.exchange import Calls, Exchange, Stores, converse
 from tiered_kv_redis.keyspace import KeySpace
 from tiered_kv_redis.loads import Loads
-from tiered_kv_redis.node import Node, NodeDownError
+from tiered_kv_redis.node import MemoryLimit, Node, NodeDownError
 from tiered_kv_redis.reasons import (
     CLUSTER_DOWN,
     MISSING,
@@ -69,19 +66,6 @@ class _Batch:
     wire_keys: Sequence[bytes]
     blocks: Sequence[memoryview]
     deadline: float
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryLimit:
-    """What limits a server's memory.
-
-    Args:
-        memory_bytes: Its `maxmemory`; 0 for no limit.
-        policy: Its `maxmemory-policy`.
-    """
-
-    memory_bytes: int
-    policy: str
 
 
 class Blocks:
@@ -140,12 +124,7 @@ class Blocks:
 
     def limits(self) -> list[MemoryLimit]:
         """Return what limits the memory of each server that answers and permits the question."""
-        found = []
-        for node in self._topology.nodes():
-            with contextlib.closing(node.client()) as client, contextlib.suppress(RedisError, OSError):
-                info = client.info("memory")
-                found.append(MemoryLimit(int(info["maxmemory"]), str(info["maxmemory_policy"])))
-        return found
+        return [limit for node in self._topology.nodes() if (limit := node.memory_limit()) is not None]
 
     @property
     def epoch_repairs(self) -> int:

@@ -12,7 +12,6 @@ from redis.retry import Retry
 
 from tiered_kv.errors import ConfigError
 from tiered_kv_redis.connection import TcpConnection, TlsConnection, UnixConnection
-from tiered_kv_redis.handshake import BoundedParser
 from tiered_kv_redis.settings import Address, RedisSettings
 
 Options = dict[str, Any]  # Any: redis-py's keyword arguments
@@ -25,7 +24,6 @@ def pool_options(settings: RedisSettings, address: Address | None) -> Options:
     """Return the arguments of a `ConnectionPool` for the server at `address`, or on the Unix socket."""
     options = {**common_options(settings), "max_connections": settings.connections + LOOKUP_CONNECTIONS}
     options["db"] = settings.db
-    options["parser_class"] = BoundedParser
     if address is None:
         return {**options, "path": settings.socket, "connection_class": UnixConnection}
     kind = TlsConnection if settings.tls else TcpConnection

@@ -6,22 +6,17 @@ import select
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.toolkit.codecs import Codec
 from tiered_kv.toolkit.record import encode_record
-from tiered_kv_redis.budget import Budget
 from tiered_kv_redis.connection import Link, WireConnection
 from tiered_kv_redis.node import Node, NodeDownError
-from tiered_kv_redis.reasons import PROTOCOL, REFUSES_STORES, TIMEOUT, TOO_LONG, WireError, reason_of_error
+from tiered_kv_redis.reasons import PROTOCOL, REFUSES_STORES, TIMEOUT, WireError, reason_of_error
 from tiered_kv_redis.replies import Refusal, Reply
 from tiered_kv_redis.stream import Buffer
 
 _STORED = b"+OK\r\n"
-
-Answer = TypeVar("Answer")
-"""What a reply may be."""
 
 
 class Exchange(ABC):
@@ -133,8 +128,8 @@ def _guarded(exchange: Exchange, link: Link, step: Callable[[Link, float], None]
         exchange.end(reason_of_error(error))
 
 
-class Commands(Exchange, Generic[Answer]):
-    """Small commands, all of whose replies keep within one `Budget`.
+class Calls(Exchange):
+    """Small commands, whose replies are a word, a number, or nothing.
 
     Args:
         node: The server.
@@ -143,34 +138,19 @@ class Commands(Exchange, Generic[Answer]):
 
     def __init__(self, node: Node, commands: Sequence[bytes]) -> None:
         super().__init__(node, len(commands))
-        self.replies: list[Answer] = []
+        self.replies: list[Reply] = []
         self._commands = commands
 
     def begin(self, link: Link, deadline: float) -> None:
         link.stream.send((b"".join(self._commands),), deadline)
 
     def finish(self, link: Link, deadline: float) -> None:
-        budget = Budget()
         for position in range(self.count):
-            reply = self._read(link, deadline, budget)
+            reply = link.replies.reply(deadline)
             if isinstance(reply, Refusal):
                 self.failures[position] = reply.reason
             self.replies.append(reply)
             self.answered += 1
-
-    @abstractmethod
-    def _read(self, link: Link, deadline: float, budget: Budget) -> Answer:
-        """Read the next reply."""
-
-
-class Calls(Commands[Reply]):
-    """Commands whose replies are a word, a number, or nothing."""
-
-    def _read(self, link: Link, deadline: float, budget: Budget) -> Reply:
-        reply = link.replies.reply(deadline)
-        if isinstance(reply, bytes) and not budget.take(len(reply)):
-            raise WireError(TOO_LONG)
-        return reply
 
 
 class Stores(Exchange):

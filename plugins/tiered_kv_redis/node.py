@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 from redis import Redis
@@ -34,6 +35,19 @@ class NodeDownError(Exception):
     def __init__(self, reason: str) -> None:
         self.reason = reason
         super().__init__(reason)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """What limits a server's memory.
+
+    Args:
+        memory_bytes: Its `maxmemory`; 0 for no limit.
+        policy: Its `maxmemory-policy`.
+    """
+
+    memory_bytes: int
+    policy: str
 
 
 class Node:
@@ -92,7 +106,14 @@ class Node:
 
     def client(self) -> Redis:
         """Return redis-py's client of the server, with connections of its own; close it after use."""
-        return Redis(connection_pool=ConnectionPool(**self._pool_settings))
+        return Redis.from_pool(ConnectionPool(**self._pool_settings))
+
+    def memory_limit(self) -> MemoryLimit | None:
+        """Ask the server for its limit; None where it does not answer, or the user has no right to ask."""
+        with contextlib.closing(self.client()) as client, contextlib.suppress(RedisError, OSError):
+            told = client.info("memory")
+            return MemoryLimit(int(told["maxmemory"]), str(told["maxmemory_policy"]))
+        return None
 
     @property
     def has_connection(self) -> bool:

@@ -8,19 +8,18 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from typing import Any
 
+from redis import Redis
 from redis.connection import ConnectionPool
 from redis.crc import key_slot
-from redis.exceptions import RedisError
 from redis.sentinel import Sentinel
 
 from tiered_kv_redis.endpoint import pool_options, sentinel_options
-from tiered_kv_redis.handshake import BoundedParser
 from tiered_kv_redis.node import Node, NodeDownError
-from tiered_kv_redis.reasons import CLUSTER_DOWN, TIMEOUT, UNAVAILABLE, WireError, reason_of_error
+from tiered_kv_redis.reasons import CLUSTER_DOWN, TIMEOUT, UNAVAILABLE, reason_of_error
 from tiered_kv_redis.settings import Address, RedisSettings
-from tiered_kv_redis.slots import believed_address, masters_of
 
 REFRESH_PAUSE_S = 0.5
 """Between two questions of where the servers are."""
@@ -175,8 +174,6 @@ class SentinelMaster(MovingServers):
         )
         # Asked in this order: the last one that knew stands first. Replaced by the thread that asks.
         self._clients: list[Any] = list(self._sentinel.sentinels)  # Any: redis-py's clients
-        for client in self._clients:  # whose constructor takes no parser
-            client.connection_pool.connection_kwargs["parser_class"] = BoundedParser
         self._master: Node | None = None
 
     def split(self, wire_keys: Sequence[bytes], deadline: float) -> list[tuple[Node, list[int]]]:
@@ -206,7 +203,7 @@ class SentinelMaster(MovingServers):
             try:
                 state = client.sentinel_masters().get(service)
                 if state and self._sentinel.check_master_state(state, service):  # type: ignore[no-untyped-call]
-                    address = believed_address(state["ip"], state["port"])
+                    address = Address(str(state["ip"]), int(state["port"]))
                     self._clients = [client, *(each for each in self._clients if each is not client)]
                     return address
             except Exception as error:  # redis-py makes anything of an answer that makes no sense
@@ -248,7 +245,7 @@ class Cluster(MovingServers):
         for address in dict.fromkeys((*(address for address, _ in known), *self._settings.addresses)):
             try:
                 masters = self._masters_by(address)
-            except (RedisError, OSError, WireError) as error:
+            except Exception as error:  # redis-py makes anything of an answer that makes no sense
                 failure = error
                 continue
             if masters:
@@ -259,14 +256,25 @@ class Cluster(MovingServers):
 
     def _masters_by(self, member: Address) -> dict[int, Address]:
         """Return what a member says: where the master of each slot is that has one."""
-        pool = ConnectionPool(**pool_options(self._settings, member))
-        try:
-            connection = pool.get_connection()
-            connection.send_command("CLUSTER", "SLOTS")  # type: ignore[no-untyped-call]  # as in `SentinelMaster`
-            ranges = connection.read_response()
-        finally:
-            pool.disconnect()
-        return masters_of(ranges, member)
+        with closing(Redis.from_pool(ConnectionPool(**pool_options(self._settings, member)))) as client:
+            return masters_of(client.execute_command("CLUSTER SLOTS"), member)  # type: ignore[no-untyped-call]  # redis-py annotates some of its methods only
+
+
+def masters_of(ranges: Sequence[Any], member: Address) -> dict[int, Address]:  # Any: as redis-py has it
+    """Return where the master of each slot is that has one.
+
+    Slots may have none: nobody names them, or their master has no address any more, and its port is 0 then.
+
+    Args:
+        ranges: The reply to CLUSTER SLOTS (https://redis.io/docs/latest/commands/cluster-slots/).
+        member: Who sent it: the host that is meant where none is named.
+    """
+    masters: dict[int, Address] = {}
+    for first, last, (host, port, *_), *_ in ranges:
+        if port:
+            name = member.host if host in (None, b"", b"?") else host.decode()
+            masters.update(dict.fromkeys(range(first, last + 1), Address(name, port)))
+    return masters
 
 
 def topology_of(settings: RedisSettings) -> Topology:

@@ -215,16 +215,6 @@ ENDLESS_HTTP = {
     "interim answers without an end": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
     "no HTTP at all": (b"", b"\0"),
 }
-ENDLESS_REDIS = {
-    "a string of a terabyte": (b"$109951162777\r\n", b"x"),
-    "a line without an end": (b"+", b"x"),
-    "an array of a billion": (b"*1000000000\r\n", b"$1\r\nx\r\n"),
-    "a scan of a billion names": (b"*2\r\n$1\r\n7\r\n*1000000\r\n", b"$1\r\nx\r\n"),
-    "a name of a gigabyte": (b"*2\r\n$1\r\n7\r\n*2\r\n$1000000000\r\n", b"x"),
-    "arrays in arrays": (b"", b"*1\r\n"),
-    "a number without an end": (b":", b"1"),
-    "no RESP at all": (b"", b"\0"),
-}
 
 
 def use(tenant: Tenant) -> None:
@@ -269,27 +259,3 @@ def test_an_s3_server_s_answers(
     more = {"endpoint_url": f"http://127.0.0.1:{server.port}", "attempts": 1, "request_timeout": "400ms"}
     use(Tenant("alice", elsewhere(tmp_path, {**entry, **more})))
     assert server.sent_bytes > 0
-
-
-@pytest.mark.parametrize("form", ENDLESS_REDIS)
-def test_a_redis_server_s_replies(
-    form: str, endless: Callable[[tuple[bytes, bytes]], EndlessServer], tmp_path: Path
-) -> None:
-    server = endless(ENDLESS_REDIS[form])
-    url = f"redis://127.0.0.1:{server.port}"
-    use(
-        Tenant(
-            "alice", elsewhere(tmp_path, {"type": "redis", "url": url, "timeout": "400ms", "connect_timeout": "200ms"})
-        )
-    )
-
-
-@pytest.mark.parametrize("form", ENDLESS_REDIS)
-def test_a_redis_cluster_s_replies(
-    form: str, endless: Callable[[tuple[bytes, bytes]], EndlessServer], tmp_path: Path
-) -> None:
-    server = endless(ENDLESS_REDIS[form])
-    nodes = {"mode": "cluster", "nodes": [f"127.0.0.1:{server.port}"]}
-    use(
-        Tenant("alice", elsewhere(tmp_path, {"type": "redis", **nodes, "timeout": "400ms", "connect_timeout": "200ms"}))
-    )

@@ -12,23 +12,18 @@ from tiered_kv.testing.rig import block_content, compressible_content, make_keys
 from tiered_kv.toolkit.codec_set import plain_codecs
 from tiered_kv.toolkit.codecs import codec_by_name
 from tiered_kv.toolkit.record import encode_record
-from tiered_kv_redis.budget import ITEM_BYTES, Budget
 from tiered_kv_redis.connection import Link
-from tiered_kv_redis.listing import Value, _value
 from tiered_kv_redis.loads import Loads
 from tiered_kv_redis.node import Node
 from tiered_kv_redis.reasons import WireError
 from tiered_kv_redis.replies import Refusal, ReplyReader
-from tiered_kv_redis.settings import Address
-from tiered_kv_redis.slots import SLOTS, masters_of
 from tiered_kv_redis.stream import Buffer
 
 BLOCK_BYTES = 256
 NAMESPACE = bytes(range(16))
 KEYS = make_keys(4, "fuzz")
-_READERS = _LOADS_RAW, _LOADS_ZSTD, _REPLIES, _SKIPS, _LISTS = range(5)
+_READERS = _LOADS_RAW, _LOADS_ZSTD, _REPLIES, _SKIPS = range(4)
 _BUFFER_BYTES_MAX = 1 << 20
-_LIST_BYTES_MAX = 40 * ITEM_BYTES  # so little that inputs come to it
 _PIECES = (1, 7, 100, 1000, 1 << 20)
 
 
@@ -39,9 +34,6 @@ def reply_target() -> Target:
     replies = b"+OK\r\n:12\r\n$-1\r\n$3\r\nabc\r\n-MOVED 1 127.0.0.1:7000\r\n:-5\r\n"
     bodies = [(_LOADS_RAW, raw), (_LOADS_ZSTD, zstd), (_LOADS_RAW, mixed), (_REPLIES, replies)]
     bodies += [(_LOADS_ZSTD, mixed), (_SKIPS, b"+OK\r\n+OK\r\n-OOM no\r\n+OK\r\n")]
-    node = b"*3\r\n$9\r\n127.0.0.1\r\n:%d\r\n$40\r\n" + b"f" * 40 + b"\r\n"
-    slots = b"*2\r\n*3\r\n:0\r\n:8191\r\n" + node % 7000 + b"*4\r\n:8192\r\n:16383\r\n" + node % 7001 + node % 7002
-    bodies += [(_LISTS, slots), (_LISTS, b"*2\r\n$2\r\n17\r\n*2\r\n$1\r\na\r\n$2\r\nbc\r\n:7\r\n-ERR no\r\n$-1\r\n")]
     seeds = tuple(bytes([reader, cut]) + body for reader, body in bodies for cut in range(len(_PIECES)))
     words = (
         b"\r\n",
@@ -51,8 +43,6 @@ def reply_target() -> Target:
         b"-ERR x\r\n",
         b":1\r\n",
         b"*1\r\n",
-        b":16384\r\n",
-        b"*65536\r\n",
         b"$384\r\n",
         b"$9999999999\r\n",
     )
@@ -125,11 +115,6 @@ def _run(data: bytes) -> None:
             while True:
                 reply = link.replies.reply(_soon())
                 assert reply is None or isinstance(reply, bytes | int | Refusal)
-        elif reader == _LISTS:
-            while True:
-                budget = Budget()
-                budget.left_bytes = _LIST_BYTES_MAX
-                _check_list(_value(cast(Link, link), _soon(), budget, 0))
         elif reader == _SKIPS:
             while True:
                 assert 0 <= link.replies.skip(b"+OK\r\n", 4, _soon()) <= 4
@@ -137,20 +122,6 @@ def _run(data: bytes) -> None:
         else:
             _load(link, "raw" if reader == _LOADS_RAW else "zstd", data)
     assert len(link.replies._buffer) <= _BUFFER_BYTES_MAX, "the buffer grows with what is sent"
-
-
-def _check_list(value: Value) -> None:
-    """See that a list takes no more memory than is allowed, and is a map of slots as a whole or not at all."""
-    assert _items(value) <= _LIST_BYTES_MAX // ITEM_BYTES
-    with contextlib.suppress(WireError):
-        masters = masters_of(value, Address("member", 1))
-        assert isinstance(value, list)
-        assert set(masters) <= set(range(SLOTS))
-        assert all(1 <= address.port <= 65_535 and address.host for address in masters.values())
-
-
-def _items(value: Value) -> int:
-    return sum(1 + _items(each) for each in value) if isinstance(value, list) else 0
 
 
 def _load(link: _ScriptedLink, codec: str, sent: bytes) -> None:
