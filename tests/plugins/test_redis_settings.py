@@ -166,6 +166,7 @@ def test_the_commands_that_the_page_names_are_enough(redis_server: RedisServer) 
         assert rig.load(keys) == set(keys)
         assert rig.tier.reset_cache()
         assert rig.store(keys).success
+        assert str(rig.tier.describe()["maxmemory"]).startswith("unknown"), "INFO is not among them"
     finally:
         rig.close()
 
