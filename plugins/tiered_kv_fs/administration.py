@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Final
 
 from tiered_kv.errors import FormatError, TierUnavailableError
@@ -25,7 +27,7 @@ from tiered_kv.tiering.administration import (
     believed,
 )
 from tiered_kv_fs.directory import fields_of, read_version
-from tiered_kv_fs.files import occupied_bytes, read_file
+from tiered_kv_fs.files import Found, occupied_bytes, read_file, walk
 from tiered_kv_fs.layout import (
     BLOCK,
     EPOCH,
@@ -67,15 +69,13 @@ class FsAdministration(TierAdministration):
         found: dict[str, StoredNamespace] = {}
         try:
             for digest, path in self._directories(only):
-                files = [entry for entry in _walk(path, deadline) if not entry.is_dir(follow_symlinks=False)]
-                sizes = [_size_bytes(entry) for entry in files]
-                blocks = sum(BLOCK.fullmatch(entry.name) is not None for entry in files)
+                other = found.get(digest, StoredNamespace(digest, {}, 0, 0))
+                blocks, size_bytes = _count(path, deadline)
                 text = read_file(f"{path}/{NAMESPACE_NAME}", DESCRIPTION_BYTES_MAX)
-                described = believed(fields_of(text or b"").get("namespace"), digest)
-                if (other := found.get(digest)) is not None:
-                    described, blocks = other.described or described, blocks + (other.blocks or 0)
-                    sizes.append(other.size_bytes or 0)
-                found[digest] = StoredNamespace(digest, described, blocks, sum(sizes))
+                described = believed(fields_of(text or b"").get("namespace"), digest) or other.described
+                found[digest] = StoredNamespace(
+                    digest, described, blocks + (other.blocks or 0), size_bytes + (other.size_bytes or 0)
+                )
         except OSError as error:
             raise self._unavailable(error, "list") from error
         return [found[digest] for digest in sorted(found)]
@@ -84,12 +84,6 @@ class FsAdministration(TierAdministration):
         try:
             if not self._directories(digest):
                 return Purged(0, 0)
-            if self._is_private:  # what root made in another user's directory, that user's stacks would refuse
-                fd = open_directory(self._path, make=False)
-                try:
-                    check_directory(fd, self._path, may_tighten=False)
-                finally:
-                    os.close(fd)
             while time.monotonic() < deadline:
                 with sweep_locked(f"{self._path}/{SWEEP_NAME}") as is_locked:
                     if is_locked:
@@ -110,37 +104,26 @@ class FsAdministration(TierAdministration):
             users = [name for name, holder in state.holders.items() if holder.namespace == digest]
             for name in users:  # who lives comes back by itself; of the others nothing may be left
                 del state.holders[name]
-        blocks = size_bytes = 0
-        left: list[str] = []
+        purged = _Deleted()
         try:
             for _, path in self._directories(digest, only_moved=True):
-                while os.path.isdir(path) and not left and time.monotonic() < deadline:  # files may still be added
-                    for entry in _walk(path, deadline):
-                        if not _OURS.fullmatch(entry.path[len(path) + 1 :]) or entry.is_symlink():
-                            left.append(f"{entry.path}, which is not this tier's")
-                        elif entry.is_dir(follow_symlinks=False):
-                            _remove_directory(entry.path)
-                        else:
-                            freed_bytes = _size_bytes(entry)
-                            with suppress(FileNotFoundError):
-                                os.unlink(entry.path)
-                                size_bytes += freed_bytes
-                                blocks += BLOCK.fullmatch(entry.name) is not None
-                    _remove_directory(path)
+                while os.path.isdir(path) and not purged.left and time.monotonic() < deadline:  # some may be added
+                    purged.delete(path, deadline)
         finally:
             with ledger.locked() as state:
-                state.take_off(size_bytes)
+                state.take_off(purged.size_bytes)
                 if users:  # what they have filled of their grants, only a survey can tell
                     state.surveyed_s = 0.0
-        if len(left) > _NAMED_MAX:
-            left[_NAMED_MAX:] = [f"{len(left) - _NAMED_MAX} more such entries"]
+        left = purged.left[:_NAMED_MAX]
+        if len(purged.left) > _NAMED_MAX:
+            left.append(f"{len(purged.left) - _NAMED_MAX} more such entries")
         if not left and (moved := self._directories(digest, only_moved=True)):
             left.append(f"the time was over before all in {moved[0][1]} was deleted; purge again")
-        stored = sum(BLOCK.fullmatch(entry.name) is not None for entry in _walk(f"{self._path}/{digest}", deadline))
+        stored, _ = _count(f"{self._path}/{digest}", deadline)
         if stored:
             left.append(f"{stored} blocks, stored meanwhile by a stack that uses this namespace")
         note = f"{len(users)} stacks use this namespace, or ended a moment ago; who is open may store in it again"
-        return Purged(blocks, size_bytes, tuple(left), (note,) if users else ())
+        return Purged(purged.blocks, purged.size_bytes, tuple(left), (note,) if users else ())
 
     def _directories(self, only: str | None, *, only_moved: bool = False) -> list[tuple[str, str]]:
         """Return digest and path of each namespace's directory, those that a purge has moved away included."""
@@ -149,13 +132,13 @@ class FsAdministration(TierAdministration):
         except FileNotFoundError:
             return []
         try:
-            names = set(os.listdir(fd))
+            names = set(os.listdir(fd)) - {"lost+found"}
+            if names and read_version(self._path, self._tier) is None:
+                raise FormatError(f"{self._path} is not a directory of this tier", tier=self._tier)
+            if names and self._is_private:  # what root made in another user's, that user's stacks would refuse
+                check_directory(fd, self._path, may_tighten=False)
         finally:
             os.close(fd)
-        if read_version(self._path, self._tier) is None:
-            if names - {"lost+found"}:
-                raise FormatError(f"{self._path} is not a directory of this tier", tier=self._tier)
-            return []
         matches = [match for name in sorted(names) if (match := _TOP.fullmatch(name))]
         return [
             (match["digest"], f"{self._path}/{match[0]}")
@@ -167,24 +150,44 @@ class FsAdministration(TierAdministration):
         return TierUnavailableError(f"{self._path}: {error.strerror or error}", tier=self._tier, operation=operation)
 
 
-def _walk(path: str, deadline: float) -> Iterator[os.DirEntry[str]]:
-    """Yield what is below a directory, inner entries first; no symbolic link is followed."""
-    if time.monotonic() >= deadline:
-        raise TimeoutError(None, f"looking through {path} takes too long")
-    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
-        for entry in list(entries):
-            if entry.is_dir(follow_symlinks=False):
-                yield from _walk(entry.path, deadline)
-            yield entry
+@dataclass(slots=True)
+class _Deleted:
+    """What was deleted, and what was left."""
+
+    blocks: int = 0
+    size_bytes: int = 0
+    left: list[str] = field(default_factory=list)
+
+    def delete(self, path: str, deadline: float) -> None:
+        """Delete what is this tier's in a directory, and the directory."""
+        directories = [path]
+        for inner, status in _entries(path, deadline):
+            if not _OURS.fullmatch(inner) or stat.S_ISLNK(status.st_mode):
+                self.left.append(f"{path}/{inner}, which is not this tier's")
+            elif stat.S_ISDIR(status.st_mode):
+                directories.append(f"{path}/{inner}")
+            else:
+                with suppress(FileNotFoundError):
+                    os.unlink(f"{path}/{inner}")
+                    self.size_bytes += occupied_bytes(status)
+                    self.blocks += _is_block(inner)
+        for directory in reversed(directories):
+            with suppress(OSError):  # something is left in it, or was added meanwhile
+                os.rmdir(directory)
 
 
-def _size_bytes(entry: os.DirEntry[str]) -> int:
-    try:
-        return occupied_bytes(entry.stat(follow_symlinks=False))
-    except FileNotFoundError:  # removed meanwhile
-        return 0
+def _count(path: str, deadline: float) -> tuple[int, int]:
+    """Return the blocks below a directory, and what all files there occupy."""
+    files = [each for each in _entries(path, deadline) if not stat.S_ISDIR(each[1].st_mode)]
+    return sum(_is_block(inner) for inner, _ in files), sum(occupied_bytes(status) for _, status in files)
 
 
-def _remove_directory(path: str) -> None:
-    with suppress(OSError):  # something is left in it, or was added meanwhile
-        os.rmdir(path)
+def _entries(path: str, deadline: float) -> Iterator[Found]:
+    for found in walk(path):
+        if time.monotonic() >= deadline:
+            raise TimeoutError(None, f"looking through {path} takes too long")
+        yield from found
+
+
+def _is_block(path: str) -> bool:
+    return BLOCK.fullmatch(os.path.basename(path)) is not None

@@ -26,7 +26,7 @@ OPENING_BYTES: Final = 64 << 10
 """Counted for each opening: the small files that it may make. As much of the capacity is never granted."""
 _TICK_S: Final = 5.0
 _IDLE_TICKS: Final = 2
-_BUSY_PAUSE_S: Final = 0.02
+_BUSY_PAUSE_S: Final = 0.05
 _REFUSAL_S: Final = 1.0
 """For how long a failure stands for those who ask next, so that a queue of stores does not wait one after the other."""
 _CLOSE_TIMEOUT_S: Final = 0.5
@@ -259,13 +259,12 @@ class Keeper:
             await self._attempt(self._make_room)
             if self._is_full:  # by foreign files, for one: nothing changes soon
                 self._sweep_after_s = time.monotonic() + max(_REFUSAL_S, 10 * (time.monotonic() - begin_s))
-            self._is_asked.set()
 
     async def _make_room(self) -> None:
         outcome = await self._call(self._sweeper.make_room, 2 * self._grant_bytes, lambda: bool(self._waiting))
         self._is_full = outcome is Sweep.FULL
-        if outcome is Sweep.BUSY:
-            await asyncio.sleep(_BUSY_PAUSE_S)
+        if outcome is not Sweep.BUSY or self._waiting:  # else the next tick tries again
+            self._is_asked.set()
 
     async def _attempt(self, work: Callable[[], Awaitable[None]]) -> str:
         """Do something; return "" or the reason why not. A mistake of ours must not end the task either."""

@@ -21,8 +21,8 @@ from tiered_kv.errors import FormatError
 from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, EpochMark
 from tiered_kv_fs.counters import Counters
 from tiered_kv_fs.directory import Directory
-from tiered_kv_fs.files import occupied_bytes, opened, read_file, reason_of, remove
-from tiered_kv_fs.layout import BLOCK, EPOCH, EPOCH_NAME, NAMESPACE, SHARD, TEMPORARY_BLOCK
+from tiered_kv_fs.files import Found, occupied_bytes, opened, read_file, remove, walk
+from tiered_kv_fs.layout import BLOCK, EPOCH, EPOCH_NAME, NAMESPACE, SHARD, TEMPORARY, TEMPORARY_BLOCK
 from tiered_kv_fs.ledger import LAPSE_S, Ledger
 
 SURVEY_INTERVAL_S: Final = 600.0
@@ -34,11 +34,10 @@ _EVICTED_AT_ONCE: Final = 256
 
 _SHARD_PATH: Final = rf"(?P<epoch>{NAMESPACE.pattern}/{EPOCH.pattern})/{SHARD.pattern}"
 _BLOCK_PATH: Final = re.compile(rf"{_SHARD_PATH}/{BLOCK.pattern}")
-_TEMPORARY_PATH: Final = re.compile(rf"{_SHARD_PATH}/{TEMPORARY_BLOCK.pattern}")
+_TEMPORARY_PATH: Final = re.compile(
+    rf"{_SHARD_PATH}/{TEMPORARY_BLOCK.pattern}|({NAMESPACE.pattern}/)?{TEMPORARY.pattern}"
+)
 _EPOCH_PATH: Final = re.compile(rf"(?P<namespace>{NAMESPACE.pattern})/(?P<epoch>{EPOCH.pattern})")
-
-Found = tuple[str, os.stat_result]
-"""An entry's path below the directory, and its status."""
 
 
 class Sweep(Enum):
@@ -161,9 +160,9 @@ class Sweeper:
 
     def _count(self, live: set[str], is_urgent: Callable[[], bool]) -> _Survey | None:
         """Look at everything; return None if that was stopped."""
-        found = _Survey()
+        found = _Survey(occupied_bytes(os.lstat(self._root)))
         begin_s = time.monotonic()
-        for files in _directories(self._root):
+        for files in walk(self._root):
             for path, status in files:
                 found.used_bytes += occupied_bytes(status)
                 if stat.S_ISREG(status.st_mode):
@@ -248,31 +247,3 @@ def sweep_locked(path: str) -> Iterator[bool]:
             yield True
         finally:  # closing is not enough: a child that was forked meanwhile has it open too
             fcntl.flock(fd, fcntl.LOCK_UN)
-
-
-def _directories(root: str) -> Iterator[list[Found]]:
-    """Yield what each directory holds, one at a time, the root's own entry first; no symbolic link is followed.
-
-    What vanishes meanwhile is left out, and so is what another user does not let this process see.
-    """
-    yield [("", os.lstat(root))]
-    waiting = [""]
-    while waiting:
-        above = waiting.pop()
-        files: list[Found] = []
-        try:
-            with os.scandir(f"{root}/{above}") as entries:
-                for entry in entries:
-                    path = f"{above}/{entry.name}" if above else entry.name
-                    with suppress(FileNotFoundError):
-                        status = entry.stat(follow_symlinks=False)
-                        files.append((path, status))
-                        if stat.S_ISDIR(status.st_mode):
-                            waiting.append(path)
-        except OSError as error:
-            reason = reason_of(error)
-            if reason not in ("missing", "permission", "not_a_file"):
-                raise
-            if reason == "permission" and os.lstat(f"{root}/{above}").st_uid == os.geteuid():
-                raise  # it may hold blocks of ours, which count
-        yield files

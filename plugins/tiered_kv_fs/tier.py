@@ -192,7 +192,8 @@ class FsTier(AsyncTier):
             used_bytes = moved.used_bytes
         finally:
             self._keeper.settle(room_bytes, used_bytes)
-        if moved.reason == "missing":
+        if moved.reason == "missing":  # somebody removed directories: those who look after them make them anew
+            self._cache_epoch.doubt()
             self._keeper.wake()
         return _outcome(moved, keys)
 

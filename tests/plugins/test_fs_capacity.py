@@ -122,15 +122,18 @@ def test_what_a_writer_left_is_removed_once_it_has_lapsed_and_a_young_file_stays
     assert rig.store(make_keys(4)).success
     shard = blocks(path)[0].parent
     left, young = (shard / f".{'0' * 32}.{owner * 16}.0.tmp" for owner in "ab")
-    for entry in (left, young):
+    small = path / f".ledger.{'0' * 16}.tmp"
+    for entry in (left, young, small):
         entry.write_bytes(bytes(1000))
-    os.utime(left, (1, 1))
+    for entry in (left, small):
+        os.utime(entry, (1, 1))
     rig.tier.shutdown()
     (path / "ledger").unlink()
     rig.reopen()
     wait_until(lambda: rig.store(make_keys(4, "again")).success)
     assert TEMPORARY_BLOCK.fullmatch(left.name)
     assert not left.exists()
+    assert not small.exists()
     assert young.exists()
 
 
