@@ -84,7 +84,7 @@ def test_every_reason_of_the_toolkit_is_described(error: Exception) -> None:
 
 
 BUILT_IN: dict[str, dict[str, object]] = {
-    "fs": {"path": "", "capacity": "64MiB", "quota": "32MiB"},
+    "fs": {"path": "", "capacity": "64MiB"},
     "memory": {"capacity": "64MiB"},
     "nvme": {"path": "", "capacity": "64MiB"},
     "redis": {"url": "redis://127.0.0.1:1"},

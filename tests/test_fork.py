@@ -18,8 +18,7 @@ from tiered_kv.errors import ShutdownError
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.toolkit.turn import Turn
-from tiered_kv_fs.owner import Owner, read_owners
-from tiered_kv_fs.posix import locked
+from tiered_kv_fs.files import locked
 from tiered_kv_nvme.directory import Directory, Identity
 
 BLOCK_BYTES = 4096
@@ -65,19 +64,20 @@ def test_an_nvme_directory_is_free_once_it_is_closed_though_a_child_lives(tmp_pa
 
 
 def test_a_lock_of_fs_is_given_back_though_a_child_was_forked_while_it_was_held(tmp_path: Path) -> None:
-    path = str(tmp_path / "ledger")
+    path = tmp_path / "lock"
     with ExitStack() as child:
-        with locked(path, 1.0) as fd:
-            child.enter_context(inherited(fd))
-        with locked(path, 0.0):
+        with locked(str(path), 1.0):
+            held = next(fd for fd in os.listdir("/proc/self/fd") if _names(fd, path))
+            child.enter_context(inherited(int(held)))
+        with locked(str(path), 0.0):
             pass
 
 
-def test_an_owner_of_fs_that_has_closed_counts_as_ended_though_a_child_lives(tmp_path: Path) -> None:
-    owner = Owner(str(tmp_path), "0" * 32)
-    with inherited(owner._fd):
-        owner.close(remove_file=False)
-        assert [note.is_alive for note in read_owners(str(tmp_path))] == [False]
+def _names(fd: str, path: Path) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}") == str(path)
+    except FileNotFoundError:
+        return False
 
 
 def test_a_child_begins_with_a_turn_that_nobody_holds() -> None:

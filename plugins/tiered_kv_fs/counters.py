@@ -7,16 +7,13 @@ from typing import Final
 from tiered_kv.toolkit import counters
 
 _NAMES: Final = {
-    "stored_files": "blocks that were written",
+    "stored_blocks": "blocks that were written",
     "present_blocks": "blocks that were to be stored and were there already",
-    "loaded_files": "blocks that were read and verified",
+    "loaded_blocks": "blocks that were read and verified",
     "missing_blocks": "blocks that were to be loaded and were not there",
-    "corrupt_blocks": "blocks that did not match their checksum, were cut off or too long; also as corrupt_<why>",
-    "removed_files": "damaged files that were removed",
-    "evicted_files": "files removed to make room",
-    "removed_temporaries": "what writers that ended amid a block had left",
-    "sweeps": "times that the directory was counted",
-    "room_timeouts": "stores given up because no room was made in time",
+    "corrupt_blocks": "blocks that nobody can read, which were deleted; also as corrupt_<why>",
+    "evicted_blocks": "blocks removed to make room, whoever stored them",
+    "surveys": "times that this process counted the directory",
 }
 _FAMILIES: Final = {
     "corrupt_": "of `corrupt_blocks`, by what was wrong",

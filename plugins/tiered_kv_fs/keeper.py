@@ -1,346 +1,317 @@
-"""The keeper: the one thread of a tier that talks to the others who share its directory."""
+"""The keeper: what a tier does in the background, so that it may store within the capacity that it shares."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
-from typing import Final
+from typing import Any, Final, Protocol, TypeVar
 
-from tiered_kv.toolkit.errand import Errand
+from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv.toolkit.jobs import failure_reason
-from tiered_kv_fs.allowance import Allowance
 from tiered_kv_fs.counters import Counters
-from tiered_kv_fs.epochs import write_epoch
-from tiered_kv_fs.ledger import LedgerState
-from tiered_kv_fs.posix import reason_of
-from tiered_kv_fs.replaced import Replaced
-from tiered_kv_fs.sweeper import Sweep, Sweeper
-from tiered_kv_fs.volume import Volume
+from tiered_kv_fs.directory import Directory
+from tiered_kv_fs.files import reason_of
+from tiered_kv_fs.ledger import VALID_S, Holder, Ledger
+from tiered_kv_fs.sweeper import Sweep, Sweeper, is_survey_due
 
 _log = logging.getLogger("tiered_kv.fs")
 
+T = TypeVar("T")
+
+OPENING_BYTES: Final = 64 << 10
+"""Counted for each opening: the small files that it may make. As much of the capacity is never granted."""
 _TICK_S: Final = 5.0
-_SWEEP_POLL_S: Final = 0.02
-_LATE_POLL_S: Final = 0.1
-_REFILLS_WAITING_MAX: Final = 1024
+_IDLE_TICKS: Final = 2
+_BUSY_PAUSE_S: Final = 0.05
 _REFUSAL_S: Final = 1.0
 """For how long a failure stands for those who ask next, so that a queue of stores does not wait one after the other."""
+_CLOSE_TIMEOUT_S: Final = 0.5
+_EPOCH_TIMEOUT_S: Final = 5.0
+
+
+class Call(Protocol):
+    """Has a thread call something that may wait, and awaits what it returns."""
+
+    def __call__(self, function: Callable[..., T], /, *arguments: Any) -> Awaitable[T]: ...  # Any: the function's
 
 
 @dataclass(frozen=True, slots=True)
-class KeeperLimits:
-    """What a keeper goes by.
+class _Report:
+    """What a tier tells the ledger.
 
     Args:
-        capacity_bytes: What the directory may occupy.
-        grant_bytes: How much is asked of the ledger at once.
-        room_timeout_s: How long a store waits for room.
-        quota_bytes: What the namespace may occupy; None for all of the capacity.
-        count_interval_s: The directory is counted, by one of those who share it, at least so often.
+        free_bytes, in_flight_bytes: What is left of its grants, and what is being filled.
+        returned_bytes: What it gives back.
+        need_bytes, want_bytes: The least that is of use to it, and what it asks for; 0 for nothing.
     """
 
-    capacity_bytes: int
-    grant_bytes: int
-    room_timeout_s: float
-    quota_bytes: int | None = None
-    count_interval_s: float = 600.0
+    free_bytes: int
+    in_flight_bytes: int
+    returned_bytes: int
+    need_bytes: int
+    want_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Refill:
-    need_bytes: int
-    answer: Future[str]
+class _Reply:
+    """What the ledger says.
+
+    Args:
+        granted_bytes: What was granted.
+        is_known: Whether it still knew this tier. If not, what was free is free no more.
+        total_bytes: Its total; 0 where it knows none.
+        needs_sweep: A survey is due, or there is no room for another grant.
+    """
+
+    granted_bytes: int
+    is_known: bool
+    total_bytes: int
+    needs_sweep: bool
 
 
 class Keeper:
-    """Asks the ledger for grants, makes room, writes resets down, and sweeps from time to time.
+    """Takes grants and gives them back, has room made, and sees to it that the epoch's mark is written.
+
+    The event loop owns it. Two tasks run as long as the tier is open, and each has one thread at most: one talks to the
+    ledger, the other sweeps.
 
     Args:
-        volume: The directory; the keeper's thread owns it from here on, and closes it.
-        sweeper: Makes room.
-        allowance: What it fills.
-        replaced: What it tells the ledger of.
-        limits: See there.
+        directory, ledger, epoch, sweeper: What it works with.
+        owner: This tier's name in the ledger.
+        capacity_bytes: What the directory may occupy.
+        grant_bytes: How much is asked of the ledger at once.
+        room_timeout_s: How long a store waits for room.
         counters: Where to count.
-        epoch: The epoch at first.
-        name: What the thread is called.
+        call: Has a thread call something.
     """
 
     def __init__(
         self,
-        volume: Volume,
+        directory: Directory,
+        ledger: Ledger,
+        epoch: Epoch,
         sweeper: Sweeper,
-        allowance: Allowance,
-        replaced: Replaced,
-        limits: KeeperLimits,
+        owner: str,
+        *,
+        capacity_bytes: int,
+        grant_bytes: int,
+        room_timeout_s: float,
         counters: Counters,
-        epoch: str,
-        name: str,
+        call: Call,
     ) -> None:
         self.used_bytes = 0
-        """The ledger's total when it was last seen."""
-        self.share_bytes = 0
-        """The namespace's share of it, likewise; 0 where it is not known."""
-        self._volume = volume
-        self._sweeper = sweeper
-        self._allowance = allowance
-        self._replaced = replaced
-        self._limits = limits
-        self._counters = counters
-        self._epoch = epoch  # written by `reset`
-        self._resets = 0  # likewise, after `_epoch`
-        self._resets_written = 0
-        self._ended_owners_counted = 0
-        self._count_seen: float | None = None  # the time of the last count, by its host's clock
-        self._count_seen_s = 0.0  # when it was seen first, by ours
-        self._stored_at_last_tick = -1
-        self._reasons_logged: set[str] = set()
-        self._refusal = ("", 0.0)  # why the last refill failed, and until when that stands; replaced in one step
-        self._tasks: SimpleQueue[_Refill | None] = SimpleQueue()
-        self._is_stopping = threading.Event()
-        self._noting = Errand(self._note_reset, f"{name}-reset")  # of a reset
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._thread.start()
-
-    # Any thread.
-
-    def refill(self, need_bytes: int) -> Future[str]:
-        """Have the allowance filled until it may have `need_bytes`; the answer is "" or the reason why not."""
-        answer: Future[str] = Future()
-        reason, until_s = self._refusal
-        if time.monotonic() < until_s:
-            answer.set_result(reason)
-        elif self._tasks.qsize() >= _REFILLS_WAITING_MAX:
-            answer.set_result("busy")
-        else:
-            self._tasks.put(_Refill(need_bytes, answer))
-        return answer
-
-    def reset(self, epoch: str) -> None:
-        """Note that `epoch` is the one from now on. Does not wait for the file system; scheduler thread.
-
-        The keeper's thread may be waiting for the ledger, so another notes at once that there is something to write.
-        """
+        """The ledger's total when it was last seen; any thread may read it."""
+        self._directory = directory
+        self._ledger = ledger
         self._epoch = epoch
-        self._resets += 1
-        self._noting.ask()
-        self.wake()
+        self._sweeper = sweeper
+        self._owner = owner
+        self._usable_bytes = capacity_bytes - OPENING_BYTES
+        self._grant_bytes = grant_bytes
+        self._room_timeout_s = room_timeout_s
+        self._counters = counters
+        self._call = call
+        self._free_bytes = 0
+        self._in_flight_bytes = 0
+        self._valid_until_s = 0.0
+        self._waiting: deque[int] = deque()  # what stores wait for, in bytes
+        self._idle_ticks = _IDLE_TICKS  # without a store; nothing is asked for before the first
+        self._is_registered = False
+        self._is_full = False  # the last sweep could not make room
+        self._sweep_after_s = 0.0
+        self._refusal = ("", 0.0)  # why nothing was granted, and until when that stands
+        self._is_closing = False
+        self._is_asked = asyncio.Event()
+        self._is_sweep_asked = asyncio.Event()
+        self._is_answered = asyncio.Event()
+        self._reasons_logged: set[str] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def granted_bytes(self) -> int:
+        """What may still be filled, and what is being filled. Any thread."""
+        return self._free_bytes + self._in_flight_bytes
+
+    def is_granted(self) -> bool:
+        """Return whether what was taken may still be filled. Any thread."""
+        return time.monotonic() < self._valid_until_s
+
+    # The event loop.
+
+    def start(self) -> None:
+        """Begin to work."""
+        self._tasks = [asyncio.create_task(self._talk()), asyncio.create_task(self._sweep())]
 
     def wake(self) -> None:
         """Have the directory looked at now: something in it was missing."""
-        self._tasks.put(None)
+        self._is_asked.set()
 
-    def stop(self, timeout_s: float) -> bool:
-        """Have the thread close the directory and end; return whether it has in time.
-
-        With a transfer that is late it does so once that has ended.
-        """
-        self._is_stopping.set()
-        self._tasks.put(None)
-        deadline = time.monotonic() + timeout_s
-        self._thread.join(timeout_s)
-        self._noting.join(max(0.0, deadline - time.monotonic()))
-        return not self._thread.is_alive()
-
-    # A thread for a moment.
-
-    def _note_reset(self) -> None:
-        """Note in the owner's file that a reset has been asked for, so that it outlives this process."""
-        try:
-            self._volume.owner.ask_for_reset(self._resets)
-        except OSError as error:
-            self._counters.add(f"failed_{reason_of(error)}")
-
-    # The keeper's thread.
-
-    def _serve(self) -> None:
-        tick_at = 0.0
-        while not self._is_stopping.is_set():
+    async def take(self, size_bytes: int) -> str:
+        """Take bytes of the grant, waiting for more if need be; return why not, or an empty string."""
+        if self._waiting or not self._take(size_bytes):
+            reason, until_s = self._refusal
+            if time.monotonic() < until_s:
+                return reason
+            self._waiting.append(size_bytes)
             try:
-                task = self._tasks.get(timeout=max(0.0, tick_at - time.monotonic()))
-            except Empty:
-                tick_at = time.monotonic() + _TICK_S
-                self._attempt(self._tick)
-                continue
-            if task is None:
-                self._attempt(self._look_after)
-            elif task.answer.set_running_or_notify_cancel():
-                task.answer.set_result(self._answer(task.need_bytes))
-                self._attempt(self._keep_spare)
-        self._attempt(self._look_after)
-        self._cancel_tasks()
-        # A transfer that is late may still write: until then the owner lives on, with its grant.
-        while self._allowance.in_flight_bytes:
-            time.sleep(_LATE_POLL_S)
-        self._attempt(self._close)
-        self._cancel_tasks()
+                async with asyncio.timeout(self._room_timeout_s):
+                    while not self._take(size_bytes):
+                        self._is_asked.set()
+                        await self._is_answered.wait()
+                        reason, until_s = self._refusal
+                        if time.monotonic() < until_s:
+                            return reason
+            except TimeoutError:
+                self._counters.add("failed_no_space")
+                return "no_space"
+            finally:
+                self._waiting.remove(size_bytes)
+        if self._free_bytes < self._grant_bytes // 2:
+            self._is_asked.set()
+        return ""
 
-    def _cancel_tasks(self) -> None:
-        while not self._tasks.empty():
-            left = self._tasks.get()
-            if left is not None:
-                left.answer.cancel()
+    def settle(self, taken_bytes: int, used_bytes: int) -> None:
+        """End a store that took `taken_bytes` and filled `used_bytes` of them."""
+        self._in_flight_bytes -= taken_bytes
+        self._free_bytes += taken_bytes - used_bytes
 
-    def _answer(self, need_bytes: int) -> str:
-        """Fill the allowance; return why not, or an empty string."""
-        reason, until_s = self._refusal
-        if time.monotonic() < until_s:
-            return reason
-        reason = self._attempt(lambda: self._refill(need_bytes))
-        if reason:
-            self._refusal = (reason, time.monotonic() + _REFUSAL_S)
-        return reason
+    async def close(self) -> None:
+        """End the tasks, and give back what was granted. Nothing is in flight any more."""
+        self._is_closing = True
+        self._sweeper.stop()
+        self._is_asked.set()
+        self._is_sweep_asked.set()
+        _, late = await asyncio.wait(self._tasks, timeout=_CLOSE_TIMEOUT_S)
+        for task in late:
+            task.cancel()
+        if late:
+            await asyncio.wait(late)
+        if self._is_registered:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await self._call(self._leave, self._free_bytes)
 
-    def _attempt(self, work: Callable[[], str]) -> str:
-        """Do something; return "" or the reason why not."""
-        try:
+    def _take(self, size_bytes: int) -> bool:
+        if self._free_bytes < size_bytes or not self.is_granted():
+            return False
+        self._free_bytes -= size_bytes
+        self._in_flight_bytes += size_bytes
+        self._idle_ticks = 0
+        return True
+
+    async def _talk(self) -> None:
+        """Talk to the ledger whenever a store needs a grant, and every few seconds."""
+        while not self._is_closing:
+            free_bytes = self._free_bytes
+            reason = await self._attempt(self._renew)
+            if self._waiting and not reason and self._is_full:
+                reason = "no_space"
+                self._counters.add("failed_no_space")
+            self._refusal = (reason, time.monotonic() + _REFUSAL_S) if reason else ("", 0.0)
+            self._is_answered.set()
+            self._is_answered = asyncio.Event()
+            if self._waiting and self._free_bytes <= free_bytes:  # room is being made
+                await asyncio.sleep(_BUSY_PAUSE_S)
             try:
-                return work()
-            except FileNotFoundError:  # somebody removed what we stand on
-                self._claim_again()
-                return work()
-        except Exception as error:  # none of them, a mistake of ours included, may end the thread
+                async with asyncio.timeout(_TICK_S):
+                    await self._is_asked.wait()
+            except TimeoutError:
+                self._idle_ticks += 1
+            self._is_asked.clear()
+
+    async def _renew(self) -> None:
+        free_bytes = self._free_bytes
+        is_idle = self._idle_ticks >= _IDLE_TICKS and not self._waiting
+        returned_bytes = free_bytes if is_idle else 0
+        self._free_bytes -= returned_bytes
+        need_bytes = max(0, self._waiting[0] - free_bytes) if self._waiting else 0
+        wants = not is_idle and (need_bytes or free_bytes < self._grant_bytes // 2)
+        report = _Report(
+            free_bytes - returned_bytes,
+            self._in_flight_bytes,
+            returned_bytes,
+            need_bytes,
+            max(need_bytes, self._grant_bytes) if wants else 0,
+        )
+        begin_s = time.monotonic()
+        reply = await self._call(self._exchange, report)
+        if not reply.is_known and self._is_registered:
+            self._free_bytes = max(0, self._free_bytes - report.free_bytes)
+        self._is_registered = True
+        self._free_bytes += reply.granted_bytes
+        self._valid_until_s = begin_s + VALID_S
+        self.used_bytes = reply.total_bytes
+        if reply.granted_bytes:
+            self._is_full = False
+        if reply.needs_sweep and time.monotonic() >= self._sweep_after_s:
+            self._is_full = False
+            self._is_sweep_asked.set()
+
+    async def _sweep(self) -> None:
+        """Make room when there is none, and survey when that is due."""
+        while not self._is_closing:
+            await self._is_sweep_asked.wait()
+            self._is_sweep_asked.clear()
+            begin_s = time.monotonic()
+            await self._attempt(self._make_room)
+            if self._is_full:  # by foreign files, for one: nothing changes soon
+                self._sweep_after_s = time.monotonic() + max(_REFUSAL_S, 10 * (time.monotonic() - begin_s))
+
+    async def _make_room(self) -> None:
+        outcome = await self._call(self._sweeper.make_room, 2 * self._grant_bytes, lambda: bool(self._waiting))
+        self._is_full = outcome is Sweep.FULL
+        if outcome is not Sweep.BUSY or self._waiting:  # else the next tick tries again
+            self._is_asked.set()
+
+    async def _attempt(self, work: Callable[[], Awaitable[None]]) -> str:
+        """Do something; return "" or the reason why not. A mistake of ours must not end the task either."""
+        try:
+            await work()
+        except Exception as error:
             reason = reason_of(error) if isinstance(error, OSError) else failure_reason(error)
             self._counters.add(f"failed_{reason}")
             if reason not in self._reasons_logged:
                 self._reasons_logged.add(reason)
-                _log.warning("%s: %s; further ones are only counted", self._volume.path, error)
-        return reason
-
-    def _claim_again(self) -> None:
-        if not self._volume.owner.is_present:
-            self._allowance.take_all()  # forfeit: the ledger does not know of it any more
-        self._volume.claim_again(self._epoch)
-
-    def _refill(self, need_bytes: int) -> str:
-        deadline = time.monotonic() + self._limits.room_timeout_s
-        self._look_after()
-        while not self._allowance.has(need_bytes) and not self._ask(need_bytes):
-            outcome = self._sweeper.make_room(max(need_bytes, self._limits.grant_bytes))
-            is_full = outcome is Sweep.FULL and not self._ask(need_bytes)
-            is_late = time.monotonic() >= deadline
-            if is_full or is_late or (outcome is Sweep.BUSY and self._is_stopping.wait(_SWEEP_POLL_S)):
-                self._counters.add("room_timeouts")
-                return "no_space"
+                _log.warning("%s: %s; further ones are only counted", self._directory.path, error)
+            return reason
         return ""
 
-    def _ask(self, need_bytes: int) -> bool:
-        """Take a grant, if there is room for what is needed."""
-        name = self._volume.owner.name
-        with self._volume.ledger.locked() as state:
-            outstanding_bytes = self._allowance.outstanding_bytes
-            state.grants[name] = outstanding_bytes  # at most what it was, and known again if the ledger was lost
-            self._replaced.tell(state, self._volume.namespace)
-            if state.total_bytes is None:
-                return False
-            self._note_totals(state)
-            least_bytes = need_bytes - self._allowance.free_bytes
-            room_bytes = self._room_bytes(state)
-            if room_bytes is None:
-                return False
-            granted_bytes = min(max(least_bytes, self._limits.grant_bytes), room_bytes)
-            if granted_bytes < least_bytes:
-                return False
-            state.add(granted_bytes, self._volume.namespace)
-            state.grants[name] = outstanding_bytes + granted_bytes
-            self._note_totals(state)
-        self._allowance.add(granted_bytes)  # not before it is written
-        return True
+    # Threads.
 
-    def _room_bytes(self, state: LedgerState) -> int | None:
-        """Return how much may be granted; None if the total, or with a quota the share, is not known."""
-        if state.total_bytes is None:
-            return None
-        room_bytes = self._limits.capacity_bytes - state.total_bytes
-        if self._limits.quota_bytes is None:
-            return room_bytes
-        share_bytes = state.share_bytes(self._volume.namespace)
-        return None if share_bytes is None else min(room_bytes, self._limits.quota_bytes - share_bytes)
-
-    def _note_totals(self, state: LedgerState) -> None:
-        if state.total_bytes is not None:
-            self.used_bytes = state.total_bytes
-            self.share_bytes = state.share_bytes(self._volume.namespace) or 0
-
-    def _keep_spare(self) -> str:
-        """Make room for the next grants while nobody waits for them."""
-        free_bytes = self._limits.capacity_bytes - self.used_bytes
-        if self._limits.quota_bytes is not None:
-            free_bytes = min(free_bytes, self._limits.quota_bytes - self.share_bytes)
-        if free_bytes < self._limits.grant_bytes and self._tasks.empty():
-            self._sweeper.make_room(2 * self._limits.grant_bytes)
-        return ""
-
-    def _look_after(self) -> str:
-        """Write a reset down, and make anew what somebody removed: the owner's file, or the namespace's directory."""
-        if not self._volume.owner.is_present or not self._volume.has_namespace():
-            self._claim_again()
-        while self._resets != self._resets_written:
-            number, epoch = self._resets, self._epoch  # in this order: the epoch is at least as new as the number
-            self._volume.owner.ask_for_reset(number)
-            with self._volume.ledger.locked(), self._volume.opened_namespace() as namespace_fd:
-                write_epoch(namespace_fd, epoch)
-            self._volume.owner.note_epoch(epoch, number)
-            self._resets_written = number
-        return ""
-
-    def _tick(self) -> str:
-        self._look_after()
-        stored = self._counters["stored_files"]
-        if stored == self._stored_at_last_tick:
-            self._give_back()
-        self._stored_at_last_tick = stored
-        with self._volume.ledger.locked() as state:
-            self._replaced.tell(state, self._volume.namespace)
-            room_bytes = self._room_bytes(state)
-            is_due = (
-                room_bytes is None
-                or self._volume.ended_owners != self._ended_owners_counted
-                or self._is_count_old(state.counted_at_s)
-            )
-            self._note_totals(state)
-        if is_due or room_bytes is None or room_bytes < 0:
-            ended_owners = self._volume.ended_owners
-            if self._sweeper.make_room(self._limits.grant_bytes, must_count=is_due) is not Sweep.BUSY:
-                self._ended_owners_counted = max(ended_owners, self._ended_owners_counted)
-        return ""
-
-    def _is_count_old(self, counted_at_s: float) -> bool:
-        """Return whether nobody has counted for long. Clocks of hosts differ, so a time is taken for a name only."""
-        now_s = time.monotonic()
-        if counted_at_s != self._count_seen:
-            is_first, self._count_seen, self._count_seen_s = self._count_seen is None, counted_at_s, now_s
-            return is_first and abs(time.time() - counted_at_s) >= self._limits.count_interval_s
-        return now_s - self._count_seen_s >= self._limits.count_interval_s
-
-    def _give_back(self) -> None:
-        """Return what has not been used for a while to those who may need it."""
-        unused_bytes = self._allowance.take_all()
-        if not unused_bytes:
-            return
-        name = self._volume.owner.name
+    def _exchange(self, report: _Report) -> _Reply:
         try:
-            with self._volume.ledger.locked() as state:
-                if state.total_bytes is not None:
-                    state.add(-unused_bytes, self._volume.namespace)
-                self._replaced.tell(state, self._volume.namespace)
-                state.grants[name] = self._allowance.outstanding_bytes
-        except OSError:
-            self._allowance.add(unused_bytes)
-            raise
+            return self._exchange_once(report)
+        except FileNotFoundError:  # somebody removed the directory
+            self._directory.make()
+            return self._exchange_once(report)
 
-    def _close(self) -> str:
-        is_settled = False
-        try:
-            self._look_after()
-            self._give_back()
-            is_settled = True
-        finally:
-            # The owner's file stays only if others have to do what could not be done: a reset, or the grant.
-            self._volume.close(gives_up=is_settled and self._resets == self._resets_written)
-        return ""
+    def _exchange_once(self, report: _Report) -> _Reply:
+        token = self._epoch.saved_token(time.monotonic() + _EPOCH_TIMEOUT_S)
+        with self._ledger.locked() as state:
+            is_known = self._owner in state.holders
+            if is_known:
+                state.add(-report.returned_bytes)
+            else:
+                state.add(OPENING_BYTES)
+            granted_bytes = 0
+            if report.want_bytes and state.total_bytes is not None:
+                granted_bytes = max(0, min(report.want_bytes, self._usable_bytes - state.total_bytes))
+                if granted_bytes < report.need_bytes:
+                    granted_bytes = 0
+                state.add(granted_bytes)
+            held_bytes = report.in_flight_bytes + granted_bytes + (report.free_bytes if is_known else 0)
+            state.holders[self._owner] = Holder(self._directory.namespace, token, held_bytes, state.now_s)
+            total_bytes = state.total_bytes
+            is_due = total_bytes is None or is_survey_due(state.surveyed_s, state.now_s)
+        if total_bytes is None:
+            return _Reply(0, is_known, 0, needs_sweep=True)
+        needs_sweep = is_due or total_bytes + self._grant_bytes > self._usable_bytes
+        return _Reply(granted_bytes, is_known, total_bytes, needs_sweep)
+
+    def _leave(self, free_bytes: int) -> None:
+        with self._ledger.locked() as state:
+            if state.holders.pop(self._owner, None) is not None:
+                state.add(-free_bytes)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
-
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from tiered_kv.toolkit.codec_settings import CodecSettings
 from tiered_kv.units import Bytes, Count
@@ -21,11 +19,6 @@ class FsSettings(CodecSettings):
         description="What the directory may occupy, everything in it counted, whoever wrote it. "
         "Give all processes that share it the same."
     )
-    quota: Bytes | None = Field(
-        default=None,
-        description="What this namespace may occupy of the capacity, by whatever processes; the blocks that were used "
-        "longest ago make room. Give all processes of the namespace the same.",
-    )
     threads: Count = Field(
         default=16, ge=2, le=256, description="How many transfers run at once; stores leave one to loads."
     )
@@ -34,9 +27,3 @@ class FsSettings(CodecSettings):
         description="Refuse the directory if it is another user's or open to others. Turn it off where the file system "
         "keeps neither owners nor modes (CIFS, FUSE), or maps all users to one (NFS with all_squash).",
     )
-
-    @model_validator(mode="after")
-    def _quota_is_a_part(self) -> Self:
-        if self.quota is not None and self.quota > self.capacity:
-            raise ValueError("'quota' is a part of 'capacity': give at most as much, or leave it out")
-        return self

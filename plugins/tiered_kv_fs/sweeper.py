@@ -1,275 +1,249 @@
-"""Making room: one process at a time counts the directory and removes what was used longest ago."""
+"""The sweep: one process at a time counts the directory, and removes the files that were used longest ago."""
 
 from __future__ import annotations
 
+import fcntl
+import heapq
 import os
+import re
+import secrets
+import stat
+import threading
 import time
-from collections import defaultdict, deque
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
-from tiered_kv.permissions import check_file
+from tiered_kv.errors import FormatError
+from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, EpochMark
 from tiered_kv_fs.counters import Counters
-from tiered_kv_fs.epochs import read_epoch
-from tiered_kv_fs.layout import EPOCH, NAMESPACE, SHARD, temporary_name
-from tiered_kv_fs.ledger import Share
-from tiered_kv_fs.posix import (
-    directories,
-    occupied_bytes,
-    opened,
-    opened_above,
-    opened_directory,
-    remove,
-    take_away,
-    try_lock,
-    unlock,
+from tiered_kv_fs.directory import Directory
+from tiered_kv_fs.files import Found, occupied_bytes, opened, read_file, remove, walk
+from tiered_kv_fs.layout import BLOCK, EPOCH, EPOCH_NAME, NAMESPACE, SHARD, TEMPORARY, TEMPORARY_BLOCK
+from tiered_kv_fs.ledger import LAPSE_S, Ledger
+
+SURVEY_INTERVAL_S: Final = 600.0
+"""The directory is counted, by one of those who share it, at least so often."""
+_CANDIDATES_MAX: Final = 65_536
+"""Files that one survey remembers as the next to go; at most about 20 MB."""
+_EVICTED_AT_ONCE: Final = 256
+"""Between two changes of the ledger."""
+
+_SHARD_PATH: Final = rf"(?P<epoch>{NAMESPACE.pattern}/{EPOCH.pattern})/{SHARD.pattern}"
+_BLOCK_PATH: Final = re.compile(rf"{_SHARD_PATH}/{BLOCK.pattern}")
+_TEMPORARY_PATH: Final = re.compile(
+    rf"{_SHARD_PATH}/{TEMPORARY_BLOCK.pattern}|({NAMESPACE.pattern}/)?{TEMPORARY.pattern}"
 )
-from tiered_kv_fs.survey import Candidate, Survey, namespace_of, survey
-from tiered_kv_fs.volume import Volume
-
-TEMPORARY_AGE_MAX_S: Final = 3600.0
-"""A file that has been in writing for so long, by the server's clock, is a leftover even if its owner lives."""
-
-_SMALL_FILES_BYTES: Final = 64 << 10
-"""Counted for small files that are being replaced while the directory is counted."""
-_EVICTED_AT_ONCE: Final = 64
-_COUNTED_FOR_S: Final = 600.0
-"""A list of the oldest files is not used for longer: others will have become the oldest."""
+_EPOCH_PATH: Final = re.compile(rf"(?P<namespace>{NAMESPACE.pattern})/(?P<epoch>{EPOCH.pattern})")
 
 
 class Sweep(Enum):
     """How an attempt to make room ended."""
 
-    DONE = "done"
-    """There is as much room as was wanted."""
-    BUSY = "busy"
-    """Another process is at it; look again soon."""
-    FULL = "full"
-    """All that may go is gone, and it was not enough."""
+    DONE = "there is room"
+    BUSY = "another process is at it"
+    FULL = "what can be removed is not enough"
+
+
+@dataclass(slots=True)
+class _Survey:
+    """What a survey has found.
+
+    Args:
+        used_bytes: What all of it occupies.
+        oldest: A heap of (negated time of last use, path, size, time of last change), the newest first.
+        temporaries: Files that are being written, or were when their writers ended.
+        epochs: The directories of epochs.
+    """
+
+    used_bytes: int = 0
+    oldest: list[tuple[int, str, int, int]] = field(default_factory=list)
+    temporaries: list[Found] = field(default_factory=list)
+    epochs: list[str] = field(default_factory=list)
 
 
 class Sweeper:
-    """Counts and evicts. One thread.
-
-    Removed files are taken off the ledger's total only if nobody has counted since they were there: the lock's file may
-    be removed, and another's count be made. So no file that a count has not seen any more is taken off a second time.
+    """Makes room. One thread at a time.
 
     Args:
-        volume: The directory.
-        capacity_bytes: What it may occupy.
-        quota_bytes: What the volume's namespace may occupy of it; None for all.
-        unknown_grant_bytes: What to assume of a living owner that the ledger does not know.
+        directory: What to sweep.
+        ledger: Its ledger.
+        capacity_bytes: What the directory may occupy.
         counters: Where to count.
     """
 
-    def __init__(
-        self,
-        volume: Volume,
-        capacity_bytes: int,
-        quota_bytes: int | None,
-        unknown_grant_bytes: int,
-        counters: Counters,
-    ) -> None:
-        self.foreign_files = 0
-        self.block_files = 0
-        self._volume = volume
+    def __init__(self, directory: Directory, ledger: Ledger, capacity_bytes: int, counters: Counters) -> None:
+        self._root = directory.path
+        self._sweep_path = directory.sweep_path
+        self._ledger = ledger
         self._capacity_bytes = capacity_bytes
-        self._quota_bytes = quota_bytes
-        self._unknown_grant_bytes = unknown_grant_bytes
         self._counters = counters
-        self._candidates: deque[Candidate] = deque()
-        self._own_candidates: deque[Candidate] = deque()  # of the namespace, where it has a quota
+        self._candidates: deque[tuple[str, int, int]] = deque()  # path, size and time of last change, oldest use first
         self._candidates_until_s = 0.0
-        self._count_seen = ""  # of the ledger, when it was looked at last
+        self._is_stopped = threading.Event()
 
-    def make_room(self, wanted_bytes: int, *, must_count: bool = False) -> Sweep:
-        """Remove files until `wanted_bytes` more fit into the capacity, and into the namespace's quota.
+    def stop(self) -> None:
+        """Have what runs end soon, without its outcome; any thread."""
+        self._is_stopped.set()
+
+    def make_room(self, wanted_bytes: int, is_urgent: Callable[[], bool]) -> Sweep:
+        """Remove files until `wanted_bytes` more fit into the capacity; survey first if that is due.
 
         Args:
             wanted_bytes: How much.
-            must_count: Count first, whatever the ledger says.
+            is_urgent: Says whether a store waits for it. Otherwise a survey leaves the file system half of the time.
 
         Raises:
             OSError: The file system does not let us.
         """
-        with opened(self._volume.sweep_path, os.O_RDWR | os.O_CREAT) as sweep_fd:
-            check_file(sweep_fd, self._volume.sweep_path, any_owner=True)
-            if not try_lock(sweep_fd):
+        with sweep_locked(self._sweep_path) as is_locked:
+            if not is_locked:
                 return Sweep.BUSY
-            try:
-                return self._make_room(sweep_fd, wanted_bytes, must_count)
-            finally:
-                unlock(sweep_fd)
+            has_surveyed = False
+            missing_bytes = self._missing_bytes(wanted_bytes)
+            if time.monotonic() >= self._candidates_until_s:
+                self._candidates.clear()
+            while missing_bytes is None or missing_bytes > 0:
+                if self._is_stopped.is_set():
+                    return Sweep.BUSY
+                if missing_bytes is None or not self._candidates:
+                    if has_surveyed:  # what has been counted a moment ago has nothing more to give
+                        return Sweep.FULL
+                    has_surveyed = True
+                    self._survey(is_urgent)
+                else:
+                    self._evict(missing_bytes)
+                missing_bytes = self._missing_bytes(wanted_bytes)
+            return Sweep.DONE
 
-    def _make_room(self, sweep_fd: int, wanted_bytes: int, must_count: bool) -> Sweep:
-        """Do so, as the one process that holds the lock of the file at `sweep_fd`."""
-        missing = self._missing_bytes(wanted_bytes)
-        if must_count or missing is None:
-            self._count(sweep_fd)
-            missing = self._missing_bytes(wanted_bytes)
-            must_count = True
-        if time.monotonic() >= self._candidates_until_s:
-            self._candidates.clear()
-            self._own_candidates.clear()
-        while missing is not None and any(missing):
-            own_bytes, all_bytes = missing  # what the namespace gives makes room in the directory too
-            candidates = self._own_candidates if own_bytes else self._candidates
-            if not candidates:
-                if must_count:  # what has been counted a moment ago has nothing more to give
-                    return Sweep.FULL
-                must_count = True
-                self._count(sweep_fd)
-            else:
-                self._evict(candidates, own_bytes or all_bytes)
-            missing = self._missing_bytes(wanted_bytes)
-        return Sweep.DONE
-
-    def _missing_bytes(self, wanted_bytes: int) -> tuple[int, int] | None:
-        """Return how much has to go so that `wanted_bytes` fit: of the namespace, and of whatever is there.
-
-        None if the total, or with a quota the namespace's share of it, is not known.
-        """
-        with self._volume.ledger.locked() as state:
-            self._count_seen = state.count
-            if state.total_bytes is None:
+    def _missing_bytes(self, wanted_bytes: int) -> int | None:
+        """Return how much has to go so that `wanted_bytes` fit; None if a survey has to find it out."""
+        with self._ledger.locked() as state:
+            if state.total_bytes is None or is_survey_due(state.surveyed_s, state.now_s):
                 return None
-            own_bytes = 0
-            if self._quota_bytes is not None:
-                share_bytes = state.share_bytes(self._volume.namespace)
-                if share_bytes is None:
-                    return None
-                own_bytes = share_bytes + wanted_bytes - self._quota_bytes
-            return max(0, own_bytes), max(0, state.total_bytes + wanted_bytes - self._capacity_bytes)
+            return max(0, state.total_bytes + wanted_bytes - self._capacity_bytes)
 
-    def _count(self, sweep_fd: int) -> None:
-        """Count the directory and write the total.
+    def _survey(self, is_urgent: Callable[[], bool]) -> None:
+        """Count the directory and correct the ledger.
 
-        Let F be the files there now, and G all grants now, plus those given while we count. Whatever is written
-        meanwhile comes out of G. So F + G is at least what there is, and what may come, at the end; a file that is
-        written and counted meanwhile is in both, until the next count. So it is for each namespace that has owners.
-
-        If the ledger was lost meanwhile, what was given cannot be told: then nothing is written, and the new ledger,
-        which knows no total, has somebody count again. If it knew none before, nothing was given. Releases that know
-        of no count leave the word out when they write; a ledger without it that knows a total was not lost.
+        What is written meanwhile comes out of the grants that are pending. So the count and those grants are at least
+        what there is, and what may come, at the end. If the ledger was lost meanwhile, it does not know this survey,
+        and the next one finds the total.
         """
-        ledger = self._volume.ledger
-        with ledger.locked() as state:
-            count = state.mark_count()
-            was_known = state.total_bytes is not None
-            alive = self._volume.reap(state)
-            grants_by: defaultdict[str, int] = defaultdict(int)
-            for note in alive:
-                grants_by[note.namespace] += state.grants.get(note.name, self._unknown_grant_bytes)
-            granted_before = state.granted_bytes
-            granted_by_before = {name: share.granted_bytes for name, share in state.shares.items()}
-        live_epochs = {(note.namespace, note.epoch) for note in alive} | self._joined_epochs()
-        own_namespace = "" if self._quota_bytes is None else self._volume.namespace
-        found = survey(self._volume.path, live_epochs, own_namespace=own_namespace)
-        # One that has joined meanwhile may have written, too.
-        self._remove_leftovers(found, {note.name for note in alive} | self._volume.owner_names(), sweep_fd)
-        with ledger.locked() as state:
-            if state.count not in (count, "") or was_known != (state.total_bytes is not None):
+        word = secrets.token_hex(8)
+        with self._ledger.locked() as state:
+            state.survey = word
+            state.pending_bytes = sum(holder.granted_bytes for holder in state.holders.values())
+            live = {f"{holder.namespace}/{holder.epoch}" for holder in state.holders.values()}
+            now_s = state.now_s
+        found = self._count(live, is_urgent)
+        if found is None:
+            return
+        for path, status in found.temporaries:
+            match = _TEMPORARY_PATH.fullmatch(path)
+            assert match is not None, "it was found by this pattern"
+            is_left = match["owner"] not in state.holders and now_s - status.st_mtime > LAPSE_S
+            if is_left and remove(f"{self._root}/{path}"):
+                found.used_bytes -= occupied_bytes(status)
+        with self._ledger.locked() as state:
+            if state.survey != word:
                 return
-            state.mark_count()
-            if not was_known:
-                granted_before = state.granted_bytes
-                granted_by_before = {name: share.granted_bytes for name, share in state.shares.items()}
-            granted_bytes = sum(grants_by.values()) + state.granted_bytes - granted_before
-            state.total_bytes = found.used_bytes + granted_bytes + _SMALL_FILES_BYTES
-            for name in grants_by.keys() - state.shares.keys() - {""}:
-                state.shares[name] = Share()
-            for name, share in list(state.shares.items()):
-                newly_granted_bytes = share.granted_bytes - granted_by_before.get(name, 0)
-                if name not in grants_by and not newly_granted_bytes:  # nobody there: its next owner has it counted
-                    del state.shares[name]
-                    continue
-                granted_bytes = grants_by[name] + newly_granted_bytes
-                share.total_bytes = found.used_by[name] + granted_bytes + _SMALL_FILES_BYTES
-            state.counted_at_s = time.time()
-        self._candidates = deque(found.candidates)
-        self._own_candidates = deque(found.own_candidates)
-        self._candidates_until_s = time.monotonic() + _COUNTED_FOR_S
-        self.foreign_files = found.foreign_files
-        self.block_files = found.block_files
-        self._counters.add("sweeps")
-        if not found.candidates or found.candidates[0].used_ns:
-            self._remove_empty_epochs(live_epochs)
+            state.total_bytes = found.used_bytes + state.pending_bytes
+            state.surveyed_s = state.now_s
+        self._candidates = deque((path, size, changed) for _, path, size, changed in sorted(found.oldest, reverse=True))
+        self._candidates_until_s = time.monotonic() + SURVEY_INTERVAL_S
+        self._counters.add("surveys")
+        self._remove_dead_epochs(found.epochs, live)
 
-    def _joined_epochs(self) -> set[tuple[str, str]]:
-        joined = set()
-        for path in directories(self._volume.path, NAMESPACE):
-            try:
-                with opened_directory(path) as namespace_fd:
-                    epoch = read_epoch(namespace_fd)
-            except (FileNotFoundError, NotADirectoryError, PermissionError):  # gone, or a link; or somebody else's
-                continue
-            if epoch is not None:
-                joined.add((path.rsplit("/", 1)[1], epoch))
-        return joined
+    def _count(self, live: set[str], is_urgent: Callable[[], bool]) -> _Survey | None:
+        """Look at everything; return None if that was stopped."""
+        found = _Survey(occupied_bytes(os.lstat(self._root)))
+        begin_s = time.monotonic()
+        for files in walk(self._root):
+            for path, status in files:
+                found.used_bytes += occupied_bytes(status)
+                if stat.S_ISREG(status.st_mode):
+                    self._note_file(path, status, live, found)
+                elif _EPOCH_PATH.fullmatch(path) and stat.S_ISDIR(status.st_mode):
+                    found.epochs.append(path)
+                    self._note_live(path, live)
+            pause_s = 0.0 if is_urgent() else time.monotonic() - begin_s
+            if self._is_stopped.wait(pause_s) if pause_s else self._is_stopped.is_set():
+                return None
+            begin_s = time.monotonic()
+        return found
 
-    def _remove_leftovers(self, found: Survey, alive: set[str], sweep_fd: int) -> None:
-        """Remove files whose writers have ended, or gave up long ago, and take them off what was found."""
-        os.utime(sweep_fd)
-        now_ns = os.fstat(sweep_fd).st_mtime_ns  # by the server's clock, as the files' times are
-        for leftover in found.temporaries:
-            is_old = now_ns - leftover.mtime_ns > TEMPORARY_AGE_MAX_S * 1e9
-            has_ended = leftover.owner and leftover.owner not in alive
-            if (is_old or has_ended) and self._remove(leftover.path):
-                found.used_bytes -= leftover.size_bytes
-                found.used_by[namespace_of(leftover.path, self._volume.path)] -= leftover.size_bytes
-                self._counters.add("removed_temporaries")
+    def _note_file(self, path: str, status: os.stat_result, live: set[str], found: _Survey) -> None:
+        if match := _BLOCK_PATH.fullmatch(path):
+            used_ns = status.st_mtime_ns if match["epoch"] in live else 0
+            entry = (-used_ns, path, occupied_bytes(status), status.st_mtime_ns)
+            if len(found.oldest) < _CANDIDATES_MAX:
+                heapq.heappush(found.oldest, entry)
+            elif entry > found.oldest[0]:
+                heapq.heapreplace(found.oldest, entry)
+        elif _TEMPORARY_PATH.fullmatch(path):
+            found.temporaries.append((path, status))
 
-    def _evict(self, candidates: deque[Candidate], wanted_bytes: int) -> None:
+    def _note_live(self, epoch_path: str, live: set[str]) -> None:
+        """Add the epoch that a namespace's mark names; where it cannot be read, any of that namespace may be it."""
+        namespace, _, epoch = epoch_path.partition("/")
+        try:
+            data = read_file(f"{self._root}/{namespace}/{EPOCH_NAME}", MARK_BYTES_MAX)
+            mark = EpochMark.decode(data) if data is not None else None
+        except (OSError, FormatError):
+            live.add(epoch_path)
+            return
+        if mark is not None and mark.token == epoch:
+            live.add(epoch_path)
+
+    def _evict(self, wanted_bytes: int) -> None:
         """Remove some of the oldest files that were not used since they were listed."""
-        removed_by: defaultdict[str, int] = defaultdict(int)
         removed_bytes = removed_files = 0
         try:
             for _ in range(_EVICTED_AT_ONCE):
-                if removed_bytes >= wanted_bytes or not candidates:
+                if removed_bytes >= wanted_bytes or not self._candidates:
                     break
-                candidate = candidates.popleft()
-                taken = self._take_away(candidate)
-                if taken is not None:  # not what was listed, if it has just been replaced
-                    size_bytes = occupied_bytes(taken)
-                    removed_by[namespace_of(candidate.path, self._volume.path)] += size_bytes
-                    removed_bytes += size_bytes
-                    removed_files += 1
+                path, size_bytes, changed_ns = self._candidates.popleft()
+                path = f"{self._root}/{path}"
+                with suppress(FileNotFoundError, NotADirectoryError):
+                    if os.lstat(path).st_mtime_ns == changed_ns:
+                        os.unlink(path)
+                        removed_bytes += size_bytes
+                        removed_files += 1
         finally:
-            self._counters.add("evicted_files", removed_files)
-            with self._volume.ledger.locked() as state:
-                if state.count in (self._count_seen, ""):  # releases that know of no count leave the word out
-                    for namespace, size_bytes in removed_by.items():
-                        state.take_off(size_bytes, namespace)
+            self._counters.add("evicted_blocks", removed_files)
+            with self._ledger.locked() as state:
+                state.take_off(removed_bytes)
 
-    def _take_away(self, candidate: Candidate) -> os.stat_result | None:
-        """Remove a file unless it was used since it was listed; return what it was, None if it is not removed."""
+    def _remove_dead_epochs(self, epochs: list[str], live: set[str]) -> None:
+        """Remove the directories of epochs that nobody is in and that hold no file any more."""
+        for epoch in epochs:
+            if epoch not in live:
+                path = f"{self._root}/{epoch}"
+                with suppress(OSError):  # not empty, or gone
+                    for shard in os.listdir(path):
+                        os.rmdir(f"{path}/{shard}")
+                    os.rmdir(path)
+
+
+def is_survey_due(surveyed_s: float, now_s: float) -> bool:
+    """Return whether nobody has surveyed for long; times of the file server's clock, which may have been set back."""
+    return not 0 <= now_s - surveyed_s < SURVEY_INTERVAL_S
+
+
+@contextmanager
+def sweep_locked(path: str) -> Iterator[bool]:
+    """Hold the sweep lock; yield False if another process has it."""
+    with opened(path, os.O_RDWR | os.O_CREAT) as fd:
         try:
-            with opened_above(candidate.path, self._volume.path) as (shard_fd, name):
-                if os.stat(name, dir_fd=shard_fd, follow_symlinks=False).st_mtime_ns != candidate.mtime_ns:
-                    return None
-                return take_away(name, temporary_name(name, self._volume.owner.name), shard_fd)
-        except (FileNotFoundError, NotADirectoryError):  # gone, or a link has taken a directory's place
-            return None
-
-    def _remove_empty_epochs(self, live_epochs: set[tuple[str, str]]) -> None:
-        """Remove the directories of epochs that nobody asks for and that have no files any more."""
-        for namespace_path in directories(self._volume.path, NAMESPACE):
-            with suppress(PermissionError):  # somebody else's
-                for path in directories(namespace_path, EPOCH):
-                    namespace, epoch = path.rsplit("/", 2)[1:]
-                    if (namespace, epoch) not in live_epochs:
-                        for shard_path in directories(path, SHARD):
-                            self._remove_directory(shard_path)
-                        self._remove_directory(path)
-
-    def _remove(self, path: str) -> bool:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
         try:
-            with opened_above(path, self._volume.path) as (above_fd, name):
-                return remove(name, above_fd)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-
-    def _remove_directory(self, path: str) -> None:
-        with suppress(OSError), opened_above(path, self._volume.path) as (above_fd, name):  # not empty, or gone
-            os.rmdir(name, dir_fd=above_fd)
+            yield True
+        finally:  # closing is not enough: a child that was forked meanwhile has it open too
+            fcntl.flock(fd, fcntl.LOCK_UN)

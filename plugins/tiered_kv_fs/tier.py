@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.errors import ConfigError, MissingExtraError, TierUnavailableError
+from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.toolkit.aio import AsyncTier, uninterrupted
+from tiered_kv.toolkit.epoch import Epoch
+from tiered_kv.toolkit.errand import Errand
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
-from tiered_kv_fs.allowance import Allowance
 from tiered_kv_fs.blocks import BlockFiles, Moved, room_bytes_of
 from tiered_kv_fs.counters import Counters
-from tiered_kv_fs.epochs import new_epoch
-from tiered_kv_fs.keeper import Keeper, KeeperLimits
-from tiered_kv_fs.replaced import Replaced
+from tiered_kv_fs.directory import Directory, EpochFile, Identity
+from tiered_kv_fs.keeper import OPENING_BYTES, Keeper
+from tiered_kv_fs.ledger import Ledger
 from tiered_kv_fs.settings import FsSettings
 from tiered_kv_fs.sweeper import Sweeper
 from tiered_kv_fs.threads import DaemonThreads
-from tiered_kv_fs.volume import OPENING_BYTES, Identity, Volume
 
 T = TypeVar("T")
 
@@ -32,19 +33,21 @@ _GRANT_BYTES_MAX: Final = 64 << 20
 _GRANTS_MIN: Final = 16
 """The least number of grants in a capacity."""
 _SMALL_THINGS_BYTES: Final = 8 * OPENING_BYTES
-"""Of the least capacity: the small files of several owners, and directories."""
+"""Of the least capacity: the small files of several processes, and directories."""
 _ROOM_TIMEOUT_MAX_S: Final = 5.0
-_LOOKUP_THREADS: Final = 8
+_LOOKUPS_MAX: Final = 8
+"""Calls for lookups that run at once; each takes a thread, and so transfers cannot hold lookups up."""
 _LOOKUP_KEYS: Final = 64
 """Keys in one call to a thread: on a network file system each may be a round trip."""
+_KEEPER_THREADS: Final = 2
 _SHUTDOWN_TIMEOUT_S: Final = 2.0
+_OPEN_TIMEOUT_S: Final = 5.0
 
 
 def carrier() -> Callable[[Callable[..., T]], Callable[..., Awaitable[T]]]:
     """Return aiofiles' bridge from the event loop to calls that wait for a file system.
 
-    Whole parts go over it, one call each. A file opened by aiofiles takes four trips to a thread and back for a block:
-    for 64 KiB that is five times slower than one trip for several blocks (`docs/fs.md`).
+    Whole parts go over it, one call each: see the measurements in `docs/fs.md`.
 
     Raises:
         MissingExtraError: aiofiles is not installed.
@@ -71,10 +74,8 @@ class Sizing:
     grant_bytes: int
 
     @classmethod
-    def of(cls, capacity_bytes: int, block_bytes: int, *, overhead_bytes: int = 0, setting: str = "capacity") -> Sizing:
-        """Return the sizes for a capacity, or another limit that is called `setting`.
-
-        A stored block exceeds its size by `overhead_bytes` at most.
+    def of(cls, capacity_bytes: int, block_bytes: int, overhead_bytes: int = 0) -> Sizing:
+        """Return the sizes for a capacity. A stored block exceeds its size by `overhead_bytes` at most.
 
         Raises:
             ConfigError: It is too small.
@@ -84,7 +85,7 @@ class Sizing:
         if capacity_bytes < least_bytes:
             raise ConfigError(
                 f"{capacity_bytes} bytes are too few for blocks of {block_bytes}; give at least {least_bytes}",
-                location=setting,
+                location="capacity",
             )
         usable_bytes = capacity_bytes - _SMALL_THINGS_BYTES
         part_blocks = max(1, min(_PART_BYTES // block_bytes, usable_bytes // _GRANTS_MIN // room_bytes))
@@ -95,7 +96,7 @@ class Sizing:
 class FsTier(AsyncTier):
     """Blocks as files in a directory that processes and hosts may share.
 
-    The directory is opened by the constructor. Lookups are batched, and done by threads of their own.
+    The constructor opens the directory, and may wait for the file system.
 
     Args:
         offloading_spec, primary_kv_view, tier_type: As in `SecondaryTierManager`. A `TierSpec` gives the
@@ -119,177 +120,165 @@ class FsTier(AsyncTier):
         self._settings = settings
         self._codecs = settings.open_codecs()
         block_bytes = block_bytes_of(primary_kv_view)
-        overhead_bytes = self._codecs.overhead_bytes
-        self._sizing = Sizing.of(settings.capacity, block_bytes, overhead_bytes=overhead_bytes)
-        if settings.quota is not None:
-            self._sizing = Sizing.of(settings.quota, block_bytes, overhead_bytes=overhead_bytes, setting="quota")
+        self._sizing = Sizing.of(settings.capacity, block_bytes, self._codecs.overhead_bytes)
         digest: bytes = getattr(offloading_spec, "namespace_digest", bytes(16))
         name = getattr(offloading_spec, "name", None) or tier_type
-        self._counters = Counters()
-        self._allowance = Allowance()
-        self._replaced = Replaced()
-        self._room_timeout_s = min(_ROOM_TIMEOUT_MAX_S, settings.job_timeout / 2)
         identity = Identity(digest, getattr(offloading_spec, "namespace", {}), block_bytes)
-        self._volume = Volume(settings.path, identity, tier=name, private=settings.private)
+        self._directory = Directory(settings.path, identity, tier=name, private=settings.private)
+        self._counters = Counters()
+        self._cache_epoch = Epoch(EpochFile(self._directory))
+        self._saving = Errand(self._save_epoch, f"tiered-kv-{name}-reset")
+        self._keeper = self._make_keeper(owner := secrets.token_hex(8))
         self._files = BlockFiles(
-            self._volume.namespace_path,
+            self._directory.namespace_path,
             digest,
+            owner,
             block_bytes,
             self._codecs,
             self._counters,
+            self._keeper.is_granted,
             private=settings.private,
         )
-        self._epoch_names = (0, self._volume.found_epoch)
-        """The toolkit's number of the epoch, and its directory; replaced in one step."""
-        self._keeper = self._start_keeper(name)
-        blocks_max = settings.threads * self._sizing.part_blocks
-        self._transfer_threads = DaemonThreads(
-            f"tiered-kv-{name}-transfer", threads_max=settings.threads, queue_max=blocks_max
+        self._threads = DaemonThreads(f"tiered-kv-{name}", settings.threads + _LOOKUPS_MAX + _KEEPER_THREADS)
+        self._lookup_slots = asyncio.Semaphore(_LOOKUPS_MAX)
+        super().__init__(
+            offloading_spec,
+            primary_kv_view,
+            tier_type,
+            blocks_in_flight_max=settings.threads * self._sizing.part_blocks,
+            part_bytes=self._sizing.part_blocks * block_bytes,
+            lookup_timeout_s=settings.lookup_timeout,
+            shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
         )
-        self._lookup_threads = DaemonThreads(f"tiered-kv-{name}-lookup", threads_max=_LOOKUP_THREADS, queue_max=256)
+
+    def _make_keeper(self, owner: str) -> Keeper:
+        ledger = Ledger(self._directory.ledger_path, self._directory.lock_path)
         try:
-            super().__init__(
-                offloading_spec,
-                primary_kv_view,
-                tier_type,
-                blocks_in_flight_max=blocks_max,
-                part_bytes=self._sizing.part_blocks * block_bytes,
-                lookup_timeout_s=settings.lookup_timeout,
-                shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
-            )
-        except BaseException:
-            self._keeper.stop(_SHUTDOWN_TIMEOUT_S)
-            raise
+            self._cache_epoch.token(time.monotonic() + _OPEN_TIMEOUT_S)
+            with ledger.locked() as state:  # tells whether there are locks
+                used_bytes = state.total_bytes or 0
+        except OSError as error:
+            raise self._directory.unavailable(error) from error
+        usable_bytes = self._settings.capacity - OPENING_BYTES
+        keeper = Keeper(
+            self._directory,
+            ledger,
+            self._cache_epoch,
+            Sweeper(self._directory, ledger, usable_bytes, self._counters),
+            owner,
+            capacity_bytes=self._settings.capacity,
+            grant_bytes=self._sizing.grant_bytes,
+            room_timeout_s=min(_ROOM_TIMEOUT_MAX_S, self._settings.job_timeout / 2),
+            counters=self._counters,
+            call=self._call,
+        )
+        keeper.used_bytes = used_bytes
+        return keeper
 
     # The event loop.
 
+    async def open(self) -> None:
+        self._keeper.start()
+
     async def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        number, epoch = self._epoch_names
-        if self.part_epoch != number:
-            return Outcome((), "reset")
         room_bytes = len(keys) * self._sizing.room_bytes
-        reason = await self._take_room(room_bytes)
+        reason = await self._keeper.take(room_bytes)
         if reason:
             return Outcome((), reason)
+        used_bytes = room_bytes
         try:
-            store = self._carry(self._store_part)(epoch, keys, blocks, room_bytes, executor=self._transfer_threads)
+            store = self._call(self._store_part, self.part_epoch, self.part_deadline, keys, blocks)
             moved = await uninterrupted(store)
-        except TierUnavailableError:  # no thread has taken it
-            self._allowance.settle(room_bytes, 0)
-            raise
-        if moved.reason == "missing":
+            used_bytes = moved.used_bytes
+        finally:
+            self._keeper.settle(room_bytes, used_bytes)
+        if moved.reason == "missing":  # somebody removed directories: those who look after them make them anew
+            self._cache_epoch.doubt()
             self._keeper.wake()
         return _outcome(moved, keys)
 
     async def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        number, epoch = self._epoch_names
-        if self.part_epoch != number:
-            return Outcome((), "reset")
-        load = self._carry(self._files.load)(epoch, keys, blocks, executor=self._transfer_threads)
+        load = self._call(self._load_part, self.part_epoch, self.part_deadline, keys, blocks)
         return _outcome(await uninterrupted(load), keys)
 
     async def contains_blocks(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        _, epoch = self._epoch_names
-        ask = self._carry(self._files.contains)
         pieces = [keys[start : start + _LOOKUP_KEYS] for start in range(0, len(keys), _LOOKUP_KEYS)]
-        answers = await asyncio.gather(*(ask(epoch, piece, executor=self._lookup_threads) for piece in pieces))
+        answers = await asyncio.gather(*(self._contains(self.part_deadline, piece) for piece in pieces))
         return [answer for piece in answers for answer in piece]
 
-    async def _take_room(self, size_bytes: int) -> str:
-        """Take bytes of the capacity, waiting for them if need be; return why not, or an empty string."""
+    async def close(self) -> None:
         try:
-            async with asyncio.timeout(self._room_timeout_s):
-                while not self._allowance.take(size_bytes):
-                    reason = await asyncio.wrap_future(self._keeper.refill(size_bytes))
-                    if reason:
-                        return reason
-        except TimeoutError:
-            self._counters.add("room_timeouts")
-            return "no_space"
-        return ""
+            await self._keeper.close()
+        finally:
+            self._threads.shutdown()
 
-    # Transfer threads.
+    async def _contains(self, deadline: float, keys: Sequence[OffloadKey]) -> list[bool]:
+        async with self._lookup_slots:  # held until the thread has ended, also by a lookup whose time is over
+            return await uninterrupted(self._call(self._contains_part, deadline, keys))
+
+    def _call(self, function: Callable[..., T], *arguments: Any) -> Awaitable[T]:  # Any: the function's
+        return self._carry(function)(*arguments, executor=self._threads)
+
+    # Threads.
 
     def _store_part(
-        self, epoch: str, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], room_bytes: int
+        self, epoch: int, deadline: float, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]
     ) -> Moved:
-        used_bytes = room_bytes
-        count = self._replaced.count
-        try:
-            moved = self._files.store(epoch, self._volume.owner.name, keys, blocks)
-            used_bytes = moved.used_bytes
-            self._replaced.add(moved.freed_bytes, count)
-            return moved
-        finally:
-            self._allowance.settle(room_bytes, used_bytes)
+        token = self._cache_epoch.saved_token(deadline)
+        # The number is looked at after the token: `reset_cache` changes it before.
+        return self._files.store(token, keys, blocks) if epoch == self.epoch else Moved([], "reset")
+
+    def _load_part(
+        self, epoch: int, deadline: float, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]
+    ) -> Moved:
+        token = self._cache_epoch.token(deadline)
+        return self._files.load(token, keys, blocks) if epoch == self.epoch else Moved([], "reset")
+
+    def _contains_part(self, deadline: float, keys: Sequence[OffloadKey]) -> list[bool]:
+        return self._files.contains(self._cache_epoch.token(deadline), keys)
+
+    def _save_epoch(self) -> None:
+        self._cache_epoch.saved_token(time.monotonic() + _SHUTDOWN_TIMEOUT_S)
 
     # The scheduler's thread.
 
     def reset_cache(self) -> bool:
         self.begin_epoch()
-        self._epoch_names = (self.epoch, new_epoch())
-        self._keeper.reset(self._epoch_names[1])
+        self._cache_epoch.renew()
+        self._saving.ask()  # where that fails, the keeper and the next store try again
         return True
 
     def stats(self) -> Mapping[str, int]:
         return {
             **super().stats(),
             **self._counters.snapshot(),
-            "ended_owners": self._volume.ended_owners,
             "used_bytes": self._keeper.used_bytes,
             "capacity_bytes": self._settings.capacity,
-            "granted_bytes": self._allowance.outstanding_bytes,
-            **self._quota_stats(),
+            "granted_bytes": self._keeper.granted_bytes,
         }
 
     def describe(self) -> Mapping[str, object]:
         return {
-            "path": self._volume.path,
+            "path": self._directory.path,
             "layout": "one file a block",
-            "namespace": self._volume.namespace,
-            "epoch": self._epoch_names[1],
-            "owners": self._volume.count_owners(),
+            "namespace": self._directory.namespace,
             "private": self._settings.private,
             "codec": self._codecs.writer.name,
             "threads": self._settings.threads,
             "capacity_bytes": self._settings.capacity,
             "used_bytes": self._keeper.used_bytes,
             "grant_bytes": self._sizing.grant_bytes,
-            **self._quota_stats(),
         }
 
     def shutdown(self) -> None:
+        if self._is_shut_down:
+            return
         super().shutdown()
         deadline = time.monotonic() + _SHUTDOWN_TIMEOUT_S
-        for threads in (self._transfer_threads, self._lookup_threads):
-            threads.shutdown()
-        for threads in (self._transfer_threads, self._lookup_threads):
-            threads.join(deadline)
-        self._keeper.stop(max(0.1, deadline - time.monotonic()))
-
-    def _quota_stats(self) -> dict[str, int]:
-        quota_bytes = self._settings.quota
-        return {} if quota_bytes is None else {"quota_bytes": quota_bytes, "share_bytes": self._keeper.share_bytes}
-
-    def _start_keeper(self, name: str) -> Keeper:
-        limits = KeeperLimits(
-            capacity_bytes=self._settings.capacity,
-            grant_bytes=self._sizing.grant_bytes,
-            room_timeout_s=self._room_timeout_s,
-            quota_bytes=self._settings.quota,
-        )
-        sweeper = Sweeper(self._volume, limits.capacity_bytes, limits.quota_bytes, limits.grant_bytes, self._counters)
-        epoch = self._epoch_names[1]
-        return Keeper(
-            self._volume,
-            sweeper,
-            self._allowance,
-            self._replaced,
-            limits,
-            self._counters,
-            epoch,
-            f"tiered-kv-{name}-keeper",
-        )
+        if not self._cache_epoch.is_saved:
+            self._saving.ask()
+        self._saving.join(_SHUTDOWN_TIMEOUT_S)
+        self._threads.join(deadline)
 
 
 def _outcome(moved: Moved, keys: Sequence[OffloadKey]) -> Outcome:

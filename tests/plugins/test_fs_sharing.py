@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-import struct
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +19,8 @@ from tiered_kv.testing.disk_use import occupied_bytes
 from tiered_kv.testing.entries import rig_of
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.testing.waiting import wait_until
+from tiered_kv_fs.files import locked
 from tiered_kv_fs.layout import BLOCK, TEMPORARY_BLOCK
-from tiered_kv_fs.posix import locked
 
 BLOCK_BYTES = 65_536
 CAPACITY_BYTES = 8 << 20
@@ -121,10 +123,23 @@ def files(path: Path) -> list[Path]:
     return [entry for entry in path.rglob("*") if BLOCK.fullmatch(entry.name) and entry.is_file()]
 
 
-def is_reset_noted(path: Path) -> bool:
-    """Return whether an owner has noted that a reset was asked for of which the others do not know yet."""
-    notes = [struct.unpack_from("<QQ", entry.read_bytes()) for entry in (path / "owners").iterdir()]
-    return any(asked != known for asked, known in notes)
+def lapse(path: Path) -> None:
+    """Have the ledger say that everybody was there last an hour ago, and temporary files be as old."""
+    with locked(str(path / "lock"), 60.0):
+        ledger = json.loads((path / "ledger").read_bytes())
+        for holder in ledger["holders"].values():
+            holder["seen_s"] -= 3600
+        (path / "ledger").write_text(json.dumps(ledger))
+    for entry in path.rglob("*.tmp"):
+        with suppress(FileNotFoundError):
+            os.utime(entry, (1, 1))
+
+
+def ledger_of(path: Path) -> dict[str, Any]:
+    """Return what the ledger says."""
+    with locked(str(path / "lock"), 60.0):
+        state: dict[str, Any] = json.loads((path / "ledger").read_bytes())
+    return state
 
 
 @pytest.mark.slow
@@ -172,13 +187,34 @@ def test_what_a_killed_writer_left_is_swept_and_its_grant_is_free_again(start: S
         writer.end()
     planted = files(path)[0].parent / f".{'0' * 32}.{'a' * 16}.0.tmp"
     planted.write_bytes(bytes(1000))
+    rig.tier.shutdown()
+    lapse(path)
     rig.reopen()
-    wait_until(lambda: rig.tier.stats()["sweeps"])
+    assert rig.store(make_keys(8, "reopened")).success
+    wait_until(lambda: rig.tier.stats()["surveys"])
     assert [entry for entry in path.rglob("*") if TEMPORARY_BLOCK.fullmatch(entry.name)] == []
-    wait_until(lambda: len(os.listdir(path / "owners")) == 1)  # those of the killed are gone
+    assert len(ledger_of(path)["holders"]) == 1, "those of the killed are gone"
     for number in range(40):
         assert rig.store(make_keys(8, f"after-{number}")).success
     assert occupied_bytes(path) <= CAPACITY_BYTES
+
+
+@pytest.mark.slow
+def test_a_process_that_lapsed_and_goes_on_stores_within_a_new_grant(start: Start, path: Path) -> None:
+    stopped, other = start(), start()
+    assert stopped.count("store", "before", 8) == 8
+    assert other.count("store", "other", 8) == 8
+    stopped.signal(signal.SIGSTOP)
+    lapse(path)
+    for number in range(20):  # more than fits: surveys and evicts
+        other.count("store", f"other-{number}", 8)
+        assert occupied_bytes(path) <= CAPACITY_BYTES
+    stopped.signal(signal.SIGCONT)
+    assert stopped.count("store", "after", 8) >= 0  # what it may lose is a store
+    wait_until(lambda: stopped.count("store", "later", 8) == 8)
+    assert occupied_bytes(path) <= CAPACITY_BYTES
+    assert [stopped.end(), other.end()] == [0, 0]
+    assert ledger_of(path)["holders"] == {}
 
 
 @pytest.mark.slow
@@ -197,19 +233,19 @@ def test_a_process_that_was_reset_never_finds_what_others_stored_before_or_go_on
 
 
 @pytest.mark.slow
-def test_a_reset_holds_though_its_process_is_killed_before_it_could_tell_anybody(
-    start: Start, path: Path, rig: TierRig
-) -> None:
-    assert rig.store(make_keys(4)).success
+def test_a_reset_holds_though_its_process_is_killed_a_moment_later(start: Start, path: Path, rig: TierRig) -> None:
+    assert rig.store(make_keys(4, "a")).success
+    (mark,) = path.glob("*/epoch")
     other = start()
-    assert other.count("find", "key", 0) == 0  # it is up
-    with locked(str(path / "ledger"), 60.0):  # so that it cannot write the epoch file
-        assert other.ask("reset", "x", 0) == "True"
-        wait_until(lambda: is_reset_noted(path))  # by a thread of its own, which nobody waits for
-        other.signal(signal.SIGKILL)
-        other.end()
-    rig.reopen()
-    assert not any(rig.lookup(key) for key in make_keys(4))
+    assert other.count("find", "a", 4) == 4
+    before = mark.read_bytes()
+    assert other.ask("reset", "x", 0) == "True"
+    wait_until(lambda: mark.read_bytes() != before)  # by a thread of its own, which nobody waits for
+    other.signal(signal.SIGKILL)
+    other.end()
+    assert rig.load(make_keys(4, "a")), "who was not reset keeps what it has"
+    other = start()
+    assert other.count("find", "a", 4) == 0
 
 
 @pytest.mark.slow
@@ -218,7 +254,7 @@ def test_a_process_that_stands_still_with_the_ledger_keeps_stores_waiting_for_a_
 ) -> None:
     keys = make_keys(4)
     assert rig.store(keys).success
-    with locked(str(path / "ledger"), 60.0):
+    with locked(str(path / "lock"), 60.0):
         begin = time.monotonic()
         far = begin + 3600.0
         stores = rig.wait([rig.submit_store(make_keys(8, f"batch-{number}"), deadline=far) for number in range(20)])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-import tiered_kv_fs.blocks
 from tiered_kv.testing.doors import Door, FsDoor, RedisDoor, S3Door
 from tiered_kv.testing.redis_servers import RedisServer, redis_server
 from tiered_kv.testing.rig import TierRig, make_keys
@@ -60,7 +61,10 @@ def check(rig: TierRig, door: Door) -> None:
 
 
 def test_fs(tmp_path: Path, open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiered_kv_fs.blocks, "remove", lambda name, directory_fd: False)
+    def unlink(path: str, **options: int) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), path)
+
+    monkeypatch.setattr(os, "unlink", unlink)
     rig = open_rig({"type": "fs", "path": str(tmp_path / "kv"), "capacity": "64MiB"})
     check(rig, FsDoor(tmp_path / "kv", SPEC.namespace_digest))
 

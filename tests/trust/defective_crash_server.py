@@ -10,11 +10,8 @@ from unittest import mock
 
 import tiered_kv_fs.blocks
 import tiered_kv_nvme.recovery
-from tiered_kv.base import OffloadKey
 from tiered_kv.testing import crash_server
-from tiered_kv.toolkit.record import encode_record
-from tiered_kv_fs.blocks import BlockFiles
-from tiered_kv_fs.posix import opened, write_all
+from tiered_kv_fs.layout import block_path
 from tiered_kv_nvme.epoch import DirectoryEpoch
 from tiered_kv_nvme.files import NoSegment, SegmentFiles
 from tiered_kv_nvme.segment import Segment
@@ -22,16 +19,7 @@ from tiered_kv_nvme.segment import Segment
 
 def fs_publishes_before_it_writes() -> None:
     """A block's file has its name before it has its content."""
-
-    def write(
-        files: BlockFiles, shard_fd: int, name: str, owner: str, key: OffloadKey, block: memoryview, *, replaces: bool
-    ) -> tiered_kv_fs.blocks._Stored:
-        header, payload = encode_record(key, block, files._namespace_digest, files._codecs.writer, files._room.take)
-        with opened(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, shard_fd) as fd:
-            write_all(fd, [header, payload])
-        return tiered_kv_fs.blocks._Stored("", tiered_kv_fs.blocks._charge(len(header) + len(payload)))
-
-    mock.patch.object(BlockFiles, "_write", write).start()
+    mock.patch.object(tiered_kv_fs.blocks, "temporary_path", lambda name, owner: block_path(name)).start()
 
 
 def fs_takes_a_short_write_for_a_whole_one() -> None:

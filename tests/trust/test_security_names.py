@@ -55,7 +55,7 @@ TENANTS = [
 ]
 NAMES = {
     "nvme": r"lock|epoch|tiered-kv-nvme\.json|segment-[0-9a-f]{8}-\d{6}\.kv",
-    "fs": r"tiered-kv-fs\.json|ledger|sweep|owners|namespace\.json|epoch|[0-9a-f]{32}|[0-9a-f]{16}|[0-9a-f]{2}",
+    "fs": r"tiered-kv-fs\.json|lock|ledger|sweep|namespace\.json|epoch|[0-9a-f]{32}|[0-9a-f]{16}|[0-9a-f]{2}",
     "s3": r"tiered-kv/[0-9a-f]{32}/(namespace\.json|epoch|blocks/[0-9a-f]{16}/[0-9a-f]{2}/[0-9a-f]{32})",
 }
 KINDS = ("nvme", "fs", "redis", "s3")

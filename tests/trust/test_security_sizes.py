@@ -105,7 +105,7 @@ SMALL_FILES = [
     ("fs", "sweep", True),
     ("fs", "*/namespace.json", True),
     ("fs", "*/epoch", True),
-    ("fs", "owners/" + "a" * 16, True),
+    ("fs", "lock", True),
 ]
 """Tier, file, and whether the tier makes do with a huge one."""
 

@@ -100,7 +100,7 @@ class Bench:
         if self.kind in ("redis", "s3"):
             return dict(self.door().snapshot())
         own = {"lock", "sweep", "ledger"}
-        files = [path for path in self.path.rglob("*") if path.is_file() and path.parent.name != "owners"]
+        files = [path for path in self.path.rglob("*") if path.is_file()]
         return {str(path.relative_to(self.path)): path.read_bytes() for path in files if path.name not in own}
 
     def door(self, rig: TierRig | None = None) -> Door:

@@ -37,7 +37,12 @@ _POLL_S: Final = 0.0005
 _COUNTED_S: Final = 15.0
 """A block is gone a moment before it is counted, by a thread that a busy machine may hold up in between."""
 _VERSION_OF_NEW = 9
-_EVICTIONS: Final = {"nvme": "dropped_blocks", "fs": "evicted_files", "redis": "evicted_blocks", "s3": "deleted_blocks"}
+_EVICTIONS: Final = {
+    "nvme": "dropped_blocks",
+    "fs": "evicted_blocks",
+    "redis": "evicted_blocks",
+    "s3": "deleted_blocks",
+}
 """Each tier's counter of blocks that it gave up to make room."""
 
 

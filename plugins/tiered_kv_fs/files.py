@@ -1,0 +1,220 @@
+"""Calls to a file system that others use too. Any thread may call, except the scheduler's: all of them may wait."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Final
+
+from tiered_kv.permissions import DIRECTORY_MODE, FILE_MODE
+
+ALLOCATION_BYTES: Final = 4096
+
+_SAFE_FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+"""O_NONBLOCK, so that opening a pipe in a file's place does not wait for its other end."""
+_REASONS: Final = {
+    errno.ENOENT: "missing",
+    errno.ESTALE: "stale",
+    errno.ENOSPC: "no_space",
+    errno.EDQUOT: "no_space",
+    errno.EROFS: "read_only",
+    errno.EACCES: "permission",
+    errno.EPERM: "permission",
+    errno.ELOOP: "not_a_file",
+    errno.ENXIO: "not_a_file",
+    errno.EISDIR: "not_a_file",
+    errno.ENOTDIR: "not_a_file",
+}
+Found = tuple[str, os.stat_result]
+"""An entry's path below a directory, and its status."""
+
+_LOCK_POLL_S: Final = 0.002
+_LOCK_POLL_MAX_S: Final = 0.05
+
+
+def reason_of(error: OSError) -> str:
+    """Return the one word that counters file a failed call under."""
+    return "timeout" if isinstance(error, TimeoutError) else _REASONS.get(error.errno or 0, "io_error")
+
+
+def round_up(size_bytes: int) -> int:
+    """Return a size in whole allocation units."""
+    return -(-size_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
+
+
+def occupied_bytes(status: os.stat_result) -> int:
+    """Return what an entry occupies, or will once the file system has allocated it."""
+    if not stat.S_ISREG(status.st_mode):
+        return status.st_blocks * 512
+    return max(status.st_blocks * 512, round_up(status.st_size))
+
+
+@contextmanager
+def opened(path: str, flags: int) -> Iterator[int]:
+    """Yield a descriptor of a file, which must not be a symbolic link, and close it. New files have mode 0600."""
+    fd = os.open(path, flags | _SAFE_FLAGS, FILE_MODE)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def locked(path: str, timeout_s: float) -> Iterator[float]:
+    """Hold the lock of the file at `path`, which is made if it is missing; yield the time of the file server's clock.
+
+    flock(2), which Linux carries out over NFS too. The kernel takes the lock from a process that ends.
+
+    Raises:
+        TimeoutError: Others held it all the time.
+        OSError: The file system does not let us, or has no locks.
+    """
+    deadline = time.monotonic() + timeout_s
+    pause_s = _LOCK_POLL_S
+    while True:
+        with opened(path, os.O_RDWR | os.O_CREAT) as fd:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                pass
+            else:
+                try:
+                    if _is_linked(fd, path):
+                        os.utime(fd)
+                        yield os.fstat(fd).st_mtime
+                        return
+                finally:  # closing is not enough: a child that was forked meanwhile has it open too
+                    fcntl.flock(fd, fcntl.LOCK_UN)
+        if time.monotonic() >= deadline:
+            raise TimeoutError(None, f"{path} was locked by others for {timeout_s:g} s")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LOCK_POLL_MAX_S)
+
+
+def make_directory(path: str) -> bool:
+    """Make a directory with mode 0700; return False if there is one."""
+    try:
+        os.mkdir(path, DIRECTORY_MODE)
+    except FileExistsError:
+        return False
+    return True
+
+
+def read_file(path: str, size_max_bytes: int) -> bytes | None:
+    """Return a small file's bytes; None if it is missing, longer, or no regular file."""
+    try:
+        with opened(path, os.O_RDONLY) as fd:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > size_max_bytes:
+                return None
+            return os.pread(fd, size_max_bytes, 0)
+    except OSError as error:
+        if reason_of(error) in ("missing", "not_a_file"):
+            return None
+        raise
+
+
+def replace_file(path: str, data: bytes, *, only_new: bool = False, flush: bool = False) -> None:
+    """Put a small file into place in one step: whoever reads it finds the old bytes or the new ones.
+
+    Args:
+        path: Where.
+        data: All of it.
+        only_new: Leave a file alone that is there already.
+        flush: Whether it has to hold after a power failure too, which may leave an empty file otherwise.
+    """
+    directory, _, name = path.rpartition("/")
+    temporary = f"{directory}/.{name}.{secrets.token_hex(8)}.tmp"
+    try:
+        with opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
+            write_all(fd, [data])
+            if flush:
+                os.fsync(fd)
+        if not only_new:
+            os.replace(temporary, path)
+            return
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            pass
+        except OSError:  # no hard links here (CIFS, FUSE): the last of several that open it at once wins
+            os.replace(temporary, path)
+            return
+    except OSError:
+        remove(temporary)
+        raise
+    remove(temporary)
+
+
+def write_all(fd: int, parts: list[bytes | memoryview]) -> None:
+    """Write buffers one after the other, with as few calls as the file system allows."""
+    views = [memoryview(part).cast("B") for part in parts]
+    while views:
+        written = os.writev(fd, views)
+        while views and written >= len(views[0]):
+            written -= len(views.pop(0))
+        if views:
+            views[0] = views[0][written:]
+
+
+def read_all(fd: int, views: list[memoryview]) -> int:
+    """Fill buffers from a file's beginning; return how many bytes there were."""
+    position = 0
+    while views and (count := os.preadv(fd, views, position)):
+        position += count
+        while views and count >= len(views[0]):
+            count -= len(views.pop(0))
+        if views and count:
+            views[0] = views[0][count:]
+    return position
+
+
+def remove(path: str) -> bool:
+    """Remove a file; return whether it was this call that did."""
+    with suppress(OSError):
+        os.unlink(path)
+        return True
+    return False
+
+
+def walk(root: str) -> Iterator[list[Found]]:
+    """Yield what each directory below `root` holds, a list each, outer ones first; no symbolic link is followed.
+
+    What vanishes meanwhile is left out, and so is what another user does not let this process see.
+    """
+    waiting = [""]
+    while waiting:
+        above = waiting.pop()
+        files: list[Found] = []
+        try:
+            with os.scandir(f"{root}/{above}") as entries:
+                for entry in entries:
+                    path = f"{above}/{entry.name}" if above else entry.name
+                    with suppress(FileNotFoundError):
+                        status = entry.stat(follow_symlinks=False)
+                        files.append((path, status))
+                        if stat.S_ISDIR(status.st_mode):
+                            waiting.append(path)
+        except OSError as error:
+            reason = reason_of(error)
+            if reason not in ("missing", "permission", "not_a_file"):
+                raise
+            if reason == "permission" and os.lstat(f"{root}/{above}").st_uid == os.geteuid():
+                raise  # it may hold blocks of ours, which count
+        yield files
+
+
+def _is_linked(fd: int, path: str) -> bool:
+    """Return whether `path` still names the open file."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except OSError as error:
+        if reason_of(error) in ("missing", "stale"):  # another host has removed it
+            return False
+        raise

@@ -1,0 +1,189 @@
+"""The capacity of a directory: what takes part of it, what makes room, and what a survey corrects."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiered_kv.testing.disk_use import occupied_bytes
+from tiered_kv.testing.entries import rig_of
+from tiered_kv.testing.rig import TierRig, make_keys
+from tiered_kv.testing.waiting import wait_until
+from tiered_kv_fs.layout import BLOCK, TEMPORARY_BLOCK
+
+BLOCK_BYTES = 65_536
+CAPACITY_BYTES = 8 << 20
+DIGEST = bytes(range(16))
+
+OpenRig = Callable[..., TierRig]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+@pytest.fixture
+def open_rig(path: Path, monkeypatch: pytest.MonkeyPatch, patient_fs_shutdown: None) -> Iterator[OpenRig]:
+    monkeypatch.setattr("tiered_kv_fs.tier._ROOM_TIMEOUT_MAX_S", 60.0)  # or a busy machine makes stores find no room
+    rigs: list[TierRig] = []
+
+    def open_one(namespace: bytes = DIGEST) -> TierRig:
+        entry = {"type": "fs", "path": str(path), "capacity": CAPACITY_BYTES, "threads": 4, "job_timeout": "120s"}
+        rigs.append(rig_of(entry, block_bytes=BLOCK_BYTES, num_blocks=64, namespace=namespace))
+        return rigs[-1]
+
+    yield open_one
+    for rig in rigs:
+        rig.close()
+
+
+def ledger_of(path: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((path / "ledger").read_bytes())
+    return state
+
+
+def blocks(path: Path) -> list[Path]:
+    return [entry for entry in path.glob("*/*/*/*") if BLOCK.fullmatch(entry.name)]
+
+
+def test_stores_that_wait_for_room_together_all_get_it(open_rig: OpenRig, path: Path) -> None:
+    rig = open_rig()
+    for number in range(40):
+        assert rig.store(make_keys(8, f"batch-{number}")).success
+        assert occupied_bytes(path) <= CAPACITY_BYTES
+    assert rig.tier.stats()["evicted_blocks"] >= 200
+
+
+def test_what_is_not_used_is_given_back_to_the_others(open_rig: OpenRig, path: Path) -> None:
+    first, second = open_rig(), open_rig()
+    for rig in (first, second):
+        assert rig.store(make_keys(2)).success
+    first.tier.shutdown()
+    assert len(ledger_of(path)["holders"]) == 1
+    second.tier.shutdown()
+    state = ledger_of(path)
+    assert state["holders"] == {}
+    assert occupied_bytes(path) <= state["total_bytes"] < occupied_bytes(path) + (256 << 10)
+
+
+def test_blocks_of_a_retired_epoch_make_room_first(open_rig: OpenRig, path: Path) -> None:
+    rig = open_rig()
+    old, new = make_keys(32, "old"), make_keys(24, "new")
+    assert rig.store(old).success
+    retired = blocks(path)[0].parent.parent
+    rig.tier.reset_cache()
+    assert rig.store(new).success
+    for entry in blocks(path):
+        if retired not in entry.parents:
+            os.utime(entry, (1, 1))  # used long before those of the retired epoch
+    rig.reopen()
+    for number in range(7):
+        assert rig.store(make_keys(8, f"batch-{number}")).success
+    assert rig.tier.stats()["evicted_blocks"] > 0
+    assert rig.load(new) == set(new)
+
+
+def test_the_directories_of_a_retired_epoch_go_with_its_last_block(open_rig: OpenRig, path: Path) -> None:
+    rig = open_rig()
+    assert rig.store(make_keys(4, "old")).success
+    retired = blocks(path)[0].parent.parent
+    rig.tier.reset_cache()
+    number = 0
+    while retired.exists():
+        assert rig.store(make_keys(8, f"batch-{number}")).success
+        number += 1
+        assert number < 100
+
+
+def test_blocks_of_an_epoch_that_another_process_is_still_in_stay(open_rig: OpenRig, path: Path) -> None:
+    staying, resetting = open_rig(), open_rig()
+    keys = make_keys(8, "old")
+    assert staying.store(keys).success
+    resetting.tier.reset_cache()
+    for number in range(6):
+        assert resetting.store(make_keys(8, f"batch-{number}")).success
+    for entry in blocks(path):
+        os.utime(entry, (1, 1))
+    assert staying.load(keys) == set(keys)  # marks them as used
+    for number in range(7):
+        assert resetting.store(make_keys(8, f"more-{number}")).success
+    assert resetting.tier.stats()["evicted_blocks"] > 0
+    assert staying.load(keys) == set(keys)
+
+
+def test_what_a_writer_left_is_removed_once_it_has_lapsed_and_a_young_file_stays(open_rig: OpenRig, path: Path) -> None:
+    rig = open_rig()
+    assert rig.store(make_keys(4)).success
+    shard = blocks(path)[0].parent
+    left, young = (shard / f".{'0' * 32}.{owner * 16}.0.tmp" for owner in "ab")
+    small = path / f".ledger.{'0' * 16}.tmp"
+    for entry in (left, young, small):
+        entry.write_bytes(bytes(1000))
+    for entry in (left, small):
+        os.utime(entry, (1, 1))
+    rig.tier.shutdown()
+    (path / "ledger").unlink()
+    rig.reopen()
+    wait_until(lambda: rig.store(make_keys(4, "again")).success)
+    assert TEMPORARY_BLOCK.fullmatch(left.name)
+    assert not left.exists()
+    assert not small.exists()
+    assert young.exists()
+
+
+def test_a_ledger_that_is_lost_while_tiers_are_open_is_counted_anew(open_rig: OpenRig, path: Path) -> None:
+    first, second = open_rig(), open_rig(bytes(16))
+    for rig in (first, second):
+        assert rig.store(make_keys(8)).success
+    (path / "ledger").unlink()
+    for number in range(20):
+        for rig in (first, second):
+            wait_until(lambda: rig.store(make_keys(8, f"batch-{number}")).success)  # noqa: B023  # called at once
+    assert occupied_bytes(path) <= CAPACITY_BYTES
+    assert ledger_of(path)["total_bytes"] >= occupied_bytes(path)
+
+
+def test_foreign_files_that_leave_no_room_fail_stores_at_once(open_rig: OpenRig, path: Path) -> None:
+    rig = open_rig()
+    keys = make_keys(4)
+    assert rig.store(keys).success
+    (path / "backup").write_bytes(bytes(CAPACITY_BYTES))
+    rig.reopen()
+    (path / "ledger").unlink()  # so that somebody counts
+    wait_until(lambda: rig.store(make_keys(8, "more")).reason == "no_space")
+    assert rig.tier.stats()["failed_no_space"] > 0
+    (path / "backup").unlink()
+    (path / "ledger").unlink()
+    wait_until(lambda: rig.store(make_keys(8, "again")).success)
+
+
+@pytest.mark.parametrize("place", ["lost+found", "backup/deep"])
+def test_a_foreign_directory_that_may_not_be_read_does_not_keep_the_tier_from_storing(
+    open_rig: OpenRig, path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Root may look into any directory, so the call that another user fails at is made to fail."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a directory away")
+    closed = path / place
+    closed.mkdir(parents=True)
+    (path).chmod(0o700)
+    os.chown(closed, 12345, 12345)
+    (path / "tiered-kv-fs.json").write_text('{"format": 1}')
+    (path / "tiered-kv-fs.json").chmod(0o600)
+    scandir = os.scandir
+
+    def scandir_as_a_user(directory: str) -> object:
+        if directory == str(closed):
+            raise PermissionError(13, "Permission denied", directory)
+        return scandir(directory)
+
+    monkeypatch.setattr(os, "scandir", scandir_as_a_user)
+    rig = open_rig()
+    assert rig.store(make_keys(8)).success
+    assert rig.tier.stats()["surveys"] > 0
