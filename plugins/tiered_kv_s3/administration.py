@@ -1,10 +1,8 @@
 """The bucket without a stack: whose blocks it holds, and removing them, every version of them.
 
-Two kinds of small objects stay: the mark of the epoch, drawn anew after a reset, since a process that runs in
-an epoch from before it would write its own again; and the grants of stacks that run, since without them the others
-would store beyond the capacity. A stack may announce a grant, or write a mark, at any moment:
-so of grants only those go that had lapsed when the purge began. Older versions of both go. Foreign objects, whose names
-are not of the tier's layout (`naming.py`), stay in every version, and are reported.
+After a reset the mark of the epoch stays, drawn anew, since a process that runs in an epoch from before it would write
+its own again. Its older versions go. Foreign objects, whose names are not of the tier's layout (`naming.py`), stay in
+every version, and are reported.
 
 The tier sends whole objects, so it leaves no uploads in parts behind.
 """
@@ -30,7 +28,6 @@ from tiered_kv.toolkit.epoch import Epoch, EpochMark
 from tiered_kv_s3.account import Account
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.counters import Counters
-from tiered_kv_s3.grants import known_grants
 from tiered_kv_s3.listing import Listing
 from tiered_kv_s3.mark import MarkObject
 from tiered_kv_s3.naming import Naming
@@ -79,25 +76,22 @@ class S3Administration(TierAdministration):
 
     def purge(self, digest: str, deadline: float) -> Purged:
         naming = self._naming(digest)
-        grants = known_grants(self._listing, naming.grants, deadline)
-        users = grants.owners
         self._renew_epoch(naming, deadline)
         removed = _Removed()
         found = 0
         for _ in range(_PASSES_MAX):
             refusals, removed.refusals = removed.refusals, set()
             before = removed.size_bytes, removed.blocks
-            found = self._pass(naming, grants.lapsed, removed, deadline)
+            found = self._pass(naming, removed, deadline)
             is_stuck = bool(refusals & removed.refusals) and before == (removed.size_bytes, removed.blocks)
             if not found or is_stuck or time.monotonic() >= deadline:
                 break
-        notes = (f"{users} open stacks use this namespace; they go on, and may store in it again",) if users else ()
-        return Purged(removed.blocks, removed.size_bytes, self._left(found, removed), (*notes, *self._notes()))
+        return Purged(removed.blocks, removed.size_bytes, self._left(found, removed), self._notes())
 
     def close(self) -> None:
         self._bucket.close()
 
-    def _pass(self, naming: Naming, lapsed: frozenset[str], removed: _Removed, deadline: float) -> int:
+    def _pass(self, naming: Naming, removed: _Removed, deadline: float) -> int:
         """Delete what is the tier's; return how much of it there was."""
         found = removed.foreign = 0
         foreign = deleted = ""  # an object's versions follow each other, the latest first
@@ -110,7 +104,7 @@ class S3Administration(TierAdministration):
                     continue
                 if version.is_mark and version.is_latest:
                     deleted = version.name  # without the mark, an older version on the next page becomes the latest
-                if version.name == deleted or not _stays(version, naming, lapsed):
+                if version.name == deleted or not _stays(version, naming):
                     doomed.append(version)
             found += len(doomed)
             if not doomed:
@@ -162,7 +156,7 @@ class S3Administration(TierAdministration):
             for version in filter(lambda each: naming.owns(each.name), page):
                 size_bytes += version.size_bytes
                 blocks += _is_block(version, naming)
-                others += version.name != naming.epoch and not version.name.startswith(naming.grants)
+                others += version.name != naming.epoch
         if not others:
             return None
         return StoredNamespace(digest, self._description(naming, digest, deadline), blocks, size_bytes)
@@ -199,8 +193,6 @@ def _is_block(version: Version, naming: Naming) -> bool:
     return not version.is_mark and naming.is_block(version.name)
 
 
-def _stays(version: Version, naming: Naming, lapsed: frozenset[str]) -> bool:
-    """Return whether this is the epoch's mark, or a grant that may hold."""
-    if version.is_mark or not version.is_latest:
-        return False
-    return version.name == naming.epoch or (version.name.startswith(naming.grants) and version.name not in lapsed)
+def _stays(version: Version, naming: Naming) -> bool:
+    """Return whether this is the epoch's mark."""
+    return version.name == naming.epoch and version.is_latest and not version.is_mark

@@ -97,7 +97,10 @@ class Bucket:
         return self._persist(put, deadline)
 
     def get(self, name: str, sink: Sink, deadline: float, *, expires: bool = True) -> Verdict:
-        """Read an object into what `sink` gives for its length; `expires` tells whether `ttl` goes for it."""
+        """Read an object into what `sink` gives for its length; DONE, or AGED where half its time has passed.
+
+        `expires` tells whether `ttl` goes for it.
+        """
 
         def get(connection: Connection, credentials: Credentials, patience: Patience) -> tuple[Answer, bytes]:
             head = self._head_of("GET", name, {}, EMPTY_PAYLOAD, connection, credentials)
@@ -106,7 +109,8 @@ class Bucket:
             answer = connection.receive_head(patience)
             if answer.status != 200:
                 return _unless_success(answer), connection.receive_error(answer, patience)
-            if expires and self._is_expired(answer):
+            age_s = self._age_s(answer) if expires and self._ttl_s is not None else 0.0
+            if self._ttl_s is not None and age_s > self._ttl_s:
                 raise _Settled(Verdict.EXPIRED)
             if answer.body_bytes is None:
                 raise _Settled(Verdict.UNSIZED)
@@ -114,6 +118,8 @@ class Bucket:
             if parts is None:
                 raise _Settled(Verdict.OVERSIZED)
             connection.receive_body(parts, patience)
+            if self._ttl_s is not None and age_s > self._ttl_s / 2:
+                raise _Settled(Verdict.AGED)
             return answer, b""
 
         return self._persist(get, deadline)
@@ -237,12 +243,13 @@ class Bucket:
         connection.send([self._head_of("HEAD", name, {}, EMPTY_PAYLOAD, connection, credentials)], patience)
 
     def _is_expired(self, answer: Answer) -> bool:
-        """Return whether an object is too old, both times by the server's clock."""
-        if self._ttl_s is None:
-            return False
+        return self._ttl_s is not None and self._age_s(answer) > self._ttl_s
+
+    def _age_s(self, answer: Answer) -> float:
+        """Return how old an object is, both times by the server's clock; 0 where it does not tell."""
         modified = seconds_of(answer.headers.get("last-modified", ""))
         now = seconds_of(answer.headers.get("date", "")) or time.time() + self._clock_offset_s
-        return modified is not None and now - modified > self._ttl_s
+        return now - modified if modified is not None else 0.0
 
     # Many tries.
 

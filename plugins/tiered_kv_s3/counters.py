@@ -22,7 +22,9 @@ _NAMES: Final = {
     "deleted_blocks": "blocks deleted because of `ttl` or `capacity`",
     "unanswered_blocks": "blocks that the bucket did not answer for while it answered for others",
     "failed_lookups": "lookups answered with a miss because the bucket answered for no block",
-    "failed_rounds": "times the caretaker could not write the mark of the epoch, list, or delete",
+    "renewed_blocks": "blocks used past half of `ttl`, and made young again",
+    "failed_renewals": "such blocks that the server did not copy",
+    "failed_sweeps": "sweeps that could not list or delete",
     "skipped_stores": "blocks not sent because they were known to be there",
     "resets": "times that the cache was reset",
 }

@@ -16,13 +16,14 @@ import pytest
 
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.testing.clock import ManualClock
-from tiered_kv.testing.rig import TierRig, make_keys
+from tiered_kv.testing.rig import TierRig, block_content, make_keys
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.toolkit.epoch import EpochMark
 from tiered_kv.toolkit.record import encode_record
 from tiered_kv_s3 import connection as connection_module
 from tiered_kv_s3.connection import Connection, Patience
 from tiered_kv_s3.endpoint import Endpoint
+from tiered_kv_s3.naming import Naming
 from tiered_kv_s3.settings import S3Settings
 
 pytest.importorskip("boto3", reason="boto3 is not installed")
@@ -189,6 +190,29 @@ def test_the_epoch_does_not_grow_too_old(server: ScriptedServer, open_rig: Calla
     server.answer = lambda method, target, headers, body: answer(200 if method == "PUT" else 404)
     assert open_rig(ttl=3600).store(make_keys(2)).success, "a namespace that was reset a day ago can be used"
     assert any(f"/blocks/{EPOCH}/" in target for method, target in server.seen if method == "PUT")
+
+
+@pytest.mark.parametrize(("age_hours", "renewals"), [(4, 0), (6, 1)])
+def test_a_block_that_is_loaded_past_half_its_time_is_renewed_by_a_copy_on_the_server(
+    server: ScriptedServer, open_rig: Callable[..., TierRig], age_hours: float, renewals: int
+) -> None:
+    rig = open_rig(ttl=10 * 3600)
+    (key,) = make_keys(1)
+    header, payload = encode_record(key, memoryview(block_content(key, BLOCK_BYTES)), rig.spec.namespace_digest)
+    copied: list[str] = []
+
+    def reply(method: str, target: str, headers: dict[str, str], body: bytes) -> bytes:
+        if "x-amz-copy-source" in headers:
+            copied.append(f"{target} from {headers['x-amz-copy-source']} {headers['x-amz-metadata-directive']}")
+            return answer(200, b"<CopyObjectResult><ETag>x</ETag></CopyObjectResult>")
+        return answer(200, header + bytes(payload), last_modified=hours_ago(age_hours))
+
+    server.answer = reply
+    assert rig.load([key]) == {key}
+    wait_until(lambda: rig.tier.stats()["renewed_blocks"] == renewals, what="the copy")
+    rig.tier.shutdown()
+    name = Naming("tiered-kv", rig.spec.namespace_digest).block(EPOCH, key)
+    assert copied == [f"/bucket/{name} from bucket/{name} replace"] * renewals
 
 
 def test_who_may_not_write_finds_nothing_in_a_bucket_without_a_mark_and_learns_why(

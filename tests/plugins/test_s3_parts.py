@@ -38,13 +38,12 @@ def soon() -> float:
 
 
 def test_names_are_ours_only_if_all_of_them_is() -> None:
-    grant = f"{NAMING.grants}{'0' * 16}-123-60"
     block = NAMING.block(FIRST_EPOCH, make_keys(1)[0])
-    ours = [NAMING.namespace, NAMING.epoch, grant, block]
+    ours = [NAMING.namespace, NAMING.epoch, block]
     assert [name for name in ours if not NAMING.owns(name)] == []
     assert [name for name in ours if NAMING.is_block(name)] == [block]
     foreign = [f"{name}{more}" for name in ours for more in ("x", "/x", "\n", ".bak")]
-    foreign += [f"x{name}" for name in ours] + [NAMING.root, NAMING.blocks, NAMING.grants, block.upper(), grant[:-3]]
+    foreign += [f"x{name}" for name in ours] + [NAMING.root, NAMING.blocks, block.upper()]
     foreign.append(block.replace(block[-32:-30], "zz"))
     assert [name for name in foreign if NAMING.owns(name) or NAMING.is_block(name)] == []
 

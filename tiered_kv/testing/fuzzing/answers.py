@@ -1,20 +1,18 @@
-"""Fuzzing of what an S3 server answers: heads, chunks, listings, marks of epochs, grants, errors, dates."""
+"""Fuzzing of what an S3 server answers: heads, chunks, listings, marks of epochs, errors, dates."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import time
-from collections.abc import Iterator
 from typing import cast
 
-from tiered_kv.errors import FormatError, TierUnavailableError
+from tiered_kv.errors import FormatError
 from tiered_kv.testing.fuzzing.target import Target
 from tiered_kv.toolkit.epoch import EpochMark
-from tiered_kv_s3.bucket import Bucket, seconds_of
+from tiered_kv_s3.bucket import seconds_of
 from tiered_kv_s3.connection import HEAD_BYTES_MAX, TEXT_BYTES_MAX, Answer, Connection, Patience
-from tiered_kv_s3.grants import Grants
-from tiered_kv_s3.listing import Listed, Listing, _parse
+from tiered_kv_s3.listing import _parse
 from tiered_kv_s3.signer import EMPTY_PAYLOAD, Credentials, Signer
 from tiered_kv_s3.verdict import Verdict, region_in, verdict_of
 
@@ -137,21 +135,3 @@ def _check_listing(answer: Answer, text: bytes) -> None:
         return
     assert len(page) <= len(text)
     assert all(entry.size_bytes >= 0 for entry in page)
-    grants = Grants(cast(Bucket, _NoBucket()), cast(Listing, _OnePage(page)), "kv/grants/", 60.0)
-    with contextlib.suppress(TierUnavailableError):
-        others = grants.of_others(time.monotonic() + 30.0)
-        assert others.total_bytes >= 0
-        assert 0 <= others.owners <= len(page)
-
-
-class _NoBucket:
-    def delete(self, name: str, deadline: float) -> Verdict:
-        return Verdict.DONE
-
-
-class _OnePage:
-    def __init__(self, page: list[Listed]) -> None:
-        self._page = page
-
-    def pages(self, prefix: str, deadline: float) -> Iterator[list[Listed]]:
-        yield self._page
