@@ -196,8 +196,9 @@ def library_errors() -> tuple[type[Exception], ...]:
     """Return what boto3 raises."""
     from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.parsers import ResponseParserError
 
-    return (BotoCoreError, ClientError, Boto3Error, ValueError)
+    return (BotoCoreError, ClientError, Boto3Error, ResponseParserError, ValueError)
 
 
 def _silence_request_logs() -> None:

@@ -21,16 +21,10 @@ HEAD_BYTES_MAX = 64 << 10
 """Status line and headers of an answer."""
 ERROR_BYTES_MAX = 64 << 10
 """Body of an answer that is read for its error code."""
-TEXT_BYTES_MAX = 4 << 20
-"""Body of an answer that is a text, such as a listing."""
-CHUNKS_MAX = 64 << 10
-"""Pieces that such a text may come in: in chunks of a byte, all of it would keep the interpreter for seconds."""
 INTERIM_ANSWERS_MAX = 4
 """Answers such as "100 Continue" before the one that counts."""
 
-_LINE_END = b"\r\n"
 _HEAD_END = b"\r\n\r\n"
-_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;.*)?")
 _BUFFER_BYTES = 4096
 _TLS_SEND_BYTES = 256 << 10
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) (\d{3})(?: |$)")
@@ -158,18 +152,6 @@ class Connection:
                 break
         return bytes(self._buffer[:ERROR_BYTES_MAX])
 
-    def receive_text(self, answer: Answer, patience: Patience) -> bytes:
-        """Receive a whole body, also one whose length is not known beforehand, of at most `TEXT_BYTES_MAX`."""
-        if answer.body_bytes is None:
-            if answer.headers.get("transfer-encoding", "").lower() != "chunked":
-                raise BadAnswerError("the body of the answer has no length")
-            return self._receive_chunks(patience)
-        if answer.body_bytes > TEXT_BYTES_MAX:
-            raise BadAnswerError("the body of the answer is too long")
-        text = bytearray(answer.body_bytes)
-        self.receive_body([memoryview(text)], patience)
-        return bytes(text)
-
     def is_usable(self) -> bool:
         """Return whether a kept connection has not been closed by the server; nothing may arrive unasked."""
         poll = select.poll()
@@ -186,23 +168,6 @@ class Connection:
     def close(self) -> None:
         self.is_reusable = False
         self._socket.close()
-
-    def _receive_chunks(self, patience: Patience) -> bytes:
-        text = bytearray()
-        for _ in range(CHUNKS_MAX):
-            said = _CHUNK_SIZE.fullmatch(self._read_until(_LINE_END, patience))
-            size = int(said[1], 16) if said else TEXT_BYTES_MAX + 1
-            if len(text) + size > TEXT_BYTES_MAX:
-                raise BadAnswerError("the body of the answer is too long, or not in chunks as it says")
-            chunk = bytearray(size)
-            self._receive_into(memoryview(chunk), patience)
-            text += chunk
-            if self._read_until(_LINE_END, patience):  # trailers are not expected either
-                raise BadAnswerError("a chunk of the answer has not the length that it says")
-            if not size:
-                self.is_reusable = self._keeps_open and not self._buffer
-                return bytes(text)
-        raise BadAnswerError("the body of the answer comes in too many chunks")
 
     def _read_until(self, end: bytes, patience: Patience) -> bytes:
         """Receive up to `end`, which is dropped."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from tiered_kv_s3.settings import S3Settings
 PAGE_OBJECTS = 1000
 """Objects in one page of a listing, and in one request to delete; what S3 allows."""
 _ATTEMPTS_MAX = 3
+_WITHOUT_VERSIONS = frozenset({"AccessDenied", "NotImplemented", "MethodNotAllowed"})
 _CODE = re.compile(r"[A-Za-z0-9.]{1,100}")
 
 
@@ -30,18 +31,31 @@ class Listed:
     Args:
         name: Its name.
         size_bytes: Its length.
-        written_s: When it was written, in seconds since 1970, by the server's clock.
+        age_s: Seconds since it was written, by the server's clock.
     """
 
     name: str
     size_bytes: int
-    written_s: float
+    age_s: float
+
+
+class ControlError(TierUnavailableError):
+    """The server does not do what was asked of it.
+
+    Args:
+        message, tier, operation: As in `TierError`.
+        code: S3's word for why, or the kind of failure.
+    """
+
+    def __init__(self, message: str, code: str, tier: str, operation: str) -> None:
+        super().__init__(f"{message}: {code}", tier=tier, operation=operation)
+        self.code = code
 
 
 class Control:
     """Lists, deletes and copies objects. Any thread may call.
 
-    Every method raises `TierUnavailableError` where the server does not do it.
+    Every method raises `ControlError` where the server does not do it.
 
     Args:
         account: Makes boto3's client.
@@ -54,46 +68,84 @@ class Control:
         self._settings = settings
         self._bucket = settings.bucket
         self._tier = tier
+        self.without_versions = ""
+        """S3's word for why versions cannot be listed, once that is known."""
         self._lock = threading.Lock()  # guards the client; held while boto3 makes it
         self._client: Any = None  # Any: boto3 makes its class when it is asked for one
 
-    def pages(self, prefix: str) -> Iterator[tuple[float, list[Listed]]]:
-        """Yield the server's time and the objects whose names begin with `prefix`, a page at a time."""
-        for page in self._paginated("list_objects_v2", Prefix=prefix):
+    def listed(self, prefix: str) -> Iterator[list[Listed]]:
+        """Yield the objects whose names begin with `prefix`, a page at a time."""
+        for page in self.pages("list_objects_v2", prefix):
             now_s = _date_of(page)
-            yield (
-                now_s,
-                [
-                    Listed(each["Key"], each["Size"], each["LastModified"].timestamp())
-                    for each in page.get("Contents", ())
-                ],
-            )
+            yield [
+                Listed(each["Key"], each["Size"], now_s - each["LastModified"].timestamp())
+                for each in page.get("Contents", ())
+            ]
+
+    def pages(self, operation: str, prefix: str, **more: str) -> Iterator[Mapping[str, Any]]:
+        """Yield the pages of a listing, such as `list_object_versions`, as boto3 gives them."""
+        parameters = {"Bucket": self._bucket, "Prefix": prefix, **more}
+        pages = self._call("list", lambda client: iter(client.get_paginator(operation).paginate(**parameters)))
+        while (page := self._call("list", lambda _: next(pages, None))) is not None:
+            yield page
+
+    def versions(self, prefix: str, deadline: float) -> Iterator[list[tuple[Mapping[str, Any], bool]]]:
+        """Yield what the bucket keeps under a prefix, as boto3 gives it, and whether it is the marker of a deletion.
+
+        That is every version, those of a page with its markers first; where they cannot be listed, every object.
+        """
+        if not self.without_versions:
+            try:
+                for page in self.pages("list_object_versions", prefix):
+                    self._check(deadline)
+                    markers = [(each, True) for each in page.get("DeleteMarkers", ())]
+                    yield markers + [(each, False) for each in page.get("Versions", ())]
+                return
+            except ControlError as error:
+                if error.code not in _WITHOUT_VERSIONS:
+                    raise
+                self.without_versions = error.code
+        for page in self.pages("list_objects_v2", prefix):
+            self._check(deadline)
+            yield [(each, False) for each in page.get("Contents", ())]
 
     def folders(self, prefix: str) -> list[str]:
         """Return what follows `prefix`, which ends with a slash, up to the next slash, each once."""
         found: list[str] = []
-        for page in self._paginated("list_objects_v2", Prefix=prefix, Delimiter="/"):
+        for page in self.pages("list_objects_v2", prefix, Delimiter="/"):
             found += [each["Prefix"].removeprefix(prefix).rstrip("/") for each in page.get("CommonPrefixes", ())]
         return found
-
-    def versions(self, prefix: str) -> Iterator[Mapping[str, Any]]:
-        """Yield pages of all versions and delete markers under a prefix, as boto3 gives them."""
-        yield from self._paginated("list_object_versions", Prefix=prefix)
 
     def probe(self, prefix: str) -> None:
         """Do nothing but find out whether the bucket can be listed."""
         self._call("list", lambda client: client.list_objects_v2(Bucket=self._bucket, Prefix=prefix, MaxKeys=1))
 
-    def delete(self, objects: Sequence[Mapping[str, str]]) -> tuple[int, set[str]]:
-        """Delete up to `PAGE_OBJECTS` objects or versions; return how many are gone, and why others are not.
+    def delete(self, objects: Sequence[Mapping[str, Any]]) -> set[str]:
+        """Delete up to `PAGE_OBJECTS` objects or versions; return S3's words for why any is not gone.
 
         Args:
-            objects: For each its "Key", and its "VersionId" if it is one of many.
+            objects: For each its "Key", and its "VersionId" if it is one of many, as a listing gives them.
         """
-        wanted = {"Objects": list(objects), "Quiet": True}
+        named = [{key: each[key] for key in ("Key", "VersionId") if key in each} for each in objects]
+        wanted = {"Objects": named, "Quiet": True}
         answer = self._call("delete", lambda client: client.delete_objects(Bucket=self._bucket, Delete=wanted))
-        errors = answer.get("Errors", [])
-        return len(objects) - len(errors), {str(each.get("Code", "unknown")) for each in errors}
+        return {str(each.get("Code", "unknown")) for each in answer.get("Errors", ())}
+
+    def read(self, name: str, bytes_max: int) -> bytes | None:
+        """Return a small object; None where it is absent or longer than `bytes_max`."""
+
+        def read(client: Any) -> bytes | None:
+            answer = client.get_object(Bucket=self._bucket, Key=name)
+            with answer["Body"] as body:
+                return bytes(body.read()) if answer["ContentLength"] <= bytes_max else None
+
+        try:
+            data: bytes | None = self._call("list", read)
+        except ControlError as error:
+            if error.code != "NoSuchKey":
+                raise
+            return None
+        return data
 
     def renew(self, name: str) -> None:
         """Make an object as young as one that was just stored, by a copy onto itself on the server."""
@@ -121,23 +173,17 @@ class Control:
             if self._client is not None:
                 self._client.close()
 
-    def _paginated(self, operation: str, **parameters: str) -> Iterator[Mapping[str, Any]]:
-        pages = self._call("list", lambda client: iter(self._pages_of(client, operation, parameters)))
-        while (page := self._call("list", lambda _: next(pages, None))) is not None:
-            yield page
-
-    def _pages_of(self, client: Any, operation: str, parameters: Mapping[str, str]) -> Any:
-        return client.get_paginator(operation).paginate(Bucket=self._bucket, **parameters)
-
-    def _call(self, operation: str, call: Any) -> Any:
+    def _call(self, operation: str, call: Callable[[Any], Any]) -> Any:
         """Return what boto3 answers to one request."""
         try:
             return call(self._boto3())
         except library_errors() as error:
             why = _code_of(error)
-        raise TierUnavailableError(
-            f"bucket '{self._bucket}' refuses or does not answer: {why}", tier=self._tier, operation=operation
-        )
+        raise ControlError(f"bucket '{self._bucket}' refuses or does not answer", why, self._tier, operation)
+
+    def _check(self, deadline: float) -> None:
+        if time.monotonic() >= deadline:
+            raise ControlError(f"bucket '{self._bucket}' takes too long to list", "timeout", self._tier, "list")
 
     def _boto3(self) -> Any:
         with self._lock:

@@ -130,7 +130,7 @@ class Sweeper:
                 continue
             try:
                 self.sweep()
-            except TierError:
+            except Exception:  # the thread lives on, whatever a library makes of an answer
                 self._counters.add("failed_sweeps")
             next_sweep_s = time.monotonic() + self._interval_s * random.uniform(1 - _JITTER, 1 + _JITTER)
 
@@ -150,13 +150,13 @@ class Sweeper:
         """List and delete once; return whether more has to go than one listing can tell."""
         listed_bytes = 0
         oldest: list[tuple[float, str, int]] = []  # a heap of age, name and size, the youngest on top
-        for now_s, page in self._control.pages(self._naming.blocks):
+        for page in self._control.listed(self._naming.blocks):
             if self._is_stopping:
                 return False
             for entry in page:
                 if self._naming.is_block(entry.name):
                     listed_bytes += entry.size_bytes
-                    _keep_if_old(oldest, entry, now_s)
+                    _keep_if_old(oldest, entry)
         doomed: list[str] = []
         deleted_bytes = 0
         for age_s, name, size_bytes in sorted(oldest, reverse=True):
@@ -173,18 +173,18 @@ class Sweeper:
         return len(doomed) == CANDIDATES_MAX
 
     def _delete(self, names: list[str]) -> None:
-        deleted, refusals = self._control.delete([{"Key": name} for name in names])
-        self._counters.add("deleted_blocks", deleted)
+        refusals = self._control.delete([{"Key": name} for name in names])
         if refusals:  # which of them is not worth asking: the next listing tells
             raise TierError(f"blocks could not be deleted: {', '.join(sorted(refusals))}", operation="delete")
+        self._counters.add("deleted_blocks", len(names))
         now_s = time.monotonic()
         for name in names:
             self._presence.note(name, False, now_s)
 
 
-def _keep_if_old(oldest: list[tuple[float, str, int]], entry: Listed, now_s: float) -> None:
+def _keep_if_old(oldest: list[tuple[float, str, int]], entry: Listed) -> None:
     """Remember the block if it is among the oldest `CANDIDATES_MAX`."""
-    item = (now_s - entry.written_s, entry.name, entry.size_bytes)
+    item = (entry.age_s, entry.name, entry.size_bytes)
     if len(oldest) < CANDIDATES_MAX:
         heapq.heappush(oldest, item)
     elif item > oldest[0]:

@@ -23,7 +23,6 @@ from tiered_kv_s3.account import Account
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import Control
 from tiered_kv_s3.counters import Counters
-from tiered_kv_s3.listing import Listing
 from tiered_kv_s3.mark import MarkError, MarkObject
 from tiered_kv_s3.naming import Naming
 from tiered_kv_s3.presence import Presence
@@ -87,17 +86,9 @@ class S3Tier(BlockingTier):
             lookup_timeout_s=settings.lookup_timeout,
             shutdown_timeout_s=_SHUTDOWN_S,
         )
-        self._listing = Listing(settings.bucket, self._bucket, name)
         self._epoch = Epoch(MarkObject(self._bucket, self._naming.epoch, name))
         self._suspects = Suspects()
-        self._presence = Presence(
-            self._bucket,
-            self._listing,
-            self._counters,
-            self._suspects,
-            answer_ttl_s=settings.presence_ttl,
-            object_ttl_s=settings.ttl,
-        )
+        self._presence = Presence(self._bucket, self._counters, self._suspects, answer_ttl_s=settings.presence_ttl)
         self._unreadable: Unreadable[str] = Unreadable()  # by their names in the bucket
         self._namespace: Mapping[str, object] = getattr(offloading_spec, "namespace", {})
         self._introducing = threading.Lock()  # held by the worker that writes the readable form
@@ -157,9 +148,18 @@ class S3Tier(BlockingTier):
         deadline = time.monotonic() + self._settings.lookup_timeout
         try:
             epoch = self._epoch.token(deadline)
-            names = [self._naming.block(epoch, key) for key in keys]
-            there = self._presence.ask(names, self._naming.blocks_of(epoch), deadline)
-            return [is_there and name not in self._unreadable for name, is_there in zip(names, there, strict=True)]
+            names = {key: self._naming.block(epoch, key) for key in keys}
+            prefixes: dict[tuple[str, bytes], list[str]] = {}  # by request and KV cache group
+            for req_id, key in zip(self.probe_req_ids, keys, strict=True):
+                prefixes.setdefault((req_id, key[-4:]), []).append(names[key])
+            answers = self._presence.ask([*prefixes.values()], deadline)
+            there = {
+                name
+                for prefix, known in zip(prefixes.values(), answers, strict=True)
+                for name, is_there in zip(prefix, known, strict=True)
+                if is_there and name not in self._unreadable
+            }
+            return [names[key] in there for key in keys]
         except Exception:
             self._counters.add("failed_lookups", len(keys))
             raise
@@ -193,8 +193,8 @@ class S3Tier(BlockingTier):
         Raises:
             TierUnavailableError: The bucket cannot be listed, or is of another format version, and why.
         """
-        self._listing.probe(self._naming.blocks, time.monotonic() + _PROBE_S)
         self._epoch.token(time.monotonic() + _PROBE_S)  # which is not read where it is of another format version
+        self._control.probe(self._naming.blocks)
         settings = self._settings
         return {
             "medium": "s3",
@@ -223,7 +223,7 @@ class S3Tier(BlockingTier):
     def _store(self, epoch: str, key: OffloadKey, block: memoryview, deadline: float) -> str:
         """Store one block; return why not, or an empty string."""
         name = self._naming.block(epoch, key)
-        if self._presence.known(name, self._naming.blocks_of(epoch)) and name not in self._unreadable:
+        if self._presence.known(name) and name not in self._unreadable:
             self._counters.add("skipped_stores")
             return ""
         header, payload = encode_record(key, block, self._namespace_digest, self._codecs.writer, self._room.take)

@@ -25,6 +25,7 @@ from tiered_kv_s3.connection import Connection, Patience
 from tiered_kv_s3.endpoint import Endpoint
 from tiered_kv_s3.naming import Naming
 from tiered_kv_s3.settings import S3Settings
+from tiered_kv_s3.verdict import Verdict
 
 pytest.importorskip("boto3", reason="boto3 is not installed")
 
@@ -275,8 +276,6 @@ def test_connections_that_are_closed_between_requests_cost_no_lookups_their_spee
 
     def reply(method: str, target: str, headers: dict[str, str], body: bytes) -> bytes:
         nonlocal again
-        if method != "HEAD":
-            return error(501, "NotImplemented") if "list-type" in target else answer(404)
         with lock:
             asked[target] += 1
             closes = 100 <= asked.total() < 108
@@ -289,18 +288,11 @@ def test_connections_that_are_closed_between_requests_cost_no_lookups_their_spee
         return b"" if closes else answer(200)
 
     server.answer = reply
-    assert ask(open_rig(), 200) == [True] * 200
+    rig = open_rig()
+    assert isinstance(rig.tier, S3Tier)
+    names = [f"block {number}" for number in range(200)]
+    assert rig.tier._bucket.are_there(names, time.monotonic() + 2 * WAIT_S) == [Verdict.DONE] * 200
     assert side_by_side.is_set(), "they were asked again one at a time"
-
-
-def test_a_listing_that_does_not_say_how_it_goes_on_is_not_taken_for_whole(
-    server: ScriptedServer, open_rig: Callable[..., TierRig]
-) -> None:
-    listing = b"<ListBucketResult><IsTruncated>true</IsTruncated></ListBucketResult>"
-    server.answer = lambda method, target, headers, body: (
-        answer(200, listing) if "list-type" in target else answer(200 if method == "HEAD" else 404)
-    )
-    assert ask(open_rig(), 40) == [True] * 40, "each was asked for instead"
 
 
 @pytest.mark.parametrize("region", ["Frankfurt!", "eu west"])
@@ -311,7 +303,7 @@ def test_a_region_that_is_none_is_a_refusal(
     rig = open_rig()
     (failed,) = rig.wait([rig.submit_load(make_keys(1))])
     assert failed.reason == "refused"
-    with pytest.raises(TierUnavailableError, match="refused"):
+    with pytest.raises(TierUnavailableError, match="refuse"):
         rig.tier.describe()
 
 

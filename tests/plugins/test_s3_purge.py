@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
+from tiered_kv_s3.control import Control
 from tiered_kv_s3.naming import Naming
 from tiered_kv_s3.settings import S3Settings
-from tiered_kv_s3.versions import Version, Versions
 
 pytest.importorskip("boto3", reason="boto3 is not installed")
 
@@ -44,14 +44,14 @@ def test_a_purge_keeps_the_mark_that_is_written_while_it_runs(
         return sorted((each["Key"], each["IsLatest"]) for each in entries)
 
     put(NAMING.namespace, BLOCK, BLOCK)
-    delete = Versions.delete
+    delete = Control.delete
 
-    def delete_late(self: Versions, versions: Sequence[Version], deadline: float) -> tuple[int, set[str]]:
+    def delete_late(self: Control, objects: Sequence[Mapping[str, str]]) -> set[str]:
         if NAMING.epoch not in (name for name, _ in kept()):
             put(NAMING.epoch)
-        return delete(self, versions, deadline)
+        return delete(self, objects)
 
-    monkeypatch.setattr(Versions, "delete", delete_late)
+    monkeypatch.setattr(Control, "delete", delete_late)
     administration = S3Administration(S3Settings.model_validate(moto_server.settings(moto_bucket, prefix="kv")))
     purged = administration.purge(DIGEST.hex(), time.monotonic() + 120.0)
     administration.close()

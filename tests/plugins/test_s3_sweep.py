@@ -15,7 +15,6 @@ from tiered_kv_s3 import sweeper as sweeper_module
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import Control, Listed
 from tiered_kv_s3.counters import Counters
-from tiered_kv_s3.listing import Listing
 from tiered_kv_s3.naming import Naming
 from tiered_kv_s3.presence import Presence
 from tiered_kv_s3.suspects import Suspects
@@ -41,20 +40,20 @@ class SharedBucket:
     def used_bytes(self) -> int:
         return RECORD_BYTES * len(self.written_s)
 
-    def pages(self, prefix: str) -> Iterator[tuple[float, list[Listed]]]:
+    def listed(self, prefix: str) -> Iterator[list[Listed]]:
         names = sorted(self.written_s)
         for start in range(0, len(names), 3):
             there = [name for name in names[start : start + 3] if name in self.written_s]
-            yield self.now_s, [Listed(name, RECORD_BYTES, self.written_s[name]) for name in there]
+            yield [Listed(name, RECORD_BYTES, self.now_s - self.written_s[name]) for name in there]
             self.meanwhile()
 
-    def delete(self, objects: Sequence[Mapping[str, str]]) -> tuple[int, set[str]]:
+    def delete(self, objects: Sequence[Mapping[str, str]]) -> set[str]:
         self.meanwhile()
         if self.refusals:
-            return 0, self.refusals
+            return self.refusals
         for each in objects:
             self.written_s.pop(each["Key"], None)
-        return len(objects), set()
+        return set()
 
     def renew(self, name: str) -> None:
         if name not in self.written_s:
@@ -67,9 +66,7 @@ def sweeper_of(
     bucket: SharedBucket, capacity_bytes: int | None = None, ttl_s: float | None = None, interval_s: float = 3600.0
 ) -> tuple[Sweeper, Presence, Counters]:
     counters = Counters()
-    presence = Presence(
-        cast(Bucket, None), cast(Listing, None), counters, Suspects(), answer_ttl_s=60.0, object_ttl_s=ttl_s
-    )
+    presence = Presence(cast(Bucket, None), counters, Suspects(), answer_ttl_s=60.0)
     sweeper = Sweeper(
         cast(Control, bucket),
         NAMING,
@@ -90,8 +87,8 @@ def test_one_sweep_restores_the_capacity_oldest_first() -> None:
     assert sorted(bucket.written_s) == sorted(NAMES[12:])
     assert counters["deleted_blocks"] == 12
     assert sweeper.used_bytes == 8 * RECORD_BYTES
-    assert presence.known(NAMES[0], NAMING.blocks) is False
-    assert presence.known(NAMES[12], NAMING.blocks) is None
+    assert presence.known(NAMES[0]) is False
+    assert presence.known(NAMES[12]) is None
 
 
 def test_one_sweep_restores_the_capacity_where_more_has_to_go_than_it_can_note(
