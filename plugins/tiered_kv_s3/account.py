@@ -126,7 +126,10 @@ class Account:
                 client.close()
         except library_errors() as error:
             raise ConfigError(f"tier '{self._tier}': boto3 finds no endpoint: {type(error).__name__}") from None
-        return Endpoint.of_url(url)
+        try:
+            return Endpoint.of_url(url)
+        except ValueError as error:
+            raise ConfigError(f"tier '{self._tier}': {error}") from None
 
     def _make_client(self, region: str, config: Mapping[str, Any], **arguments: Any) -> Any:
         from botocore.config import Config

@@ -175,7 +175,10 @@ class Bucket:
             method, path, {"host": endpoint.authority, **headers}, payload_hash, credentials, now_s
         )
         lines = "".join([f"{header}: {value}\r\n" for header, value in signed.items()])
-        return f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode()
+        if endpoint.proxy is None or endpoint.is_tls:  # TLS goes through a tunnel
+            return f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode()
+        target = f"http://{endpoint.authority}{path}"
+        return f"{method} {target} HTTP/1.1\r\n{endpoint.proxy.authorization}{lines}\r\n".encode()
 
     def _head(self, name: str) -> _Exchange:
         def head(connection: Connection, credentials: Credentials, patience: Patience) -> tuple[Answer, bytes]:

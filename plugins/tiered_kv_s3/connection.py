@@ -15,7 +15,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tiered_kv_s3.endpoint import Endpoint
+from tiered_kv_s3.endpoint import Endpoint, Proxy
+from tiered_kv_s3.resolver import addresses_of
 
 HEAD_BYTES_MAX = 64 << 10
 """Status line and headers of an answer."""
@@ -92,6 +93,8 @@ class Connection:
         plain = _connected(endpoint, patience)
         try:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if endpoint.proxy is not None and tls is not None:
+                _open_tunnel(plain, endpoint, endpoint.proxy, patience)
             plain.settimeout(patience.next_timeout_s())
             self._socket = tls.wrap_socket(plain, server_hostname=endpoint.host) if tls else plain
         except BaseException:
@@ -204,11 +207,11 @@ class Connection:
 def _connected(endpoint: Endpoint, patience: Patience) -> socket.socket:
     """Return a socket that is connected to the first of the server's addresses that answers.
 
-    All of them together get the time that the request has; `socket.create_connection` gives it to each. Looking the
-    name up has its limit in the system's resolver.
+    All of them together, and the look-up of the name, get the time that the request has.
     """
-    failure: OSError = OSError(f"{endpoint.host} has no address")
-    for family, kind, protocol, _, address in socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM):
+    where = endpoint.proxy or endpoint
+    failure: OSError = OSError(f"{where.host} has no address")
+    for family, kind, protocol, _, address in addresses_of(where.host, where.port, patience.next_timeout_s()):
         plain = socket.socket(family, kind, protocol)
         try:
             plain.settimeout(patience.next_timeout_s())
@@ -222,6 +225,23 @@ def _connected(endpoint: Endpoint, patience: Patience) -> socket.socket:
         else:
             return plain
     raise failure
+
+
+def _open_tunnel(plain: socket.socket, endpoint: Endpoint, proxy: Proxy, patience: Patience) -> None:
+    """Have a proxy connect to the server."""
+    host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
+    authority = f"{host}:{endpoint.port}"
+    plain.settimeout(patience.next_timeout_s())
+    plain.sendall(f"CONNECT {authority} HTTP/1.1\r\nHost: {authority}\r\n{proxy.authorization}\r\n".encode())
+    head = bytearray()
+    while not head.endswith(_HEAD_END):  # byte by byte: what follows belongs to TLS
+        plain.settimeout(patience.next_timeout_s())
+        received = plain.recv(1)
+        if not received or len(head) > HEAD_BYTES_MAX:
+            raise BadAnswerError("the proxy closed the connection, or sends no end of its answer")
+        head += received
+    if not 200 <= _parse_head(bytes(head[: -len(_HEAD_END)]))[0].status < 300:
+        raise ConnectionRefusedError("the proxy does not connect to the server")
 
 
 def _parse_head(head: bytes) -> tuple[Answer, bool]:

@@ -22,8 +22,9 @@ from tiered_kv.toolkit.epoch import EpochMark
 from tiered_kv.toolkit.record import encode_record
 from tiered_kv_s3 import connection as connection_module
 from tiered_kv_s3.connection import Connection, Patience
-from tiered_kv_s3.endpoint import Endpoint
+from tiered_kv_s3.endpoint import Endpoint, Proxy, tls_context
 from tiered_kv_s3.naming import Naming
+from tiered_kv_s3.resolver import Addresses, addresses_of
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.verdict import Verdict
 
@@ -95,6 +96,8 @@ class ScriptedServer:
                     if not said:
                         return
                     connection.sendall(said)
+                    if method == "CONNECT":  # there is nothing behind the tunnel
+                        return
             except OSError:
                 return
 
@@ -329,6 +332,60 @@ def test_all_addresses_of_a_server_together_get_the_time_of_one_request(
     with pytest.raises(TimeoutError):
         Connection(Endpoint("server", 80, False, "/b"), None, Patience(clock() + 0.5, 0.4))
     assert waited_s == pytest.approx([0.4, 0.1])
+
+
+def test_the_look_up_of_a_name_keeps_the_deadline_and_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    may_answer = threading.Event()
+    look_up = socket.getaddrinfo
+
+    def hang(host: str, port: int, **more: int) -> Addresses:
+        if not more.get("flags"):
+            asked.append(host)
+            assert may_answer.wait(WAIT_S)
+            host = "127.0.0.1"
+        return look_up(host, port, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            addresses_of("bucket.invalid", 80, 0.01)
+    assert asked == ["bucket.invalid"]
+    may_answer.set()
+    assert addresses_of("bucket.invalid", 80, WAIT_S)[0][4] == ("127.0.0.1", 80)
+    wait_until(lambda: not any("lookup" in thread.name for thread in threading.enumerate()), what="the threads' end")
+
+
+def test_the_proxy_of_the_environment_is_used_and_no_proxy_is_heeded(
+    server: ScriptedServer, open_rig: Callable[..., TierRig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", server.url.replace("//", "//user:pass%20word@"))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    authorizations: set[str] = set()
+
+    def reply(method: str, target: str, headers: dict[str, str], body: bytes) -> bytes:
+        authorizations.add(headers.get("proxy-authorization", ""))
+        return answer(200 if method == "PUT" else 404)
+
+    server.answer = reply
+    assert open_rig().store(make_keys(1)).success
+    assert authorizations == {""}
+    assert open_rig(endpoint_url="http://bucket.invalid:9000").store(make_keys(1)).success
+    assert server.seen[-1][1].startswith("http://bucket.invalid:9000/bucket/tiered-kv/")
+    assert authorizations == {"", "basic dxnlcjpwyxnzihdvcmq="}, "the server of this test lowers headers"
+
+
+def test_tls_goes_through_a_tunnel_of_the_proxy(server: ScriptedServer) -> None:
+    host, port = "127.0.0.1", int(server.url.rpartition(":")[2])
+    endpoint = Endpoint("bucket.invalid", 443, True, "/b", Proxy(host, port, "Proxy-Authorization: Basic eA==\r\n"))
+    patience = Patience(time.monotonic() + WAIT_S, WAIT_S)
+    server.answer = lambda method, target, headers, body: answer(403)
+    with pytest.raises(ConnectionRefusedError):
+        Connection(endpoint, tls_context(None), patience)
+    server.answer = lambda method, target, headers, body: answer(200)
+    with pytest.raises(OSError, match=r"(?i)ssl|eof|closed|reset"):  # of the TLS handshake
+        Connection(endpoint, tls_context(None), patience)
+    assert server.seen == [("CONNECT", "bucket.invalid:443")] * 2
 
 
 CREDENTIAL_PROGRAM = """
