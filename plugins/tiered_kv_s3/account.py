@@ -92,9 +92,8 @@ class Account:
         except failures:
             return False
 
-    def client(self, attempts: int) -> Any:
-        """Return boto3's client for the bucket's server; its requests are tried `attempts` times."""
-        credentials = self._explicit
+    def client(self, credentials: Credentials, attempts: int) -> Any:
+        """Return boto3's client for the bucket's server; its requests are tried `attempts` times. Asks no provider."""
         return self._make_client(
             self.region,
             {
@@ -103,9 +102,9 @@ class Account:
                 "retries": {"total_max_attempts": attempts, "mode": "standard"},
             },
             verify=self._settings.ca_file,
-            aws_access_key_id=credentials.access_key_id if credentials else None,
-            aws_secret_access_key=credentials.secret_access_key if credentials else None,
-            aws_session_token=(credentials.session_token or None) if credentials else None,
+            aws_access_key_id=credentials.access_key_id,
+            aws_secret_access_key=credentials.secret_access_key,
+            aws_session_token=credentials.session_token or None,
         )
 
     def endpoint(self, region: str) -> Endpoint:

@@ -16,10 +16,12 @@ from tiered_kv.errors import TierUnavailableError
 from tiered_kv_s3.account import Account, library_errors
 from tiered_kv_s3.bucket import seconds_of
 from tiered_kv_s3.settings import S3Settings
+from tiered_kv_s3.signer import Credentials
 
 PAGE_OBJECTS = 1000
 """Objects in one page of a listing, and in one request to delete; what S3 allows."""
 _ATTEMPTS_MAX = 3
+_CREDENTIALS_S = 10.0
 _WITHOUT_VERSIONS = frozenset({"AccessDenied", "NotImplemented", "MethodNotAllowed"})
 _CODE = re.compile(r"[A-Za-z0-9.]{1,100}")
 
@@ -70,7 +72,8 @@ class Control:
         self._tier = tier
         self.without_versions = ""
         """S3's word for why versions cannot be listed, once that is known."""
-        self._lock = threading.Lock()  # guards the client; held while boto3 makes it
+        self._lock = threading.Lock()  # guards the two below; held while boto3 makes it
+        self._credentials: Credentials | None = None
         self._client: Any = None  # Any: boto3 makes its class when it is asked for one
 
     def listed(self, prefix: str) -> Iterator[list[Listed]]:
@@ -186,9 +189,12 @@ class Control:
             raise ControlError(f"bucket '{self._bucket}' takes too long to list", "timeout", self._tier, "list")
 
     def _boto3(self) -> Any:
+        """Return the client; another one with other credentials. No provider is asked under the lock: it may hang."""
+        credentials = self._account.credentials(time.monotonic() + _CREDENTIALS_S)
         with self._lock:
-            if self._client is None:
-                self._client = self._account.client(min(self._settings.attempts, _ATTEMPTS_MAX))
+            if self._client is None or self._credentials != credentials:
+                self._client = self._account.client(credentials, min(self._settings.attempts, _ATTEMPTS_MAX))
+                self._credentials = credentials
             return self._client
 
 
