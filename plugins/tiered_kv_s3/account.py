@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -40,6 +41,7 @@ class Account:
         self._settings = settings
         self._tier = tier
         self._explicit = _explicit(settings)
+        self._making_client = threading.Lock()
         self._lock = threading.Lock()  # guards the rest; never held while a provider is asked
         self._provider: Any = None  # Any: boto3 makes its classes when they are asked for
         self._current: Credentials | None = None
@@ -50,7 +52,7 @@ class Account:
         try:
             self._session: Any = self._open_session()
             self.region: str = settings.region or self._session.region_name or DEFAULT_REGION
-        except _library_errors() as error:
+        except library_errors() as error:
             raise ConfigError(f"tier '{tier}': boto3 refuses the settings: {type(error).__name__}") from None
 
     def credentials(self, deadline: float) -> Credentials:
@@ -77,7 +79,7 @@ class Account:
         """Look for credentials anew, since the server takes `stale` for expired; return whether there are others."""
         if self._explicit is not None:
             return False
-        failures: tuple[type[Exception], ...] = (TierUnavailableError, *_library_errors())
+        failures: tuple[type[Exception], ...] = (TierUnavailableError, *library_errors())
         try:
             if self.credentials(deadline) != stale:
                 return True
@@ -90,32 +92,56 @@ class Account:
         except failures:
             return False
 
+    def client(self, credentials: Credentials, attempts: int) -> Any:
+        """Return boto3's client for the bucket's server; its requests are tried `attempts` times. Asks no provider."""
+        return self._make_client(
+            self.region,
+            {
+                "connect_timeout": self._settings.request_timeout,
+                "read_timeout": self._settings.request_timeout,
+                "retries": {"total_max_attempts": attempts, "mode": "standard"},
+            },
+            verify=self._settings.ca_file,
+            aws_access_key_id=credentials.access_key_id,
+            aws_secret_access_key=credentials.secret_access_key,
+            aws_session_token=credentials.session_token or None,
+        )
+
     def endpoint(self, region: str) -> Endpoint:
         """Return where the bucket is, if it is in `region`: what boto3 makes of the settings."""
         from botocore import UNSIGNED
-        from botocore.config import Config
 
-        settings = self._settings
-        config = Config(
-            signature_version=UNSIGNED,
-            s3={"addressing_style": settings.addressing, "us_east_1_regional_endpoint": "regional"},
-        )
         try:
-            client = self._session.client(
-                "s3",
-                region_name=region,
-                endpoint_url=settings.endpoint_url,
-                config=config,
+            client = self._make_client(
+                region,
+                {"signature_version": UNSIGNED},
                 aws_access_key_id="none",  # so that no provider is asked for those that are not needed here
                 aws_secret_access_key="none",
             )
             try:
-                url = client.generate_presigned_url("get_object", Params={"Bucket": settings.bucket, "Key": "x"})
+                bucket = self._settings.bucket
+                url = client.generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": "x"})
             finally:
                 client.close()
-        except _library_errors() as error:
+        except library_errors() as error:
             raise ConfigError(f"tier '{self._tier}': boto3 finds no endpoint: {type(error).__name__}") from None
-        return Endpoint.of_url(url)
+        try:
+            return Endpoint.of_url(url)
+        except ValueError as error:
+            raise ConfigError(f"tier '{self._tier}': {error}") from None
+
+    def _make_client(self, region: str, config: Mapping[str, Any], **arguments: Any) -> Any:
+        from botocore.config import Config
+
+        s3 = {"addressing_style": self._settings.addressing, "us_east_1_regional_endpoint": "regional"}
+        with self._making_client:  # a session is for one thread at a time
+            return self._session.client(
+                "s3",
+                region_name=region,
+                endpoint_url=self._settings.endpoint_url,
+                config=Config(s3=s3, **config),
+                **arguments,
+            )
 
     def _begin_fetch(self) -> Future[Credentials]:
         """Have credentials fetched, unless that is being done or was just done; under the lock."""
@@ -168,11 +194,13 @@ def _expires_within(provider: Any, seconds: int | None) -> bool:
     return refresh_needed is not None and bool(refresh_needed(seconds))
 
 
-def _library_errors() -> tuple[type[Exception], ...]:
+def library_errors() -> tuple[type[Exception], ...]:
+    """Return what boto3 raises."""
     from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.parsers import ResponseParserError
 
-    return (BotoCoreError, ClientError, Boto3Error, ValueError)
+    return (BotoCoreError, ClientError, Boto3Error, ResponseParserError, ValueError)
 
 
 def _silence_request_logs() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import email.utils
 import hashlib
 import random
@@ -10,8 +9,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from urllib.parse import quote
+from collections.abc import Callable, Sequence
 
 from tiered_kv_s3.account import Account
 from tiered_kv_s3.connection import Answer, BadAnswerError, Connection, Patience
@@ -97,7 +95,7 @@ class Bucket:
         return self._persist(put, deadline)
 
     def get(self, name: str, sink: Sink, deadline: float, *, expires: bool = True) -> Verdict:
-        """Read an object into what `sink` gives for its length; `expires` tells whether `ttl` goes for it."""
+        """Read an object into what `sink` gives for its length; AGED past half its `ttl`, if it `expires`."""
 
         def get(connection: Connection, credentials: Credentials, patience: Patience) -> tuple[Answer, bytes]:
             head = self._head_of("GET", name, {}, EMPTY_PAYLOAD, connection, credentials)
@@ -106,7 +104,8 @@ class Bucket:
             answer = connection.receive_head(patience)
             if answer.status != 200:
                 return _unless_success(answer), connection.receive_error(answer, patience)
-            if expires and self._is_expired(answer):
+            age_s = self._age_s(answer) if expires and self._ttl_s is not None else 0.0
+            if self._ttl_s is not None and age_s > self._ttl_s:
                 raise _Settled(Verdict.EXPIRED)
             if answer.body_bytes is None:
                 raise _Settled(Verdict.UNSIZED)
@@ -114,27 +113,11 @@ class Bucket:
             if parts is None:
                 raise _Settled(Verdict.OVERSIZED)
             connection.receive_body(parts, patience)
+            if self._ttl_s is not None and age_s > self._ttl_s / 2:
+                raise _Settled(Verdict.AGED)
             return answer, b""
 
         return self._persist(get, deadline)
-
-    def list_page(self, query: Mapping[str, str], deadline: float) -> tuple[Verdict, Answer | None, bytes]:
-        """Return one page of a listing: its head, and its text."""
-        page: tuple[Answer | None, bytes] = (None, b"")
-        quoted = "&".join(f"{name}={quote(query[name], safe='-_.~')}" for name in sorted(query))
-
-        def list_page(connection: Connection, credentials: Credentials, patience: Patience) -> tuple[Answer, bytes]:
-            nonlocal page
-            head = self._head_of("GET", "", {}, EMPTY_PAYLOAD, connection, credentials, quoted)
-            self._counters.add("list_requests")
-            connection.send([head], patience)
-            answer = connection.receive_head(patience)
-            if answer.status != 200:
-                return _unless_success(answer), connection.receive_error(answer, patience)
-            page = answer, connection.receive_text(answer, patience)
-            return answer, b""
-
-        return self._persist(list_page, deadline), *page
 
     def delete(self, name: str, deadline: float) -> Verdict:
         """Delete an object; one that is not there is deleted too."""
@@ -147,26 +130,6 @@ class Bucket:
             return answer, connection.receive_error(answer, patience)
 
         return self._persist(delete, deadline)
-
-    def delete_many(self, wanted: bytes, deadline: float) -> tuple[Verdict, bytes]:
-        """Delete the objects that the text `wanted` names; return what the server says of them."""
-        said = b""
-        digest = hashlib.md5(wanted, usedforsecurity=False).digest()  # what every server of this protocol asks for
-        headers = {"content-length": str(len(wanted)), "content-md5": base64.b64encode(digest).decode()}
-        payload_hash = _hash_of([wanted])
-
-        def delete_many(connection: Connection, credentials: Credentials, patience: Patience) -> tuple[Answer, bytes]:
-            nonlocal said
-            head = self._head_of("POST", "", headers, payload_hash, connection, credentials, "delete=")
-            self._counters.add("delete_requests")
-            connection.send([head, wanted], patience)
-            answer = connection.receive_head(patience)
-            if answer.status != 200:
-                return _unless_success(answer), connection.receive_error(answer, patience)
-            said = connection.receive_text(answer, patience)
-            return answer, b""
-
-        return self._persist(delete_many, deadline), said
 
     def are_there(self, names: Sequence[str], deadline: float) -> list[Verdict]:
         """Return DONE for each object that is there, ABSENT or EXPIRED for those that are not, or what went wrong.
@@ -181,6 +144,7 @@ class Bucket:
             if attempt:
                 self._counters.add("retries", len(waiting))
             self._ask_side_by_side(names, waiting, verdicts, deadline)
+            self._counters.add("slow_downs", sum(verdicts[index] is Verdict.SLOW_DOWN for index in waiting))
             waiting = self._explain(names, waiting, verdicts, deadline)
             pause_s = random.uniform(0, min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2**attempt))
             if not waiting or time.monotonic() + pause_s >= retry_until_s or self._closing.wait(pause_s):
@@ -202,18 +166,19 @@ class Bucket:
         payload_hash: str,
         connection: Connection,
         credentials: Credentials,
-        query: str = "",
     ) -> bytes:
-        """Return the signed head of a request for an object, or for the bucket if `name` is empty."""
+        """Return the signed head of a request for an object."""
         endpoint = connection.endpoint
-        path = endpoint.path_of(name) if name else endpoint.base_path or "/"
+        path = endpoint.path_of(name)
         now_s = time.time() + self._clock_offset_s
         signed = self._signer.sign(
-            method, path, {"host": endpoint.authority, **headers}, payload_hash, credentials, now_s, query
+            method, path, {"host": endpoint.authority, **headers}, payload_hash, credentials, now_s
         )
-        target = f"{path}?{query}" if query else path
         lines = "".join([f"{header}: {value}\r\n" for header, value in signed.items()])
-        return f"{method} {target} HTTP/1.1\r\n{lines}\r\n".encode()
+        if endpoint.proxy is None or endpoint.is_tls:  # TLS goes through a tunnel
+            return f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode()
+        target = f"http://{endpoint.authority}{path}"
+        return f"{method} {target} HTTP/1.1\r\n{endpoint.proxy.authorization}{lines}\r\n".encode()
 
     def _head(self, name: str) -> _Exchange:
         def head(connection: Connection, credentials: Credentials, patience: Patience) -> tuple[Answer, bytes]:
@@ -237,14 +202,13 @@ class Bucket:
         connection.send([self._head_of("HEAD", name, {}, EMPTY_PAYLOAD, connection, credentials)], patience)
 
     def _is_expired(self, answer: Answer) -> bool:
-        """Return whether an object is too old, both times by the server's clock."""
-        if self._ttl_s is None:
-            return False
+        return self._ttl_s is not None and self._age_s(answer) > self._ttl_s
+
+    def _age_s(self, answer: Answer) -> float:
+        """Return how old an object is, both times by the server's clock; 0 where it does not tell."""
         modified = seconds_of(answer.headers.get("last-modified", ""))
         now = seconds_of(answer.headers.get("date", "")) or time.time() + self._clock_offset_s
-        return modified is not None and now - modified > self._ttl_s
-
-    # Many tries.
+        return now - modified if modified is not None else 0.0
 
     def _persist(self, exchange: _Exchange, deadline: float) -> Verdict:
         """Try a request until it succeeds, fails for good, or its attempts or its time are over."""

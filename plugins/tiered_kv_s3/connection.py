@@ -15,22 +15,17 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tiered_kv_s3.endpoint import Endpoint
+from tiered_kv_s3.endpoint import Endpoint, Proxy
+from tiered_kv_s3.resolver import addresses_of
 
 HEAD_BYTES_MAX = 64 << 10
 """Status line and headers of an answer."""
 ERROR_BYTES_MAX = 64 << 10
 """Body of an answer that is read for its error code."""
-TEXT_BYTES_MAX = 4 << 20
-"""Body of an answer that is a text, such as a listing."""
-CHUNKS_MAX = 64 << 10
-"""Pieces that such a text may come in: in chunks of a byte, all of it would keep the interpreter for seconds."""
 INTERIM_ANSWERS_MAX = 4
 """Answers such as "100 Continue" before the one that counts."""
 
-_LINE_END = b"\r\n"
 _HEAD_END = b"\r\n\r\n"
-_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;.*)?")
 _BUFFER_BYTES = 4096
 _TLS_SEND_BYTES = 256 << 10
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) (\d{3})(?: |$)")
@@ -98,6 +93,8 @@ class Connection:
         plain = _connected(endpoint, patience)
         try:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if endpoint.proxy is not None and tls is not None:
+                _open_tunnel(plain, endpoint, endpoint.proxy, patience)
             plain.settimeout(patience.next_timeout_s())
             self._socket = tls.wrap_socket(plain, server_hostname=endpoint.host) if tls else plain
         except BaseException:
@@ -158,18 +155,6 @@ class Connection:
                 break
         return bytes(self._buffer[:ERROR_BYTES_MAX])
 
-    def receive_text(self, answer: Answer, patience: Patience) -> bytes:
-        """Receive a whole body, also one whose length is not known beforehand, of at most `TEXT_BYTES_MAX`."""
-        if answer.body_bytes is None:
-            if answer.headers.get("transfer-encoding", "").lower() != "chunked":
-                raise BadAnswerError("the body of the answer has no length")
-            return self._receive_chunks(patience)
-        if answer.body_bytes > TEXT_BYTES_MAX:
-            raise BadAnswerError("the body of the answer is too long")
-        text = bytearray(answer.body_bytes)
-        self.receive_body([memoryview(text)], patience)
-        return bytes(text)
-
     def is_usable(self) -> bool:
         """Return whether a kept connection has not been closed by the server; nothing may arrive unasked."""
         poll = select.poll()
@@ -186,23 +171,6 @@ class Connection:
     def close(self) -> None:
         self.is_reusable = False
         self._socket.close()
-
-    def _receive_chunks(self, patience: Patience) -> bytes:
-        text = bytearray()
-        for _ in range(CHUNKS_MAX):
-            said = _CHUNK_SIZE.fullmatch(self._read_until(_LINE_END, patience))
-            size = int(said[1], 16) if said else TEXT_BYTES_MAX + 1
-            if len(text) + size > TEXT_BYTES_MAX:
-                raise BadAnswerError("the body of the answer is too long, or not in chunks as it says")
-            chunk = bytearray(size)
-            self._receive_into(memoryview(chunk), patience)
-            text += chunk
-            if self._read_until(_LINE_END, patience):  # trailers are not expected either
-                raise BadAnswerError("a chunk of the answer has not the length that it says")
-            if not size:
-                self.is_reusable = self._keeps_open and not self._buffer
-                return bytes(text)
-        raise BadAnswerError("the body of the answer comes in too many chunks")
 
     def _read_until(self, end: bytes, patience: Patience) -> bytes:
         """Receive up to `end`, which is dropped."""
@@ -239,11 +207,11 @@ class Connection:
 def _connected(endpoint: Endpoint, patience: Patience) -> socket.socket:
     """Return a socket that is connected to the first of the server's addresses that answers.
 
-    All of them together get the time that the request has; `socket.create_connection` gives it to each. Looking the
-    name up has its limit in the system's resolver.
+    All of them together, and the look-up of the name, get the time that the request has.
     """
-    failure: OSError = OSError(f"{endpoint.host} has no address")
-    for family, kind, protocol, _, address in socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM):
+    where = endpoint.proxy or endpoint
+    failure: OSError = OSError(f"{where.host} has no address")
+    for family, kind, protocol, _, address in addresses_of(where.host, where.port, patience.next_timeout_s()):
         plain = socket.socket(family, kind, protocol)
         try:
             plain.settimeout(patience.next_timeout_s())
@@ -257,6 +225,23 @@ def _connected(endpoint: Endpoint, patience: Patience) -> socket.socket:
         else:
             return plain
     raise failure
+
+
+def _open_tunnel(plain: socket.socket, endpoint: Endpoint, proxy: Proxy, patience: Patience) -> None:
+    """Have a proxy connect to the server."""
+    host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
+    authority = f"{host}:{endpoint.port}"
+    plain.settimeout(patience.next_timeout_s())
+    plain.sendall(f"CONNECT {authority} HTTP/1.1\r\nHost: {authority}\r\n{proxy.authorization}\r\n".encode())
+    head = bytearray()
+    while not head.endswith(_HEAD_END):  # byte by byte: what follows belongs to TLS
+        plain.settimeout(patience.next_timeout_s())
+        received = plain.recv(1)
+        if not received or len(head) > HEAD_BYTES_MAX:
+            raise BadAnswerError("the proxy closed the connection, or sends no end of its answer")
+        head += received
+    if not 200 <= _parse_head(bytes(head[: -len(_HEAD_END)]))[0].status < 300:
+        raise ConnectionRefusedError("the proxy does not connect to the server")
 
 
 def _parse_head(head: bytes) -> tuple[Answer, bool]:

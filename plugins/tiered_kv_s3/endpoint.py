@@ -3,11 +3,44 @@
 from __future__ import annotations
 
 import ssl
-from dataclasses import dataclass
+from base64 import b64encode
+from dataclasses import dataclass, field
 from typing import Self
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 _PORTS = {"http": 80, "https": 443}
+
+
+@dataclass(frozen=True, slots=True)
+class Proxy:
+    """An HTTP proxy on the way to a server.
+
+    Args:
+        host, port: Where it is.
+        authorization: The header with its user and password; empty for none.
+    """
+
+    host: str
+    port: int
+    authorization: str = field(default="", repr=False)
+
+    @classmethod
+    def of_environment(cls, scheme: str, host: str) -> Self | None:
+        """Return the proxy that HTTP_PROXY, HTTPS_PROXY and NO_PROXY name for a server, if any.
+
+        Raises:
+            ValueError: It is no URL of an HTTP proxy.
+        """
+        url = getproxies().get(scheme, "")
+        if not url or proxy_bypass(host):
+            return None
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme != "http" or not parts.hostname:
+            raise ValueError(f"{scheme.upper()}_PROXY is no URL of an HTTP proxy")
+        secret = f"{unquote(parts.username)}:{unquote(parts.password or '')}" if parts.username else ""
+        header = f"Proxy-Authorization: Basic {b64encode(secret.encode()).decode()}\r\n" if secret else ""
+        return cls(parts.hostname, parts.port or _PORTS["http"], header)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,16 +52,22 @@ class Endpoint:
         port: Its port.
         is_tls: Whether it speaks TLS.
         base_path: What the path of every object begins with: the bucket, quoted, or nothing.
+        proxy: What to connect to in its place, if anything.
     """
 
     host: str
     port: int
     is_tls: bool
     base_path: str
+    proxy: Proxy | None = None
 
     @classmethod
     def of_url(cls, url: str) -> Self:
-        """Return the endpoint of the bucket that holds an object "x" at `url`."""
+        """Return the endpoint of the bucket that holds an object "x" at `url`.
+
+        Raises:
+            ValueError: The proxy that the environment names for it is no URL.
+        """
         parts = urlsplit(url)
         assert parts.hostname, "boto3 gives whole URLs"
         return cls(
@@ -36,6 +75,7 @@ class Endpoint:
             parts.port or _PORTS[parts.scheme],
             parts.scheme == "https",
             parts.path.removesuffix("/x"),
+            Proxy.of_environment(parts.scheme, parts.hostname),
         )
 
     @property

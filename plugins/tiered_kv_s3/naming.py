@@ -3,7 +3,6 @@
     PREFIX/NAMESPACE/namespace.json             the namespace in readable form
     PREFIX/NAMESPACE/epoch                      the mark of the epoch that who comes next joins
     PREFIX/NAMESPACE/blocks/EPOCH/FF/KEY        a block's record; FF is the first byte of KEY
-    PREFIX/NAMESPACE/grants/...                 what each process may yet store, see grants.py
 
 NAMESPACE is the namespace's digest, KEY the digest of the block's key that stands in its record too, EPOCH the
 epoch's token; all in hex. Whatever else lies under `PREFIX/NAMESPACE/` is foreign: never
@@ -19,8 +18,6 @@ from typing import Final
 from tiered_kv.base import OffloadKey
 from tiered_kv.toolkit.record import digest_of
 
-GRANT: Final = re.compile(r"(?P<owner>[0-9a-f]{16})-(?P<bytes>[0-9]{1,18})-(?P<seconds>[0-9]{1,9})")
-"""What follows `Naming.grants` in a grant's name."""
 _BLOCK: Final = re.compile(r"[0-9a-f]{16}/([0-9a-f]{2})/\1[0-9a-f]{30}")
 """What follows `Naming.blocks` in a block's."""
 
@@ -55,11 +52,6 @@ class Naming:
         """What the names of all blocks, of whatever epoch, begin with."""
         return f"{self._root}/blocks/"
 
-    @property
-    def grants(self) -> str:
-        """What the names of all grants begin with."""
-        return f"{self._root}/grants/"
-
     def blocks_of(self, epoch: str) -> str:
         """What the names of an epoch's blocks begin with."""
         return f"{self._root}/blocks/{epoch}/"
@@ -74,9 +66,7 @@ class Naming:
 
     def owns(self, name: str) -> bool:
         """Return whether a name is of the layout above; others are not this tier's, whoever put them there."""
-        if name in (self.namespace, self.epoch) or self.is_block(name):
-            return True
-        return name.startswith(self.grants) and GRANT.fullmatch(name, len(self.grants)) is not None
+        return name in (self.namespace, self.epoch) or self.is_block(name)
 
     @property
     def _root(self) -> str:

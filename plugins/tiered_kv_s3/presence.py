@@ -1,8 +1,12 @@
-"""Which blocks are in the bucket, asked as rarely as an answer may be old.
+"""Which blocks are in the bucket, located with few requests.
 
-An answer is kept for `presence_ttl`, whoever asked. Blocks that no answer is kept for are asked for together: one
-listing of the whole epoch where that takes fewer requests than it is worth, else one HEAD a block over several
-connections. A listing answers for every block there is, and for every one there is not.
+A block is of use only while all before it in its prefix are there, so a prefix is there up to some block. That block is
+found by a k-ary search: some requests side by side, spread over the prefix, and then again between the last block that
+is there and the first that is not. A prefix of 1,000 blocks takes three such rounds, whatever else is in the bucket. A
+hole, a block that is gone although later ones are there, is found by its load, as a miss. Where answers show that
+blocks were not asked for in the order of a prefix, each is asked for.
+
+Answers are kept for `presence_ttl`, whoever asked.
 """
 
 from __future__ import annotations
@@ -12,21 +16,15 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from tiered_kv.errors import TierUnavailableError
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.counters import Counters
-from tiered_kv_s3.listing import PAGE_OBJECTS, Listing
 from tiered_kv_s3.suspects import Suspects, Way
 from tiered_kv_s3.verdict import ABSENCE, Verdict
 
 ANSWERS_MAX = 65_536
-"""Answers about single blocks that are kept; the oldest go first."""
-LISTED_PAGES_MAX = 8
-"""Pages that a lookup will list at most."""
-HEADS_PER_PAGE = 12
-"""How many HEAD requests one page of a listing is worth: S3 charges for it as for twelve, and takes about as long."""
-LISTING_RETRY_S = 30.0
-"""How long after a listing that failed, or had too many pages, the next one is tried."""
+"""Answers that are kept; the oldest go first."""
+ASKED_AT_ONCE = 16
+"""Blocks of one prefix that are asked for side by side."""
 
 
 class Presence:
@@ -34,144 +32,107 @@ class Presence:
 
     Args:
         bucket: Answers for single blocks.
-        listing: Answers for all.
         counters: Where failures are counted.
         suspects: Blocks that are misses because the bucket does not answer for them.
         answer_ttl_s: How long an answer is kept.
-        object_ttl_s: How old a block may be; None for any age.
     """
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        listing: Listing,
-        counters: Counters,
-        suspects: Suspects,
-        *,
-        answer_ttl_s: float,
-        object_ttl_s: float | None,
-    ) -> None:
+    def __init__(self, bucket: Bucket, counters: Counters, suspects: Suspects, *, answer_ttl_s: float) -> None:
         self._bucket = bucket
-        self._listing = listing
         self._counters = counters
         self._suspects = suspects
         self._answer_ttl_s = answer_ttl_s
-        self._object_ttl_s = object_ttl_s
         self._lock = threading.Lock()  # guards the rest; never held across I/O
         self._answers: OrderedDict[str, tuple[float, bool]] = OrderedDict()  # name to (asked when, answer), by age
-        self._listed: frozenset[str] = frozenset()
-        self._listed_prefix = ""
-        self._listed_s = -1e9
-        self._pages = 1  # what the next listing is thought to take
-        self._no_listing_before_s = 0.0
-        self._listing_turn = threading.Lock()  # a listing that hangs holds up one thread, and no more
 
     def note(self, name: str, is_there: bool, asked_s: float) -> None:
         """Keep what is known of a block since `asked_s`, in seconds of `time.monotonic()`."""
         with self._lock:
-            self._keep(name, is_there, asked_s)
+            self._answers[name] = (asked_s, is_there)
+            self._answers.move_to_end(name)
+            if len(self._answers) > ANSWERS_MAX:
+                self._answers.popitem(last=False)
 
-    def known(self, name: str, prefix: str) -> bool | None:
-        """Return the answer for a block of the epoch `prefix` if one is kept."""
+    def known(self, name: str) -> bool | None:
+        """Return the answer for a block if one is kept."""
         with self._lock:
-            return self._known(name, prefix, time.monotonic() - self._answer_ttl_s)
+            asked_s, answer = self._answers.get(name, (0.0, None))
+            return answer if time.monotonic() - asked_s < self._answer_ttl_s else None
 
     def forget(self) -> None:
         """Drop every answer."""
         with self._lock:
             self._answers.clear()
-            self._listed = frozenset()
-            self._listed_prefix = ""
 
-    def ask(self, names: Sequence[str], prefix: str, deadline: float) -> list[bool]:
+    def ask(self, prefixes: Sequence[Sequence[str]], deadline: float) -> list[list[bool]]:
         """Return whether each block is there; False for one whose answer could not be had by the deadline.
 
         Args:
-            names: Blocks of the epoch `prefix`.
-            prefix: What the names of the epoch's blocks begin with.
+            prefixes: Names of blocks, each sequence in the order of one prompt; all are searched side by side.
             deadline: When the answers must be there, in seconds of `time.monotonic()`.
         """
-        began_s = time.monotonic()
-        answers = self._known_of(names, prefix, began_s - self._answer_ttl_s)
-        answers |= {name: False for name in answers if name in self._suspects}
-        unknown = [name for name in names if answers[name] is None]
-        if unknown and self._is_listing_cheaper(len(unknown)) and self._list(prefix, deadline):
-            answers |= self._known_of(unknown, prefix, began_s - self._answer_ttl_s)
-            unknown = [name for name in names if answers[name] is None]
-        if unknown:
-            self._ask_each(list(dict.fromkeys(unknown)), answers, deadline)
-        return [answers[name] is True for name in names]
+        searches = [_Search(names, [self._answer_of(name) for name in names]) for names in prefixes]
+        while wanted := [(search, at) for search in searches for at in search.next_positions()]:
+            names = [search.names[at] for search, at in wanted]
+            for (search, at), answer in zip(wanted, self._ask_each(names, deadline), strict=True):
+                search.answers[at] = answer
+        return [search.result() for search in searches]
 
-    def _known_of(self, names: Sequence[str], prefix: str, since_s: float) -> dict[str, bool | None]:
-        with self._lock:
-            return {name: self._known(name, prefix, since_s) for name in names}
+    def _answer_of(self, name: str) -> bool | None:
+        return False if name in self._suspects else self.known(name)
 
-    def _known(self, name: str, prefix: str, since_s: float) -> bool | None:
-        asked_s, answer = self._answers.get(name, (-1e9, False))
-        if asked_s >= since_s and asked_s >= self._listed_s:
-            return answer
-        if self._listed_s >= since_s and self._listed_prefix == prefix:
-            return name in self._listed
-        return answer if asked_s >= since_s else None
-
-    def _keep(self, name: str, is_there: bool, asked_s: float) -> None:
-        self._answers[name] = (asked_s, is_there)
-        self._answers.move_to_end(name)
-        if len(self._answers) > ANSWERS_MAX:
-            self._answers.popitem(last=False)
-
-    def _is_listing_cheaper(self, unknown: int) -> bool:
-        return unknown >= self._pages * HEADS_PER_PAGE and time.monotonic() >= self._no_listing_before_s
-
-    def _list(self, prefix: str, deadline: float) -> bool:
-        """List the epoch; return whether that was possible."""
-        if not self._listing_turn.acquire(blocking=False):
-            return False
-        try:
-            return self._list_all(prefix, deadline)
-        finally:
-            self._listing_turn.release()
-
-    def _list_all(self, prefix: str, deadline: float) -> bool:
-        asked_s = time.monotonic()
-        listed: set[str] = set()
-        pages = 0
-        try:
-            for page in self._listing.pages(prefix, deadline):
-                pages += 1
-                listed.update(entry.name for entry in page if not self._is_expired(entry.age_s))
-                if pages >= LISTED_PAGES_MAX and len(page) == PAGE_OBJECTS:
-                    raise _TooManyPagesError
-        except (TierUnavailableError, _TooManyPagesError):
-            self._no_listing_before_s = time.monotonic() + LISTING_RETRY_S
-            return False
-        with self._lock:
-            self._listed = frozenset(listed)
-            self._listed_prefix = prefix
-            self._listed_s = asked_s
-            self._pages = max(1, pages)
-        return True
-
-    def _is_expired(self, age_s: float) -> bool:
-        return self._object_ttl_s is not None and age_s > self._object_ttl_s
-
-    def _ask_each(self, names: list[str], answers: dict[str, bool | None], deadline: float) -> None:
+    def _ask_each(self, names: Sequence[str], deadline: float) -> list[bool]:
         asked_s = time.monotonic()
         verdicts = self._bucket.are_there(names, deadline)
         failed = []
-        with self._lock:
-            for name, verdict in zip(names, verdicts, strict=True):
-                if verdict is Verdict.DONE or verdict in ABSENCE:
-                    answers[name] = verdict is Verdict.DONE
-                    self._keep(name, verdict is Verdict.DONE, asked_s)
-                else:
-                    failed.append(name)
+        for name, verdict in zip(names, verdicts, strict=True):
+            if verdict is Verdict.DONE or verdict in ABSENCE:
+                self.note(name, verdict is Verdict.DONE, asked_s)
+            else:
+                failed.append(name)
         if len(failed) < len(names):
             self._suspects.note_answer(Way.READ)
         alone = sum(self._suspects.note_failed_read(name, asked_s) for name in failed)
         self._counters.add("unanswered_blocks", alone)
         self._counters.add("failed_lookups", len(failed) - alone)
+        return [verdict is Verdict.DONE for verdict in verdicts]
 
 
-class _TooManyPagesError(Exception):
-    """A listing takes longer than asking for each block would."""
+class _Search:
+    """The search for the end of one prefix.
+
+    Args:
+        names: Blocks in the order of their prefix.
+        answers: What is known of each, or None.
+    """
+
+    def __init__(self, names: Sequence[str], answers: list[bool | None]) -> None:
+        self.names = names
+        self.answers = answers
+        self._has_begun = False
+
+    def next_positions(self) -> Sequence[int]:
+        """Return which blocks to ask for next, none once the end is found; the first block always."""
+        unknown = [at for at, answer in enumerate(self.answers) if answer is None]
+        is_first, self._has_begun = not self._has_begun, True
+        missing_at = self._first_missing()
+        if (is_first and len(unknown) <= ASKED_AT_ONCE) or any(self.answers[missing_at:]):
+            return unknown  # few; or it is no prefix, in whose order they were asked
+        there_at = self._last_there(missing_at)
+        between = [at for at in unknown if there_at < at < missing_at]
+        first = [0] if unknown[:1] == [0] and there_at > 0 else []
+        if len(between) <= ASKED_AT_ONCE:
+            return first + between
+        last = len(between) - 1
+        return first + [between[part * last // (ASKED_AT_ONCE - 1)] for part in range(ASKED_AT_ONCE)]
+
+    def result(self) -> list[bool]:
+        """Return the answers; what has none and lies before a block that is there is taken to be there."""
+        there_at = self._last_there(self._first_missing())
+        return [at < there_at if answer is None else answer for at, answer in enumerate(self.answers)]
+
+    def _first_missing(self) -> int:
+        return next((at for at, answer in enumerate(self.answers) if answer is False), len(self.answers))
+
+    def _last_there(self, end: int) -> int:
+        return next((at for at in range(end - 1, -1, -1) if self.answers[at]), -1)

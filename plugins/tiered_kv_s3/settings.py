@@ -66,7 +66,7 @@ class S3Settings(CodecSettings):
     capacity: Bytes | None = Field(
         default=None,
         ge=1,
-        description="Bytes that this namespace's blocks may take; the oldest are deleted. By default without limit.",
+        description="Bytes of this namespace's blocks that a sweep returns to, oldest first. By default without limit.",
     )
     sweep_interval: Seconds = Field(
         default=60.0, gt=0, le=86400, description="How often the bucket is listed to keep ttl and capacity."

@@ -54,7 +54,6 @@ class Signer:
         payload_hash: str,
         credentials: Credentials,
         now_s: float,
-        query: str = "",
     ) -> dict[str, str]:
         """Return the headers to be sent: those given, and those that the signature consists of.
 
@@ -65,7 +64,6 @@ class Signer:
             payload_hash: SHA-256 of the body in hex, or `UNSIGNED_PAYLOAD`.
             credentials: Whose signature it is.
             now_s: Seconds since 1970, by the server's clock.
-            query: What stands after the path's question mark: quoted, and sorted by name.
         """
         timestamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now_s))
         day = timestamp[:8]
@@ -75,7 +73,7 @@ class Signer:
         names = sorted(signed)
         canonical_headers = "".join([f"{name}:{signed[name]}\n" for name in names])
         signed_names = ";".join(names)
-        canonical = f"{method}\n{path}\n{query}\n{canonical_headers}\n{signed_names}\n{payload_hash}"
+        canonical = f"{method}\n{path}\n\n{canonical_headers}\n{signed_names}\n{payload_hash}"
         scope = f"{day}/{self.region}/s3/aws4_request"
         text = f"{_ALGORITHM}\n{timestamp}\n{scope}\n{hashlib.sha256(canonical.encode()).hexdigest()}"
         signature = hmac.digest(self._key(credentials.secret_access_key, day), text.encode(), "sha256").hex()

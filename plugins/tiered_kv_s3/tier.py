@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +12,7 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ConfigError, TierError
 from tiered_kv.toolkit.blocking import BlockingTier
 from tiered_kv.toolkit.epoch import Epoch
+from tiered_kv.toolkit.errand import Errand
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record, record_bytes_max
@@ -18,11 +21,8 @@ from tiered_kv.toolkit.status import REFUSED, UNREADABLE
 from tiered_kv.toolkit.unreadable import Unreadable
 from tiered_kv_s3.account import Account
 from tiered_kv_s3.bucket import Bucket
-from tiered_kv_s3.caretaker import Caretaker
+from tiered_kv_s3.control import Control
 from tiered_kv_s3.counters import Counters
-from tiered_kv_s3.grants import Grants
-from tiered_kv_s3.ledger import Ledger, Stored
-from tiered_kv_s3.listing import Listing
 from tiered_kv_s3.mark import MarkError, MarkObject
 from tiered_kv_s3.naming import Naming
 from tiered_kv_s3.presence import Presence
@@ -35,11 +35,12 @@ _PART_BYTES = 1
 """One block to a part: what a job takes is mostly the server's time to answer, so its blocks travel side by side."""
 _SHUTDOWN_S = 2.0
 _PROBE_S = 10.0
+_SAVE_S = 10.0
+"""How long the mark of a reset is tried to be written before the next store does."""
 _JOB_SHARE = 0.9
 _STAYS = UNREADABLE | {RecordStatus.BAD_VERSION}
 """What others may be able to read: here it is a miss, which the next store of the block ends. Unlike a directory, a
 bucket has no mark that says of which version everything in it is."""
-_SURELY_NOT_STORED = frozenset({Verdict.DENIED, Verdict.REFUSED, Verdict.NO_BUCKET, Verdict.UNTRUSTED})
 
 
 class S3Tier(BlockingTier):
@@ -85,23 +86,25 @@ class S3Tier(BlockingTier):
             lookup_timeout_s=settings.lookup_timeout,
             shutdown_timeout_s=_SHUTDOWN_S,
         )
-        self._listing = Listing(settings.bucket, self._bucket, name)
         self._epoch = Epoch(MarkObject(self._bucket, self._naming.epoch, name))
         self._suspects = Suspects()
-        self._presence = Presence(
-            self._bucket,
-            self._listing,
-            self._counters,
-            self._suspects,
-            answer_ttl_s=settings.presence_ttl,
-            object_ttl_s=settings.ttl,
-        )
+        self._presence = Presence(self._bucket, self._counters, self._suspects, answer_ttl_s=settings.presence_ttl)
         self._unreadable: Unreadable[str] = Unreadable()  # by their names in the bucket
-        self._ledger = Ledger(settings.capacity, record_bytes)
-        self._grants: Grants | None = None
-        if settings.capacity is not None:
-            self._grants = Grants(self._bucket, self._listing, self._naming.grants, settings.sweep_interval)
-        self._caretaker = self._make_caretaker(offloading_spec)
+        self._namespace: Mapping[str, object] = getattr(offloading_spec, "namespace", {})
+        self._introducing = threading.Lock()  # held by the worker that writes the readable form
+        self._is_introduced = False
+        self._saving = Errand(self._save_epoch, f"tiered-kv-{name}-reset")
+        self._control = Control(self._account, settings, name)
+        self._sweeper = Sweeper(
+            self._control,
+            self._naming,
+            self._presence,
+            self._counters,
+            ttl_s=settings.ttl,
+            capacity_bytes=settings.capacity,
+            interval_s=settings.sweep_interval,
+            name=f"tiered-kv-{name}-sweeper",
+        )
 
     # Worker threads.
 
@@ -115,8 +118,8 @@ class S3Tier(BlockingTier):
             return Outcome((), error.verdict.reason)
         if self.part_epoch != self.epoch:  # it may be a new one, in which these blocks have no place
             return Outcome((), "reset")
-        if not self._caretaker.has_started:
-            self._caretaker.start()
+        if not self._is_introduced:
+            self._introduce(deadline)
         for key, block in zip(keys, blocks, strict=True):
             failure = self._store(epoch, key, block, deadline)
             if failure:
@@ -145,9 +148,18 @@ class S3Tier(BlockingTier):
         deadline = time.monotonic() + self._settings.lookup_timeout
         try:
             epoch = self._epoch.token(deadline)
-            names = [self._naming.block(epoch, key) for key in keys]
-            there = self._presence.ask(names, self._naming.blocks_of(epoch), deadline)
-            return [is_there and name not in self._unreadable for name, is_there in zip(names, there, strict=True)]
+            names = {key: self._naming.block(epoch, key) for key in keys}
+            prefixes: dict[tuple[str, bytes], list[str]] = {}  # by request and KV cache group
+            for req_id, key in zip(self.probe_req_ids, keys, strict=True):
+                prefixes.setdefault((req_id, key[-4:]), []).append(names[key])
+            answers = self._presence.ask([*prefixes.values()], deadline)
+            there = {
+                name
+                for prefix, known in zip(prefixes.values(), answers, strict=True)
+                for name, is_there in zip(prefix, known, strict=True)
+                if is_there and name not in self._unreadable
+            }
+            return [names[key] in there for key in keys]
         except Exception:
             self._counters.add("failed_lookups", len(keys))
             raise
@@ -166,14 +178,14 @@ class S3Tier(BlockingTier):
         self._epoch.renew()  # after `begin_epoch`: a store that sees this epoch sees that it is too old for it
         self._presence.forget()
         self._counters.add("resets")
-        self._caretaker.start()
+        self._saving.ask()
         return True
 
     def stats(self) -> Mapping[str, int]:
         counted = {**super().stats(), **self._counters.snapshot(), "open_connections": self._bucket.open_connections}
         if self._settings.capacity is None:
             return counted
-        return {**counted, "used_bytes": self._ledger.used_bytes, "capacity_bytes": self._settings.capacity}
+        return {**counted, "used_bytes": self._sweeper.used_bytes, "capacity_bytes": self._settings.capacity}
 
     def describe(self) -> Mapping[str, object]:
         """Return what the tier can do here.
@@ -181,8 +193,8 @@ class S3Tier(BlockingTier):
         Raises:
             TierUnavailableError: The bucket cannot be listed, or is of another format version, and why.
         """
-        self._listing.probe(self._naming.blocks, time.monotonic() + _PROBE_S)
         self._epoch.token(time.monotonic() + _PROBE_S)  # which is not read where it is of another format version
+        self._control.probe(self._naming.blocks)
         settings = self._settings
         return {
             "medium": "s3",
@@ -198,34 +210,25 @@ class S3Tier(BlockingTier):
         }
 
     def shutdown(self) -> None:
-        self._caretaker.stop()
-        if not self._epoch.is_saved:
-            self._save_epoch_at_last()
-        if self._ledger.close() and self._grants is not None:
-            self._give_up_grant(self._grants)
+        self._sweeper.stop()
+        self._save_epoch(_SHUTDOWN_S / 2)
         self._bucket.close()  # what is in flight fails now, so that the threads end
         super().shutdown()
-        self._caretaker.join(_SHUTDOWN_S)
+        self._saving.join(_SHUTDOWN_S)
+        self._sweeper.join(_SHUTDOWN_S)
+        self._control.close()
 
     # One block.
 
     def _store(self, epoch: str, key: OffloadKey, block: memoryview, deadline: float) -> str:
         """Store one block; return why not, or an empty string."""
         name = self._naming.block(epoch, key)
-        if self._presence.known(name, self._naming.blocks_of(epoch)) and name not in self._unreadable:
+        if self._presence.known(name) and name not in self._unreadable:
             self._counters.add("skipped_stores")
             return ""
         header, payload = encode_record(key, block, self._namespace_digest, self._codecs.writer, self._room.take)
-        size_bytes = len(header) + len(payload)
-        if not self._ledger.reserve(size_bytes, deadline):
-            self._caretaker.start()
-            return "no_space"
-        verdict = Verdict.BROKEN
         began_s = time.monotonic()
-        try:
-            verdict = self._bucket.put(name, [header, payload], min(deadline, self._ledger.valid_until_s))
-        finally:
-            self._ledger.settle(size_bytes, _stored(verdict))
+        verdict = self._bucket.put(name, [header, payload], deadline)
         if verdict is not Verdict.DONE:
             if not self._suspects.has_answered(Way.STORE, began_s):
                 return verdict.reason
@@ -235,8 +238,7 @@ class S3Tier(BlockingTier):
         self._suspects.forget(name)
         self._presence.note(name, True, time.monotonic())
         self._unreadable.forget((name,))
-        if self._ledger.wants_round:
-            self._caretaker.start()
+        self._sweeper.note_stored(len(header) + len(payload))
         return ""
 
     def _load(self, epoch: str, key: OffloadKey, block: memoryview, deadline: float) -> str:
@@ -247,7 +249,7 @@ class S3Tier(BlockingTier):
         for _ in range(2):  # what is damaged may have been damaged on its way
             record = _Landing(block, self._room)
             verdict = self._bucket.get(name, record.parts_for, deadline)
-            if verdict is not Verdict.DONE:
+            if verdict not in (Verdict.DONE, Verdict.AGED):
                 return self._note_failed_get(name, verdict, asked_s, deadline)
             self._suspects.note_answer(Way.READ)
             self._suspects.forget(name)
@@ -255,6 +257,8 @@ class S3Tier(BlockingTier):
             if status is RecordStatus.OK:
                 self._presence.note(name, True, asked_s)
                 self._unreadable.forget((name,))
+                if verdict is Verdict.AGED:
+                    self._sweeper.renew(name)
                 return ""
             if status in UNREADABLE or status in REFUSED:  # its checksum was right: it came as it lies there
                 break
@@ -294,45 +298,25 @@ class S3Tier(BlockingTier):
         now_s = time.monotonic()
         return now_s + _JOB_SHARE * (min(self.part_deadline, now_s + self._settings.job_timeout) - now_s)
 
-    def _save_epoch_at_last(self) -> None:
-        """Try once more to tell the bucket of a reset."""
+    def _save_epoch(self, timeout_s: float = _SAVE_S) -> None:
+        """Try to tell the bucket of a reset; the next store does if this fails."""
+        if self._epoch.is_saved:
+            return
         try:
-            self._epoch.saved_token(time.monotonic() + _SHUTDOWN_S / 2)
-        except TierError:
+            self._epoch.saved_token(time.monotonic() + timeout_s)
+        except (TierError, TimeoutError):
             pass
 
-    def _give_up_grant(self, grants: Grants) -> None:
-        """Try to leave to the others what this process does not store any more; else it runs out by itself."""
+    def _introduce(self, deadline: float) -> None:
+        """Keep the namespace's readable form beside its blocks; one worker does, the others go on."""
+        if not self._introducing.acquire(blocking=False):
+            return
         try:
-            grants.give_up(time.monotonic() + _SHUTDOWN_S / 4)
-        except TierError:
-            pass
-
-    def _make_caretaker(self, offloading_spec: Any) -> Caretaker:
-        settings = self._settings
-        sweeper = None
-        if settings.capacity is not None or settings.ttl is not None:
-            sweeper = Sweeper(
-                self._listing,
-                self._naming.blocks,
-                self._naming.is_block,
-                self._ledger,
-                self._grants,
-                self._presence,
-                settings.ttl,
-                self._counters,
-            )
-        return Caretaker(
-            self._bucket,
-            self._naming,
-            getattr(offloading_spec, "namespace", {}),
-            self._epoch,
-            sweeper,
-            self._ledger,
-            self._counters,
-            interval_s=settings.sweep_interval,
-            name=f"tiered-kv-{self.name}-caretaker",
-        )
+            text = json.dumps({"format": 1, "namespace": dict(self._namespace)}, indent=1, sort_keys=True, default=str)
+            verdict = self._bucket.put(self._naming.namespace, [text.encode()], deadline)
+            self._is_introduced = verdict in (Verdict.DONE, Verdict.DENIED, Verdict.REFUSED)
+        finally:
+            self._introducing.release()
 
 
 class _Landing:
@@ -359,13 +343,6 @@ class _Landing:
         else:  # compressed, encrypted or damaged
             self.payload = self._room.take(payload_bytes)
         return [memoryview(self.header), self.payload]
-
-
-def _stored(verdict: Verdict) -> Stored:
-    """Return whether a store may have taken room: unless the server said no, it may have been done all the same."""
-    if verdict is Verdict.DONE:
-        return Stored.YES
-    return Stored.NO if verdict in _SURELY_NOT_STORED else Stored.PERHAPS
 
 
 def _check_capacity(settings: S3Settings, record_bytes: int) -> None:

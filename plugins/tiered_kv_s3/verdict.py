@@ -24,6 +24,8 @@ class Verdict(Enum):
     """How a request fared; the value is its reason's name in the counters."""
 
     DONE = "done"
+    AGED = "aged"
+    """Done; and the object has passed half of its time."""
     ABSENT = "absent"
     EXPIRED = "absent_by_age"
     """The object is older than blocks may be."""

@@ -16,14 +16,17 @@ import pytest
 
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.testing.clock import ManualClock
-from tiered_kv.testing.rig import TierRig, make_keys
+from tiered_kv.testing.rig import TierRig, block_content, make_keys
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.toolkit.epoch import EpochMark
 from tiered_kv.toolkit.record import encode_record
 from tiered_kv_s3 import connection as connection_module
 from tiered_kv_s3.connection import Connection, Patience
-from tiered_kv_s3.endpoint import Endpoint
+from tiered_kv_s3.endpoint import Endpoint, Proxy, tls_context
+from tiered_kv_s3.naming import Naming
+from tiered_kv_s3.resolver import Addresses, addresses_of
 from tiered_kv_s3.settings import S3Settings
+from tiered_kv_s3.verdict import Verdict
 
 pytest.importorskip("boto3", reason="boto3 is not installed")
 
@@ -93,6 +96,8 @@ class ScriptedServer:
                     if not said:
                         return
                     connection.sendall(said)
+                    if method == "CONNECT":  # there is nothing behind the tunnel
+                        return
             except OSError:
                 return
 
@@ -191,6 +196,29 @@ def test_the_epoch_does_not_grow_too_old(server: ScriptedServer, open_rig: Calla
     assert any(f"/blocks/{EPOCH}/" in target for method, target in server.seen if method == "PUT")
 
 
+@pytest.mark.parametrize(("age_hours", "renewals"), [(4, 0), (6, 1)])
+def test_a_block_that_is_loaded_past_half_its_time_is_renewed_by_a_copy_on_the_server(
+    server: ScriptedServer, open_rig: Callable[..., TierRig], age_hours: float, renewals: int
+) -> None:
+    rig = open_rig(ttl=10 * 3600)
+    (key,) = make_keys(1)
+    header, payload = encode_record(key, memoryview(block_content(key, BLOCK_BYTES)), rig.spec.namespace_digest)
+    copied: list[str] = []
+
+    def reply(method: str, target: str, headers: dict[str, str], body: bytes) -> bytes:
+        if "x-amz-copy-source" in headers:
+            copied.append(f"{target} from {headers['x-amz-copy-source']} {headers['x-amz-metadata-directive']}")
+            return answer(200, b"<CopyObjectResult><ETag>x</ETag></CopyObjectResult>")
+        return answer(200, header + bytes(payload), last_modified=hours_ago(age_hours))
+
+    server.answer = reply
+    assert rig.load([key]) == {key}
+    wait_until(lambda: rig.tier.stats()["renewed_blocks"] == renewals, what="the copy")
+    rig.tier.shutdown()
+    name = Naming("tiered-kv", rig.spec.namespace_digest).block(EPOCH, key)
+    assert copied == [f"/bucket/{name} from bucket/{name} replace"] * renewals
+
+
 def test_who_may_not_write_finds_nothing_in_a_bucket_without_a_mark_and_learns_why(
     server: ScriptedServer, open_rig: Callable[..., TierRig]
 ) -> None:
@@ -251,8 +279,6 @@ def test_connections_that_are_closed_between_requests_cost_no_lookups_their_spee
 
     def reply(method: str, target: str, headers: dict[str, str], body: bytes) -> bytes:
         nonlocal again
-        if method != "HEAD":
-            return error(501, "NotImplemented") if "list-type" in target else answer(404)
         with lock:
             asked[target] += 1
             closes = 100 <= asked.total() < 108
@@ -265,18 +291,11 @@ def test_connections_that_are_closed_between_requests_cost_no_lookups_their_spee
         return b"" if closes else answer(200)
 
     server.answer = reply
-    assert ask(open_rig(), 200) == [True] * 200
+    rig = open_rig()
+    assert isinstance(rig.tier, S3Tier)
+    names = [f"block {number}" for number in range(200)]
+    assert rig.tier._bucket.are_there(names, time.monotonic() + 2 * WAIT_S) == [Verdict.DONE] * 200
     assert side_by_side.is_set(), "they were asked again one at a time"
-
-
-def test_a_listing_that_does_not_say_how_it_goes_on_is_not_taken_for_whole(
-    server: ScriptedServer, open_rig: Callable[..., TierRig]
-) -> None:
-    listing = b"<ListBucketResult><IsTruncated>true</IsTruncated></ListBucketResult>"
-    server.answer = lambda method, target, headers, body: (
-        answer(200, listing) if "list-type" in target else answer(200 if method == "HEAD" else 404)
-    )
-    assert ask(open_rig(), 40) == [True] * 40, "each was asked for instead"
 
 
 @pytest.mark.parametrize("region", ["Frankfurt!", "eu west"])
@@ -287,7 +306,7 @@ def test_a_region_that_is_none_is_a_refusal(
     rig = open_rig()
     (failed,) = rig.wait([rig.submit_load(make_keys(1))])
     assert failed.reason == "refused"
-    with pytest.raises(TierUnavailableError, match="refused"):
+    with pytest.raises(TierUnavailableError, match="refuse"):
         rig.tier.describe()
 
 
@@ -313,6 +332,60 @@ def test_all_addresses_of_a_server_together_get_the_time_of_one_request(
     with pytest.raises(TimeoutError):
         Connection(Endpoint("server", 80, False, "/b"), None, Patience(clock() + 0.5, 0.4))
     assert waited_s == pytest.approx([0.4, 0.1])
+
+
+def test_the_look_up_of_a_name_keeps_the_deadline_and_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    may_answer = threading.Event()
+    look_up = socket.getaddrinfo
+
+    def hang(host: str, port: int, **more: int) -> Addresses:
+        if not more.get("flags"):
+            asked.append(host)
+            assert may_answer.wait(WAIT_S)
+            host = "127.0.0.1"
+        return look_up(host, port, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            addresses_of("bucket.invalid", 80, 0.01)
+    assert asked == ["bucket.invalid"]
+    may_answer.set()
+    assert addresses_of("bucket.invalid", 80, WAIT_S)[0][4] == ("127.0.0.1", 80)
+    wait_until(lambda: not any("lookup" in thread.name for thread in threading.enumerate()), what="the threads' end")
+
+
+def test_the_proxy_of_the_environment_is_used_and_no_proxy_is_heeded(
+    server: ScriptedServer, open_rig: Callable[..., TierRig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", server.url.replace("//", "//user:pass%20word@"))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    authorizations: set[str] = set()
+
+    def reply(method: str, target: str, headers: dict[str, str], body: bytes) -> bytes:
+        authorizations.add(headers.get("proxy-authorization", ""))
+        return answer(200 if method == "PUT" else 404)
+
+    server.answer = reply
+    assert open_rig().store(make_keys(1)).success
+    assert authorizations == {""}
+    assert open_rig(endpoint_url="http://bucket.invalid:9000").store(make_keys(1)).success
+    assert server.seen[-1][1].startswith("http://bucket.invalid:9000/bucket/tiered-kv/")
+    assert authorizations == {"", "basic dxnlcjpwyxnzihdvcmq="}, "the server of this test lowers headers"
+
+
+def test_tls_goes_through_a_tunnel_of_the_proxy(server: ScriptedServer) -> None:
+    host, port = "127.0.0.1", int(server.url.rpartition(":")[2])
+    endpoint = Endpoint("bucket.invalid", 443, True, "/b", Proxy(host, port, "Proxy-Authorization: Basic eA==\r\n"))
+    patience = Patience(time.monotonic() + WAIT_S, WAIT_S)
+    server.answer = lambda method, target, headers, body: answer(403)
+    with pytest.raises(ConnectionRefusedError):
+        Connection(endpoint, tls_context(None), patience)
+    server.answer = lambda method, target, headers, body: answer(200)
+    with pytest.raises(OSError, match=r"(?i)ssl|eof|closed|reset"):  # of the TLS handshake
+        Connection(endpoint, tls_context(None), patience)
+    assert server.seen == [("CONNECT", "bucket.invalid:443")] * 2
 
 
 CREDENTIAL_PROGRAM = """

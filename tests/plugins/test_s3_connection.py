@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tiered_kv_s3.connection import CHUNKS_MAX, HEAD_BYTES_MAX, BadAnswerError, Connection, Patience
+from tiered_kv_s3.connection import HEAD_BYTES_MAX, BadAnswerError, Connection, Patience
 from tiered_kv_s3.endpoint import Endpoint
 
 STALL_S = 120.0
@@ -87,34 +87,6 @@ def test_what_is_no_answer_is_refused(answers: tuple[Connection, socket.socket],
     with pytest.raises(BadAnswerError):
         connection.receive_head(Patience(soon(), STALL_S))
     assert not connection.is_reusable
-
-
-def test_a_text_in_chunks_is_put_together(answers: tuple[Connection, socket.socket]) -> None:
-    connection, server = answers
-    patience = Patience(soon(), STALL_S)
-    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-    server.sendall(head + b"5\r\n01234\r\nA;x=y\r\n56789abcde\r\n0\r\n\r\n")
-    assert connection.receive_text(connection.receive_head(patience), patience) == b"0123456789abcde"
-    assert connection.is_reusable
-    for wrong in (b"5\r\n0123456\r\n", b"-5\r\n", b"fffffff\r\n"):
-        server.sendall(head + wrong)
-        with pytest.raises(BadAnswerError):
-            connection.receive_text(connection.receive_head(patience), patience)
-        assert not connection.is_reusable
-        connection._buffer.clear()
-
-
-def test_a_text_in_very_many_chunks_is_refused(answers: tuple[Connection, socket.socket]) -> None:
-    connection, server = answers
-    text = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * CHUNKS_MAX + b"0\r\n\r\n"
-    sending = threading.Thread(target=server.sendall, args=(text,))
-    sending.start()
-    patience = Patience(soon(), STALL_S)
-    with pytest.raises(BadAnswerError, match="too many chunks"):
-        connection.receive_text(connection.receive_head(patience), patience)
-    assert not connection.is_reusable
-    server.shutdown(socket.SHUT_RDWR)
-    sending.join()
 
 
 def test_an_error_s_body_is_read_up_to_a_limit(answers: tuple[Connection, socket.socket]) -> None:

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import pytest
 from pydantic import ValidationError
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.errors import TierUnavailableError
 from tiered_kv.hooks import TierPlugins
 from tiered_kv.testing.clock import ManualClock
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, EpochMark
 from tiered_kv_s3.bucket import Bucket, Sink
 from tiered_kv_s3.counters import Counters
-from tiered_kv_s3.listing import PAGE_OBJECTS, Listed, Listing
 from tiered_kv_s3.mark import MarkError, MarkObject
 from tiered_kv_s3.naming import Naming
-from tiered_kv_s3.presence import HEADS_PER_PAGE, LISTED_PAGES_MAX, Presence
+from tiered_kv_s3.presence import Presence
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.suspects import MISS_S, Suspects, Way
 from tiered_kv_s3.verdict import Verdict
 
 NAMING = Naming("kv", bytes(range(16)))
 FIRST_EPOCH = "0123456789abcdef"
-PREFIX = NAMING.blocks_of(FIRST_EPOCH)
 
 
 def soon() -> float:
@@ -38,13 +35,12 @@ def soon() -> float:
 
 
 def test_names_are_ours_only_if_all_of_them_is() -> None:
-    grant = f"{NAMING.grants}{'0' * 16}-123-60"
     block = NAMING.block(FIRST_EPOCH, make_keys(1)[0])
-    ours = [NAMING.namespace, NAMING.epoch, grant, block]
+    ours = [NAMING.namespace, NAMING.epoch, block]
     assert [name for name in ours if not NAMING.owns(name)] == []
     assert [name for name in ours if NAMING.is_block(name)] == [block]
     foreign = [f"{name}{more}" for name in ours for more in ("x", "/x", "\n", ".bak")]
-    foreign += [f"x{name}" for name in ours] + [NAMING.root, NAMING.blocks, NAMING.grants, block.upper(), grant[:-3]]
+    foreign += [f"x{name}" for name in ours] + [NAMING.root, NAMING.blocks, block.upper()]
     foreign.append(block.replace(block[-32:-30], "zz"))
     assert [name for name in foreign if NAMING.owns(name) or NAMING.is_block(name)] == []
 
@@ -101,12 +97,15 @@ class FakeBucket:
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
-        self.heads = 0
+        self.heads = self.rounds = 0
+        self.asked: list[str] = []
         self.answer: Verdict | None = None
         self.knows_conditions = True
 
     def are_there(self, names: Sequence[str], deadline: float) -> list[Verdict]:
         self.heads += len(names)
+        self.rounds += 1
+        self.asked += names
         return [self.answer or (Verdict.DONE if name in self.objects else Verdict.ABSENT) for name in names]
 
     def get(self, name: str, sink: Sink, deadline: float, *, expires: bool = True) -> Verdict:
@@ -132,113 +131,96 @@ class FakeBucket:
         return Verdict.DONE
 
 
-class FakeListing:
-    """Lists what it is given, oldest last; counts pages."""
-
-    def __init__(self, entries: Sequence[Listed] = ()) -> None:
-        self.entries = list(entries)
-        self.pages_listed = 0
-        self.is_broken = False
-
-    def pages(self, prefix: str, deadline: float) -> Iterator[list[Listed]]:
-        if self.is_broken:
-            raise TierUnavailableError("it does not list")
-        for start in range(0, max(1, len(self.entries)), PAGE_OBJECTS):
-            self.pages_listed += 1
-            yield self.entries[start : start + PAGE_OBJECTS]
-
-
-def make_presence(bucket: FakeBucket, listing: FakeListing, answer_ttl_s: float = 60.0) -> tuple[Presence, Counters]:
+def presence_of(bucket: FakeBucket, answer_ttl_s: float = 60.0) -> tuple[Presence, Counters]:
     counters = Counters()
-    presence = Presence(
-        cast(Bucket, bucket),
-        cast(Listing, listing),
-        counters,
-        Suspects(),
-        answer_ttl_s=answer_ttl_s,
-        object_ttl_s=100.0,
-    )
-    return presence, counters
+    return Presence(cast(Bucket, bucket), counters, Suspects(), answer_ttl_s=answer_ttl_s), counters
 
 
 def names_of(label: str, count: int) -> list[str]:
     return [NAMING.block(FIRST_EPOCH, key) for key in make_keys(count, label)]
 
 
-def test_few_blocks_take_a_head_each_and_many_take_a_listing() -> None:
-    bucket, listing = FakeBucket(), FakeListing([Listed(name, 1, 0.0) for name in names_of("here", 5)])
-    bucket.objects = dict.fromkeys(names_of("here", 5), b"")
-    presence, _ = make_presence(bucket, listing)
-    few = names_of("here", HEADS_PER_PAGE - 1)
-    assert presence.ask(few, PREFIX, soon()) == [True] * 5 + [False] * (len(few) - 5)
-    assert (bucket.heads, listing.pages_listed) == (len(few), 0)
-    many = names_of("other", 50)
-    assert presence.ask(many, PREFIX, soon()) == [False] * 50
-    assert presence.ask([*many, *few], PREFIX, soon()) == [False] * 50 + [True] * 5 + [False] * (len(few) - 5)
-    assert (bucket.heads, listing.pages_listed) == (len(few), 1)
+@pytest.mark.parametrize("there", [0, 1, 15, 16, 17, 64, 499, 500, 983, 984, 998, 999, 1000])
+def test_a_prompt_of_a_thousand_blocks_is_located_with_48_requests_and_three_round_trips(there: int) -> None:
+    bucket = FakeBucket()
+    names = names_of("prompt", 1000)
+    bucket.objects = dict.fromkeys(names[:there], b"")
+    presence, _ = presence_of(bucket)
+    assert presence.ask([names], soon()) == [[True] * there + [False] * (1000 - there)]
+    assert bucket.heads <= 48
+    assert bucket.rounds <= 3
+    assert bucket.asked[0] == names[0], "the first block is always asked for"
 
 
-def test_answers_are_asked_for_again_when_they_are_too_old() -> None:
-    bucket, listing = FakeBucket(), FakeListing()
-    presence, _ = make_presence(bucket, listing, answer_ttl_s=0.0)
-    names = names_of("block", 40)
-    for turn in (1, 2):
-        assert presence.ask(names, PREFIX, soon()) == [False] * 40
-        assert (bucket.heads, listing.pages_listed) == (0, turn)
+def test_prompts_are_located_side_by_side() -> None:
+    bucket = FakeBucket()
+    prompts = [names_of(f"prompt {number}", 1000) for number in range(3)]
+    for number, names in enumerate(prompts):
+        bucket.objects |= dict.fromkeys(names[: 300 * number], b"")
+    answers = presence_of(bucket)[0].ask(prompts, soon())
+    assert answers == [[True] * 300 * number + [False] * (1000 - 300 * number) for number in range(3)]
+    assert bucket.rounds <= 3
 
 
-def test_what_this_process_stored_or_missed_overrules_an_older_listing() -> None:
-    bucket, listing = FakeBucket(), FakeListing([Listed(name, 1, 0.0) for name in names_of("here", 20)])
-    presence, _ = make_presence(bucket, listing)
-    names = names_of("here", 30)
-    assert presence.ask(names, PREFIX, soon()) == [True] * 20 + [False] * 10
-    presence.note(names[0], False, time.monotonic())
-    presence.note(names[29], True, time.monotonic())
-    assert presence.ask(names, PREFIX, soon()) == [False] + [True] * 19 + [False] * 9 + [True]
+def test_a_hole_is_answered_as_there_until_its_load_has_found_it() -> None:
+    bucket = FakeBucket()
+    names = names_of("prompt", 1000)
+    bucket.objects = dict.fromkeys([*names[:5], *names[6:700]], b"")
+    presence, _ = presence_of(bucket)
+    assert presence.ask([names], soon()) == [[True] * 700 + [False] * 300]
+    presence.note(names[5], False, time.monotonic())  # as the load does
+    (answers,) = presence.ask([names], soon())
+    assert answers[:6] == [True] * 5 + [False]
+
+
+@pytest.mark.parametrize("count", [3, 16, 40, 300])
+def test_blocks_that_are_asked_for_in_another_order_are_found_all_the_same(count: int) -> None:
+    bucket = FakeBucket()
+    names = names_of("window", count)[::-1]  # as for sliding windows: the last first
+    bucket.objects = dict.fromkeys(names[1:], b"")
+    assert presence_of(bucket)[0].ask([names], soon()) == [[False] + [True] * (count - 1)]
+
+
+def test_a_first_block_that_is_gone_is_found_although_later_ones_are_remembered() -> None:
+    bucket = FakeBucket()
+    names = names_of("prompt", 100)
+    presence, _ = presence_of(bucket)
+    presence.note(names[60], True, time.monotonic())
+    (answers,) = presence.ask([names], soon())
+    assert not answers[0]
+
+
+def test_answers_are_remembered_and_asked_for_again_when_they_are_too_old() -> None:
+    names = names_of("block", 10)
+    for answer_ttl_s, heads in ((60.0, 10), (0.0, 20)):
+        bucket = FakeBucket()
+        bucket.objects = dict.fromkeys(names[:4], b"")
+        presence, _ = presence_of(bucket, answer_ttl_s)
+        for _ in range(2):
+            assert presence.ask([names], soon()) == [[True] * 4 + [False] * 6]
+        assert bucket.heads == heads
+
+
+def test_what_this_process_stored_or_missed_overrules_an_older_answer() -> None:
+    presence, _ = presence_of(FakeBucket())
+    names = names_of("block", 3)
+    assert presence.ask([names], soon()) == [[False] * 3]
+    presence.note(names[0], True, time.monotonic())
+    assert presence.ask([names], soon()) == [[True, False, False]]
     presence.forget()
-    assert presence.known(names[1], PREFIX) is None
-
-
-def test_a_listing_answers_for_its_own_epoch_only() -> None:
-    bucket, listing = FakeBucket(), FakeListing()
-    presence, _ = make_presence(bucket, listing)
-    presence.ask(names_of("block", 20), PREFIX, soon())
-    other = NAMING.blocks_of("f" * 16)
-    assert presence.known(NAMING.block("f" * 16, make_keys(1)[0]), other) is None
-
-
-def test_blocks_past_their_time_are_not_there() -> None:
-    names = names_of("old", 20)
-    listing = FakeListing([Listed(name, 1, 99.0 if index else 101.0) for index, name in enumerate(names)])
-    presence, _ = make_presence(FakeBucket(), listing)
-    assert presence.ask(names, PREFIX, soon()) == [False] + [True] * 19
-
-
-@pytest.mark.parametrize("reason", ["broken", "too long"])
-def test_where_listing_does_not_do_each_block_is_asked_for(reason: str) -> None:
-    bucket, listing = FakeBucket(), FakeListing()
-    if reason == "broken":
-        listing.is_broken = True
-    else:
-        listing.entries = [Listed(f"{PREFIX}{index}", 1, 0.0) for index in range((LISTED_PAGES_MAX + 5) * PAGE_OBJECTS)]
-    bucket.objects = dict.fromkeys(names_of("here", 10), b"")
-    presence, _ = make_presence(bucket, listing)
-    for label in ("here", "there"):
-        assert presence.ask(names_of(label, 30), PREFIX, soon()) == [label == "here"] * 10 + [False] * 20
-    assert bucket.heads == 60
-    assert listing.pages_listed <= LISTED_PAGES_MAX, "it is not tried again at once"
+    assert presence.known(names[0]) is None
 
 
 def test_answers_that_cannot_be_had_are_misses_that_are_counted_and_not_kept() -> None:
     bucket = FakeBucket()
-    presence, counters = make_presence(bucket, FakeListing())
+    presence, counters = presence_of(bucket)
     names = names_of("block", 3)
     bucket.answer = Verdict.TIMEOUT
-    assert presence.ask(names, PREFIX, soon()) == [False] * 3
+    assert presence.ask([names], soon()) == [[False] * 3]
     assert counters["failed_lookups"] == 3
     bucket.answer = None
     bucket.objects = dict.fromkeys(names, b"")
-    assert presence.ask(names, PREFIX, soon()) == [True] * 3
+    assert presence.ask([names], soon()) == [[True] * 3]
 
 
 # -- blocks that fail by themselves ----------------------------------------------------------------

@@ -65,14 +65,6 @@ def test_signatures_are_botocore_s(method: str, headers: dict[str, str], base: s
         assert signed["authorization"] == expected
 
 
-def test_a_signature_covers_the_query() -> None:
-    credentials = Credentials("AKIDEXAMPLE", "secret")
-    query = "continuation-token=a%2Fb%3D&list-type=2&prefix=kv%2F00"
-    signed = Signer("us-east-1").sign("GET", "/b", {"host": "h"}, EMPTY_PAYLOAD, credentials, NOW_S, query)
-    expected = botocore_signature("GET", f"http://h/b?{query}", {}, EMPTY_PAYLOAD, credentials, "us-east-1", NOW_S)
-    assert signed["authorization"] == expected
-
-
 def test_another_secret_signs_with_another_key() -> None:
     signer = Signer("us-east-1")
     one, other = (

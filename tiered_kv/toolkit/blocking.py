@@ -11,7 +11,7 @@ from typing import Any
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.toolkit.jobs import Lane, Outcome, Part, checked_answers, checked_outcome
-from tiered_kv.toolkit.queued import PART_DEADLINE, QueuedTier, block_bytes_of
+from tiered_kv.toolkit.queued import PART_DEADLINE, PROBE_REQ_IDS, QueuedTier, block_bytes_of
 
 _WORK = True
 _STOP = False
@@ -163,6 +163,7 @@ class BlockingTier(QueuedTier):
     def _run_probes(self) -> None:
         while (probe := self._batched_lookups.take()) is not None:
             PART_DEADLINE.set(probe.deadline)
+            PROBE_REQ_IDS.set(probe.req_ids)
             try:
                 answers = checked_answers(self.contains_blocks(probe.keys), probe.keys)
             except BaseException as error:

@@ -43,6 +43,11 @@ class Probe:
     deadline: float
     questions: list[_Question]
 
+    @property
+    def req_ids(self) -> list[str]:
+        """Who asked first for each key."""
+        return [question.req_id for question in self.questions]
+
 
 class BatchedLookups:
     """Answers of a remote index, gathered for the requests that asked.

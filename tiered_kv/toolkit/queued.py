@@ -26,6 +26,8 @@ _log = logging.getLogger("tiered_kv.toolkit")
 
 PART_DEADLINE: ContextVar[float] = ContextVar("tiered_kv_part_deadline", default=math.inf)
 """The deadline of the job or lookups that this thread, or task, is serving."""
+PROBE_REQ_IDS: ContextVar[Sequence[str]] = ContextVar("tiered_kv_probe_req_ids", default=())
+"""Who asked first for each key of the lookups that this thread, or task, is serving."""
 PART_EPOCH: ContextVar[int] = ContextVar("tiered_kv_part_epoch")
 """The epoch of the job that this thread, or task, is serving."""
 
@@ -230,6 +232,14 @@ class QueuedTier(SecondaryTierManager):
         That is a job; or lookups, the first of which is a miss from then on.
         """
         return PART_DEADLINE.get()
+
+    @property
+    def probe_req_ids(self) -> Sequence[str]:
+        """For each key that this thread, or task, looks up, which request asked for it first.
+
+        The keys of one request and KV cache group stand in the order in which they were asked for, mostly a prefix's.
+        """
+        return PROBE_REQ_IDS.get()
 
     @property
     def part_epoch(self) -> int:

@@ -5,7 +5,7 @@
     segments    nvme's segment files, marker and epoch
     small_files fs' ledger, owners' files, epochs and markers
     replies     Redis' replies, and loads of blocks out of them
-    answers     S3's answers: heads, listings, epochs, grants
+    answers     S3's answers: heads, errors, marks of epochs
     stack_files the YAML of a stack, and the configuration that comes of it
     traces      request traces
     catalogue   all of them, by name

@@ -1,46 +1,29 @@
-"""Fuzzing of what an S3 server answers: heads, chunks, listings, marks of epochs, grants, errors, dates."""
+"""Fuzzing of what an S3 server answers: heads, marks of epochs, errors, dates."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import time
-from collections.abc import Iterator
 from typing import cast
 
-from tiered_kv.errors import FormatError, TierUnavailableError
+from tiered_kv.errors import FormatError
 from tiered_kv.testing.fuzzing.target import Target
 from tiered_kv.toolkit.epoch import EpochMark
-from tiered_kv_s3.bucket import Bucket, seconds_of
-from tiered_kv_s3.connection import HEAD_BYTES_MAX, TEXT_BYTES_MAX, Answer, Connection, Patience
-from tiered_kv_s3.grants import Grants
-from tiered_kv_s3.listing import Listed, Listing, _parse
+from tiered_kv_s3.bucket import seconds_of
+from tiered_kv_s3.connection import ERROR_BYTES_MAX, HEAD_BYTES_MAX, Answer, Connection, Patience
 from tiered_kv_s3.signer import EMPTY_PAYLOAD, Credentials, Signer
 from tiered_kv_s3.verdict import Verdict, region_in, verdict_of
 
-_OWNER = "0123456789abcdef"
-_OBJECTS = "".join(
-    f"<Contents><Key>kv/grants/{name}</Key><LastModified>2025-01-02T03:04:05.000Z</LastModified><ETag>x</ETag>"
-    f"<Size>{size}</Size></Contents>"
-    for name, size in ((f"{_OWNER}-1000-60", 0), ("a&amp;b", 128), (f"{_OWNER[::-1]}-5-9999999", 4224))
-)
-_LISTING = (
-    '<?xml version="1.0"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Name>b</Name>'
-    f"<IsTruncated>false</IsTruncated>{_OBJECTS}<NextContinuationToken>t&lt;</NextContinuationToken></ListBucketResult>"
-).encode()
 _ERROR = b"<Error><Code>RequestTimeTooSkewed</Code><Message>m</Message><Region>eu-west-1</Region></Error>"
 _DATE = b"date: Thu, 02 Jan 2025 03:04:05 GMT\r\nlast-modified: Thu, 02 Jan 2025 03:00:00 GMT\r\n"
-
-
 _MARK = EpochMark(3, "0123456789abcdef").encode()
 
 
 def answer_target() -> Target:
     """Return the target: a whole answer, or an epoch's mark."""
-    chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (_LISTING[:100], _LISTING[100:], b""))
     seeds = (
-        b"HTTP/1.1 200 OK\r\n%bcontent-length: %d\r\n\r\n%b" % (_DATE, len(_LISTING), _LISTING),
-        b"HTTP/1.1 200 OK\r\n%btransfer-encoding: chunked\r\nconnection: close\r\n\r\n%b" % (_DATE, chunks),
+        b"HTTP/1.1 200 OK\r\n%bcontent-length: %d\r\n\r\n%b" % (_DATE, len(_MARK), _MARK),
         b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 403 Forbidden\r\n%bcontent-length: %d\r\n\r\n%b"
         % (_DATE, len(_ERROR), _ERROR),
         b"HTTP/1.0 301 Moved\r\nx-amz-bucket-region: eu-west-1\r\n\r\n" + _ERROR,
@@ -59,10 +42,6 @@ def answer_target() -> Target:
         b"date: Mon, 01 Jan 0001 00:00:00 -0000\r\n",
         b"date: Fri, 31 Dec 9999 23:59:59 -2359\r\n",
         b"last-modified: Mon, 01 Jan 0001 00:00:00 +0000\r\n",
-        b"<Key>",
-        b"<Size>",
-        b"&#x110000;",
-        b"&#xD800;",
         b"\xff",
         b"<Code>SlowDown</Code>",
         "\u0663".encode(),
@@ -85,7 +64,7 @@ class _ScriptedSocket:
 
     def recv_into(self, buffer: memoryview) -> int:
         assert len(buffer), "memory of no size is received into"
-        assert len(buffer) <= TEXT_BYTES_MAX, "more is made room for than a text may have"
+        assert len(buffer) <= ERROR_BYTES_MAX, "more is made room for than an error may have"
         taken = self.recv(len(buffer))
         buffer[: len(taken)] = taken
         return len(taken)
@@ -100,9 +79,7 @@ def _run(data: bytes) -> None:
     with contextlib.suppress(ConnectionError):
         answer = connection.receive_head(patience)
         _check_answer(answer)
-        if answer.status == 200:
-            _check_listing(answer, connection.receive_text(answer, patience))
-        else:
+        if answer.status != 200:
             body = connection.receive_error(answer, patience)
             verdict = verdict_of(answer, body)
             assert isinstance(verdict, Verdict)
@@ -128,30 +105,3 @@ def _check_answer(answer: Answer) -> None:
             continue
         # The clock that a server says is the one that requests are signed by.
         Signer("r").sign("GET", "/", {"host": "h"}, EMPTY_PAYLOAD, Credentials("a", "b"), said_s)
-
-
-def _check_listing(answer: Answer, text: bytes) -> None:
-    try:
-        page = _parse(answer, text)
-    except ValueError:
-        return
-    assert len(page) <= len(text)
-    assert all(entry.size_bytes >= 0 for entry in page)
-    grants = Grants(cast(Bucket, _NoBucket()), cast(Listing, _OnePage(page)), "kv/grants/", 60.0)
-    with contextlib.suppress(TierUnavailableError):
-        others = grants.of_others(time.monotonic() + 30.0)
-        assert others.total_bytes >= 0
-        assert 0 <= others.owners <= len(page)
-
-
-class _NoBucket:
-    def delete(self, name: str, deadline: float) -> Verdict:
-        return Verdict.DONE
-
-
-class _OnePage:
-    def __init__(self, page: list[Listed]) -> None:
-        self._page = page
-
-    def pages(self, prefix: str, deadline: float) -> Iterator[list[Listed]]:
-        yield self._page

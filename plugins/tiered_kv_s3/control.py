@@ -1,0 +1,211 @@
+"""The control plane: what happens once a minute or by hand, through boto3. Payloads go through `bucket.py`.
+
+boto3 knows no deadline: each request is bounded by its time-outs and attempts, and the callers stop between requests.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tiered_kv.errors import TierUnavailableError
+from tiered_kv_s3.account import Account, library_errors
+from tiered_kv_s3.bucket import seconds_of
+from tiered_kv_s3.settings import S3Settings
+from tiered_kv_s3.signer import Credentials
+
+PAGE_OBJECTS = 1000
+"""Objects in one page of a listing, and in one request to delete; what S3 allows."""
+_ATTEMPTS_MAX = 3
+_CREDENTIALS_S = 10.0
+_WITHOUT_VERSIONS = frozenset({"AccessDenied", "NotImplemented", "MethodNotAllowed"})
+_CODE = re.compile(r"[A-Za-z0-9.]{1,100}")
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """An object as a listing shows it.
+
+    Args:
+        name: Its name.
+        size_bytes: Its length.
+        age_s: Seconds since it was written, by the server's clock.
+    """
+
+    name: str
+    size_bytes: int
+    age_s: float
+
+
+class ControlError(TierUnavailableError):
+    """The server does not do what was asked of it.
+
+    Args:
+        message, tier, operation: As in `TierError`.
+        code: S3's word for why, or the kind of failure.
+    """
+
+    def __init__(self, message: str, code: str, tier: str, operation: str) -> None:
+        super().__init__(f"{message}: {code}", tier=tier, operation=operation)
+        self.code = code
+
+
+class Control:
+    """Lists, deletes and copies objects. Any thread may call.
+
+    Every method raises `ControlError` where the server does not do it.
+
+    Args:
+        account: Makes boto3's client.
+        settings: The tier's YAML entry.
+        tier: The tier's name, for messages.
+    """
+
+    def __init__(self, account: Account, settings: S3Settings, tier: str) -> None:
+        self._account = account
+        self._settings = settings
+        self._bucket = settings.bucket
+        self._tier = tier
+        self.without_versions = ""
+        """S3's word for why versions cannot be listed, once that is known."""
+        self._lock = threading.Lock()  # guards the two below; held while boto3 makes it
+        self._credentials: Credentials | None = None
+        self._client: Any = None  # Any: boto3 makes its class when it is asked for one
+
+    def listed(self, prefix: str) -> Iterator[list[Listed]]:
+        """Yield the objects whose names begin with `prefix`, a page at a time."""
+        for page in self.pages("list_objects_v2", prefix):
+            now_s = _date_of(page)
+            yield [
+                Listed(each["Key"], each["Size"], now_s - each["LastModified"].timestamp())
+                for each in page.get("Contents", ())
+            ]
+
+    def pages(self, operation: str, prefix: str, **more: str) -> Iterator[Mapping[str, Any]]:
+        """Yield the pages of a listing, such as `list_object_versions`, as boto3 gives them."""
+        parameters = {"Bucket": self._bucket, "Prefix": prefix, **more}
+        pages = self._call("list", lambda client: iter(client.get_paginator(operation).paginate(**parameters)))
+        while (page := self._call("list", lambda _: next(pages, None))) is not None:
+            yield page
+
+    def versions(self, prefix: str, deadline: float) -> Iterator[list[tuple[Mapping[str, Any], bool]]]:
+        """Yield what the bucket keeps under a prefix, as boto3 gives it, and whether it is the marker of a deletion.
+
+        That is every version, those of a page with its markers first; where they cannot be listed, every object.
+        """
+        if not self.without_versions:
+            try:
+                for page in self.pages("list_object_versions", prefix):
+                    self._check(deadline)
+                    markers = [(each, True) for each in page.get("DeleteMarkers", ())]
+                    yield markers + [(each, False) for each in page.get("Versions", ())]
+                return
+            except ControlError as error:
+                if error.code not in _WITHOUT_VERSIONS:
+                    raise
+                self.without_versions = error.code
+        for page in self.pages("list_objects_v2", prefix):
+            self._check(deadline)
+            yield [(each, False) for each in page.get("Contents", ())]
+
+    def folders(self, prefix: str) -> list[str]:
+        """Return what follows `prefix`, which ends with a slash, up to the next slash, each once."""
+        found: list[str] = []
+        for page in self.pages("list_objects_v2", prefix, Delimiter="/"):
+            found += [each["Prefix"].removeprefix(prefix).rstrip("/") for each in page.get("CommonPrefixes", ())]
+        return found
+
+    def probe(self, prefix: str) -> None:
+        """Do nothing but find out whether the bucket can be listed."""
+        self._call("list", lambda client: client.list_objects_v2(Bucket=self._bucket, Prefix=prefix, MaxKeys=1))
+
+    def delete(self, objects: Sequence[Mapping[str, Any]]) -> set[str]:
+        """Delete up to `PAGE_OBJECTS` objects or versions; return S3's words for why any is not gone.
+
+        Args:
+            objects: For each its "Key", and its "VersionId" if it is one of many, as a listing gives them.
+        """
+        named = [{key: each[key] for key in ("Key", "VersionId") if key in each} for each in objects]
+        wanted = {"Objects": named, "Quiet": True}
+        answer = self._call("delete", lambda client: client.delete_objects(Bucket=self._bucket, Delete=wanted))
+        return {str(each.get("Code", "unknown")) for each in answer.get("Errors", ())}
+
+    def read(self, name: str, bytes_max: int) -> bytes | None:
+        """Return a small object; None where it is absent or longer than `bytes_max`."""
+
+        def read(client: Any) -> bytes | None:
+            answer = client.get_object(Bucket=self._bucket, Key=name)
+            with answer["Body"] as body:
+                return bytes(body.read()) if answer["ContentLength"] <= bytes_max else None
+
+        try:
+            data: bytes | None = self._call("list", read)
+        except ControlError as error:
+            if error.code != "NoSuchKey":
+                raise
+            return None
+        return data
+
+    def renew(self, name: str) -> None:
+        """Make an object as young as one that was just stored, by a copy onto itself on the server."""
+        settings = self._settings
+        headers = {
+            "StorageClass": settings.storage_class,
+            "ServerSideEncryption": settings.server_encryption,
+            "SSEKMSKeyId": settings.kms_key_id,
+        }
+        given = {header: value for header, value in headers.items() if value}
+        self._call(
+            "copy",
+            lambda client: client.copy_object(
+                Bucket=self._bucket,
+                Key=name,
+                CopySource={"Bucket": self._bucket, "Key": name},
+                MetadataDirective="REPLACE",  # without a change S3 refuses a copy onto itself
+                ContentType="application/octet-stream",
+                **given,
+            ),
+        )
+
+    def close(self) -> None:
+        with self._lock:
+            if self._client is not None:
+                self._client.close()
+
+    def _call(self, operation: str, call: Callable[[Any], Any]) -> Any:
+        """Return what boto3 answers to one request."""
+        try:
+            return call(self._boto3())
+        except library_errors() as error:
+            why = _code_of(error)
+        raise ControlError(f"bucket '{self._bucket}' refuses or does not answer", why, self._tier, operation)
+
+    def _check(self, deadline: float) -> None:
+        if time.monotonic() >= deadline:
+            raise ControlError(f"bucket '{self._bucket}' takes too long to list", "timeout", self._tier, "list")
+
+    def _boto3(self) -> Any:
+        """Return the client; another one with other credentials. No provider is asked under the lock: it may hang."""
+        credentials = self._account.credentials(time.monotonic() + _CREDENTIALS_S)
+        with self._lock:
+            if self._client is None or self._credentials != credentials:
+                self._client = self._account.client(credentials, min(self._settings.attempts, _ATTEMPTS_MAX))
+                self._credentials = credentials
+            return self._client
+
+
+def _date_of(page: Mapping[str, Any]) -> float:
+    """Return the server's time when it answered, or ours where it does not tell."""
+    said = page["ResponseMetadata"]["HTTPHeaders"].get("date", "")
+    return seconds_of(said) or time.time()
+
+
+def _code_of(error: Exception) -> str:
+    """Return S3's word for what is wrong, or the kind of failure; no text, which may quote what is secret."""
+    response = getattr(error, "response", None)
+    code = response.get("Error", {}).get("Code", "") if isinstance(response, dict) else ""
+    return str(code) if _CODE.fullmatch(str(code)) else type(error).__name__

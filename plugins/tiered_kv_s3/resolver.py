@@ -1,0 +1,53 @@
+"""Looking up a server's name, for no longer than a request may take: the system's resolver knows no deadline."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+Addresses = Sequence[tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]]  # Any: an address of any family
+
+_lock = threading.Lock()
+_lookups: dict[tuple[str, int], Future[Addresses]] = {}
+"""Those under way, one for each server; guarded by the lock. Who comes meanwhile waits for the same."""
+
+
+def addresses_of(host: str, port: int, timeout_s: float) -> Addresses:
+    """Return the addresses of a server. Any thread.
+
+    Raises:
+        OSError: It has none, or `TimeoutError`: they cannot be had in time.
+    """
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except socket.gaierror:  # it is a name
+        pass
+    with _lock:
+        lookup = _lookups.get((host, port))
+        if lookup is None:
+            lookup = _lookups[host, port] = Future()
+            name = f"tiered-kv-lookup-{host}"
+            try:
+                threading.Thread(target=_look_up, args=(host, port, lookup), name=name, daemon=True).start()
+            except RuntimeError as error:  # no thread to be had
+                del _lookups[host, port]
+                raise OSError(f"{host} cannot be looked up: {error}") from None
+    return lookup.result(timeout_s)
+
+
+def _look_up(host: str, port: int, lookup: Future[Addresses]) -> None:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except Exception as error:  # UnicodeError too, of a name that is none
+        outcome: Addresses | OSError = error if isinstance(error, OSError) else OSError(f"{host} is no name")
+    else:
+        outcome = found
+    with _lock:
+        del _lookups[host, port]
+    if isinstance(outcome, OSError):
+        lookup.set_exception(outcome)
+    else:
+        lookup.set_result(outcome)
