@@ -84,6 +84,12 @@ class TestDigests:
         assert config_digest({**config, **came}) == config_digest(config)
         assert config_digest({**config, "unheard_of": 1}) != config_digest(config)
 
+    def test_the_order_of_a_set_does_not_count(self) -> None:
+        one, other = {0, 8}, {8, 0}
+        assert list(one) != list(other)
+        assert config_digest({"skipped": one}) == config_digest({"skipped": other})
+        assert config_digest({"skipped": one}) != config_digest({"skipped": {0}})
+
     @pytest.mark.parametrize(
         ("sampled", "golden"), [(False, "55da4d4c29421989c5aaa62b316b59f9"), (True, "3a4589156b4850d8c6654ee2d5cf4bdd")]
     )

@@ -117,6 +117,10 @@ def edit_large_weights(path: Path) -> None:
         file.write(bytes([1]) * (1 << 20))
 
 
+def two_kinds_of_weights(path: Path) -> None:
+    torch.save({"weight": torch.zeros(4)}, path / "model.pt")
+
+
 def without_weights(path: Path) -> None:
     (path / "model.safetensors").unlink()
 
@@ -207,6 +211,7 @@ def engines(directory: Path) -> dict[str, Engine]:
         "first, draft": Engine(change=with_draft()),
         "first, hub": Engine(change=from_hub("a" * 40)),
         "first, large": Engine(files=large_weights),
+        "first, two kinds": Engine(files=two_kinds_of_weights),
         "first, dummy": Engine(options={"load_format": "dummy"}),
         "first, cuda": Engine(patch=platform("cuda", (9, 0))),
         # What shapes the bytes.
@@ -219,6 +224,9 @@ def engines(directory: Path) -> dict[str, Engine]:
         "quantization of the checkpoint": Engine(
             change=lambda config: setattr(config.model_config.hf_config, "quantization_config", {"bits": 4})
         ),
+        "quantized backend": Engine(options={"moe_backend": "marlin"}),
+        "variables of quantization": Engine(patch=environment(VLLM_MARLIN_INPUT_DTYPE="int8")),
+        "variables of experts": Engine(patch=environment(VLLM_MOE_ROUTING_SIMULATION_STRATEGY="uniform_random")),
         "model dtype": Engine(options={"dtype": "bfloat16"}),
         "model implementation": Engine(change=setting("model_config", model_impl="transformers")),
         "remote code": Engine(options={"trust_remote_code": True}),
@@ -227,6 +235,10 @@ def engines(directory: Path) -> dict[str, Engine]:
         "large weights replaced": Engine(files=edit_large_weights, beside="first, large"),
         "scales in a file": Engine(files=lambda path: (path / "hf_quant_config.json").write_text("{}")),
         "code beside the weights": Engine(files=lambda path: (path / "modeling.py").write_text("x = 1")),
+        "index of the weights": Engine(files=lambda path: (path / "model.safetensors.index.json").write_text("{}")),
+        "load format": Engine(beside="first, two kinds", files=two_kinds_of_weights, options={"load_format": "pt"}),
+        "worker": Engine(change=setting("parallel_config", worker_cls="module.Worker")),
+        "processor": Engine(files=lambda path: (path / "preprocessor_config.json").write_text("{}")),
         "revision said": Engine(namespace={"revision": "other"}),
         "tenant": Engine(namespace={"tenant": "other"}),
         "commit": Engine(beside="first, hub", change=from_hub("b" * 40)),

@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 import uuid
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,7 @@ from vllm.v1.kv_offload.base import TierFilter
 
 from tiered_kv.base import GPULoadStoreSpec
 from tiered_kv.integrations.vllm import identity
+from tiered_kv.integrations.vllm.engine import configured, engine_facts
 from tiered_kv.integrations.vllm.spec import TieredKVOffloadingSpec
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.testing.rig import make_keys
@@ -37,7 +39,21 @@ KEYS = 4
 CAPACITY = 1 << 18
 """A multiple of the rows that each stage would compute from its own layers, so that the sizes of the regions agree."""
 
-vars(identity)["engine_facts"] = lambda *_: {}  # no process here has an engine's configuration; this is about layers
+CONFIGURATION = SimpleNamespace()
+"""Stands for an engine's. This is about layers, so it has nothing else."""
+
+
+def facts(said: Mapping[str, object], location: str) -> dict[str, str]:
+    """Return nothing of the stand-in; refuse what the real function refuses, when a configuration is asked for late."""
+    try:
+        return engine_facts(said, location)
+    except AttributeError as error:
+        if error.obj is not CONFIGURATION:
+            raise
+        return {}
+
+
+vars(identity)["engine_facts"] = facts
 
 
 def spec_of(layers: list[int], rank: int, engine_id: str) -> Any:
@@ -60,7 +76,8 @@ def spec_of(layers: list[int], rank: int, engine_id: str) -> Any:
         replicated_layout=False,
         extra_config={"stack": {"primary": {"capacity": CAPACITY}}},
     )  # fmt: skip
-    return TieredKVOffloadingSpec(config)
+    with configured(CONFIGURATION, None):  # as in a connector, whose workers get their KV caches after it was made
+        return TieredKVOffloadingSpec(config)
 
 
 def known_by(spec: Any) -> tuple[int, str]:

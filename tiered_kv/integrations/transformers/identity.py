@@ -135,6 +135,8 @@ def _with_text_keys(value: object) -> object:
         return {str(key): _with_text_keys(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_with_text_keys(item) for item in value]
+    if isinstance(value, (set, frozenset)):  # without an order, which would differ from start to start
+        return sorted(map(str, value))
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 

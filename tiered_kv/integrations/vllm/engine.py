@@ -48,7 +48,6 @@ _IRRELEVANT_SECTIONS = frozenset(
         "ec_manager_config",
         # How kernels are made: they change the last bits of a value, not what it stands for.
         "compilation_config",
-        "kernel_config",
         "optimization_level",
         "performance_mode",
         # Made from the model's configuration, its files and its arguments, which count.
@@ -151,6 +150,16 @@ _IRRELEVANT: Mapping[str, frozenset[str]] = {
     "attention_config": frozenset(
         {"flash_attn_max_num_splits_for_cuda_graph", "tq_max_kv_splits_for_cuda_graph", "tokenspeed_mla_min_split_kv"}
     ),
+    # What is left chooses a backend, and with it the type in which a quantized layer computes.
+    "kernel_config": frozenset(
+        {
+            "ir_op_priority",
+            "enable_flashinfer_autotune",
+            "enable_rocm_segmented_attn_autotune",
+            "enable_cutedsl_warmup",
+            "enable_jit_warmup",
+        }
+    ),
     "lora_config": frozenset(
         {"max_loras", "max_cpu_loras", "max_lora_rank", "fully_sharded_loras", "specialize_active_lora"}
     ),
@@ -160,7 +169,7 @@ _IRRELEVANT: Mapping[str, frozenset[str]] = {
 }
 """Fields that do not count, by section."""
 
-_PARALLEL = ("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size")
+_PARALLEL = ("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size", "worker_cls")
 """What counts of `parallel_config` beside the sizes that vLLM's summary has; the rest places processes."""
 
 _NOT_OF_THE_MODEL = frozenset({"_name_or_path", "_commit_hash", "transformers_version", "id2label", "label2id"})
@@ -177,8 +186,11 @@ _FILE_FORMATS = frozenset(
 _PACKAGES = ("flashinfer-python", "flash-attn", "flash-attn-3", "flash-attn-4", "amd-aiter", "aiter")
 """Libraries of kernels, by which vLLM chooses the attention's backend, and so how a page is packed."""
 
-_VARIABLES = re.compile("ATTN|ATTENTION|AITER|MLA_|LAYOUT|KV_CACHE|SSM|GDN")
-"""Those of vLLM's environment variables that choose the backend or a page's layout, by their names."""
+_VARIABLES = re.compile(
+    "ATTN|ATTENTION|AITER|MLA_|LAYOUT|KV_CACHE|SSM|GDN|QUANT|DTYPE|PRECISION|FP8|FP4|INT4|E8M0|ROUTING"
+)
+"""Those of vLLM's environment variables that choose the backend, a page's layout, or in which type and by which experts
+layers compute, by their names."""
 
 _current: ContextVar[tuple[Any, Any] | None] = ContextVar("tiered_kv_engine", default=None)
 
@@ -325,12 +337,13 @@ def _weights(model: Any, load: Any, said: Mapping[str, object], location: str) -
     if load_format == "dummy":
         return f"dummy {model.seed}"
     if load_format in _FILE_FORMATS and not model.model_weights:
+        which = f"{load_format} {load.ignore_patterns}"  # of several files with weights
         digest = files_digest(model.model)
         if digest is not None:
-            return f"files {digest}"
+            return f"files {digest} {which}"
         commit = None if model.hf_config_path else getattr(model.hf_config, "_commit_hash", None)
         if commit:
-            return f"commit {commit}"
+            return f"commit {commit} {which}"
     if "revision" not in said:
         raise ConfigError(
             f"vLLM does not tell which weights '{model.model_weights or model.model}' has (load format {load_format}); "

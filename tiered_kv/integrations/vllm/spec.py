@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import copy_context
 from typing import Any
 
 from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec
@@ -38,6 +39,8 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         check_chunks(config)
+        # A worker's KV caches come after its connector was made; nothing else shows the engine's configuration then.
+        self._context = copy_context()
         # With one pipeline stage all workers are alike. Otherwise this finds what is wrong in the configuration as
         # early, and `_join` replaces it by what all workers have.
         self._shared = self._share([rank_of(config)] * config.parallel.world_size)
@@ -98,7 +101,7 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
             return None
         file, ranks = exchange(self.config, self._shared.name, party)
         try:
-            self._shared = self._share(ranks)
+            self._shared = self._context.run(self._share, ranks)
         except BaseException:
             file.leave()
             raise

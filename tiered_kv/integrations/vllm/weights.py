@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import xxhash
@@ -10,6 +11,8 @@ import xxhash
 _SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 _BESIDE = frozenset({".py"})
 """Code that comes with a model."""
+_DESCRIBES = re.compile("quant|processor|index")
+"""JSON files: of quantizers, scales of a KV cache among them; of processors for images and sound; of an index."""
 
 _SAMPLES = 4096
 """Of all files together."""
@@ -50,9 +53,8 @@ def files_digest(model: str) -> str | None:
 
 
 def _counts(path: Path) -> bool:
-    # "quant": what some quantizers write beside the configuration, the scales of a KV cache among it.
-    is_named = path.suffix in _SUFFIXES | _BESIDE or (path.suffix == ".json" and "quant" in path.name)
-    return is_named and path.is_file()
+    is_named = path.suffix in _SUFFIXES | _BESIDE or (path.suffix == ".json" and _DESCRIBES.search(path.name))
+    return bool(is_named) and path.is_file()
 
 
 def _starts(size: int, samples: int) -> list[int]:
