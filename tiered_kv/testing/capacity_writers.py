@@ -1,6 +1,6 @@
-"""Processes that store more than a namespace's quota together, while their starter looks at what is stored.
+"""Processes that store more than a directory's capacity together, while their starter looks at what is stored.
 
-A program, too: `python -m tiered_kv.testing.quota_writers ENTRY NAMESPACE LABEL BATCHES`, with the tier's entry as
+A program, too: `python -m tiered_kv.testing.capacity_writers ENTRY NAMESPACE LABEL BATCHES`, with the tier's entry as
 JSON, stores blocks and prints after each batch how many it has stored in all. A store that finds no room is lost, and
 those that follow at once are refused without a look: how many these are depends on how busy the machine is. So a batch
 is offered until all of it is stored.
@@ -41,7 +41,7 @@ class Overfilled:
     """What came of it.
 
     Args:
-        stored_bytes: What the writers that ended by themselves have stored: less than four times the quota if one of
+        stored_bytes: What the writers that ended by themselves have stored: less than four times the capacity if one of
             them found no room again for minutes.
         most_bytes: The most that was in use at any look.
     """
@@ -51,20 +51,20 @@ class Overfilled:
 
 
 def overfill(
-    entry: Mapping[str, object], namespace: bytes, quota_bytes: int, used_bytes: Callable[[], int]
+    entry: Mapping[str, object], namespace: bytes, capacity_bytes: int, used_bytes: Callable[[], int]
 ) -> Overfilled:
-    """Let two processes store twice the quota each, and a third one until it is killed amid its stores.
+    """Let two processes store twice the capacity each, and a third one until it is killed amid its stores.
 
     Args:
-        entry: Of the tier, with its quota: each process opens one. JSON can say it.
+        entry: Of the tier, with its capacity: each process opens one. JSON can say it.
         namespace: The digest of the namespace, 16 bytes.
-        quota_bytes: What must never be exceeded.
+        capacity_bytes: What must never be exceeded.
         used_bytes: Returns what the namespace's blocks take at one moment.
 
     Raises:
         AssertionError: More was in use at some look, or a process failed, or they do not end.
     """
-    batches = 2 * quota_bytes // (BATCH * BLOCK_BYTES)
+    batches = 2 * capacity_bytes // (BATCH * BLOCK_BYTES)
     writers = [_start(entry, namespace, f"writer-{number}", batches) for number in range(_WRITERS)]
     victim = _start(entry, namespace, "victim", _ENDLESS)
     samples: list[int] = []
@@ -73,7 +73,7 @@ def overfill(
 
     def sample() -> None:
         samples.append(used_bytes())
-        assert samples[-1] <= quota_bytes, f"{samples[-1]} bytes are in use, of a quota of {quota_bytes}"
+        assert samples[-1] <= capacity_bytes, f"{samples[-1]} bytes are in use, of a capacity of {capacity_bytes}"
 
     try:
         assert victim.stdout is not None
