@@ -19,8 +19,8 @@ class TieredOffloadingSpec(OffloadingSpec):
 
     Args:
         vllm_config: As for `OffloadingSpec`. `kv_transfer_config.kv_connector_extra_config["stack"]` is the stack: a
-            path, a mapping or a `StackConfig`. `kv_transfer_config.engine_id` names this run of the engine, unless the
-            stack's `primary.shared` does. `parallel_config.world_size` is the number of workers, and
+            path, a mapping or a `StackConfig`. `kv_transfer_config.engine_id` names this run of the engine; without
+            it, the stack's `primary.shared` does. `parallel_config.world_size` is the number of workers, and
             `parallel_config.rank` which of them this process is.
         kv_cache_config: Likewise, with `num_blocks`, and `kv_cache_tensors` that have a `size` in bytes each.
 
