@@ -260,7 +260,6 @@ def engines(directory: Path) -> dict[str, Engine]:
         "instruction set": Engine(patch=cpu_without("avx2")),
         "vllm version": Engine(patch=lambda: mock.patch("vllm.__version__", "0.32.99")),
         "tensor parallel": Engine(change=setting("parallel_config", tensor_parallel_size=2, world_size=2)),
-        "pipeline parallel": Engine(change=setting("parallel_config", pipeline_parallel_size=2, world_size=2)),
         "context parallel": Engine(change=setting("parallel_config", prefill_context_parallel_size=2, world_size=2)),
         "interleaving": Engine(change=setting("parallel_config", cp_kv_cache_interleave_size=16)),
         "hash algorithm": Engine(options={"prefix_caching_hash_algo": "sha256_cbor"}),
