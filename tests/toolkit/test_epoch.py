@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tiered_kv.errors import FormatError, TierUnavailableError
-from tiered_kv.toolkit.epoch import CHECK_PAUSE_S, MARK_BYTES_MAX, Epoch, EpochMark, forget_retired
+from tiered_kv.toolkit.epoch import CHECK_PAUSE_S, CHECK_WAIT_S, MARK_BYTES_MAX, Epoch, EpochMark, forget_retired
 
 NEVER = math.inf
 
@@ -272,8 +272,34 @@ def test_checks_are_made_now_and_then_or_when_there_is_a_doubt(storage: Storage)
     assert storage.reads == reads + 2
 
 
+def test_a_mark_that_does_not_answer_costs_few_jobs_its_time(storage: Storage) -> None:
+    now_s = 0.0
+
+    class Silent(Storage):
+        def read(self, deadline: float) -> bytes | None:
+            nonlocal now_s
+            if storage.is_down:
+                now_s += CHECK_WAIT_S
+                raise TimeoutError
+            return storage.read(deadline)
+
+        def create(self, data: bytes, deadline: float) -> None:
+            storage.create(data, deadline)
+
+    epoch = Epoch(Silent(), clock=lambda: now_s)
+    token = epoch.saved_token(NEVER)
+    storage.is_down = True
+    epoch.doubt()
+    for _ in range(100):
+        assert epoch.token(NEVER) == token
+    assert now_s == CHECK_WAIT_S
+    now_s = CHECK_PAUSE_S
+    epoch.token(NEVER)
+    assert now_s == CHECK_PAUSE_S + CHECK_WAIT_S
+
+
 def test_a_check_that_fails_stops_nobody_and_is_made_again(storage: Storage) -> None:
-    epoch = Epoch(storage)
+    epoch = Epoch(storage, clock=lambda: 0.0)
     token = epoch.saved_token(NEVER)
     storage.data = None
     storage.is_down = True

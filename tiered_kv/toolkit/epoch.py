@@ -203,7 +203,9 @@ class Epoch:
             self._checked_at_s = now_s
             self._check(min(deadline, time.monotonic() + CHECK_WAIT_S))
         except Exception:  # the job that follows meets the same storage, and tells why it fails
-            self._is_doubted = True
+            # Made again soon if it failed fast; a mark that does not answer must not cost each job CHECK_WAIT_S.
+            took_s = self._clock() - now_s
+            self._checked_at_s = now_s - CHECK_PAUSE_S + took_s / CHECK_WAIT_S * CHECK_PAUSE_S
         finally:
             self._io_lock.release()
 
