@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -188,7 +188,7 @@ class Checks:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def _stack(self, name: str, **more: object) -> Mapping[str, object]:
+    def _stack(self, name: str, **more: object) -> dict[str, Any]:
         row_bytes = WORKERS * LAYERS * PAGE_BYTES
         budgets = {"store_budget": PRIMARY_BLOCKS * row_bytes, "load_budget": PRIMARY_BLOCKS * row_bytes}
         nvme = {"type": "nvme", "path": str(self.directory / name), "capacity": "64MiB", **budgets}
@@ -253,6 +253,23 @@ class Checks:
             context = engine.begin(keys)
             assert engine.find(keys, context) == 4
             assert engine.manager.get_load_source(keys[0], context) is CacheHitSource.DISK
+            engine.finish(context)
+
+    def a_request_that_wants_no_storage_waits_no_longer_than_others_and_is_audited_as_they_are(self) -> None:
+        keys = keys_of("bounded", 4)
+        only_memory = TierFilter((TierMatcher(medium=Medium.CPU),))
+        stack = self._stack("bounded")
+        with engine_with({**stack, "primary": {**stack["primary"], "request_wait": 0.05}}) as engine:
+            storing, context = engine.begin(keys), engine.begin(keys, load_tier_filter=only_memory)
+            output = engine.prepare_store(keys, storing)
+            assert engine.find(keys, context) == 0
+            engine.manager.complete_store(set(output.keys_to_store), storing)
+            engine.finish(storing)
+            engine.finish(context)
+        with engine_with({**stack, "audit": 1}) as engine:
+            engine.store(keys, 0)
+            context = engine.begin(keys, load_tier_filter=only_memory)
+            assert engine.find(keys, context) == 0
             engine.finish(context)
 
     def a_copy_that_fails_ends_the_engine_and_nothing_is_stored(self) -> None:

@@ -114,3 +114,13 @@ def test_bytes_of_an_unknown_type_are_the_same_or_not(dtype: str) -> None:
     assert difference_of(stored, as_float32(VALUES * 1.001), dtype).largest is None
     odd = np.arange(7, dtype=np.uint8)
     assert difference_of(odd, odd[::-1].copy(), "bfloat16").largest is None
+
+
+@pytest.mark.parametrize("dtype", ENCODERS)
+def test_zeros_of_another_sign_are_zeros(dtype: str) -> None:
+    value_bytes = len(ENCODERS[dtype](VALUES)) // len(VALUES)
+    zeros = np.zeros(4096, dtype=np.uint8)
+    negative = zeros.copy()
+    negative[value_bytes - 1 :: value_bytes] = 0x80
+    difference = difference_of(zeros, negative, dtype)
+    assert (difference.largest, difference.mean) == (0.0, 0.0)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tiered_kv.errors import FormatError, TierUnavailableError
-from tiered_kv.toolkit.epoch import CHECK_PAUSE_S, MARK_BYTES_MAX, Epoch, EpochMark
+from tiered_kv.toolkit.epoch import CHECK_PAUSE_S, CHECK_WAIT_S, MARK_BYTES_MAX, Epoch, EpochMark, forget_retired
 
 NEVER = math.inf
 
@@ -171,6 +171,79 @@ def test_an_epoch_that_another_process_retired_is_not_joined_again_either(storag
     assert Epoch(storage).saved_token(NEVER) != old
 
 
+def test_a_reset_before_the_first_use_retires_what_the_storage_has(storage: Storage) -> None:
+    storage.data = EpochMark(3, "0" * 16).encode()
+    epoch = Epoch(storage)
+    epoch.renew()
+    assert epoch.saved_token(NEVER) == stored_token(storage)
+    storage.data = EpochMark(3, "0" * 16).encode()
+    assert Epoch(storage).saved_token(NEVER) != "0" * 16
+
+
+def test_a_reset_whose_write_was_done_and_not_answered_stays_done(storage: Storage) -> None:
+    class Unanswered(Storage):
+        is_answered = False
+
+        def write(self, data: bytes, deadline: float) -> None:
+            storage.write(data, deadline)
+            if not self.is_answered:
+                raise TierUnavailableError("no answer")
+
+        def read(self, deadline: float) -> bytes | None:
+            return storage.read(deadline)
+
+    storage.data = EpochMark(7, "0" * 16).encode()
+    running = Epoch(storage)
+    running.saved_token(NEVER)
+    unanswered = Unanswered()
+    resetting = Epoch(unanswered)
+    resetting.renew()
+    with pytest.raises(TierUnavailableError):
+        resetting.saved_token(NEVER)
+    unanswered.is_answered = True
+    token = resetting.saved_token(NEVER)
+    forget_retired()  # the other process has seen nothing of it
+    running.check(NEVER)
+    assert stored_token(storage) == token
+
+
+def test_a_process_that_was_idle_does_not_undo_a_reset_that_came_after_a_fall_back(storage: Storage) -> None:
+    idle = Epoch(storage)
+    first = idle.saved_token(NEVER)
+    for _ in range(2):
+        idle.renew()
+        second = idle.saved_token(NEVER)
+    storage.data = storage.history[0]
+    forget_retired()  # another process
+    resetting = Epoch(storage)
+    assert resetting.saved_token(NEVER) == first
+    resetting.renew()
+    third = resetting.saved_token(NEVER)
+    forget_retired()
+    idle.check(NEVER)
+    assert idle.token(NEVER) == second
+    forget_retired()  # who opens later
+    assert Epoch(storage).saved_token(NEVER) not in (first, second)
+    after = stored_token(storage)
+    for epoch in (resetting, idle, resetting, idle):
+        epoch.check(NEVER)
+    assert stored_token(storage) == after
+    assert resetting.token(NEVER) == third
+
+
+@pytest.mark.parametrize("found", ["nothing", "damaged", "its own"])
+def test_a_process_whose_epoch_is_over_does_not_bring_it_back(storage: Storage, found: str) -> None:
+    running, resetting = Epoch(storage), Epoch(storage)
+    old = running.saved_token(NEVER)
+    resetting.renew()
+    resetting.saved_token(NEVER)
+    running.check(NEVER)  # it sees the other's reset
+    storage.data = {"nothing": None, "damaged": b"nonsense", "its own": storage.history[0]}[found]
+    running.check(NEVER)
+    forget_retired()  # who opens later is another process
+    assert Epoch(storage).saved_token(NEVER) != old
+
+
 def test_a_later_reset_wins_over_an_earlier_one(storage: Storage) -> None:
     first, second = Epoch(storage), Epoch(storage)
     first.saved_token(NEVER)
@@ -199,8 +272,34 @@ def test_checks_are_made_now_and_then_or_when_there_is_a_doubt(storage: Storage)
     assert storage.reads == reads + 2
 
 
+def test_a_mark_that_does_not_answer_costs_few_jobs_its_time(storage: Storage) -> None:
+    now_s = 0.0
+
+    class Silent(Storage):
+        def read(self, deadline: float) -> bytes | None:
+            nonlocal now_s
+            if storage.is_down:
+                now_s += CHECK_WAIT_S
+                raise TimeoutError
+            return storage.read(deadline)
+
+        def create(self, data: bytes, deadline: float) -> None:
+            storage.create(data, deadline)
+
+    epoch = Epoch(Silent(), clock=lambda: now_s)
+    token = epoch.saved_token(NEVER)
+    storage.is_down = True
+    epoch.doubt()
+    for _ in range(100):
+        assert epoch.token(NEVER) == token
+    assert now_s == CHECK_WAIT_S
+    now_s = CHECK_PAUSE_S
+    epoch.token(NEVER)
+    assert now_s == CHECK_PAUSE_S + CHECK_WAIT_S
+
+
 def test_a_check_that_fails_stops_nobody_and_is_made_again(storage: Storage) -> None:
-    epoch = Epoch(storage)
+    epoch = Epoch(storage, clock=lambda: 0.0)
     token = epoch.saved_token(NEVER)
     storage.data = None
     storage.is_down = True

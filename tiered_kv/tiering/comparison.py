@@ -59,8 +59,10 @@ def difference_of(stored: Bytes, computed: Bytes, dtype: str) -> Difference:
         for first in range(0, len(stored), _PIECE_BYTES)
     ]
     differences, magnitudes = (np.concatenate(parts) for parts in zip(*sums, strict=True))
-    if not np.isfinite(differences).all() or not magnitudes.sum():
+    if not np.isfinite(differences).all():
         return Difference(float("inf"), float("inf"))
+    if not magnitudes.any():  # zeros that differ in their sign
+        return Difference(0.0, 0.0)
     largest = (differences / np.maximum(magnitudes, SCALE_SHARE * magnitudes.mean())).max()
     return Difference(float(largest), float(differences.sum() / magnitudes.sum()))
 

@@ -4,7 +4,7 @@ An epoch is a random *token* that stands in the name of every block. A reset dra
 older names again. The storage keeps a small *mark*, which tells whoever opens the namespace later which epoch to join.
 
 A mark also has a *number*: how many resets came before it. Storage can fall back to an older mark (a failover to a
-lagging replica, a restored snapshot). Its smaller number shows that, and a process that runs writes its own mark again.
+lagging replica, a restored snapshot). Its smaller number shows that, and a process that runs repairs it (rule 4).
 
 Rules:
 
@@ -12,6 +12,8 @@ Rules:
    After a change of weights, other servers may still store blocks of the old ones for a while.
 2. A process never joins an epoch that it has seen retired, not even after its tier was closed and opened again.
 3. A mark that is missing or damaged is drawn anew. Blocks are lost then, and none comes back.
+4. A process whose mark is lost writes it again, also over a mark that it has seen retired. Where another process may
+   have been reset since, it writes a new mark instead: whoever opens later finds no blocks, rather than invalid ones.
 """
 
 from __future__ import annotations
@@ -116,7 +118,7 @@ class Epoch:
         self._checked_at_s = clock()
         self._is_doubted = False
         self.repairs = 0
-        """How often the storage had lost this process's mark or fallen back, and got it again."""
+        """How often the storage had lost the mark or fallen back to an older one, and got another."""
 
     @property
     def is_saved(self) -> bool:
@@ -175,7 +177,7 @@ class Epoch:
             self._io_lock.release()
 
     def check(self, deadline: float) -> None:
-        """Look whether the storage still has the mark, and write it again where it was lost or fell back.
+        """Look whether the storage still has the mark, and repair it where it was lost or fell back.
 
         Raises:
             As `token`.
@@ -201,7 +203,9 @@ class Epoch:
             self._checked_at_s = now_s
             self._check(min(deadline, time.monotonic() + CHECK_WAIT_S))
         except Exception:  # the job that follows meets the same storage, and tells why it fails
-            self._is_doubted = True
+            # Made again soon if it failed fast; a mark that does not answer must not cost each job CHECK_WAIT_S.
+            took_s = self._clock() - now_s
+            self._checked_at_s = now_s - CHECK_PAUSE_S + took_s / CHECK_WAIT_S * CHECK_PAUSE_S
         finally:
             self._io_lock.release()
 
@@ -213,14 +217,21 @@ class Epoch:
             return  # the next use joins, or writes
         data = self._store.read(deadline)
         found = EpochMark.decode(data) if data is not None else None
-        if found == mark:
-            return
-        if found is None or found.number < mark.number or _is_retired(found.token):
-            write = self._store.create if data is None else self._store.write
-            write(mark.encode(), deadline)
-            self.repairs += 1
-        else:  # another process was reset after this one
+        is_over = _is_retired(mark.token)  # another process was reset after this one
+        if found is not None and not _is_retired(found.token):
+            if found.token == mark.token:
+                return
+            is_over = True
+            if found.number >= mark.number:
+                _retire(mark.token)
+                return
+            # The storage fell back, and another process may have been reset since: nobody knows which epoch is right.
+        repaired = EpochMark(max(mark.number, found.number if found else 0) + 1, _draw()) if is_over else mark
+        write = self._store.create if data is None else self._store.write
+        write(repaired.encode(), deadline)
+        if is_over:
             _retire(mark.token)
+        self.repairs += 1
 
     def _settle(self, deadline: float) -> str:
         """Join the stored epoch, or write this process's own."""
@@ -233,9 +244,13 @@ class Epoch:
         if mark is None:
             settled = self._joined(data, found, deadline)
         else:
-            is_newer = found is not None and found.token != mark.token and found.number >= mark.number
-            settled = EpochMark(found.number + 1, mark.token) if found is not None and is_newer else mark
+            settled = mark
+            if found is not None:
+                is_another = found.token != mark.token  # the same, where a write that was not answered was done
+                settled = EpochMark(max(mark.number, found.number + is_another), mark.token)
             self._store.write(settled.encode(), deadline)
+            if found is not None and is_another:
+                _retire(found.token)
         self._checked_at_s = self._clock()
         with self._lock:
             if self._mark is mark:  # otherwise a reset came meanwhile, and the next use writes its own

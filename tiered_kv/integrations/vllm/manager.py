@@ -47,7 +47,6 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
     def __init__(self, stack: Stack, *, tells_events: bool, flush_steps: int | None) -> None:
         self._stack = stack
         self._manager = stack.manager
-        self._primary = stack.primary
         self._blocks = stack.primary.blocks
         self._sources = {tier.name: hit_source(tier) for tier in stack.config.secondary}
         self._report = CounterReport()
@@ -60,10 +59,10 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
     # Lookups and transfers.
 
     def lookup(self, key: OffloadKey, req_context: Any) -> LookupResult:
-        if req_context.load_tier_filter is not TierFilter.ALL and not _allows_storage(req_context):
-            answer = self._primary.lookup(key, req_context)
-        else:
-            answer = self._manager.lookup(key, req_context)
+        is_filtered = req_context.load_tier_filter is not TierFilter.ALL
+        if is_filtered and key not in self._blocks and not _allows_storage(req_context):
+            return LookupResult.MISS
+        answer = self._manager.lookup(key, req_context)
         if answer:
             return LookupResult.HIT
         if answer is None:
