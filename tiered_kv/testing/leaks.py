@@ -110,9 +110,9 @@ def _used_by_another_process(path: Path) -> bool:
         try:
             if str(path) in Path(f"/proc/{process}/maps").read_text(errors="replace"):
                 return True
-            descriptors = f"/proc/{process}/fd"
-            if any(os.readlink(f"{descriptors}/{fd}") == str(path) for fd in os.listdir(descriptors)):
-                return True
+            with os.scandir(f"/proc/{process}/fd") as descriptors:
+                if any(os.readlink(each) == str(path) for each in descriptors):
+                    return True
         except OSError:  # it ended, or is not ours to look at
             continue
     return False
