@@ -12,8 +12,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.support.figures import FIGURES, Figures, Profile
 from tiered_kv.testing.clock import ManualClock
-from tiered_kv.testing.figures import FIGURES, Figures, Profile
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.leaks import Footprint, left_behind
 

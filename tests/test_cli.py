@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.disk_use import occupied_bytes
 from tiered_kv import __version__
 from tiered_kv._cli import output
 from tiered_kv._cli import plugins as plugins_verb
 from tiered_kv.cli import main
 from tiered_kv.cpu.policies import LRUPolicy
 from tiered_kv.hooks import PluginReport
-from tiered_kv.testing.disk_use import occupied_bytes
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.tiering.base import JobMetadata
 from tiered_kv.tiering.factory import SecondaryTierFactory

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.testing.figures import PROOFS, Figures, main
+from tests.support.figures import PROOFS, Figures, main
 
 PAGE = Path(__file__).parents[1] / "docs" / "guarantees.md"
 ROW = re.compile(r"^\| `([^`]+)` \| ([^|]+) \| +([\d,-]+) \| +([\d,-]+) \|", re.MULTILINE)

@@ -8,14 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.cli import main
-from tiered_kv.config import StackConfig, load_config
-from tiered_kv.errors import ConfigError, TierError
-from tiered_kv.hooks import tier_plugins
-from tiered_kv.stack import open_stack
-from tiered_kv.stackfile import parse_stack_text
-from tiered_kv.testing.secret_hunt import Sheet, new_marker
-from tiered_kv.testing.secret_plants import (
+from tests.support.secret_hunt import Sheet, new_marker
+from tests.support.secret_plants import (
     BY_CLASS,
     MISTAKES,
     QUICK,
@@ -27,6 +21,12 @@ from tiered_kv.testing.secret_plants import (
     show_config,
     with_value,
 )
+from tiered_kv.cli import main
+from tiered_kv.config import StackConfig, load_config
+from tiered_kv.errors import ConfigError, TierError
+from tiered_kv.hooks import tier_plugins
+from tiered_kv.stack import open_stack
+from tiered_kv.stackfile import parse_stack_text
 
 TYPES = [*tier_plugins().tier_types(), BY_CLASS]
 

@@ -18,14 +18,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tiered_kv.hooks import tier_plugins
-from tiered_kv.stack import Stack
-from tiered_kv.testing import secret_hunt
-from tiered_kv.testing.parrot import Parrot
-from tiered_kv.testing.redis_servers import RedisServer
-from tiered_kv.testing.s3_servers import REGION, missing_for_moto, start_moto
-from tiered_kv.testing.secret_hunt import Sheet, new_marker, show_running_stack
-from tiered_kv.testing.secret_plants import (
+from tests.support import secret_hunt
+from tests.support.parrot import Parrot
+from tests.support.secret_hunt import Sheet, new_marker, show_running_stack
+from tests.support.secret_plants import (
     STACK,
     entry_of,
     hunt_in_running_stacks,
@@ -33,6 +29,10 @@ from tiered_kv.testing.secret_plants import (
     scenes_of,
     with_markers,
 )
+from tiered_kv.hooks import tier_plugins
+from tiered_kv.stack import Stack
+from tiered_kv.testing.redis_servers import RedisServer
+from tiered_kv.testing.s3_servers import REGION, missing_for_moto, start_moto
 
 
 @pytest.fixture
@@ -200,7 +200,7 @@ COMMANDS = """
 import json, logging, sys
 logging.basicConfig(level=logging.DEBUG)
 from tiered_kv.cli import main
-from tiered_kv.testing.secret_hunt import process_as_seen
+from tests.support.secret_hunt import process_as_seen
 for command in json.loads(sys.argv[1]):
     try:
         print("status", main(command))

@@ -20,9 +20,7 @@ from typing import Any
 
 import pytest
 
-from tiered_kv.testing.redis_servers import RedisServer, redis_server
-from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
-from tiered_kv.testing.vllm_programs import (
+from tests.support.vllm_programs import (
     TIMEOUT_S,
     VARIABLES,
     Message,
@@ -31,6 +29,8 @@ from tiered_kv.testing.vllm_programs import (
     interpreter,
     running,
 )
+from tiered_kv.testing.redis_servers import RedisServer, redis_server
+from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 
 __all__ = ["moto_bucket", "moto_server", "redis_server"]  # fixtures
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.testing.vllm_programs import TIMEOUT_S, VARIABLES, environment_of_programs, interpreter, running
+from tests.support.vllm_programs import TIMEOUT_S, VARIABLES, environment_of_programs, interpreter, running
 
 pytestmark = pytest.mark.slow
 

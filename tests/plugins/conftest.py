@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.patient_nvme import waiting_until_closed
 from tiered_kv.base import OffloadKey
-from tiered_kv.testing.patient_nvme import waiting_until_closed
 from tiered_kv.testing.rig import block_content
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.toolkit.codec_set import plain_codecs

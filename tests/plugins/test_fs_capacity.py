@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tiered_kv.testing.disk_use import occupied_bytes
-from tiered_kv.testing.entries import rig_of
+from tests.support.disk_use import occupied_bytes
+from tests.support.entries import rig_of
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv_fs.layout import BLOCK, TEMPORARY_BLOCK

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.disk_use import occupied_bytes
+from tests.support.entries import rig_of
 from tiered_kv.base import make_offload_key
 from tiered_kv.errors import ConfigError, FormatError, TierUnavailableError
-from tiered_kv.testing.disk_use import occupied_bytes
-from tiered_kv.testing.entries import rig_of
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv_fs.layout import BLOCK, block_name
 

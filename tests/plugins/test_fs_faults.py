@@ -20,9 +20,9 @@ import yaml
 
 import tiered_kv
 import tiered_kv_fs
+from tests.support.disk_use import occupied_bytes
+from tests.support.entries import rig_of
 from tiered_kv.errors import MissingExtraError
-from tiered_kv.testing.disk_use import occupied_bytes
-from tiered_kv.testing.entries import rig_of
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.testing.waiting import wait_until

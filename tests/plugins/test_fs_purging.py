@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tiered_kv.testing.disk_use import occupied_bytes
-from tiered_kv.testing.entries import rig_of
+from tests.support.disk_use import occupied_bytes
+from tests.support.entries import rig_of
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.tiering.administration import Purged
@@ -24,7 +24,7 @@ PURGED, OTHER = bytes(range(16)), bytes(range(16, 32))
 
 PROGRAM = """
 import os, signal, sys
-from tiered_kv.testing.entries import rig_of
+from tests.support.entries import rig_of
 from tiered_kv.testing.rig import make_keys
 
 path, namespace, capacity = sys.argv[1], bytes.fromhex(sys.argv[2]), int(sys.argv[3])

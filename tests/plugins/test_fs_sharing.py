@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tiered_kv.testing.disk_use import occupied_bytes
-from tiered_kv.testing.entries import rig_of
+from tests.support.disk_use import occupied_bytes
+from tests.support.entries import rig_of
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv_fs.files import locked
@@ -27,7 +27,7 @@ CAPACITY_BYTES = 8 << 20
 
 PROGRAM = """
 import sys
-from tiered_kv.testing.entries import rig_of
+from tests.support.entries import rig_of
 from tiered_kv.testing.rig import make_keys
 
 path, namespace, capacity = sys.argv[1], bytes.fromhex(sys.argv[2]), int(sys.argv[3])

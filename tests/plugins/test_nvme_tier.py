@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from tests.support.patient_nvme import PATIENCE_S, opening_nvme, patient_nvme
 from tiered_kv.base import ReqContext
 from tiered_kv.errors import ConfigError, TierBusyError
 from tiered_kv.hooks import TierPlugins
 from tiered_kv.testing.conformance import TierConformance
-from tiered_kv.testing.patient_nvme import PATIENCE_S, opening_nvme, patient_nvme
 from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv_nvme.disk import DirectIO, Disk

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.lying_redis import LyingRedis
 from tiered_kv.errors import TierUnavailableError
-from tiered_kv.testing.lying_redis import LyingRedis
 from tiered_kv.testing.redis_servers import PATIENT
 from tiered_kv.testing.rig import TierRig
 from tiered_kv.testing.waiting import wait_until

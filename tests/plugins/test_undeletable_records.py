@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.testing.doors import Door, FsDoor, RedisDoor, S3Door
+from tests.support.doors import Door, FsDoor, RedisDoor, S3Door
 from tiered_kv.testing.redis_servers import RedisServer, redis_server
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.testing.s3_servers import S3Server, missing_for_moto, moto_server

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.disk_use import occupied_bytes
 from tiered_kv.base import OffloadKey
 from tiered_kv.testing.clock import ManualClock
-from tiered_kv.testing.disk_use import occupied_bytes
 from tiered_kv.testing.redis_servers import PATIENT, fake_redis_url, redis_server
 from tiered_kv.testing.rig import TierRig, compressible_content, make_keys
 from tiered_kv.testing.s3_servers import S3Server, missing_for_moto, moto_server

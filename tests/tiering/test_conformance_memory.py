@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import pytest
 
+from tests.support.doors import MemoryDoor, codec_id_of
 from tiered_kv.testing.conformance import TierConformance
-from tiered_kv.testing.doors import MemoryDoor, codec_id_of
 from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.toolkit.codecs import ZSTD_ID

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import pytest
 
+from tests.support.patient_nvme import PATIENCE_S, opening_nvme, patient_nvme
+from tests.support.segment_map import SegmentMap
 from tiered_kv.testing.conformance import TierConformance
-from tiered_kv.testing.patient_nvme import PATIENCE_S, opening_nvme, patient_nvme
 from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
-from tiered_kv.testing.segment_map import SegmentMap
 from tiered_kv.tiering.base import SecondaryTierManager
 
 __all__ = ["patient_nvme"]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.doors import codec_id_of
 from tiered_kv.testing.conformance import TierConformance
-from tiered_kv.testing.doors import codec_id_of
 from tiered_kv.testing.proxy import FaultProxy, Faults
 from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
 from tiered_kv.testing.s3_servers import (

@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 
 import tiered_kv
+from tests.support.disk_use import occupied_bytes
 from tiered_kv.base import ReqContext
-from tiered_kv.testing.disk_use import occupied_bytes
 from tiered_kv.workload.content import BlockContent
 from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.request import block_key

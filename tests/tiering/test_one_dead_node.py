@@ -6,15 +6,15 @@ import hashlib
 import itertools
 from random import Random
 
+from tests.support.simulation.storage import SimulatedStorage
+from tests.support.simulation.tier import SimulatedTier
+from tests.support.simulation.world import World
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.testing.model import StackModel, StackUnderTest
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.testing.simulation.storage import SimulatedStorage
-from tiered_kv.testing.simulation.tier import SimulatedTier
-from tiered_kv.testing.simulation.world import World
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.limits import TierLimits
 from tiered_kv.tiering.manager import TieringOffloadingManager

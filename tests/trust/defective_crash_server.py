@@ -10,7 +10,7 @@ from unittest import mock
 
 import tiered_kv_fs.blocks
 import tiered_kv_nvme.recovery
-from tiered_kv.testing import crash_server
+from tests.support import crash_server
 from tiered_kv_fs.layout import block_path
 from tiered_kv_nvme.epoch import DirectoryEpoch
 from tiered_kv_nvme.files import NoSegment, SegmentFiles

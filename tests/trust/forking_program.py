@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.patient_nvme import waiting_until_closed
+from tests.support.races import Prompts, Race, phantoms, problems_at_rest, race_facade
 from tiered_kv.errors import ShutdownError
 from tiered_kv.stack import Stack, open_stack
-from tiered_kv.testing.patient_nvme import waiting_until_closed
-from tiered_kv.testing.races import Prompts, Race, phantoms, problems_at_rest, race_facade
 
 RACE_S = 0.6
 CHILD_LIMIT_S = 240

@@ -12,11 +12,11 @@ import sys
 import time
 from pathlib import Path
 
+from tests.support.crash_scenario import BLOCK_BYTES, ask, load, put
+from tests.support.mounts import small_tmpfs
+from tests.support.patient_nvme import waiting_until_closed
 from tiered_kv.base import OffloadKey
 from tiered_kv.stack import Stack, open_stack
-from tiered_kv.testing.crash_scenario import BLOCK_BYTES, ask, load, put
-from tiered_kv.testing.mounts import small_tmpfs
-from tiered_kv.testing.patient_nvme import waiting_until_closed
 from tiered_kv.testing.rig import block_content, make_keys
 
 CAPACITY_BYTES = 64 << 20

@@ -1,10 +1,10 @@
 """Fuzz one target under the coverage guidance of atheris, which is not installed with the tests:
 
     pip install atheris
-    python tests/trust/fuzz.py TARGET [libFuzzer's options, such as -runs=100000 or -max_total_time=300] [CORPUS]
+    python -m tests.trust.fuzz TARGET [libFuzzer's options, such as -runs=100000 or -max_total_time=300] [CORPUS]
 
 Without atheris it says so and ends with status 77, which tells "skipped" to those who know that convention. TARGET is
-one of `tiered_kv.testing.fuzzing.catalogue`. An input that breaks a promise ends the run and is written to
+one of `tests.support.fuzzing.catalogue`. An input that breaks a promise ends the run and is written to
 `crash-...`; give that file in place of CORPUS to run it alone.
 """
 
@@ -30,8 +30,8 @@ def main(arguments: Sequence[str]) -> int:
     import atheris
 
     with atheris.instrument_imports(include=_INSTRUMENTED, enable_loader_override=False):
-        from tiered_kv.testing.fuzzing import catalogue
-        from tiered_kv.testing.fuzzing.target import guide
+        from tests.support.fuzzing import catalogue
+        from tests.support.fuzzing.target import guide
 
         guide()
 

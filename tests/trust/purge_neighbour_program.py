@@ -7,8 +7,8 @@ import select
 import sys
 import time
 
+from tests.support.tenants import Stored
 from tiered_kv.stack import open_stack
-from tiered_kv.testing.tenants import Stored
 
 ROUND_BLOCKS = 16
 """Stored in each round; the stack's memory holds four rounds of them."""

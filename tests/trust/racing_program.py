@@ -9,9 +9,9 @@ import json
 import sys
 from dataclasses import asdict
 
+from tests.support.races import Prompts, phantoms, problems_at_rest
+from tests.support.racing_scheduler import RacingScheduler
 from tiered_kv.stack import open_stack
-from tiered_kv.testing.races import Prompts, phantoms, problems_at_rest
-from tiered_kv.testing.racing_scheduler import RacingScheduler
 
 ROUNDS_MAX = 20
 

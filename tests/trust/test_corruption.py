@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.doors import Door, FsDoor, MemoryDoor, RedisDoor, S3Door
+from tests.support.figures import Figures, Profile
+from tests.support.patient_nvme import patient_nvme
 from tiered_kv.base import OffloadKey
 from tiered_kv.testing.damage import Damage, Kind, Stored, batches, record_damages
-from tiered_kv.testing.doors import Door, FsDoor, MemoryDoor, RedisDoor, S3Door
-from tiered_kv.testing.figures import Figures, Profile
-from tiered_kv.testing.patient_nvme import patient_nvme
 from tiered_kv.testing.redis_servers import PATIENT as REDIS_PATIENT
 from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.rig import OpenTier, TierRig, block_content, compressible_content, make_keys

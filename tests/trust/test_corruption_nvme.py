@@ -1,6 +1,6 @@
 """Segment files damaged before an nvme tier is opened on them: the blocks that are lost are those that the damage hit.
 
-`tiered_kv.testing.segment_map` says what each byte of a segment is. So every case has an exact expectation: bytes that
+`tests.support.segment_map` says what each byte of a segment is. So every case has an exact expectation: bytes that
 mean nothing cost nothing, a payload costs its block, a header what it alone answers for, and a summary nothing at all,
 since the batches say the same.
 """
@@ -14,12 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.base import OffloadKey
-from tiered_kv.testing.damage import SEED, Damage, Field, Stored, field_damages
-from tiered_kv.testing.figures import Figures, Profile
-from tiered_kv.testing.patient_nvme import patient_nvme
-from tiered_kv.testing.segment_bench import CODECS, KEYS, Case, SegmentBench, cost
-from tiered_kv.testing.segment_map import (
+from tests.support.figures import Figures, Profile
+from tests.support.patient_nvme import patient_nvme
+from tests.support.segment_bench import CODECS, KEYS, Case, SegmentBench, cost
+from tests.support.segment_map import (
     BATCH_FIELDS,
     BATCH_FIXED_BYTES,
     ENTRY_BYTES,
@@ -32,6 +30,8 @@ from tiered_kv.testing.segment_map import (
     seal,
     seal_summary,
 )
+from tiered_kv.base import OffloadKey
+from tiered_kv.testing.damage import SEED, Damage, Field, Stored, field_damages
 
 __all__ = ["patient_nvme"]
 

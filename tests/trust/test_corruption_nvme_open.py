@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.figures import Figures, Profile
+from tests.support.patient_nvme import patient_nvme
+from tests.support.segment_bench import CODECS, KEYS, SEGMENT_NAME, SegmentBench
+from tests.support.segment_map import Part, SegmentMap
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import FormatError
 from tiered_kv.testing.damage import SEED
-from tiered_kv.testing.figures import Figures, Profile
-from tiered_kv.testing.patient_nvme import patient_nvme
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.testing.segment_bench import CODECS, KEYS, SEGMENT_NAME, SegmentBench
-from tiered_kv.testing.segment_map import Part, SegmentMap
 
 __all__ = ["patient_nvme"]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.testing.crash_cases import Case, CrashCases, kind_of, sample, settle
-from tiered_kv.testing.crash_scenario import CrashScenario
-from tiered_kv.testing.figures import Figures, Profile
-from tiered_kv.testing.syscalls import Call, Fault, missing_for_tracing
+from tests.support.crash_cases import Case, CrashCases, kind_of, sample, settle
+from tests.support.crash_scenario import CrashScenario
+from tests.support.figures import Figures, Profile
+from tests.support.syscalls import Call, Fault, missing_for_tracing
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow]
 

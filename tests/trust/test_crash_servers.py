@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.testing.crash_cases import Case, CaseOutcome, CrashCases, sample, settle
-from tiered_kv.testing.crash_scenario import CrashScenario
-from tiered_kv.testing.figures import Figures, Profile
+from tests.support.crash_cases import Case, CaseOutcome, CrashCases, sample, settle
+from tests.support.crash_scenario import CrashScenario
+from tests.support.figures import Figures, Profile
+from tests.support.syscalls import Fault, missing_for_tracing
 from tiered_kv.testing.redis_servers import RedisServer, redis_server
 from tiered_kv.testing.s3_servers import S3Server, moto_server
-from tiered_kv.testing.syscalls import Fault, missing_for_tracing
 
 __all__ = ["moto_server", "redis_server"]
 

@@ -17,15 +17,15 @@ from typing import Any
 import pytest
 import xxhash
 
+from tests.support.doors import Door, FsDoor, MemoryDoor, RedisDoor, S3Door
+from tests.support.figures import Figures, Profile
+from tests.support.patient_nvme import patient_nvme
+from tests.support.segment_map import BATCH_FIXED_BYTES, ENTRY_BYTES, PAGE_BYTES, SegmentMap, seal
 from tiered_kv.base import OffloadKey
 from tiered_kv.testing.damage import RECORD_FIELDS, RECORD_HEADER_BYTES, seal_record
-from tiered_kv.testing.doors import Door, FsDoor, MemoryDoor, RedisDoor, S3Door
-from tiered_kv.testing.figures import Figures, Profile
-from tiered_kv.testing.patient_nvme import patient_nvme
 from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.rig import TierRig, block_content, compressible_content, make_keys
 from tiered_kv.testing.s3_servers import missing_for_moto, moto_server
-from tiered_kv.testing.segment_map import BATCH_FIXED_BYTES, ENTRY_BYTES, PAGE_BYTES, SegmentMap, seal
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
 from tiered_kv.toolkit.codec_set import encrypting_codecs

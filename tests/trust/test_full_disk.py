@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.testing.figures import Figures
-from tiered_kv.testing.mounts import command_in_namespace, missing_for_tmpfs
+from tests.support.figures import Figures
+from tests.support.mounts import command_in_namespace, missing_for_tmpfs
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow]
 

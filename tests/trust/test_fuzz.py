@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
+from tests.support.figures import Figures, Profile
+from tests.support.fuzzing import catalogue
+from tests.support.fuzzing.target import Target, inputs
 from tiered_kv.stackfile import FILE_BYTES_MAX
-from tiered_kv.testing.figures import Figures, Profile
-from tiered_kv.testing.fuzzing import catalogue
-from tiered_kv.testing.fuzzing.target import Target, inputs
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow]
 

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import xxhash
 
+from tests.support.figures import Figures
 from tiered_kv.base import OffloadKey, get_offload_block_hash
 from tiered_kv.config import load_config
 from tiered_kv.stack import open_stack
-from tiered_kv.testing.figures import Figures
 from tiered_kv.testing.redis_servers import RedisServer, redis_server
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.s3_servers import S3Server, missing_for_moto, moto_bucket, moto_server

@@ -1,6 +1,6 @@
 """Defects planted in the product on purpose: each must be found by the races and crashes that are there to find it.
 
-The simulation's are in `tests/testing/test_simulation.py`.
+The simulation's are in `tests/support_tests/test_simulation.py`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import pytest
 import tiered_kv_fs.blocks
 import tiered_kv_memory.tier
 import tiered_kv_nvme.reader
+from tests.support.crash_cases import Case, CrashCases
+from tests.support.crash_scenario import CrashScenario
+from tests.support.flush_order import FlushOrder
+from tests.support.hindrance import Hindrance
+from tests.support.mounts import PowerLoss, missing_for_ext4
+from tests.support.race_cases import race_damage, race_late_workers, race_loads_with_stores
+from tests.support.race_stacks import BLOCK_BYTES, stack_of
+from tests.support.races import Prompts, open_guarded, problems_at_rest
+from tests.support.racing_scheduler import RacingScheduler
+from tests.support.syscalls import Fault, missing_for_tracing
 from tiered_kv.base import OffloadKey
-from tiered_kv.testing.crash_cases import Case, CrashCases
-from tiered_kv.testing.crash_scenario import CrashScenario
-from tiered_kv.testing.flush_order import FlushOrder
-from tiered_kv.testing.hindrance import Hindrance
-from tiered_kv.testing.mounts import PowerLoss, missing_for_ext4
-from tiered_kv.testing.race_cases import race_damage, race_late_workers, race_loads_with_stores
-from tiered_kv.testing.race_stacks import BLOCK_BYTES, stack_of
-from tiered_kv.testing.races import Prompts, open_guarded, problems_at_rest
-from tiered_kv.testing.racing_scheduler import RacingScheduler
 from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.testing.syscalls import Fault, missing_for_tracing
 from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.cascade import Cascade
 from tiered_kv.tiering.jobs import Job

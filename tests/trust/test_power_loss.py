@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.testing.crash_cases import Case, CrashCases, sample, settle
-from tiered_kv.testing.crash_scenario import CrashScenario
-from tiered_kv.testing.figures import Figures, Profile
-from tiered_kv.testing.mounts import PowerLoss, missing_for_ext4
-from tiered_kv.testing.syscalls import Fault, missing_for_tracing
+from tests.support.crash_cases import Case, CrashCases, sample, settle
+from tests.support.crash_scenario import CrashScenario
+from tests.support.figures import Figures, Profile
+from tests.support.mounts import PowerLoss, missing_for_ext4
+from tests.support.syscalls import Fault, missing_for_tracing
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow]
 

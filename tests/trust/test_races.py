@@ -1,6 +1,6 @@
 """Races of threads: on the facade, a scheduler with its tiers, late workers; over hardly any room, every byte compared.
 
-`tiered_kv.testing.races` says what is raced and what must hold. A case that fails names its tier and seed; to play it
+`tests.support.races` says what is raced and what must hold. A case that fails names its tier and seed; to play it
 again, run its test alone (`pytest -k`): the calls are the same, and when they meet is up to the machine.
 """
 
@@ -12,11 +12,10 @@ import pytest
 
 import tiered_kv_fs.blocks
 import tiered_kv_memory.tier
-from tiered_kv.testing.figures import Figures, Profile
-from tiered_kv.testing.hindrance import Hindrance
-from tiered_kv.testing.proxy import NO_FAULTS, FaultProxy, Faults
-from tiered_kv.testing.race_cases import race_damage, race_late_shutdown, race_late_workers, race_loads_with_stores
-from tiered_kv.testing.race_stacks import (
+from tests.support.figures import Figures, Profile
+from tests.support.hindrance import Hindrance
+from tests.support.race_cases import race_damage, race_late_shutdown, race_late_workers, race_loads_with_stores
+from tests.support.race_stacks import (
     BLOCK_BYTES,
     ROUNDS_MAX,
     TIERS,
@@ -29,8 +28,9 @@ from tiered_kv.testing.race_stacks import (
     stack_of,
     unless,
 )
-from tiered_kv.testing.races import Prompts, Race, open_guarded, phantoms, problems_at_rest, race_facade
-from tiered_kv.testing.racing_scheduler import RacingScheduler
+from tests.support.races import Prompts, Race, open_guarded, phantoms, problems_at_rest, race_facade
+from tests.support.racing_scheduler import RacingScheduler
+from tiered_kv.testing.proxy import NO_FAULTS, FaultProxy, Faults
 from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.s3_servers import moto_bucket, moto_server
 from tiered_kv_nvme.disk import Disk

@@ -1,6 +1,6 @@
 """Races of stacks and processes: opened, closed, forked and killed amid transfers, on one storage; every byte compared.
 
-`tiered_kv.testing.races` says what is raced and what must hold. A case that fails names its tier and seed.
+`tests.support.races` says what is raced and what must hold. A case that fails names its tier and seed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tiered_kv.errors import TierBusyError
-from tiered_kv.stack import Stack, open_stack
-from tiered_kv.testing.figures import Figures, Profile
-from tiered_kv.testing.patient_nvme import patient_nvme
-from tiered_kv.testing.race_stacks import (
+from tests.support.figures import Figures, Profile
+from tests.support.patient_nvme import patient_nvme
+from tests.support.race_stacks import (
     BLOCK_BYTES,
     ROUNDS_MAX,
     TIERS,
@@ -36,7 +34,7 @@ from tiered_kv.testing.race_stacks import (
     stack_of,
     unless,
 )
-from tiered_kv.testing.races import (
+from tests.support.races import (
     Prompts,
     Race,
     open_guarded,
@@ -44,7 +42,9 @@ from tiered_kv.testing.races import (
     problems_at_rest,
     race_facade,
 )
-from tiered_kv.testing.racing_scheduler import RacingScheduler
+from tests.support.racing_scheduler import RacingScheduler
+from tiered_kv.errors import TierBusyError
+from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.s3_servers import moto_bucket, moto_server
 

@@ -1,6 +1,6 @@
 """Nothing in the project evaluates, unpickles or hands to a shell what it reads: looked for in every line of it.
 
-What is looked for, and how names are followed, is in `tiered_kv.testing.code_scan`.
+What is looked for, and how names are followed, is in `tests.support.code_scan`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.testing.code_scan import scan
+from tests.support.code_scan import scan
 
 pytestmark = pytest.mark.trust("security")
 
@@ -23,12 +23,12 @@ ALLOWED = {
     ("tiered_kv/stackfile.py", "yaml.load"): "with a subclass of SafeLoader, which test_the_one_loader checks",
     ("tiered_kv/__init__.py", "importlib.import_module"): OWN_NAMES,
     ("tiered_kv/integrations/vllm/__init__.py", "importlib.import_module"): OWN_NAMES,
-    ("tiered_kv/testing/crash_server.py", "importlib.import_module"): OWN_NAMES,
+    ("tests/support/crash_server.py", "importlib.import_module"): OWN_NAMES,
     ("tiered_kv/config.py", "importlib.import_module"): NAMED_CLASS,
     ("tiered_kv/cpu/policies/__init__.py", "importlib.import_module"): NAMED_CLASS,
     ("tiered_kv/hooks.py", "importlib.import_module"): NAMED_CLASS,
-    ("tiered_kv/testing/mounts.py", "sh -c"): "for tests, with commands that are written in the same file",
-    ("tiered_kv/testing/short_writes.py", "getattr(os)"): "for tests: the calls that it replaces, from its own table",
+    ("tests/support/mounts.py", "sh -c"): "for tests, with commands that are written in the same file",
+    ("tests/support/short_writes.py", "getattr(os)"): "for tests: the calls that it replaces, from its own table",
     ("plugins/tiered_kv_redis/endpoint.py", "ssl_cert_reqs="): "the setting tls_verify, which is on by default",
 }
 """What may stand where, and why."""

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tenants import BLOCK_BYTES, DirectoryStorage, Tenant
 from tiered_kv.cli import main
 from tiered_kv.cpu.geometry import Geometry
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, FormatError, TieredKVError, TierUnavailableError
 from tiered_kv.stack import open_stack
-from tiered_kv.testing.tenants import BLOCK_BYTES, DirectoryStorage, Tenant
 from tiered_kv.worker.shared_file import SharedFile
 from tiered_kv.worker.shared_region import SharedRegion
 

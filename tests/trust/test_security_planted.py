@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.tenants import BLOCK_BYTES, DirectoryStorage, Tenant
 from tiered_kv.errors import ConfigError, FormatError, TieredKVError, TierUnavailableError
 from tiered_kv.stack import Stack, open_stack
-from tiered_kv.testing.tenants import BLOCK_BYTES, DirectoryStorage, Tenant
 from tiered_kv.toolkit.codecs import RAW
 from tiered_kv.toolkit.record import encode_record
 from tiered_kv_fs.layout import block_name

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
+from tests.support.disk_use import occupied_bytes
+from tests.support.tenants import BucketStorage, DirectoryStorage, RedisStorage, Storage, Tenant
 from tiered_kv.cli import main
 from tiered_kv.stack import open_stack
-from tiered_kv.testing.disk_use import occupied_bytes
 from tiered_kv.testing.redis_clusters import RedisClusterServers, redis_cluster
 from tiered_kv.testing.redis_sentinels import SERVICE, RedisSentinelServers, redis_sentinel
 from tiered_kv.testing.redis_servers import RedisServer, redis_server
 from tiered_kv.testing.s3_servers import S3Server, missing_for_moto, moto_server
-from tiered_kv.testing.tenants import BucketStorage, DirectoryStorage, RedisStorage, Storage, Tenant
 from tiered_kv.testing.waiting import wait_until
 
 __all__ = ["moto_server", "redis_cluster", "redis_sentinel", "redis_server"]

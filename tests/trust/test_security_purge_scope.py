@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tenants import BucketStorage, RedisStorage, Tenant
 from tiered_kv.cli import main
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.redis_servers import RedisServer, redis_server
 from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
-from tiered_kv.testing.tenants import BucketStorage, RedisStorage, Tenant
 
 __all__ = ["moto_bucket", "moto_server", "redis_server"]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tenants import RedisStorage, Tenant
 from tiered_kv.testing.redis_servers import RedisServer, redis_server
-from tiered_kv.testing.tenants import RedisStorage, Tenant
 
 redis = pytest.importorskip("redis", reason="redis-py is not installed")
 

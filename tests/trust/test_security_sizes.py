@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 
+from tests.support.loopback import LoopbackServer
+from tests.support.tenants import BucketStorage, DirectoryStorage, RedisStorage, Tenant, UnseenStorage
 from tiered_kv.cli import main
 from tiered_kv.config import load_config
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.secret_keys import read_key_file
 from tiered_kv.stack import open_stack
-from tiered_kv.testing.loopback import LoopbackServer
 from tiered_kv.testing.redis_servers import RedisServer, redis_server
 from tiered_kv.testing.s3_servers import REGION, S3Server, missing_for_moto, moto_bucket, moto_server
-from tiered_kv.testing.tenants import BucketStorage, DirectoryStorage, RedisStorage, Tenant, UnseenStorage
 from tiered_kv.workload.trace import read_trace
 
 __all__ = ["moto_bucket", "moto_server", "redis_server"]

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.tenants import BucketStorage, RedisStorage, Tenant
 from tiered_kv.cli import main
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.redis_servers import PASSWORD, RedisServer, TlsFiles, make_tls_files, tls_redis_server
 from tiered_kv.testing.s3_servers import S3Server, missing_for_moto, start_moto
-from tiered_kv.testing.tenants import BucketStorage, RedisStorage, Tenant
 from tiered_kv_s3.settings import S3Settings
 
 __all__ = ["tls_redis_server"]

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tenants import RedisStorage, Tenant
 from tiered_kv.cli import main
 from tiered_kv.testing.redis_clusters import RedisClusterServers, tls_redis_cluster
 from tiered_kv.testing.redis_sentinels import SERVICE, RedisSentinelServers, tls_redis_sentinel
 from tiered_kv.testing.redis_servers import RedisServer, TlsFiles, make_tls_files
-from tiered_kv.testing.tenants import RedisStorage, Tenant
 from tiered_kv.testing.waiting import wait_until
 
 __all__ = ["tls_redis_cluster", "tls_redis_sentinel"]

@@ -1,6 +1,6 @@
 """Minutes of load over five tiers while faults come and go: no wrong byte, no limit exceeded, nothing left behind.
 
-Of the scheduler's time two things are judged (`tiered_kv.testing.soak.pace`), so that what else the machine runs does
+Of the scheduler's time two things are judged (`tests.support.soak.pace`), so that what else the machine runs does
 not decide them. A step of 512 lookups may take at most four times the processor time under load that it takes idle,
 median against median, both of the same run. And steps may not wait: without what their thread stood in the run queue,
 one in a hundred may take 0.1 s, and those that take longer than 0.25 s may make up 3 % of the time. Calls to storage on
@@ -22,9 +22,9 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.testing.figures import Figures, Profile
+from tests.support.figures import Figures, Profile
+from tests.support.soak import SoakSettings, run
 from tiered_kv.testing.s3_servers import missing_for_moto
-from tiered_kv.testing.soak import SoakSettings, run
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow]
 
@@ -76,7 +76,7 @@ def test_a_soak_keeps_every_promise(tmp_path: Path, profile: Profile, figures: F
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_soak_that_is_stopped_ends_in_good_order(number: signal.Signals, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tiered_kv.testing.soak", "--minutes", "60", "--dir", str(tmp_path / "soak")]
+    command = [sys.executable, "-m", "tests.support.soak", "--minutes", "60", "--dir", str(tmp_path / "soak")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

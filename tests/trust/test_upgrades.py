@@ -15,16 +15,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.doors import Door, FsDoor, MemoryDoor, RedisDoor, S3Door
+from tests.support.figures import Figures
+from tests.support.patient_nvme import patient_nvme
+from tests.support.segment_map import PAGE_BYTES, SEGMENT_FIELDS, seal
 from tiered_kv.errors import FormatError
 from tiered_kv.testing.damage import RECORD_FIELDS, RECORD_HEADER_BYTES, seal_record
-from tiered_kv.testing.doors import Door, FsDoor, MemoryDoor, RedisDoor, S3Door
-from tiered_kv.testing.figures import Figures
-from tiered_kv.testing.patient_nvme import patient_nvme
 from tiered_kv.testing.redis_servers import PATIENT as REDIS_PATIENT
 from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.rig import OpenTier, TierRig, block_content, compressible_content, make_keys
 from tiered_kv.testing.s3_servers import missing_for_moto, moto_server
-from tiered_kv.testing.segment_map import PAGE_BYTES, SEGMENT_FIELDS, seal
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.keyed_names import with_keyed_names
 from tiered_kv.toolkit.codecs import AES_ID

@@ -31,7 +31,7 @@ PROBE_REQ_IDS: ContextVar[Sequence[str]] = ContextVar("tiered_kv_probe_req_ids",
 PART_EPOCH: ContextVar[int] = ContextVar("tiered_kv_part_epoch")
 """The epoch of the job that this thread, or task, is serving."""
 
-_OWN_PACKAGES = ("tiered_kv.toolkit.", "tiered_kv.testing.simulation.")
+_OWN_PACKAGES = ("tiered_kv.toolkit.", "tests.support.simulation.")
 _PROBE_JOB_ID = -1
 _NO_BLOCKS: np.ndarray[Any, np.dtype[np.int64]] = np.empty(0, dtype=np.int64)
 

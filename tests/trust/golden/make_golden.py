@@ -1,8 +1,8 @@
 """Write what this release's tiers keep, for releases to come: one file a tier and form, `TIER[-FORM]-vVERSION.json`.
 
-    python tests/trust/golden/make_golden.py nvme fs redis s3
-    python tests/trust/golden/make_golden.py nvme-encrypted fs-encrypted redis-encrypted s3-encrypted
-    python tests/trust/golden/make_golden.py nvme-keyed fs-keyed
+    python -m tests.trust.golden.make_golden nvme fs redis s3
+    python -m tests.trust.golden.make_golden nvme-encrypted fs-encrypted redis-encrypted s3-encrypted
+    python -m tests.trust.golden.make_golden nvme-keyed fs-keyed
 
 A file maps each name in the storage (a path in the directory; a key in hex; an object's name) to its bytes, compressed
 with zlib and in base64. It has four blocks of 512 bytes for each codec of its form: `raw` and `zstd`; the same
@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from tiered_kv.testing.doors import RedisDoor, S3Door
+from tests.support.doors import RedisDoor, S3Door
 from tiered_kv.testing.redis_servers import RedisServer
 from tiered_kv.testing.rig import Content, OpenTier, TierRig, block_content, compressible_content, make_keys
 from tiered_kv.testing.s3_servers import start_moto

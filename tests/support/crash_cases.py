@@ -1,0 +1,302 @@
+"""Cases of crashes and failing disks: chosen, run by `crash_server` processes side by side, and counted.
+
+with CrashCases(folder) as cases:
+    calls = cases.record(scenario, "changes")
+    outcomes = cases.run([Case(scenario, {"fault": Fault.kill(call)}, str(call)) for call in calls])
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Final, Self, TypeVar
+
+from tests.support.crash_scenario import CrashScenario, with_entry
+from tests.support.figures import Figures, Profile
+from tests.support.mounts import PowerLoss, command_in_namespace
+from tests.support.syscalls import Call, Fault
+
+T = TypeVar("T")
+
+SEED: Final = 20
+"""Of the sample that the short profile takes."""
+_SERVERS: Final = 6
+"""Half of a case is waiting: for threads, for strace, for what a thread was promised."""
+_TRIES: Final = 3
+"""Threads take turns that differ from run to run, so a call of the recorded run may not come in another. A run without
+its fault tells nothing, so there is another; one with its fault is never repeated, whatever came of it."""
+_HIT_SHARE_MIN: Final = 0.4
+"""Of the cases, those whose fault must have happened in the end, each at a point of its own; the others are not
+counted. Some calls come only where every thread is traced, which slows them down, or where threads meet in a certain
+order. Seen were nine tenths and more as a rule, 12 of 16 at times, and half of a small sample on a busy machine."""
+_PROGRAM: Final = ("-m", "tests.support.crash_server")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One fault in one run.
+
+    Args:
+        scenario: The run.
+        options: As `CrashServer.case` takes them, without the scenario.
+    """
+
+    scenario: CrashScenario
+    options: Mapping[str, object]
+
+    @property
+    def point(self) -> Hashable:
+        """What tells it from others: the same fault at the same call, in whatever namespace, is the same case."""
+        scenario = dataclasses.replace(self.scenario, tenant="", entry={})
+        return repr(sorted(self.scenario.entry.items())), repr(scenario), frozenset(self.options.items())
+
+    def __str__(self) -> str:
+        said = [f"{name}={value}" for name, value in self.options.items() if name not in ("capacity_bytes",)]
+        return f"{self.scenario.entry['type']} tier, {', '.join(said)}"
+
+
+@dataclass(frozen=True, slots=True)
+class CaseOutcome:
+    """What came of a case.
+
+    Args:
+        case: Which.
+        was_hit: Whether the fault happened; if not, the case tells nothing.
+        loaded: How many blocks were loaded afterwards, every byte right.
+        answered: How many the tier said it had.
+        problems: What must not be.
+        details: All that the server said.
+    """
+
+    case: Case
+    was_hit: bool
+    loaded: int
+    answered: int
+    problems: Sequence[str]
+    details: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON
+
+
+class CrashCases:
+    """Servers that run cases, several at once.
+
+    Args:
+        folder: An empty folder for them.
+        image: Whether each has an ext4 image of its own, whose power can be cut.
+        program: What Python runs for each: `crash_server`, or a program that changes something and then runs that.
+        servers: How many there are.
+    """
+
+    def __init__(
+        self, folder: Path, *, image: bool = False, program: Sequence[str] = _PROGRAM, servers: int = _SERVERS
+    ) -> None:
+        self._servers = [_Server(_made(folder / str(number)), image, program) for number in range(servers)]
+        self._free: SimpleQueue[_Server] = SimpleQueue()
+        for server in self._servers:
+            self._free.put(server)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in self._servers:
+            server.close()
+
+    def record(self, scenario: CrashScenario, kind: str, *, kills: bool = True) -> list[Call]:
+        """Return the calls of a run without faults.
+
+        Args:
+            scenario: The run.
+            kind: "changes", "reads" or "sends".
+            kills: Whether a run is meant that will be killed; one with other faults does less, and other calls.
+        """
+        return [Call(**call) for call in self._ask({"do": "record", "kind": kind, "kills": kills}, scenario)]
+
+    def count_writes(self, scenario: CrashScenario) -> int:
+        """Return how many writes of a run can be cut short."""
+        count: int = self._ask({"do": "count"}, scenario)
+        return count
+
+    def run(self, cases: Sequence[Case]) -> list[CaseOutcome]:
+        """Run cases, and return what came of each."""
+        points = _Points(cases)
+        with ThreadPoolExecutor(len(self._servers)) as threads:
+            return list(threads.map(lambda case: self._run_one(case, points), cases))
+
+    def _run_one(self, case: Case, points: _Points) -> CaseOutcome:
+        """Run a case until its fault has happened."""
+        outcome = self._try_one(case)
+        for number in range(1, _TRIES):
+            if outcome.was_hit or outcome.problems:
+                break
+            # In a namespace of its own: what the run before has stored may lie on a server.
+            scenario = dataclasses.replace(case.scenario, tenant=f"{case.scenario.tenant}-again-{number}")
+            outcome = self._try_one(points.sooner(Case(scenario, outcome.case.options)))
+        return outcome
+
+    def _try_one(self, case: Case) -> CaseOutcome:
+        said = self._ask({"do": "case", "options": _as_json(case.options)}, case.scenario)
+        if "failed" in said:
+            return CaseOutcome(case, True, 0, 0, [f"the case could not be run: {said['failed']}"], said)
+        return CaseOutcome(case, said["was_hit"], said["loaded"], said["answered"], said["problems"], said)
+
+    def _ask(self, request: Mapping[str, object], scenario: CrashScenario) -> Any:  # Any: JSON
+        server = self._free.get()
+        try:
+            answer = server.ask({**request, "scenario": dataclasses.asdict(server.placed(scenario))})
+        finally:
+            self._free.put(server)
+        if request["do"] != "case" and isinstance(answer, dict):
+            raise RuntimeError(f"{request['do']}: {answer['failed']}")
+        return answer
+
+
+class _Points:
+    """The points of a run that its cases have, so that no two are tried at the same one. Any thread may call."""
+
+    def __init__(self, cases: Iterable[Case]) -> None:
+        self._lock = threading.Lock()
+        self._taken = {case.point for case in cases}
+
+    def sooner(self, case: Case) -> Case:
+        """Return a case that was to be killed at a call that did not come, at an earlier one that no other has.
+
+        Where others have all of them, and for other faults, the case stays as it is: the call may come the next time.
+        """
+        fault = case.options.get("fault")
+        if not isinstance(fault, Fault) or not fault.kills:
+            return case
+        with self._lock:
+            for number in range(3 * fault.number // 4, 0, -1):
+                moved = Case(case.scenario, {**case.options, "fault": dataclasses.replace(fault, number=number)})
+                if moved.point not in self._taken:
+                    self._taken.add(moved.point)
+                    return moved
+        return case
+
+
+class _Server:
+    """One `crash_server` process, and its folder."""
+
+    def __init__(self, folder: Path, image: bool, program: Sequence[str]) -> None:
+        self._root = folder / "mounted" if image else folder
+        command = [sys.executable, *program, str(folder), *(["--image"] * image)]
+        self._process = subprocess.Popen(
+            command_in_namespace(command) if image else command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def placed(self, scenario: CrashScenario) -> CrashScenario:
+        """Return the scenario with its directory in this server's folder."""
+        return scenario if scenario.path is None else with_entry(scenario, path=str(self._root / scenario.path.name))
+
+    def ask(self, request: Mapping[str, object]) -> Any:  # Any: JSON
+        """Send a request and return the answer."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the server of crashes has ended itself, asked for {request}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End it."""
+        with self._process:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            try:
+                self._process.wait(30.0)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+
+
+def sample(
+    items: Sequence[T],
+    profile: Profile,
+    count: int,
+    kind: Callable[[T], object] = lambda item: 0,
+    *,
+    full_count: int | None = None,
+) -> list[T]:
+    """Return all items, or for the short profile about `count` of them, in order, some of every kind.
+
+    Args:
+        items: To choose from.
+        profile: How much is tried.
+        count: How many the short profile takes, or one of each kind if those are more.
+        kind: Tells what kind an item is.
+        full_count: The same for the full profile; None for all.
+    """
+    most = full_count if profile is Profile.FULL else count
+    if most is None or len(items) <= most:
+        return list(items)
+    chance = random.Random(SEED)
+    by_kind: dict[object, list[int]] = {}
+    for index, item in enumerate(items):
+        by_kind.setdefault(kind(item), []).append(index)
+    chosen = {chance.choice(indexes) for indexes in by_kind.values()}
+    rest = [index for index in range(len(items)) if index not in chosen]
+    missing = most - len(chosen)
+    if missing > 0:
+        # Evenly over the run, so that its beginning, middle and end are all there.
+        chosen.update(rest[(2 * number + 1) * len(rest) // (2 * missing)] for number in range(missing))
+    return [items[index] for index in sorted(chosen)]
+
+
+def kind_of(call: Call) -> tuple[str, str]:
+    """Return a call's kind: who makes it, and which it is."""
+    return call.role, call.name
+
+
+def settle(proof: str, outcomes: Iterable[CaseOutcome], figures: Figures, note: str = "") -> list[CaseOutcome]:
+    """Count the cases whose fault happened, each at a point of its own, and fail if any broke a promise.
+
+    Args:
+        proof: The row of the table.
+        outcomes: What came of the cases.
+        figures: The table.
+        note: What else it shall say.
+
+    Returns:
+        Those that happened.
+    """
+    every = list(outcomes)
+    found = [outcome for outcome in every if outcome.was_hit or outcome.problems]
+    # Of those at one point one counts, and if any broke a promise, that one.
+    hit = list(
+        {outcome.case.point: outcome for outcome in sorted(found, key=lambda each: bool(each.problems))}.values()
+    )
+    broken = [outcome for outcome in hit if outcome.problems]
+    missed = f"{len(every) - len(hit)} not reached" if len(hit) < len(every) else ""
+    figures.add(proof, tried=len(hit), passed=len(hit) - len(broken), note=", ".join(filter(None, (note, missed))))
+    told = "\n".join(f"{outcome.case}: {'; '.join(outcome.problems)}" for outcome in broken[:10])
+    assert not broken, f"{len(broken)} of {len(hit)} cases of {proof} broke a promise:\n{told}"
+    assert len(hit) >= _HIT_SHARE_MIN * len(every), f"only {len(hit)} of {len(every)} faults happened"
+    return hit
+
+
+def _as_json(options: Mapping[str, object]) -> dict[str, object]:
+    plain: dict[str, object] = {}
+    for name, value in options.items():
+        if isinstance(value, Fault):
+            plain[name] = dataclasses.asdict(value)
+        else:
+            plain[name] = value.value if isinstance(value, PowerLoss) else value
+    return plain
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    return folder

@@ -1,0 +1,195 @@
+"""Doors to what a tier has stored: the bytes under a key, read and written behind the tier's back.
+
+One for each tier that keeps block records. They go in as a rotten disk, a faulty copy or another program would: by the
+file, by a client of the server, by the dictionary. `tests.support.segment_map` does it for nvme.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.testing.redis_servers import RedisServer
+from tiered_kv.testing.rig import TierRig
+from tiered_kv.testing.s3_servers import S3Server
+from tiered_kv.toolkit.epoch import EpochMark
+from tiered_kv.toolkit.record import RecordHeader, digest_of, read_header
+
+
+class Door(Protocol):
+    """The bytes that a tier has stored."""
+
+    def read(self, key: OffloadKey) -> bytes | None:
+        """Return what is stored for a key; None if there is nothing."""
+
+    def write(self, key: OffloadKey, data: bytes) -> None:
+        """Replace what is stored for a key that is there, in its place."""
+
+    def snapshot(self) -> Mapping[str, bytes]:
+        """Return all that is stored, by its name in the storage."""
+
+    def restore(self, snapshot: Mapping[str, bytes]) -> None:
+        """Put back what a snapshot holds and is not there any more; leave the rest."""
+
+
+def codec_id_of(record: bytes) -> int:
+    """Return the number of the codec that a stored record names in its header."""
+    header = read_header(record)
+    assert isinstance(header, RecordHeader), f"it has no header that can be read: {header.value}"
+    return header.codec_id
+
+
+class MemoryDoor:
+    """The dictionary of a memory tier.
+
+    Args:
+        rig: Its rig, whose tier is looked up each time: it may have been opened again.
+    """
+
+    def __init__(self, rig: TierRig) -> None:
+        self._rig = rig
+
+    def read(self, key: OffloadKey) -> bytes | None:
+        record = self._records.get(key)
+        return None if record is None else bytes(record.data)
+
+    def write(self, key: OffloadKey, data: bytes) -> None:
+        self._records[key].data = bytearray(data)
+
+    def snapshot(self) -> Mapping[str, bytes]:
+        return {key.hex(): bytes(record.data) for key, record in self._records.items()}
+
+    def restore(self, snapshot: Mapping[str, bytes]) -> None:
+        """Put nothing back: the dictionary is the index, so there is no storage apart from it."""
+
+    @property
+    def _records(self) -> Any:  # Any: the tier's own class of records
+        return self._rig.tier._records  # type: ignore[attr-defined]  # reaching in is the point
+
+
+class FsDoor:
+    """The directory of an fs tier.
+
+    Args:
+        directory: It.
+        namespace_digest: 16 bytes.
+    """
+
+    def __init__(self, directory: Path, namespace_digest: bytes) -> None:
+        self._directory = directory
+        self._digest = namespace_digest
+
+    def read(self, key: OffloadKey) -> bytes | None:
+        path = self.path_of(key)
+        return None if path is None else path.read_bytes()
+
+    def write(self, key: OffloadKey, data: bytes) -> None:
+        path = self.path_of(key)
+        assert path is not None, "there is no such block"
+        path.write_bytes(data)
+
+    def snapshot(self) -> Mapping[str, bytes]:
+        return {str(path): path.read_bytes() for path in self._directory.rglob("*") if path.is_file()}
+
+    def restore(self, snapshot: Mapping[str, bytes]) -> None:
+        for name, data in snapshot.items():
+            if not Path(name).exists():
+                Path(name).parent.mkdir(parents=True, exist_ok=True)
+                Path(name).write_bytes(data)
+
+    def path_of(self, key: OffloadKey) -> Path | None:
+        """Return a block's file in the namespace's present epoch; None if there is none."""
+        from tiered_kv_fs.layout import block_name, block_path
+
+        namespace = self._directory / self._digest.hex()
+        mark = EpochMark.decode((namespace / "epoch").read_bytes())
+        assert mark is not None, "the epoch's mark is damaged"
+        path = namespace / mark.token / block_path(block_name(key, self._digest))
+        return path if path.exists() else None
+
+
+class RedisDoor:
+    """What a server holds.
+
+    Args:
+        server: It.
+        namespace_digest: 16 bytes.
+    """
+
+    def __init__(self, server: RedisServer, namespace_digest: bytes) -> None:
+        self._server = server
+        self._prefix = b"tkv1:" + namespace_digest.hex().encode() + b":"
+
+    def read(self, key: OffloadKey) -> bytes | None:
+        name = self.name_of(key)
+        return self._server.get(name) if self._server.call("EXISTS", name) == b":1\r\n" else None
+
+    def write(self, key: OffloadKey, data: bytes) -> None:
+        self._server.set(self.name_of(key), data)
+
+    def snapshot(self) -> Mapping[str, bytes]:
+        return {name.hex(): self._server.get(name) for name in self._server.keys("*")}
+
+    def restore(self, snapshot: Mapping[str, bytes]) -> None:
+        for name, data in snapshot.items():
+            self._server.call("SET", bytes.fromhex(name), data, "NX")
+
+    def name_of(self, key: OffloadKey) -> bytes:
+        """Return what a block is called in the present epoch."""
+        mark = EpochMark.decode(self._server.get(self._prefix + b"epoch"))
+        assert mark is not None, "the epoch's mark is damaged"
+        return self._prefix + mark.token.encode() + b":" + key
+
+
+class S3Door:
+    """A bucket.
+
+    Args:
+        server: Where it is.
+        bucket: Its name.
+        prefix: What the tier's names begin with.
+        namespace_digest: 16 bytes.
+    """
+
+    def __init__(self, server: S3Server, bucket: str, prefix: str, namespace_digest: bytes) -> None:
+        self._client = server.client()
+        self._bucket = bucket
+        self._root = f"{prefix}/{namespace_digest.hex()}"
+
+    def close(self) -> None:
+        self._client.close()
+
+    def read(self, key: OffloadKey) -> bytes | None:
+        return self._get(self.name_of(key))
+
+    def write(self, key: OffloadKey, data: bytes) -> None:
+        self._client.put_object(Bucket=self._bucket, Key=self.name_of(key), Body=data)
+
+    def snapshot(self) -> Mapping[str, bytes]:
+        return {name: self._get(name) or b"" for name in self._names()}
+
+    def restore(self, snapshot: Mapping[str, bytes]) -> None:
+        there = set(self._names())
+        for name, data in snapshot.items():
+            if name not in there:
+                self._client.put_object(Bucket=self._bucket, Key=name, Body=data)
+
+    def name_of(self, key: OffloadKey) -> str:
+        """Return what a block is called in the present epoch."""
+        mark = EpochMark.decode(self._get(f"{self._root}/epoch") or b"")
+        assert mark is not None, "nothing has used the bucket yet"
+        digest = digest_of(key).hex()
+        return f"{self._root}/blocks/{mark.token}/{digest[:2]}/{digest}"
+
+    def _names(self) -> list[str]:
+        pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket)
+        return [entry["Key"] for page in pages for entry in page.get("Contents", ())]
+
+    def _get(self, name: str) -> bytes | None:
+        try:
+            body: bytes = self._client.get_object(Bucket=self._bucket, Key=name)["Body"].read()
+        except self._client.exceptions.NoSuchKey:
+            return None
+        return body

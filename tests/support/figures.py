@@ -1,0 +1,176 @@
+"""The table of figures: what each proof tried, and how much of it kept its promise."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+
+class Profile(Enum):
+    """How much the proofs of a run try."""
+
+    SHORT = "short"
+    """What continuous integration has time for: every kind of case, and of the many a sample."""
+    FULL = "full"
+    """Every case, or where thousands are alike a larger sample that the proof names; and ten minutes of load."""
+
+
+class Proof(NamedTuple):
+    """A row of the table.
+
+    Args:
+        promise: Which promise of `docs/guarantees.md` it proves.
+        unit: What it counts.
+    """
+
+    promise: str
+    unit: str
+
+
+WRONG_BYTES, PHANTOM, WAIT, LIMITS, ENGINE = "wrong bytes", "phantoms", "waits", "limits", "engine"
+SECRECY, UPGRADE = "secrecy", "upgrades"
+
+PROOFS: Mapping[str, Proof] = {
+    "crash/nvme": Proof(PHANTOM, "system calls killed at"),
+    "crash/fs": Proof(PHANTOM, "system calls killed at"),
+    "crash/redis": Proof(PHANTOM, "system calls killed at"),
+    "crash/s3": Proof(PHANTOM, "system calls killed at"),
+    "io-errors/nvme": Proof(ENGINE, "system calls that failed or came short"),
+    "io-errors/fs": Proof(ENGINE, "system calls that failed or came short"),
+    "full-disk": Proof(ENGINE, "tiers on a full file system"),
+    "power-loss": Proof(PHANTOM, "file systems shut down"),
+    "corruption/nvme": Proof(WRONG_BYTES, "damages"),
+    "corruption/fs": Proof(WRONG_BYTES, "damages"),
+    "corruption/redis": Proof(WRONG_BYTES, "damages"),
+    "corruption/s3": Proof(WRONG_BYTES, "damages"),
+    "corruption/memory": Proof(WRONG_BYTES, "damages"),
+    "fuzz/record": Proof(WRONG_BYTES, "inputs"),
+    "fuzz/segment": Proof(WRONG_BYTES, "inputs"),
+    "fuzz/replies": Proof(WRONG_BYTES, "inputs"),
+    "fuzz/stack-file": Proof(ENGINE, "inputs"),
+    "fuzz/trace": Proof(ENGINE, "inputs"),
+    "wire-faults": Proof(WRONG_BYTES, "kinds of fault, each at many bytes"),
+    "simulation": Proof(WRONG_BYTES, "seeds"),
+    "races": Proof(WRONG_BYTES, "races"),
+    "soak": Proof(LIMITS, "seconds"),
+    "frozen-servers": Proof(WAIT, "runs with all servers stopped for 30 s"),
+    "security": Proof(SECRECY, "checks"),
+    "encryption": Proof(SECRECY, "damages and wrong keys"),
+    "upgrades": Proof(UPGRADE, "golden files and foreign versions"),
+    "planted-defects": Proof("the proofs themselves", "defects planted, and found"),
+}
+"""Every row that the table has; one that no test filled is shown as not run."""
+
+
+@dataclass
+class Figure:
+    """What a proof came to in this run."""
+
+    tried: int = 0
+    passed: int = 0
+    note: str = ""
+
+
+class Figures:
+    """Collects what the tests of one run proved."""
+
+    def __init__(self) -> None:
+        self._figures: dict[str, Figure] = {}
+
+    def add(self, proof: str, tried: int, passed: int, note: str = "") -> None:
+        """Count cases of a proof.
+
+        Args:
+            proof: A key of `PROOFS`.
+            tried: How many cases there were.
+            passed: How many kept the promise.
+            note: What else the table shall say, such as the seeds or the minutes.
+
+        Raises:
+            KeyError: The table has no such row.
+        """
+        PROOFS[proof]
+        figure = self._figures.setdefault(proof, Figure())
+        figure.tried += tried
+        figure.passed += passed
+        notes = [*figure.note.split("; "), *note.split("; ")]
+        figure.note = "; ".join(dict.fromkeys(each for each in notes if each))
+
+    def __bool__(self) -> bool:
+        return bool(self._figures)
+
+    @property
+    def broken(self) -> list[str]:
+        """The proofs with a case that did not pass."""
+        return [name for name, figure in self._figures.items() if figure.passed != figure.tried]
+
+    @property
+    def missing(self) -> list[str]:
+        """The proofs that no test filled."""
+        return [name for name in PROOFS if name not in self._figures]
+
+    def lines(self) -> Iterable[str]:
+        """Return the table as text."""
+        yield f"{'proof':<18} {'of':<22} {'tried':>8} {'passed':>8}  what"
+        for name, proof in PROOFS.items():
+            figure = self._figures.get(name)
+            if figure is None:
+                yield f"{name:<18} {proof.promise:<22} {'-':>8} {'-':>8}  not run: {proof.unit}"
+            else:
+                what = f"{proof.unit} ({figure.note})" if figure.note else proof.unit
+                yield f"{name:<18} {proof.promise:<22} {figure.tried:>8} {figure.passed:>8}  {what}"
+
+    def markdown(self) -> Iterable[str]:
+        """Return the table as `docs/guarantees.md` shows it."""
+        yield "| proof | of | tried | passed | what |"
+        yield "| --- | --- | ---: | ---: | --- |"
+        for name, proof in PROOFS.items():
+            figure = self._figures.get(name)
+            if figure is None:
+                yield f"| `{name}` | {proof.promise} | - | - | {proof.unit}; not run |"
+            else:
+                what = f"{proof.unit}; {figure.note}" if figure.note else proof.unit
+                yield f"| `{name}` | {proof.promise} | {figure.tried:,} | {figure.passed:,} | {what} |"
+
+    def write(self, path: Path) -> None:
+        """Write the table as JSON, one object a proof."""
+        rows = {
+            name: {"tried": figure.tried, "passed": figure.passed, "note": figure.note}
+            for name, figure in self._figures.items()
+        }
+        path.write_text(json.dumps(rows, indent=1) + "\n")
+
+    def read(self, path: Path) -> None:
+        """Add what another run wrote."""
+        for name, row in json.loads(path.read_text()).items():
+            self.add(name, **row)
+
+
+FIGURES = pytest.StashKey[Figures]()
+"""Where a run keeps its figures."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print what `pytest --trust-table PATH` wrote, of one run or several, as one table."""
+    parser = argparse.ArgumentParser(prog="python -m tests.support.figures", description=main.__doc__)
+    parser.add_argument("tables", type=Path, nargs="+", metavar="PATH", help="what --trust-table wrote")
+    parser.add_argument("--markdown", action="store_true", help="as docs/guarantees.md shows it")
+    options = parser.parse_args(argv)
+    figures = Figures()
+    for path in options.tables:
+        figures.read(path)
+    for line in figures.markdown() if options.markdown else figures.lines():
+        print(line)
+    return 1 if figures.broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""Nvme tiers that a busy machine may hold up when they are shut down, for tests that open their directory again.
+
+    from tests.support.patient_nvme import patient_nvme
+
+    pytestmark = pytest.mark.usefixtures("patient_nvme")
+
+A program has no fixtures: it opens and closes its stacks within `waiting_until_closed()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from unittest import mock
+
+import pytest
+
+from tiered_kv.testing.conformance import TierConformance
+from tiered_kv.testing.rig import OpenTier
+from tiered_kv.tiering.base import TierSpec
+from tiered_kv_nvme.settings import NvmeSettings
+from tiered_kv_nvme.tier import NvmeTier
+
+PATIENCE_S = 60.0
+
+
+@contextlib.contextmanager
+def waiting_until_closed() -> Iterator[None]:
+    """Have nvme tiers that are opened and shut down meanwhile wait until their directory is given up.
+
+    After two seconds they leave their workers behind otherwise, and after five the reclaimer, and with them the
+    directory. What a test says of who opens it next is not about a machine that holds a thread, or a flush, up for that
+    long.
+    """
+    with (
+        mock.patch("tiered_kv_nvme.tier._SHUTDOWN_TIMEOUT_S", PATIENCE_S),
+        mock.patch("tiered_kv_nvme.store.CLOSE_TIMEOUT_S", PATIENCE_S),
+    ):
+        yield
+
+
+@pytest.fixture
+def patient_nvme(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Have a test's nvme tiers wait until their directory is given up, but in the check that a shutdown is bounded."""
+    check = TierConformance.test_shutdown_with_jobs_in_flight_is_bounded_and_may_be_repeated
+    with contextlib.nullcontext() if request.function.__name__ == check.__name__ else waiting_until_closed():
+        yield
+
+
+def opening_nvme(entry: Mapping[str, object]) -> OpenTier:
+    """Return what opens nvme tiers whose stores wait for room however long the disk takes to make it.
+
+    Args:
+        entry: The tier's settings, without its type.
+
+    Raises:
+        pydantic.ValidationError: These are no settings of an nvme tier.
+    """
+    settings = NvmeSettings.model_validate({"job_timeout": 2 * PATIENCE_S, **entry})
+
+    def open_tier(spec: TierSpec, view: memoryview) -> NvmeTier:
+        with mock.patch("tiered_kv_nvme.tier._ROOM_TIMEOUT_MAX_S", PATIENCE_S):
+            return NvmeTier(spec, view, "nvme", settings)
+
+    return open_tier

@@ -1,0 +1,232 @@
+"""Races that take more than threads and time: late workers, damage amid loads, loads amid stores.
+
+Each returns what was wrong, as sentences, and how often that which it is about has really happened.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.support.hindrance import Hindrance
+from tests.support.races import Prompts, Race, open_guarded, phantoms, problems_at_rest, race_facade
+from tests.support.racing_scheduler import RacingScheduler
+from tiered_kv.errors import TierBusyError
+from tiered_kv.stack import Stack, open_stack
+from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
+
+_DAMAGE_PAUSE_S = 0.002
+_DAMAGE_ROUNDS = 10
+_WEDGES = 3
+_WEDGES_MAX = 30
+_RESETS_EVERY = 50
+_LATE_LIMIT_S = 60.0
+_STORES_MAX = 1000
+
+
+def race_late_workers(
+    config: Mapping[str, object], places: list[tuple[object, str]], *, seed: int, seconds: float
+) -> tuple[list[str], int]:
+    """Race a scheduler over tiers whose workers come later than the deadlines of their jobs, and than resets.
+
+    Args:
+        config: A stack whose `job_timeout` is about 30 ms.
+        places: The functions in which workers touch blocks of the primary tier, by module or class and name.
+        seed: Decides what is done, and how late the workers are.
+        seconds: How long, or longer until a job has expired.
+
+    Returns:
+        What was wrong, and how many jobs have expired.
+    """
+    stack, guard = open_guarded(config)
+    hindrance = Hindrance(seed, delay_max_s=0.06)
+    with stack:
+        prompts = Prompts(stack.config.block.bytes, label=f"late-{seed}")
+        scheduler = RacingScheduler(stack.manager, stack.region, prompts, seed=seed)
+        with hindrance.before(*places):
+            for number in range(1, _WEDGES_MAX + 1):
+                scheduler.run(seconds / (3 * _WEDGES))
+                hindrance.gate.close()  # what is submitted now expires, and its workers are still to come
+                scheduler.run(seconds / (3 * _WEDGES), reset_every=_RESETS_EVERY * (number % 2))
+                hindrance.gate.open()
+                if number >= _WEDGES and _expired_jobs(stack):
+                    break
+        scheduler.finish()
+        problems = problems_at_rest(stack.manager, guard)
+        scheduler.run(seconds / 3)  # what stores have read too late lies in the tier now
+        problems += [*scheduler.finish().problems, *problems_at_rest(stack.manager, guard), *phantoms(stack.manager)]
+        expired = _expired_jobs(stack)
+    return list(dict.fromkeys(problems)), expired
+
+
+def race_late_shutdown(
+    config: Mapping[str, object], places: list[tuple[object, str]], *, seed: int, seconds: float
+) -> tuple[list[str], int]:
+    """Close a stack while workers of its tiers are held up, let them go on then, and look at the memory.
+
+    Once they have ended, the tiers' storage has to be free for the next stack.
+
+    Args:
+        config: A stack.
+        places: As for `race_late_workers`.
+        seed: Decides what is done.
+        seconds: How long the stack works before.
+
+    Returns:
+        What was wrong, and how many workers were held up when the stack was closed.
+    """
+    stack, guard = open_guarded(config)
+    hindrance = Hindrance(seed, delay_max_s=0.001)
+    scheduler = RacingScheduler(stack.manager, stack.region, Prompts(stack.config.block.bytes), seed=seed)
+    with hindrance.before(*places):
+        try:
+            scheduler.run(seconds)
+            hindrance.gate.close()
+            scheduler.run(_LATE_LIMIT_S, until=lambda: hindrance.gate.waiting > 0)
+        finally:
+            stack.close(0.0)
+            late = hindrance.gate.waiting
+            hindrance.gate.open()
+        end_s = time.monotonic() + _LATE_LIMIT_S
+        problems = [] if _opens_again(config, end_s) else ["its storage is not free again"]
+        while hindrance.under_way:
+            if time.monotonic() >= end_s:
+                problems.append("workers do not end")
+                break
+            time.sleep(0.01)
+        guard.check()
+    return [*scheduler.race.problems, *guard.violations, *problems], late
+
+
+def _opens_again(config: Mapping[str, object], end_s: float) -> bool:
+    """Return whether a stack that is closed by now lets go of its storage in time."""
+    while True:
+        try:
+            open_stack(config).close()
+            return True
+        except TierBusyError:
+            if time.monotonic() >= end_s:
+                return False
+            time.sleep(0.01)
+
+
+def _expired_jobs(stack: Stack) -> int:
+    return sum(counters.get("expired_jobs", 0) for counters in stack.counters().values())
+
+
+def race_damage(config: Mapping[str, object], directory: Path, *, seed: int, seconds: float) -> tuple[list[str], int]:
+    """Race threads on the facade while the files in a tier's directory are damaged, again until a load has met that.
+
+    Args:
+        config: A stack.
+        directory: Where the tier keeps its blocks.
+        seed: Decides the calls and the damage.
+        seconds: How long one round takes.
+
+    Returns:
+        What was wrong, and how many corrupt blocks the tiers have found.
+    """
+    stack, guard = open_guarded(config)
+    with stack, damaged_files(directory, seed, at_least_bytes=stack.config.block.bytes):
+        prompts = Prompts(stack.config.block.bytes, label=f"damage-{seed}")
+        total, corrupt = Race(), 0
+        for number in range(_DAMAGE_ROUNDS):
+            total.add(race_facade(stack, prompts, seed=seed + 1000 * number, threads=2, seconds=seconds))
+            corrupt = sum(counters.get("corrupt_blocks", 0) for counters in stack.counters().values())
+            if total.problems or corrupt:
+                break
+        return [*total.problems, *problems_at_rest(stack.manager, guard)], corrupt
+
+
+@contextmanager
+def damaged_files(directory: Path, seed: int, *, at_least_bytes: int) -> Iterator[None]:
+    """Flip a bit in some file of a directory every two milliseconds, until the end of the block.
+
+    Args:
+        directory: Where, with all that is below.
+        seed: Decides which.
+        at_least_bytes: Smaller files are left alone.
+    """
+    stop = threading.Event()
+
+    def damage() -> None:
+        chance = random.Random(seed)
+        while not stop.wait(_DAMAGE_PAUSE_S):
+            flip_a_bit(directory, chance, at_least_bytes)
+
+    thread = threading.Thread(target=damage, name="damage")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def flip_a_bit(directory: Path, chance: random.Random, at_least_bytes: int) -> bool:
+    """Flip a bit in some file that is not all zero there; return whether one was flipped."""
+    files = sorted(path for path in directory.rglob("*") if not path.is_symlink())
+    chance.shuffle(files)
+    for path in files:
+        try:
+            if not path.is_file() or (size := path.stat().st_size) < at_least_bytes:
+                continue
+            with open(path, "r+b", buffering=0) as file:
+                for _ in range(16):
+                    at = chance.randrange(size)
+                    found = os.pread(file.fileno(), 1, at)
+                    if found and found != b"\0":  # a segment's unused space is zeros
+                        os.pwrite(file.fileno(), bytes([found[0] ^ 1 << chance.randrange(8)]), at)
+                        return True
+        except OSError:  # it was removed meanwhile
+            continue
+    return False
+
+
+def race_loads_with_stores(
+    open_tier: OpenTier, *, seed: int, seconds: float, block_bytes: int
+) -> tuple[list[str], int]:
+    """Store blocks in a tier, ask for them all the while, and load them at the very moment the tier says it has them.
+
+    That moment is hidden from a whole stack, which finds a block that is being stored in the primary tier.
+
+    Args:
+        open_tier: Opens the tier, which answers lookups at once. It is best raced with a `Hindrance`.
+        seed: Decides the jobs.
+        seconds: How long, or longer until a lookup was answered amid a store.
+        block_bytes: Bytes of a block.
+
+    Returns:
+        What was wrong, and how many lookups were answered while the store was under way.
+    """
+    chance = random.Random(seed)
+    rig = TierRig(open_tier, num_blocks=256, block_bytes=block_bytes, wait_s=_LATE_LIMIT_S)
+    problems: list[str] = []
+    answers = number = 0
+    end_s = time.monotonic() + seconds
+    try:
+        while (time.monotonic() < end_s or (not answers and number < _STORES_MAX)) and not problems:
+            number += 1
+            keys = make_keys(chance.randint(1, 32), f"{seed}-{number}")
+            store = rig.submit_store(keys)
+            request = rig.new_request()
+            late_s = time.monotonic() + _LATE_LIMIT_S
+            while not any(found := rig.tier.lookup_many(keys, request)):
+                assert time.monotonic() < late_s, "nothing of what is being stored is ever found"
+                answers += 1
+                rig.poll()
+            there = [key for key, answer in zip(keys, found, strict=True) if answer]
+            if lost := set(there) - rig.load(there):
+                problems.append(f"{len(lost)} of {len(there)} blocks that the tier said it had could not be loaded")
+            rig.wait([store])
+            rig.tier.on_request_finished(request)
+    except AssertionError as error:  # the rig compares every byte
+        problems.append(str(error))
+    finally:
+        rig.close()
+    return problems, answers

@@ -1,0 +1,248 @@
+"""Races: threads, or a scheduler with its tiers' threads, over few keys and hardly any room, with every byte compared.
+
+    prompts = Prompts(block_bytes=4096)
+    race = race_facade(stack, prompts, seed=1, threads=4, seconds=2.0)
+    assert not race.problems
+
+Keys have overlapping prefixes, and there are many times more of them than the primary tier has rows, so that blocks are
+evicted, promoted and stored all the time. Each key, in each epoch (which a reset begins), has content of its own, so
+that a block that is loaded with another's bytes, with bytes from before a reset, or half written, is found. What a seed
+decides is which calls are made; when they meet is up to the machine.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tests.support.guard import GuardedBackend
+from tiered_kv.base import OffloadKey
+from tiered_kv.config import load_config
+from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.errors import ShutdownError
+from tiered_kv.facade import Blocks
+from tiered_kv.stack import Stack
+from tiered_kv.testing.rig import block_content, make_keys
+from tiered_kv.tiering.manager import TieringOffloadingManager
+
+GARBAGE = 0xA5
+"""What the rows of `out` hold before a `get`."""
+REST_LIMIT_S = 60.0
+GET_TIMEOUT_S = 0.5
+PUT_TIMEOUT_S = 0.5
+
+_PROBLEMS_SHOWN = 10
+
+
+class Prompts:
+    """Prompts that share beginnings, and the content of their blocks. Any thread may read.
+
+    Args:
+        block_bytes: Bytes of a block.
+        families: Groups of prompts with a common beginning.
+        prompts: Prompts in each group.
+        shared_blocks: Length of the common beginning.
+        own_blocks: What each prompt has after that.
+        label: Distinguishes the keys from those of others.
+    """
+
+    def __init__(
+        self,
+        block_bytes: int,
+        *,
+        families: int = 4,
+        prompts: int = 4,
+        shared_blocks: int = 6,
+        own_blocks: int = 8,
+        label: str = "race",
+    ) -> None:
+        self.block_bytes = block_bytes
+        self.prompts: list[list[OffloadKey]] = []
+        for family in range(families):
+            head = make_keys(shared_blocks, f"{label}-{family}")
+            for prompt in range(prompts):
+                self.prompts.append(head + make_keys(own_blocks, f"{label}-{family}-{prompt}"))
+        self._contents: dict[tuple[OffloadKey, int], Blocks] = {}
+
+    def choose(self, chance: random.Random) -> list[OffloadKey]:
+        """Return the beginning of some prompt."""
+        prompt = chance.choice(self.prompts)
+        return prompt[: chance.randint(1, len(prompt))]
+
+    def contents(self, keys: Sequence[OffloadKey], epoch: int = 0) -> Blocks:
+        """Return what the blocks hold in an epoch, uint8 of shape (len(keys), block_bytes)."""
+        blocks = np.empty((len(keys), self.block_bytes), dtype=np.uint8)
+        for row, key in enumerate(keys):
+            content = self._contents.get((key, epoch))
+            if content is None:
+                content = np.frombuffer(block_content(key, self.block_bytes, epoch), dtype=np.uint8)
+                self._contents[key, epoch] = content
+            blocks[row] = content
+        return blocks
+
+    def differences(self, keys: Sequence[OffloadKey], blocks: Blocks, epoch: int, what: str) -> list[str]:
+        """Return a sentence for each block that holds anything but its content."""
+        wrong = (blocks != self.contents(keys, epoch)).any(axis=1)
+        return [
+            f"{what}: block {keys[index].hex()} holds other bytes ({blocks[index, :16].tobytes().hex()}…)"
+            for index in np.flatnonzero(wrong).tolist()
+        ]
+
+
+@dataclass
+class Race:
+    """What happened in a race.
+
+    Args:
+        calls: Calls of the facade, or steps of the scheduler.
+        verified_blocks: Blocks that were loaded and compared.
+        stored_blocks: Blocks that were stored, or found to be there.
+        resets: How often the cache was reset.
+        problems: What must not have happened, as sentences.
+    """
+
+    calls: int = 0
+    verified_blocks: int = 0
+    stored_blocks: int = 0
+    resets: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    def note(self, problems: Sequence[str]) -> None:
+        """Keep the first few problems."""
+        self.problems += problems[: max(0, _PROBLEMS_SHOWN - len(self.problems))]
+
+    def add(self, other: Race) -> None:
+        """Count another's in."""
+        self.calls += other.calls
+        self.verified_blocks += other.verified_blocks
+        self.stored_blocks += other.stored_blocks
+        self.resets += other.resets
+        self.note(other.problems)
+
+
+# Threads on the facade.
+
+
+def race_facade(
+    stack: Stack,
+    prompts: Prompts,
+    *,
+    seed: int,
+    threads: int,
+    seconds: float,
+    calls_min: int = 20,
+    until: Callable[[], bool] = lambda: False,
+) -> Race:
+    """Have threads put, get and flush until the time is over.
+
+    Args:
+        stack: Nobody else uses it. If it is closed meanwhile, the threads end.
+        prompts: What is stored.
+        seed: Decides the calls.
+        threads: How many.
+        seconds: How long.
+        calls_min: Calls that each thread makes, however long that takes.
+        until: Ends the race early once it answers True.
+    """
+    races = [Race() for _ in range(threads)]
+    end_s = time.monotonic() + seconds
+
+    def run(number: int) -> None:
+        chance, race = random.Random(f"{seed}/{number}"), races[number]
+        while (time.monotonic() < end_s or race.calls < calls_min) and not until():
+            try:
+                _call_facade(stack, prompts, chance, race)
+            except ShutdownError:
+                return
+            except Exception as error:  # whatever it is, no call may raise it
+                race.note([f"thread {number}: {type(error).__name__}: {error}"])
+                return
+
+    workers = [threading.Thread(target=run, args=(number,), name=f"race-{number}") for number in range(threads)]
+    for worker in workers:
+        worker.start()
+    total = Race()
+    for worker in workers:
+        worker.join(seconds + REST_LIMIT_S)
+        if worker.is_alive():
+            total.note([f"{worker.name} does not come back"])
+    for race in races:
+        total.add(race)
+    return total
+
+
+def _call_facade(stack: Stack, prompts: Prompts, chance: random.Random, race: Race) -> None:
+    keys = prompts.choose(chance)
+    race.calls += 1
+    what = chance.random()
+    if what < 0.45:
+        stored = stack.put(keys, prompts.contents(keys), timeout=PUT_TIMEOUT_S)
+        race.stored_blocks += stored
+        if not 0 <= stored <= len(keys):
+            race.note([f"put of {len(keys)} blocks says that it stored {stored}"])
+    elif what < 0.95:
+        out = np.full((len(keys), prompts.block_bytes), GARBAGE, dtype=np.uint8)
+        loaded = stack.get(keys, out, timeout=GET_TIMEOUT_S)
+        race.verified_blocks += loaded
+        race.note(prompts.differences(keys[:loaded], out[:loaded], 0, "get"))
+        if (out[loaded:] != GARBAGE).any():
+            race.note([f"get of {len(keys)} blocks returned {loaded} and wrote into rows behind them"])
+    elif what < 0.98:
+        stack.flush(timeout=0.05)
+    else:
+        stack.counters()
+
+
+# What holds afterwards.
+
+
+def problems_at_rest(manager: TieringOffloadingManager, guard: GuardedBackend | None = None) -> list[str]:
+    """Wait until no job is in flight, and return what is wrong with the primary tier then, as sentences.
+
+    Every row is either free, as it was released, or holds a ready block that nobody pins; nothing is in quarantine.
+    The manager's thread, with no transfer of the engine's open.
+    """
+    if not manager.drain_jobs(REST_LIMIT_S):
+        return [f"{manager.jobs_in_flight} jobs have not ended after {REST_LIMIT_S} s"]
+    manager.on_schedule_end()
+    primary = manager.primary
+    problems = []
+    pinned = [block.block_id for block in primary.blocks.values() if block.ref_cnt]
+    if pinned:
+        problems.append(f"blocks {pinned} are still pinned or being written")
+    lost = primary.backend.num_blocks - primary.backend.get_num_free_blocks() - len(primary.blocks)
+    if lost:
+        problems.append(f"{lost} blocks are neither free nor in use")
+    for name, counters in manager.counters().items():
+        if counters.get("quarantined_blocks"):
+            problems.append(f"tier {name} keeps {counters['quarantined_blocks']} blocks in quarantine")
+    if guard is not None:
+        guard.check()
+        problems += guard.violations
+    return problems
+
+
+def phantoms(manager: TieringOffloadingManager) -> list[str]:
+    """Return which tiers gave out blocks that were not whole; to be asked where nothing has damaged them."""
+    found = []
+    for name, counters in manager.counters().items():
+        for counter in ("corrupt_blocks", "failed_loads_checksum", "failed_loads_truncated"):
+            if counters.get(counter):
+                found.append(f"tier {name}: {counter} {counters[counter]}, and nothing was damaged")
+    return found
+
+
+def open_guarded(config: Mapping[str, object]) -> tuple[Stack, GuardedBackend]:
+    """Open a stack whose free blocks are watched."""
+    loaded = load_config(config)
+    guard = GuardedBackend(PrimaryRegion(loaded.primary_blocks, loaded.block.bytes))
+    try:
+        return Stack(loaded, backend=guard), guard
+    except BaseException:
+        guard.region.close()
+        raise

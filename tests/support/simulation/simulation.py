@@ -1,0 +1,425 @@
+"""The simulated engine and fate: what each action does to a stack, and what must hold after it."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from random import Random
+
+from tests.support.simulation.scenario import Action
+from tests.support.simulation.storage import Mood
+from tests.support.simulation.tier import SimulatedTier
+from tests.support.simulation.toolkit_tier import SimulatedToolkitTier
+from tests.support.simulation.world import World
+from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.cpu.backend import CPUBackend
+from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.testing.model import StackModel, StackUnderTest
+from tiered_kv.testing.rig import make_keys
+from tiered_kv.testing.watch import RowLedger, WatchedTier
+from tiered_kv.tiering.base import TierSpec
+from tiered_kv.tiering.limits import ManagerLimits, TierLimits
+from tiered_kv.tiering.manager import TieringOffloadingManager
+from tiered_kv.tiering.search import PAUSE_S_MAX
+
+BLOCK_BYTES = 64
+CHATS = 4
+CHAT_BLOCKS = 8
+REQUESTS_MAX = 6
+TRANSFERS_MAX = 4
+JOB_TIMEOUT_S = 0.5
+LOOKUP_TIMEOUT_S = 0.2
+HOLD_S = 0.4
+REQUEST_WAIT_S = 2.0
+STEP_S_MAX = 0.05
+WAIT_S_MAX = 3.0
+RECOVERY_S_MAX = 120.0
+
+_MOODS = (
+    Mood(block_s=0.05),
+    Mood(answer_s=0.05),
+    Mood(answer_s=0.4),
+    Mood(is_wedged=True),
+    Mood(is_mute=True),
+    Mood(is_wedged=True, answer_s=0.5, lies=0.5),
+    Mood(fails=0.3),
+    Mood(fails=1.0),
+    Mood(raises=0.2),
+    Mood(raises=1.0),
+    Mood(lies=0.5),
+    Mood(lies=1.0),
+    Mood(babbles=0.7),
+    Mood(tears=0.5),
+    Mood(block_s=0.1, fails=0.2, raises=0.1, lies=0.2, babbles=0.2, tears=0.2, answer_s=0.02),
+)
+
+
+@dataclass(slots=True)
+class _Wait:
+    """How long a request has waited since its last load, and when it was answered None last."""
+
+    seconds: float = 0.0
+    since_s: float = math.inf
+
+
+class Simulation:
+    """One stack under one seed.
+
+    Args:
+        seed: Decides how many tiers there are, their room, the policy and the limits.
+    """
+
+    def __init__(self, seed: int) -> None:
+        rng = Random(f"stack {seed}")
+        self.world = World()
+        self.tiers: list[SimulatedTier | SimulatedToolkitTier] = []
+        self.manager = self._open(rng)
+        self.model = StackModel(StackUnderTest(self.manager, self.world.clock, ledger=self._ledger))
+        self._waits: defaultdict[str, _Wait] = defaultdict(_Wait)
+        self._fillers = 0
+        self._polled_at_s = self.world.clock()
+
+    def act(self, action: Action) -> None:
+        """Do one action, and check that everything still holds."""
+        self.world.rng = Random(action.salt)
+        getattr(self, action.name)()
+        self.model.check_transfers()
+        self.model.check_counts()
+        self._check_limits()
+        self._check_expiry()
+
+    def conclude(self) -> None:
+        """End all faults and all work; then every tier must be in use again, and give back what it is given."""
+        self.world.rng = Random(0)
+        for tier in self.tiers:
+            tier.storage.mood = Mood()
+        self._settle()
+        self._check_recovery()
+        self._settle()
+        for tier in self.tiers:
+            assert not tier.used_after_refusal, "a tier that could not forget was used again"
+
+    def close(self) -> None:
+        """Shut the stack down."""
+        self.world.rng = Random(0)
+        for tier in self.tiers:
+            tier.storage.mood = Mood()
+        while self.model.loads:
+            self.model.loads.pop()
+        self._end_step(JOB_TIMEOUT_S)
+        self._end_step(JOB_TIMEOUT_S)
+        self.manager.shutdown(timeout_s=0.0)
+
+    # The engine.
+
+    def start(self) -> None:
+        """A request comes in."""
+        if len(self.model.requests) < REQUESTS_MAX:
+            self.model.start(self._chat()[: self.world.rng.randint(2, CHAT_BLOCKS)])
+
+    def step(self) -> None:
+        """The scheduler looks at every request: what is answered goes on, what is not asks again."""
+        for req_id in list(self.model.requests):
+            self._look_at(req_id)
+        self._end_step(self.world.rng.random() * STEP_S_MAX)
+
+    def ask_on(self) -> None:
+        """The scheduler does nothing but ask; whatever the tiers do, that comes to an end."""
+        asking = list(self.model.requests)
+        while asking:
+            asking = [req_id for req_id in asking if not self._look_at(req_id)]
+            self._end_step(STEP_S_MAX)
+
+    def finish_transfer(self) -> None:
+        """A copy between the GPU and the primary tier ends."""
+        rng, model = self.world.rng, self.model
+        if model.loads and (not model.stores or rng.random() < 0.5):
+            model.complete_load(rng.randrange(len(model.loads)))
+        elif model.stores:
+            model.complete_store(rng.randrange(len(model.stores)), success=True)
+
+    def fail_store(self) -> None:
+        """A copy from the GPU fails."""
+        if self.model.stores:
+            self.model.complete_store(self.world.rng.randrange(len(self.model.stores)), success=False)
+
+    def abandon(self) -> None:
+        """A request is aborted, whatever is under way for it."""
+        if self.model.requests:
+            self._finish(self._any_request())
+
+    def prefetch(self) -> None:
+        """The engine knows what it will ask for."""
+        if self.model.requests:
+            request, keys = self.model.requests[self._any_request()]
+            self.manager.prefetch(keys, request)
+
+    def touch(self) -> None:
+        """The engine used blocks that it did not load from here."""
+        if self.model.requests:
+            request, keys = self.model.requests[self._any_request()]
+            self.manager.touch(keys, request)
+
+    def ask_once(self) -> None:
+        """A request without an id asks, and does not come back."""
+        for key in self._chat():
+            answer = self.manager.lookup(key, ReqContext())
+            assert not answer or key in self.model.stored, f"block {key.hex()} was found, and is not there to be found"
+
+    def store_others(self) -> None:
+        """Blocks come that nobody asks for again, and others must go."""
+        self._fillers += 1
+        self._store_at_once(make_keys(self.world.rng.randint(1, 12), f"filler {self._fillers}"))
+        self._end_step(0.0)
+
+    def store_under_a_load(self) -> None:
+        """Between the lookup and the load of one step, a store wants room."""
+        if not self.model.requests:
+            return
+        req_id = self._any_request()
+        found = self._found(req_id)
+        self._fillers += 1
+        self._store_at_once(make_keys(12, f"filler {self._fillers}"))
+        if found and len(self.model.loads) < TRANSFERS_MAX:
+            self.model.begin_load(req_id, found)
+            self._waits[req_id] = _Wait()
+        self._end_step(0.0)
+
+    def take_events(self) -> None:
+        """Somebody reads the events."""
+        list(self.manager.take_events())
+
+    def reset(self) -> None:
+        """The weights change: everything is void."""
+        self.model.reset()
+
+    # Time.
+
+    def wait_briefly(self) -> None:
+        """A moment passes, and the scheduler polls."""
+        self._end_step(self.world.rng.random() * 0.2)
+
+    def wait_long(self) -> None:
+        """The scheduler is away for longer than any deadline."""
+        self._end_step(self.world.rng.random() * WAIT_S_MAX)
+
+    # Fate.
+
+    def change_mood(self) -> None:
+        """A tier begins to behave in another way."""
+        if self.tiers:
+            tier, mood = self.world.rng.choice(self.tiers), self.world.rng.choice(_MOODS)
+            tier.storage.mood = Mood(**{name: getattr(mood, name) for name in Mood.__slots__})
+
+    def wedge_busy(self) -> None:
+        """Tiers that have transfers under way get stuck in the middle of them."""
+        for tier in self.tiers:
+            if tier.transfers_running:
+                tier.storage.mood = Mood(is_wedged=True)
+
+    def heal(self) -> None:
+        """A tier behaves well again."""
+        if self.tiers:
+            self.world.rng.choice(self.tiers).storage.mood = Mood()
+
+    def damage(self) -> None:
+        """What a tier has stored rots."""
+        if self.tiers:
+            self.world.rng.choice(self.tiers).storage.damage(self.world.rng)
+
+    def lose_everything(self) -> None:
+        """A tier's server was started anew, empty."""
+        if self.tiers:
+            self.world.rng.choice(self.tiers).storage.records.clear()
+
+    # How the stack is built.
+
+    @cached_property
+    def _ledger(self) -> RowLedger:
+        return RowLedger()
+
+    def _open(self, rng: Random) -> TieringOffloadingManager:
+        region = PrimaryRegion(rng.choice((12, 14, 20)), BLOCK_BYTES)
+        primary = CPUOffloadingManager(CPUBackend(region), rng.choice(("lru", "arc")))
+        limits = []
+        self._watched: list[WatchedTier] = []
+        for number in range(rng.choice((1, 2, 2, 3))):
+            spec = TierSpec(f"tier-{number}", BLOCK_BYTES)
+            tier = self._tier(spec, region, rng)
+            self.tiers.append(tier)
+            self._watched.append(WatchedTier(tier, self._ledger))
+            limits.append(
+                TierLimits(
+                    store_budget_bytes=rng.choice((4, 8, 12)) * BLOCK_BYTES,
+                    load_budget_bytes=rng.choice((2, 8, 12)) * BLOCK_BYTES,
+                    job_timeout_s=JOB_TIMEOUT_S,
+                    lookup_timeout_s=LOOKUP_TIMEOUT_S,
+                    admit_after=rng.choice((1, 1, 1, 2)),
+                    fill_on_promotion=rng.random() < 0.5,
+                    breaker_failures=rng.choice((1, 3, 5)),
+                    breaker_cooldown_s=0.3,
+                )
+            )
+        self._limits = limits
+        return TieringOffloadingManager(
+            primary,
+            self._watched,
+            tier_limits=limits,
+            limits=ManagerLimits(
+                promotion_blocks_max=rng.choice((None, 3, 8)),
+                hold_s=HOLD_S,
+                wait_max_s=REQUEST_WAIT_S,
+                requests_max=100,
+            ),
+            clock=self.world.clock,
+        )
+
+    def _tier(self, spec: TierSpec, region: PrimaryRegion, rng: Random) -> SimulatedTier | SimulatedToolkitTier:
+        """Return a tier that is made with the toolkit, or one that is not."""
+        records_max = rng.choice((12, 40, 1000))
+        if rng.random() < 0.5:
+            return SimulatedToolkitTier(
+                self.world, spec, region.kv_view, records_max=records_max, lookup_timeout_s=LOOKUP_TIMEOUT_S
+            )
+        can_reset = rng.random() < 0.9
+        return SimulatedTier(self.world, spec, region.kv_view, records_max=records_max, can_reset=can_reset)
+
+    # What actions are made of.
+
+    def _chat(self) -> list[OffloadKey]:
+        number = self.world.rng.randrange(CHATS)
+        shared = make_keys(3, "system prompt") if number < 2 else []
+        return shared + make_keys(CHAT_BLOCKS - len(shared), f"chat {number}", group_idx=number % 2)
+
+    def _any_request(self) -> str:
+        return self.world.rng.choice(sorted(self.model.requests))
+
+    def _end_step(self, seconds: float) -> None:
+        self.manager.on_schedule_end()
+        self.world.advance(seconds)
+        self.manager.poll()
+        self._polled_at_s = self.world.clock()
+
+    def _found(self, req_id: str) -> list[OffloadKey] | None:
+        """Return the prefix of a request that is found, or None if it has to wait, which it may for so long."""
+        request, keys = self.model.requests[req_id]
+        wait, now_s = self._waits[req_id], self.world.clock()
+        wait.seconds += max(0.0, min(now_s - wait.since_s, PAUSE_S_MAX))
+        wait.since_s = math.inf
+        answers = self.manager.lookup_many(keys, request)
+        if None in answers:
+            assert wait.seconds < REQUEST_WAIT_S, f"{req_id} is answered None after it has waited as long as it may"
+            wait.since_s = now_s
+        found: list[OffloadKey] = []
+        for key, answer in zip(keys, answers, strict=True):
+            if answer is None:
+                return None
+            if not answer:
+                break
+            assert key in self.model.stored, f"block {key.hex()} was found, and is not there to be found"
+            found.append(key)
+        return found
+
+    def _look_at(self, req_id: str) -> bool:
+        """Ask for a request; return whether it was answered."""
+        found = self._found(req_id)
+        if found is None:
+            return False
+        if len(self.model.loads) >= TRANSFERS_MAX or len(self.model.stores) >= TRANSFERS_MAX:
+            return True
+        request, keys = self.model.requests[req_id]
+        if found:
+            self.model.begin_load(req_id, found)
+        self.model.begin_store(request, keys[len(found) :])
+        self._finish(req_id)
+        return True
+
+    def _settle(self) -> None:
+        """Let everything come to its end in simulated time, and check that nothing is held then."""
+        for _ in range(len(self.model.loads)):
+            self.model.complete_load(0)
+        for _ in range(len(self.model.stores)):
+            self.model.complete_store(0, success=True)
+        for req_id in list(self.model.requests):
+            self._finish(req_id)
+        self._drain()
+        self._end_step(2 * HOLD_S)  # what a request without an id has found is held for nobody until then
+        self.model.settle()
+
+    def _drain(self) -> None:
+        """Let every job come to its end, which takes no longer than it may."""
+        end_s = self.world.clock() + RECOVERY_S_MAX
+        self._end_step(0.0)
+        while self.manager.jobs_in_flight:
+            assert self.world.clock() < end_s, "jobs were not reported though every fault has ended"
+            self._end_step(1.0)
+
+    def _finish(self, req_id: str) -> None:
+        self._waits.pop(req_id, None)
+        self.model.finish(req_id)
+
+    def _store_at_once(self, keys: list[OffloadKey]) -> None:
+        before = len(self.model.stores)
+        request = ReqContext("others")
+        self.model.begin_store(request, keys)
+        if len(self.model.stores) > before:
+            self.model.complete_store(before, success=True)
+        self.manager.on_request_finished(request)
+
+    # What must hold.
+
+    def _check_limits(self) -> None:
+        for watched, limits in zip(self._watched, self._limits, strict=True):
+            assert limits.store_budget_bytes is not None
+            assert limits.load_budget_bytes is not None
+            assert watched.store_blocks_peak * BLOCK_BYTES <= limits.store_budget_bytes, "a store budget was exceeded"
+            assert watched.load_blocks_peak * BLOCK_BYTES <= limits.load_budget_bytes, "a load budget was exceeded"
+
+    def _check_expiry(self) -> None:
+        """As of the last poll, exactly those jobs count as expired that are late and have not been reported."""
+        counters = self.manager.counters()
+        for tier in self.tiers:
+            late = sum(deadline_s <= self._polled_at_s for deadline_s in tier.deadlines_s.values())
+            counted = counters[tier.tier_type]
+            assert counted.get("expired_jobs", 0) - counted.get("late_jobs", 0) == late, "a job outlived its deadline"
+
+    def _check_recovery(self) -> None:
+        """With all faults over, blocks go to every tier, and come back from below when the primary tier lost them."""
+        self._end_step(RECOVERY_S_MAX)  # past every cooldown
+        usable = [tier for tier in self.tiers if not tier.reset_refused]
+        keys = make_keys(2, "after all")
+        for _ in range(10):  # a half-open breaker takes one job at a time, and admission more than one offer
+            self._store_at_once(keys)
+            self._end_step(5.0)
+            if all(key in tier.storage.records for tier in usable for key in keys):
+                break
+            self._evict()
+        for tier in usable:
+            assert all(key in tier.storage.records for key in keys), f"{tier.tier_type} is not stored to again"
+        kept = [{key: tier.storage.records[key] for key in keys} for tier in usable]
+        for tier, records in zip(usable, kept, strict=True):
+            self._drain()  # what one tier gives may fill those above it
+            self.manager.primary.reset_cache()
+            for other in self.tiers:
+                for key in keys:
+                    other.storage.records.pop(key, None)
+            tier.storage.records.update(records)  # a small one may have had to evict them
+            loaded_before = self.manager.counters()[tier.tier_type].get("loaded_blocks", 0)
+            req_id = self.model.start(keys)
+            while (found := self._found(req_id)) is None:
+                self._end_step(0.1)
+            assert found == keys, f"blocks that {tier.tier_type} has are not found in it"
+            loaded = self.manager.counters()[tier.tier_type].get("loaded_blocks", 0) - loaded_before
+            assert loaded == len(keys), f"{loaded} of {len(keys)} blocks came from {tier.tier_type}"
+            self.model.begin_load(req_id, found)
+            self.model.complete_load(len(self.model.loads) - 1)
+            self.model.finish(req_id)
+
+    def _evict(self) -> None:
+        for number in range(self.manager.primary.backend.num_blocks):
+            self._store_at_once(make_keys(1, f"last filler {self._fillers} {number}"))
+            self._end_step(1.0)
+        self._fillers += 1

@@ -1,0 +1,197 @@
+"""A tier of the toolkit whose workers live in simulated time: the queue, lookups, deadlines and epochs are real."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from tests.support.simulation.storage import SimulatedStorage
+from tests.support.simulation.world import World
+from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, TierSpec
+from tiered_kv.toolkit.jobs import ALL_DONE, Lane, Outcome, Part
+from tiered_kv.toolkit.lookups import Probe
+from tiered_kv.toolkit.queued import QueuedTier
+
+_PART_BLOCKS = 3
+_WORKERS = 3
+_WEDGED_POLL_S = 0.05
+
+
+class SimulatedToolkitTier(QueuedTier):
+    """A `BlockingTier` whose threads are calls that are due at some time.
+
+    Each of its workers takes a part, moves block after block, and takes the next.
+
+    Args:
+        world: Whose time it lives in.
+        spec: Name and block size.
+        primary_kv_view: The primary region.
+        records_max: How many records it keeps.
+        lookup_timeout_s: How long a lookup may go unanswered.
+
+    Attributes:
+        storage: What it keeps, and its mood; a scenario may change both.
+        reset_refused, used_after_refusal: As of `SimulatedTier`; always 0.
+        transfers_running: Parts that have begun and not ended.
+        deadlines_s: Of jobs that have not been reported.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        spec: TierSpec,
+        primary_kv_view: memoryview,
+        *,
+        records_max: int,
+        lookup_timeout_s: float,
+    ) -> None:
+        super().__init__(
+            spec,
+            primary_kv_view,
+            spec.name,
+            part_blocks=_PART_BLOCKS,
+            stores_running_max=_WORKERS - 1,
+            lookup_timeout_s=lookup_timeout_s,
+            shutdown_timeout_s=0.0,
+            clock=world.clock,
+        )
+        self.storage = SimulatedStorage(world, spec.namespace_digest, records_max)
+        self.reset_refused = 0
+        self.used_after_refusal = 0
+        self.transfers_running = 0
+        self.deadlines_s: dict[JobId, float] = {}
+        self._world = world
+        self._tokens = 0
+        self._workers_idle = _WORKERS
+
+    # What the manager calls.
+
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        self._note_deadline(job_metadata)
+        super().submit_store(job_metadata)
+
+    def submit_load(self, job_metadata: JobMetadata) -> None:
+        self._note_deadline(job_metadata)
+        super().submit_load(job_metadata)
+
+    def get_finished(self) -> Iterable[JobResult]:
+        if self.storage.mood.is_mute:
+            return ()
+        finished = list(super().get_finished())
+        for result in finished:
+            del self.deadlines_s[result.job_id]
+        return finished
+
+    def reset_cache(self) -> bool:
+        self.begin_epoch()
+        self.storage.records.clear()
+        return True
+
+    def stats(self) -> Mapping[str, int]:
+        return {**super().stats(), "blocks": len(self.storage.records)}
+
+    # The workers.
+
+    def _wake(self) -> None:
+        self._tokens += 1
+        self._world.call_after(0.0, self._start_workers)
+
+    def _start_workers(self) -> None:
+        while self._tokens and self._workers_idle:
+            self._tokens -= 1
+            part = self._part_queue.take()
+            if part is None:
+                continue
+            self._workers_idle -= 1
+            if part.job.lane is Lane.LOOKUP:
+                self._next_probe(part)
+            else:
+                self._start(part)
+
+    def _rest(self) -> None:
+        self._workers_idle += 1
+        self._start_workers()
+
+    def _start(self, part: Part) -> None:
+        refused = self._begin_part(part)
+        if refused is not None:
+            self._end(part, refused)
+            return
+        self.transfers_running += 1
+        transfer = _Transfer(part, self._blocks_of(part))
+        self._world.call_after(self._block_s(), lambda: self._step(transfer))
+
+    def _step(self, transfer: _Transfer) -> None:
+        """Move one block, and come back for the next, or end the part."""
+        if self.storage.mood.is_wedged:
+            self._world.call_after(_WEDGED_POLL_S, lambda: self._step(transfer))
+            return
+        part, number = transfer.part, transfer.moved
+        if number < len(transfer.blocks):
+            transfer.moved += 1
+            key = part.job.keys[part.start + number]
+            is_load = part.job.lane is Lane.LOAD
+            if part.job.epoch != self.epoch:  # as an author compares `part_epoch` before a store is published
+                reason = "reset"
+            elif self.storage.chance(self.storage.mood.raises):
+                reason = "unavailable"
+            else:
+                move = self.storage.load if is_load else self.storage.store
+                reason = move(key, transfer.blocks[number])
+            transfer.reasons.append(reason)
+            self._world.call_after(self._block_s(), lambda: self._step(transfer))
+            return
+        self.transfers_running -= 1
+        for block in transfer.blocks:
+            block.release()
+        self._end(part, transfer.outcome())
+
+    def _end(self, part: Part, outcome: Outcome) -> None:
+        self._end_part(part, outcome)
+        self._rest()
+
+    def _next_probe(self, ticket: Part) -> None:
+        probe = self._batched_lookups.take()
+        if probe is None:
+            self._part_queue.end(ticket)
+            self._rest()
+            return
+        self._world.call_after(self.storage.mood.answer_s, lambda: self._answer(ticket, probe))
+
+    def _answer(self, ticket: Part, probe: Probe) -> None:
+        if self.storage.mood.is_mute:  # it hangs, and answers what nobody asks any more
+            self._world.call_after(_WEDGED_POLL_S, lambda: self._answer(ticket, probe))
+            return
+        has = self.storage.has
+        failed = self.storage.chance(self.storage.mood.raises)
+        self._batched_lookups.answer(probe, [not failed and has(key) for key in probe.keys])
+        self._next_probe(ticket)
+
+    def _stop_workers(self, deadline: float) -> int:
+        self._tokens = self._workers_idle = 0
+        return 0
+
+    def _note_deadline(self, job: JobMetadata) -> None:
+        assert job.deadline is not None
+        self.deadlines_s[job.job_id] = job.deadline
+
+    def _block_s(self) -> float:
+        return self._world.rng.random() * 2 * self.storage.mood.block_s
+
+
+class _Transfer:
+    """A part on its way."""
+
+    __slots__ = ("blocks", "moved", "part", "reasons")
+
+    def __init__(self, part: Part, blocks: list[memoryview]) -> None:
+        self.part = part
+        self.blocks = blocks
+        self.moved = 0
+        self.reasons: list[str] = []
+
+    def outcome(self) -> Outcome:
+        if not any(self.reasons):
+            return ALL_DONE
+        keys = self.part.job.keys[self.part.start : self.part.stop]
+        done = [key for key, reason in zip(keys, self.reasons, strict=True) if not reason]
+        return Outcome(done, next(filter(None, self.reasons)))
