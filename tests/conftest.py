@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -11,6 +12,14 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+
+import tiered_kv
+
+# Tests, and programs that they start, find `tests.support` in the checkout, and the package where it is installed.
+sys.path.append(str(Path(__file__).parents[1]))
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [os.environ.get("PYTHONPATH"), str(Path(tiered_kv.__file__).parents[1]), sys.path[-1]])
+)
 
 from tests.support.figures import FIGURES, Figures, Profile
 from tiered_kv.testing.clock import ManualClock

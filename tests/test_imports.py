@@ -6,6 +6,7 @@ import ast
 import functools
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ EXTRAS = frozenset(
     {"torch", "transformers", "vllm", "redis", "boto3", "botocore", "aiofiles", "cryptography", "zstandard"}
 )
 IMPORT_LIMIT_S = 0.150
+PLUGINS = sorted(path.name for path in (ROOT / "plugins").glob("tiered_kv_*"))
 
 ROOMS: list[tuple[str, ...]] = [
     ("tiered_kv.base", "tiered_kv.mediums", "tiered_kv.backend", "tiered_kv.errors"),
@@ -47,7 +49,7 @@ def run_fresh(program: str) -> object:
 def sources() -> list[tuple[str, Path]]:
     """Return each module of the distribution and its file."""
     found = []
-    for top in [ROOT / "tiered_kv", *sorted((ROOT / "plugins").glob("tiered_kv_*"))]:
+    for top in [ROOT / "tiered_kv", *(ROOT / "plugins" / name for name in PLUGINS)]:
         for path in sorted(top.rglob("*.py")):
             parts = path.relative_to(top.parent).with_suffix("").parts
             found.append((".".join(parts[:-1] if parts[-1] == "__init__" else parts), path))
@@ -99,6 +101,16 @@ def room_of(module: str) -> int:
 
 def is_ours(module: str) -> bool:
     return module.partition(".")[0].startswith("tiered_kv") and module != "tiered_kv.__version__"
+
+
+@pytest.mark.parametrize(("module", "path"), sources(), ids=[module for module, _ in sources()])
+def test_what_ships_names_no_test_and_what_authors_test_with_no_built_in_tier(module: str, path: Path) -> None:
+    text = path.read_text()
+    assert "tests.support" not in text
+    if module.split(".")[:2] == ["tiered_kv", "testing"]:
+        assert [plugin for plugin in PLUGINS if re.search(rf"\b{plugin}\b", text)] == []
+    else:
+        assert "tiered_kv.testing" not in text
 
 
 def test_importing_the_package_is_fast_and_loads_nothing_heavy() -> None:

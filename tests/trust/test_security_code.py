@@ -15,7 +15,7 @@ from tests.support.code_scan import scan
 pytestmark = pytest.mark.trust("security")
 
 ROOT = Path(__file__).parents[2]
-TREES = ("tiered_kv", "plugins", "examples")
+TREES = ("tiered_kv", "plugins", "examples", "tests/support")
 
 OWN_NAMES = "of this package's own modules, from a table in the same file"
 NAMED_CLASS = "the class that the owner of the stack names as 'module:Class', which is code that he installed"

@@ -1,25 +1,20 @@
-"""What a tier's author tests a tier with, and what this project tests its own with.
+"""What a tier's author tests a tier with. This project tests its own tiers with it too.
 
     conformance     a pytest class to subclass: the contract of a secondary tier, check by check
-    state_machine   a Hypothesis state machine over a whole stack, against the dictionary in `model`
-    faults, lies    tiers that hang, fail, come late or lie, made by wrapping one that does not
-    four_methods    the smallest tier there can be
-    watch           who may touch which row of the primary region, seen from the tiers
-    guard           a backend that notices who writes into a block that was given back
-    races           threads on a stack with hardly any room (race_stacks), or a scheduler (racing_scheduler); race_cases
-    hindrance       workers of good tiers, held up
-    soak            all tiers under load for hours, while faults come and go
-    prompt          a wrapper that makes tiers with threads repeatable
-    rig             a tier on a test bench, with known bytes in every block
-    gate, clock     what tests steer the above with, in place of sleeping
-    leaks           what a test leaves behind
     wire_faults     a pytest class to subclass: a tier whose server is behind a bad network (its bench: wire_bench)
-    damage, doors   what happens to stored bytes, and the way to them behind a tier's back
-    segment_map     which byte of an nvme segment belongs to what; segment_bench damages them
-    code_scan       what in Python source turns data into code
-    fuzzing         inputs that are almost right, for everything that reads bytes from outside
+    state_machine   a Hypothesis state machine over a whole stack, against the dictionary in `model`
+    rig             a tier on a test bench, with known bytes in every block
+    faults, lies    tiers that hang, fail, come late or lie, made by wrapping one that does not
+    watch           who may touch which row of the primary region, seen from the tiers
+    prompt          a wrapper that makes tiers with threads repeatable
+    proxy           a TCP proxy that does to connections what networks do; proxied is one connection
+    damage          what can happen to the bytes of a stored block record
+    leaks           what a test leaves behind
+    gate, clock     what tests steer the above with, in place of sleeping; waiting waits for a condition
+    redis_servers, redis_clusters, redis_sentinels, s3_servers
+                    fixtures with servers on loopback, and with fakeredis and moto
+    four_methods    the smallest tier there can be
     key_value       a small server, and a good tier over the network to it
-    proxy           a TCP proxy that does to connections what networks do
 
 The extra `test` brings pytest and Hypothesis. Import the modules by name.
 """

@@ -31,7 +31,7 @@ PROBE_REQ_IDS: ContextVar[Sequence[str]] = ContextVar("tiered_kv_probe_req_ids",
 PART_EPOCH: ContextVar[int] = ContextVar("tiered_kv_part_epoch")
 """The epoch of the job that this thread, or task, is serving."""
 
-_OWN_PACKAGES = ("tiered_kv.toolkit.", "tests.support.simulation.")
+_OWN_PACKAGE = "tiered_kv.toolkit."
 _PROBE_JOB_ID = -1
 _NO_BLOCKS: np.ndarray[Any, np.dtype[np.int64]] = np.empty(0, dtype=np.int64)
 
@@ -98,10 +98,15 @@ class QueuedTier(SecondaryTierManager):
     def __init_subclass__(cls) -> None:
         """Refuse an author's class that would replace a private method of its base by accident."""
         super().__init_subclass__()
-        if cls.__module__.startswith(_OWN_PACKAGES):
+        if cls.__module__.startswith(_OWN_PACKAGE):
             return
-        own = [base for base in cls.__mro__ if base.__module__.startswith(_OWN_PACKAGES)]
-        private = {name for base in own for name, value in vars(base).items() if isinstance(value, FunctionType)}
+        own = [base for base in cls.__mro__ if base.__module__.startswith(_OWN_PACKAGE)]
+        private = {
+            name
+            for base in own
+            for name, value in vars(base).items()
+            if isinstance(value, FunctionType) and not getattr(value, "__isabstractmethod__", False)
+        }
         hidden = sorted(name for name in private & vars(cls).keys() if name[0] == "_" and name[1] != "_")
         if hidden:
             raise TypeError(f"{cls.__name__} hides private methods of its base; rename {', '.join(hidden)}")

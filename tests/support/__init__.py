@@ -1,0 +1,20 @@
+"""What this project tests itself with, beyond what `tiered_kv.testing` gives to the author of a tier.
+
+These modules know the insides of the built-in tiers. `tests/conftest.py` makes them importable for tests, and for the
+programs that tests start. From a shell, run them in the checkout's root: `python -m tests.support.soak --help`.
+
+    soak            all tiers under load for hours, while faults come and go
+    simulation      the manager over tiers in simulated time, from a seed
+    races           threads on a stack with hardly any room (race_stacks), or a scheduler (racing_scheduler); race_cases
+    guard           a backend that notices who writes into a block that was given back
+    hindrance       workers of good tiers, held up
+    crash_cases     programs that are killed at their system calls (crash_scenario, crash_server, crash_progress)
+    syscalls        system calls of a program: recorded, failed, killed at (traced_child, short_writes, flush_order)
+    mounts          file systems that are small, or lose their power
+    fuzzing         inputs that are almost right, for everything that reads bytes from outside
+    doors           the way to stored bytes behind a tier's back
+    segment_map     which byte of an nvme segment belongs to what; segment_bench damages them
+    secret_hunt     secrets in whatever a stack writes; secret_plants puts them there
+    code_scan       what in Python source turns data into code
+    figures         what the proofs of docs/guarantees.md tried, and how much of it kept its promise
+"""
