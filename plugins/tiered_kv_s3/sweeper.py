@@ -125,7 +125,7 @@ class Sweeper:
         while not self._is_stopping:
             self._wake.wait(max(0.0, next_sweep_s - time.monotonic()))
             self._wake.clear()
-            self._renew_all()
+            self._renew_all(next_sweep_s)
             if time.monotonic() < next_sweep_s or self._is_stopping:
                 continue
             try:
@@ -134,16 +134,20 @@ class Sweeper:
                 self._counters.add("failed_sweeps")
             next_sweep_s = time.monotonic() + self._interval_s * random.uniform(1 - _JITTER, 1 + _JITTER)
 
-    def _renew_all(self) -> None:
+    def _renew_all(self, until_s: float) -> None:
+        """Renew what waits; what is left at `until_s` is renewed after the sweep, which must not be put off."""
         while not self._is_stopping:
             with self._lock:
                 if not self._renewals:
+                    return
+                if time.monotonic() >= until_s:
+                    self._wake.set()
                     return
                 name, _ = self._renewals.popitem(last=False)
             try:
                 self._control.renew(name)
                 self._counters.add("renewed_blocks")
-            except TierError:  # it may be gone meanwhile; the next use asks again
+            except Exception:  # it may be gone meanwhile; the next use asks again
                 self._counters.add("failed_renewals")
 
     def _sweep_once(self) -> bool:

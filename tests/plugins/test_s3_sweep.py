@@ -170,6 +170,34 @@ def test_a_block_that_is_used_late_is_renewed_and_survives_the_sweep() -> None:
     assert sorted(bucket.written_s) == sorted([NAMES[0], *NAMES[10:]])
 
 
+def test_the_thread_lives_through_a_renewal_that_fails_in_whatever_way() -> None:
+    bucket = SharedBucket(20)
+    sweeper, _, counters = sweeper_of(bucket, ttl_s=90.0)
+    works = bucket.renew
+
+    def break_once(name: str) -> None:
+        bucket.renew = works  # type: ignore[method-assign]  # as a library that stumbles over an answer
+        raise RuntimeError("can't start new thread")
+
+    bucket.renew = break_once  # type: ignore[method-assign]
+    sweeper.renew(NAMES[0])
+    wait_until(lambda: counters["failed_renewals"] == 1, what="the failure")
+    sweeper.renew(NAMES[1])
+    wait_until(lambda: bucket.renewed == [NAMES[1]], what="the renewal of another")
+    sweeper.stop()
+    sweeper.join(60.0)
+
+
+def test_renewals_without_end_put_no_sweep_off() -> None:
+    bucket = SharedBucket(20)
+    sweeper, _, _ = sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES, interval_s=0.01)
+    bucket.renew = sweeper.renew  # type: ignore[method-assign]  # every block is used again at once
+    sweeper.renew(NAMES[19])
+    wait_until(lambda: bucket.used_bytes == 8 * RECORD_BYTES, what="a sweep")
+    sweeper.stop()
+    sweeper.join(60.0)
+
+
 def test_a_sweeper_that_gets_no_thread_is_started_by_the_next_store(monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = SharedBucket(20)
     sweeper, _, _ = sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES, interval_s=0.01)
