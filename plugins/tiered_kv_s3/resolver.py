@@ -23,7 +23,7 @@ def addresses_of(host: str, port: int, timeout_s: float) -> Addresses:
     """
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
-    except socket.gaierror:  # it is a name
+    except (socket.gaierror, UnicodeError):  # it is a name, or nothing at all
         pass
     with _lock:
         lookup = _lookups.get((host, port))

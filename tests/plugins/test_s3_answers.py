@@ -356,6 +356,11 @@ def test_the_look_up_of_a_name_keeps_the_deadline_and_is_shared(monkeypatch: pyt
     wait_until(lambda: not any("lookup" in thread.name for thread in threading.enumerate()), what="the threads' end")
 
 
+def test_a_name_that_is_none_is_a_server_without_an_address() -> None:
+    with pytest.raises(OSError, match="is no name"):
+        addresses_of("a" * 64 + ".invalid", 80, WAIT_S)
+
+
 def test_the_proxy_of_the_environment_is_used_and_no_proxy_is_heeded(
     server: ScriptedServer, open_rig: Callable[..., TierRig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
