@@ -137,7 +137,7 @@ class Bucket:
         The requests travel side by side. Those that fail are tried again side by side, in the first half of the time,
         so that the answers for the others are not too late.
         """
-        verdicts = [Verdict.TIMEOUT] * len(names)
+        verdicts = [Verdict.UNASKED] * len(names)
         waiting = list(range(len(names)))
         retry_until_s = (time.monotonic() + deadline) / 2
         for attempt in range(self._attempts):
@@ -289,8 +289,7 @@ class Bucket:
                     travelling[connection.fileno] = (waiting[0], connection, time.monotonic() + patience.stall_s)
                     poll.register(connection.fileno, select.POLLIN)
                     self._send_head(connection, names[waiting.popleft()], credentials, patience)
-                first_s = next(iter(travelling.values()))[2]
-                wait_s = min(first_s, deadline) - time.monotonic()
+                wait_s = min(next(iter(travelling.values()))[2], deadline) - time.monotonic()
                 ready = {number for number, _ in poll.poll(max(0.0, wait_s) * 1000)}
                 for number in [*travelling]:
                     index, connection, until_s = travelling[number]
@@ -305,7 +304,8 @@ class Bucket:
                     del travelling[number]
                     self._pool.give_back(connection)
         except OSError as error:  # none can be opened, or the time is over
-            for index in (*waiting, *(index for index, _, _ in travelling.values())):
+            unsent = waiting if time.monotonic() < deadline else ()
+            for index in (*unsent, *(index for index, _, _ in travelling.values())):
                 verdicts[index] = verdict_of_error(error)
         finally:
             for _, connection, _ in travelling.values():

@@ -52,10 +52,6 @@ class Naming:
         """What the names of all blocks, of whatever epoch, begin with."""
         return f"{self._root}/blocks/"
 
-    def blocks_of(self, epoch: str) -> str:
-        """What the names of an epoch's blocks begin with."""
-        return f"{self._root}/blocks/{epoch}/"
-
     def block(self, epoch: str, key: OffloadKey) -> str:
         digest = digest_of(key).hex()
         return f"{self._root}/blocks/{epoch}/{digest[:2]}/{digest}"

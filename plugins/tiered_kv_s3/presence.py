@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.counters import Counters
@@ -46,8 +46,10 @@ class Presence:
         self._answers: OrderedDict[str, tuple[float, bool]] = OrderedDict()  # name to (asked when, answer), by age
 
     def note(self, name: str, is_there: bool, asked_s: float) -> None:
-        """Keep what is known of a block since `asked_s`, in seconds of `time.monotonic()`."""
+        """Keep what is known of a block since `asked_s`, in seconds of `time.monotonic()`, if nothing newer is."""
         with self._lock:
+            if self._answers.get(name, (asked_s, False))[0] > asked_s:
+                return  # what came meanwhile, such as a store of this process, is newer
             self._answers[name] = (asked_s, is_there)
             self._answers.move_to_end(name)
             if len(self._answers) > ANSWERS_MAX:
@@ -71,17 +73,21 @@ class Presence:
             prefixes: Names of blocks, each sequence in the order of one prompt; all are searched side by side.
             deadline: When the answers must be there, in seconds of `time.monotonic()`.
         """
-        searches = [_Search(names, [self._answer_of(name) for name in names]) for names in prefixes]
+        searches = [self._search(names) for names in prefixes]
         while wanted := [(search, at) for search in searches for at in search.next_positions()]:
             names = [search.names[at] for search, at in wanted]
-            for (search, at), answer in zip(wanted, self._ask_each(names, deadline), strict=True):
-                search.answers[at] = answer
+            for (search, at), verdict in zip(wanted, self._ask_each(names, deadline), strict=True):
+                search.answers[at] = verdict is Verdict.DONE
+                if verdict is not Verdict.DONE and verdict not in ABSENCE:
+                    search.unanswered.add(at)
         return [search.result() for search in searches]
 
-    def _answer_of(self, name: str) -> bool | None:
-        return False if name in self._suspects else self.known(name)
+    def _search(self, names: Sequence[str]) -> _Search:
+        suspects = {at for at, name in enumerate(names) if name in self._suspects}
+        answers = [False if at in suspects else self.known(name) for at, name in enumerate(names)]
+        return _Search(names, answers, suspects)
 
-    def _ask_each(self, names: Sequence[str], deadline: float) -> list[bool]:
+    def _ask_each(self, names: Sequence[str], deadline: float) -> list[Verdict]:
         asked_s = time.monotonic()
         verdicts = self._bucket.are_there(names, deadline)
         failed = []
@@ -89,13 +95,15 @@ class Presence:
             if verdict is Verdict.DONE or verdict in ABSENCE:
                 self.note(name, verdict is Verdict.DONE, asked_s)
             else:
-                failed.append(name)
+                failed.append((name, verdict))
         if len(failed) < len(names):
-            self._suspects.note_answer(Way.READ)
-        alone = sum(self._suspects.note_failed_read(name, asked_s) for name in failed)
-        self._counters.add("unanswered_blocks", alone)
-        self._counters.add("failed_lookups", len(failed) - alone)
-        return [verdict is Verdict.DONE for verdict in verdicts]
+            self._suspects.note_answer(Way.LOOKUP)
+        for name, verdict in failed:
+            if verdict is not Verdict.UNASKED:  # which says nothing of the block
+                self._suspects.note_failed_read(Way.LOOKUP, name, asked_s)
+        is_alone = self._suspects.has_answered(Way.LOOKUP, asked_s)
+        self._counters.add("unanswered_blocks" if is_alone else "failed_lookups", len(failed))
+        return verdicts
 
 
 class _Search:
@@ -104,11 +112,13 @@ class _Search:
     Args:
         names: Blocks in the order of their prefix.
         answers: What is known of each, or None.
+        unanswered: Positions whose answer is False because the bucket does not answer: no sign of another order.
     """
 
-    def __init__(self, names: Sequence[str], answers: list[bool | None]) -> None:
+    def __init__(self, names: Sequence[str], answers: list[bool | None], unanswered: set[int]) -> None:
         self.names = names
         self.answers = answers
+        self.unanswered = unanswered
         self._has_begun = False
 
     def next_positions(self) -> Sequence[int]:
@@ -116,7 +126,7 @@ class _Search:
         unknown = [at for at, answer in enumerate(self.answers) if answer is None]
         is_first, self._has_begun = not self._has_begun, True
         missing_at = self._first_missing()
-        if (is_first and len(unknown) <= ASKED_AT_ONCE) or any(self.answers[missing_at:]):
+        if (is_first and len(unknown) <= ASKED_AT_ONCE) or any(self.answers[self._first_missing(self.unanswered) :]):
             return unknown  # few; or it is no prefix, in whose order they were asked
         there_at = self._last_there(missing_at)
         between = [at for at in unknown if there_at < at < missing_at]
@@ -131,8 +141,9 @@ class _Search:
         there_at = self._last_there(self._first_missing())
         return [at < there_at if answer is None else answer for at, answer in enumerate(self.answers)]
 
-    def _first_missing(self) -> int:
-        return next((at for at, answer in enumerate(self.answers) if answer is False), len(self.answers))
+    def _first_missing(self, besides: Container[int] = ()) -> int:
+        missing = (at for at, answer in enumerate(self.answers) if answer is False and at not in besides)
+        return next(missing, len(self.answers))
 
     def _last_there(self, end: int) -> int:
         return next((at for at in range(end - 1, -1, -1) if self.answers[at]), -1)

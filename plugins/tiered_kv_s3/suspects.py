@@ -1,7 +1,7 @@
 """Blocks that the bucket does not answer for while it answers for others: each counts against itself, not the tier.
 
-A block whose reads failed is a miss for a while: at once where the bucket answered for another block meanwhile, else
-after its second failure, since a bucket that answers for nothing fails as a whole.
+A block whose reads failed is a miss for a while: at once where the bucket answered the same of another block meanwhile,
+else after its second failure, since a bucket that answers for nothing fails as a whole.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ _FAILURES_ALONE = 2
 
 
 class Way(Enum):
-    """What is asked of the bucket: credentials may allow one and not the other."""
+    """What is asked of the bucket. It may allow one and not the other, or answer what is short and stall at bodies."""
 
-    READ = "read"
+    LOOKUP = "lookup"
+    LOAD = "load"
     STORE = "store"
 
 
@@ -43,14 +44,15 @@ class Suspects:
         """Note that the bucket has answered for a block."""
         self._answered_s[way] = self._clock()
 
-    def note_failed_read(self, name: str, began_s: float) -> bool:
+    def note_failed_read(self, way: Way, name: str, began_s: float) -> bool:
         """Note that a read failed; return whether it counts against the block alone.
 
         Args:
+            way: What was asked.
             name: The block's.
             began_s: When the read began.
         """
-        is_alone = self.has_answered(Way.READ, began_s)
+        is_alone = self.has_answered(way, began_s)
         with self._lock:
             _, failures = self._failed.pop(name, (0.0, 0))
             self._failed[name] = (self._clock(), failures + (_FAILURES_ALONE if is_alone else 1))
@@ -59,7 +61,7 @@ class Suspects:
         return is_alone
 
     def has_answered(self, way: Way, began_s: float) -> bool:
-        """Return whether the bucket has answered for any block since `began_s`."""
+        """Return whether the bucket has answered this for any block since `began_s`."""
         return self._answered_s[way] >= began_s
 
     def __contains__(self, name: str) -> bool:

@@ -251,7 +251,7 @@ class S3Tier(BlockingTier):
             verdict = self._bucket.get(name, record.parts_for, deadline)
             if verdict not in (Verdict.DONE, Verdict.AGED):
                 return self._note_failed_get(name, verdict, asked_s, deadline)
-            self._suspects.note_answer(Way.READ)
+            self._suspects.note_answer(Way.LOAD)
             self._suspects.forget(name)
             status = decode_record(record.header, record.payload, key, block, self._namespace_digest, self._codecs)
             if status is RecordStatus.OK:
@@ -274,11 +274,11 @@ class S3Tier(BlockingTier):
             self._remove_damaged(name, "oversized_blocks", deadline)
             return "checksum"
         if verdict not in ABSENCE:
-            if not self._suspects.note_failed_read(name, asked_s):
+            if not self._suspects.note_failed_read(Way.LOAD, name, asked_s):
                 return verdict.reason
             self._counters.add("unanswered_blocks")
             return "unanswered"
-        self._suspects.note_answer(Way.READ)
+        self._suspects.note_answer(Way.LOAD)
         if verdict is Verdict.EXPIRED:
             self._counters.add("expired_blocks")
         self._presence.note(name, False, asked_s)

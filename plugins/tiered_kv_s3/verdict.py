@@ -39,6 +39,8 @@ class Verdict(Enum):
     """The server takes them for expired, and there are no others."""
     NO_BUCKET = "no_bucket"
     DENIED = "denied"
+    UNASKED = "unasked"
+    """The time was over before the request was sent."""
     REFUSED = "refused"
     """The server finds fault with the request."""
     UNTRUSTED = "untrusted"

@@ -319,6 +319,21 @@ def test_a_lasting_fault_fails_the_load_with_its_reason_and_ends_with_it(
         assert rig.load([key]) == {key}
 
 
+def test_bodies_that_stall_are_failures_of_the_bucket_although_it_answers_lookups(
+    server: FaultyServer, make_rig: MakeRig
+) -> None:
+    """As where a network on the way drops long packets."""
+    keys = make_keys(2)
+    assert make_rig().store(keys).success
+    rig = make_rig(attempts=1, request_timeout=2)
+    server.always["GET"] = Fault.STALL
+    load = rig.submit_load(keys[:1])
+    wait_until(lambda: rig.tier.stats()["get_requests"] == 2, what="the requests for the mark and the block")
+    assert rig.lookup(keys[1])
+    (result,) = rig.wait([load])
+    assert (result.success, result.reason) == (False, "timeout")
+
+
 def test_retries_end_with_the_job(server: FaultyServer, make_rig: MakeRig) -> None:
     """A hundred tries of a request that stalls for half a second, or is told to slow down, take minutes."""
     (key,) = make_keys(1)

@@ -100,13 +100,18 @@ class FakeBucket:
         self.heads = self.rounds = 0
         self.asked: list[str] = []
         self.answer: Verdict | None = None
+        self.answers: dict[str, Verdict] = {}
+        self.meanwhile: Callable[[], None] = lambda: None
         self.knows_conditions = True
 
     def are_there(self, names: Sequence[str], deadline: float) -> list[Verdict]:
         self.heads += len(names)
         self.rounds += 1
         self.asked += names
-        return [self.answer or (Verdict.DONE if name in self.objects else Verdict.ABSENT) for name in names]
+        there = {True: Verdict.DONE, False: Verdict.ABSENT}
+        told = [self.answer or self.answers.get(name) or there[name in self.objects] for name in names]
+        self.meanwhile()
+        return told
 
     def get(self, name: str, sink: Sink, deadline: float, *, expires: bool = True) -> Verdict:
         assert not expires, "the epoch is not subject to ttl"
@@ -190,6 +195,40 @@ def test_a_first_block_that_is_gone_is_found_although_later_ones_are_remembered(
     assert not answers[0]
 
 
+def test_a_block_that_the_bucket_does_not_answer_for_does_not_make_it_ask_for_each_of_a_prompt() -> None:
+    bucket = FakeBucket()
+    names = names_of("prompt", 1000)
+    bucket.objects = dict.fromkeys(names, b"")
+    bucket.answers[names[66]] = Verdict.SLOW_DOWN  # the second that is asked for
+    presence, _ = presence_of(bucket)
+    for _ in range(2):  # then it is a suspect
+        (answers,) = presence.ask([names], soon())
+        assert answers[:67] == [True] * 66 + [False]
+    assert names[66] in bucket.asked
+    assert bucket.heads <= 48
+
+
+def test_a_block_that_there_was_no_time_to_ask_for_is_asked_for_by_the_next_lookup() -> None:
+    bucket = FakeBucket()
+    names = names_of("prompt", 4)
+    bucket.objects = dict.fromkeys(names, b"")
+    bucket.answers = dict.fromkeys(names[2:], Verdict.UNASKED)
+    presence, counters = presence_of(bucket)
+    assert presence.ask([names], soon()) == [[True, True, False, False]]
+    assert (counters["unanswered_blocks"], counters["failed_lookups"]) == (2, 0)
+    bucket.answers.clear()
+    assert presence.ask([names], soon()) == [[True] * 4]
+
+
+def test_a_store_while_a_lookup_travels_overrules_its_answer() -> None:
+    bucket = FakeBucket()
+    names = names_of("block", 1)
+    presence, _ = presence_of(bucket)
+    bucket.meanwhile = lambda: presence.note(names[0], True, time.monotonic())
+    presence.ask([names], soon())
+    assert presence.known(names[0])
+
+
 def test_answers_are_remembered_and_asked_for_again_when_they_are_too_old() -> None:
     names = names_of("block", 10)
     for answer_ttl_s, heads in ((60.0, 10), (0.0, 20)):
@@ -228,8 +267,8 @@ def test_answers_that_cannot_be_had_are_misses_that_are_counted_and_not_kept() -
 
 def test_a_block_that_fails_while_others_are_answered_is_a_miss_for_a_while(clock: ManualClock) -> None:
     suspects = Suspects(clock)
-    suspects.note_answer(Way.READ)
-    assert suspects.note_failed_read("bad", clock())
+    suspects.note_answer(Way.LOAD)
+    assert suspects.note_failed_read(Way.LOAD, "bad", clock())
     assert "bad" in suspects
     assert "good" not in suspects
     clock.advance(MISS_S)
@@ -240,12 +279,13 @@ def test_where_nothing_is_answered_the_bucket_fails_and_a_block_is_a_miss_after_
     clock: ManualClock,
 ) -> None:
     suspects = Suspects(clock)
-    suspects.note_answer(Way.READ)
+    suspects.note_answer(Way.LOAD)
     clock.advance(1.0)
-    assert not suspects.note_failed_read("block", clock())
+    assert not suspects.note_failed_read(Way.LOAD, "block", clock())
     assert "block" not in suspects
     suspects.note_answer(Way.STORE)
-    assert not suspects.note_failed_read("block", clock()), "stores tell nothing about reads"
+    suspects.note_answer(Way.LOOKUP)
+    assert not suspects.note_failed_read(Way.LOAD, "block", clock()), "stores and lookups tell nothing about loads"
     assert "block" in suspects
     suspects.forget("block")
     assert "block" not in suspects
