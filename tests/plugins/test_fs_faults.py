@@ -291,6 +291,28 @@ def test_reads_that_hang_hold_up_neither_lookups_nor_stores_nor_shutdown(
         gate.open()
 
 
+def test_no_more_transfers_run_than_there_are_threads_however_small_so_lookups_have_theirs(
+    rig: TierRig, monkeypatch: pytest.MonkeyPatch, gate: Gate
+) -> None:
+    keys = make_keys(40)
+    assert rig.store(keys).success
+    read_all = files.read_all
+
+    def read_late(fd: int, views: list[memoryview]) -> int:
+        gate.pass_through()
+        return read_all(fd, views)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(block_files, "read_all", read_late)
+        gate.close()
+        loads = [rig.submit_load([key]) for key in keys]
+        wait_until(lambda: gate.waiting == 4)
+        assert all(rig.lookup(key) for key in keys)
+        assert gate.waiting == 4
+        gate.open()
+        assert all(result.success for result in rig.wait(loads))
+
+
 def test_a_job_that_hangs_is_reported_when_its_thread_lets_go_of_the_blocks(
     rig: TierRig, monkeypatch: pytest.MonkeyPatch, gate: Gate
 ) -> None:
