@@ -30,6 +30,7 @@ from tiered_kv.toolkit.record import decode_record
 from tiered_kv_fs import blocks as block_files
 from tiered_kv_fs import files, tiered_kv_register_tiers
 from tiered_kv_fs.layout import BLOCK
+from tiered_kv_fs.ledger import Ledger
 
 BLOCK_BYTES = 4096
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fs.yaml"
@@ -224,6 +225,20 @@ def test_a_directory_that_somebody_deletes_is_made_again(rig: TierRig, path: Pat
     wait_until(lambda: rig.store(keys).success)
     assert rig.load(keys) == set(keys)
     assert (path / "tiered-kv-fs.json").exists()
+
+
+def test_a_directory_that_somebody_empties_is_furnished_again_though_a_keeper_writes_meanwhile(
+    rig: TierRig, path: Path
+) -> None:
+    keys = make_keys(8)
+    assert rig.store(keys).success
+    with Ledger(str(path / "ledger"), str(path / "lock")).locked():  # as a keeper, which writes it anew at the end
+        for entry in path.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    wait_until(lambda: rig.store(keys).success)
+    assert rig.load(keys) == set(keys)
+    rig.reopen()
+    assert rig.load(keys) == set(keys)
 
 
 @pytest.mark.parametrize("text", [b"", b"garbage", b"[]", b'{"total_bytes": -1, "holders": {}}'])
