@@ -294,8 +294,8 @@ class Keeper:
             is_known = self._owner in state.holders
             if is_known:
                 state.add(-report.returned_bytes)
-            else:
-                state.add(OPENING_BYTES)
+            else:  # what is being filled may have been taken off the total
+                state.add(OPENING_BYTES + report.in_flight_bytes)
             granted_bytes = 0
             if report.want_bytes and state.total_bytes is not None:
                 granted_bytes = max(0, min(report.want_bytes, self._usable_bytes - state.total_bytes))
