@@ -116,6 +116,8 @@ class Directory:
         """Refuse a directory that holds files and no marker, before anything is written into it."""
         if MARKER_NAME in names:
             return
+        if self._device is not None:  # removed while it was open, and the keepers made theirs anew
+            names -= {LOCK_NAME, LEDGER_NAME, SWEEP_NAME}
         for name in sorted(names):
             if not TEMPORARY.fullmatch(name):  # of the marker, by a process that is at it or was killed
                 raise self._format_error(

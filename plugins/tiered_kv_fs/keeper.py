@@ -294,8 +294,8 @@ class Keeper:
             is_known = self._owner in state.holders
             if is_known:
                 state.add(-report.returned_bytes)
-            else:
-                state.add(OPENING_BYTES)
+            else:  # what is being filled may have been taken off the total
+                state.add(OPENING_BYTES + report.in_flight_bytes)
             granted_bytes = 0
             if report.want_bytes and state.total_bytes is not None:
                 granted_bytes = max(0, min(report.want_bytes, self._usable_bytes - state.total_bytes))
@@ -306,7 +306,8 @@ class Keeper:
             state.holders[self._owner] = Holder(self._directory.namespace, token, held_bytes, state.now_s)
             total_bytes = state.total_bytes
             is_due = total_bytes is None or is_survey_due(state.surveyed_s, state.now_s)
-        if total_bytes is None:
+        if total_bytes is None:  # who removed the ledger may have removed all the rest
+            self._directory.make()
             return _Reply(0, is_known, 0, needs_sweep=True)
         needs_sweep = is_due or total_bytes + self._grant_bytes > self._usable_bytes
         return _Reply(granted_bytes, is_known, total_bytes, needs_sweep)

@@ -141,6 +141,7 @@ class FsTier(AsyncTier):
         )
         self._threads = DaemonThreads(f"tiered-kv-{name}", settings.threads + _LOOKUPS_MAX + _KEEPER_THREADS)
         self._lookup_slots = asyncio.Semaphore(_LOOKUPS_MAX)
+        self._transfer_slots = asyncio.Semaphore(settings.threads)  # parts may be smaller, and so more, than threads
         super().__init__(
             offloading_spec,
             primary_kv_view,
@@ -185,11 +186,13 @@ class FsTier(AsyncTier):
         reason = await self._keeper.take(room_bytes)
         if reason:
             return Outcome((), reason)
-        used_bytes = room_bytes
+        used_bytes = 0
         try:
-            store = self._call(self._store_part, self.part_epoch, self.part_deadline, keys, blocks)
-            moved = await uninterrupted(store)
-            used_bytes = moved.used_bytes
+            async with self._transfer_slots:
+                used_bytes = room_bytes  # what was filled is not known unless the call returns
+                store = self._call(self._store_part, self.part_epoch, self.part_deadline, keys, blocks)
+                moved = await uninterrupted(store)
+                used_bytes = moved.used_bytes
         finally:
             self._keeper.settle(room_bytes, used_bytes)
         if moved.reason == "missing":  # somebody removed directories: those who look after them make them anew
@@ -198,8 +201,9 @@ class FsTier(AsyncTier):
         return _outcome(moved, keys)
 
     async def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        load = self._call(self._load_part, self.part_epoch, self.part_deadline, keys, blocks)
-        return _outcome(await uninterrupted(load), keys)
+        async with self._transfer_slots:
+            load = self._call(self._load_part, self.part_epoch, self.part_deadline, keys, blocks)
+            return _outcome(await uninterrupted(load), keys)
 
     async def contains_blocks(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         pieces = [keys[start : start + _LOOKUP_KEYS] for start in range(0, len(keys), _LOOKUP_KEYS)]

@@ -12,9 +12,13 @@ import pytest
 
 from tests.support.disk_use import occupied_bytes
 from tests.support.entries import rig_of
+from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.testing.waiting import wait_until
+from tiered_kv_fs import blocks as block_files
+from tiered_kv_fs import files
 from tiered_kv_fs.layout import BLOCK, TEMPORARY_BLOCK
+from tiered_kv_fs.ledger import Ledger
 
 BLOCK_BYTES = 65_536
 CAPACITY_BYTES = 8 << 20
@@ -147,6 +151,34 @@ def test_a_ledger_that_is_lost_while_tiers_are_open_is_counted_anew(open_rig: Op
             wait_until(lambda: rig.store(make_keys(8, f"batch-{number}")).success)  # noqa: B023  # called at once
     assert occupied_bytes(path) <= CAPACITY_BYTES
     assert ledger_of(path)["total_bytes"] >= occupied_bytes(path)
+
+
+def test_what_a_process_was_writing_when_it_was_taken_off_the_ledger_counts_when_it_comes_back(
+    open_rig: OpenRig, path: Path, monkeypatch: pytest.MonkeyPatch, gate: Gate
+) -> None:
+    monkeypatch.setattr("tiered_kv_fs.keeper._TICK_S", 0.05)
+    rig = open_rig()
+    assert rig.store(make_keys(1)).success
+    write_all = files.write_all
+
+    def write_late(fd: int, parts: list[bytes | memoryview]) -> None:
+        gate.pass_through()
+        write_all(fd, parts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(block_files, "write_all", write_late)
+        gate.close()
+        job = rig.submit_store(make_keys(8, "late"))
+        wait_until(lambda: gate.waiting)
+        with Ledger(str(path / "ledger"), str(path / "lock")).locked() as state:  # as others do after it has lapsed
+            state.holders.clear()
+            state.pending_bytes, state.total_bytes, state.surveyed_s = 0, occupied_bytes(path), state.now_s
+        wait_until(lambda: ledger_of(path)["holders"])
+        ledger = ledger_of(path)
+        (holder,) = ledger["holders"].values()
+        assert ledger["total_bytes"] >= occupied_bytes(path) + holder["granted_bytes"]
+        gate.open()
+        rig.wait([job])
 
 
 def test_foreign_files_that_leave_no_room_fail_stores_at_once(open_rig: OpenRig, path: Path) -> None:

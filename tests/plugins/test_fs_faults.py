@@ -30,6 +30,7 @@ from tiered_kv.toolkit.record import decode_record
 from tiered_kv_fs import blocks as block_files
 from tiered_kv_fs import files, tiered_kv_register_tiers
 from tiered_kv_fs.layout import BLOCK
+from tiered_kv_fs.ledger import Ledger
 
 BLOCK_BYTES = 4096
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fs.yaml"
@@ -226,6 +227,20 @@ def test_a_directory_that_somebody_deletes_is_made_again(rig: TierRig, path: Pat
     assert (path / "tiered-kv-fs.json").exists()
 
 
+def test_a_directory_that_somebody_empties_is_furnished_again_though_a_keeper_writes_meanwhile(
+    rig: TierRig, path: Path
+) -> None:
+    keys = make_keys(8)
+    assert rig.store(keys).success
+    with Ledger(str(path / "ledger"), str(path / "lock")).locked():  # as a keeper, which writes it anew at the end
+        for entry in path.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    wait_until(lambda: rig.store(keys).success)
+    assert rig.load(keys) == set(keys)
+    rig.reopen()
+    assert rig.load(keys) == set(keys)
+
+
 @pytest.mark.parametrize("text", [b"", b"garbage", b"[]", b'{"total_bytes": -1, "holders": {}}'])
 def test_a_ledger_that_is_damaged_or_lost_is_counted_anew(rig: TierRig, path: Path, text: bytes) -> None:
     keys = make_keys(64)
@@ -289,6 +304,28 @@ def test_reads_that_hang_hold_up_neither_lookups_nor_stores_nor_shutdown(
         rig.tier.shutdown()
         assert time.monotonic() - begin < 60.0, "the gate is not opened before"
         gate.open()
+
+
+def test_no_more_transfers_run_than_there_are_threads_however_small_so_lookups_have_theirs(
+    rig: TierRig, monkeypatch: pytest.MonkeyPatch, gate: Gate
+) -> None:
+    keys = make_keys(40)
+    assert rig.store(keys).success
+    read_all = files.read_all
+
+    def read_late(fd: int, views: list[memoryview]) -> int:
+        gate.pass_through()
+        return read_all(fd, views)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(block_files, "read_all", read_late)
+        gate.close()
+        loads = [rig.submit_load([key]) for key in keys]
+        wait_until(lambda: gate.waiting == 4)
+        assert all(rig.lookup(key) for key in keys)
+        assert gate.waiting == 4
+        gate.open()
+        assert all(result.success for result in rig.wait(loads))
 
 
 def test_a_job_that_hangs_is_reported_when_its_thread_lets_go_of_the_blocks(
