@@ -16,6 +16,7 @@ from tiered_kv.errors import TierUnavailableError
 from tiered_kv_s3.account import Account, library_errors
 from tiered_kv_s3.bucket import seconds_of
 from tiered_kv_s3.settings import S3Settings
+from tiered_kv_s3.verdict import Verdict
 from tiered_kv_s3.signer import Credentials
 
 PAGE_OBJECTS = 1000
@@ -206,6 +207,8 @@ def _date_of(page: Mapping[str, Any]) -> float:
 
 def _code_of(error: Exception) -> str:
     """Return S3's word for what is wrong, or the kind of failure; no text, which may quote what is secret."""
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return Verdict.UNTRUSTED.reason
     response = getattr(error, "response", None)
     code = response.get("Error", {}).get("Code", "") if isinstance(response, dict) else ""
     return str(code) if _CODE.fullmatch(str(code)) else type(error).__name__
