@@ -16,8 +16,8 @@ from tiered_kv.errors import TierUnavailableError
 from tiered_kv_s3.account import Account, library_errors
 from tiered_kv_s3.bucket import seconds_of
 from tiered_kv_s3.settings import S3Settings
-from tiered_kv_s3.verdict import Verdict
 from tiered_kv_s3.signer import Credentials
+from tiered_kv_s3.verdict import Verdict
 
 PAGE_OBJECTS = 1000
 """Objects in one page of a listing, and in one request to delete; what S3 allows."""
@@ -207,7 +207,7 @@ def _date_of(page: Mapping[str, Any]) -> float:
 
 def _code_of(error: Exception) -> str:
     """Return S3's word for what is wrong, or the kind of failure; no text, which may quote what is secret."""
-    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+    if any(words in str(error) for words in ("CERTIFICATE_VERIFY_FAILED", "doesn't match")):  # urllib3's, of a name
         return Verdict.UNTRUSTED.reason
     response = getattr(error, "response", None)
     code = response.get("Error", {}).get("Code", "") if isinstance(response, dict) else ""
