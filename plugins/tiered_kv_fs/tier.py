@@ -12,8 +12,8 @@ from typing import Any, Final, TypeVar
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.toolkit.aio import AsyncTier, uninterrupted
+from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv.toolkit.epoch import Epoch
-from tiered_kv.toolkit.errand import Errand
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
 from tiered_kv_fs.blocks import BlockFiles, Moved, room_bytes_of
@@ -127,7 +127,7 @@ class FsTier(AsyncTier):
         self._directory = Directory(settings.path, identity, tier=name, private=settings.private)
         self._counters = Counters()
         self._cache_epoch = Epoch(EpochFile(self._directory))
-        self._saving = Errand(self._save_epoch, f"tiered-kv-{name}-reset")
+        self._saving = BackgroundTask(self._save_epoch, f"tiered-kv-{name}-reset")
         self._keeper = self._make_keeper(owner := secrets.token_hex(8))
         self._files = BlockFiles(
             self._directory.namespace_path,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TierUnavailableError
+from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv.toolkit.codec_set import PLAIN, CodecSet
-from tiered_kv.toolkit.errand import Errand
 from tiered_kv.toolkit.jobs import Outcome
 from tiered_kv.units import rounded_bytes
 from tiered_kv_nvme.counters import Counters
@@ -82,7 +82,7 @@ class SegmentStore:
         disk = disk or Disk()
         self._options = options
         self._name = f"tiered-kv-{tier}"
-        self._noting = Errand(self._note_reset, f"{self._name}-reset")
+        self._noting = BackgroundTask(self._note_reset, f"{self._name}-reset")
         self.counters = Counters()
         self._directory = Directory(path, identity, tier=tier)
         with ExitStack() as undo:

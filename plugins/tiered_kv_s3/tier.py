@@ -10,9 +10,9 @@ from typing import Any
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ConfigError, TierError
+from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv.toolkit.blocking import BlockingTier
 from tiered_kv.toolkit.epoch import Epoch
-from tiered_kv.toolkit.errand import Errand
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record, record_bytes_max
@@ -93,7 +93,7 @@ class S3Tier(BlockingTier):
         self._namespace: Mapping[str, object] = getattr(offloading_spec, "namespace", {})
         self._introducing = threading.Lock()  # held by the worker that writes the readable form
         self._is_introduced = False
-        self._saving = Errand(self._save_epoch, f"tiered-kv-{name}-reset")
+        self._saving = BackgroundTask(self._save_epoch, f"tiered-kv-{name}-reset")
         self._control = Control(self._account, settings, name)
         self._sweeper = Sweeper(
             self._control,

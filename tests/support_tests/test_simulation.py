@@ -18,8 +18,8 @@ from tests.support.simulation.simulation import Simulation
 from tests.support.simulation.toolkit_tier import SimulatedToolkitTier
 from tiered_kv.base import OffloadKey
 from tiered_kv.tiering.base import JobResult
+from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.jobs import Job
-from tiered_kv.tiering.lane import Lane
 from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.search import Search
 from tiered_kv.toolkit.jobs import Part
@@ -153,7 +153,7 @@ def test_a_block_that_is_released_before_its_transfer_ends_is_found() -> None:
 @pytest.mark.slow
 @pytest.mark.trust("planted-defects")
 def test_a_job_that_never_expires_is_found() -> None:
-    with mock.patch.object(Lane, "expire", return_value=[]):
+    with mock.patch.object(GuardedTier, "expire", return_value=[]):
         assert_found("outlived its deadline")
 
 
@@ -207,12 +207,12 @@ def test_a_request_that_waits_without_a_bound_is_found() -> None:
 @pytest.mark.slow
 @pytest.mark.trust("planted-defects")
 def test_a_job_that_is_reported_twice_is_found() -> None:
-    collect = Lane.collect
+    collect = GuardedTier.collect
 
-    def collect_twice(lane: Lane) -> list[tuple[Job, JobResult]]:
-        return 2 * collect(lane)
+    def collect_twice(guarded: GuardedTier) -> list[tuple[Job, JobResult]]:
+        return 2 * collect(guarded)
 
-    with mock.patch.object(Lane, "collect", collect_twice):
+    with mock.patch.object(GuardedTier, "collect", collect_twice):
         assert_found("")
 
 

@@ -188,9 +188,9 @@ class TestQueues:
     """Of a tier, which the manager's own budgets do not show."""
 
     def tier(self, stack: Stack) -> QueuedTier:
-        (lane,) = stack.manager._lanes
-        assert isinstance(lane.tier, QueuedTier)
-        return lane.tier
+        (guarded,) = stack.manager._tiers
+        assert isinstance(guarded.tier, QueuedTier)
+        return guarded.tier
 
     def test_what_is_within_its_limits_passes(self, stack: Stack) -> None:
         keys = [make_offload_key(number.to_bytes(32, "big"), 0) for number in range(16)]

@@ -21,8 +21,8 @@ from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.base import JobMetadata, JobResult, TierSpec
 from tiered_kv.tiering.breaker import BreakerState
+from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.jobs import Job
-from tiered_kv.tiering.lane import Lane
 from tiered_kv.tiering.limits import TierLimits
 from tiered_kv.toolkit import encryption
 from tiered_kv.toolkit.codec_set import CodecSet, encrypting_codecs
@@ -319,7 +319,7 @@ def test_no_record_that_is_read_opens_the_breaker() -> None:
 def state_after_failures(reason: str) -> BreakerState:
     """Return what becomes of a tier's breaker when all blocks of a hundred loads fail for a reason."""
     tier = FourMethodTier(TierSpec("t", 16, bytes(16)), memoryview(bytearray(64)).cast("B", (4, 16)), "four")
-    lane = Lane("t", tier, TierLimits(), 16, 64, lambda: 0.0)
+    guarded = GuardedTier("t", tier, TierLimits(), 16, 64, lambda: 0.0)
     results: list[JobResult] = []
 
     def submit_load(job_metadata: JobMetadata) -> None:
@@ -328,11 +328,11 @@ def state_after_failures(reason: str) -> BreakerState:
     tier.submit_load = submit_load  # type: ignore[method-assign]
     tier.get_finished = lambda: [results.pop()] if results else []  # type: ignore[method-assign]
     for job_id in range(100):
-        if lane.refusal():
+        if guarded.refusal():
             break
-        assert lane.submit(Job(job_id, make_keys(1), [CPUBlock(0)], True, 1.0), ReqContext("r"))
-        assert len(lane.collect()) == 1
-    return lane.breaker.state
+        assert guarded.submit(Job(job_id, make_keys(1), [CPUBlock(0)], True, 1.0), ReqContext("r"))
+        assert len(guarded.collect()) == 1
+    return guarded.breaker.state
 
 
 def test_no_key_is_shown() -> None:

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from tiered_kv.base import make_offload_key
-from tiered_kv.toolkit.jobs import Job, Lane, Outcome
+from tiered_kv.toolkit.jobs import Job, JobKind, Outcome
 from tiered_kv.toolkit.queue import PartQueue
 
 
-def job_of(blocks: int, lane: Lane = Lane.LOAD, part_blocks: int = 3, job_id: int = 1) -> Job:
+def job_of(blocks: int, kind: JobKind = JobKind.LOAD, part_blocks: int = 3, job_id: int = 1) -> Job:
     keys = [make_offload_key(number.to_bytes(4, "big"), 0) for number in range(blocks)]
-    return Job(job_id, lane, keys, np.arange(blocks), math.inf, 0, "", part_blocks, end_block=blocks)
+    return Job(job_id, kind, keys, np.arange(blocks), math.inf, 0, "", part_blocks, end_block=blocks)
 
 
 class Wakes:
@@ -42,7 +42,7 @@ def test_one_job_wakes_one_worker_after_the_other() -> None:
 def test_stores_over_their_limit_wait_and_are_woken() -> None:
     wakes = Wakes()
     queue = PartQueue(wakes, stores_running_max=1)
-    queue.put(job_of(6, Lane.STORE))
+    queue.put(job_of(6, JobKind.STORE))
     first = queue.take()
     assert first is not None
     assert queue.take() is None
@@ -110,7 +110,7 @@ def test_every_block_is_served_or_dropped_once_while_everything_happens_at_once(
     workers = [threading.Thread(target=work) for _ in range(3)]
     for worker in workers:
         worker.start()
-    jobs = [job_of(choice.randint(1, 12), choice.choice(list(Lane)), choice.randint(1, 4), n) for n in range(400)]
+    jobs = [job_of(choice.randint(1, 12), choice.choice(list(JobKind)), choice.randint(1, 4), n) for n in range(400)]
     try:
         for number, job in enumerate(jobs):
             queue.put(job)

@@ -30,8 +30,8 @@ from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.cascade import Cascade
+from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.jobs import Job
-from tiered_kv.tiering.lane import Lane
 from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.toolkit.codec_set import plain_codecs
 from tiered_kv.toolkit.record import RecordStatus
@@ -109,7 +109,7 @@ def test_a_load_s_blocks_released_before_its_worker_has_ended_are_found_by_late_
 
 
 def test_a_store_s_blocks_released_before_its_worker_has_ended_are_found_by_late_workers() -> None:
-    expire, finish = Lane.expire, Cascade.finish
+    expire, finish = GuardedTier.expire, Cascade.finish
     cascades: list[Cascade] = []
     make = Cascade.__init__
 
@@ -117,8 +117,8 @@ def test_a_store_s_blocks_released_before_its_worker_has_ended_are_found_by_late
         make(cascade, *arguments)  # type: ignore[arg-type]  # passed on
         cascades.append(cascade)
 
-    def release_at_once(lane: Lane, now_s: float) -> list[Job]:
-        jobs = expire(lane, now_s)
+    def release_at_once(guarded: GuardedTier, now_s: float) -> list[Job]:
+        jobs = expire(guarded, now_s)
         for job in jobs:
             if not job.is_promotion:
                 cascades[-1]._primary.unpin(job.blocks)
@@ -131,7 +131,7 @@ def test_a_store_s_blocks_released_before_its_worker_has_ended_are_found_by_late
     # A late store then keeps another block's bytes, with a checksum that fits them.
     with (
         mock.patch.object(Cascade, "__init__", remember),
-        mock.patch.object(Lane, "expire", release_at_once),
+        mock.patch.object(GuardedTier, "expire", release_at_once),
         mock.patch.object(Cascade, "finish", ignore_expired),
     ):
         assert_found(race_late, "holds other bytes")

@@ -25,8 +25,8 @@ from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.tiering.audited import Audited, digest_of_key, digest_of_request, is_chosen
 from tiered_kv.tiering.base import JobId, JobResult
 from tiered_kv.tiering.comparison import IDENTICAL, Difference, is_known
+from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.jobs import Job
-from tiered_kv.tiering.lane import Lane
 from tiered_kv.tiering.promotion import JobFactory
 from tiered_kv.tiering.spare_rows import BLOCKS_MAX, Pair, SpareRows
 
@@ -65,7 +65,7 @@ class Audit:
     Args:
         rules: The settings.
         primary: The primary tier.
-        lanes: The secondary tiers, in the order they are searched.
+        tiers: The secondary tiers, in the order they are searched.
         make_job: Makes jobs.
         clock: Seconds of a monotonic clock.
         on_active: Called with True when lookups have to ask `withholds` from now on, and with False when not.
@@ -75,14 +75,14 @@ class Audit:
         self,
         rules: AuditRules,
         primary: CPUOffloadingManager,
-        lanes: Sequence[Lane],
+        tiers: Sequence[GuardedTier],
         make_job: JobFactory,
         clock: Callable[[], float],
         on_active: Callable[[bool], None],
     ) -> None:
         self._rules = rules
         self._primary = primary
-        self._lanes = lanes
+        self._tiers = tiers
         self._make_job = make_job
         self._clock = clock
         self._on_active = on_active
@@ -174,17 +174,17 @@ class Audit:
             self._abandon("failed_store", len(lost))
             return
         self._ask(audited)
-        found: dict[Lane, list[CPUBlock]] = {}
+        found: dict[GuardedTier, list[CPUBlock]] = {}
         for block in written:
             if block.key not in audited.asked:
                 continue
-            lane = audited.asked.pop(block.key)
-            if lane is not None:
-                found.setdefault(lane, []).append(block)
+            guarded = audited.asked.pop(block.key)
+            if guarded is not None:
+                found.setdefault(guarded, []).append(block)
             else:
                 self._abandon("unanswered", 1)
-        for lane, blocks in found.items():
-            self._load(audited, lane, blocks, req_context)
+        for guarded, blocks in found.items():
+            self._load(audited, guarded, blocks, req_context)
 
     def finish(self, req_context: ReqContext) -> None:
         """Note the end of a request, whose stores may still be completed."""
@@ -261,18 +261,18 @@ class Audit:
 
     def _ask(self, audited: Audited) -> None:
         """Ask the tiers, in order, for the blocks of which it is not known yet who has them."""
-        rest = [key for key, lane in audited.asked.items() if lane is None]
-        for lane in self._lanes:
+        rest = [key for key, guarded in audited.asked.items() if guarded is None]
+        for guarded in self._tiers:
             if not rest:
                 return
-            if not lane.is_searched:
+            if not guarded.is_searched:
                 continue
             try:
-                answers = dict(zip(rest, lane.tier.lookup_many(rest, audited.context), strict=True))
+                answers = dict(zip(rest, guarded.tier.lookup_many(rest, audited.context), strict=True))
             except Exception:
-                lane.note_exception("lookup_many")
+                guarded.note_exception("lookup_many")
                 continue
-            audited.asked.update({key: lane for key, answer in answers.items() if answer})
+            audited.asked.update({key: guarded for key, answer in answers.items() if answer})
             rest = [key for key, answer in answers.items() if answer is not None and not answer]
         for key in rest:
             del audited.asked[key]
@@ -299,16 +299,16 @@ class Audit:
         spec = CPULoadStoreSpec(np.array([rows[key] for key in ordered], dtype=np.int64))
         return PrepareStoreOutput(ordered, spec, [*output.evicted_keys, *evicted])
 
-    def _load(self, audited: Audited, lane: Lane, blocks: list[CPUBlock], req_context: ReqContext) -> None:
+    def _load(self, audited: Audited, guarded: GuardedTier, blocks: list[CPUBlock], req_context: ReqContext) -> None:
         """Load a tier's copies of blocks that the engine has just stored."""
-        pairs = self._spare_rows.pair(audited, blocks[: max(lane.load_room(), 0)], req_context, [], lane.name)
+        pairs = self._spare_rows.pair(audited, blocks[: max(guarded.load_room(), 0)], req_context, [], guarded.name)
         self._abandon("no_room", len(blocks) - len(pairs))
         if not pairs:
             return
         job = self._make_job(
-            lane, [pair.block.key for pair in pairs], [pair.spare for pair in pairs], is_promotion=True
+            guarded, [pair.block.key for pair in pairs], [pair.spare for pair in pairs], is_promotion=True
         )
-        if lane.submit(job, audited.context):
+        if guarded.submit(job, audited.context):
             self._loads[job.job_id] = pairs
         else:
             for pair in pairs:
@@ -365,8 +365,8 @@ class Audit:
         assert audited is not None
         self._current = None
         self._set_active(PRIMARY_NAME in self.stopped)
-        for lane in self._lanes:
-            lane.call("on_request_finished", audited.context)
+        for guarded in self._tiers:
+            guarded.call("on_request_finished", audited.context)
         self._abandon(reason, audited.pending + len(audited.asked))
         self.counters[PRIMARY_NAME]["audited_requests"] += bool(audited.compared)
         if audited.different:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from tiered_kv.base import OffloadKey, ReqContext, get_offload_group_idx
-from tiered_kv.tiering.lane import Lane
+from tiered_kv.tiering.guarded import GuardedTier
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +39,7 @@ class Audited:
     is_finished: bool = False
     is_taking: bool = True
     taken: set[OffloadKey] = field(default_factory=set)
-    asked: dict[OffloadKey, Lane | None] = field(default_factory=dict)
+    asked: dict[OffloadKey, GuardedTier | None] = field(default_factory=dict)
     pending: int = 0
     compared: int = 0
     different: list[OffloadKey] = field(default_factory=list)

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from tiered_kv.base import ReqContext
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.jobs import Job
-from tiered_kv.tiering.lane import Lane
 from tiered_kv.tiering.promotion import JobFactory
 
 _KEY_OF = operator.attrgetter("key")
@@ -25,9 +25,9 @@ class Cascade:
         self._primary = primary
         self._make_job = make_job
 
-    def commit(self, written: list[CPUBlock], lanes: Iterable[Lane], req_context: ReqContext) -> None:
-        """Make blocks that an engine has just written ready, and offer them to `lanes`."""
-        selections = [(lane, blocks) for lane in lanes if (blocks := lane.select(written, _KEY_OF))]
+    def commit(self, written: list[CPUBlock], tiers: Iterable[GuardedTier], req_context: ReqContext) -> None:
+        """Make blocks that an engine has just written ready, and offer them to `tiers`."""
+        selections = [(guarded, blocks) for guarded in tiers if (blocks := guarded.select(written, _KEY_OF))]
         if all(len(blocks) == len(written) for _, blocks in selections):
             # The usual case, without a pass over the blocks for each tier.
             self._primary.commit(written, pins=len(selections))
@@ -38,9 +38,9 @@ class Cascade:
             self._primary.unpin(written)
         self._submit(selections, req_context)
 
-    def offer(self, ready: list[CPUBlock], lanes: Iterable[Lane], req_context: ReqContext) -> None:
-        """Offer blocks that are ready already to `lanes`."""
-        selections = [(lane, blocks) for lane in lanes if (blocks := lane.select(ready, _KEY_OF))]
+    def offer(self, ready: list[CPUBlock], tiers: Iterable[GuardedTier], req_context: ReqContext) -> None:
+        """Offer blocks that are ready already to `tiers`."""
+        selections = [(guarded, blocks) for guarded in tiers if (blocks := guarded.select(ready, _KEY_OF))]
         for _, blocks in selections:
             self._primary.pin(blocks)
         self._submit(selections, req_context)
@@ -49,8 +49,8 @@ class Cascade:
         """Release the blocks of a store that was reported."""
         self._primary.unpin(job.blocks)
 
-    def _submit(self, selections: list[tuple[Lane, list[CPUBlock]]], req_context: ReqContext) -> None:
-        for lane, blocks in selections:
-            job = self._make_job(lane, [block.key for block in blocks], blocks, is_promotion=False)
-            if not lane.submit(job, req_context):
+    def _submit(self, selections: list[tuple[GuardedTier, list[CPUBlock]]], req_context: ReqContext) -> None:
+        for guarded, blocks in selections:
+            job = self._make_job(guarded, [block.key for block in blocks], blocks, is_promotion=False)
+            if not guarded.submit(job, req_context):
                 self._primary.unpin(blocks)

@@ -11,7 +11,7 @@ from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.tiering.base import JobId
 
 if TYPE_CHECKING:
-    from tiered_kv.tiering.lane import Lane
+    from tiered_kv.tiering.guarded import GuardedTier
 
 
 @dataclass(slots=True, eq=False)
@@ -38,18 +38,18 @@ class RequestState:
     """
 
     req_context: ReqContext
-    failed: dict[OffloadKey, set[Lane]] = field(default_factory=dict)
-    unanswered: dict[tuple[OffloadKey, Lane], float] = field(default_factory=dict)
+    failed: dict[OffloadKey, set[GuardedTier]] = field(default_factory=dict)
+    unanswered: dict[tuple[OffloadKey, GuardedTier], float] = field(default_factory=dict)
     waited_s: float = 0.0
     asked_s: float = math.inf
     has_waited: bool = False
-    timed_out: set[Lane] = field(default_factory=set)
+    timed_out: set[GuardedTier] = field(default_factory=set)
     promoting: set[OffloadKey] = field(default_factory=set)
     held: dict[OffloadKey, CPUBlock] = field(default_factory=dict)
     held_until_s: float = 0.0
     sources: dict[OffloadKey, str] = field(default_factory=dict)
     wanted: list[OffloadKey] = field(default_factory=list)
-    request_level: tuple[Lane, ...] = ()
+    request_level: tuple[GuardedTier, ...] = ()
     keys: dict[OffloadKey, None] = field(default_factory=dict)
     stores_pending: int = 0
     is_finished: bool = False
@@ -61,12 +61,12 @@ class Promotion:
 
     Attributes:
         block: Where it goes; in state writing.
-        lane: Where it comes from.
+        guarded: Where it comes from.
         waiters: The requests that want it.
     """
 
     block: CPUBlock
-    lane: Lane
+    guarded: GuardedTier
     waiters: list[RequestState]
 
 

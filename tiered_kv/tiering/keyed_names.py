@@ -102,7 +102,7 @@ class KeyedNames(SecondaryTierManager):
         self.inner = inner
         self._name_of = NameMap(name_key, getattr(spec, "namespace_digest", bytes(16)))
         self._lookup = inner.lookup
-        # Keys and names of each job in flight, as many as its lane lets in.
+        # Keys and names of each job in flight, as many as its guarded lets in.
         self._jobs: dict[JobId, tuple[Collection[OffloadKey], list[OffloadKey]]] = {}
         self._has_events = type(inner).take_events is not SecondaryTierManager.take_events
         self._keys_of_events: dict[OffloadKey, OffloadKey] = {}  # by name, the first that was submitted first
@@ -170,7 +170,7 @@ class KeyedNames(SecondaryTierManager):
                 del keys_of[name]
 
     def _end(self, result: JobResult) -> JobResult:
-        """Return a result in terms of keys; nonsense, and that of nobody's job, as it is: the lane judges."""
+        """Return a result in terms of keys; nonsense, and that of nobody's job, as it is: the guarded judges."""
         try:
             job = self._jobs.pop(result.job_id, None) if isinstance(result, JobResult) else None
             if job is None or result.successful_keys is None:

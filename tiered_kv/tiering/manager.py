@@ -21,9 +21,9 @@ from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.tiering.audit import Audit, AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.cascade import Cascade
+from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.isolation import IsolatedTier
 from tiered_kv.tiering.jobs import Job, RequestState
-from tiered_kv.tiering.lane import Lane
 from tiered_kv.tiering.limits import ManagerLimits, TierLimits
 from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.requests import RequestTable
@@ -67,8 +67,8 @@ class TieringOffloadingManager(OffloadingManager):
         names = names or [tier.tier_type for tier in self.secondary_tiers]
         tier_limits = tier_limits or [TierLimits()] * len(self.secondary_tiers)
         backend = primary.backend
-        self._lanes = tuple(
-            Lane(
+        self._tiers = tuple(
+            GuardedTier(
                 name,
                 tier if tier.is_nonblocking else IsolatedTier(tier),
                 tier_limit,
@@ -84,11 +84,11 @@ class TieringOffloadingManager(OffloadingManager):
         self._promotions = Promotions(primary, blocks_max, self.limits.hold_s, self._make_job, clock)
         # Twice as long, so that requests without an id reach the bound on waiting too.
         self._requests = RequestTable(self.limits.requests_max, 2 * self.limits.wait_max_s, self._end_request, clock)
-        self._search = Search(self._lanes, self._promotions, self._requests, self.limits.wait_max_s, clock)
+        self._search = Search(self._tiers, self._promotions, self._requests, self.limits.wait_max_s, clock)
         self._lookup_below = self._search.below
         self._primary_blocks = primary.blocks  # the same dictionary, one attribute nearer
-        self._counting_lanes = tuple(lane for lane in self._lanes if not lane.admission.is_open())
-        self._audit = Audit(audit, primary, self._lanes, self._make_job, clock, self._withhold) if audit else None
+        self._counting = tuple(guarded for guarded in self._tiers if not guarded.admission.is_open())
+        self._audit = Audit(audit, primary, self._tiers, self._make_job, clock, self._withhold) if audit else None
         self._prefetching: dict[RequestState, None] = {}
         self._stored_blocks = self._loaded_blocks = self._released_holds = 0
         self._is_closed = False
@@ -162,11 +162,11 @@ class TieringOffloadingManager(OffloadingManager):
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.primary.complete_load(keys, req_context)
-        for lane in self._counting_lanes:
+        for guarded in self._counting:
             # To be loaded is to be seen again. Not for the tier that the block came from: it has it.
-            found = [self._primary_blocks.get(key) for key in keys if self.hit_tier(key, req_context) != lane.name]
+            found = [self._primary_blocks.get(key) for key in keys if self.hit_tier(key, req_context) != guarded.name]
             ready = [block for block in found if block is not None and block.ref_cnt >= 0]
-            self._cascade.offer(ready, (lane,), req_context)
+            self._cascade.offer(ready, (guarded,), req_context)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         output = self.primary.prepare_store(keys, req_context)
@@ -186,8 +186,8 @@ class TieringOffloadingManager(OffloadingManager):
             self.primary.abandon(written)
         elif written:
             self._stored_blocks += len(written)
-            lanes = [lane for lane in self._lanes if lane not in request_level] if request_level else self._lanes
-            self._cascade.commit(written, lanes, req_context)
+            tiers = [tier for tier in self._tiers if tier not in request_level] if request_level else self._tiers
+            self._cascade.commit(written, tiers, req_context)
         if self._audit is not None:
             self._audit.complete(keys, written, req_context, success)
         if state is not None and request_level:
@@ -197,8 +197,8 @@ class TieringOffloadingManager(OffloadingManager):
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.primary.touch(keys, req_context)
-        for lane in self._lanes:
-            lane.call("touch", keys, req_context)
+        for guarded in self._tiers:
+            guarded.call("touch", keys, req_context)
 
     # Requests and steps.
 
@@ -211,7 +211,9 @@ class TieringOffloadingManager(OffloadingManager):
         state = self._requests.state_of(req_context)
         if not req_context.req_id:
             return RequestOffloadingContext()
-        state.request_level = tuple(lane for lane in self._lanes if self._wants_whole_request(lane, req_context))
+        state.request_level = tuple(
+            guarded for guarded in self._tiers if self._wants_whole_request(guarded, req_context)
+        )
         policy = OffloadPolicy.REQUEST_LEVEL if state.request_level else OffloadPolicy.BLOCK_LEVEL
         return RequestOffloadingContext(policy)
 
@@ -240,8 +242,8 @@ class TieringOffloadingManager(OffloadingManager):
     def poll(self) -> None:
         """Collect what the tiers have finished, and let time pass; part of `on_schedule_end`, and cheap."""
         now_s, audit = self._clock(), self._audit
-        for lane in self._lanes:
-            for job, result in lane.collect():
+        for guarded in self._tiers:
+            for job, result in guarded.collect():
                 if not job.is_promotion:
                     self._cascade.finish(job)
                     continue
@@ -249,11 +251,11 @@ class TieringOffloadingManager(OffloadingManager):
                     continue
                 ready = self._promotions.finish(job, result)
                 if ready and not self._is_closed:  # a tier that is being closed takes nothing new
-                    self._fill(lane, ready)
-            for job in lane.expire(now_s):
+                    self._fill(guarded, ready)
+            for job in guarded.expire(now_s):
                 if job.is_promotion and not (audit is not None and audit.expire(job)):
                     self._promotions.expire(job)
-            lane.tick(now_s)
+            guarded.tick(now_s)
         self._released_holds += self._promotions.release_overdue(now_s)
         if audit is not None:
             audit.tick(now_s)
@@ -261,8 +263,8 @@ class TieringOffloadingManager(OffloadingManager):
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         events = list(self.primary.take_events())
-        for lane in self._lanes:
-            events += lane.take_events()
+        for guarded in self._tiers:
+            events += guarded.take_events()
         return events
 
     # Emptying and closing.
@@ -270,15 +272,15 @@ class TieringOffloadingManager(OffloadingManager):
     @property
     def jobs_in_flight(self) -> int:
         """Jobs that a tier has not reported yet, expired ones included, and comparisons of the audit."""
-        jobs = sum(len(lane.jobs) for lane in self._lanes)
+        jobs = sum(len(guarded.jobs) for guarded in self._tiers)
         return jobs if self._audit is None else jobs + self._audit.in_flight
 
     def store_room(self) -> int:
         """Return how many blocks every tier that takes stores would take now, for callers that pace themselves."""
         rooms = [
-            lane.store_room()
-            for lane in self._lanes
-            if not lane.refusal() and (lane.is_storing or lane.store_room() > 0)
+            guarded.store_room()
+            for guarded in self._tiers
+            if not guarded.refusal() and (guarded.is_storing or guarded.store_room() > 0)
         ]
         return max(min(rooms, default=self.primary.backend.num_blocks), 0)
 
@@ -301,9 +303,9 @@ class TieringOffloadingManager(OffloadingManager):
         cannot forget is not used any more: its blocks are no longer valid.
         """
         self._forget_primary()
-        for lane in self._lanes:
-            if not lane.call("reset_cache"):
-                lane.is_disabled = True
+        for guarded in self._tiers:
+            if not guarded.call("reset_cache"):
+                guarded.is_disabled = True
         self._search.refresh(self._clock())
 
     def _forget_primary(self) -> None:
@@ -333,8 +335,8 @@ class TieringOffloadingManager(OffloadingManager):
         for state in list(self._requests):
             self._promotions.leave(state)
         self.drain_jobs(timeout_s)
-        for lane in self._lanes:
-            lane.call("shutdown")
+        for guarded in self._tiers:
+            guarded.call("shutdown")
         self.poll()
         if self._audit is not None:
             self._audit.close(timeout_s)
@@ -356,12 +358,12 @@ class TieringOffloadingManager(OffloadingManager):
                 "forgotten_requests": self._requests.forgotten,
             }
         }
-        for lane in self._lanes:
-            counted[lane.name] = {
-                **lane.counters,
-                "jobs_in_flight": len(lane.jobs),
-                "breaker_opened": lane.breaker.times_opened,
-                **(lane.call("stats") or {}),
+        for guarded in self._tiers:
+            counted[guarded.name] = {
+                **guarded.counters,
+                "jobs_in_flight": len(guarded.jobs),
+                "breaker_opened": guarded.breaker.times_opened,
+                **(guarded.call("stats") or {}),
             }
         if self._audit is not None:
             for name, values in self._audit.counters.items():
@@ -371,15 +373,17 @@ class TieringOffloadingManager(OffloadingManager):
     def _submit(self) -> None:
         """Submit what was gathered during the step, here and in the tiers."""
         self._promotions.submit()
-        for lane in self._lanes:
-            lane.call("on_schedule_end")
+        for guarded in self._tiers:
+            guarded.call("on_schedule_end")
 
-    def _make_job(self, lane: Lane, keys: list[OffloadKey], blocks: list[CPUBlock], *, is_promotion: bool) -> Job:
-        deadline_s = self._clock() + lane.limits.job_timeout_s
+    def _make_job(
+        self, guarded: GuardedTier, keys: list[OffloadKey], blocks: list[CPUBlock], *, is_promotion: bool
+    ) -> Job:
+        deadline_s = self._clock() + guarded.limits.job_timeout_s
         return Job(next(self._job_ids), keys, blocks, is_promotion, deadline_s)
 
-    def _wants_whole_request(self, lane: Lane, req_context: ReqContext) -> bool:
-        answer = lane.call("on_new_request", req_context)
+    def _wants_whole_request(self, guarded: GuardedTier, req_context: ReqContext) -> bool:
+        answer = guarded.call("on_new_request", req_context)
         return isinstance(answer, RequestOffloadingContext) and answer.policy is OffloadPolicy.REQUEST_LEVEL
 
     def _end_request(self, state: RequestState) -> None:
@@ -392,8 +396,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._prefetching.pop(state, None)
         self._requests.pop(state)
         self.primary.on_request_finished(state.req_context)
-        for lane in self._lanes:
-            lane.call("on_request_finished", state.req_context)
+        for guarded in self._tiers:
+            guarded.call("on_request_finished", state.req_context)
 
     def _continue_prefetch(self, state: RequestState) -> None:
         """Ask again for keys whose promotion has not begun yet."""
@@ -408,16 +412,16 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _stop_audited_tiers(self, names: set[str]) -> None:
         """Use tiers no more whose blocks were found to differ, nor what the primary tier may have from them."""
-        stopped = [lane for lane in self._lanes if lane.name in names and not lane.is_disabled]
-        for lane in stopped:
-            lane.is_disabled = True
+        stopped = [guarded for guarded in self._tiers if guarded.name in names and not guarded.is_disabled]
+        for guarded in stopped:
+            guarded.is_disabled = True
         if stopped:
             self._forget_primary()
             self._search.refresh(self._clock())
 
-    def _fill(self, source: Lane, ready: list[CPUBlock]) -> None:
+    def _fill(self, source: GuardedTier, ready: list[CPUBlock]) -> None:
         """Offer blocks that were promoted from `source` to the tiers above it that want them."""
-        above = self._lanes[: self._lanes.index(source)]
-        lanes = [lane for lane in above if lane.limits.fill_on_promotion]
-        if lanes:
-            self._cascade.offer(ready, lanes, ReqContext())
+        above = self._tiers[: self._tiers.index(source)]
+        tiers = [guarded for guarded in above if guarded.limits.fill_on_promotion]
+        if tiers:
+            self._cascade.offer(ready, tiers, ReqContext())

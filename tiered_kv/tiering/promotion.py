@@ -10,14 +10,16 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import PROMOTION, CPUBlock
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.tiering.base import JobResult
+from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.jobs import Job, Promotion, RequestState
-from tiered_kv.tiering.lane import Lane
 
 
 class JobFactory(Protocol):
     """Makes a job with a new id and its tier's deadline."""
 
-    def __call__(self, lane: Lane, keys: list[OffloadKey], blocks: list[CPUBlock], *, is_promotion: bool) -> Job: ...
+    def __call__(
+        self, guarded: GuardedTier, keys: list[OffloadKey], blocks: list[CPUBlock], *, is_promotion: bool
+    ) -> Job: ...
 
 
 class Promotions:
@@ -51,7 +53,7 @@ class Promotions:
         self._make_job = make_job
         self._clock = clock
         self._table: dict[OffloadKey, Promotion] = {}
-        self._batches: dict[tuple[Lane, RequestState], list[Promotion]] = {}
+        self._batches: dict[tuple[GuardedTier, RequestState], list[Promotion]] = {}
         self._holders: dict[RequestState, None] = {}
         self._held: dict[int, int] = {}  # block_id to the number of requests that it is held for
 
@@ -60,8 +62,8 @@ class Promotions:
         """Blocks that count against the limit."""
         return len(self._table) + len(self._held)
 
-    def begin(self, key: OffloadKey, lane: Lane, state: RequestState) -> bool:
-        """Take a primary block for `key`, to be loaded from `lane` at the end of the step, if there is room.
+    def begin(self, key: OffloadKey, guarded: GuardedTier, state: RequestState) -> bool:
+        """Take a primary block for `key`, to be loaded from `guarded` at the end of the step, if there is room.
 
         Returns:
             Whether the request may hope for the block: it is on its way, or others occupy room that will become free.
@@ -71,8 +73,8 @@ class Promotions:
         may_wait = not (state.promoting or state.held)
         if self.blocks_taken >= self._blocks_max:
             return may_wait
-        if lane.load_room() <= 0:
-            return lane.is_loading
+        if guarded.load_room() <= 0:
+            return guarded.is_loading
         if self._primary.is_orphan(key):
             return False
         chain = self._primary.chain_of(state.req_context)
@@ -80,11 +82,11 @@ class Promotions:
         if blocks is None:
             return may_wait
         chain.extend(blocks)
-        blocks[0].source = lane.name
-        promotion = Promotion(blocks[0], lane, [state])
+        blocks[0].source = guarded.name
+        promotion = Promotion(blocks[0], guarded, [state])
         self._table[key] = promotion
-        self._batches.setdefault((lane, state), []).append(promotion)
-        lane.load_blocks_reserved += 1
+        self._batches.setdefault((guarded, state), []).append(promotion)
+        guarded.load_blocks_reserved += 1
         state.promoting.add(key)
         return True
 
@@ -95,7 +97,7 @@ class Promotions:
             False where there is none, or none that the request may hope for: its tier has failed it on this key.
         """
         promotion = self._table.get(key)
-        if promotion is None or promotion.lane in state.failed.get(key, ()):
+        if promotion is None or promotion.guarded in state.failed.get(key, ()):
             return False
         if key not in state.promoting:
             promotion.waiters.append(state)
@@ -105,13 +107,13 @@ class Promotions:
     def submit(self) -> None:
         """Submit what was gathered since the last call: one job for each tier and request."""
         batches, self._batches = self._batches, {}
-        for (lane, state), promotions in batches.items():
-            lane.load_blocks_reserved -= len(promotions)
+        for (guarded, state), promotions in batches.items():
+            guarded.load_blocks_reserved -= len(promotions)
             blocks = [promotion.block for promotion in promotions]
             keys = [block.key for block in blocks]
-            job = self._make_job(lane, keys, blocks, is_promotion=True)
+            job = self._make_job(guarded, keys, blocks, is_promotion=True)
             # A half-open breaker lets one job through, and others of this step may have come before.
-            if lane.refusal() or not lane.submit(job, state.req_context):
+            if guarded.refusal() or not guarded.submit(job, state.req_context):
                 for block in blocks:
                     self._drop(block.key, block)
                 self._primary.abandon(blocks)
@@ -183,8 +185,8 @@ class Promotions:
                 state.promoting.clear()
         self._table.clear()
         batches, self._batches = self._batches, {}
-        for (lane, _), promotions in batches.items():
-            lane.load_blocks_reserved -= len(promotions)
+        for (guarded, _), promotions in batches.items():
+            guarded.load_blocks_reserved -= len(promotions)
             self._primary.abandon([promotion.block for promotion in promotions])
 
     def _arrive(self, key: OffloadKey, block: CPUBlock) -> bool:
@@ -199,7 +201,7 @@ class Promotions:
             state.promoting.discard(key)
             state.held[key] = block
             state.held_until_s = until_s
-            state.sources[key] = promotion.lane.name
+            state.sources[key] = promotion.guarded.name
             self._holders[state] = None
         if waiters:
             self._held[block.block_id] = len(waiters)
@@ -213,4 +215,4 @@ class Promotions:
         del self._table[key]
         for state in promotion.waiters:
             state.promoting.discard(key)
-            state.failed.setdefault(key, set()).add(promotion.lane)
+            state.failed.setdefault(key, set()).add(promotion.guarded)

@@ -7,8 +7,8 @@ from enum import Enum
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import PROMOTION, CPUBlock
+from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.jobs import RequestState
-from tiered_kv.tiering.lane import Lane
 from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.requests import RequestTable
 
@@ -35,7 +35,7 @@ class Search:
     Owned by the manager's thread.
 
     Args:
-        lanes: The tiers, in the order they are searched.
+        tiers: The tiers, in the order they are searched.
         promotions: Where a hit leads to.
         requests: The requests' states.
         wait_max_s: The bound.
@@ -44,25 +44,25 @@ class Search:
 
     def __init__(
         self,
-        lanes: Sequence[Lane],
+        tiers: Sequence[GuardedTier],
         promotions: Promotions,
         requests: RequestTable,
         wait_max_s: float,
         clock: Callable[[], float],
     ) -> None:
-        self._lanes = lanes
+        self._tiers = tiers
         self._promotions = promotions
         self._requests = requests
         self._named = requests.named
         self._wait_max_s = wait_max_s
         self._clock = clock
-        self._searched: list[tuple[Lane, Callable[[OffloadKey, ReqContext], bool | None]]] = []
+        self._searched: list[tuple[GuardedTier, Callable[[OffloadKey, ReqContext], bool | None]]] = []
         self.refresh(clock())
 
     def refresh(self, now_s: float) -> None:
         """Note which tiers are in use, and the time; called at the end of a step and when a breaker may have moved."""
         self._now_s = now_s
-        self._searched = [(lane, lane.tier.lookup) for lane in self._lanes if lane.is_searched]
+        self._searched = [(guarded, guarded.tier.lookup) for guarded in self._tiers if guarded.is_searched]
 
     def stop(self) -> None:
         """Ask no tier from now on."""
@@ -79,17 +79,17 @@ class Search:
         if block is not None:
             return self._await(key, block, state)
         failed, timed_out, is_unanswered = state.failed, state.timed_out, bool(state.unanswered)
-        for lane, lookup in self._searched:
-            if (failed and lane in failed.get(key, ())) or (timed_out and lane in timed_out):
+        for guarded, lookup in self._searched:
+            if (failed and guarded in failed.get(key, ())) or (timed_out and guarded in timed_out):
                 continue
             try:
                 answer = lookup(key, req_context)
             except Exception:
-                self._fail(lane, state, "lookup")
+                self._fail(guarded, state, "lookup")
                 continue
             if answer is False and not is_unanswered:  # by far the most frequent
                 continue
-            verdict = self._judge(key, answer, lane, state)
+            verdict = self._judge(key, answer, guarded, state)
             if verdict is not _Verdict.NEXT:
                 return None if verdict is _Verdict.WAIT else False
         return False
@@ -111,17 +111,17 @@ class Search:
                 rest.append(key)
             else:
                 answers[key] = self._await(key, block, state)
-        for lane, _ in self._searched:
+        for guarded, _ in self._searched:
             if not rest:
                 break
-            if lane not in state.timed_out:
-                rest = self._ask_many(lane, rest, req_context, state, answers)
+            if guarded not in state.timed_out:
+                rest = self._ask_many(guarded, rest, req_context, state, answers)
         answers.update(dict.fromkeys(rest, False))
         return answers
 
     def _ask_many(
         self,
-        lane: Lane,
+        guarded: GuardedTier,
         keys: list[OffloadKey],
         req_context: ReqContext,
         state: RequestState,
@@ -130,12 +130,12 @@ class Search:
         """Ask one tier, note what is settled in `answers`, and return the keys for the next tier."""
         asked = keys
         if state.failed:
-            asked = [key for key in keys if lane not in state.failed.get(key, ())]
+            asked = [key for key in keys if guarded not in state.failed.get(key, ())]
         try:
-            replies = lane.tier.lookup_many(asked, req_context)
+            replies = guarded.tier.lookup_many(asked, req_context)
             found = dict(zip(asked, replies, strict=True))
         except Exception:
-            self._fail(lane, state, "lookup_many")
+            self._fail(guarded, state, "lookup_many")
             return keys
         if not state.unanswered and True not in replies and None not in replies:
             return keys
@@ -145,7 +145,7 @@ class Search:
             if answer is False and not state.unanswered:
                 rest.append(key)
                 continue
-            verdict = self._judge(key, answer, lane, state)
+            verdict = self._judge(key, answer, guarded, state)
             if verdict is _Verdict.NEXT:
                 rest.append(key)
             else:
@@ -159,22 +159,22 @@ class Search:
         state.asked_s = self._now_s
         return None
 
-    def _judge(self, key: OffloadKey, answer: bool | None, lane: Lane, state: RequestState) -> _Verdict:
+    def _judge(self, key: OffloadKey, answer: bool | None, guarded: GuardedTier, state: RequestState) -> _Verdict:
         if answer is None:
             now_s = self._clock()
-            if now_s - state.unanswered.setdefault((key, lane), now_s) < lane.limits.lookup_timeout_s:
+            if now_s - state.unanswered.setdefault((key, guarded), now_s) < guarded.limits.lookup_timeout_s:
                 state.asked_s = self._now_s
                 return _Verdict.WAIT
-            lane.counters["expired_lookups"] += 1
-            self._fail(lane, state)
+            guarded.counters["expired_lookups"] += 1
+            self._fail(guarded, state)
             return _Verdict.NEXT
-        state.unanswered.pop((key, lane), None)
+        state.unanswered.pop((key, guarded), None)
         if not answer:
             return _Verdict.NEXT
-        if self._promotions.begin(key, lane, state):
+        if self._promotions.begin(key, guarded, state):
             state.asked_s = self._now_s
             return _Verdict.WAIT
-        lane.counters["refused_promotions"] += 1
+        guarded.counters["refused_promotions"] += 1
         return _Verdict.MISS
 
     def _count_wait(self, state: RequestState) -> None:
@@ -185,11 +185,11 @@ class Search:
             state.has_waited = True
             state.unanswered.clear()
 
-    def _fail(self, lane: Lane, state: RequestState, raised_in: str = "") -> None:
+    def _fail(self, guarded: GuardedTier, state: RequestState, raised_in: str = "") -> None:
         """Ask this tier no more for this request: one failure a request, however many keys it asks for."""
         if raised_in:
-            lane.note_exception(raised_in)
-        state.timed_out.add(lane)
+            guarded.note_exception(raised_in)
+        state.timed_out.add(guarded)
         now_s = self._clock()
-        lane.breaker.fail(now_s)
+        guarded.breaker.fail(now_s)
         self.refresh(now_s)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.toolkit.jobs import Lane, Outcome, Part, checked_answers, checked_outcome
+from tiered_kv.toolkit.jobs import JobKind, Outcome, Part, checked_answers, checked_outcome
 from tiered_kv.toolkit.queued import PART_DEADLINE, QueuedTier, block_bytes_of
 
 T = TypeVar("T")
@@ -172,10 +172,10 @@ class AsyncTier(QueuedTier):
         self._wake_is_on_its_way = False  # before looking: what is put from now on wakes again
         while True:
             has_room = self._blocks_in_flight + self._part_blocks <= self._blocks_in_flight_max
-            part = self._part_queue.take(last_lane=Lane.STORE if has_room else Lane.LOOKUP)
+            part = self._part_queue.take(last_kind=JobKind.STORE if has_room else JobKind.LOOKUP)
             if part is None:
                 return
-            if part.job.lane is Lane.LOOKUP:
+            if part.job.kind is JobKind.LOOKUP:
                 self._start(self._run_probes(part))
             else:
                 self._blocks_in_flight += part.stop - part.start
@@ -200,7 +200,7 @@ class AsyncTier(QueuedTier):
         if (refused := self._begin_part(part)) is not None:
             return refused
         keys = job.keys[part.start : part.stop]
-        transfer = self.store_blocks if job.lane is Lane.STORE else self.load_blocks
+        transfer = self.store_blocks if job.kind is JobKind.STORE else self.load_blocks
         timeout = asyncio.timeout_at(None if job.deadline == math.inf else job.deadline)
         try:
             async with timeout:

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.toolkit.jobs import Lane, Outcome, Part, checked_answers, checked_outcome
+from tiered_kv.toolkit.jobs import JobKind, Outcome, Part, checked_answers, checked_outcome
 from tiered_kv.toolkit.queued import PART_DEADLINE, PROBE_REQ_IDS, QueuedTier, block_bytes_of
 
 _WORK = True
@@ -117,7 +117,9 @@ class BlockingTier(QueuedTier):
             if number >= self._threads_max + self._has_lookup_thread or self._is_stopping:
                 return
             what = (
-                (self._lookup_tokens, Lane.LOOKUP) if number == self._threads_max else (self._work_tokens, Lane.STORE)
+                (self._lookup_tokens, JobKind.LOOKUP)
+                if number == self._threads_max
+                else (self._work_tokens, JobKind.STORE)
             )
             name = f"tiered-kv-{self.name}-{number}"
             thread = threading.Thread(target=self._serve, args=what, name=name, daemon=True)
@@ -129,10 +131,10 @@ class BlockingTier(QueuedTier):
             self._worker_threads.append(thread)
             self._threads_running += 1
 
-    def _serve(self, tokens: SimpleQueue[bool], last_lane: Lane) -> None:
+    def _serve(self, tokens: SimpleQueue[bool], last_kind: JobKind) -> None:
         self._start_thread()
         while tokens.get() is _WORK:
-            self._serve_one(last_lane)
+            self._serve_one(last_kind)
         with self._threads_lock:
             self._threads_running -= 1
             is_last = self._threads_running == 0
@@ -142,11 +144,11 @@ class BlockingTier(QueuedTier):
             except BaseException as error:  # an author's mistake must not print from a dying thread
                 self._note_error("close", error)
 
-    def _serve_one(self, last_lane: Lane) -> None:
-        part = self._part_queue.take(last_lane)
+    def _serve_one(self, last_kind: JobKind) -> None:
+        part = self._part_queue.take(last_kind)
         if part is None:
             return
-        if part.job.lane is Lane.LOOKUP:
+        if part.job.kind is JobKind.LOOKUP:
             self._run_probes()
             self._part_queue.end(part)
             return
@@ -154,7 +156,7 @@ class BlockingTier(QueuedTier):
 
     def _transfer(self, part: Part) -> Outcome:
         keys = part.job.keys[part.start : part.stop]
-        transfer = self.store_blocks if part.job.lane is Lane.STORE else self.load_blocks
+        transfer = self.store_blocks if part.job.kind is JobKind.STORE else self.load_blocks
         try:
             return checked_outcome(transfer(keys, self._blocks_of(part)), keys)
         except BaseException as error:  # whatever an author's method raises fails the part, and the thread lives on

@@ -22,7 +22,7 @@ _REASONS: tuple[tuple[type[TierError], str], ...] = (
 )
 
 
-class Lane(IntEnum):
+class JobKind(IntEnum):
     """What waits for a worker, first things first: lookups are short, and requests wait for loads."""
 
     LOOKUP = 0
@@ -56,7 +56,7 @@ class Job:
     """
 
     job_id: int
-    lane: Lane
+    kind: JobKind
     keys: Sequence[OffloadKey]
     block_ids: np.ndarray[Any, np.dtype[np.int64]]
     deadline: float
@@ -75,14 +75,14 @@ class Job:
     failed_parts: list[tuple[Part, Outcome]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, metadata: JobMetadata, lane: Lane, epoch: int, part_blocks: int) -> Job:
+    def of(cls, metadata: JobMetadata, kind: JobKind, epoch: int, part_blocks: int) -> Job:
         """Return the job that `metadata` describes, in the same time for any number of keys in a sequence."""
         keys = metadata.keys
         if not isinstance(keys, Sequence):
             keys = tuple(keys)
         return cls(
             job_id=metadata.job_id,
-            lane=lane,
+            kind=kind,
             keys=keys,
             block_ids=metadata.block_ids,
             deadline=math.inf if metadata.deadline is None else metadata.deadline,

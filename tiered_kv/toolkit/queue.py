@@ -6,11 +6,11 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from tiered_kv.toolkit.jobs import Job, Lane, Part
+from tiered_kv.toolkit.jobs import Job, JobKind, Part
 
 
 class PartQueue:
-    """Jobs in three lanes, handed out in parts: lookups before loads before stores, each lane first come,
+    """Jobs in three queues, handed out in parts: lookups before loads before stores, each kind first come,
     first served.
 
     A job enters in one step, whatever its size; the workers cut it up as they take from it, so one large
@@ -27,33 +27,33 @@ class PartQueue:
         self._wake = wake
         self._stores_running_max = stores_running_max
         self._stores_running = 0  # under the lock
-        self._lanes: tuple[deque[Job], ...] = tuple(deque() for _ in Lane)  # appended to by the scheduler
-        self._lock = threading.Lock()  # guards all that leaves the lanes, and the cursors of jobs
+        self._queues: tuple[deque[Job], ...] = tuple(deque() for _ in JobKind)  # appended to by the scheduler
+        self._lock = threading.Lock()  # guards all that leaves the queues, and the cursors of jobs
 
     def put(self, job: Job) -> None:
         """Add a job that has at least one block; scheduler thread."""
-        self._lanes[job.lane].append(job)
+        self._queues[job.kind].append(job)
         self._wake()
 
-    def take(self, last_lane: Lane = Lane.STORE) -> Part | None:
-        """Return the next part of the lanes up to `last_lane`, or None; any thread. Pair each part with `end`."""
+    def take(self, last_kind: JobKind = JobKind.STORE) -> Part | None:
+        """Return the next part of the queues up to `last_kind`, or None; any thread. Pair each part with `end`."""
         with self._lock:
-            for lane in self._lanes[: last_lane + 1]:
-                if not lane:
+            for queue in self._queues[: last_kind + 1]:
+                if not queue:
                     continue
-                job = lane[0]
-                if job.lane is Lane.STORE:
+                job = queue[0]
+                if job.kind is JobKind.STORE:
                     if self._stores_running >= self._stores_running_max:
                         return None
                     self._stores_running += 1
                 start = job.next_block
                 job.next_block = stop = min(start + job.part_blocks, job.end_block)
                 if stop == job.end_block:
-                    lane.popleft()
+                    queue.popleft()
                 break
             else:
                 return None
-            has_more = any(self._lanes)
+            has_more = any(self._queues)
         if has_more:
             self._wake()
         return Part(job, start, stop)
@@ -65,7 +65,7 @@ class PartQueue:
             job.ended_blocks += part.stop - part.start
             is_last = job.ended_blocks == job.end_block
             unblocks_stores = False
-            if job.lane is Lane.STORE:
+            if job.kind is JobKind.STORE:
                 unblocks_stores = self._stores_running == self._stores_running_max
                 self._stores_running -= 1
         if unblocks_stores:
@@ -82,7 +82,7 @@ class PartQueue:
         with self._lock:
             if job.next_block == job.end_block:
                 return False
-            self._lanes[job.lane].remove(job)
+            self._queues[job.kind].remove(job)
             job.end_block = job.next_block
             job.drop_reason = reason
             return job.ended_blocks == job.end_block
@@ -90,5 +90,5 @@ class PartQueue:
     def drop_all(self, reason: str) -> list[Job]:
         """Take back everything that has not been started; return the jobs that the caller has to report."""
         with self._lock:
-            queued = [job for lane in self._lanes for job in lane]
+            queued = [job for queue in self._queues for job in queue]
         return [job for job in queued if self.drop_rest(job, reason)]

@@ -18,7 +18,7 @@ import numpy as np
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
-from tiered_kv.toolkit.jobs import ALL_DONE, Job, Lane, Outcome, Part, failure_reason
+from tiered_kv.toolkit.jobs import ALL_DONE, Job, JobKind, Outcome, Part, failure_reason
 from tiered_kv.toolkit.lookups import BatchedLookups
 from tiered_kv.toolkit.queue import PartQueue
 
@@ -124,10 +124,10 @@ class QueuedTier(SecondaryTierManager):
     # The scheduler's thread.
 
     def submit_store(self, job_metadata: JobMetadata) -> None:
-        self._submit(job_metadata, Lane.STORE)
+        self._submit(job_metadata, JobKind.STORE)
 
     def submit_load(self, job_metadata: JobMetadata) -> None:
-        self._submit(job_metadata, Lane.LOAD)
+        self._submit(job_metadata, JobKind.LOAD)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         return self._batched_lookups.lookup(key, req_context.req_id)
@@ -150,7 +150,7 @@ class QueuedTier(SecondaryTierManager):
         while self._job_results:
             result = self._job_results.popleft()
             job = self._jobs_in_flight.pop(result.job_id)
-            if not result.success and job.lane is Lane.LOAD:
+            if not result.success and job.kind is JobKind.LOAD:
                 self._correct_lookups(job, result.successful_keys or ())
             finished.append(result)
         return finished
@@ -183,15 +183,15 @@ class QueuedTier(SecondaryTierManager):
             return
         self._is_shut_down = True
         deadline = time.monotonic() + self._shutdown_timeout_s
-        self._report(job for job in self._part_queue.drop_all("shutdown") if job.lane is not Lane.LOOKUP)
+        self._report(job for job in self._part_queue.drop_all("shutdown") if job.kind is not JobKind.LOOKUP)
         left = self._stop_workers(deadline)
         if left:
             _log.warning("tier '%s': %d worker(s) did not end; they are left behind", self.name, left)
         self._primary_flat_readonly.release()
         self._primary_flat.release()
 
-    def _submit(self, metadata: JobMetadata, lane: Lane) -> None:
-        job = Job.of(metadata, lane, self.epoch, self._part_blocks)
+    def _submit(self, metadata: JobMetadata, kind: JobKind) -> None:
+        job = Job.of(metadata, kind, self.epoch, self._part_blocks)
         self._jobs_in_flight[job.job_id] = job
         if self._is_shut_down or not job.keys:
             job.end_block = 0
@@ -225,7 +225,9 @@ class QueuedTier(SecondaryTierManager):
             return
         if self._probe_ticket is not None:
             self._part_queue.drop_rest(self._probe_ticket, "expired")
-        self._probe_ticket = Job(_PROBE_JOB_ID, Lane.LOOKUP, (), _NO_BLOCKS, math.inf, self.epoch, "", 1, end_block=1)
+        self._probe_ticket = Job(
+            _PROBE_JOB_ID, JobKind.LOOKUP, (), _NO_BLOCKS, math.inf, self.epoch, "", 1, end_block=1
+        )
         self._part_queue.put(self._probe_ticket)
 
     # The workers.
@@ -277,7 +279,7 @@ class QueuedTier(SecondaryTierManager):
 
     def _blocks_of(self, part: Part) -> list[memoryview]:
         """Return the primary blocks of a part, in its order."""
-        flat = self._primary_flat_readonly if part.job.lane is Lane.STORE else self._primary_flat
+        flat = self._primary_flat_readonly if part.job.kind is JobKind.STORE else self._primary_flat
         size = self.block_bytes
         return [flat[row * size : (row + 1) * size] for row in part.job.block_ids[part.start : part.stop].tolist()]
 

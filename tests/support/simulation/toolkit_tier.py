@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from tests.support.simulation.storage import SimulatedStorage
 from tests.support.simulation.world import World
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, TierSpec
-from tiered_kv.toolkit.jobs import ALL_DONE, Lane, Outcome, Part
+from tiered_kv.toolkit.jobs import ALL_DONE, JobKind, Outcome, Part
 from tiered_kv.toolkit.lookups import Probe
 from tiered_kv.toolkit.queued import QueuedTier
 
@@ -102,7 +102,7 @@ class SimulatedToolkitTier(QueuedTier):
             if part is None:
                 continue
             self._workers_idle -= 1
-            if part.job.lane is Lane.LOOKUP:
+            if part.job.kind is JobKind.LOOKUP:
                 self._next_probe(part)
             else:
                 self._start(part)
@@ -129,7 +129,7 @@ class SimulatedToolkitTier(QueuedTier):
         if number < len(transfer.blocks):
             transfer.moved += 1
             key = part.job.keys[part.start + number]
-            is_load = part.job.lane is Lane.LOAD
+            is_load = part.job.kind is JobKind.LOAD
             if part.job.epoch != self.epoch:  # as an author compares `part_epoch` before a store is published
                 reason = "reset"
             elif self.storage.chance(self.storage.mood.raises):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from tiered_kv.tiering.lane import Lane
+from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.toolkit.lookups import PENDING_KEYS_MAX
 from tiered_kv.toolkit.queued import QueuedTier
@@ -47,10 +47,10 @@ class LimitsWatch:
 
     def problems(self) -> Iterator[str]:
         """Yield what is over its limit now, as sentences."""
-        for lane in self._manager._lanes:
-            yield from budget_problems(lane)
-            yield from queue_problems(lane)
-            yield from self._late_jobs(lane)
+        for guarded in self._manager._tiers:
+            yield from budget_problems(guarded)
+            yield from queue_problems(guarded)
+            yield from self._late_jobs(guarded)
         promotions = self._manager._promotions
         if promotions.blocks_taken > promotions._blocks_max:
             yield f"{promotions.blocks_taken} blocks are being promoted or held, {promotions._blocks_max} allowed"
@@ -58,45 +58,45 @@ class LimitsWatch:
         if requests > REQUESTS_MAX:
             yield f"the manager remembers {requests} requests"
 
-    def _late_jobs(self, lane: Lane) -> Iterator[str]:
+    def _late_jobs(self, guarded: GuardedTier) -> Iterator[str]:
         now_s = time.monotonic()
-        for job in lane.jobs.values():
+        for job in guarded.jobs.values():
             late_s = now_s - max(job.deadline_s, self._resumed_s)
             self.late_s_max = max(self.late_s_max, late_s)
             if late_s > JOB_GRACE_S:
                 what = "load" if job.is_promotion else "store"
-                yield f"{what} {job.job_id} of tier {lane.name} is {late_s:.1f} s over its deadline"
+                yield f"{what} {job.job_id} of tier {guarded.name} is {late_s:.1f} s over its deadline"
 
 
-def budget_problems(lane: Lane) -> Iterator[str]:
-    """Yield which of a lane's budgets does not hold."""
-    if lane.store_blocks > lane.store_blocks_max:
-        yield f"tier {lane.name} has stores of {lane.store_blocks} blocks, {lane.store_blocks_max} allowed"
-    load_blocks = lane.load_blocks + lane.load_blocks_reserved
-    if load_blocks > lane.load_blocks_max:
-        yield f"tier {lane.name} has loads of {load_blocks} blocks, {lane.load_blocks_max} allowed"
-    if len(lane.jobs) > lane.store_blocks_max + lane.load_blocks_max:
-        yield f"tier {lane.name} has {len(lane.jobs)} jobs"
+def budget_problems(guarded: GuardedTier) -> Iterator[str]:
+    """Yield which of a guarded's budgets does not hold."""
+    if guarded.store_blocks > guarded.store_blocks_max:
+        yield f"tier {guarded.name} has stores of {guarded.store_blocks} blocks, {guarded.store_blocks_max} allowed"
+    load_blocks = guarded.load_blocks + guarded.load_blocks_reserved
+    if load_blocks > guarded.load_blocks_max:
+        yield f"tier {guarded.name} has loads of {load_blocks} blocks, {guarded.load_blocks_max} allowed"
+    if len(guarded.jobs) > guarded.store_blocks_max + guarded.load_blocks_max:
+        yield f"tier {guarded.name} has {len(guarded.jobs)} jobs"
 
 
-def queue_problems(lane: Lane) -> Iterator[str]:
+def queue_problems(guarded: GuardedTier) -> Iterator[str]:
     """Yield what a tier that is made with the toolkit keeps in its own queues beyond what it was given, or may."""
-    tier = lane.tier
+    tier = guarded.tier
     if not isinstance(tier, QueuedTier):
         return
     jobs = tier.stats()["jobs_in_flight"]
-    if jobs > len(lane.jobs):
-        yield f"tier {lane.name} keeps {jobs} jobs, the manager knows of {len(lane.jobs)}"
+    if jobs > len(guarded.jobs):
+        yield f"tier {guarded.name} keeps {jobs} jobs, the manager knows of {len(guarded.jobs)}"
     blocks = sum(len(job.keys) for job in tier._jobs_in_flight.values())
-    blocks_max = lane.store_blocks_max + lane.load_blocks_max
+    blocks_max = guarded.store_blocks_max + guarded.load_blocks_max
     if blocks > blocks_max:
-        yield f"tier {lane.name} has jobs of {blocks} blocks in its queue, {blocks_max} allowed"
+        yield f"tier {guarded.name} has jobs of {blocks} blocks in its queue, {blocks_max} allowed"
     deadlines = len(tier._job_deadlines)  # of jobs that have ended, too, until as many again are submitted
     if deadlines > 2 * blocks_max + _SPARE_DEADLINES:
-        yield f"tier {lane.name} keeps {deadlines} deadlines of jobs"
+        yield f"tier {guarded.name} keeps {deadlines} deadlines of jobs"
     lookups = tier._batched_lookups
     keys = max(len(lookups._pending), len(lookups._gathered))
     if keys > PENDING_KEYS_MAX:
-        yield f"tier {lane.name} has {keys} lookups waiting, {PENDING_KEYS_MAX} allowed"
+        yield f"tier {guarded.name} has {keys} lookups waiting, {PENDING_KEYS_MAX} allowed"
     if len(lookups._answers) > REQUESTS_MAX:
-        yield f"tier {lane.name} keeps the answers of {len(lookups._answers)} requests"
+        yield f"tier {guarded.name} keeps the answers of {len(lookups._answers)} requests"

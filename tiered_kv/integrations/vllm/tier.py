@@ -1,7 +1,7 @@
 """A tier of ours as a secondary tier of vLLM's own tiering.
 
 vLLM's manager trusts its tiers: it knows no budgets, deadlines, breakers or failed requests. So between it and the tier
-stands what stands there in our own manager, a `Lane`, and this adapter answers for it.
+stands what stands there in our own manager, a `GuardedTier`, and this adapter answers for it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from tiered_kv.stackfile import fill_variables
 from tiered_kv.tiering.base import JobResult as OurResult
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
+from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.isolation import IsolatedTier
 from tiered_kv.tiering.jobs import Job
-from tiered_kv.tiering.lane import Lane
 from tiered_kv.tiering.limits import TierLimits
 
 _log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         self._info = {"tiered_kv_type": settings.type, "tiered_kv_namespace": identity.digest.hex()}
         self._tells_events = offloading_spec.kv_events_config.enable_kv_cache_events
         self._clock = time.monotonic
-        self._lane = Lane(
+        self._guarded = GuardedTier(
             settings.name,
             opened if opened.is_nonblocking else IsolatedTier(opened),
             TierLimits.of(settings),
@@ -116,68 +116,68 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
     # Lookups.
 
     def lookup(self, key: OffloadKey, req_context: Any) -> LookupResult:
-        lane, notes = self._lane, self._requests.of(req_context.req_id)
-        if notes.has_timed_out or key in notes.failed or not lane.is_searched:
+        guarded, notes = self._guarded, self._requests.of(req_context.req_id)
+        if notes.has_timed_out or key in notes.failed or not guarded.is_searched:
             return LookupResult.MISS
         try:
-            answer = lane.tier.lookup(key, req_context)
+            answer = guarded.tier.lookup(key, req_context)
         except Exception:
-            lane.note_exception("lookup")
+            guarded.note_exception("lookup")
             return self._give_up(notes)
         if answer is None:
-            if notes.may_wait(key, self._clock(), lane.limits.lookup_timeout_s):
+            if notes.may_wait(key, self._clock(), guarded.limits.lookup_timeout_s):
                 return LookupResult.RETRY
-            lane.counters["expired_lookups"] += 1
+            guarded.counters["expired_lookups"] += 1
             return self._give_up(notes)
         return self._promise(key, notes) if answer else LookupResult.MISS
 
     def _promise(self, key: OffloadKey, notes: RequestNotes) -> LookupResult:
         """Answer for a key that the tier has; vLLM takes a row for each hit, and submits the load as the step ends."""
-        lane = self._lane
+        guarded = self._guarded
         # vLLM lets a request's own promotions evict each other. A request that wants more than there is room for would
         # go round for ever, so it gets a head of its prefix that fits.
-        if notes.hits < lane.load_blocks_max:
-            if lane.load_room() > 0:
+        if notes.hits < guarded.load_blocks_max:
+            if guarded.load_room() > 0:
                 notes.hits += 1
-                lane.load_blocks_reserved += 1
+                guarded.load_blocks_reserved += 1
                 notes.asked.pop(key, None)
                 return LookupResult.HIT
-            if lane.is_loading and notes.may_wait(key, self._clock(), ROOM_WAIT_S):
+            if guarded.is_loading and notes.may_wait(key, self._clock(), ROOM_WAIT_S):
                 return LookupResult.RETRY
-        lane.counters["refused_promotions"] += 1
+        guarded.counters["refused_promotions"] += 1
         return LookupResult.MISS
 
     def _give_up(self, notes: RequestNotes) -> LookupResult:
         notes.has_timed_out = True
-        self._lane.breaker.fail(self._clock())
+        self._guarded.breaker.fail(self._clock())
         return LookupResult.MISS
 
     # Jobs.
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        taken = self._lane.select(_in_prefix_order(job_metadata), _KEY_OF)
+        taken = self._guarded.select(_in_prefix_order(job_metadata), _KEY_OF)
         if taken:
             self._submit(job_metadata, taken)
         else:
             # A block that was not admitted is as it should be; one that found no room is a store that failed.
-            self._end(job_metadata.job_id, is_success=self._lane.store_room() > 0)
+            self._end(job_metadata.job_id, is_success=self._guarded.store_room() > 0)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        lane = self._lane
-        lane.load_blocks_reserved = max(lane.load_blocks_reserved - len(job_metadata.keys), 0)
+        guarded = self._guarded
+        guarded.load_blocks_reserved = max(guarded.load_blocks_reserved - len(job_metadata.keys), 0)
         self._loading_for[job_metadata.job_id] = job_metadata.req_context.req_id
-        if lane.refusal():  # the breaker has opened since the lookup
+        if guarded.refusal():  # the breaker has opened since the lookup
             self._fail(job_metadata)
         else:
             self._submit(job_metadata, _in_prefix_order(job_metadata))
 
     def _submit(self, job_metadata: TransferJob, pairs: list[tuple[OffloadKey, int]]) -> None:
-        lane, now_s = self._lane, self._clock()
+        guarded, now_s = self._guarded, self._clock()
         keys, blocks = [key for key, _ in pairs], [CPUBlock(row) for _, row in pairs]
-        deadline_s = now_s + lane.limits.job_timeout_s
+        deadline_s = now_s + guarded.limits.job_timeout_s
         self._began_s[job_metadata.job_id] = now_s
         job = Job(job_metadata.job_id, keys, blocks, job_metadata.is_promotion, deadline_s)
-        if not lane.submit(job, job_metadata.req_context):
+        if not guarded.submit(job, job_metadata.req_context):
             self._fail(job_metadata)
 
     def _fail(self, job_metadata: TransferJob) -> None:
@@ -196,7 +196,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         return ended
 
     def _collect(self) -> None:
-        self._ended += [self._translate(job, result) for job, result in self._lane.collect()]
+        self._ended += [self._translate(job, result) for job, result in self._guarded.collect()]
 
     def _translate(self, job: Job, result: OurResult) -> JobResult:
         done = set(job.keys) if result.success else set(result.successful_keys or ()).intersection(job.keys)
@@ -224,47 +224,49 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         There is no deadline: vLLM has no quarantine, and a row that is given away too early would hold wrong bytes.
         The tier drops what it has not begun when its `job_timeout` is over, so only a call that hangs holds this up.
         """
-        lane = self._lane
+        guarded = self._guarded
         warn_s = self._clock() + DRAIN_WARNING_S
         self._collect()
-        while lane.jobs:
+        while guarded.jobs:
             time.sleep(_POLL_S)
             self._collect()
-            lane.expire(self._clock())
+            guarded.expire(self._clock())
             if self._clock() >= warn_s:
                 warn_s += DRAIN_WARNING_S
                 _log.warning(
-                    "tier '%s' still works on %d jobs; vLLM waits for it to reset its cache", lane.name, len(lane.jobs)
+                    "tier '%s' still works on %d jobs; vLLM waits for it to reset its cache",
+                    guarded.name,
+                    len(guarded.jobs),
                 )
 
     # Requests and steps.
 
     def touch(self, keys: Collection[OffloadKey], req_context: Any) -> None:
-        self._lane.call("touch", keys, req_context)
+        self._guarded.call("touch", keys, req_context)
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         self._requests.begin(req_context.req_id)
-        answer = self._lane.call("on_new_request", req_context)
+        answer = self._guarded.call("on_new_request", req_context)
         if answer is not None and answer.policy is OurPolicy.REQUEST_LEVEL:
             return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
         self._requests.end(req_context.req_id)
-        self._lane.call("on_request_finished", req_context)
+        self._guarded.call("on_request_finished", req_context)
 
     def on_schedule_end(self, context: Any) -> None:
-        lane, now_s = self._lane, self._clock()
+        guarded, now_s = self._guarded, self._clock()
         # All loads of the step have been submitted. What is still reserved found no room in the primary tier.
-        lane.load_blocks_reserved = 0
-        lane.call("on_schedule_end")
-        lane.expire(now_s)
-        lane.tick(now_s)
+        guarded.load_blocks_reserved = 0
+        guarded.call("on_schedule_end")
+        guarded.expire(now_s)
+        guarded.tick(now_s)
 
     # Events, metrics, the end.
 
     def take_events(self) -> Iterable[Any]:
-        events = self._lane.take_events()
+        events = self._guarded.take_events()
         return vllm_events(events, self.locality) if self._tells_events else ()
 
     @classmethod
@@ -275,14 +277,14 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         return self._report.take(self.counters)
 
     def counters(self) -> dict[str, dict[str, int]]:
-        """Return what the tier, and the lane before it, have counted, by the tier's name."""
-        lane = self._lane
+        """Return what the tier, and the guarded before it, have counted, by the tier's name."""
+        guarded = self._guarded
         return {
-            lane.name: {
-                **lane.counters,
-                "jobs_in_flight": len(lane.jobs),
-                "breaker_opened": lane.breaker.times_opened,
-                **(lane.call("stats") or {}),
+            guarded.name: {
+                **guarded.counters,
+                "jobs_in_flight": len(guarded.jobs),
+                "breaker_opened": guarded.breaker.times_opened,
+                **(guarded.call("stats") or {}),
             }
         }
 
@@ -302,11 +304,11 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         if not self._is_closed:
             self._is_closed = True
             end_s = self._clock() + CLOSE_TIMEOUT_S
-            while self._lane.jobs and self._clock() < end_s:
+            while self._guarded.jobs and self._clock() < end_s:
                 time.sleep(_POLL_S)
                 self._collect()
-            self._lane.call("shutdown")
-            del self._lane
+            self._guarded.call("shutdown")
+            del self._guarded
             gc.collect()  # a tier and its callbacks hold each other
 
 

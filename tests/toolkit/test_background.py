@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tiered_kv.toolkit.errand import Errand
+from tiered_kv.toolkit.background import BackgroundTask
 
 
 def test_who_asks_while_it_runs_has_it_run_again() -> None:
@@ -18,14 +18,14 @@ def test_who_asks_while_it_runs_has_it_run_again() -> None:
         begun.release()
         assert goes_on.acquire(timeout=60.0)
 
-    errand = Errand(work, "an errand")
-    errand.ask()
+    task = BackgroundTask(work, "an task")
+    task.ask()
     assert begun.acquire(timeout=60.0)
     for _ in range(3):
-        errand.ask()
-    assert not errand.join(0.0)
+        task.ask()
+    assert not task.join(0.0)
     goes_on.release(2)
-    assert errand.join(60.0)
+    assert task.join(60.0)
     assert len(threads) == 2
     assert threads[0] is threads[1] is not threading.current_thread()
 
@@ -33,27 +33,27 @@ def test_who_asks_while_it_runs_has_it_run_again() -> None:
 def test_it_is_done_after_every_asking() -> None:
     asked: list[int] = []
     done: list[int] = []
-    errand = Errand(lambda: done.append(len(asked)), "an errand")
+    task = BackgroundTask(lambda: done.append(len(asked)), "an task")
     for number in range(2000):
         asked.append(number)
-        errand.ask()
-    assert errand.join(60.0)
+        task.ask()
+    assert task.join(60.0)
     assert done[-1] == 2000
 
 
 def test_without_a_thread_it_is_left_to_the_next_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     done = threading.Event()
-    errand = Errand(done.set, "an errand")
+    task = BackgroundTask(done.set, "an task")
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        errand.ask()
-    assert errand.join(0.0)
+        task.ask()
+    assert task.join(0.0)
     assert not done.is_set()
-    errand.ask()
+    task.ask()
     assert done.wait(60.0)
 
 
@@ -68,11 +68,11 @@ def test_what_it_raises_is_logged_and_keeps_it_from_nothing(
         assert goes_on.acquire(timeout=60.0)
         raise error
 
-    errand = Errand(work, "an errand")
-    errand.ask()
+    task = BackgroundTask(work, "an task")
+    task.ask()
     assert begun.acquire(timeout=60.0)
-    errand.ask()
+    task.ask()
     goes_on.release(2)
     assert begun.acquire(timeout=60.0), "who asked while it failed has nothing done"
-    assert errand.join(60.0)
-    assert [record.getMessage() for record in caplog.records] == ["an errand failed"] * 2
+    assert task.join(60.0)
+    assert [record.getMessage() for record in caplog.records] == ["an task failed"] * 2

@@ -9,10 +9,10 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 
-class Errand:
+class BackgroundTask:
     """Runs an action soon after it is asked for, once for all who ask before it begins.
 
-    The thread lives for the errand only, so that an action that hangs holds up nothing else, and there is never more
+    The thread lives for the task only, so that an action that hangs holds up nothing else, and there is never more
     than one. Where no thread is to be had, the action is not run: its owner has another way to come to it in the end.
 
     Args:

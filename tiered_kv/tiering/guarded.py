@@ -1,4 +1,4 @@
-"""A lane: one secondary tier, with all that stands between it and the scheduler."""
+"""A guarded: one secondary tier, with all that stands between it and the scheduler."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HARMLESS_REASONS = _OF_RECORDS | {"absent", "missing", "no_space", "node_down", 
 """
 
 
-class Lane:
+class GuardedTier:
     """Submits jobs to one tier within its budgets, and sorts what comes back.
 
     Owned by the manager's thread. The budgets count the blocks of a job until the tier has reported it, expired
