@@ -18,7 +18,7 @@ from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.replay import replay
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 KIB = 1 << 10
 
 
@@ -74,13 +74,13 @@ def test_every_counter_of_a_busy_replay_is_described(tmp_path: Path, failing: st
     names = {name for tier in report.tiers.values() for name in tier.counters}
     assert set(report.tiers) == {"cpu", "nvme", "memory", failing}
     assert {"reclaimed_segments", "skipped_admission", "failed_stores", "breaker_opened"} <= names
-    page = (ROOT / "docs/counters.md").read_text()
+    page = (ROOT / "docs/reference/counters.md").read_text()
     assert {name for name in names if not is_described(name, page)} == {"failed_stores_injected"}  # this test's own
 
 
 @pytest.mark.parametrize("error", [OSError(28, "full"), OSError(5, "bad"), TimeoutError(), ValueError()])
 def test_every_reason_of_the_toolkit_is_described(error: Exception) -> None:
-    assert f"`{failure_reason(error)}`" in (ROOT / "docs/counters.md").read_text()
+    assert f"`{failure_reason(error)}`" in (ROOT / "docs/reference/counters.md").read_text()
 
 
 BUILT_IN: dict[str, dict[str, object]] = {
@@ -122,7 +122,7 @@ def test_a_tier_has_the_counters_that_the_page_gives_it_and_no_others(tier_type:
 
 def counters_of(section: str) -> set[str]:
     """Return the counters that the page describes in a section, families (`failed_…`) left out."""
-    page = (ROOT / "docs/counters.md").read_text()
+    page = (ROOT / "docs/reference/counters.md").read_text()
     (text,) = re.findall(rf"^## Of {section}\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)
     table = text.partition("| counter |")[2].partition("\n\n")[0]
     cells = " ".join(row.split("|")[1] for row in table.splitlines() if row.startswith("|"))

@@ -224,7 +224,7 @@ def test_the_commands_in_the_quickstart_run_the_example(tmp_path: Path) -> None:
     ]
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")
-    page = (ROOT / "docs" / "quickstart.md").read_text()
+    page = (ROOT / "docs" / "tutorial" / "quickstart.md").read_text()
     commands = page.partition("<!-- all tiers -->\n```sh\n")[2].partition("```")[0]
     for name, ours in (("6379", str(free_port())), ("9000", str(free_port())), ("examples/", f"{ROOT}/examples/")):
         commands = commands.replace(name, ours)

@@ -183,7 +183,7 @@ def sealed_cases(found: SegmentMap, *, clean: bool) -> Iterator[Case]:
         for each in group:
             for damage in field_damages(each, full=False):
                 if "key size" in each.name:
-                    continue  # whose block it is: who seals that is believed, see "Checksums" in docs/formats.md
+                    continue  # whose block it is: who seals that is believed, see "Checksums" in formats.md
                 if "codec" in each.name and damage.name.rpartition(" = ")[2] not in ("zeros", "ones", "0", "1"):
                     continue  # codecs that want a key: what there is to say of them says the proof of encryption
                 data = sealed(damage.apply(Stored(OffloadKey(b""), found.data)))

@@ -7,7 +7,7 @@
         def open_tier(self, tmp_path: Path) -> OpenTier:
             return lambda spec, view: MyTier(spec, view, "mine", path=tmp_path)
 
-`docs/testing.md` says what each check keeps.
+`docs/how-to/testing.md` says what each check keeps.
 """
 
 from __future__ import annotations

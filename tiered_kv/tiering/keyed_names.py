@@ -10,7 +10,7 @@ BLAKE2b (RFC 7693) in its keyed mode is a MAC: without the name key nobody can c
 it stands for. A name has the form of an `OffloadKey`, and
 keeps the group's index, which says nothing of the tokens.
 
-BLAKE2b takes about 0.4 of the time of HMAC-SHA256 (`docs/performance.md`), since the state that has absorbed the name
+BLAKE2b takes about 0.4 of the time of HMAC-SHA256 (`performance.md`), since the state that has absorbed the name
 key and the digest is copied for each block, and what is left fits one compression.
 """
 

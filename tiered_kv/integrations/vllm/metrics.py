@@ -1,7 +1,7 @@
 """Our counters as vLLM's metrics.
 
 vLLM declares a metric's labels before it starts, and our tiers, a stranger's among them, may count what they like. So
-there is one gauge, whose labels tell the tier and the counter; docs/counters.md says what each counts.
+there is one gauge, whose labels tell the tier and the counter; docs/reference/counters.md says what each counts.
 """
 
 from __future__ import annotations
