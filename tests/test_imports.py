@@ -24,7 +24,7 @@ PLUGINS = sorted(path.name for path in (ROOT / "plugins").glob("tiered_kv_*"))
 
 ROOMS: list[tuple[str, ...]] = [
     ("tiered_kv.base", "tiered_kv.mediums", "tiered_kv.backend", "tiered_kv.errors"),
-    ("tiered_kv.units", "tiered_kv.redaction", "tiered_kv.secret_keys", "tiered_kv.permissions"),
+    ("tiered_kv.counters", "tiered_kv.units", "tiered_kv.redaction", "tiered_kv.secret_keys", "tiered_kv.permissions"),
     ("tiered_kv.validation", "tiered_kv.settings", "tiered_kv.namespace", "tiered_kv.stackfile"),
     ("tiered_kv.hooks", "tiered_kv.config"),
     ("tiered_kv.cpu", "tiered_kv.tiering.base"),

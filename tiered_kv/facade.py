@@ -169,7 +169,7 @@ class BlockFacade:
                 self._manager.shutdown(timeout_s)
             return has_ended
 
-    def counters(self) -> dict[str, dict[str, int]]:
+    def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
         """Return the manager's counters, by tier."""
         with self._call(), self._lock:
             return self._manager.counters()

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
+from typing import Any
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.config import StackConfig, load_config
@@ -100,8 +101,12 @@ class Stack:
         """Wait for cascades, and return whether all have ended; see `BlockFacade.flush`."""
         return self._facade.flush(timeout)
 
-    def counters(self) -> dict[str, dict[str, int]]:
-        """Return what has been stored, loaded, skipped and dropped, by tier; the primary tier is "cpu"."""
+    def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
+        """Return what has been stored, loaded, skipped and failed, by tier; see docs/reference/counters.md.
+
+        A plain counter is a number; one with labels a dictionary by label. The primary tier is "cpu". `count_of` of
+        `tiered_kv.counters` reads them.
+        """
         return self._facade.counters()
 
     def close(self, timeout: float = 5.0) -> None:

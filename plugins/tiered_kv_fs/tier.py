@@ -252,7 +252,7 @@ class FsTier(AsyncTier):
         self._saving.ask()  # where that fails, the keeper and the next store try again
         return True
 
-    def stats(self) -> Mapping[str, int]:
+    def stats(self) -> Mapping[str, Any]:
         return {
             **super().stats(),
             **self._counters.snapshot(),

@@ -85,7 +85,7 @@ class Scheduler:
         self.manager.on_request_finished(self.request)
         self.manager.on_schedule_end()
 
-    def counters(self) -> dict[str, dict[str, int]]:
+    def counters(self) -> dict[str, dict[str, Any]]:
         return self.stack.counters()
 
     def close(self) -> None:

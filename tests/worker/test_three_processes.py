@@ -120,10 +120,10 @@ def test_blocks_survive_eviction_and_a_kill_of_every_process(tmp_path: Path) -> 
         for numbers in batches():
             engine.store(numbers, gpu_blocks=[3, 4, 9, 8, 0, 1, 14, 15])
         counters = engine.scheduler.call("counters")
-        assert counters["cpu"]["evicted_blocks"] >= NUM_BLOCKS - PRIMARY_BLOCKS
+        assert counters["cpu"]["evicted_blocks_total"] >= NUM_BLOCKS - PRIMARY_BLOCKS
         for numbers in batches():
             engine.load_and_check(numbers, gpu_blocks=[7, 6, 5, 4, 3, 2, 1, 0])
-        assert engine.scheduler.call("counters")["nvme"]["loaded_blocks"] >= NUM_BLOCKS - PRIMARY_BLOCKS
+        assert engine.scheduler.call("counters")["nvme"]["loaded_blocks_total"] >= NUM_BLOCKS - PRIMARY_BLOCKS
     finally:
         engine.kill()
 
@@ -132,7 +132,7 @@ def test_blocks_survive_eviction_and_a_kill_of_every_process(tmp_path: Path) -> 
         for numbers in reversed(batches()):
             engine.load_and_check(numbers, gpu_blocks=[0, 1, 2, 3, 12, 13, 14, 15])
         counters = engine.scheduler.call("counters")
-        assert counters["nvme"]["loaded_blocks"] == NUM_BLOCKS, "the primary tier began empty"
+        assert counters["nvme"]["loaded_blocks_total"] == NUM_BLOCKS, "the primary tier began empty"
         engine.close()
     finally:
         engine.kill()

@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from tiered_kv._cli.arguments import positive_int, seconds, whole_number
 from tiered_kv._cli.output import interrupt_flag, print_json, print_table, print_text, progress
 from tiered_kv._cli.status import Status
+from tiered_kv.counters import flat_counts
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack import open_stack
 from tiered_kv.units import format_bytes
@@ -37,10 +39,10 @@ _TROUBLES = (
     "quarantined_",
     "refused_",
     "late_",
-    "exceptions",
+    "exceptions_",
     "breaker_",
 )
-_TROUBLE_ENDINGS = ("_errors", "_timeouts")
+_TROUBLE_ENDINGS = ("_errors_total", "_timeouts_total")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -173,9 +175,10 @@ def _remarks(report: ReplayReport) -> Iterator[str]:
         yield "some stores had not ended when the time for them was over"
 
 
-def _troubles(counters: Mapping[str, int]) -> str:
-    return ", ".join(
-        f"{name} {value:,}"
-        for name, value in counters.items()
-        if value and (name.startswith(_TROUBLES) or name.endswith(_TROUBLE_ENDINGS))
-    )
+def _troubles(counters: Mapping[str, Any]) -> str:  # Any: as `Counters.snapshot`
+    shown = []
+    for path, value in flat_counts(counters):
+        family, (name, *labels) = ("tier ", path[1:]) if path[0] == "tier" else ("", path)
+        if value and (name.startswith(_TROUBLES) or name.endswith(_TROUBLE_ENDINGS)):
+            shown.append(f"{family}{name}{{{', '.join(labels)}}} {value:,}".replace("{}", ""))
+    return ", ".join(shown)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from tiered_kv.base import CanonicalKVCaches
 from tiered_kv.config import StackConfig, load_config
@@ -165,9 +166,9 @@ class _SharedSide(Stack):
         super().__init__(config, backend=backend, enable_events=enable_events)
         self._shared_backend = backend
 
-    def counters(self) -> dict[str, dict[str, int]]:
+    def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
         counted = super().counters()
-        counted[PRIMARY_NAME]["refused_incomplete"] = self._shared_backend.refused_incomplete
+        counted[PRIMARY_NAME]["refused_allocations_total"] = self._shared_backend.refused_incomplete
         return counted
 
 

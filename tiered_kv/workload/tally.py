@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from tiered_kv.workload.latency import LatencyUs
 
@@ -37,7 +38,7 @@ class TierTraffic:
         loaded_bytes: Bytes that were loaded out of it.
         store_gb_per_s: `stored_bytes` over the whole run, in 1e9 bytes per second.
         load_gb_per_s: The same of `loaded_bytes`.
-        counters: All counters of the tier, by name.
+        counters: All counters of the tier, as `Stack.counters` has them.
     """
 
     hits: int
@@ -45,7 +46,7 @@ class TierTraffic:
     loaded_bytes: int
     store_gb_per_s: float
     load_gb_per_s: float
-    counters: dict[str, int]
+    counters: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ class Tally:
 
     def report(
         self,
-        counters: Mapping[str, Mapping[str, int]],
+        counters: Mapping[str, Mapping[str, Any]],
         *,
         block_bytes: int,
         seconds: float,
@@ -150,17 +151,14 @@ class Tally:
             timed_out_requests=self.timed_out_requests,
             interrupted=interrupted,
             drained=drained,
-            tiers={
-                name: _traffic(tier_hits, counters.get(name, {}), block_bytes, seconds)
-                for name, tier_hits in self.hits.items()
-            },
+            tiers={name: _traffic(tier_hits, counters.get(name, {}), seconds) for name, tier_hits in self.hits.items()},
             corrupt=list(self.corrupt),
         )
 
 
-def _traffic(hits: int, counters: Mapping[str, int], block_bytes: int, seconds: float) -> TierTraffic:
-    stored_bytes = counters.get("stored_blocks", 0) * block_bytes
-    loaded_bytes = counters.get("loaded_blocks", 0) * block_bytes
+def _traffic(hits: int, counters: Mapping[str, Any], seconds: float) -> TierTraffic:
+    stored_bytes = counters.get("stored_bytes_total", 0)
+    loaded_bytes = counters.get("loaded_bytes_total", 0)
     return TierTraffic(
         hits=hits,
         stored_bytes=stored_bytes,

@@ -160,7 +160,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
     def get_stats(self) -> Any:
         return self._report.take(self._manager.counters)
 
-    def counters(self) -> dict[str, dict[str, int]]:
+    def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
         """Return what has been counted, by tier."""
         return self._manager.counters()
 
