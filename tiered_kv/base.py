@@ -1,11 +1,10 @@
 """The contract between an inference engine and an offloading store.
 
-Keys, per-request contexts, transfer specs, events, and the two classes an engine programs against:
-`OffloadingManager` (the scheduler's side: metadata only, never waits) and `OffloadingSpec` (the factory
-of a manager and of the workers' transfer handlers).
+Keys, per-request contexts, transfer specs, events, and the classes an engine programs against: `OffloadingManager`
+(the scheduler's side), `OffloadingHandler` (a worker's copies) and `OffloadingSpec`, which makes both.
 
-Names and signatures follow the key/value offloading interface of vLLM v1 (`vllm.v1.kv_offload.base`), so
-that code written for it runs here unchanged; every field this project adds has a default.
+Names and signatures follow vLLM v1 (`vllm.v1.kv_offload`), so that code written for it runs here unchanged; every
+field this project adds has a default.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ import numpy as np
 
 if TYPE_CHECKING:
     import torch
-
-    from tiered_kv.worker.base import OffloadingHandler
 
 OffloadKey = NewType("OffloadKey", bytes)
 """A block hash of any length, followed by the index of its KV cache group as a big-endian uint32."""
@@ -223,6 +220,71 @@ class OffloadingManager(ABC):
     def shutdown(self) -> None:
         """Release everything. The manager must not be used afterwards; a second call does nothing."""
         return
+
+
+TransferSpec = tuple[object, object]
+"""Where the blocks lie and where they go: the source's load/store spec and the destination's."""
+
+TransferType = tuple[str, str]
+"""The mediums of source and destination: ("GPU", "CPU") is a store, ("CPU", "GPU") a load."""
+
+
+@dataclass
+class TransferResult:
+    """How a transfer ended. Once it is reported, nothing touches its blocks any more.
+
+    Args:
+        job_id: The job.
+        success: Whether every byte was copied. After a failure the destination holds anything.
+        transfer_size: Bytes of the job.
+        transfer_time: Seconds from its first copy to its last, waiting in the queue left out; None if it failed.
+        transfer_type: The direction.
+    """
+
+    job_id: int
+    success: bool
+    transfer_size: int | None = None
+    transfer_time: float | None = None
+    transfer_type: TransferType | None = None
+
+
+class OffloadingHandler(ABC):
+    """Copies blocks in one direction. One thread calls all methods; it may be another for each handler."""
+
+    @abstractmethod
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        """Begin a transfer, behind those that were begun before it, and return at once.
+
+        Args:
+            job_id: The job's name in its `TransferResult`; not that of a job which is still to be reported.
+            spec: Source and destination.
+
+        Returns:
+            True: the transfer will be reported by `get_finished`.
+
+        Raises:
+            TypeError, ValueError: The specs do not fit each other, or name blocks that are not there. Nothing was
+                copied, and nothing will be reported.
+            ShutdownError: The handler was shut down.
+        """
+
+    @abstractmethod
+    def get_finished(self) -> list[TransferResult]:
+        """Return the transfers that ended since the last call, each once, in the order of their submission."""
+
+    @abstractmethod
+    def wait(self, job_ids: Iterable[int]) -> None:
+        """Block until these transfers have ended; `get_finished` still reports them.
+
+        Jobs that are unknown, or were reported, are over. The wait has no timeout: a copy between two memories ends.
+        """
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End: wait for the copies that run, begin no other, and let go of all memory. A second call does nothing.
+
+        What had not begun is reported as failed.
+        """
 
 
 @dataclass

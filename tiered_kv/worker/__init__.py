@@ -6,8 +6,16 @@
 Importing this package imports no torch; what needs it imports it when it runs.
 """
 
-from tiered_kv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
-from tiered_kv.worker.base import OffloadingHandler, TransferResult, TransferSpec, TransferType, WorkerHandlers
+from tiered_kv.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    OffloadingHandler,
+    TransferResult,
+    TransferSpec,
+    TransferType,
+)
+from tiered_kv.worker.base import WorkerHandlers
 from tiered_kv.worker.handlers import open_handlers
 from tiered_kv.worker.shared import SharedStack
 from tiered_kv.worker.spec import TieredOffloadingSpec

@@ -7,18 +7,10 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tiered_kv.base import CanonicalKVCaches
+from tiered_kv.base import CanonicalKVCaches, OffloadingHandler, TransferResult, TransferSpec, TransferType
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ShutdownError
-from tiered_kv.worker.base import (
-    LOAD,
-    STORE,
-    OffloadingHandler,
-    TransferResult,
-    TransferSpec,
-    TransferType,
-    WorkerHandlers,
-)
+from tiered_kv.worker.base import LOAD, STORE, WorkerHandlers
 from tiered_kv.worker.copier import Copier, Copy
 from tiered_kv.worker.cuda import CudaCopier
 from tiered_kv.worker.host import HostCopier

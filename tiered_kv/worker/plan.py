@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tiered_kv.worker.base import LOAD, STORE, TransferSpec, TransferType
+from tiered_kv.base import TransferSpec, TransferType
+from tiered_kv.worker.base import LOAD, STORE
 from tiered_kv.worker.layout import BlockLayout, GroupLayout, Int64Array
 
 

@@ -10,11 +10,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiered_kv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
+from tiered_kv.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    OffloadingHandler,
+    TransferSpec,
+)
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, MissingExtraError, TieredKVError
 from tiered_kv.mediums import CPULoadStoreSpec
-from tiered_kv.worker.base import OffloadingHandler, TransferSpec
 from tiered_kv.worker.handlers import open_handlers
 
 if TYPE_CHECKING:

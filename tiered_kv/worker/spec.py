@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tiered_kv.base import CanonicalKVCaches, LoadStoreSpec, OffloadingManager, OffloadingSpec
+from tiered_kv.base import CanonicalKVCaches, LoadStoreSpec, OffloadingHandler, OffloadingManager, OffloadingSpec
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack import Stack
-from tiered_kv.worker.base import OffloadingHandler
 from tiered_kv.worker.shared import SharedStack
 
 

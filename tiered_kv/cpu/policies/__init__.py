@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 
+from tiered_kv.cpu.backend import RequestChain
 from tiered_kv.cpu.policies.arc import ARCPolicy
 from tiered_kv.cpu.policies.base import CachePolicy
-from tiered_kv.cpu.policies.chains import RequestChain
 from tiered_kv.cpu.policies.lru import LRUPolicy
 from tiered_kv.errors import ConfigError
 

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.cpu.backend import CPUBlock, RequestChain
 from tiered_kv.cpu.policies.base import CachePolicy
-from tiered_kv.cpu.policies.chains import ChainOrder, RequestChain
+from tiered_kv.cpu.policies.chains import ChainOrder
 
 
 class ARCPolicy(CachePolicy):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
-from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.cpu.policies.chains import RequestChain
+from tiered_kv.cpu.backend import CPUBlock, RequestChain
 
 
 class CachePolicy(ABC):

@@ -11,49 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from tiered_kv.base import OffloadKey
-from tiered_kv.cpu.backend import CPUBlock
-
-
-class RequestChain:
-    """A request's identity in an eviction order, and the place of every block that it has used in its prefix.
-
-    `last_use` is for policies that compare chains across several orders; they set it from a counter of their own.
-    """
-
-    __slots__ = ("_next_position", "_positions", "last_use")
-
-    def __init__(self) -> None:
-        self.last_use = 0
-        self._next_position = 0
-        self._positions: dict[OffloadKey, int] = {}
-
-    def extend(self, blocks: Sequence[CPUBlock]) -> None:
-        """Put `blocks` behind those that the request has used so far; they must not be in an order now."""
-        position = self._next_position
-        positions = self._positions
-        for block in blocks:
-            block.chain = self
-            block.position = positions[block.key] = position
-            position += 1
-        self._next_position = position
-
-    def take(self, blocks: Sequence[CPUBlock]) -> None:
-        """Take `blocks`, listed in the order of the prefix; they must not be in an order now.
-
-        Blocks that another request has used since return to the place they had.
-        """
-        positions = [self._positions.get(block.key, -1) for block in blocks]
-        if all(before < after for before, after in zip([-1, *positions], positions, strict=False)):
-            for block, position in zip(blocks, positions, strict=True):
-                block.chain = self
-                block.position = position
-        else:
-            self.extend(blocks)
-
-    def finish(self) -> None:
-        """Forget the places: the request has ended and uses no block again."""
-        self._positions = {}
+from tiered_kv.cpu.backend import CPUBlock, RequestChain
 
 
 class _Stack:

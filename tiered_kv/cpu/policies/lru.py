@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.cpu.backend import CPUBlock, RequestChain
 from tiered_kv.cpu.policies.base import CachePolicy
-from tiered_kv.cpu.policies.chains import ChainOrder, RequestChain
+from tiered_kv.cpu.policies.chains import ChainOrder
 
 
 class LRUPolicy(CachePolicy):
