@@ -22,10 +22,10 @@ from tiered_kv_redis.reasons import (
     ABSENT,
     CLUSTER_DOWN,
     MOVED,
-    NODE_DOWN,
     OF_ONE_SERVER,
     READ_ONLY,
     SERVER_ERROR,
+    UNANSWERED,
     UNUSABLE,
     WRONG_TYPE,
 )
@@ -371,7 +371,7 @@ class Blocks:
         else:
             self.counters.add("failed_blocks_total", operation, reason, count=count)
         if reason in OF_ONE_SERVER and self._has_other_servers():
-            told = NODE_DOWN
+            told = UNANSWERED
         else:
             told = reason
             if operation == "lookup":

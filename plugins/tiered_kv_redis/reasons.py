@@ -58,7 +58,7 @@ _BY_CODE: Final = {
 REFUSES_STORES: Final = frozenset((NO_SPACE, READ_ONLY))
 """Refusals that the next store would meet too."""
 
-NODE_DOWN: Final = "node_down"
+UNANSWERED: Final = "unanswered"
 """The blocks of a job were lost to a server that cannot be used, while others can: no failure of the tier."""
 
 UNUSABLE: Final = frozenset((LOADING, CLUSTER_DOWN))

@@ -49,7 +49,7 @@ class TenServers(SimulatedStorage):
 
     def has(self, key: OffloadKey) -> bool:
         if self.is_one_dead and is_on_the_dead_one(key):
-            self.unanswered += self.reason != "node_down"
+            self.unanswered += self.reason != "unanswered"
             return False
         return super().has(key)
 
@@ -122,7 +122,7 @@ def share_found(reason: str) -> tuple[float, int]:
 
 
 def test_a_dead_server_costs_its_own_blocks_only() -> None:
-    share, opened = share_found("node_down")
+    share, opened = share_found("unanswered")
     assert opened == 0
     assert share >= 0.9
 
