@@ -19,8 +19,7 @@ from tests.support.simulation.toolkit_tier import SimulatedToolkitTier
 from tiered_kv.base import OffloadKey
 from tiered_kv.counters import flat_counts
 from tiered_kv.tiering.base import JobResult
-from tiered_kv.tiering.guarded import GuardedTier
-from tiered_kv.tiering.jobs import Job
+from tiered_kv.tiering.guarded import GuardedTier, Job
 from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.search import Search
 from tiered_kv.toolkit.jobs import Part

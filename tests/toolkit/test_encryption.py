@@ -22,7 +22,6 @@ from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.base import JobMetadata, JobResult, TierSpec
 from tiered_kv.tiering.breaker import BreakerState
 from tiered_kv.tiering.guarded import GuardedTier
-from tiered_kv.tiering.jobs import Job
 from tiered_kv.tiering.limits import TierLimits
 from tiered_kv.toolkit import encryption
 from tiered_kv.toolkit.codec_set import CodecSet, encrypting_codecs
@@ -327,10 +326,10 @@ def state_after_failures(reason: str) -> BreakerState:
 
     tier.submit_load = submit_load  # type: ignore[method-assign]
     tier.get_finished = lambda: [results.pop()] if results else []  # type: ignore[method-assign]
-    for job_id in range(100):
+    for _ in range(100):
         if guarded.refusal():
             break
-        assert guarded.submit(Job(job_id, make_keys(1), [CPUBlock(0)], True, 1.0), ReqContext("r"))
+        assert guarded.submit(make_keys(1), [CPUBlock(0)], ReqContext("r"), is_promotion=True)
         assert len(guarded.collect()) == 1
     return guarded.breaker.state
 

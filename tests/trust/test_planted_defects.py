@@ -30,8 +30,7 @@ from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.cascade import Cascade
-from tiered_kv.tiering.guarded import GuardedTier
-from tiered_kv.tiering.jobs import Job
+from tiered_kv.tiering.guarded import GuardedTier, Job
 from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.toolkit.codec_set import plain_codecs
 from tiered_kv.toolkit.record import RecordStatus
@@ -120,7 +119,7 @@ def test_a_store_s_blocks_released_before_its_worker_has_ended_are_found_by_late
     def release_at_once(guarded: GuardedTier, now_s: float) -> list[Job]:
         jobs = expire(guarded, now_s)
         for job in jobs:
-            if not job.is_promotion:
+            if not job.metadata.is_promotion:
                 cascades[-1]._primary.unpin(job.blocks)
         return jobs
 

@@ -24,11 +24,9 @@ from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.tiering.audited import Audited, digest_of_key, digest_of_request, is_chosen
-from tiered_kv.tiering.base import JobId, JobResult
+from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.comparison import IDENTICAL, Difference, is_known
-from tiered_kv.tiering.guarded import GuardedTier
-from tiered_kv.tiering.jobs import Job
-from tiered_kv.tiering.promotion import JobFactory
+from tiered_kv.tiering.guarded import GuardedTier, Job
 from tiered_kv.tiering.spare_rows import BLOCKS_MAX, Pair, SpareRows
 
 logger = logging.getLogger(__name__)
@@ -67,7 +65,6 @@ class Audit:
         rules: The settings.
         primary: The primary tier.
         tiers: The secondary tiers, in the order they are searched.
-        make_job: Makes jobs.
         clock: Seconds of a monotonic clock.
         on_active: Called with True when lookups have to ask `withholds` from now on, and with False when not.
     """
@@ -77,21 +74,19 @@ class Audit:
         rules: AuditRules,
         primary: CPUOffloadingManager,
         tiers: Sequence[GuardedTier],
-        make_job: JobFactory,
         clock: Callable[[], float],
         on_active: Callable[[bool], None],
     ) -> None:
         self._rules = rules
         self._primary = primary
         self._tiers = tiers
-        self._make_job = make_job
         self._clock = clock
         self._on_active = on_active
         self._spare_rows = SpareRows(primary, rules.dtype)
         self._numbers = itertools.count()
         self._current: Audited | None = None
         self._written: dict[OffloadKey, Pair] = {}  # whose spare row the engine is writing
-        self._loads: dict[JobId, list[Pair]] = {}
+        self._loads: dict[Job, list[Pair]] = {}
         self._counters = {guarded.name: Counters((), ("audited_blocks_total",)) for guarded in tiers}
         # What concerns no tier in particular is the primary tier's.
         self._counters[PRIMARY_NAME] = self._of_all = Counters(
@@ -213,10 +208,10 @@ class Audit:
 
     def collect(self, job: Job, result: JobResult) -> bool:
         """End a load that was reported; return False where it is none of the audit's."""
-        pairs = self._loads.pop(job.job_id, None)
+        pairs = self._loads.pop(job, None)
         if pairs is None:
             return False
-        loaded = set(job.keys if result.success else result.successful_keys or ())
+        loaded = set(job.metadata.keys if result.success else result.successful_keys or ())
         for pair in pairs:
             if job.is_expired:
                 self._spare_rows.free(pair)
@@ -228,7 +223,7 @@ class Audit:
 
     def expire(self, job: Job) -> bool:
         """Give up a load; return False where it is none of the audit's. Its spare rows stay with the job."""
-        pairs = self._loads.get(job.job_id)
+        pairs = self._loads.get(job)
         if pairs is None:
             return False
         for pair in pairs:
@@ -316,11 +311,10 @@ class Audit:
         self._abandon("no_room", len(blocks) - len(pairs))
         if not pairs:
             return
-        job = self._make_job(
-            guarded, [pair.block.key for pair in pairs], [pair.spare for pair in pairs], is_promotion=True
-        )
-        if guarded.submit(job, audited.context):
-            self._loads[job.job_id] = pairs
+        keys, rows = [pair.block.key for pair in pairs], [pair.spare for pair in pairs]
+        job = guarded.submit(keys, rows, audited.context, is_promotion=True)
+        if job is not None:
+            self._loads[job] = pairs
         else:
             for pair in pairs:
                 self._release(pair, "failed_load")

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 
 from tiered_kv.base import ReqContext
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.manager import CPUOffloadingManager
-from tiered_kv.tiering.guarded import GuardedTier
-from tiered_kv.tiering.jobs import Job
-from tiered_kv.tiering.promotion import JobFactory
-
-_KEY_OF = operator.attrgetter("key")
+from tiered_kv.tiering.guarded import GuardedTier, Job
 
 
 class Cascade:
@@ -21,13 +16,12 @@ class Cascade:
     Owned by the manager's thread.
     """
 
-    def __init__(self, primary: CPUOffloadingManager, make_job: JobFactory) -> None:
+    def __init__(self, primary: CPUOffloadingManager) -> None:
         self._primary = primary
-        self._make_job = make_job
 
     def commit(self, written: list[CPUBlock], tiers: Iterable[GuardedTier], req_context: ReqContext) -> None:
         """Make blocks that an engine has just written ready, and offer them to `tiers`."""
-        selections = [(guarded, blocks) for guarded in tiers if (blocks := guarded.select(written, _KEY_OF))]
+        selections = [(guarded, blocks) for guarded in tiers if (blocks := guarded.select(written))]
         if all(len(blocks) == len(written) for _, blocks in selections):
             # The usual case, without a pass over the blocks for each tier.
             self._primary.commit(written, pins=len(selections))
@@ -40,7 +34,7 @@ class Cascade:
 
     def offer(self, ready: list[CPUBlock], tiers: Iterable[GuardedTier], req_context: ReqContext) -> None:
         """Offer blocks that are ready already to `tiers`."""
-        selections = [(guarded, blocks) for guarded in tiers if (blocks := guarded.select(ready, _KEY_OF))]
+        selections = [(guarded, blocks) for guarded in tiers if (blocks := guarded.select(ready))]
         for _, blocks in selections:
             self._primary.pin(blocks)
         self._submit(selections, req_context)
@@ -51,6 +45,5 @@ class Cascade:
 
     def _submit(self, selections: list[tuple[GuardedTier, list[CPUBlock]]], req_context: ReqContext) -> None:
         for guarded, blocks in selections:
-            job = self._make_job(guarded, [block.key for block in blocks], blocks, is_promotion=False)
-            if not guarded.submit(job, req_context):
+            if not guarded.submit([block.key for block in blocks], blocks, req_context, is_promotion=False):
                 self._primary.unpin(blocks)

@@ -1,28 +1,27 @@
-"""A guarded: one secondary tier, with all that stands between it and the scheduler."""
+"""A guarded tier: one secondary tier, with all that stands between it and the scheduler."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
 from tiered_kv.counters import Counters
+from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.errors import TierError
 from tiered_kv.tiering.admission import Admission
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.breaker import Breaker, BreakerState
-from tiered_kv.tiering.jobs import Job
 from tiered_kv.tiering.limits import TierLimits
 from tiered_kv.toolkit.status import RecordStatus
 
 logger = logging.getLogger(__name__)
-
-Offered = TypeVar("Offered")
-"""A block that is offered to a tier, in the words of whoever offers it."""
 
 _NAMES: Final = (
     "stored_blocks_total",
@@ -38,13 +37,40 @@ _NAMES: Final = (
 )
 _LABELLED: Final = ("submitted_jobs_total", "skipped_blocks_total", "failed_blocks_total")
 
-_OF_RECORDS = frozenset(status.value for status in RecordStatus if status is not RecordStatus.OK)
-HARMLESS_REASONS = _OF_RECORDS | {"absent", "missing", "no_space", "node_down", "reset", "unanswered"}
+HARMLESS_REASONS: Final = {status.value for status in RecordStatus if status is not RecordStatus.OK} | {
+    "absent",
+    "missing",
+    "no_space",
+    "reset",
+    "unanswered",
+}
 """Reasons for which a tier that works may fail a whole job: losing a block is allowed. The breaker ignores them.
 
-`node_down` is for tiers of several servers: the blocks belong to a server that does not answer, while others do.
-`unanswered` is for a block that a server does not answer for while it answers for others.
+`unanswered` is for blocks that a server does not answer for, while the tier's servers answer for others.
 """
+
+_job_ids = itertools.count()
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A job that a tier was given.
+
+    Attributes:
+        metadata: What the tier knows of it.
+        blocks: Its rows: pinned for a store, in state writing for a load. They belong to the job until the tier has
+            reported it, however long that takes.
+        is_expired: Whether its deadline has passed. Its blocks are in quarantine then, and its result does not count.
+    """
+
+    metadata: JobMetadata
+    blocks: Sequence[CPUBlock]
+    is_expired: bool = False
+
+    @property
+    def direction(self) -> str:
+        """Its direction in the counters."""
+        return "load" if self.metadata.is_promotion else "store"
 
 
 class GuardedTier:
@@ -129,7 +155,7 @@ class GuardedTier:
             return "breaker"
         return ""
 
-    def select(self, offered: list[Offered], key_of: Callable[[Offered], OffloadKey]) -> list[Offered]:
+    def select(self, offered: list[CPUBlock]) -> list[CPUBlock]:
         """Return what the tier gets of blocks that are offered to it, and count the rest.
 
         It gets those that are admitted, head first, as far as its budget goes.
@@ -142,35 +168,48 @@ class GuardedTier:
         if self.admission.is_open():
             self.skip("budget", max(len(offered) - room, 0))
             return offered[:room]
-        selected: list[Offered] = []
+        selected: list[CPUBlock] = []
         not_admitted = 0
-        for number, each in enumerate(offered):
+        for number, block in enumerate(offered):
             if len(selected) == room:  # an offer that finds no room does not count
                 self.skip("budget", len(offered) - number)
                 break
-            if self.admission.admit(key_of(each)):
-                selected.append(each)
+            if self.admission.admit(block.key):
+                selected.append(block)
             else:
                 not_admitted += 1
         self.skip("admission", not_admitted)
         return selected
 
-    def submit(self, job: Job, req_context: ReqContext) -> bool:
-        """Give a job to the tier; False, with the job forgotten, where the tier refuses it with an exception."""
-        block_ids = np.array([block.block_id for block in job.blocks], dtype=np.int64)
-        metadata = JobMetadata(job.job_id, job.keys, block_ids, job.is_promotion, req_context, deadline=job.deadline_s)
+    def submit(
+        self,
+        keys: Sequence[OffloadKey],
+        blocks: Sequence[CPUBlock],
+        req_context: ReqContext,
+        *,
+        is_promotion: bool,
+        job_id: JobId | None = None,
+    ) -> Job | None:
+        """Give the tier a job: to load `keys` into the rows of `blocks`, or to store them from there.
+
+        Returns:
+            The job, named `job_id` or by a new number; None where the tier refuses it with an exception.
+        """
+        block_ids = np.array([block.block_id for block in blocks], dtype=np.int64)
+        deadline = self._clock() + self.limits.job_timeout_s
+        job_id = next(_job_ids) if job_id is None else job_id
+        job = Job(JobMetadata(job_id, keys, block_ids, is_promotion, req_context, deadline), blocks)
         try:
-            (self.tier.submit_load if job.is_promotion else self.tier.submit_store)(metadata)
+            (self.tier.submit_load if is_promotion else self.tier.submit_store)(job.metadata)
         except Exception:
-            self.note_exception("submit_load" if job.is_promotion else "submit_store")
-            self._count_failed(job, len(job.keys), "exception")
+            self.note_exception("submit_load" if is_promotion else "submit_store")
+            self._count_failed(job, len(keys), "exception")
             self.breaker.fail(self._clock())
-            return False
-        self.jobs[job.job_id] = job
-        self._unexpired[job.job_id] = job
-        self._charge(job, len(job.blocks))
+            return None
+        self.jobs[job_id] = self._unexpired[job_id] = job
+        self._charge(job, len(blocks))
         self.counters.add("submitted_jobs_total", job.direction)
-        return True
+        return job
 
     def collect(self) -> list[tuple[Job, JobResult]]:
         """Return the jobs that the tier reports as ended, expired ones included; their budget is free again."""
@@ -201,7 +240,7 @@ class GuardedTier:
                 self._quarantine(job, -len(job.blocks))
                 self.breaker.answer()
             else:
-                del self._unexpired[job.job_id]
+                del self._unexpired[job.metadata.job_id]
                 self._judge(job, result)
             ended.append((job, result))
         return ended
@@ -210,11 +249,12 @@ class GuardedTier:
         """Return the jobs whose deadline has passed just now; their blocks stay with them, in quarantine."""
         expired = []
         for job in self._unexpired.values():
-            if job.deadline_s > now_s:
+            assert job.metadata.deadline is not None
+            if job.metadata.deadline > now_s:
                 break
             expired.append(job)
         for job in expired:
-            del self._unexpired[job.job_id]
+            del self._unexpired[job.metadata.job_id]
             job.is_expired = True
             self.counters.add("expired_jobs_total")
             self._quarantine(job, len(job.blocks))
@@ -272,27 +312,27 @@ class GuardedTier:
         return 0 if self.refusal() else free_blocks
 
     def _charge(self, job: Job, num_blocks: int) -> None:
-        if job.is_promotion:
+        if job.metadata.is_promotion:
             self.load_blocks += num_blocks
         else:
             self.store_blocks += num_blocks
 
     def _quarantine(self, job: Job, num_blocks: int) -> None:
-        if job.is_promotion:
+        if job.metadata.is_promotion:
             self._expired_load_blocks += num_blocks
         else:
             self._expired_store_blocks += num_blocks
 
     def _judge(self, job: Job, result: JobResult) -> None:
         """Count what a job achieved, and tell the breaker."""
-        total = len(job.keys)
+        total = len(job.blocks)
         if result.success:
             done = total
         elif result.successful_keys is None:
             done = 0
         else:
-            done = len(frozenset(result.successful_keys).intersection(job.keys))
-        what = "loaded" if job.is_promotion else "stored"
+            done = len(frozenset(result.successful_keys).intersection(job.metadata.keys))
+        what = "loaded" if job.metadata.is_promotion else "stored"
         self.counters.add(f"{what}_blocks_total", count=done)
         self.counters.add(f"{what}_bytes_total", count=done * self._block_bytes)
         if done < total:

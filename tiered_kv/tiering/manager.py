@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
@@ -24,10 +23,9 @@ from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.cascade import Cascade
 from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.isolation import IsolatedTier
-from tiered_kv.tiering.jobs import Job, RequestState
 from tiered_kv.tiering.limits import ManagerLimits, TierLimits
 from tiered_kv.tiering.promotion import Promotions
-from tiered_kv.tiering.requests import RequestTable
+from tiered_kv.tiering.requests import RequestState, RequestTable
 from tiered_kv.tiering.search import Search
 
 _DRAIN_POLL_S = 0.0005
@@ -79,17 +77,16 @@ class TieringOffloadingManager(OffloadingManager):
             )
             for name, tier, tier_limit in zip(names, self.secondary_tiers, tier_limits, strict=True)
         )
-        self._job_ids = itertools.count()
-        self._cascade = Cascade(primary, self._make_job)
+        self._cascade = Cascade(primary)
         blocks_max = self.limits.promotion_blocks_max or max(backend.num_blocks // 2, 1)
-        self._promotions = Promotions(primary, blocks_max, self.limits.hold_s, self._make_job, clock)
+        self._promotions = Promotions(primary, blocks_max, self.limits.hold_s, clock)
         # Twice as long, so that requests without an id reach the bound on waiting too.
         self._requests = RequestTable(self.limits.requests_max, 2 * self.limits.wait_max_s, self._end_request, clock)
         self._search = Search(self._tiers, self._promotions, self._requests, self.limits.wait_max_s, clock)
         self._lookup_below = self._search.below
         self._primary_blocks = primary.blocks  # the same dictionary, one attribute nearer
         self._counting = tuple(guarded for guarded in self._tiers if not guarded.admission.is_open())
-        self._audit = Audit(audit, primary, self._tiers, self._make_job, clock, self._withhold) if audit else None
+        self._audit = Audit(audit, primary, self._tiers, clock, self._withhold) if audit else None
         self._prefetching: dict[RequestState, None] = {}
         self._stored_blocks = self._loaded_blocks = self._released_holds = 0
         self._is_closed = False
@@ -245,7 +242,7 @@ class TieringOffloadingManager(OffloadingManager):
         now_s, audit = self._clock(), self._audit
         for guarded in self._tiers:
             for job, result in guarded.collect():
-                if not job.is_promotion:
+                if not job.metadata.is_promotion:
                     self._cascade.finish(job)
                     continue
                 if audit is not None and audit.collect(job, result):
@@ -254,7 +251,7 @@ class TieringOffloadingManager(OffloadingManager):
                 if ready and not self._is_closed:  # a tier that is being closed takes nothing new
                     self._fill(guarded, ready)
             for job in guarded.expire(now_s):
-                if job.is_promotion and not (audit is not None and audit.expire(job)):
+                if job.metadata.is_promotion and not (audit is not None and audit.expire(job)):
                     self._promotions.expire(job)
             guarded.tick(now_s)
         self._released_holds += self._promotions.release_overdue(now_s)
@@ -376,12 +373,6 @@ class TieringOffloadingManager(OffloadingManager):
         self._promotions.submit()
         for guarded in self._tiers:
             guarded.call("on_schedule_end")
-
-    def _make_job(
-        self, guarded: GuardedTier, keys: list[OffloadKey], blocks: list[CPUBlock], *, is_promotion: bool
-    ) -> Job:
-        deadline_s = self._clock() + guarded.limits.job_timeout_s
-        return Job(next(self._job_ids), keys, blocks, is_promotion, deadline_s)
 
     def _wants_whole_request(self, guarded: GuardedTier, req_context: ReqContext) -> bool:
         answer = guarded.call("on_new_request", req_context)

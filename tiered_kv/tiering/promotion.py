@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from dataclasses import dataclass
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import PROMOTION, CPUBlock
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.tiering.base import JobResult
-from tiered_kv.tiering.guarded import GuardedTier
-from tiered_kv.tiering.jobs import Job, Promotion, RequestState
+from tiered_kv.tiering.guarded import GuardedTier, Job
+from tiered_kv.tiering.requests import RequestState
 
 
-class JobFactory(Protocol):
-    """Makes a job with a new id and its tier's deadline."""
+@dataclass(slots=True, eq=False)
+class Promotion:
+    """One block on its way up.
 
-    def __call__(
-        self, guarded: GuardedTier, keys: list[OffloadKey], blocks: list[CPUBlock], *, is_promotion: bool
-    ) -> Job: ...
+    Attributes:
+        block: Where it goes; in state writing.
+        guarded: Where it comes from.
+        waiters: The requests that want it.
+    """
+
+    block: CPUBlock
+    guarded: GuardedTier
+    waiters: list[RequestState]
 
 
 class Promotions:
@@ -35,7 +42,6 @@ class Promotions:
         primary: The primary tier.
         blocks_max: Blocks on their way and held, together.
         hold_s: How long a block is held.
-        make_job: Makes jobs.
         clock: Seconds of a monotonic clock.
     """
 
@@ -44,13 +50,11 @@ class Promotions:
         primary: CPUOffloadingManager,
         blocks_max: int,
         hold_s: float,
-        make_job: JobFactory,
         clock: Callable[[], float],
     ) -> None:
         self._primary = primary
         self._blocks_max = blocks_max
         self._hold_s = hold_s
-        self._make_job = make_job
         self._clock = clock
         self._table: dict[OffloadKey, Promotion] = {}
         self._batches: dict[tuple[GuardedTier, RequestState], list[Promotion]] = {}
@@ -111,9 +115,8 @@ class Promotions:
             guarded.load_blocks_reserved -= len(promotions)
             blocks = [promotion.block for promotion in promotions]
             keys = [block.key for block in blocks]
-            job = self._make_job(guarded, keys, blocks, is_promotion=True)
             # A half-open breaker lets one job through, and others of this step may have come before.
-            if guarded.refusal() or not guarded.submit(job, state.req_context):
+            if guarded.refusal() or not guarded.submit(keys, blocks, state.req_context, is_promotion=True):
                 for block in blocks:
                     self._drop(block.key, block)
                 self._primary.abandon(blocks)
@@ -124,8 +127,7 @@ class Promotions:
             for block in job.blocks:
                 self._primary.backend.free(block)
             return []
-        ok = job.keys if result.success else (result.successful_keys or ())
-        ok = set(ok)
+        ok = set(job.metadata.keys if result.success else result.successful_keys or ())
         ready = []
         for block in job.blocks:
             key = block.key

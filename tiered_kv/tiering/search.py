@@ -8,9 +8,8 @@ from enum import Enum
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import PROMOTION, CPUBlock
 from tiered_kv.tiering.guarded import GuardedTier
-from tiered_kv.tiering.jobs import RequestState
 from tiered_kv.tiering.promotion import Promotions
-from tiered_kv.tiering.requests import RequestTable
+from tiered_kv.tiering.requests import RequestState, RequestTable
 
 PAUSE_S_MAX = 1.0
 """The most that counts as waiting between two lookups of a request: an engine that is busy elsewhere does not wait."""

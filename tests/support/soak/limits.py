@@ -61,11 +61,12 @@ class LimitsWatch:
     def _late_jobs(self, guarded: GuardedTier) -> Iterator[str]:
         now_s = time.monotonic()
         for job in guarded.jobs.values():
-            late_s = now_s - max(job.deadline_s, self._resumed_s)
+            assert job.metadata.deadline is not None
+            late_s = now_s - max(job.metadata.deadline, self._resumed_s)
             self.late_s_max = max(self.late_s_max, late_s)
             if late_s > JOB_GRACE_S:
-                what = "load" if job.is_promotion else "store"
-                yield f"{what} {job.job_id} of tier {guarded.name} is {late_s:.1f} s over its deadline"
+                what = "load" if job.metadata.is_promotion else "store"
+                yield f"{what} {job.metadata.job_id} of tier {guarded.name} is {late_s:.1f} s over its deadline"
 
 
 def budget_problems(guarded: GuardedTier) -> Iterator[str]:

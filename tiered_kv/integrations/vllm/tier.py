@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import operator
 import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, ClassVar
@@ -30,9 +29,8 @@ from tiered_kv.stackfile import fill_variables
 from tiered_kv.tiering.base import JobResult as OurResult
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
-from tiered_kv.tiering.guarded import GuardedTier
+from tiered_kv.tiering.guarded import GuardedTier, Job
 from tiered_kv.tiering.isolation import IsolatedTier
-from tiered_kv.tiering.jobs import Job
 from tiered_kv.tiering.limits import TierLimits
 
 _log = logging.getLogger(__name__)
@@ -42,7 +40,6 @@ ROOM_WAIT_S = 10.0
 DRAIN_WARNING_S = 5.0
 CLOSE_TIMEOUT_S = 5.0
 _POLL_S = 0.0005
-_KEY_OF = operator.itemgetter(0)
 
 
 class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not there when types are checked
@@ -155,7 +152,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
     # Jobs.
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        taken = self._guarded.select(_in_prefix_order(job_metadata), _KEY_OF)
+        taken = self._guarded.select(_in_prefix_order(job_metadata))
         if taken:
             self._submit(job_metadata, taken)
         else:
@@ -171,13 +168,11 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         else:
             self._submit(job_metadata, _in_prefix_order(job_metadata))
 
-    def _submit(self, job_metadata: TransferJob, pairs: list[tuple[OffloadKey, int]]) -> None:
-        guarded, now_s = self._guarded, self._clock()
-        keys, blocks = [key for key, _ in pairs], [CPUBlock(row) for _, row in pairs]
-        deadline_s = now_s + guarded.limits.job_timeout_s
-        self._began_s[job_metadata.job_id] = now_s
-        job = Job(job_metadata.job_id, keys, blocks, job_metadata.is_promotion, deadline_s)
-        if not guarded.submit(job, job_metadata.req_context):
+    def _submit(self, job_metadata: TransferJob, blocks: list[CPUBlock]) -> None:
+        job_id, keys = job_metadata.job_id, [block.key for block in blocks]
+        self._began_s[job_id] = self._clock()
+        is_load, req_context = job_metadata.is_promotion, job_metadata.req_context
+        if self._guarded.submit(keys, blocks, req_context, is_promotion=is_load, job_id=job_id) is None:
             self._fail(job_metadata)
 
     def _fail(self, job_metadata: TransferJob) -> None:
@@ -199,15 +194,16 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         self._ended += [self._translate(job, result) for job, result in self._guarded.collect()]
 
     def _translate(self, job: Job, result: OurResult) -> JobResult:
-        done = set(job.keys) if result.success else set(result.successful_keys or ()).intersection(job.keys)
-        if len(done) < len(job.keys):
-            self._note_failed(job.job_id, [key for key in job.keys if key not in done])
-        self._loading_for.pop(job.job_id, None)
+        job_id, keys = job.metadata.job_id, job.metadata.keys
+        done = set(keys) if result.success else set(result.successful_keys or ()).intersection(keys)
+        if len(done) < len(keys):
+            self._note_failed(job_id, [key for key in keys if key not in done])
+        self._loading_for.pop(job_id, None)
         return JobResult(
-            job.job_id,
-            success=len(done) == len(job.keys),
-            successful_keys=tuple(done) if job.is_promotion and len(done) < len(job.keys) else None,
-            transfer_time=self._clock() - self._began_s.pop(job.job_id),
+            job_id,
+            success=len(done) == len(keys),
+            successful_keys=tuple(done) if job.metadata.is_promotion and len(done) < len(keys) else None,
+            transfer_time=self._clock() - self._began_s.pop(job_id),
             transfer_bytes=len(done) * self._block_bytes,
         )
 
@@ -304,16 +300,17 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
             gc.collect()  # a tier and its callbacks hold each other
 
 
-def _in_prefix_order(job_metadata: TransferJob) -> list[tuple[OffloadKey, int]]:
+def _in_prefix_order(job_metadata: TransferJob) -> list[CPUBlock]:
     """Return a job's keys and rows, head of the prefix first.
 
     vLLM passes keys through sets, which lose their order; its request remembers at which token each ends. Blocks that
     are stored in order are read back in fewer, larger reads.
     """
-    rows = np.asarray(job_metadata.chunk_ids).tolist()
-    pairs = list(zip(job_metadata.keys, rows, strict=True))
+    blocks = []
+    for key, row in zip(job_metadata.keys, np.asarray(job_metadata.chunk_ids).tolist(), strict=True):
+        block = CPUBlock(row)
+        block.key = key
+        blocks.append(block)
     position_of = job_metadata.req_context.get_offload_key_position
-    positions = {key: position_of(key) for key, _ in pairs}
-    if None in positions.values():
-        return pairs
-    return sorted(pairs, key=lambda pair: positions[pair[0]])
+    positions = {block.key: position_of(block.key) for block in blocks}
+    return blocks if None in positions.values() else sorted(blocks, key=lambda block: positions[block.key])
