@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from tiered_kv.stack import Stack, open_stack
     from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager, TierSpec
     from tiered_kv.tiering.factory import SecondaryTierFactory
+    from tiered_kv.tiering.wrapper import WrapperTier
 
 __version__ = "0.1.0.dev0"
 
@@ -65,6 +66,7 @@ __all__ = [
     "TierType",
     "TierUnavailableError",
     "TieredKVError",
+    "WrapperTier",
     "get_offload_block_hash",
     "get_offload_group_idx",
     "hookimpl",
@@ -101,6 +103,7 @@ _MODULES = {
     "tiered_kv.stack": ("Stack", "open_stack"),
     "tiered_kv.tiering.base": ("JobMetadata", "JobResult", "SecondaryTierManager", "TierSpec"),
     "tiered_kv.tiering.factory": ("SecondaryTierFactory",),
+    "tiered_kv.tiering.wrapper": ("WrapperTier",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
-from tiered_kv.tiering.keyed_names import KeyedNames, NameMap, with_keyed_names
+from tiered_kv.tiering.keyed_names import KeyedNames, NameMap
 
 KEYS = 8192
 ROUNDS = 15
@@ -49,7 +49,7 @@ def measure() -> dict[str, int]:
     """Return nanoseconds a block."""
     keys = [make_offload_key(os.urandom(32), 0) for _ in range(KEYS)]
     tier = EmptyTier()
-    keyed = with_keyed_names(tier, os.urandom(32))
+    keyed = KeyedNames(tier, os.urandom(32))
     names = keyed._name_of
     assert isinstance(names, NameMap)
     alone, together = _one_by_one(tier, keys), lambda: tier.lookup_many(keys, CONTEXT)

@@ -219,7 +219,7 @@ class TestQueues:
     def test_requests_that_the_tier_does_not_forget_are_found(self, stack: Stack) -> None:
         lookups = self.tier(stack)._batched_lookups
         for number in range(REQUESTS_MAX + 1):
-            lookups.lookup(make_offload_key(bytes(32), 0), f"r{number}")
+            lookups.lookup_many([make_offload_key(bytes(32), 0)], ReqContext(f"r{number}"))
         assert list(LimitsWatch(stack.manager).problems()) == [
             f"tier memory keeps the answers of {REQUESTS_MAX + 1} requests"
         ]

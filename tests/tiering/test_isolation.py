@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import pytest
 
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.testing.clock import ManualClock
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.tiering import isolation
 from tiered_kv.tiering.base import JobMetadata, JobResult
@@ -43,8 +44,8 @@ class BlockingFourMethodTier(FourMethodTier):
         self._pass("submit_load")
         super().submit_load(job_metadata)
 
-    def on_request_finished(self, req_context: ReqContext) -> None:
-        self._pass("on_request_finished")
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._pass("touch")
 
     def reset_cache(self) -> bool:
         self._pass("reset_cache")
@@ -72,12 +73,23 @@ def inner(region: PrimaryRegion) -> BlockingFourMethodTier:
 
 
 @pytest.fixture
-def tier(inner: BlockingFourMethodTier) -> Iterator[IsolatedTier]:
-    tier = IsolatedTier(inner)
-    yield tier
+def open_tier(inner: BlockingFourMethodTier) -> Iterator[Callable[..., IsolatedTier]]:
+    opened: list[IsolatedTier] = []
+
+    def open_one(*arguments: Any) -> IsolatedTier:  # Any: as the tier takes them
+        opened.append(IsolatedTier(inner, *arguments))
+        return opened[-1]
+
+    yield open_one
     inner.open.set()
-    tier.shutdown()
+    for tier in opened:
+        tier.shutdown()
     inner._region.release()
+
+
+@pytest.fixture
+def tier(open_tier: Callable[..., IsolatedTier]) -> IsolatedTier:
+    return open_tier()
 
 
 def keys(*numbers: int) -> list[OffloadKey]:
@@ -123,9 +135,10 @@ def test_jobs_and_lookups_go_through(tier: IsolatedTier, region: PrimaryRegion) 
 
 
 def test_no_call_waits_for_a_tier_that_hangs_and_memory_stays_bounded(
-    tier: IsolatedTier, inner: BlockingFourMethodTier, monkeypatch: pytest.MonkeyPatch
+    open_tier: Callable[..., IsolatedTier], inner: BlockingFourMethodTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(isolation, "QUESTIONS_MAX", 100)
+    monkeypatch.setattr(isolation, "HINTS_MAX", 100)
+    tier = open_tier()
     inner.open.clear()
     tier.submit_store(job(1, keys(1)))
     eventually(lambda: "submit_store" in inner.calls)
@@ -138,19 +151,30 @@ def test_no_call_waits_for_a_tier_that_hangs_and_memory_stays_bounded(
         tier.on_schedule_end()
         assert list(tier.get_finished()) == []
         assert time.monotonic() < end_s, f"{number} rounds take {WAIT_S / 3} s"
-    assert len(tier._questions) <= 100
-    assert len(tier._hints) <= isolation.HINTS_MAX
     inner.open.set()
     assert finished(tier, 1) == [JobResult(1, True)]
+    tier.shutdown()
+    assert inner.calls.count("touch") <= 100
+
+
+def test_a_lookup_that_hangs_is_a_miss_and_a_failure_in_time(
+    open_tier: Callable[..., IsolatedTier], inner: BlockingFourMethodTier, clock: ManualClock
+) -> None:
+    tier, (key,) = open_tier(1.0, clock), keys(1)
+    inner.blocks[key] = bytes(64)
+    inner.open.clear()
+    assert tier.lookup(key, ReqContext("a")) is None
+    clock.advance(1.0)
+    assert tier.lookup(key, ReqContext("a")) is False
+    assert tier.lookup_failures == 1
+    inner.open.set()
+    assert answer(tier, key, ReqContext("b")) is True
 
 
 def test_a_lookup_that_raises_is_a_miss_and_a_failure(
     tier: IsolatedTier, inner: BlockingFourMethodTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(key: OffloadKey, req_context: ReqContext) -> bool | None:
-        raise RuntimeError("broken")
-
-    monkeypatch.setattr(inner, "lookup", broken)
+    monkeypatch.setattr(inner, "lookup", None)
     assert answer(tier, keys(1)[0], ReqContext("a")) is False
     assert tier.lookup_failures == 1
 
@@ -195,12 +219,13 @@ def test_whatever_a_method_raises_what_comes_after_it_is_done(
     assert finished(tier, 1) == [JobResult(2, method != "reset_cache", reason="disabled" * (method == "reset_cache"))]
 
 
-def test_results_that_come_before_an_exception_are_reported(
+def test_what_is_reported_beside_nonsense_and_exceptions_counts(
     tier: IsolatedTier, inner: BlockingFourMethodTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sound = inner.get_finished
 
-    def breaks_off() -> Iterator[JobResult]:
+    def breaks_off() -> Iterator[Any]:  # a tier that breaks the contract
+        yield from [None, JobResult([1], True), 7]  # type: ignore[arg-type]
         for result in sound():
             yield result
             raise RuntimeError
@@ -210,65 +235,57 @@ def test_results_that_come_before_an_exception_are_reported(
     assert finished(tier, 1) == [JobResult(1, True)]
 
 
-def test_what_is_no_result_hides_none(
-    tier: IsolatedTier, inner: BlockingFourMethodTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sound = inner.get_finished
-    junk: list[Any] = [None, JobResult([1], True), 7]  # type: ignore[arg-type]  # a tier that breaks the contract
-    monkeypatch.setattr(inner, "get_finished", lambda: [*junk, *sound()])
-    tier.submit_store(job(1, keys(1)))
-    assert finished(tier, 1) == [JobResult(1, True)]
-
-
 def test_no_figure_of_the_tier_is_asked_for_on_the_scheduler_s_thread(region: PrimaryRegion) -> None:
-    asked_by: set[threading.Thread] = set()
+    asked_by: list[threading.Thread] = []
 
     class Watched(BlockingFourMethodTier):
         @property
         def lookup_failures(self) -> int:
-            asked_by.add(threading.current_thread())
+            asked_by.append(threading.current_thread())
             return 7
 
         def stats(self) -> dict[str, int]:
-            asked_by.add(threading.current_thread())
+            asked_by.append(threading.current_thread())
             return {"blocks": len(self.blocks)}
 
     inner = Watched(region.kv_view)
     tier = IsolatedTier(inner)
     answer(tier, keys(1)[0], ReqContext("a"))
     eventually(lambda: tier.lookup_failures == 7)
-    eventually(lambda: tier.stats() == {"blocks": 0})
     tier.submit_store(job(1, keys(1)))
     assert finished(tier, 1) == [JobResult(1, True)]
-    eventually(lambda: tier._stats == {"blocks": 1})  # though nobody has asked
+    eventually(lambda: tier.stats() == {"blocks": 1})
     tier.shutdown()
     inner._region.release()
-    assert asked_by == {tier._thread}
+    assert len(set(asked_by)) == 1
+    assert threading.current_thread() not in asked_by
 
 
 def test_figures_cost_jobs_one_call_an_interval_and_a_hanging_tier_one(
     tier: IsolatedTier, inner: BlockingFourMethodTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int] = []
-    eventually(lambda: tier._is_idle and not tier._are_stats_asked_for)
     monkeypatch.setattr(isolation, "STATS_INTERVAL_S", 1e9)
+    asked: list[int] = []
 
     def stats() -> dict[str, int]:
         asked.append(1)
-        return {"calls": len(asked)}
+        return {}
 
     monkeypatch.setattr(inner, "stats", stats)
     for number in range(5):
         tier.submit_store(job(number, keys(number)))
         finished(tier, 1)
-    assert asked == []
+    assert len(asked) <= 1  # the first comes with the thread
     inner.open.clear()
     tier.submit_store(job(5, keys(5)))
     eventually(lambda: inner.calls.count("submit_store") == 6)  # or what is asked for comes with the round before
+    before = len(asked)
     for _ in range(1000):
         tier.stats()
     inner.open.set()
-    eventually(lambda: tier._stats == {"calls": 1})
+    finished(tier, 1)
+    tier.shutdown()
+    assert len(asked) <= before + 2  # the second at the end
 
 
 @pytest.mark.parametrize(("error", "told"), [(OSError, OSError), (SystemExit, RuntimeError)])
@@ -293,7 +310,7 @@ def test_what_stats_raises_is_raised_to_who_asks_and_ends_nobody(
 
     eventually(is_told)
     monkeypatch.setattr(inner, "stats", lambda: {"blocks": 3})
-    eventually(lambda: not is_told() and tier._stats == {"blocks": 3})
+    eventually(lambda: not is_told() and tier.stats() == {"blocks": 3})
 
 
 def test_a_job_that_expired_while_it_waited_is_not_begun(tier: IsolatedTier, inner: BlockingFourMethodTier) -> None:
@@ -324,22 +341,6 @@ def test_a_tier_that_cannot_forget_is_silent_after_a_reset(tier: IsolatedTier, i
     assert tier.lookup(keys(2)[0], ReqContext("c")) is False
 
 
-def test_a_reset_while_answers_are_forgotten_ends_no_thread(
-    tier: IsolatedTier, inner: BlockingFourMethodTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class ResetsMeanwhile(int):
-        def __lt__(self, other: int) -> bool:
-            is_over = other > int(self)
-            if is_over:
-                tier.reset_cache()
-            return is_over
-
-    monkeypatch.setattr(isolation, "REQUESTS_MAX", ResetsMeanwhile(1))
-    for number in range(2):
-        tier.lookup(keys(1)[0], ReqContext(f"request-{number}"))
-    eventually(lambda: "reset_cache" in inner.calls)
-
-
 def test_stores_that_wait_when_the_cache_is_reset_never_reach_the_tier(
     tier: IsolatedTier, inner: BlockingFourMethodTier
 ) -> None:
@@ -366,5 +367,4 @@ def test_shutdown_does_not_wait_for_a_tier_that_hangs(
     tier.shutdown()
     assert time.perf_counter() - start < 10
     inner.open.set()
-    eventually(lambda: not tier._thread.is_alive())
-    assert "shutdown" in inner.calls
+    eventually(lambda: "shutdown" in inner.calls)

@@ -31,9 +31,10 @@ from tiered_kv.testing.watch import RowLedger, WatchedTier
 from tiered_kv.tiering import keyed_names
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
-from tiered_kv.tiering.keyed_names import KeyedNames, NameMap, with_keyed_names
+from tiered_kv.tiering.keyed_names import KeyedNames, NameMap
 from tiered_kv.tiering.limits import TierLimits
 from tiered_kv.tiering.manager import TieringOffloadingManager
+from tiered_kv.tiering.wrapper import WrapperTier
 from tiered_kv_memory.settings import MemorySettings
 from tiered_kv_memory.tier import MemoryTier
 
@@ -104,7 +105,7 @@ def test_a_stack_over_a_keyed_tier_keeps_its_promises() -> None:
         failing = FailingTier(PromptTier(memory))
         manager = TieringOffloadingManager(
             CPUOffloadingManager(CPUBackend(region)),
-            [with_keyed_names(WatchedTier(failing, ledger), NAME_KEY)],
+            [KeyedNames(WatchedTier(failing, ledger), NAME_KEY)],
             tier_limits=[TierLimits(store_budget_bytes=8 * BLOCK_BYTES)],
             clock=clock,
         )
@@ -217,7 +218,7 @@ def recorder() -> Recorder:
 
 @pytest.fixture
 def keyed(recorder: Recorder) -> KeyedNames:
-    return with_keyed_names(recorder, NAME_KEY)
+    return KeyedNames(recorder, NAME_KEY)
 
 
 def job_of(job_id: int, keys: list[OffloadKey]) -> JobMetadata:
@@ -310,7 +311,7 @@ def test_events_name_keys_and_those_of_strangers_are_counted(
 
 
 def test_a_tier_without_events_costs_no_memory_for_them() -> None:
-    keyed = with_keyed_names(FourMethodTier(SPEC, view_of(), "four"), NAME_KEY)
+    keyed = KeyedNames(FourMethodTier(SPEC, view_of(), "four"), NAME_KEY)
     keyed.submit_store(job_of(1, make_keys(3)))
     assert not keyed._keys_of_events
     assert list(keyed.take_events()) == []
@@ -318,7 +319,7 @@ def test_a_tier_without_events_costs_no_memory_for_them() -> None:
 
 def test_what_has_no_keys_is_passed_on(recorder: Recorder, keyed: KeyedNames) -> None:
     assert keyed.is_nonblocking
-    assert not with_keyed_names(FourMethodTier(SPEC, view_of(), "four"), NAME_KEY).is_nonblocking
+    assert not KeyedNames(FourMethodTier(SPEC, view_of(), "four"), NAME_KEY).is_nonblocking
     assert keyed.tier_type == "recorder"
     assert keyed.lookup_failures == 11
     assert keyed.describe() == {"medium": "paper", "names": "keyed"}
@@ -328,7 +329,7 @@ def test_what_has_no_keys_is_passed_on(recorder: Recorder, keyed: KeyedNames) ->
 def test_every_method_of_the_interface_is_passed_on() -> None:
     """A method that is added to the interface must not be answered by its default."""
     public = {name for name in vars(SecondaryTierManager) if not name.startswith("_")}
-    assert public <= {"is_nonblocking", *vars(KeyedNames)}
+    assert public <= {"is_nonblocking", *vars(WrapperTier)}
 
 
 # -- settings ------------------------------------------------------------------------------------------

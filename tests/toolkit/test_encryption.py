@@ -315,17 +315,21 @@ def test_no_record_that_is_read_opens_the_breaker() -> None:
         assert state_after_failures(reason) is BreakerState.OPEN, reason
 
 
+class LosingTier(FourMethodTier):
+    """Every load fails for one reason."""
+
+    is_nonblocking = True
+    reason = ""
+
+    def submit_load(self, job_metadata: JobMetadata) -> None:
+        self._finished.append(JobResult(job_metadata.job_id, False, reason=self.reason))
+
+
 def state_after_failures(reason: str) -> BreakerState:
     """Return what becomes of a tier's breaker when all blocks of a hundred loads fail for a reason."""
-    tier = FourMethodTier(TierSpec("t", 16, bytes(16)), memoryview(bytearray(64)).cast("B", (4, 16)), "four")
+    tier = LosingTier(TierSpec("t", 16, bytes(16)), memoryview(bytearray(64)).cast("B", (4, 16)), "losing")
+    tier.reason = reason
     guarded = GuardedTier("t", tier, TierLimits(), 16, 64, lambda: 0.0)
-    results: list[JobResult] = []
-
-    def submit_load(job_metadata: JobMetadata) -> None:
-        results.append(JobResult(job_metadata.job_id, False, reason=reason))
-
-    tier.submit_load = submit_load  # type: ignore[method-assign]
-    tier.get_finished = lambda: [results.pop()] if results else []  # type: ignore[method-assign]
     for _ in range(100):
         if guarded.refusal():
             break

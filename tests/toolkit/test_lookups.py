@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tiered_kv.base import OffloadKey, make_offload_key
+from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.testing.clock import ManualClock
 from tiered_kv.toolkit import lookups as lookups_module
 from tiered_kv.toolkit.lookups import BatchedLookups, Probe
@@ -30,7 +30,7 @@ class Desk:
         self.starts += 1
 
     def ask(self, *numbers: int, req_id: str = "a") -> list[bool | None]:
-        return self.lookups.lookup_many([key_of(number) for number in numbers], req_id)
+        return self.lookups.lookup_many([key_of(number) for number in numbers], ReqContext(req_id))
 
     def take(self) -> Probe:
         probe = self.lookups.take()
@@ -165,6 +165,18 @@ def test_more_keys_than_may_wait_are_misses_at_once(desk: Desk, monkeypatch: pyt
     assert desk.ask(5) == [None]
 
 
+def test_a_key_whose_answer_is_not_known_is_probed_again_until_its_deadline(desk: Desk) -> None:
+    assert desk.ask(1, 2) == [None, None]
+    desk.lookups.answer(desk.take(), [None, True])
+    assert desk.lookups.take() is None
+    assert desk.ask(1, 2) == [None, True]
+    assert desk.starts == 2
+    desk.lookups.answer(desk.take(), [None])
+    desk.clock.advance(1.0)
+    assert desk.ask(1) == [False]
+    assert desk.lookups.timeouts == 1
+
+
 def test_more_requests_than_are_kept_forget_the_oldest(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookups_module, "REQUESTS_MAX", 2)
     for req_id in ("a", "b", "c"):
@@ -190,7 +202,7 @@ def test_no_key_is_lost_between_the_scheduler_and_its_runners() -> None:
         runner.start()
     try:
         for number in range(2000):
-            while (answer := lookups.lookup(key_of(number), "a")) is None:
+            while (answer := lookups.lookup_many([key_of(number)], ReqContext("a"))[0]) is None:
                 time.sleep(0)  # let the runners have the interpreter
             assert answer is (number % 2 == 0)
     finally:

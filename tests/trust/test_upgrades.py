@@ -27,7 +27,7 @@ from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.rig import OpenTier, TierRig, block_content, compressible_content, make_keys
 from tiered_kv.testing.s3_servers import missing_for_moto, moto_server
 from tiered_kv.tiering.base import TierSpec
-from tiered_kv.tiering.keyed_names import with_keyed_names
+from tiered_kv.tiering.keyed_names import KeyedNames
 from tiered_kv.toolkit.codecs import AES_ID
 
 __all__ = ["moto_server", "patient_nvme", "redis_server"]
@@ -128,7 +128,7 @@ class Bench:
         self._more = {"encryption": encryption} if codec in ENCRYPTED else {}
         open_tier = self._opener(codec)
         rig = TierRig(
-            open_tier if name_key is None else lambda spec, view: with_keyed_names(open_tier(spec, view), name_key),
+            open_tier if name_key is None else lambda spec, view: KeyedNames(open_tier(spec, view), name_key),
             num_blocks=32,
             block_bytes=BLOCK_BYTES,
             wait_s=60.0,

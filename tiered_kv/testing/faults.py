@@ -13,65 +13,13 @@ too. `HangingTier` and `RaisingTier` do not say so: the manager gives them a thr
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Collection, Iterable
+from typing import ClassVar
 
-from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
+from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.testing.gate import Gate
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
-
-
-class WrapperTier(SecondaryTierManager):
-    """Passes every call on to the tier that it wraps; the base of the wrappers below and of your own.
-
-    Args:
-        inner: The wrapped tier; the wrapper takes over its name and its memory, and shuts it down.
-    """
-
-    def __init__(self, inner: SecondaryTierManager) -> None:
-        super().__init__(inner._offloading_spec, inner._primary_kv_view, inner.tier_type)
-        self.inner = inner
-
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        return self.inner.lookup(key, req_context)
-
-    def submit_store(self, job_metadata: JobMetadata) -> None:
-        self.inner.submit_store(job_metadata)
-
-    def submit_load(self, job_metadata: JobMetadata) -> None:
-        self.inner.submit_load(job_metadata)
-
-    def get_finished(self) -> Iterable[JobResult]:
-        return self.inner.get_finished()
-
-    # `lookup_many` is not passed on: it calls `lookup`, so that one override is enough for both.
-
-    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self.inner.touch(keys, req_context)
-
-    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        return self.inner.on_new_request(req_context)
-
-    def on_request_finished(self, req_context: ReqContext) -> None:
-        self.inner.on_request_finished(req_context)
-
-    def on_schedule_end(self) -> None:
-        self.inner.on_schedule_end()
-
-    def reset_cache(self) -> bool:
-        return self.inner.reset_cache()
-
-    def take_events(self) -> Iterable[OffloadingEvent]:
-        return self.inner.take_events()
-
-    def stats(self) -> Mapping[str, Any]:
-        return self.inner.stats()
-
-    def describe(self) -> Mapping[str, object]:
-        return self.inner.describe()
-
-    def shutdown(self) -> None:
-        self.inner.shutdown()
+from tiered_kv.tiering.wrapper import WrapperTier
 
 
 class HangingTier(WrapperTier):

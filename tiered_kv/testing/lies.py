@@ -7,8 +7,8 @@ from enum import Enum
 from typing import ClassVar
 
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
-from tiered_kv.testing.faults import WrapperTier
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
+from tiered_kv.tiering.wrapper import WrapperTier
 
 _UNKNOWN_JOB: JobId = 1 << 60
 _UNASKED_KEY = make_offload_key(b"nobody asked for this", 0)

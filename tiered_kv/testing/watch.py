@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import xxhash
 
-from tiered_kv.testing.faults import WrapperTier
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
+from tiered_kv.tiering.wrapper import WrapperTier
 
 
 class RowLedger:

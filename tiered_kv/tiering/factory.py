@@ -12,7 +12,7 @@ from tiered_kv.redaction import scrub
 from tiered_kv.secret_keys import parse_key, read_key_file
 from tiered_kv.settings import ClassArguments, TierSettings
 from tiered_kv.tiering.base import SecondaryTierManager
-from tiered_kv.tiering.keyed_names import with_keyed_names
+from tiered_kv.tiering.keyed_names import KeyedNames
 from tiered_kv.validation import suggestion
 
 _SEED_ARGUMENTS = 3
@@ -78,7 +78,7 @@ class SecondaryTierFactory:
         name_key = _name_key(checked)
         try:
             tier = tier_class(*arguments, **keywords)
-            return tier if name_key is None else with_keyed_names(tier, name_key)
+            return tier if name_key is None else KeyedNames(tier, name_key)
         except TieredKVError:
             raise
         except Exception as error:  # whatever a stranger's constructor raises

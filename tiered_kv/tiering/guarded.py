@@ -18,6 +18,7 @@ from tiered_kv.errors import TierError
 from tiered_kv.tiering.admission import Admission
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.breaker import Breaker, BreakerState
+from tiered_kv.tiering.isolation import IsolatedTier
 from tiered_kv.tiering.limits import TierLimits
 from tiered_kv.toolkit.status import RecordStatus
 
@@ -81,7 +82,7 @@ class GuardedTier:
 
     Args:
         name: The tier's name in counters and messages.
-        tier: The tier, safe to call from the scheduler's thread.
+        tier: The tier. One whose class does not say `is_nonblocking` gets a thread of its own.
         limits: Its limits.
         block_bytes: Bytes of a block.
         region_bytes: Bytes of the primary region, of which budgets are a quarter by default.
@@ -98,7 +99,7 @@ class GuardedTier:
         clock: Callable[[], float],
     ) -> None:
         self.name = name
-        self.tier = tier
+        self.tier = tier if tier.is_nonblocking else IsolatedTier(tier, limits.lookup_timeout_s, clock)
         self.limits = limits
         self.breaker = Breaker(limits.breaker_failures, limits.breaker_cooldown_s)
         self.admission = Admission(limits.admit_after)

@@ -22,8 +22,9 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
+from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
+from tiered_kv.tiering.wrapper import WrapperTier
 
 NAMES_MAX = 1 << 15
 """Keys whose names are remembered; a request asks for, stores and touches the same ones. At most about 8 MB."""
@@ -83,11 +84,10 @@ class NameMap(dict[OffloadKey, OffloadKey]):
         return f"<{len(self)} names>"  # and not what is stored, and under what
 
 
-class KeyedNames(SecondaryTierManager):
+class KeyedNames(WrapperTier):
     """A tier that is told names instead of keys, wrapped so that its callers see keys.
 
-    Calls are as cheap and as thread-bound as those of the wrapped tier: all of them belong to one thread, but for
-    `stats`, `describe` and `lookup_failures`, which are passed on.
+    Calls are as cheap and as thread-bound as those of the wrapped tier.
 
     Events: the key of a name is known for the last `EVENT_NAMES_MAX` blocks that this process stored or loaded. Others,
     such as those that an earlier process stored, are left out of events, and counted in `untold_event_blocks_total`.
@@ -98,10 +98,9 @@ class KeyedNames(SecondaryTierManager):
     """
 
     def __init__(self, inner: SecondaryTierManager, name_key: bytes) -> None:
-        spec = inner._offloading_spec
-        super().__init__(spec, inner._primary_kv_view, inner.tier_type)
-        self.inner = inner
-        self._name_of = NameMap(name_key, getattr(spec, "namespace_digest", bytes(16)))
+        super().__init__(inner)
+        self.is_nonblocking = inner.is_nonblocking  # type: ignore[misc]  # what a class says, an instance may say too
+        self._name_of = NameMap(name_key, getattr(inner._offloading_spec, "namespace_digest", bytes(16)))
         self._lookup = inner.lookup
         # Keys and names of each job in flight, as many as its guarded lets in.
         self._jobs: dict[JobId, tuple[Collection[OffloadKey], list[OffloadKey]]] = {}
@@ -114,10 +113,6 @@ class KeyedNames(SecondaryTierManager):
 
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         return self.inner.lookup_many(self._name_of.of(keys), req_context)
-
-    @property
-    def lookup_failures(self) -> int:
-        return self.inner.lookup_failures
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.inner.touch(self._name_of.of(keys), req_context)
@@ -135,26 +130,11 @@ class KeyedNames(SecondaryTierManager):
     def take_events(self) -> Iterable[OffloadingEvent]:
         return [told for event in self.inner.take_events() if (told := self._tell(event)).keys]
 
-    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        return self.inner.on_new_request(req_context)
-
-    def on_request_finished(self, req_context: ReqContext) -> None:
-        self.inner.on_request_finished(req_context)
-
-    def on_schedule_end(self) -> None:
-        self.inner.on_schedule_end()
-
-    def reset_cache(self) -> bool:
-        return self.inner.reset_cache()
-
     def stats(self) -> Mapping[str, Any]:
         return {**self.inner.stats(), "untold_event_blocks_total": self._untold_event_blocks}
 
     def describe(self) -> Mapping[str, object]:
         return {**self.inner.describe(), "names": "keyed"}
-
-    def shutdown(self) -> None:
-        self.inner.shutdown()
 
     def _submit(self, submit: Callable[[JobMetadata], None], job: JobMetadata) -> None:
         names = self._name_of.of(job.keys)
@@ -189,19 +169,3 @@ class KeyedNames(SecondaryTierManager):
         keys = [key for key in found if key is not None]
         self._untold_event_blocks += len(found) - len(keys)
         return replace(event, keys=keys)
-
-
-class NonblockingKeyedNames(KeyedNames):
-    """The same around a tier whose calls return at once: so do this one's."""
-
-    is_nonblocking = True
-
-
-def with_keyed_names(tier: SecondaryTierManager, name_key: bytes) -> KeyedNames:
-    """Return `tier` as one that is told names instead of keys, and that says what `tier` says of its calls.
-
-    Args:
-        tier: Any tier, opened.
-        name_key: 32 bytes, secret.
-    """
-    return (NonblockingKeyedNames if tier.is_nonblocking else KeyedNames)(tier, name_key)

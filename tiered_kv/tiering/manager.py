@@ -22,7 +22,6 @@ from tiered_kv.tiering.audit import Audit, AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.cascade import Cascade
 from tiered_kv.tiering.guarded import GuardedTier
-from tiered_kv.tiering.isolation import IsolatedTier
 from tiered_kv.tiering.limits import ManagerLimits, TierLimits
 from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.requests import RequestState, RequestTable
@@ -69,7 +68,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._tiers = tuple(
             GuardedTier(
                 name,
-                tier if tier.is_nonblocking else IsolatedTier(tier),
+                tier,
                 tier_limit,
                 backend.block_size,
                 backend.block_size * backend.num_blocks,

@@ -165,7 +165,7 @@ class BlockingTier(QueuedTier):
     def _run_probes(self) -> None:
         while (probe := self._batched_lookups.take()) is not None:
             PART_DEADLINE.set(probe.deadline)
-            PROBE_REQ_IDS.set(probe.req_ids)
+            PROBE_REQ_IDS.set([req_context.req_id for req_context in probe.req_contexts])
             try:
                 answers = checked_answers(self.contains_blocks(probe.keys), probe.keys)
             except BaseException as error:

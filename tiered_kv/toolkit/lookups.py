@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tiered_kv.base import OffloadKey
+from tiered_kv.base import OffloadKey, ReqContext
 
 PENDING_KEYS_MAX = 65_536
 """Keys that may be without an answer, over all requests; further ones are a miss at once."""
@@ -17,14 +17,12 @@ PROBE_KEYS_MAX = 1024
 REQUESTS_MAX = 100_000
 """Requests whose answers are kept; beyond that the one that was seen first is forgotten."""
 
-_ANONYMOUS = ""
-
 
 @dataclass(slots=True, eq=False)
 class _Question:
     key: OffloadKey
     deadline: float
-    req_id: str
+    req_context: ReqContext
     """Who asked first; mostly nobody else does."""
     others: set[str] | None = None
     """Who asked too; owned by the scheduler thread."""
@@ -44,9 +42,9 @@ class Probe:
     questions: list[_Question]
 
     @property
-    def req_ids(self) -> list[str]:
+    def req_contexts(self) -> list[ReqContext]:
         """Who asked first for each key."""
-        return [question.req_id for question in self.questions]
+        return [question.req_context for question in self.questions]
 
 
 class BatchedLookups:
@@ -54,9 +52,9 @@ class BatchedLookups:
 
     The first unanswered key calls `start_probe`; until the tier gets around to it, and while it travels,
     further keys gather, and the same runner takes them as its next probe. An answer is kept for the
-    requests that asked, until they finish. A key without an answer at its deadline is a miss for them, and
-    so is one that would exceed `PENDING_KEYS_MAX`. Questions and answers of an empty request id are not
-    kept: the answer is given once.
+    requests that asked, until they finish; a key whose answer is None is probed again. A key without an answer
+    at its deadline is a miss for them, and so is one that would exceed `PENDING_KEYS_MAX`. Questions and answers
+    of an empty request id are not kept: the answer is given once.
 
     The scheduler thread owns everything here but two deques, `_gathered` and `_arrived`, over which it and
     the runners hand each other messages. It calls all methods except `take` and `answer`, which belong to
@@ -87,27 +85,24 @@ class BatchedLookups:
         self._pending: dict[OffloadKey, _Question] = {}  # ordered by deadline, since each waits equally long
         self._gathered: deque[_Question] = deque()
         self._next_deadline = math.inf  # of the first in `_pending`, or earlier
-        self._arrived: deque[tuple[list[_Question], Sequence[bool]]] = deque()
+        self._arrived: deque[tuple[list[_Question], Sequence[bool | None]]] = deque()
         self._has_runner = False
 
     # The scheduler thread.
 
-    def lookup(self, key: OffloadKey, req_id: str) -> bool | None:
-        """Return True or False where the answer is known, and None where it is not yet."""
-        return self.lookup_many((key,), req_id)[0]
-
-    def lookup_many(self, keys: Sequence[OffloadKey], req_id: str) -> list[bool | None]:
-        """Return for each key, in order, what `lookup` would."""
+    def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        """Return for each key, in order, True or False where the answer is known, and None where it is not yet."""
         if self._arrived:
             self._collect()
-        answers = self._answers.get(req_id)
+        answers = self._answers.get(req_context.req_id)
         if answers is None:
-            return self._ask(keys, req_id)
+            return self._ask(keys, req_context)
         known: list[bool | None] = [answers.get(key) for key in keys]
         if None in known:
-            asked = iter(self._ask([key for key, answer in zip(keys, known, strict=True) if answer is None], req_id))
+            unknown = [key for key, answer in zip(keys, known, strict=True) if answer is None]
+            asked = iter(self._ask(unknown, req_context))
             known = [next(asked) if answer is None else answer for answer in known]
-        if req_id == _ANONYMOUS:
+        if not req_context.req_id:
             for key in keys:
                 answers.pop(key, None)
         return known
@@ -129,12 +124,12 @@ class BatchedLookups:
         self._gathered.clear()
         self._next_deadline = math.inf
 
-    def _ask(self, keys: Sequence[OffloadKey], req_id: str) -> list[bool | None]:
+    def _ask(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         """Have `keys`, none of which has an answer for the request, looked up."""
-        now = self._clock()
+        now, req_id = self._clock(), req_context.req_id
         if self._next_deadline <= now:
             self._expire(now)
-            return self.lookup_many(keys, req_id)
+            return self.lookup_many(keys, req_context)
         self._expect(req_id)
         pending, gathered = self._pending, self._gathered
         deadline = now + self._timeout_s
@@ -148,9 +143,9 @@ class BatchedLookups:
                     result.append(False)
                     continue
                 room -= 1
-                question = pending[key] = _Question(key, deadline, req_id)
+                question = pending[key] = _Question(key, deadline, req_context)
                 gathered.append(question)
-            elif question.req_id != req_id:
+            elif question.req_context.req_id != req_id:
                 if question.others is None:
                     question.others = set()
                 question.others.add(req_id)
@@ -168,7 +163,7 @@ class BatchedLookups:
             if len(self._answers) >= REQUESTS_MAX:
                 del self._answers[next(iter(self._answers))]
             self._answers[req_id] = {}
-        elif req_id == _ANONYMOUS and len(answers) >= PENDING_KEYS_MAX:
+        elif not req_id and len(answers) >= PENDING_KEYS_MAX:
             answers.clear()  # nobody came back for them
 
     def _collect(self) -> None:
@@ -176,7 +171,11 @@ class BatchedLookups:
         while self._arrived:
             questions, answers = self._arrived.popleft()
             for question, answer in zip(questions, answers, strict=True):
-                if pending.get(question.key) is question:
+                if pending.get(question.key) is not question:
+                    continue
+                if answer is None:
+                    self._gathered.append(question)
+                else:
                     del pending[question.key]
                     self._settle(question, answer)
 
@@ -195,7 +194,7 @@ class BatchedLookups:
             self._has_runner = False
 
     def _settle(self, question: _Question, answer: bool) -> None:
-        answers = self._answers.get(question.req_id)
+        answers = self._answers.get(question.req_context.req_id)
         if answers is not None:
             answers[question.key] = answer
         for req_id in question.others or ():
@@ -217,7 +216,7 @@ class BatchedLookups:
                 return None
             self._has_runner = True
 
-    def answer(self, probe: Probe, answers: Sequence[bool]) -> None:
+    def answer(self, probe: Probe, answers: Sequence[bool | None]) -> None:
         """Hand in a probe's answers, in the order of its keys. Runner threads."""
         self._arrived.append((probe.questions, answers))
 

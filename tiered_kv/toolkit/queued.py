@@ -130,7 +130,7 @@ class QueuedTier(SecondaryTierManager):
         self._submit(job_metadata, JobKind.LOAD)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        return self._batched_lookups.lookup(key, req_context.req_id)
+        return self._batched_lookups.lookup_many((key,), req_context)[0]
 
     @property
     def lookup_failures(self) -> int:
@@ -139,7 +139,7 @@ class QueuedTier(SecondaryTierManager):
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         if type(self).lookup is not QueuedTier.lookup:  # an author who answers from memory
             return super().lookup_many(keys, req_context)
-        return self._batched_lookups.lookup_many(keys, req_context.req_id)
+        return self._batched_lookups.lookup_many(keys, req_context)
 
     def get_finished(self) -> Iterable[JobResult]:
         if self._job_deadlines and self._job_deadlines[0][0] <= self._clock():

@@ -28,7 +28,7 @@ from tiered_kv.testing.redis_servers import RedisServer
 from tiered_kv.testing.rig import Content, OpenTier, TierRig, block_content, compressible_content, make_keys
 from tiered_kv.testing.s3_servers import start_moto
 from tiered_kv.tiering.base import TierSpec
-from tiered_kv.tiering.keyed_names import with_keyed_names
+from tiered_kv.tiering.keyed_names import KeyedNames
 
 VERSION = 1
 BLOCK_BYTES = 512
@@ -152,7 +152,7 @@ def _store(opener: Callable[[str], OpenTier], form: Form, *, resets: bool = Fals
 
 def with_names(open_tier: OpenTier) -> OpenTier:
     """Return what opens the same tier, which is told names in place of keys."""
-    return lambda spec, view: with_keyed_names(open_tier(spec, view), NAME_KEY)
+    return lambda spec, view: KeyedNames(open_tier(spec, view), NAME_KEY)
 
 
 def _files(directory: Path) -> dict[str, bytes]:

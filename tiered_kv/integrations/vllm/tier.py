@@ -30,7 +30,6 @@ from tiered_kv.tiering.base import JobResult as OurResult
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
 from tiered_kv.tiering.guarded import GuardedTier, Job
-from tiered_kv.tiering.isolation import IsolatedTier
 from tiered_kv.tiering.limits import TierLimits
 
 _log = logging.getLogger(__name__)
@@ -97,7 +96,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         self._clock = time.monotonic
         self._guarded = GuardedTier(
             settings.name,
-            opened if opened.is_nonblocking else IsolatedTier(opened),
+            opened,
             TierLimits.of(settings),
             self._block_bytes,
             self._block_bytes * num_blocks,

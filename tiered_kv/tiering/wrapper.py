@@ -1,0 +1,72 @@
+"""A tier around a tier: the base of those that change one thing about another."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
+from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
+
+
+class WrapperTier(SecondaryTierManager):
+    """Hands every call to the tier that it wraps. A subclass overrides what it changes.
+
+    Each method is called on the thread that calls the wrapper. A subclass says `is_nonblocking` only where its own
+    methods, and those of the tiers that it wraps, return at once.
+
+    Args:
+        inner: The wrapped tier. The wrapper takes over its name and its memory, and shuts it down.
+    """
+
+    def __init__(self, inner: SecondaryTierManager) -> None:
+        super().__init__(inner._offloading_spec, inner._primary_kv_view, inner.tier_type)
+        self.inner = inner
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        return self.inner.lookup(key, req_context)
+
+    def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        if type(self).lookup is not WrapperTier.lookup:  # so that who overrides that one changes both
+            return super().lookup_many(keys, req_context)
+        return self.inner.lookup_many(keys, req_context)
+
+    @property
+    def lookup_failures(self) -> int:
+        return self.inner.lookup_failures
+
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        self.inner.submit_store(job_metadata)
+
+    def submit_load(self, job_metadata: JobMetadata) -> None:
+        self.inner.submit_load(job_metadata)
+
+    def get_finished(self) -> Iterable[JobResult]:
+        return self.inner.get_finished()
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self.inner.touch(keys, req_context)
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return self.inner.on_new_request(req_context)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self.inner.on_request_finished(req_context)
+
+    def on_schedule_end(self) -> None:
+        self.inner.on_schedule_end()
+
+    def reset_cache(self) -> bool:
+        return self.inner.reset_cache()
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return self.inner.take_events()
+
+    def stats(self) -> Mapping[str, Any]:
+        return self.inner.stats()
+
+    def describe(self) -> Mapping[str, object]:
+        return self.inner.describe()
+
+    def shutdown(self) -> None:
+        self.inner.shutdown()
