@@ -189,9 +189,8 @@ def ask(rig: TierRig, keys: list[OffloadKey]) -> list[bool]:
 def wait_for_runner(rig: TierRig) -> None:
     """Return once nobody looks for further keys: who does may take the first few of a batch that is being asked."""
     assert isinstance(rig.tier, S3Tier)
-    ticket = rig.tier._probe_ticket
-    assert ticket is not None
-    wait_until(lambda: ticket.ended_blocks, "it looks for keys for ever")
+    lookups = rig.tier._batched_lookups
+    wait_until(lambda: not lookups._has_runner, "it looks for keys for ever")
 
 
 def test_a_prompt_of_a_thousand_blocks_takes_48_requests_and_repeated_it_takes_none(make_rig: MakeRig) -> None:

@@ -337,7 +337,6 @@ def test_many_expired_jobs_leave_nothing_behind(bench: Bench) -> None:
         tier.get_finished()
     assert len(tier._jobs_in_flight) == 1
     assert len(tier._job_deadlines) <= 64
-    assert not any(tier._part_queue._queues)
 
 
 def test_lookups_answer_by_themselves(bench: Bench) -> None:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import random
 import threading
 
 import numpy as np
 import pytest
 
-from tiered_kv.base import make_offload_key
-from tiered_kv.toolkit.jobs import Job, JobKind, Outcome
+from tiered_kv.base import ReqContext, make_offload_key
+from tiered_kv.tiering.base import JobMetadata
+from tiered_kv.toolkit.jobs import Job, Outcome
 from tiered_kv.toolkit.queue import PartQueue
 
 
-def job_of(blocks: int, kind: JobKind = JobKind.LOAD, part_blocks: int = 3, job_id: int = 1) -> Job:
+def job_of(blocks: int, is_load: bool = True, part_blocks: int = 3, job_id: int = 1) -> Job:
     keys = [make_offload_key(number.to_bytes(4, "big"), 0) for number in range(blocks)]
-    return Job(job_id, kind, keys, np.arange(blocks), math.inf, 0, "", part_blocks, end_block=blocks)
+    return Job.of(JobMetadata(job_id, keys, np.arange(blocks), is_load, ReqContext()), 0, part_blocks)
 
 
 class Wakes:
@@ -42,7 +42,7 @@ def test_one_job_wakes_one_worker_after_the_other() -> None:
 def test_stores_over_their_limit_wait_and_are_woken() -> None:
     wakes = Wakes()
     queue = PartQueue(wakes, stores_running_max=1)
-    queue.put(job_of(6, JobKind.STORE))
+    queue.put(job_of(6, is_load=False))
     first = queue.take()
     assert first is not None
     assert queue.take() is None
@@ -103,28 +103,28 @@ def test_every_block_is_served_or_dropped_once_while_everything_happens_at_once(
                 return
             part = queue.take()
             if part is not None:
-                served.extend((part.job.job_id, block) for block in range(part.start, part.stop))
+                served.extend((part.job.metadata.job_id, block) for block in range(part.start, part.stop))
                 if queue.end(part):
-                    ended.append(part.job.job_id)
+                    ended.append(part.job.metadata.job_id)
 
     workers = [threading.Thread(target=work) for _ in range(3)]
     for worker in workers:
         worker.start()
-    jobs = [job_of(choice.randint(1, 12), choice.choice(list(JobKind)), choice.randint(1, 4), n) for n in range(400)]
+    jobs = [job_of(choice.randint(1, 12), choice.choice((True, False)), choice.randint(1, 4), n) for n in range(400)]
     try:
         for number, job in enumerate(jobs):
             queue.put(job)
             if choice.random() < 0.3:
                 victim = jobs[choice.randint(max(0, number - 5), number)]
                 if queue.drop_rest(victim, "expired"):
-                    ended.append(victim.job_id)
+                    ended.append(victim.metadata.job_id)
         for job in queue.drop_all("shutdown"):
-            ended.append(job.job_id)
+            ended.append(job.metadata.job_id)
     finally:
         stop_when_idle(queue, tokens, stop, workers)
     assert sorted(ended) == list(range(400))
     assert len(served) == len(set(served))
-    assert sorted(served) == [(job.job_id, block) for job in jobs for block in range(job.end_block)]
+    assert sorted(served) == [(job.metadata.job_id, block) for job in jobs for block in range(job.end_block)]
 
 
 def stop_when_idle(

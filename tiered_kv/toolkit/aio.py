@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.toolkit.jobs import JobKind, Outcome, Part, checked_answers, checked_outcome
+from tiered_kv.toolkit.jobs import Outcome, Part, checked_answers, checked_outcome
 from tiered_kv.toolkit.queued import PART_DEADLINE, QueuedTier, block_bytes_of
 
 T = TypeVar("T")
@@ -171,15 +171,15 @@ class AsyncTier(QueuedTier):
         """Start as many parts as there is room for."""
         self._wake_is_on_its_way = False  # before looking: what is put from now on wakes again
         while True:
+            if self._part_queue.take_lookups():
+                self._start(self._run_probes())
+                continue
             has_room = self._blocks_in_flight + self._part_blocks <= self._blocks_in_flight_max
-            part = self._part_queue.take(last_kind=JobKind.STORE if has_room else JobKind.LOOKUP)
+            part = self._part_queue.take() if has_room else None
             if part is None:
                 return
-            if part.job.kind is JobKind.LOOKUP:
-                self._start(self._run_probes(part))
-            else:
-                self._blocks_in_flight += part.stop - part.start
-                self._start(self._run_part(part))
+            self._blocks_in_flight += part.stop - part.start
+            self._start(self._run_part(part))
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -199,18 +199,17 @@ class AsyncTier(QueuedTier):
         job = part.job
         if (refused := self._begin_part(part)) is not None:
             return refused
-        keys = job.keys[part.start : part.stop]
-        transfer = self.store_blocks if job.kind is JobKind.STORE else self.load_blocks
+        transfer = self.load_blocks if job.metadata.is_promotion else self.store_blocks
         timeout = asyncio.timeout_at(None if job.deadline == math.inf else job.deadline)
         try:
             async with timeout:
                 await self._ensure_open()
-                return checked_outcome(await transfer(keys, self._blocks_of(part)), keys)
+                return checked_outcome(await transfer(part.keys, self._blocks_of(part)), part.keys)
         except BaseException as error:
             reason = "expired" if timeout.expired() else self._reason_of(transfer.__name__, error)
             return Outcome((), reason)
 
-    async def _run_probes(self, ticket: Part) -> None:
+    async def _run_probes(self) -> None:
         while (probe := self._batched_lookups.take()) is not None:
             answers = [False] * len(probe.keys)
             PART_DEADLINE.set(probe.deadline)
@@ -223,7 +222,6 @@ class AsyncTier(QueuedTier):
                 if not timeout.expired():
                     self._reason_of("contains_blocks", error)
             self._batched_lookups.answer(probe, answers)
-        self._part_queue.end(ticket)
 
     async def _ensure_open(self) -> None:
         if not self._client_is_open:

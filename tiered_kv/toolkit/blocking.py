@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.toolkit.jobs import JobKind, Outcome, Part, checked_answers, checked_outcome
+from tiered_kv.toolkit.jobs import Outcome, Part, checked_answers, checked_outcome
 from tiered_kv.toolkit.queued import PART_DEADLINE, PROBE_REQ_IDS, QueuedTier, block_bytes_of
 
 _WORK = True
@@ -116,13 +116,9 @@ class BlockingTier(QueuedTier):
             number = len(self._worker_threads)
             if number >= self._threads_max + self._has_lookup_thread or self._is_stopping:
                 return
-            what = (
-                (self._lookup_tokens, JobKind.LOOKUP)
-                if number == self._threads_max
-                else (self._work_tokens, JobKind.STORE)
-            )
+            is_for_lookups = number == self._threads_max
             name = f"tiered-kv-{self.name}-{number}"
-            thread = threading.Thread(target=self._serve, args=what, name=name, daemon=True)
+            thread = threading.Thread(target=self._serve, args=(is_for_lookups,), name=name, daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:  # no more threads to be had: do with fewer, and try again later
@@ -131,10 +127,14 @@ class BlockingTier(QueuedTier):
             self._worker_threads.append(thread)
             self._threads_running += 1
 
-    def _serve(self, tokens: SimpleQueue[bool], last_kind: JobKind) -> None:
+    def _serve(self, is_for_lookups: bool) -> None:
         self._start_thread()
+        tokens = self._lookup_tokens if is_for_lookups else self._work_tokens
         while tokens.get() is _WORK:
-            self._serve_one(last_kind)
+            if self._part_queue.take_lookups():
+                self._run_probes()
+            elif not is_for_lookups and (part := self._part_queue.take()) is not None:
+                self._end_part(part, self._begin_part(part) or self._transfer(part))
         with self._threads_lock:
             self._threads_running -= 1
             is_last = self._threads_running == 0
@@ -144,21 +144,10 @@ class BlockingTier(QueuedTier):
             except BaseException as error:  # an author's mistake must not print from a dying thread
                 self._note_error("close", error)
 
-    def _serve_one(self, last_kind: JobKind) -> None:
-        part = self._part_queue.take(last_kind)
-        if part is None:
-            return
-        if part.job.kind is JobKind.LOOKUP:
-            self._run_probes()
-            self._part_queue.end(part)
-            return
-        self._end_part(part, self._begin_part(part) or self._transfer(part))
-
     def _transfer(self, part: Part) -> Outcome:
-        keys = part.job.keys[part.start : part.stop]
-        transfer = self.store_blocks if part.job.kind is JobKind.STORE else self.load_blocks
+        transfer = self.load_blocks if part.job.metadata.is_promotion else self.store_blocks
         try:
-            return checked_outcome(transfer(keys, self._blocks_of(part)), keys)
+            return checked_outcome(transfer(part.keys, self._blocks_of(part)), part.keys)
         except BaseException as error:  # whatever an author's method raises fails the part, and the thread lives on
             return Outcome((), self._note_error(transfer.__name__, error))
 

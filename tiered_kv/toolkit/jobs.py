@@ -6,8 +6,6 @@ import errno
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import Any
 
 import numpy as np
 
@@ -20,14 +18,6 @@ _REASONS: tuple[tuple[type[TierError], str], ...] = (
     (FormatError, "format"),
     (TierUnavailableError, "unavailable"),
 )
-
-
-class JobKind(IntEnum):
-    """What waits for a worker, first things first: lookups are short, and requests wait for loads."""
-
-    LOOKUP = 0
-    LOAD = 1
-    STORE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +45,11 @@ class Job:
     under its lock; `failed_parts` is only appended to until the last part has ended.
     """
 
-    job_id: int
-    kind: JobKind
+    metadata: JobMetadata
     keys: Sequence[OffloadKey]
-    block_ids: np.ndarray[Any, np.dtype[np.int64]]
-    deadline: float
-    """Seconds of `time.monotonic()`; infinite for never."""
+    """The job's, in a sequence."""
     epoch: int
     """The tier's epoch when the job was submitted; see `QueuedTier.begin_epoch`."""
-    req_id: str
     part_blocks: int
     """Blocks in one part, at most."""
     end_block: int
@@ -75,27 +61,20 @@ class Job:
     failed_parts: list[tuple[Part, Outcome]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, metadata: JobMetadata, kind: JobKind, epoch: int, part_blocks: int) -> Job:
+    def of(cls, metadata: JobMetadata, epoch: int, part_blocks: int) -> Job:
         """Return the job that `metadata` describes, in the same time for any number of keys in a sequence."""
-        keys = metadata.keys
-        if not isinstance(keys, Sequence):
-            keys = tuple(keys)
-        return cls(
-            job_id=metadata.job_id,
-            kind=kind,
-            keys=keys,
-            block_ids=metadata.block_ids,
-            deadline=math.inf if metadata.deadline is None else metadata.deadline,
-            epoch=epoch,
-            req_id=metadata.req_context.req_id,
-            part_blocks=part_blocks,
-            end_block=len(keys),
-        )
+        keys = metadata.keys if isinstance(metadata.keys, Sequence) else tuple(metadata.keys)
+        return cls(metadata, keys, epoch, part_blocks, end_block=len(keys))
+
+    @property
+    def deadline(self) -> float:
+        """Seconds of the tier's clock; infinite for never."""
+        return math.inf if self.metadata.deadline is None else self.metadata.deadline
 
     def result(self) -> JobResult:
         """Return how the job ended. Call it once its last part has ended."""
         if not self.failed_parts and self.end_block == len(self.keys):
-            return JobResult(self.job_id, True)
+            return JobResult(self.metadata.job_id, True)
         successful: list[OffloadKey] = []
         reason = self.drop_reason
         position = 0
@@ -105,7 +84,7 @@ class Job:
             position = part.stop
             reason = reason or outcome.reason
         successful += self.keys[position : self.end_block]
-        return JobResult(self.job_id, False, successful, reason)
+        return JobResult(self.metadata.job_id, False, successful, reason)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,6 +94,11 @@ class Part:
     job: Job
     start: int
     stop: int
+
+    @property
+    def keys(self) -> Sequence[OffloadKey]:
+        """Its blocks' keys."""
+        return self.job.keys[self.start : self.stop]
 
 
 def checked_outcome(returned: object, keys: Sequence[OffloadKey]) -> Outcome:

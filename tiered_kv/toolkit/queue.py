@@ -6,12 +6,12 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from tiered_kv.toolkit.jobs import Job, JobKind, Part
+from tiered_kv.toolkit.jobs import Job, Part
 
 
 class PartQueue:
-    """Jobs in three queues, handed out in parts: lookups before loads before stores, each kind first come,
-    first served.
+    """Jobs in two queues, handed out in parts: loads before stores, each first come, first served. Lookups, of which
+    it only notes that there are some, go before both.
 
     A job enters in one step, whatever its size; the workers cut it up as they take from it, so one large
     job is served by all of them. The scheduler appends without taking the lock: a worker that loses the
@@ -27,33 +27,42 @@ class PartQueue:
         self._wake = wake
         self._stores_running_max = stores_running_max
         self._stores_running = 0  # under the lock
-        self._queues: tuple[deque[Job], ...] = tuple(deque() for _ in JobKind)  # appended to by the scheduler
+        self._loads: deque[Job] = deque()  # appended to by the scheduler, like the next
+        self._stores: deque[Job] = deque()
+        self._has_lookups = False
         self._lock = threading.Lock()  # guards all that leaves the queues, and the cursors of jobs
 
     def put(self, job: Job) -> None:
         """Add a job that has at least one block; scheduler thread."""
-        self._queues[job.kind].append(job)
+        self._queue_of(job).append(job)
         self._wake()
 
-    def take(self, last_kind: JobKind = JobKind.STORE) -> Part | None:
-        """Return the next part of the queues up to `last_kind`, or None; any thread. Pair each part with `end`."""
+    def put_lookups(self) -> None:
+        """Have a worker look up what has gathered; scheduler thread."""
+        self._has_lookups = True
+        self._wake()
+
+    def take_lookups(self) -> bool:
+        """Return whether there are lookups, for the worker that asks first; any thread."""
+        has_lookups, self._has_lookups = self._has_lookups, False
+        return has_lookups
+
+    def take(self) -> Part | None:
+        """Return the next part, or None; any thread. Pair each part with `end`."""
         with self._lock:
-            for queue in self._queues[: last_kind + 1]:
-                if not queue:
-                    continue
-                job = queue[0]
-                if job.kind is JobKind.STORE:
-                    if self._stores_running >= self._stores_running_max:
-                        return None
-                    self._stores_running += 1
-                start = job.next_block
-                job.next_block = stop = min(start + job.part_blocks, job.end_block)
-                if stop == job.end_block:
-                    queue.popleft()
-                break
-            else:
+            queue = self._loads or self._stores
+            if not queue:
                 return None
-            has_more = any(self._queues)
+            job = queue[0]
+            if queue is self._stores:
+                if self._stores_running >= self._stores_running_max:
+                    return None
+                self._stores_running += 1
+            start = job.next_block
+            job.next_block = stop = min(start + job.part_blocks, job.end_block)
+            if stop == job.end_block:
+                queue.popleft()
+            has_more = bool(self._loads or self._stores)
         if has_more:
             self._wake()
         return Part(job, start, stop)
@@ -65,7 +74,7 @@ class PartQueue:
             job.ended_blocks += part.stop - part.start
             is_last = job.ended_blocks == job.end_block
             unblocks_stores = False
-            if job.kind is JobKind.STORE:
+            if not job.metadata.is_promotion:
                 unblocks_stores = self._stores_running == self._stores_running_max
                 self._stores_running -= 1
         if unblocks_stores:
@@ -82,7 +91,7 @@ class PartQueue:
         with self._lock:
             if job.next_block == job.end_block:
                 return False
-            self._queues[job.kind].remove(job)
+            self._queue_of(job).remove(job)
             job.end_block = job.next_block
             job.drop_reason = reason
             return job.ended_blocks == job.end_block
@@ -90,5 +99,8 @@ class PartQueue:
     def drop_all(self, reason: str) -> list[Job]:
         """Take back everything that has not been started; return the jobs that the caller has to report."""
         with self._lock:
-            queued = [job for queue in self._queues for job in queue]
+            queued = [*self._loads, *self._stores]
         return [job for job in queued if self.drop_rest(job, reason)]
+
+    def _queue_of(self, job: Job) -> deque[Job]:
+        return self._loads if job.metadata.is_promotion else self._stores

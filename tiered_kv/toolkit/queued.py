@@ -14,11 +14,9 @@ from contextvars import ContextVar
 from types import FunctionType
 from typing import Any, ClassVar
 
-import numpy as np
-
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
-from tiered_kv.toolkit.jobs import ALL_DONE, Job, JobKind, Outcome, Part, failure_reason
+from tiered_kv.toolkit.jobs import ALL_DONE, Job, Outcome, Part, failure_reason
 from tiered_kv.toolkit.lookups import BatchedLookups
 from tiered_kv.toolkit.queue import PartQueue
 
@@ -32,8 +30,6 @@ PART_EPOCH: ContextVar[int] = ContextVar("tiered_kv_part_epoch")
 """The epoch of the job that this thread, or task, is serving."""
 
 _OWN_PACKAGE = "tiered_kv.toolkit."
-_PROBE_JOB_ID = -1
-_NO_BLOCKS: np.ndarray[Any, np.dtype[np.int64]] = np.empty(0, dtype=np.int64)
 
 
 def block_bytes_of(primary_kv_view: memoryview) -> int:
@@ -88,7 +84,6 @@ class QueuedTier(SecondaryTierManager):
         self._shutdown_timeout_s = shutdown_timeout_s
         self._part_queue = PartQueue(self._wake, stores_running_max=stores_running_max)
         self._batched_lookups = BatchedLookups(self._put_probe, timeout_s=lookup_timeout_s, clock=clock)
-        self._probe_ticket: Job | None = None
         self._jobs_in_flight: dict[int, Job] = {}  # submitted and not yet reported
         self._job_deadlines: list[tuple[float, int]] = []  # heap of (deadline, job id); may name jobs that have ended
         self._job_results: deque[JobResult] = deque()  # workers append
@@ -124,10 +119,10 @@ class QueuedTier(SecondaryTierManager):
     # The scheduler's thread.
 
     def submit_store(self, job_metadata: JobMetadata) -> None:
-        self._submit(job_metadata, JobKind.STORE)
+        self._submit(job_metadata)
 
     def submit_load(self, job_metadata: JobMetadata) -> None:
-        self._submit(job_metadata, JobKind.LOAD)
+        self._submit(job_metadata)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         return self._batched_lookups.lookup_many((key,), req_context)[0]
@@ -150,7 +145,7 @@ class QueuedTier(SecondaryTierManager):
         while self._job_results:
             result = self._job_results.popleft()
             job = self._jobs_in_flight.pop(result.job_id)
-            if not result.success and job.kind is JobKind.LOAD:
+            if not result.success and job.metadata.is_promotion:
                 self._correct_lookups(job, result.successful_keys or ())
             finished.append(result)
         return finished
@@ -181,25 +176,25 @@ class QueuedTier(SecondaryTierManager):
             return
         self._is_shut_down = True
         deadline = time.monotonic() + self._shutdown_timeout_s
-        self._report(job for job in self._part_queue.drop_all("shutdown") if job.kind is not JobKind.LOOKUP)
+        self._report(self._part_queue.drop_all("shutdown"))
         left = self._stop_workers(deadline)
         if left:
             _log.warning("tier '%s': %d worker(s) did not end; they are left behind", self.name, left)
         self._primary_flat_readonly.release()
         self._primary_flat.release()
 
-    def _submit(self, metadata: JobMetadata, kind: JobKind) -> None:
-        job = Job.of(metadata, kind, self.epoch, self._part_blocks)
-        self._jobs_in_flight[job.job_id] = job
+    def _submit(self, metadata: JobMetadata) -> None:
+        job = Job.of(metadata, self.epoch, self._part_blocks)
+        self._jobs_in_flight[metadata.job_id] = job
         if self._is_shut_down or not job.keys:
             job.end_block = 0
             job.drop_reason = "shutdown" if job.keys else ""
             self._report([job])
             return
         if job.deadline != math.inf:
-            heapq.heappush(self._job_deadlines, (job.deadline, job.job_id))
+            heapq.heappush(self._job_deadlines, (job.deadline, metadata.job_id))
             if len(self._job_deadlines) > 2 * len(self._jobs_in_flight) + 64:  # mostly jobs that have ended
-                self._job_deadlines = [(live.deadline, live.job_id) for live in self._jobs_in_flight.values()]
+                self._job_deadlines = [(live.deadline, job_id) for job_id, live in self._jobs_in_flight.items()]
                 heapq.heapify(self._job_deadlines)
         self._part_queue.put(job)
 
@@ -215,18 +210,12 @@ class QueuedTier(SecondaryTierManager):
         loaded = frozenset(successful_keys)
         for key in job.keys:
             if key not in loaded:
-                self._batched_lookups.correct(key, job.req_id)
+                self._batched_lookups.correct(key, job.metadata.req_context.req_id)
 
     def _put_probe(self) -> None:
-        """Queue a ticket for a worker to look up what has gathered; one that is still queued is replaced."""
-        if self._is_shut_down:
-            return
-        if self._probe_ticket is not None:
-            self._part_queue.drop_rest(self._probe_ticket, "expired")
-        self._probe_ticket = Job(
-            _PROBE_JOB_ID, JobKind.LOOKUP, (), _NO_BLOCKS, math.inf, self.epoch, "", 1, end_block=1
-        )
-        self._part_queue.put(self._probe_ticket)
+        """Have a worker look up what has gathered."""
+        if not self._is_shut_down:
+            self._part_queue.put_lookups()
 
     # The workers.
 
@@ -277,9 +266,9 @@ class QueuedTier(SecondaryTierManager):
 
     def _blocks_of(self, part: Part) -> list[memoryview]:
         """Return the primary blocks of a part, in its order."""
-        flat = self._primary_flat_readonly if part.job.kind is JobKind.STORE else self._primary_flat
-        size = self.block_bytes
-        return [flat[row * size : (row + 1) * size] for row in part.job.block_ids[part.start : part.stop].tolist()]
+        metadata, size = part.job.metadata, self.block_bytes
+        flat = self._primary_flat if metadata.is_promotion else self._primary_flat_readonly
+        return [flat[row * size : (row + 1) * size] for row in metadata.block_ids[part.start : part.stop].tolist()]
 
     def _note_error(self, operation: str, error: BaseException) -> str:
         """Return the reason that `error` counts as, and log the first of each kind: a dead server fails often.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from tests.support.simulation.storage import SimulatedStorage
 from tests.support.simulation.world import World
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, TierSpec
-from tiered_kv.toolkit.jobs import ALL_DONE, JobKind, Outcome, Part
+from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, Part
 from tiered_kv.toolkit.lookups import Probe
 from tiered_kv.toolkit.queued import QueuedTier
 
@@ -98,13 +98,11 @@ class SimulatedToolkitTier(QueuedTier):
     def _start_workers(self) -> None:
         while self._tokens and self._workers_idle:
             self._tokens -= 1
-            part = self._part_queue.take()
-            if part is None:
-                continue
-            self._workers_idle -= 1
-            if part.job.kind is JobKind.LOOKUP:
-                self._next_probe(part)
-            else:
+            if self._part_queue.take_lookups():
+                self._workers_idle -= 1
+                self._next_probe()
+            elif (part := self._part_queue.take()) is not None:
+                self._workers_idle -= 1
                 self._start(part)
 
     def _rest(self) -> None:
@@ -128,8 +126,8 @@ class SimulatedToolkitTier(QueuedTier):
         part, number = transfer.part, transfer.moved
         if number < len(transfer.blocks):
             transfer.moved += 1
-            key = part.job.keys[part.start + number]
-            is_load = part.job.kind is JobKind.LOAD
+            key = part.keys[number]
+            is_load = part.job.metadata.is_promotion
             if part.job.epoch != self.epoch:  # as an author compares `part_epoch` before a store is published
                 reason = "reset"
             elif self.storage.chance(self.storage.mood.raises):
@@ -149,22 +147,21 @@ class SimulatedToolkitTier(QueuedTier):
         self._end_part(part, outcome)
         self._rest()
 
-    def _next_probe(self, ticket: Part) -> None:
+    def _next_probe(self) -> None:
         probe = self._batched_lookups.take()
         if probe is None:
-            self._part_queue.end(ticket)
             self._rest()
             return
-        self._world.call_after(self.storage.mood.answer_s, lambda: self._answer(ticket, probe))
+        self._world.call_after(self.storage.mood.answer_s, lambda: self._answer(probe))
 
-    def _answer(self, ticket: Part, probe: Probe) -> None:
+    def _answer(self, probe: Probe) -> None:
         if self.storage.mood.is_mute:  # it hangs, and answers what nobody asks any more
-            self._world.call_after(_WEDGED_POLL_S, lambda: self._answer(ticket, probe))
+            self._world.call_after(_WEDGED_POLL_S, lambda: self._answer(probe))
             return
         has = self.storage.has
         failed = self.storage.chance(self.storage.mood.raises)
         self._batched_lookups.answer(probe, [not failed and has(key) for key in probe.keys])
-        self._next_probe(ticket)
+        self._next_probe()
 
     def _stop_workers(self, deadline: float) -> int:
         self._tokens = self._workers_idle = 0
@@ -192,6 +189,5 @@ class _Transfer:
     def outcome(self) -> Outcome:
         if not any(self.reasons):
             return ALL_DONE
-        keys = self.part.job.keys[self.part.start : self.part.stop]
-        done = [key for key, reason in zip(keys, self.reasons, strict=True) if not reason]
+        done = [key for key, reason in zip(self.part.keys, self.reasons, strict=True) if not reason]
         return Outcome(done, next(filter(None, self.reasons)))
