@@ -5,18 +5,14 @@ from __future__ import annotations
 from tiered_kv.base import OffloadKey
 
 TRACKED_KEYS_MAX = 1 << 20
-"""Keys counted in one generation; two generations are kept (about 200 MiB of keys at the very worst)."""
+"""Keys counted in one generation, of two (about 200 MiB of keys at the very worst)."""
 
 
 class Admission:
     """Admits a block when it is offered for the n-th time, so that blocks nobody asks for again wear no disk.
 
-    Counts are kept in two generations, like the ghost lists of segmented caches: when the younger is full it
-    becomes the older, whose counts still carry over, and what was in neither is forgotten. Memory is bounded without
-    any per-key eviction work. Owned by the manager's thread.
-
-    Args:
-        admit_after: The n; 1 admits everything and counts nothing.
+    Counts are kept in two generations, so that memory is bounded without work for each key: when the younger is full
+    it becomes the older, whose counts still carry over. Owned by the manager's thread.
     """
 
     def __init__(self, admit_after: int, tracked_keys_max: int = TRACKED_KEYS_MAX) -> None:

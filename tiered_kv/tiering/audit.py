@@ -23,7 +23,7 @@ from tiered_kv.counters import Counters
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.mediums import CPULoadStoreSpec
-from tiered_kv.tiering.audited import Audited, digest_of_key, digest_of_request, is_chosen
+from tiered_kv.tiering.audited import Audited, is_chosen, log_name
 from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.comparison import IDENTICAL, Difference, is_known
 from tiered_kv.tiering.guarded import GuardedTier, Job
@@ -60,13 +60,7 @@ class Audit:
     """Chooses requests, one at a time, and follows their blocks until they have been compared.
 
     Owned by the manager's thread, which only notes and passes on here: bytes are compared on a thread of their own.
-
-    Args:
-        rules: The settings.
-        primary: The primary tier.
-        tiers: The secondary tiers, in the order they are searched.
-        clock: Seconds of a monotonic clock.
-        on_active: Called with True when lookups have to ask `withholds` from now on, and with False when not.
+    `on_active` is called with True when lookups have to ask `withholds` from now on, and with False when not.
     """
 
     def __init__(
@@ -374,13 +368,13 @@ class Audit:
         self._abandon(reason, audited.pending + len(audited.asked))
         self._of_all.add("audited_requests_total", count=bool(audited.compared))
         if audited.different:
-            shown = [digest_of_key(key) for key in audited.different[:LOGGED_KEYS_MAX]]
+            shown = [log_name(key) for key in audited.different[:LOGGED_KEYS_MAX]]
             logger.error(
                 "audit: %d of %d stored blocks differ from what the engine computed for request %s; largest difference "
                 "%.3g of the values, of a whole block %.3g, tolerance %.3g, type %s; blocks %s%s%s",
                 len(audited.different),
                 audited.compared,
-                digest_of_request(audited.req_id),
+                log_name(audited.req_id),
                 audited.largest,
                 audited.mean,
                 self._rules.tolerance,

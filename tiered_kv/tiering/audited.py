@@ -64,18 +64,10 @@ class Audited:
 
 def is_chosen(req_id: str, share: float) -> bool:
     """Return whether a request is one of the share that is audited: always the same ids."""
-    return int.from_bytes(_hash(req_id.encode("utf-8", "surrogatepass")), "big") < share * 2.0**64
+    return int(log_name(req_id), 16) < share * 2.0**64
 
 
-def digest_of_request(req_id: str) -> str:
-    """Return what stands for a request in a log."""
-    return _hash(req_id.encode("utf-8", "surrogatepass")).hex()
-
-
-def digest_of_key(key: OffloadKey) -> str:
-    """Return what stands for a block in a log."""
-    return _hash(key).hex()
-
-
-def _hash(name: bytes) -> bytes:
-    return hashlib.blake2b(name, digest_size=8).digest()
+def log_name(named: str | bytes) -> str:
+    """Return what stands for a request or a block in a log."""
+    name = named.encode("utf-8", "surrogatepass") if isinstance(named, str) else named
+    return hashlib.blake2b(name, digest_size=8).hexdigest()

@@ -20,10 +20,6 @@ class Breaker:
     """Stops using a tier that keeps failing, and tries it again after a while.
 
     Owned by the manager's thread.
-
-    Args:
-        failures_max: Failures in a row that open it.
-        cooldown_s: How long it stays open before a probe.
     """
 
     def __init__(self, failures_max: int, cooldown_s: float) -> None:

@@ -1,17 +1,12 @@
-"""Comparison: how far two copies of a block differ, measured on a thread of its own."""
+"""Comparison: how far two copies of a block differ."""
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-
-from tiered_kv.cpu.region import PrimaryRegion
 
 STRETCH_VALUES: Final = 256
 """Values whose differences are added up: about one token of one head."""
@@ -72,57 +67,6 @@ def is_known(dtype: str) -> bool:
     return dtype.lower().removeprefix("torch.") in _TYPES
 
 
-class Comparer:
-    """Compares rows of the primary tier on one thread, which begins with the first of them.
-
-    All methods belong to the manager's thread. Whoever submits two rows keeps both from being written to until `take`
-    has returned them, and so bounds the queue.
-
-    Args:
-        region: The rows.
-        dtype: The type of their values.
-    """
-
-    def __init__(self, region: PrimaryRegion, dtype: str) -> None:
-        self._region = region
-        self._dtype = dtype
-        self._rows: queue.SimpleQueue[tuple[object, int, int] | None] = queue.SimpleQueue()
-        self._compared: deque[tuple[object, Difference | None]] = deque()
-        self._thread: threading.Thread | None = None
-        self.in_flight = 0
-        """Comparisons that `take` has not returned yet."""
-
-    def submit(self, token: object, stored_row: int, computed_row: int) -> None:
-        """Compare two rows; `take` will return `token` with their difference."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="tiered-kv-audit", daemon=True)
-            self._thread.start()
-        self.in_flight += 1
-        self._rows.put((token, stored_row, computed_row))
-
-    def take(self) -> list[tuple[Any, Difference | None]]:  # Any: the tokens that were submitted
-        """Return what has been compared since the last call; None where the comparison raised."""
-        compared = [self._compared.popleft() for _ in range(len(self._compared))]
-        self.in_flight -= len(compared)
-        return compared
-
-    def stop(self, timeout_s: float) -> None:
-        """End the thread, after what was submitted; no longer than `timeout_s`."""
-        if self._thread is not None:
-            self._rows.put(None)
-            self._thread.join(timeout_s)
-
-    def _run(self) -> None:
-        while (rows := self._rows.get()) is not None:
-            token, stored_row, computed_row = rows
-            try:
-                # No array is kept beyond this line: it would keep the memory mapped.
-                found = difference_of(self._region.array[stored_row], self._region.array[computed_row], self._dtype)
-            except Exception:  # want of memory, say; the rows have to be given back all the same
-                found = None
-            self._compared.append((token, found))
-
-
 @dataclass(frozen=True, slots=True)
 class _Type:
     """A type of values: how long one is, and how an array of bytes becomes float32."""
@@ -149,23 +93,6 @@ def _add_up(values: Values) -> Values:
     return sums
 
 
-def _from_bfloat16(raw: Bytes) -> Values:
-    return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
-
-
-def _from_float16(raw: Bytes) -> Values:
-    return raw.view("<f2").astype(np.float32)
-
-
-def _from_float32(raw: Bytes) -> Values:
-    return raw.view("<f4").astype(np.float32)
-
-
-def _from_e5m2(raw: Bytes) -> Values:
-    """Decode 8 bits that are the upper half of a float16."""
-    return (raw.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
-
-
 def _e4m3_table() -> Values:
     """Return the value of each byte: a sign, 4 bits of exponent (bias 7), 3 of fraction, no infinity (OCP OFP8)."""
     code = np.arange(256)
@@ -176,17 +103,17 @@ def _e4m3_table() -> Values:
 
 
 _E4M3 = _e4m3_table()
-
-
-def _from_e4m3(raw: Bytes) -> Values:
-    return _E4M3[raw]
-
+_BFLOAT16 = _Type(2, lambda raw: (raw.view("<u2").astype(np.uint32) << 16).view(np.float32))
+_FLOAT16 = _Type(2, lambda raw: raw.view("<f2").astype(np.float32))
+_FLOAT32 = _Type(4, lambda raw: raw.view("<f4").astype(np.float32))
+_FP8_E4M3 = _Type(1, lambda raw: _E4M3[raw])
+_FP8_E5M2 = _Type(1, lambda raw: (raw.astype(np.uint16) << 8).view(np.float16).astype(np.float32))  # half a float16
 
 _TYPES: Mapping[str, _Type] = {
-    **dict.fromkeys(("bfloat16", "bf16"), _Type(2, _from_bfloat16)),
-    **dict.fromkeys(("float16", "fp16", "half"), _Type(2, _from_float16)),
-    **dict.fromkeys(("float32", "fp32", "float"), _Type(4, _from_float32)),
-    **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e4m3fn", "float8_e4m3fn"), _Type(1, _from_e4m3)),
-    **dict.fromkeys(("fp8_e5m2", "float8_e5m2"), _Type(1, _from_e5m2)),
+    **dict.fromkeys(("bfloat16", "bf16"), _BFLOAT16),
+    **dict.fromkeys(("float16", "fp16", "half"), _FLOAT16),
+    **dict.fromkeys(("float32", "fp32", "float"), _FLOAT32),
+    **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e4m3fn", "float8_e4m3fn"), _FP8_E4M3),
+    **dict.fromkeys(("fp8_e5m2", "float8_e5m2"), _FP8_E5M2),
 }
 """By the names that vLLM, PyTorch and people use; `fp8` is e4m3, as in vLLM."""

@@ -80,13 +80,8 @@ class GuardedTier:
     Owned by the manager's thread. The budgets count the blocks of a job until the tier has reported it, expired
     or not, so a tier that never reports can take its budgets and no more.
 
-    Args:
-        name: The tier's name in counters and messages.
-        tier: The tier. One whose class does not say `is_nonblocking` gets a thread of its own.
-        limits: Its limits.
-        block_bytes: Bytes of a block.
-        region_bytes: Bytes of the primary region, of which budgets are a quarter by default.
-        clock: Seconds of a monotonic clock.
+    A tier whose class does not say `is_nonblocking` gets a thread of its own. Budgets are a quarter of `region_bytes`
+    by default.
     """
 
     def __init__(

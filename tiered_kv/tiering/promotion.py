@@ -37,12 +37,6 @@ class Promotions:
     would promote it again, for ever.
 
     Owned by the manager's thread.
-
-    Args:
-        primary: The primary tier.
-        blocks_max: Blocks on their way and held, together.
-        hold_s: How long a block is held.
-        clock: Seconds of a monotonic clock.
     """
 
     def __init__(

@@ -59,11 +59,7 @@ class RequestTable:
     anew after a while: what failed for it, and what it has waited for in vain, may then be tried again.
     Owned by the manager's thread.
 
-    Args:
-        requests_max: Requests kept; beyond it the one seen first is forgotten.
-        anonymous_max_s: How long the anonymous request lasts.
-        forget: Called with a state that is forgotten without having been ended.
-        clock: Seconds of a monotonic clock.
+    Beyond `requests_max` the request seen first is forgotten, and `forget` called with it.
     """
 
     def __init__(

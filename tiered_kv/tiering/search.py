@@ -32,13 +32,6 @@ class Search:
     request loads blocks that were promoted for it. At the bound, what is not ready is a miss for it until it ends.
 
     Owned by the manager's thread.
-
-    Args:
-        tiers: The tiers, in the order they are searched.
-        promotions: Where a hit leads to.
-        requests: The requests' states.
-        wait_max_s: The bound.
-        clock: Seconds of a monotonic clock.
     """
 
     def __init__(

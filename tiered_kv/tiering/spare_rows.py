@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,7 +13,7 @@ from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import PROMOTION, CPUBlock
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.tiering.audited import Audited
-from tiered_kv.tiering.comparison import Comparer, Difference
+from tiered_kv.tiering.comparison import Difference, difference_of
 
 BLOCKS_MAX: Final = 64
 """Spare rows at one time, and blocks of one request that are compared."""
@@ -46,20 +48,18 @@ class Pair:
 
 
 class SpareRows:
-    """Gives blocks of the primary tier a spare row each, and has both compared.
+    """Gives blocks of the primary tier a spare row each, and has both compared on a thread of its own.
 
     No lookup ever finds a spare row: its key is no block's, and it stays in state writing.
 
-    Owned by the manager's thread.
-
-    Args:
-        primary: The primary tier.
-        dtype: The type of the blocks' values, as the namespace names it.
+    Owned by the manager's thread. `dtype` is the type of the blocks' values, as the namespace names it.
     """
 
     def __init__(self, primary: CPUOffloadingManager, dtype: str) -> None:
         self._primary = primary
-        self._comparer = Comparer(primary.backend.region, dtype)
+        self._dtype = dtype
+        self._thread = ThreadPoolExecutor(1, "tiered-kv-audit")  # begins with the first comparison
+        self._comparing: deque[tuple[Pair, Future[Difference]]] = deque()
         self._rows_max = max(min(BLOCKS_MAX, primary.backend.num_blocks // ROWS_SHARE), 1)
         self._rows = 0
         self._numbers = itertools.count()
@@ -72,7 +72,7 @@ class SpareRows:
     @property
     def in_flight(self) -> int:
         """Comparisons that have not ended."""
-        return self._comparer.in_flight
+        return len(self._comparing)
 
     def pair(
         self,
@@ -84,12 +84,8 @@ class SpareRows:
     ) -> list[Pair]:
         """Pin ready blocks and give each a spare row; return none where there is no room for all of them.
 
-        Args:
-            audited: The request that they are compared for.
-            blocks: Ready blocks.
-            req_context: The request that stores them, whose own blocks are evicted last.
-            evicted: Gets the keys that were evicted.
-            tier: Where the stored copies are; by default where the blocks came from.
+        The blocks of `req_context`, which stores them, are evicted last; `evicted` gets the keys of those that are.
+        The stored copies are in `tier`, by default where the blocks came from.
         """
         self._primary.pin(blocks)
         names = [OffloadKey(_SPARE_KEY + next(self._numbers).to_bytes(8, "big")) for _ in blocks]
@@ -108,13 +104,15 @@ class SpareRows:
         """Compare two copies that are there; `take` returns them, and they are released then."""
         rows = pair.spare.block_id, pair.block.block_id
         stored_row, computed_row = rows if pair.writer is None else reversed(rows)
-        self._comparer.submit(pair, stored_row, computed_row)
+        self._comparing.append((pair, self._thread.submit(self._difference, stored_row, computed_row)))
 
     def take(self) -> list[tuple[Pair, Difference | None]]:
         """Return what has been compared since the last call, released; None where that was not possible."""
-        compared = self._comparer.take()
-        for pair, _ in compared:
+        compared: list[tuple[Pair, Difference | None]] = []
+        while self._comparing and self._comparing[0][1].done():
+            pair, future = self._comparing.popleft()
             self.release(pair)
+            compared.append((pair, None if future.exception() else future.result()))  # want of memory, say
         return compared
 
     def release(self, pair: Pair) -> None:
@@ -135,7 +133,12 @@ class SpareRows:
 
     def stop(self, timeout_s: float) -> None:
         """End the thread that compares, after what was given to it; no longer than `timeout_s`."""
-        self._comparer.stop(timeout_s)
+        running = wait([future for _, future in self._comparing], timeout_s).not_done
+        self._thread.shutdown(wait=not running)
+
+    def _difference(self, stored_row: int, computed_row: int) -> Difference:
+        region = self._primary.backend.region  # no array is kept beyond the next line: it would keep the memory mapped
+        return difference_of(region.array[stored_row], region.array[computed_row], self._dtype)
 
     def _let_go(self, pair: Pair) -> None:
         self._primary.unpin([pair.block])
