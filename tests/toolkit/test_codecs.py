@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiered_kv.errors import ConfigError, MissingExtraError
-from tiered_kv.toolkit import codecs
 from tiered_kv.toolkit.codecs import RAW, ZstdCodec, codec_by_id, codec_by_name, codec_names, payload_bytes_range
 from tiered_kv.toolkit.status import RecordStatus
 
@@ -87,7 +86,7 @@ def test_an_unknown_codec_is_an_error_by_name_and_none_by_number() -> None:
 
 def test_without_its_library_zstd_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    monkeypatch.setattr(codecs, "_LOADED", {0: RAW})
+    codec_by_name.cache_clear()
     with pytest.raises(MissingExtraError, match=r"tiered-kv\[zstd\]"):
         codec_by_name("zstd")
     assert codec_by_id(ZstdCodec.codec_id) is None

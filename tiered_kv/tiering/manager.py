@@ -66,15 +66,8 @@ class TieringOffloadingManager(OffloadingManager):
         tier_limits = tier_limits or [TierLimits()] * len(self.secondary_tiers)
         backend = primary.backend
         self._tiers = tuple(
-            GuardedTier(
-                name,
-                tier,
-                tier_limit,
-                backend.block_size,
-                backend.block_size * backend.num_blocks,
-                clock,
-            )
-            for name, tier, tier_limit in zip(names, self.secondary_tiers, tier_limits, strict=True)
+            GuardedTier(*tier, backend.block_size, backend.block_size * backend.num_blocks, clock)
+            for tier in zip(names, self.secondary_tiers, tier_limits, strict=True)
         )
         self._cascade = Cascade(primary)
         blocks_max = self.limits.promotion_blocks_max or max(backend.num_blocks // 2, 1)
@@ -208,8 +201,11 @@ class TieringOffloadingManager(OffloadingManager):
         state = self._requests.state_of(req_context)
         if not req_context.req_id:
             return RequestOffloadingContext()
+        answers = [(guarded, guarded.call("on_new_request", req_context)) for guarded in self._tiers]
         state.request_level = tuple(
-            guarded for guarded in self._tiers if self._wants_whole_request(guarded, req_context)
+            guarded
+            for guarded, answer in answers
+            if isinstance(answer, RequestOffloadingContext) and answer.policy is OffloadPolicy.REQUEST_LEVEL
         )
         policy = OffloadPolicy.REQUEST_LEVEL if state.request_level else OffloadPolicy.BLOCK_LEVEL
         return RequestOffloadingContext(policy)
@@ -312,12 +308,7 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary.reset_cache()
         self._prefetching.clear()
         for state in list(self._requests):
-            state.stores_pending = 0  # what is on its way is void
-            state.failed.clear()
-            state.unanswered.clear()
-            state.sources.clear()
-            state.wanted.clear()
-            state.keys.clear()
+            state.forget_blocks()
             if state.is_finished:
                 self._end_request(state)
 
@@ -372,10 +363,6 @@ class TieringOffloadingManager(OffloadingManager):
         self._promotions.submit()
         for guarded in self._tiers:
             guarded.call("on_schedule_end")
-
-    def _wants_whole_request(self, guarded: GuardedTier, req_context: ReqContext) -> bool:
-        answer = guarded.call("on_new_request", req_context)
-        return isinstance(answer, RequestOffloadingContext) and answer.policy is OffloadPolicy.REQUEST_LEVEL
 
     def _end_request(self, state: RequestState) -> None:
         """Forget a request, after those tiers that wait for its end have been offered all of its blocks."""

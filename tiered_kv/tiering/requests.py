@@ -51,6 +51,12 @@ class RequestState:
     stores_pending: int = 0
     is_finished: bool = False
 
+    def forget_blocks(self) -> None:
+        """Forget what concerns blocks that are not valid any more; what is on its way is void."""
+        self.stores_pending = 0
+        for kept in (self.failed, self.unanswered, self.sources, self.wanted, self.keys):
+            kept.clear()
+
 
 class RequestTable:
     """The state of each request, bounded in number.

@@ -7,6 +7,8 @@ each payload. Those that encrypt are in `tiered_kv.toolkit.encryption`; what one
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -205,15 +207,18 @@ class ZstdCodec:
 
 RAW: Codec = RawCodec()
 
-_TYPES: tuple[type[RawCodec] | type[ZstdCodec], ...] = (RawCodec, ZstdCodec)
-_LOADED: dict[int, Codec] = {RAW.codec_id: RAW}
+_BY_NAME: Mapping[str, tuple[int, Callable[[], Codec]]] = {
+    RawCodec.name: (RAW_ID, lambda: RAW),
+    ZstdCodec.name: (ZSTD_ID, ZstdCodec),
+}
 
 
 def codec_names() -> list[str]:
     """Return the names of the codecs that need no keys."""
-    return [kind.name for kind in _TYPES]
+    return list(_BY_NAME)
 
 
+@functools.cache
 def codec_by_name(name: str) -> Codec:
     """Return the codec that a configuration calls `name`, one of those that need no keys.
 
@@ -221,23 +226,17 @@ def codec_by_name(name: str) -> Codec:
         ConfigError: There is no such codec.
         MissingExtraError: The library that it needs is not installed.
     """
-    for kind in _TYPES:
-        if kind.name == name:
-            return _LOADED.get(kind.codec_id) or _LOADED.setdefault(kind.codec_id, kind())
-    raise ConfigError(f"there is no codec {name!r}; there are {', '.join(codec_names())}")
+    if name not in _BY_NAME:
+        raise ConfigError(f"there is no codec {name!r}; there are {', '.join(codec_names())}")
+    return _BY_NAME[name][1]()
 
 
 def codec_by_id(codec_id: int) -> Codec | None:
     """Return the codec that a record calls `codec_id`; None if it is unknown, needs keys, or its library is missing."""
-    codec = _LOADED.get(codec_id)
-    if codec is None:
-        for kind in _TYPES:
-            if kind.codec_id == codec_id:
-                try:
-                    codec = _LOADED.setdefault(codec_id, kind())
-                except MissingExtraError:
-                    return None
-    return codec
+    try:
+        return next((codec_by_name(name) for name, (number, _) in _BY_NAME.items() if number == codec_id), None)
+    except MissingExtraError:
+        return None
 
 
 def _import_zstandard() -> ModuleType:

@@ -126,20 +126,8 @@ def read_header(header: Bytes) -> RecordHeader | RecordStatus:
     """Return what the first 128 bytes of a record say, or why they are no header of this version."""
     if len(header) < HEADER_BYTES:
         return RecordStatus.TRUNCATED
-    (
-        magic,
-        version,
-        codec_id,
-        flags,
-        key_id,
-        reserved,
-        raw_bytes,
-        payload_bytes,
-        namespace_digest,
-        key_digest,
-        checksum,
-        reserved_tail,
-    ) = _LAYOUT.unpack_from(header)
+    magic, version, codec_id, flags, key_id, reserved, *rest, reserved_tail = _LAYOUT.unpack_from(header)
+    raw_bytes, payload_bytes, *_ = rest
     if magic != MAGIC:
         return RecordStatus.BAD_MAGIC
     if version != FORMAT_VERSION:
@@ -150,7 +138,7 @@ def read_header(header: Bytes) -> RecordHeader | RecordStatus:
         return RecordStatus.BAD_HEADER
     if payload_bytes not in payload_bytes_range(codec_id, raw_bytes):
         return RecordStatus.BAD_LENGTH
-    return RecordHeader(codec_id, flags, key_id, raw_bytes, payload_bytes, namespace_digest, key_digest, checksum)
+    return RecordHeader(codec_id, flags, key_id, *rest)
 
 
 def check_header(header: RecordHeader, key: OffloadKey, block_bytes: int, namespace_digest: bytes) -> RecordStatus:
