@@ -20,7 +20,7 @@ from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.testing.clock import ManualClock
-from tiered_kv.testing.faults import FailingTier, HangingTier, HeldJobsTier, PartialTier, RaisingTier, SlowTier
+from tiered_kv.testing.faults import HangingTier, HeldJobsTier
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.lies import DETECTABLE, Lie, LyingTier
@@ -277,83 +277,6 @@ def test_methods_that_hang_queue_up_no_more_than_the_budgets(open_engine: OpenEn
         assert engine.store(make_keys(4, f"new-{number}"))
         engine.load(make_keys(4, f"absent-{number}"))
         assert engine.manager.jobs_in_flight <= 16
-    engine.assert_calls_returned_at_once()
-
-
-@pytest.mark.parametrize("wrapper", [FailingTier, RaisingTier])
-def test_a_tier_that_always_fails_is_left_alone_and_tried_again(
-    open_engine: OpenEngine, wrapper: type[FailingTier] | type[RaisingTier]
-) -> None:
-    broken: list[FailingTier | RaisingTier] = []
-
-    def make_tier(inner: SecondaryTierManager) -> SecondaryTierManager:
-        broken.append(wrapper(inner))
-        return broken[0]
-
-    def switch(on: bool) -> None:
-        setattr(broken[0], "failing" if isinstance(broken[0], FailingTier) else "raising", on)
-
-    engine = open_engine(make_tier)
-    old = make_keys(4, "old")
-    engine.store(old)
-    engine.wait_for(lambda: len(engine.storage.blocks) == 4, "the store")
-    engine.overwrite_primary()
-    engine.wait_for(lambda: engine.manager.jobs_in_flight == 0, "idleness")
-
-    switch(True)
-    for number in range(40):
-        assert engine.store(make_keys(4, f"new-{number}"))
-        assert engine.load(old) == 0
-    assert engine.counter("breaker_opened_total") > 0
-    assert engine.counter("failed_blocks_total") + engine.counter("lookup_timeouts_total") < 200
-
-    switch(False)
-    engine.wait_for(lambda: engine.load(old, step_s=0.02) == 4, "a hit after recovery")
-    engine.assert_calls_returned_at_once()
-
-
-def test_a_tier_that_answers_ten_seconds_late_never_makes_a_request_wait_longer_than_its_limits(
-    open_engine: OpenEngine, clock: ManualClock
-) -> None:
-    slow: list[SlowTier] = []
-
-    def make_tier(inner: SecondaryTierManager) -> SecondaryTierManager:
-        slow.append(SlowTier(inner, clock, 0.0))
-        return slow[0]
-
-    engine = open_engine(make_tier)
-    old = make_keys(4, "old")
-    engine.store(old)
-    engine.wait_for(lambda: len(engine.storage.blocks) == 4, "the store")
-    engine.overwrite_primary()
-    engine.wait_for(lambda: engine.manager.jobs_in_flight == 0, "idleness")
-
-    slow[0].delay_s = 10.0
-    for number in range(20):
-        begin = engine.clock()
-        assert engine.load(old, step_s=0.1) == 0
-        assert engine.clock() - begin < LIMITS.lookup_timeout_s + LIMITS.job_timeout_s
-        engine.store(make_keys(4, f"new-{number}"))
-
-    slow[0].delay_s = 0.0
-    engine.wait_for(lambda: engine.manager.jobs_in_flight == 0, "the end of the late jobs")
-    engine.wait_for(lambda: engine.load(old, step_s=0.02) == 4, "a hit after recovery")
-    engine.assert_calls_returned_at_once()
-
-
-def test_a_tier_that_loses_half_of_every_job_keeps_the_other_half(open_engine: OpenEngine) -> None:
-    keys = make_keys(4, "halves")
-    kept = keys[:2]
-    engine = open_engine(lambda inner: PartialTier(inner, lambda key: key not in keys[2:]))
-    engine.store(keys)
-    engine.wait_for(lambda: engine.manager.jobs_in_flight == 0, "the store")
-    engine.overwrite_primary()
-    engine.wait_for(lambda: engine.manager.jobs_in_flight == 0, "idleness")
-    assert set(engine.storage.blocks) >= set(kept)
-    assert engine.counter("failed_blocks_total", "store") == 2
-    engine.storage.blocks[keys[2]] = block_content(keys[2], BLOCK_BYTES)  # there, but not to be loaded
-    assert engine.load(keys) == 2
-    assert engine.counter("failed_blocks_total", "load") == 1
     engine.assert_calls_returned_at_once()
 
 

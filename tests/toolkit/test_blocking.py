@@ -139,17 +139,6 @@ def bench() -> Iterator[Bench]:
             thread.join(PATIENCE_S)
 
 
-def test_blocks_come_back_as_they_were_stored(bench: Bench) -> None:
-    tier = bench.tier()
-    stored = bench.rows[:20].copy()
-    tier.submit_store(bench.job(range(20)))
-    assert [result.success for result in finish(tier)] == [True]
-    bench.rows[:20] = 0
-    tier.submit_load(bench.job(range(20), load=True))
-    assert finish(tier)[0].success
-    assert (bench.rows[:20] == stored).all()
-
-
 def test_a_large_job_is_served_in_parts_by_several_threads_and_reported_once(bench: Bench) -> None:
     tier = bench.tier(threads=4, part_blocks=4)
     barrier = threading.Barrier(3)  # stores may use three of the four threads
@@ -160,12 +149,6 @@ def test_a_large_job_is_served_in_parts_by_several_threads_and_reported_once(ben
     assert len(results) == 1
     assert results[0].success
     assert tier.get_finished() == ()
-
-
-def test_an_empty_job_is_reported(bench: Bench) -> None:
-    tier = bench.tier()
-    tier.submit_store(bench.job([]))
-    assert finish(tier)[0].success
 
 
 def test_loads_go_before_stores_and_lookups_before_loads(bench: Bench) -> None:
@@ -223,16 +206,6 @@ def test_an_exception_fails_the_part_and_the_tier_works_on(bench: Bench, error: 
     tier.before = None
     tier.submit_store(bench.job(range(12)))
     assert finish(tier)[0].success
-
-
-def test_a_missing_block_keeps_the_others_of_its_job(bench: Bench) -> None:
-    tier = bench.tier(part_blocks=2)
-    tier.submit_store(bench.job([0, 1, 3]))
-    finish(tier)
-    tier.submit_load(bench.job([0, 1, 2, 3], load=True))
-    (result,) = finish(tier)
-    assert (result.success, result.reason) == (False, "absent")
-    assert list(result.successful_keys or ()) == [key_of(0), key_of(1), key_of(3)]
 
 
 class LyingTier(DictTier):
@@ -337,16 +310,6 @@ def test_many_expired_jobs_leave_nothing_behind(bench: Bench) -> None:
         tier.get_finished()
     assert len(tier._jobs_in_flight) == 1
     assert len(tier._job_deadlines) <= 64
-
-
-def test_lookups_answer_by_themselves(bench: Bench) -> None:
-    tier = bench.tier()
-    tier.submit_store(bench.job([0, 1]))
-    finish(tier)
-    context = ReqContext("request")
-    keys = [key_of(0), key_of(1), key_of(2)]
-    wait_until(lambda: None not in tier.lookup_many(keys, context))
-    assert tier.lookup_many(keys, context) == [True, True, False]
 
 
 def test_a_lookup_that_hangs_is_a_miss_and_the_next_is_served(bench: Bench) -> None:
