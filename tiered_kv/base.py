@@ -281,10 +281,7 @@ class OffloadingHandler(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End: wait for the copies that run, begin no other, and let go of all memory. A second call does nothing.
-
-        What had not begun is reported as failed.
-        """
+        """Wait for the copies that run, fail the others, and release all memory. A second call does nothing."""
 
 
 @dataclass

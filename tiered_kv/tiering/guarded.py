@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
+from tiered_kv.base import OffloadingEvent, OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
 from tiered_kv.counters import Counters
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.errors import TierError
@@ -283,6 +283,11 @@ class GuardedTier:
         except Exception:
             self.note_exception(method)
             return None
+
+    def wants_all_of(self, req_context: ReqContext) -> bool:
+        """Tell the tier of a new request; return whether it wants all blocks of the request when that ends."""
+        answer = self.call("on_new_request", req_context)
+        return isinstance(answer, RequestOffloadingContext) and answer.policy is OffloadPolicy.REQUEST_LEVEL
 
     def counted(self) -> dict[str, Any]:
         """Return what was counted of the tier, as `Counters.snapshot`, and under "tier" what it has counted itself."""

@@ -201,12 +201,7 @@ class TieringOffloadingManager(OffloadingManager):
         state = self._requests.state_of(req_context)
         if not req_context.req_id:
             return RequestOffloadingContext()
-        answers = [(guarded, guarded.call("on_new_request", req_context)) for guarded in self._tiers]
-        state.request_level = tuple(
-            guarded
-            for guarded, answer in answers
-            if isinstance(answer, RequestOffloadingContext) and answer.policy is OffloadPolicy.REQUEST_LEVEL
-        )
+        state.request_level = tuple(guarded for guarded in self._tiers if guarded.wants_all_of(req_context))
         policy = OffloadPolicy.REQUEST_LEVEL if state.request_level else OffloadPolicy.BLOCK_LEVEL
         return RequestOffloadingContext(policy)
 
@@ -351,8 +346,7 @@ class TieringOffloadingManager(OffloadingManager):
                 "forgotten_requests_total": self._requests.forgotten,
             }
         }
-        for guarded in self._tiers:
-            counted[guarded.name] = guarded.counted()
+        counted |= {guarded.name: guarded.counted() for guarded in self._tiers}
         if self._audit is not None:
             for name, values in self._audit.counted().items():
                 counted[name].update(values)
