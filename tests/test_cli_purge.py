@@ -13,10 +13,10 @@ from typing import ClassVar
 import pytest
 
 from tiered_kv.cli import main
+from tiered_kv.config.namespace import Namespace
+from tiered_kv.config.settings import TierSettings
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import TierType, hookimpl, tier_plugins
-from tiered_kv.namespace import Namespace
-from tiered_kv.settings import TierSettings
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.tiering.administration import Purged, StoredNamespace, TierAdministration, believed
 

@@ -10,14 +10,14 @@ from types import ModuleType
 
 import pytest
 
+from tiered_kv.config.settings import ClassArguments, TierSettings
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import TierPlugins, TierType, hookimpl, tier_plugins
-from tiered_kv.settings import ClassArguments, TierSettings
 from tiered_kv.testing.four_methods import FourMethodTier
 
 HOOK = """
 from tiered_kv.hooks import TierType, hookimpl
-from tiered_kv.settings import TierSettings
+from tiered_kv.config.settings import TierSettings
 from tiered_kv.testing.four_methods import FourMethodTier
 
 @hookimpl

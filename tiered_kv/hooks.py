@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
+from tiered_kv.config.settings import ClassArguments, TierSettings
+from tiered_kv.config.validation import suggestion
 from tiered_kv.errors import ConfigError
-from tiered_kv.settings import ClassArguments, TierSettings
-from tiered_kv.validation import suggestion
 
 if TYPE_CHECKING:
     from tiered_kv.tiering.administration import TierAdministration

@@ -9,13 +9,13 @@ from contextlib import ExitStack
 from types import TracebackType
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.config import StackConfig, load_config
+from tiered_kv.config.redaction import scrub
+from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.facade import BlockFacade, Blocks
-from tiered_kv.redaction import scrub
 from tiered_kv.tiering.audit import AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory

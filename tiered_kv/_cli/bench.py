@@ -10,11 +10,11 @@ from tiered_kv._cli.arguments import positive_int
 from tiered_kv._cli.opening import open_tier
 from tiered_kv._cli.output import print_json, print_table, print_text, progress
 from tiered_kv._cli.status import Status
-from tiered_kv.config import StackConfig, load_config
+from tiered_kv.config.settings import TierSettings
+from tiered_kv.config.stack_config import StackConfig, load_config
+from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
-from tiered_kv.settings import TierSettings
-from tiered_kv.units import format_bytes, rounded_bytes
 from tiered_kv.workload.bench import BenchSettings, TierBench, bench_tier
 
 _ROUND_BYTES = 256 << 20

@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass, field
 from tiered_kv._cli.opening import open_tier
 from tiered_kv._cli.output import print_json, print_table, print_text
 from tiered_kv._cli.status import Status
-from tiered_kv.config import StackConfig, load_config
+from tiered_kv.config.redaction import scrub, secrets_in
+from tiered_kv.config.settings import TierSettings
+from tiered_kv.config.stack_config import StackConfig, load_config
+from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.cpu.policies import make_policy
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, TieredKVError
-from tiered_kv.redaction import scrub, secrets_in
-from tiered_kv.settings import TierSettings
-from tiered_kv.units import format_bytes, rounded_bytes
 
 _PROBE_BLOCKS = 2
 """Size of the region that tiers are opened over where the primary tier's own cannot be had."""

@@ -6,7 +6,7 @@ import argparse
 
 from tiered_kv._cli.output import print_json, print_table, print_text, progress
 from tiered_kv._cli.status import Status
-from tiered_kv.units import format_bytes, rounded_bytes
+from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.worker.rates import (
     DEFAULT_BYTES,
     NUM_JOBS,

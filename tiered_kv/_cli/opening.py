@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tiered_kv.config import StackConfig
-from tiered_kv.settings import TierSettings
+from tiered_kv.config.settings import TierSettings
+from tiered_kv.config.stack_config import StackConfig
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
 

@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass, field
 from tiered_kv._cli.arguments import seconds
 from tiered_kv._cli.output import print_json, print_table, print_text
 from tiered_kv._cli.status import Status
-from tiered_kv.config import StackConfig, load_config
+from tiered_kv.config.redaction import scrub, secrets_in
+from tiered_kv.config.settings import TierSettings
+from tiered_kv.config.stack_config import StackConfig, load_config
+from tiered_kv.config.units import rounded_bytes
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.hooks import tier_plugins
-from tiered_kv.redaction import scrub, secrets_in
-from tiered_kv.settings import TierSettings
 from tiered_kv.tiering.administration import DIGEST_HEX, TierAdministration
-from tiered_kv.units import rounded_bytes
 
 _TIMEOUT_S = 600.0
 

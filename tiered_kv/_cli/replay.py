@@ -11,9 +11,9 @@ from pathlib import Path
 from tiered_kv._cli.arguments import positive_int, seconds, whole_number
 from tiered_kv._cli.output import interrupt_flag, print_json, print_table, print_text, progress
 from tiered_kv._cli.status import Status
+from tiered_kv.config.units import format_bytes
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack import open_stack
-from tiered_kv.units import format_bytes
 from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.replay import ReplaySettings, replay
 from tiered_kv.workload.request import Request

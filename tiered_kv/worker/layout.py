@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiered_kv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from tiered_kv.config.units import format_bytes
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.units import format_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -7,13 +7,13 @@ import os
 from collections.abc import Iterable, Mapping
 
 from tiered_kv.base import CanonicalKVCaches
-from tiered_kv.config import StackConfig, load_config
+from tiered_kv.config.stack_config import StackConfig, load_config
+from tiered_kv.config.units import format_bytes
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.geometry import Geometry
 from tiered_kv.cpu.manager import PRIMARY_NAME
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.stack import Stack
-from tiered_kv.units import format_bytes
 from tiered_kv.worker.base import OffloadingHandler, TransferResult, TransferSpec, WorkerHandlers
 from tiered_kv.worker.handlers import open_handlers
 from tiered_kv.worker.shared_file import SharedFile

@@ -10,8 +10,8 @@ from vllm.v1.kv_offload.base import OffloadingEvent as VllmEvent
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tiered_kv.base import OffloadingEvent
+from tiered_kv.config.settings import TierSettings
 from tiered_kv.mediums import CPULoadStoreSpec
-from tiered_kv.settings import TierSettings
 
 
 def vllm_events(events: Iterable[OffloadingEvent], locality: Any = None) -> Iterator[VllmEvent]:

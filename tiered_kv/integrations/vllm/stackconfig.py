@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tiered_kv.config import StackConfig, load_config
+from tiered_kv.config.reading import fill_variables, read_stack_file
+from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.vllm.identity import ROW_LAYOUT, chunk_tokens, environment, namespace_of
 from tiered_kv.integrations.vllm.ranks import Rank, bytes_per_worker, rank_of, stages_of
-from tiered_kv.stackfile import fill_variables, read_stack_file
 
 ROW_ALIGNMENT_BYTES = 4096
 """Rows are whole pages, so that disks read and write them directly."""

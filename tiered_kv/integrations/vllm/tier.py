@@ -19,14 +19,14 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.base import OffloadPolicy as OurPolicy
-from tiered_kv.config import tier_settings
+from tiered_kv.config.reading import fill_variables
+from tiered_kv.config.stack_config import tier_settings
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.integrations.vllm.events import hit_source, vllm_events
 from tiered_kv.integrations.vllm.identity import VLLM_ROW_LAYOUT, chunk_tokens, environment, namespace_of
 from tiered_kv.integrations.vllm.metrics import CounterReport, metric_definitions
 from tiered_kv.integrations.vllm.requests import RequestBook, RequestNotes
 from tiered_kv.integrations.vllm.support import check_chunks, check_stages
-from tiered_kv.stackfile import fill_variables
 from tiered_kv.tiering.base import JobResult as OurResult
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory

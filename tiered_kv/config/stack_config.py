@@ -14,24 +14,14 @@ from typing import Literal
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
+from tiered_kv.config.namespace import Namespace, NamespaceIdentity
+from tiered_kv.config.reading import fill_variables, read_stack_file
+from tiered_kv.config.redaction import HIDDEN, EnvironmentText, redact
+from tiered_kv.config.settings import StrictModel, TierSettings
+from tiered_kv.config.units import Bytes, Count, Seconds, Share, format_bytes
+from tiered_kv.config.validation import Location, check, combined, dotted
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import tier_plugins
-from tiered_kv.namespace import Namespace, NamespaceIdentity
-from tiered_kv.redaction import HIDDEN, EnvironmentText, redact
-from tiered_kv.settings import StrictModel, TierSettings
-from tiered_kv.stackfile import fill_variables, read_stack_file
-from tiered_kv.units import Bytes, Count, Seconds, Share, format_bytes
-from tiered_kv.validation import Location, check, combined, dotted
-
-__all__ = [
-    "BlockSettings",
-    "PrimarySettings",
-    "StackConfig",
-    "StrictModel",
-    "TierSettings",
-    "load_config",
-    "tier_settings",
-]
 
 BUILT_IN_POLICIES = ("lru", "arc")
 PRIMARY_BLOCKS_MIN = 2

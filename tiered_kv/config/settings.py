@@ -1,7 +1,4 @@
-"""The strict pydantic models that every setting of a stack is checked by.
-
-`TierSettings` is what a tier's author subclasses; it is imported from `tiered_kv.config`.
-"""
+"""The strict pydantic models that every setting of a stack is checked by; a tier's author subclasses `TierSettings`."""
 
 from __future__ import annotations
 
@@ -19,10 +16,10 @@ from pydantic import (
     model_validator,
 )
 
+from tiered_kv.config.redaction import HIDDEN, has_environment_text, redact, secrets_in, texts_in
+from tiered_kv.config.secret_keys import is_key_for_path, parse_key
+from tiered_kv.config.units import Bytes, Count, Seconds
 from tiered_kv.errors import ConfigError
-from tiered_kv.redaction import HIDDEN, has_environment_text, redact, secrets_in, texts_in
-from tiered_kv.secret_keys import is_key_for_path, parse_key
-from tiered_kv.units import Bytes, Count, Seconds
 
 
 class StrictModel(BaseModel):

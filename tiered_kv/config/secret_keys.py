@@ -14,9 +14,9 @@ import os
 import re
 import stat
 
+from tiered_kv.config.redaction import redact
+from tiered_kv.config.units import format_bytes
 from tiered_kv.errors import ConfigError
-from tiered_kv.redaction import redact
-from tiered_kv.units import format_bytes
 
 KEY_BYTES = 32
 KEY_FILE_BYTES_MAX = 1024

@@ -12,16 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, SecretStr
 
-from tiered_kv.config import BUILT_IN_POLICIES, StackConfig, load_config
-from tiered_kv.cpu.policies import make_policy
-from tiered_kv.errors import ConfigError
-from tiered_kv.hooks import TierType, hookimpl, tier_plugins
-from tiered_kv.namespace import Namespace
-from tiered_kv.schema import stack_schema
-from tiered_kv.settings import StrictModel, TierSettings
-from tiered_kv.stackfile import FILE_BYTES_MAX, parse_stack_text
-from tiered_kv.testing.four_methods import FourMethodTier
-from tiered_kv.units import (
+from tiered_kv.config.namespace import Namespace
+from tiered_kv.config.reading import FILE_BYTES_MAX, parse_stack_text
+from tiered_kv.config.schema import stack_schema
+from tiered_kv.config.settings import StrictModel, TierSettings
+from tiered_kv.config.stack_config import BUILT_IN_POLICIES, StackConfig, load_config
+from tiered_kv.config.units import (
     BYTES_MAX,
     Bytes,
     Seconds,
@@ -31,6 +27,10 @@ from tiered_kv.units import (
     parse_seconds,
     rounded_bytes,
 )
+from tiered_kv.cpu.policies import make_policy
+from tiered_kv.errors import ConfigError
+from tiered_kv.hooks import TierType, hookimpl, tier_plugins
+from tiered_kv.testing.four_methods import FourMethodTier
 
 MINIMAL: dict[str, object] = {
     "namespace": {"model": "m"},
@@ -415,7 +415,7 @@ def test_the_schema_knows_every_tier_and_its_settings() -> None:
 
 
 def test_the_configuration_reference_or_the_tier_s_page_mentions_every_setting() -> None:
-    docs = Path(__file__).parent.parent / "docs"
+    docs = Path(__file__).parent.parent.parent / "docs"
     missing = []
     for title, definition in {"stack": stack_schema(), **stack_schema()["$defs"]}.items():
         tier = title.removeprefix("tier-")

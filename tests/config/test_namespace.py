@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tiered_kv.namespace import Namespace, Parallel
+from tiered_kv.config.namespace import Namespace, Parallel
 
 labels = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
 parallels = st.builds(

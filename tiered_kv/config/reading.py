@@ -13,9 +13,9 @@ from pathlib import Path
 
 import yaml
 
+from tiered_kv.config.redaction import HIDDEN, EnvironmentText
+from tiered_kv.config.units import format_bytes
 from tiered_kv.errors import ConfigError
-from tiered_kv.redaction import HIDDEN, EnvironmentText
-from tiered_kv.units import format_bytes
 
 FILE_BYTES_MAX = 1 << 20
 _NUMBER_CHARACTERS_MAX = 64
