@@ -223,7 +223,7 @@ class PrefixCache:
         """
         self._saver.stop(timeout)
         self.stack.close(timeout)
-        self._saver.join(timeout)
+        self._saver.wait(timeout)
 
     def __enter__(self) -> PrefixCache:
         return self
