@@ -159,7 +159,7 @@ class TestPutAndGet:
             stack.manager.complete_load(keys[:13], context)
             stack.manager.on_request_finished(context)
 
-    def test_rows_of_a_larger_array_will_do(self) -> None:
+    def testrows_of_a_larger_array_will_do(self) -> None:
         wide = np.zeros((3, 2 * BLOCK_BYTES), dtype=np.uint8)
         wide[:, :BLOCK_BYTES] = blocks_of(3)
         out = np.zeros_like(wide)
@@ -392,15 +392,15 @@ class TestClosing:
     ) -> None:
         """Neither the manager, which is gone, nor memory that has been unmapped."""
 
-        def rows_held_up(spec: object, _rows_of: Callable[[object], list[int]] = facade._rows_of) -> list[int]:
+        def rows_held_up(spec: object, rows_of: Callable[[object], list[int]] = facade.rows_of) -> list[int]:
             gate.pass_through()
-            return _rows_of(spec)
+            return rows_of(spec)
 
         stack = open_stack(stack_of({"type": "memory", "capacity": "1MiB"}))
         stack.put(keys_of(1), blocks_of(1))
         stack.flush()
         gate.close()
-        monkeypatch.setattr(facade, "_rows_of", rows_held_up)
+        monkeypatch.setattr(facade, "rows_of", rows_held_up)
         asked_for = {name: mock.Mock(wraps=getattr(stack.manager, name)) for name in AFTER_A_COPY}
         for name, method in asked_for.items():
             monkeypatch.setattr(stack.manager, name, method)

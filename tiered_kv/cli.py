@@ -10,8 +10,7 @@ import traceback
 from collections.abc import Sequence
 
 from tiered_kv import __version__
-from tiered_kv._cli.output import OutputError, ReaderGoneError, flush_output
-from tiered_kv._cli.status import Status
+from tiered_kv._cli.output import OutputError, ReaderGoneError, Status, flush_output
 from tiered_kv.config.redaction import scrub
 from tiered_kv.errors import TieredKVError
 

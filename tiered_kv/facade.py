@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.base import BlockIDsLoadStoreSpec, OffloadKey, ReqContext
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ShutdownError
 from tiered_kv.tiering.manager import TieringOffloadingManager
@@ -186,7 +186,7 @@ class BlockFacade:
         source = {key: index for index, key in reversed(list(enumerate(keys)))}
         copied = False
         try:
-            for key, row in zip(output.keys_to_store, _rows_of(output.store_spec), strict=True):
+            for key, row in zip(output.keys_to_store, rows_of(output.store_spec), strict=True):
                 self._region.array[row] = blocks[source[key]]
             copied = True
         finally:
@@ -209,7 +209,7 @@ class BlockFacade:
                 self._manager.on_schedule_end()
                 return 0, known
         try:
-            for index, row in enumerate(_rows_of(spec)):
+            for index, row in enumerate(rows_of(spec)):
                 out[index] = self._region.array[row]
         finally:
             with self._lock:
@@ -303,8 +303,10 @@ class BlockFacade:
             raise ValueError(f"{name} must have contiguous rows; pass numpy.ascontiguousarray({name})")
 
 
-def _rows_of(spec: object) -> list[int]:
-    rows: list[int] = spec.block_ids.tolist()  # type: ignore[attr-defined]  # the primary tier's specs have block ids
+def rows_of(spec: object) -> list[int]:
+    """Return the rows of the primary tier's region that a transfer spec names."""
+    assert isinstance(spec, BlockIDsLoadStoreSpec), "the primary tier gives block ids"
+    rows: list[int] = np.asarray(spec.block_ids).tolist()
     return rows
 
 

@@ -10,6 +10,7 @@ from types import TracebackType
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.redaction import scrub
+from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
@@ -74,8 +75,8 @@ class Stack:
             self.primary = CPUOffloadingManager(backend, config.primary.policy, enable_events=enable_events)
             self.secondary_tiers: list[SecondaryTierManager] = []
             undo.callback(_shut_down, self.secondary_tiers, config)
-            for index in range(len(config.secondary)):
-                self.secondary_tiers.append(self._open_tier(index))
+            for settings in config.secondary:
+                self.secondary_tiers.append(open_tier(config, settings, self.kv_view))
             self.tier_names = [tier.name for tier in config.secondary]
             self.manager = TieringOffloadingManager(
                 self.primary,
@@ -124,22 +125,28 @@ class Stack:
     ) -> None:
         self.close()
 
-    def _open_tier(self, index: int) -> SecondaryTierManager:
-        settings, identity = self.config.secondary[index], self.config.identity
-        spec = TierSpec(
-            name=settings.name,
-            block_bytes=self.config.block.bytes,
-            namespace_digest=identity.digest,
-            namespace=identity.described,
-        )
-        try:
-            return SecondaryTierFactory.create(spec, self.kv_view, settings)
-        except MissingExtraError:
-            raise
-        except ConfigError as error:  # a tier names its own setting; here it is known where that one stands
-            message = str(error).removeprefix(f"{error.location}: ")
-            location = ".".join(filter(None, ("secondary", str(index), error.location)))
-            raise ConfigError(message, location=location) from error
+
+def open_tier(config: StackConfig, settings: TierSettings, kv_view: memoryview) -> SecondaryTierManager:
+    """Open one secondary tier of a stack over `kv_view`; the caller shuts it down.
+
+    Args:
+        config: The stack's configuration.
+        settings: One of its `secondary`.
+        kv_view: Writable, of shape (num_blocks, block_bytes).
+
+    Raises:
+        ConfigError, TierError: The tier cannot be opened.
+    """
+    identity = config.identity
+    spec = TierSpec(settings.name, config.block.bytes, identity.digest, identity.described)
+    try:
+        return SecondaryTierFactory.create(spec, kv_view, settings)
+    except MissingExtraError:
+        raise
+    except ConfigError as error:  # a tier names its own setting; here it is known where that one stands
+        message = str(error).removeprefix(f"{error.location}: ")
+        index = str(config.secondary.index(settings))
+        raise ConfigError(message, location=".".join(filter(None, ("secondary", index, error.location)))) from error
 
 
 def _own_region(config: StackConfig) -> PrimaryRegion:

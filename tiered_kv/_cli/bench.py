@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import asdict
 
 from tiered_kv._cli import copies
 from tiered_kv._cli.arguments import positive_int
-from tiered_kv._cli.opening import open_tier
-from tiered_kv._cli.output import print_json, print_table, print_text, progress
-from tiered_kv._cli.status import Status
+from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
+from tiered_kv.stack import open_tier
 from tiered_kv.workload.bench import BenchSettings, TierBench, bench_tier
 
 _ROUND_BYTES = 256 << 20
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> Status:
             _bench(config, tier, settings, _after(index * settings.rounds, advance)) for index, tier in enumerate(tiers)
         ]
     if args.json:
-        print_json({"tiers": [result.as_json() for result in results]})
+        print_json({"tiers": [asdict(result) for result in results]})
     else:
         _show(args.stack, results, settings)
     return Status.FOUND if any(result.corrupt_blocks for result in results) else Status.OK

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tiered_kv._cli.output import print_json, print_table, print_text, progress
-from tiered_kv._cli.status import Status
+from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
 from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.worker.rates import (
     DEFAULT_BYTES,

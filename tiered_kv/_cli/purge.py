@@ -10,8 +10,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 
 from tiered_kv._cli.arguments import seconds
-from tiered_kv._cli.output import print_json, print_table, print_text
-from tiered_kv._cli.status import Status
+from tiered_kv._cli.output import Status, print_json, print_table, print_text
 from tiered_kv.config.redaction import scrub, secrets_in
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.stack_config import StackConfig, load_config

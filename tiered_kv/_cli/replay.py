@@ -9,8 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from tiered_kv._cli.arguments import positive_int, seconds, whole_number
-from tiered_kv._cli.output import interrupt_flag, print_json, print_table, print_text, progress
-from tiered_kv._cli.status import Status
+from tiered_kv._cli.output import Status, interrupt_flag, print_json, print_table, print_text, progress
 from tiered_kv.config.units import format_bytes
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack import open_stack
@@ -95,7 +94,7 @@ def run(args: argparse.Namespace) -> Status:
             stack.manager, stack.kv_view, workload.requests, settings, should_stop=interrupted, on_progress=show
         )
     if args.json:
-        print_json({"stack": args.stack, "workload": workload.described, **report.as_json()})
+        print_json({"stack": args.stack, "workload": workload.described, **asdict(report)})
     else:
         _show(report, f"{args.stack}: {workload.title}")
     if report.corrupt_blocks:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tiered_kv._cli.output import print_json
-from tiered_kv._cli.status import Status
+from tiered_kv._cli.output import Status, print_json
 from tiered_kv.config.schema import stack_schema
 
 

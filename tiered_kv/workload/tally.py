@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from tiered_kv.workload.latency import LatencyUs
+import numpy as np
 
 GB = 1e9
+_US_PER_S = 1e6
 _CORRUPT_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyUs:
+    """The median, the 99th percentile and the greatest of some latencies, in microseconds."""
+
+    p50: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of_seconds(cls, samples_s: Sequence[float]) -> LatencyUs:
+        """Sum up samples in seconds; all zero where there are none."""
+        if not len(samples_s):
+            return cls(0.0, 0.0, 0.0)
+        p50, p99, greatest = np.percentile(np.asarray(samples_s), [50, 99, 100]) * _US_PER_S
+        return cls(round(float(p50), 1), round(float(p99), 1), round(float(greatest), 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +111,6 @@ class ReplayReport:
     drained: bool
     tiers: dict[str, TierTraffic]
     corrupt: list[CorruptBlock]
-
-    def as_json(self) -> dict[str, object]:
-        """Return the report as plain dictionaries, lists and numbers."""
-        return asdict(self)
 
 
 @dataclass(slots=True)

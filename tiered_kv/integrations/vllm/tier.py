@@ -11,6 +11,7 @@ import logging
 import operator
 import time
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,7 +26,6 @@ from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.integrations.vllm.events import hit_source, vllm_events
 from tiered_kv.integrations.vllm.identity import VLLM_ROW_LAYOUT, chunk_tokens, environment, namespace_of
 from tiered_kv.integrations.vllm.metrics import CounterReport, metric_definitions
-from tiered_kv.integrations.vllm.requests import RequestBook, RequestNotes
 from tiered_kv.integrations.vllm.support import check_chunks, check_stages
 from tiered_kv.tiering.base import JobResult as OurResult
 from tiered_kv.tiering.base import TierSpec
@@ -42,7 +42,31 @@ ROOM_WAIT_S = 10.0
 DRAIN_WARNING_S = 5.0
 CLOSE_TIMEOUT_S = 5.0
 _POLL_S = 0.0005
+_REQUESTS_MAX = 100_000
+"""Requests that are remembered; beyond it the oldest is forgotten."""
 _KEY_OF = operator.itemgetter(0)
+
+
+@dataclass(slots=True)
+class RequestNotes:
+    """One request, from `on_new_request` to `on_request_finished`.
+
+    Attributes:
+        failed: Keys that could not be loaded for it; for it they are misses.
+        asked: When a key was first answered with RETRY.
+        hits: Keys that were hits for it, each of which takes a row of the primary tier.
+        has_timed_out: Whether it has waited for the tier as long as it may; the tier is asked no more.
+    """
+
+    failed: set[OffloadKey] = field(default_factory=set)
+    asked: dict[OffloadKey, float] = field(default_factory=dict)
+    hits: int = 0
+    has_timed_out: bool = False
+
+    def may_wait(self, key: OffloadKey, now_s: float, wait_max_s: float) -> bool:
+        """Return whether the request may be answered RETRY once more for `key`; False ends its wait for the tier."""
+        self.has_timed_out = now_s - self.asked.setdefault(key, now_s) >= wait_max_s
+        return not self.has_timed_out
 
 
 class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not there when types are checked
@@ -107,7 +131,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
             self._clock,
         )
         self._is_closed = False
-        self._requests = RequestBook(self._clock)
+        self._requests: dict[str, RequestNotes] = {}
         self._report = CounterReport(self._clock)
         self._began_s: dict[int, float] = {}
         self._loading_for: dict[int, str] = {}  # job to request
@@ -116,7 +140,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
     # Lookups.
 
     def lookup(self, key: OffloadKey, req_context: Any) -> LookupResult:
-        guarded, notes = self._guarded, self._requests.of(req_context.req_id)
+        guarded, notes = self._guarded, self._requests.get(req_context.req_id) or self._begin(req_context.req_id)
         if notes.has_timed_out or key in notes.failed or not guarded.is_searched:
             return LookupResult.MISS
         try:
@@ -130,6 +154,13 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
             guarded.counters["expired_lookups"] += 1
             return self._give_up(notes)
         return self._promise(key, notes) if answer else LookupResult.MISS
+
+    def _begin(self, req_id: str) -> RequestNotes:
+        self._requests.pop(req_id, None)
+        if len(self._requests) >= _REQUESTS_MAX:
+            del self._requests[next(iter(self._requests))]
+        notes = self._requests[req_id] = RequestNotes()
+        return notes
 
     def _promise(self, key: OffloadKey, notes: RequestNotes) -> LookupResult:
         """Answer for a key that the tier has; vLLM takes a row for each hit, and submits the load as the step ends."""
@@ -213,8 +244,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
 
     def _note_failed(self, job_id: int, keys: Iterable[OffloadKey]) -> None:
         """Remember for the request of a load what it must not be sent to load again."""
-        req_id = self._loading_for.get(job_id)
-        notes = None if req_id is None else self._requests.known(req_id)
+        notes = self._requests.get(self._loading_for.get(job_id, ""))
         if notes is not None:
             notes.failed.update(keys)
 
@@ -245,14 +275,14 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         self._guarded.call("touch", keys, req_context)
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        self._requests.begin(req_context.req_id)
+        self._begin(req_context.req_id)
         answer = self._guarded.call("on_new_request", req_context)
         if answer is not None and answer.policy is OurPolicy.REQUEST_LEVEL:
             return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
-        self._requests.end(req_context.req_id)
+        self._requests.pop(req_context.req_id, None)
         self._guarded.call("on_request_finished", req_context)
 
     def on_schedule_end(self, context: Any) -> None:
