@@ -129,13 +129,6 @@ class TestUnits:
         assert parse_bytes(format_bytes(size_bytes)) == size_bytes
 
     @pytest.mark.parametrize(
-        ("size_bytes", "text"),
-        [(0, "0B"), (1536 << 20, "1536MiB"), (10**11, "100GB"), (8 << 30, "8GiB"), (1_500_000_000, "1500MB")],
-    )
-    def test_sizes_are_printed_short(self, size_bytes: int, text: str) -> None:
-        assert format_bytes(size_bytes) == text
-
-    @pytest.mark.parametrize(
         ("written", "seconds"),
         [
             (1, 1.0),
@@ -245,12 +238,6 @@ class TestVariables:
     def test_a_malformed_reference_is_refused(self) -> None:
         assert "$$ for a plain $" in error_of(vault(url="${not a name}"))
 
-    def test_what_a_variable_brings_is_not_expanded_again(self) -> None:
-        config = load_config(vault(url="${A}"), environ={"A": "${B}"})
-        (tier,) = config.secondary
-        assert isinstance(tier, VaultSettings)
-        assert tier.url == "${B}"
-
 
 class TestMistakes:
     @pytest.mark.parametrize(
@@ -347,23 +334,6 @@ class TestSecrets:
         while error is not None:
             assert self.SECRET not in str(error) + repr(error)
             error = error.__cause__ or error.__context__
-
-    @pytest.mark.parametrize("policy", ["${SECRET}", "os:${SECRET}", "${SECRET}:X"])
-    def test_no_error_shows_a_policy_that_came_from_a_variable(self, policy: str) -> None:
-        config = {**MINIMAL, "primary": {"capacity": "1MiB", "policy": policy}}
-        message = error_of(config, {"SECRET": self.SECRET})
-        assert message == "primary.policy: expected lru, arc, or 'module:Class' of a policy, found ***"
-
-    def test_no_printed_configuration_shows_a_secret(self) -> None:
-        config = load_config(
-            vault(url="vault://user:hunter2-hunter2@host", password="${SECRET}", sasl=self.SECRET, hosts=["${SECRET}"]),
-            environ={"SECRET": self.SECRET},
-        )
-        assert isinstance(config.secondary[0], VaultSettings)
-        assert config.secondary[0].hosts == (self.SECRET,)
-        printed = f"{config} {config!r} {config.public_dict()} {config.secondary[0]}"
-        assert self.SECRET not in printed
-        assert "***" in printed
 
     def test_what_is_no_secret_is_printed_with_units(self) -> None:
         public = load_config(vault(), environ={}).public_dict()

@@ -113,10 +113,6 @@ def test_ranks_share_blocks_only_where_their_bytes_are_the_same() -> None:
     assert on_rank(0, 1, False) != on_rank(0, 1, True)
 
 
-def test_a_seed_is_the_same_as_a_number_and_as_text() -> None:
-    assert Namespace.model_validate({"model": "m", "hash_seed": 42}).hash_seed == "42"
-
-
 @pytest.mark.parametrize(
     "settings", [{}, {"model": ""}, {"model": "m", "parallel": {"rank": 1}}, {"model": "m", "mdoel": "x"}]
 )
