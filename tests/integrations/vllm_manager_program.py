@@ -70,7 +70,7 @@ class HoldingTier(FourMethodTier):
         return () if self.holds else super().get_finished()
 
 
-class Engine(Scheduler):
+class Engine(Scheduler):  # type: ignore[misc]  # found beside this program when it runs
     """The part of vLLM's scheduler and worker that calls the manager; blocks are told apart by their key."""
 
     def __init__(self, entries: Sequence[Entry], *, model: str = "m", enable_events: bool = False) -> None:
@@ -97,7 +97,7 @@ class Engine(Scheduler):
     def load(self, keys: Sequence[bytes]) -> int:
         """A request that loads what it can of `keys`; returns how many, after it has compared their bytes."""
         context = self.begin(keys)
-        hits = self.find(keys, context)
+        hits: int = self.find(keys, context)
         if hits:
             rows = self.manager.prepare_load(list(keys[:hits]), context).block_ids.tolist()
             for key, row in zip(keys, rows, strict=False):

@@ -68,7 +68,7 @@ def config_of(stack: object, rank: int = 0, *, engine_id: str, replica: int = 0,
     )
 
 
-class Engine(Scheduler):
+class Engine(Scheduler):  # type: ignore[misc]  # found beside this program when it runs
     """A scheduler and two workers; each device block holds random bytes."""
 
     def __init__(self, stack: object, *, enable_events: bool = False) -> None:
@@ -107,7 +107,7 @@ class Engine(Scheduler):
     def load(self, keys: Sequence[bytes], first: int) -> int:
         """A request that loads what it can of `keys` to the device's blocks from `first` on; returns how many."""
         context = self.begin(keys)
-        hits = self.find(keys, context)
+        hits: int = self.find(keys, context)
         if hits:
             source = self.manager.prepare_load(list(keys[:hits]), context)
             blocks = list(range(first, first + hits))

@@ -23,15 +23,7 @@ _PROBE_BLOCKS = 2
 
 @dataclass(frozen=True, slots=True)
 class TierCheck:
-    """What was found of one tier.
-
-    Args:
-        name: Its name in the stack.
-        type: Its type; "cpu" for the primary tier.
-        ok: Whether it could be opened.
-        error: Why not.
-        details: What it can do here, in its own words.
-    """
+    """What was found of one tier: why it could not be opened, or what it says of itself."""
 
     name: str
     type: str

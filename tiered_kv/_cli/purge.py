@@ -24,12 +24,7 @@ _TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which namespaces are meant.
-
-    Args:
-        digest: The one with this digest; empty for the tenant's.
-        tenant: Those whose readable form names this tenant.
-    """
+    """Which namespaces are meant: the one with this digest, or where that is empty those of the tenant."""
 
     digest: str
     tenant: str = ""
@@ -40,17 +35,7 @@ class Choice:
 
 @dataclass(slots=True)
 class NamespacePurge:
-    """One namespace in one tier.
-
-    Args:
-        namespace: Its digest.
-        tenant: Whose it is; None if that cannot be told.
-        blocks: How many blocks are stored, or were removed; None where it cannot be told.
-        size_bytes: What they take, or took; None likewise.
-        purged: Whether it was purged, and nothing is left.
-        left: What is left, and why.
-        notes: What else is to be known.
-    """
+    """One namespace in one tier; `docs/command.md` describes each field."""
 
     namespace: str
     tenant: str | None
@@ -63,15 +48,7 @@ class NamespacePurge:
 
 @dataclass(slots=True)
 class TierPurge:
-    """What was found in one tier, and what became of it.
-
-    Args:
-        name: Its name in the stack.
-        type: Its type.
-        error: Why it cannot be purged; empty if it can.
-        namespaces: Those that are meant.
-        unknown: Digests of namespaces of which cannot be told whose they are, where a tenant's are meant.
-    """
+    """What was found in one tier, and what became of it; `docs/command.md` describes each field."""
 
     name: str
     type: str

@@ -64,24 +64,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class TierBench:
-    """What was measured of one tier.
-
-    Args:
-        name: The tier's name in the stack.
-        type: Its type.
-        block_bytes: Size of a block.
-        batch: Blocks in a job.
-        blocks: Blocks in a round.
-        store_gb_per_s: Median of the rounds, in 1e9 bytes per second.
-        load_gb_per_s: The same of loads.
-        lookup_us: Time from asking for one key to its answer.
-        rounds: Each round by itself.
-        verified_blocks: Loaded blocks whose every byte was right, in all rounds.
-        corrupt_blocks: Loaded blocks of which a byte was wrong.
-        failed_stores: Blocks that the tier did not store.
-        failed_loads: Blocks that it did not load.
-        reasons: Why jobs failed: their number by the tier's word for it.
-    """
+    """What was measured of one tier; `docs/command.md` describes each field."""
 
     name: str
     type: str

@@ -101,16 +101,8 @@ class _Running:
     """A request that has been admitted.
 
     Args:
-        ids: Its blocks.
-        keys: Their keys.
-        context: How the manager knows it.
-        deadline_s: When it stops waiting for its prefix, by `time.monotonic()`.
-        phase: What it waits for.
         done_blocks: How many of its blocks have been loaded, or given to the store.
-        transfer_keys: The blocks that the worker has in hand.
-        transfer_ids: The same as ids.
-        transfer_rows: The rows of the region that they lie in.
-        transfer_tiers: Where blocks that are being loaded were found.
+        transfer_keys: The blocks that the worker has in hand; likewise their ids, rows, and where loads were found.
     """
 
     ids: tuple[int, ...]

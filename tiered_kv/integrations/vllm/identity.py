@@ -33,12 +33,7 @@ REPLICA_VARIABLE = "TIERED_KV_REPLICA"
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What a pipeline stage has of the model.
-
-    Args:
-        layers: How many layers.
-        groups: For each KV cache group, what it holds of these layers.
-    """
+    """What a pipeline stage has of the model: its layers, and for each KV cache group what it holds of them."""
 
     layers: int
     groups: tuple[str, ...]

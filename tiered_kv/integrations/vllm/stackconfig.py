@@ -10,7 +10,7 @@ from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.vllm.identity import ROW_LAYOUT, chunk_tokens, environment, namespace_of
-from tiered_kv.integrations.vllm.ranks import Rank, bytes_per_worker, rank_of, stages_of
+from tiered_kv.integrations.vllm.ranks import Rank, rank_of, stages_of
 
 ROW_ALIGNMENT_BYTES = 4096
 """Rows are whole pages, so that disks read and write them directly."""
@@ -47,7 +47,7 @@ def _completed(raw: Mapping[str, object], config: Any, ranks: Sequence[Rank]) ->
         raise ConfigError("a model with several KV cache groups cannot be audited; leave this out", location="audit")
     environ = environment(config)
     said = fill_variables({"namespace": raw.get("namespace")}, environ)["namespace"]
-    row_bytes = bytes_per_worker(ranks) * len(ranks)
+    row_bytes = max(rank.chunk_bytes for rank in ranks) * len(ranks)
     block = {"bytes": -(-row_bytes // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES, "tokens": chunk_tokens(config)}
     namespace = namespace_of(config, said, row_layout=ROW_LAYOUT, stages=stages_of(ranks))
     return load_config({**raw, "namespace": namespace, "block": block}, environ=environ)

@@ -23,9 +23,8 @@ from tiered_kv.base import OffloadPolicy as OurPolicy
 from tiered_kv.config.reading import fill_variables
 from tiered_kv.config.stack_config import tier_settings
 from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.integrations.vllm.events import hit_source, vllm_events
 from tiered_kv.integrations.vllm.identity import VLLM_ROW_LAYOUT, chunk_tokens, environment, namespace_of
-from tiered_kv.integrations.vllm.metrics import CounterReport, metric_definitions
+from tiered_kv.integrations.vllm.metrics import CounterReport, hit_source, metric_definitions, vllm_events
 from tiered_kv.integrations.vllm.support import check_chunks, check_stages
 from tiered_kv.tiering.base import JobResult as OurResult
 from tiered_kv.tiering.base import TierSpec
@@ -121,18 +120,17 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         self.cache_hit_source = hit_source(settings)
         self._info = {"tiered_kv_type": settings.type, "tiered_kv_namespace": identity.digest.hex()}
         self._tells_events = offloading_spec.kv_events_config.enable_kv_cache_events
-        self._clock = time.monotonic
         self._guarded = GuardedTier(
             settings.name,
             opened if opened.is_nonblocking else IsolatedTier(opened),
             TierLimits.of(settings),
             self._block_bytes,
             self._block_bytes * num_blocks,
-            self._clock,
+            time.monotonic,
         )
         self._is_closed = False
         self._requests: dict[str, RequestNotes] = {}
-        self._report = CounterReport(self._clock)
+        self._report = CounterReport()
         self._began_s: dict[int, float] = {}
         self._loading_for: dict[int, str] = {}  # job to request
         self._ended: list[JobResult] = []
@@ -149,7 +147,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
             guarded.note_exception("lookup")
             return self._give_up(notes)
         if answer is None:
-            if notes.may_wait(key, self._clock(), guarded.limits.lookup_timeout_s):
+            if notes.may_wait(key, time.monotonic(), guarded.limits.lookup_timeout_s):
                 return LookupResult.RETRY
             guarded.counters["expired_lookups"] += 1
             return self._give_up(notes)
@@ -173,14 +171,14 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
                 guarded.load_blocks_reserved += 1
                 notes.asked.pop(key, None)
                 return LookupResult.HIT
-            if guarded.is_loading and notes.may_wait(key, self._clock(), ROOM_WAIT_S):
+            if guarded.is_loading and notes.may_wait(key, time.monotonic(), ROOM_WAIT_S):
                 return LookupResult.RETRY
         guarded.counters["refused_promotions"] += 1
         return LookupResult.MISS
 
     def _give_up(self, notes: RequestNotes) -> LookupResult:
         notes.has_timed_out = True
-        self._guarded.breaker.fail(self._clock())
+        self._guarded.breaker.fail(time.monotonic())
         return LookupResult.MISS
 
     # Jobs.
@@ -203,7 +201,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
             self._submit(job_metadata, _in_prefix_order(job_metadata))
 
     def _submit(self, job_metadata: TransferJob, pairs: list[tuple[OffloadKey, int]]) -> None:
-        guarded, now_s = self._guarded, self._clock()
+        guarded, now_s = self._guarded, time.monotonic()
         keys, blocks = [key for key, _ in pairs], [CPUBlock(row) for _, row in pairs]
         deadline_s = now_s + guarded.limits.job_timeout_s
         self._began_s[job_metadata.job_id] = now_s
@@ -238,7 +236,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
             job.job_id,
             success=len(done) == len(job.keys),
             successful_keys=tuple(done) if job.is_promotion and len(done) < len(job.keys) else None,
-            transfer_time=self._clock() - self._began_s.pop(job.job_id),
+            transfer_time=time.monotonic() - self._began_s.pop(job.job_id),
             transfer_bytes=len(done) * self._block_bytes,
         )
 
@@ -255,13 +253,13 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         The tier drops what it has not begun when its `job_timeout` is over, so only a call that hangs holds this up.
         """
         guarded = self._guarded
-        warn_s = self._clock() + DRAIN_WARNING_S
+        warn_s = time.monotonic() + DRAIN_WARNING_S
         self._collect()
         while guarded.jobs:
             time.sleep(_POLL_S)
             self._collect()
-            guarded.expire(self._clock())
-            if self._clock() >= warn_s:
+            guarded.expire(time.monotonic())
+            if time.monotonic() >= warn_s:
                 warn_s += DRAIN_WARNING_S
                 _log.warning(
                     "tier '%s' still works on %d jobs; vLLM waits for it to reset its cache",
@@ -286,7 +284,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         self._guarded.call("on_request_finished", req_context)
 
     def on_schedule_end(self, context: Any) -> None:
-        guarded, now_s = self._guarded, self._clock()
+        guarded, now_s = self._guarded, time.monotonic()
         # All loads of the step have been submitted. What is still reserved found no room in the primary tier.
         guarded.load_blocks_reserved = 0
         guarded.call("on_schedule_end")
@@ -307,7 +305,6 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         return self._report.take(self.counters)
 
     def counters(self) -> dict[str, dict[str, int]]:
-        """Return what the tier, and the guarded before it, have counted, by the tier's name."""
         guarded = self._guarded
         return {
             guarded.name: {
@@ -333,8 +330,8 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         """
         if not self._is_closed:
             self._is_closed = True
-            end_s = self._clock() + CLOSE_TIMEOUT_S
-            while self._guarded.jobs and self._clock() < end_s:
+            end_s = time.monotonic() + CLOSE_TIMEOUT_S
+            while self._guarded.jobs and time.monotonic() < end_s:
                 time.sleep(_POLL_S)
                 self._collect()
             self._guarded.call("shutdown")
