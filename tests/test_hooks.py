@@ -179,6 +179,7 @@ class TestReferences:
         lambda: TierType("a:b", TierSettings, lambda: FourMethodTier),
         lambda: TierType("a", dict, lambda: FourMethodTier),  # type: ignore[arg-type]
         lambda: TierType("a", TierSettings, None),  # type: ignore[arg-type]
+        lambda: TierType("a", TierSettings, lambda: FourMethodTier, "", "b"),  # type: ignore[arg-type]
     ],
 )
 def test_a_tier_type_that_cannot_work_is_refused_when_it_is_made(build: Callable[[], TierType]) -> None:

@@ -18,13 +18,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Blocks on their way into the stack.
-
-    Args:
-        keys: Of consecutive blocks of one prompt.
-        rows: Their bytes, which nobody else has.
-        on_loss: Called, by any thread, if not all of them could be stored.
-    """
+    """Consecutive blocks of one prompt; `on_loss` is called, by any thread, if not all of them could be stored."""
 
     keys: Sequence[OffloadKey]
     rows: Blocks

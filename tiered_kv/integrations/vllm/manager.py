@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.v1.kv_offload.base import (
     LookupResult,
@@ -24,8 +23,7 @@ from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.stack import Stack
 
 
-@dataclass(frozen=True, slots=True)
-class _Transfer:
+class _Transfer(NamedTuple):
     """Blocks that vLLM's workers read or write; vLLM names them again, as a set, when they have."""
 
     is_store: bool
