@@ -87,13 +87,11 @@ def tier_type_of_class(name: str, tier_class: type[SecondaryTierManager]) -> Tie
 
 @dataclass(frozen=True, slots=True)
 class PluginReport:
-    """What became of one plugin.
+    """What became of one plugin; `error` says why it, or a tier type of it, cannot be used.
 
     Args:
         plugin: The name it was registered under; for an installed plugin, its entry point's.
         distribution: The distribution that brought it, and its version; empty if a program registered it.
-        tiers: The tier types that it gave.
-        error: Why it, or a tier type of it, cannot be used; empty if all is well.
     """
 
     plugin: str

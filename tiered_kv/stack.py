@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from types import TracebackType
 
-from tiered_kv.base import OffloadKey
 from tiered_kv.config.redaction import scrub
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.stack_config import StackConfig, load_config
@@ -16,7 +15,7 @@ from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, MissingExtraError
-from tiered_kv.facade import BlockFacade, Blocks
+from tiered_kv.facade import BlockFacade
 from tiered_kv.tiering.audit import AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
@@ -39,7 +38,7 @@ def open_stack(source: str | os.PathLike[str] | Mapping[str, object] | StackConf
     return Stack(load_config(source))
 
 
-class Stack:
+class Stack(BlockFacade):
     """An open stack.
 
     `put`, `get`, `flush`, `counters` and `close` may be called by any thread. `manager` and `primary` belong to one
@@ -66,19 +65,17 @@ class Stack:
 
     def __init__(self, config: StackConfig, *, backend: CPUBackend | None = None, enable_events: bool = False) -> None:
         self.config = config
-        self._pid = os.getpid()
         with ExitStack() as undo:
             backend = backend or CPUBackend(_own_region(config))
-            self.region = backend.region
-            undo.callback(self.region.close)
-            self.kv_view = self.region.kv_view
+            undo.callback(backend.region.close)
+            self.kv_view = backend.region.kv_view
             self.primary = CPUOffloadingManager(backend, config.primary.policy, enable_events=enable_events)
             self.secondary_tiers: list[SecondaryTierManager] = []
             undo.callback(_shut_down, self.secondary_tiers, config)
             for settings in config.secondary:
                 self.secondary_tiers.append(open_tier(config, settings, self.kv_view))
             self.tier_names = [tier.name for tier in config.secondary]
-            self.manager = TieringOffloadingManager(
+            manager = TieringOffloadingManager(
                 self.primary,
                 self.secondary_tiers,
                 names=self.tier_names,
@@ -86,33 +83,8 @@ class Stack:
                 limits=_manager_limits(config),
                 audit=_audit_rules(config),
             )
-            self._facade = BlockFacade(self.manager, self.region, _batch_blocks(config))
+            super().__init__(manager, backend.region, _batch_blocks(config))
             undo.pop_all()
-
-    def put(self, keys: Sequence[OffloadKey], blocks: Blocks, *, timeout: float = 10.0) -> int:
-        """Store blocks; see `BlockFacade.put`."""
-        return self._facade.put(keys, blocks, timeout=timeout)
-
-    def get(self, keys: Sequence[OffloadKey], out: Blocks, timeout: float = 1.0) -> int:
-        """Load the longest prefix of `keys` into `out`, and return its length; see `BlockFacade.get`."""
-        return self._facade.get(keys, out, timeout)
-
-    def flush(self, timeout: float = 10.0) -> bool:
-        """Wait for cascades, and return whether all have ended; see `BlockFacade.flush`."""
-        return self._facade.flush(timeout)
-
-    def counters(self) -> dict[str, dict[str, int]]:
-        """Return what has been stored, loaded, skipped and dropped, by tier; the primary tier is "cpu"."""
-        return self._facade.counters()
-
-    def close(self, timeout: float = 5.0) -> None:
-        """Wait for calls and for transfers, `timeout` seconds each at most, and close every tier.
-
-        A second call does nothing, and so does one in a forked child.
-        """
-        if os.getpid() != self._pid:  # files, sockets and the ends of transfers are the parent's
-            return
-        self._facade.close(timeout)
 
     def __enter__(self) -> Stack:
         return self

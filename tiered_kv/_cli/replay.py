@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -28,18 +29,9 @@ _CHAT_OPTIONS = {
     "system_prompts": "distinct system prompts",
     "system_blocks": "blocks of a system prompt",
 }
-_TROUBLES = (
-    "skipped_",
-    "failed_",
-    "expired_",
-    "corrupt_",
-    "quarantined_",
-    "refused_",
-    "late_",
-    "exceptions",
-    "breaker_",
+_TROUBLE = re.compile(
+    "^(skipped|failed|expired|corrupt|quarantined|refused|late|breaker)_|^exceptions|_(errors|timeouts)$"
 )
-_TROUBLE_ENDINGS = ("_errors", "_timeouts")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -159,9 +151,9 @@ def _share(part: int, whole: int) -> str:
 def _remarks(report: ReplayReport) -> Iterator[str]:
     """Yield what a person should notice, one line each."""
     for name, tier in report.tiers.items():
-        troubles = _troubles(tier.counters)
+        troubles = [f"{key} {value:,}" for key, value in tier.counters.items() if value and _TROUBLE.search(key)]
         if troubles:
-            yield f"{name}: {troubles}"
+            yield f"{name}: {', '.join(troubles)}"
     if report.timed_out_requests:
         yield f"{report.timed_out_requests:,} requests did not wait for the rest of their prefix"
     for block in report.corrupt:
@@ -170,11 +162,3 @@ def _remarks(report: ReplayReport) -> Iterator[str]:
         yield "interrupted: these are the figures so far"
     elif not report.drained:
         yield "some stores had not ended when the time for them was over"
-
-
-def _troubles(counters: Mapping[str, int]) -> str:
-    return ", ".join(
-        f"{name} {value:,}"
-        for name, value in counters.items()
-        if value and (name.startswith(_TROUBLES) or name.endswith(_TROUBLE_ENDINGS))
-    )

@@ -17,9 +17,8 @@ from pydantic import (
 )
 
 from tiered_kv.config.redaction import HIDDEN, has_environment_text, redact, secrets_in, texts_in
-from tiered_kv.config.secret_keys import is_key_for_path, parse_key
+from tiered_kv.config.secret_keys import is_key_for_path, problem_of_key
 from tiered_kv.config.units import Bytes, Count, Seconds
-from tiered_kv.errors import ConfigError
 
 
 class StrictModel(BaseModel):
@@ -127,10 +126,9 @@ class TierSettings(StrictModel):
     @field_validator("name_key")
     @classmethod
     def _name_key_is_one(cls, name_key: SecretStr | None) -> SecretStr | None:
-        if name_key is not None:
-            problem = _problem_of_key(name_key.get_secret_value())
-            if problem:
-                raise ValueError(problem)
+        problem = "" if name_key is None else problem_of_key(name_key.get_secret_value())
+        if problem:
+            raise ValueError(problem)
         return name_key
 
     @model_validator(mode="after")
@@ -159,11 +157,3 @@ class ClassArguments(TierSettings):
     def arguments(self) -> dict[str, object]:
         """The keys beyond those of every tier."""
         return dict(self.model_extra or {})
-
-
-def _problem_of_key(text: str) -> str:
-    try:
-        parse_key(text)
-    except ConfigError as error:
-        return error.message
-    return ""

@@ -87,13 +87,7 @@ class _Transfer:
 class CopyHandler(OffloadingHandler):
     """One direction. All methods belong to one thread.
 
-    Args:
-        layout: Where blocks lie.
-        kind: `STORE` or `LOAD`.
-        copier: What copies; the handler closes it.
-        memory: Whatever must be kept for the layout's addresses to stay valid.
-        check: Called before each transfer.
-        on_shutdown: Called once, when the memory is no longer kept.
+    The handler closes the copier, and keeps `memory` until then, so that the layout's addresses stay valid.
     """
 
     def __init__(
