@@ -97,12 +97,6 @@ def test_a_path_from_a_variable_is_hidden_in_the_configuration_and_named_by_the_
         open_stack(load_config(source, environ={"WHERE": str(file)}))
 
 
-def test_the_rest_of_a_message_stays() -> None:
-    entry = {**entry_of("redis"), "ttll": "1h"}
-    with pytest.raises(ConfigError, match=r"secondary\.0\.ttll: unknown key, with the value '1h'; did you mean 'ttl'"):
-        load_config({**STACK, "secondary": [entry]})
-
-
 BROKEN_YAML = r"""
 password: {0}: x¦password: !{0}¦password: !{0} x¦password: !{0}!x y¦password: !<{0}> x¦password: *{0}¦password: @{0}
 password: %{0}¦password: "{0}¦password: '{0}¦password: "\\{0}"¦password: |{0}¦password: >{0}¦password: `{0}`

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the extra 'transformers'")
 
-from tiered_kv.base import get_offload_block_hash  # noqa: E402 - after what it needs
+from tiered_kv.base import get_offload_block_hash, get_offload_group_idx  # noqa: E402 - after what it needs
 from tiered_kv.errors import MissingExtraError  # noqa: E402
 from tiered_kv.integrations.transformers import PrefixCache, block_keys  # noqa: E402
 from tiered_kv.integrations.transformers.identity import config_digest, weights_digest  # noqa: E402
@@ -33,6 +34,12 @@ class TestTokenHashes:
             parent = blake(parent, *tokens)
             expected.append(parent)
         assert [get_offload_block_hash(key) for key in block_keys(np.array(ids), 2, "Sämling")] == expected
+
+    def test_hashes_are_those_in_the_documentation(self) -> None:
+        page = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
+        for number, key in enumerate(block_keys(np.arange(8), 4)):
+            assert f"hash {number}  {get_offload_block_hash(key).hex()}" in page
+            assert get_offload_group_idx(key) == 0
 
     @pytest.mark.parametrize("dtype", ["<i4", ">i4", "<i8", ">i8", "u2"])
     def test_the_width_and_order_of_the_integers_do_not_matter(self, dtype: str) -> None:

@@ -311,24 +311,6 @@ class TestThreads:
             assert tokens == 104
             assert same(states(restored, tokens), states(cache, tokens))
 
-    def test_many_threads_save_and_restore_right_bytes(self, model: Any, tmp_path: Path) -> None:
-        prompts = [torch.cat([prompt(40), prompt(40, seed=seed % 3)], dim=1) for seed in range(12)]
-        caches = [computed(model, ids) for ids in prompts[:3]]
-
-        def work(number: int, prefixes: PrefixCache) -> bool:
-            ids, original = prompts[number], caches[number % 3]
-            prefixes.save(ids, original)
-            cache, tokens = prefixes.restore(ids)
-            return tokens == 0 or same(states(cache, tokens), states(original, tokens))
-
-        with open_cache(model, stack_at(tmp_path / "kv")) as prefixes:
-            # Shared blocks come from whoever was first, and all are equal: the prompts are computed in one step.
-            with ThreadPoolExecutor(4) as pool:
-                assert all(pool.map(lambda number: work(number, prefixes), range(12)))
-            assert prefixes.flush()
-            assert [prefixes.restore(ids).tokens for ids in prompts] == [72] * 12
-            assert prefixes.stats().dropped_blocks == 0
-
 
 def hold(prefixes: PrefixCache, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hold up the thread that saves, before it gives the stack anything."""

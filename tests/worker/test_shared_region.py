@@ -191,11 +191,6 @@ def test_a_file_of_a_single_process_is_not_taken_for_a_shared_one(name: str) -> 
     private.close()
 
 
-def test_a_numa_node_that_is_not_there_is_an_error_and_leaves_nothing(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"numa_node|NUMA"):
-        SharedRegion.join(SharedFile(name, "scheduler", PARTIES), Geometry(4, 4096), numa_node=1000)
-
-
 def test_a_neighbour_that_does_not_finish_its_turn_is_waited_for_in_bounds(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,8 +71,8 @@ class CudaCopier:
 class CudaCopy:
     """A plan on the side stream, between two events, which go back to `events` when it has been collected.
 
-    If the driver did not take all runs (`has_begun`), some may still be copied: the end is awaited all the same. The plan
-    is kept until then, in case the driver reads its arrays late.
+    If the driver did not take all runs (`has_begun`), some may still be copied: the end is awaited all the same. The
+    plan is kept until then, in case the driver reads its arrays late.
     """
 
     def __init__(self, begin: Any, end: Any, has_begun: bool, plan: CopyPlan, events: list[Any]) -> None:
