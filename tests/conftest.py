@@ -35,7 +35,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatabl
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("trust", "the proofs of docs/guarantees.md, pytest -m trust")
+    group = parser.getgroup("trust", "the proofs of docs/explanation/guarantees.md, pytest -m trust")
     group.addoption(
         "--trust",
         choices=[profile.value for profile in Profile],

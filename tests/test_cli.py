@@ -221,7 +221,7 @@ def test_the_quickstart_hits_in_cpu_and_nvme(tmp_path: Path) -> None:
 
 
 def test_every_field_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    described = (ROOT / "docs/command.md").read_text()
+    described = (ROOT / "docs/reference/command.md").read_text()
     stack = stack_file(tmp_path, "type: memory, capacity: 64MiB")
     assert main(["replay", stack, "--json", "--requests", "5"]) == 0
     fields = set(printed(capsys))
@@ -233,7 +233,7 @@ def test_every_field_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_the_program_in_the_quickstart_runs(tmp_path: Path) -> None:
-    text = (ROOT / "docs/quickstart.md").read_text()
+    text = (ROOT / "docs/tutorial/quickstart.md").read_text()
     program = text.partition("```python\n")[2].partition("```")[0].replace("examples/", f"{ROOT}/examples/")
     program += "assert (stored, loaded) == (100, 100)\n"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from tiered_kv.stack import open_stack
+from tiered_kv.counters import count_of, flat_counts
+from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.faults import FailingTier
 from tiered_kv.testing.four_methods import FourMethodTier
+from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.factory import SecondaryTierFactory
 from tiered_kv.toolkit.jobs import failure_reason
 from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.replay import replay
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 KIB = 1 << 10
 
 
@@ -71,16 +76,18 @@ def test_every_counter_of_a_busy_replay_is_described(tmp_path: Path, failing: st
     chats = ChatWorkload(chats=20, turns=4, active_chats=10, turn_blocks=3)
     with open_stack(config) as stack:
         report = replay(stack.manager, stack.kv_view, chats.requests())
-    names = {name for tier in report.tiers.values() for name in tier.counters}
     assert set(report.tiers) == {"cpu", "nvme", "memory", failing}
-    assert {"reclaimed_segments", "skipped_admission", "failed_stores", "breaker_opened"} <= names
-    page = (ROOT / "docs/counters.md").read_text()
-    assert {name for name in names if not is_described(name, page)} == {"failed_stores_injected"}  # this test's own
+    assert "reclaimed_segments_total" in report.tiers["nvme"].counters["tier"]
+    assert count_of(report.tiers["memory"].counters, "skipped_blocks_total", "admission")
+    assert report.tiers[failing].counters["failed_blocks_total"].keys() == {"store"}
+    assert report.tiers[failing].counters["breaker_opened_total"]
+    for name, tier in report.tiers.items():
+        check_described(name, tier.counters, reasons_of_its_own=frozenset({"injected"}))
 
 
 @pytest.mark.parametrize("error", [OSError(28, "full"), OSError(5, "bad"), TimeoutError(), ValueError()])
 def test_every_reason_of_the_toolkit_is_described(error: Exception) -> None:
-    assert f"`{failure_reason(error)}`" in (ROOT / "docs/counters.md").read_text()
+    assert f"`{failure_reason(error)}`" in (ROOT / "docs/reference/counters.md").read_text()
 
 
 BUILT_IN: dict[str, dict[str, object]] = {
@@ -105,49 +112,99 @@ def test_every_built_in_tier_is_looked_at() -> None:
     assert project["entry-points"]["tiered_kv"].keys() == BUILT_IN.keys()
 
 
-@pytest.mark.parametrize("tier_type", BUILT_IN)
-def test_a_tier_has_the_counters_that_the_page_gives_it_and_no_others(tier_type: str, tmp_path: Path) -> None:
-    if tier_type == "s3":
-        pytest.importorskip("boto3", reason="boto3 is not installed")
-    entry = {"type": tier_type, **BUILT_IN[tier_type]}
-    if "path" in entry:
-        entry["path"] = str(tmp_path / "kv")
-    tier = SecondaryTierFactory.create(None, memoryview(bytearray(16 * KIB)).cast("B", (4, 4 * KIB)), entry)
-    try:
-        counters = set(tier.stats())
-    finally:
-        tier.shutdown()
-    assert counters == counters_of("tiers made with the toolkit") | counters_of(tier_type)
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[Stack]:
+    """A stack of all built-in tiers, those left out whose library is not installed."""
+    secondary = []
+    for tier_type, entry in BUILT_IN.items():
+        place = {"path": str(tmp_path / tier_type)} if "path" in entry else {}
+        if tier_type not in LIBRARIES or importlib.util.find_spec(LIBRARIES[tier_type]):
+            secondary.append({"type": tier_type, **entry, **place})
+    config = {
+        "namespace": {"model": "m"},
+        "block": {"bytes": 4 * KIB},
+        "primary": {"capacity": 32 * KIB},
+        "secondary": secondary,
+        "audit": 1,
+    }
+    with open_stack(config) as stack:
+        yield stack
 
 
-def counters_of(section: str) -> set[str]:
-    """Return the counters that the page describes in a section, families (`failed_…`) left out."""
-    page = (ROOT / "docs/counters.md").read_text()
+def test_every_counter_of_the_built_in_tiers_is_described_and_no_other(stack: Stack) -> None:
+    keys = make_keys(24)
+    blocks = np.zeros((len(keys), 4 * KIB), np.uint8)
+    for _ in range(2):
+        stack.put(keys, blocks, timeout=1.0)
+        stack.get(keys, blocks, timeout=1.0)
+    stack.flush(5.0)
+    told = stack.counters()
+    assert {path[:2] for path, value in flat_counts(told["s3"]) if value} >= {("failed_blocks_total", "store")}
+    for name, counters in told.items():
+        check_described(name, counters)
+    # Those without labels are shown from the start.
+    without_audit = [name for name in told["cpu"] if "audit" not in name]
+    assert set(without_audit) == plain_counters("the primary tier")
+    for name in stack.tier_names:
+        assert plain(told[name]) == plain_counters("every secondary tier")
+        assert plain(told[name]["tier"]) == plain_counters("tiers made with the toolkit") | plain_counters(name)
+
+
+def test_the_names_of_counters_end_with_their_unit_and_have_no_labels_in_them() -> None:
+    for section in sections():
+        counters = counters_of(section)
+        for name, (labels, units) in counters.items():
+            assert re.fullmatch(r"[a-z]+(_[a-z]+)*", name), name
+            stem = name.removesuffix("_total")
+            is_named_by_unit = any(stem == unit or stem.endswith(f"_{unit}") for unit in units)
+            assert is_named_by_unit or name in WITHOUT_UNIT, f"{name} does not end with {units}"
+            assert not labels or name.endswith("_total"), f"{name} has labels, and is no count of events"
+            longer = [other for other in counters if other.startswith(f"{stem}_") and other != f"{stem}_total"]
+            assert not longer, f"{longer} have a label of {name} in their names"
+
+
+WITHOUT_UNIT = {"jobs_in_flight", "breaker_state", "breaker_opened_total", "audit_stopped"}
+LIBRARIES = {"redis": "redis", "s3": "boto3"}
+
+
+def check_described(tier: str, counters: Mapping[str, Any], reasons_of_its_own: frozenset[str] = frozenset()) -> None:
+    """Check that the page has each counter of a tier where it belongs, its labels, and its reasons."""
+    page = (ROOT / "docs/reference/counters.md").read_text()
+    of_manager = counters_of("the primary tier" if tier == "cpu" else "every secondary tier") | counters_of("the audit")
+    of_tier = counters_of("tiers made with the toolkit") | (counters_of(tier) if tier in BUILT_IN else {})
+    for path, _ in flat_counts(counters):
+        (name, *labels), described = (path[1:], of_tier) if path[0] == "tier" else (path, of_manager)
+        assert name in described, f"{name} of {tier} is not described"
+        assert len(labels) == len(described[name][0]), f"{name} of {tier} has other labels than the page says"
+        unknown = {label for label in labels if f"`{label}`" not in page} - reasons_of_its_own
+        assert not unknown, f"{unknown} of {name} of {tier} are not described"
+
+
+def plain(counters: Mapping[str, Any]) -> set[str]:
+    return {name for name, value in counters.items() if not isinstance(value, Mapping)} - AUDITED
+
+
+AUDITED = {"audit_largest_difference_ratio", "audit_mean_difference_ratio", "audit_stopped"}
+
+
+def plain_counters(section: str) -> set[str]:
+    """Return the counters without labels of a section of the page."""
+    return {name for name, (labels, _) in counters_of(section).items() if not labels}
+
+
+def sections() -> list[str]:
+    """Return the titles of the sections of the page, without their first word."""
+    return re.findall(r"^## Of (.+)$", (ROOT / "docs/reference/counters.md").read_text(), re.MULTILINE)
+
+
+def counters_of(section: str) -> dict[str, tuple[list[str], list[str]]]:
+    """Return the labels and the units of each counter that the page describes in a section."""
+    page = (ROOT / "docs/reference/counters.md").read_text()
     (text,) = re.findall(rf"^## Of {section}\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)
     table = text.partition("| counter |")[2].partition("\n\n")[0]
-    cells = " ".join(row.split("|")[1] for row in table.splitlines() if row.startswith("|"))
-    return {name for name in re.findall(r"`(\w+…?)`", cells) if not name.endswith("…")}
-
-
-def test_the_primary_tier_and_the_manager_have_the_counters_that_the_page_gives_them() -> None:
-    with open_stack({"namespace": {"model": "m"}, "block": {"bytes": KIB}, "primary": {"capacity": 4 * KIB}}) as stack:
-        assert set(stack.counters()["cpu"]) == counters_of("the primary tier")
-    # Those of a tier come as they happen, so their names are looked for where they are counted.
-    source = "".join(path.read_text() for path in (ROOT / "tiered_kv/tiering").glob("*.py"))
-    counted = set(re.findall(r"counters(?:\[PRIMARY_NAME\])?\[\"(\w+)\"\]", source))
-    described = counters_of("every secondary tier")
-    of_audit = counters_of("the audit")
-    verdicts = {f"audit_{verdict}_blocks" for verdict in ("identical", "close", "different")}
-    assert counted <= described | of_audit
-    assert counted & of_audit == of_audit - verdicts, "the verdicts are one counter in the code"
-    built = {"stored_blocks", "stored_bytes", "loaded_blocks", "loaded_bytes", "store_jobs", "load_jobs"}
-    built |= {"skipped_budget", "skipped_admission", "skipped_breaker", "skipped_disabled"}
-    built |= {"failed_stores", "failed_loads", "jobs_in_flight", "breaker_opened"}
-    assert described == (counted - of_audit) | built, "no described counter is missing"
-
-
-def is_described(name: str, page: str) -> bool:
-    for family in ("failed_stores_", "failed_loads_"):
-        if name.startswith(family):
-            return f"`{family}…`" in page and f"`{name.removeprefix(family)}`" in page
-    return f"`{name}`" in page
+    found = {}
+    for row in table.splitlines()[2:]:
+        names, labels, *_, units, _ = (cell.strip() for cell in row.split("|")[1:-1])
+        for name in re.findall(r"`(\w+)`", names):
+            found[name] = (re.findall(r"`(\w+)`", labels), units.split(", "))
+    return found

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.figures import PROOFS, Figures, main
 
-PAGE = Path(__file__).parents[1] / "docs" / "guarantees.md"
+PAGE = Path(__file__).parents[1] / "docs" / "explanation" / "guarantees.md"
 ROW = re.compile(r"^\| `([^`]+)` \| ([^|]+) \| +([\d,-]+) \| +([\d,-]+) \|", re.MULTILINE)
 
 

@@ -1,4 +1,4 @@
-"""The `tiered-kv` command: `docs/command.md` describes it, `tiered_kv._cli` has its verbs."""
+"""The `tiered-kv` command: `docs/reference/command.md` describes it, `tiered_kv._cli` has its verbs."""
 
 from __future__ import annotations
 

@@ -164,8 +164,12 @@ class BlockFacade:
                 self._is_shut_down = True
                 self.manager.shutdown(timeout)
 
-    def counters(self) -> dict[str, dict[str, int]]:
-        """Return what has been stored, loaded, skipped and dropped, by tier; the primary tier is "cpu"."""
+    def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
+        """Return what has been stored, loaded, skipped and failed, by tier; see docs/reference/counters.md.
+
+        A plain counter is a number; one with labels a dictionary by label. The primary tier is "cpu". `count_of` of
+        `tiered_kv.counters` reads them.
+        """
         with self._call(), self._lock:
             return self.manager.counters()
 

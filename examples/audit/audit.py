@@ -61,8 +61,8 @@ def main() -> None:
                 for prompt in prompts:
                     print(f"  {prompt}: {serve(stack, prompt, weights)} of {BLOCKS} blocks found")
                 counters = stack.counters()["nvme"]
-            names = ("audited_blocks", "audit_identical_blocks", "audit_different_blocks", "audit_stopped")
-            print("  nvme:", ", ".join(f"{name} {counters.get(name, 0)}" for name in names))
+            audited = counters.get("audited_blocks_total", {})
+            print(f"  nvme: audited {audited}, stopped {counters.get('audit_stopped', 0)}")
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def second_process(model: LlamaForCausalLM, prefixes: PrefixCache, prompt: torch
     without_s = time.perf_counter() - began_s
 
     block_tokens = prefixes.layout.block_tokens
-    from_disk = prefixes.stack.counters()["nvme"].get("loaded_blocks", 0)
+    from_disk = prefixes.stack.counters()["nvme"].get("loaded_blocks_total", 0)
     expected = torch.from_numpy(np.load(NOTED_LOGITS))
     is_equal = torch.equal(logits[:, -QUESTION_TOKENS:], expected)
     print(f"restored {tokens} of {PROMPT_TOKENS} tokens in {restored_s:.3f} s, {from_disk} blocks from nvme")

@@ -104,7 +104,7 @@ class BlockFiles:
                 reason = reason_of(error)
             if reason:
                 moved.reason = reason
-                self._counters.add(f"failed_{reason}")
+                self._counters.add("failed_calls_total", reason)
             else:
                 moved.done.append(key)
         return moved
@@ -116,11 +116,11 @@ class BlockFiles:
             try:
                 reason = self._load_one(f"{self._path}/{epoch}", key, block)
             except FileNotFoundError:
-                reason = "missing"
-                self._counters.add("missing_blocks")
+                reason = "absent"
+                self._counters.add("failed_calls_total", reason)
             except OSError as error:
                 reason = reason_of(error)
-                self._counters.add(f"failed_{reason}")
+                self._counters.add("failed_calls_total", reason)
             if reason:
                 moved.reason = reason
             else:
@@ -153,7 +153,7 @@ class BlockFiles:
         name = block_name(key, self._namespace_digest)
         path = f"{epoch_path}/{block_path(name)}"
         if path not in self._unreadable and self._is_there(path):
-            self._counters.add("present_blocks")
+            self._counters.add("present_blocks_total")
             return ""
         if not self._is_granted():
             return "lapsed"
@@ -174,7 +174,6 @@ class BlockFiles:
                 moved.used_bytes += charge_bytes
             raise
         moved.used_bytes += charge_bytes
-        self._counters.add("stored_blocks")
         self._unreadable.forget((path,))
         return ""
 
@@ -202,22 +201,20 @@ class BlockFiles:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode) or self._uid not in (None, status.st_uid):
                 reason = "not_private" if stat.S_ISREG(status.st_mode) else "not_a_file"
-                self._counters.add(f"failed_{reason}")
+                self._counters.add("failed_calls_total", reason)
                 return reason
             verdict = self._read(fd, status.st_size, key, block)
             if verdict is RecordStatus.OK:
-                self._counters.add("loaded_blocks")
                 self._unreadable.forget((path,))
                 if _is_due(status):
                     with suppress(OSError):  # read-only: the block is good all the same
                         os.utime(fd)
                 return ""
         if verdict in UNREADABLE:
-            self._counters.add(f"failed_{verdict.value}")
+            self._counters.add("unreadable_blocks_total", verdict.value)
             self._unreadable.note((path,))
             return str(verdict.value)
-        self._counters.add("corrupt_blocks")
-        self._counters.add(f"corrupt_{verdict.value}")
+        self._counters.add("corrupt_blocks_total", verdict.value)
         self._delete_damaged(path, status)
         return str(verdict.value) if verdict in REFUSED else "checksum"
 

@@ -166,7 +166,7 @@ class Keeper:
                         if time.monotonic() < until_s:
                             return reason
             except TimeoutError:
-                self._counters.add("failed_no_space")
+                self._counters.add("failed_calls_total", "no_space")
                 return "no_space"
             finally:
                 self._waiting.remove(size_bytes)
@@ -209,7 +209,7 @@ class Keeper:
             reason = await self._attempt(self._renew)
             if self._waiting and not reason and self._is_full:
                 reason = "no_space"
-                self._counters.add("failed_no_space")
+                self._counters.add("failed_calls_total", "no_space")
             self._refusal = (reason, time.monotonic() + _REFUSAL_S) if reason else ("", 0.0)
             self._is_answered.set()
             self._is_answered = asyncio.Event()
@@ -272,7 +272,7 @@ class Keeper:
             await work()
         except Exception as error:
             reason = reason_of(error) if isinstance(error, OSError) else failure_reason(error)
-            self._counters.add(f"failed_{reason}")
+            self._counters.add("failed_calls_total", reason)
             if reason not in self._reasons_logged:
                 self._reasons_logged.add(reason)
                 _log.warning("%s: %s; further ones are only counted", self._directory.path, error)

@@ -155,7 +155,7 @@ class Sweeper:
             state.surveyed_s = state.now_s
         self._candidates = deque((path, size, changed) for _, path, size, changed in sorted(found.oldest, reverse=True))
         self._candidates_until_s = time.monotonic() + SURVEY_INTERVAL_S
-        self._counters.add("surveys")
+        self._counters.add("surveys_total")
         self._remove_dead_epochs(found.epochs, live)
 
     def _count(self, live: set[str], is_urgent: Callable[[], bool]) -> _Survey | None:
@@ -214,7 +214,7 @@ class Sweeper:
                         removed_bytes += size_bytes
                         removed_files += 1
         finally:
-            self._counters.add("evicted_blocks", removed_files)
+            self._counters.add("evicted_blocks_total", count=removed_files)
             with self._ledger.locked() as state:
                 state.take_off(removed_bytes)
 

@@ -47,7 +47,7 @@ _OPEN_TIMEOUT_S: Final = 5.0
 def carrier() -> Callable[[Callable[..., T]], Callable[..., Awaitable[T]]]:
     """Return aiofiles' bridge from the event loop to calls that wait for a file system.
 
-    Whole parts go over it, one call each: see the measurements in `docs/fs.md`.
+    Whole parts go over it, one call each: see the measurements in `docs/reference/fs.md`.
 
     Raises:
         MissingExtraError: aiofiles is not installed.
@@ -252,7 +252,7 @@ class FsTier(AsyncTier):
         self._saving.ask()  # where that fails, the keeper and the next store try again
         return True
 
-    def stats(self) -> Mapping[str, int]:
+    def stats(self) -> Mapping[str, Any]:
         return {
             **super().stats(),
             **self._counters.snapshot(),

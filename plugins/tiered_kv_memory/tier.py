@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
+from tiered_kv.counters import Counters
 from tiered_kv.errors import ConfigError
 from tiered_kv.toolkit import BlockingTier, Outcome
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record
@@ -55,7 +56,7 @@ class MemoryTier(BlockingTier):
         self._records_lock = threading.Lock()
         self._used_bytes = 0  # records, records that are dropped and still being read, and stores in flight
         self._evicted_blocks = 0
-        self._corrupt_blocks = 0
+        self._counters = Counters((), ("corrupt_blocks_total",))
         self._events: deque[tuple[bool, OffloadKey]] = deque(maxlen=_EVENTS_MAX)
 
     # Worker threads.
@@ -118,14 +119,14 @@ class MemoryTier(BlockingTier):
             for removed, group in groupby(taken, key=lambda event: event[0])
         ]
 
-    def stats(self) -> Mapping[str, int]:
+    def stats(self) -> Mapping[str, Any]:
         return {
             **super().stats(),
             "blocks": len(self._records),
             "used_bytes": self._used_bytes,
             "capacity_bytes": self._capacity_bytes,
-            "evicted_blocks": self._evicted_blocks,
-            "corrupt_blocks": self._corrupt_blocks,
+            "evicted_blocks_total": self._evicted_blocks,
+            **self._counters.snapshot(),
         }
 
     def describe(self) -> Mapping[str, object]:
@@ -176,7 +177,7 @@ class MemoryTier(BlockingTier):
             if record.is_dropped and not record.readers:
                 self._used_bytes -= len(record.data)
             if status is not RecordStatus.OK and self._records.get(key) is record:
-                self._corrupt_blocks += 1
+                self._counters.add("corrupt_blocks_total", status.value)
                 self._forget(key, self._records.pop(key))
         return "" if status is RecordStatus.OK else status.value
 

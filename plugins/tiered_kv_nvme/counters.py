@@ -4,31 +4,30 @@ from __future__ import annotations
 
 from typing import Final
 
-from tiered_kv.toolkit import counters
+from tiered_kv import counters
 
 _NAMES: Final = {
-    "stored_batches": "batches written",
-    "corrupt_blocks": "blocks whose bytes did not match their checksum, or were not there any more",
-    "io_errors": "system calls that failed, those for want of space included",
-    "no_space_errors": "times the file system had less space than the capacity allows",
-    "room_timeouts": "stores that were given up because no room was made in time",
-    "refused_stores": "stores that were failed at once: the disk is full, and there is no segment to reclaim",
-    "reclaimed_segments": "segments used again, or deleted, to make room",
-    "relocated_blocks": "blocks that moved on when their segment was reclaimed, because they had been used",
-    "dropped_blocks": "blocks that went with their segment",
-    "recovered_blocks": "blocks found when the directory was opened",
-    "discarded_segments": "segments found and not kept, because they were damaged or over the capacity",
-    "deleted_segments": "segments whose file was given back",
-    "resets": "times that the cache was reset",
+    "stored_batches_total": "batches written",
+    "io_errors_total": "system calls that failed, those for want of space included",
+    "no_space_errors_total": "times the file system had less space than the capacity allows",
+    "room_timeouts_total": "stores that were given up because no room was made in time",
+    "refused_stores_total": "stores that were failed at once: the disk is full, and there is no segment to reclaim",
+    "reclaimed_segments_total": "segments used again, or deleted, to make room",
+    "relocated_blocks_total": "blocks that moved on when their segment was reclaimed, because they had been used",
+    "evicted_blocks_total": "blocks that went with their segment",
+    "recovered_blocks_total": "blocks found when the directory was opened",
+    "discarded_segments_total": "segments found and not kept, because they were damaged or over the capacity",
+    "deleted_segments_total": "segments whose file was given back",
+    "resets_total": "times that the cache was reset",
 }
-_FAMILIES: Final = {
-    "refused_": "blocks whose bytes are right and that encryption refused, by reason",
+_LABELLED: Final = {
+    "corrupt_blocks_total": "blocks that nobody can read, by reason",
+    "unreadable_blocks_total": "blocks that need a codec or a key that is not here, by reason",
 }
-"""What other names begin with; they come as they happen."""
 
 
 class Counters(counters.Counters):
     """This tier's counts. Any thread may call."""
 
     def __init__(self) -> None:
-        super().__init__(_NAMES, _FAMILIES)
+        super().__init__(_NAMES, _LABELLED)

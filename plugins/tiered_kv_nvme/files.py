@@ -72,12 +72,12 @@ class SegmentFiles:
             segment = Segment(slot, fd, self.segment_bytes, generation)
             self._write_header(segment, generation)
         except OSError as error:
-            self.counters.add("io_errors")
+            self.counters.add("io_errors_total")
             if fd >= 0:
                 os.close(fd)
                 self._unlink(slot)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                self.counters.add("no_space_errors")
+                self.counters.add("no_space_errors_total")
                 return NoSegment.NO_SPACE
             return NoSegment.FAILED
         return segment
@@ -106,7 +106,7 @@ class SegmentFiles:
         try:
             self._write_header(segment, generation)
         except OSError:
-            self.counters.add("io_errors")
+            self.counters.add("io_errors_total")
             return False
         return True
 
@@ -140,7 +140,7 @@ class SegmentFiles:
             self.disk.datasync(segment.fd)
             write_fully(self.disk, segment.fd, [buffer], segment.segment_bytes - len(buffer))
         except OSError:
-            self.counters.add("io_errors")
+            self.counters.add("io_errors_total")
             return False
         return True
 
@@ -149,17 +149,17 @@ class SegmentFiles:
         try:
             os.close(segment.fd)
         except OSError:
-            self.counters.add("io_errors")
+            self.counters.add("io_errors_total")
         self._delete(segment.slot)
 
     def discard(self, slot: int) -> None:
         """Delete a file that holds nothing that can be used."""
         self._unlink(slot)
-        self.counters.add("discarded_segments")
+        self.counters.add("discarded_segments_total")
 
     def _delete(self, slot: int) -> None:
         if self._unlink(slot):
-            self.counters.add("deleted_segments")
+            self.counters.add("deleted_segments_total")
 
     def _write_header(self, segment: Segment, generation: int) -> None:
         page = Scratch().take(PAGE_BYTES)
@@ -173,6 +173,6 @@ class SegmentFiles:
         try:
             os.unlink(self.directory.segment_name(slot), dir_fd=self.directory.fd)
         except OSError:
-            self.counters.add("io_errors")
+            self.counters.add("io_errors_total")
             return False
         return True

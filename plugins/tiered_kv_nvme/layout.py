@@ -1,4 +1,4 @@
-"""The bytes of a segment, format version 1; docs/formats-nvme.md draws them.
+"""The bytes of a segment, format version 1; docs/reference/formats-nvme.md draws them.
 
 A segment is a header page, batches front to back, and at its very end a summary of its batches. Everything
 but payloads begins with a magic and an xxh3-128 checksum over all that follows in it. Integers are

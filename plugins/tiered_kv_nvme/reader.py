@@ -11,7 +11,7 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.toolkit.codec_set import CodecSet
 from tiered_kv.toolkit.codecs import ENCRYPTED_IDS, RAW, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
-from tiered_kv.toolkit.status import REFUSED, RecordStatus
+from tiered_kv.toolkit.status import REFUSED, UNREADABLE, RecordStatus
 from tiered_kv.toolkit.turn import TURN
 from tiered_kv_nvme.counters import Counters
 from tiered_kv_nvme.disk import Disk, Scratch, read_fully
@@ -128,7 +128,7 @@ class BlockReader:
                 try:
                     statuses = self._read(run)
                 except OSError:
-                    self._counters.add("io_errors")
+                    self._counters.add("io_errors_total")
                     reason = "io_error"
                     failed.update(item.key for item in run.blocks)
                     continue
@@ -187,7 +187,8 @@ class BlockReader:
             self._pool.unpin(slots)
             still_valid = self._pool.epoch == epoch
         for status in dropped:
-            self._counters.add(f"refused_{status.value}" if status in REFUSED else "corrupt_blocks")
+            kind = "unreadable_blocks_total" if status in UNREADABLE else "corrupt_blocks_total"
+            self._counters.add(kind, status.value)
         return still_valid
 
     def _runs(self, wanted: list[Wanted]) -> list[Run]:

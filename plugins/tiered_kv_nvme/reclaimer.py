@@ -203,11 +203,11 @@ class Reclaimer:
             try:
                 payloads = self._reader.read_stored(segment, ordinals, self._buffer)
             except OSError:
-                self._counters.add("io_errors")
+                self._counters.add("io_errors_total")
                 return
             relocation = _relocation(segment, ordinals, payloads)
             moved = self._writer.relocate(relocation, epoch)
-            self._counters.add("relocated_blocks", moved)
+            self._counters.add("relocated_blocks_total", count=moved)
             if moved < len(relocation.keys):
                 return
 
@@ -239,7 +239,7 @@ class Reclaimer:
             first_place = place_of(segment.slot, start)
             with self._pool.changed:
                 dropped = sum(drop(key, place) for place, key in enumerate(chunk, first_place))
-            self._counters.add("dropped_blocks", dropped)
+            self._counters.add("evicted_blocks_total", count=dropped)
             time.sleep(_PAUSE_S)
 
     def _use_again(self, segment: Segment) -> bool:
@@ -267,7 +267,7 @@ class Reclaimer:
             else:
                 self._pool.remove(segment)
                 self._pool.note_growth(refused=False)
-        self._counters.add("reclaimed_segments")
+        self._counters.add("reclaimed_segments_total")
         if not usable:
             self._files.delete(segment)
             self._grow_after_s = 0.0  # its space may be had
@@ -284,7 +284,7 @@ class Reclaimer:
         try:
             excess_bytes = self._files.excess_bytes()
         except OSError:  # too many open files, say: no reason to delete anything
-            self._counters.add("io_errors")
+            self._counters.add("io_errors_total")
             return False
         if excess_bytes > 0:
             return True

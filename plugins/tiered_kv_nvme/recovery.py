@@ -53,7 +53,7 @@ def recover(files: SegmentFiles, pool: SegmentPool, index: Index, *, threads: in
     except BaseException:
         _close(found)
         raise
-    files.counters.add("recovered_blocks", len(index.places))
+    files.counters.add("recovered_blocks_total", count=len(index.places))
 
 
 def _adopt(found: Sequence[Segment], pool: SegmentPool, index: Index) -> None:
@@ -133,7 +133,7 @@ class _Scan:
 
         The disk may recover: then the next opening finds its blocks.
         """
-        self._files.counters.add("io_errors")
+        self._files.counters.add("io_errors_total")
         segment = Segment(self._slot, fd, self._file_bytes, 0)
         segment.damaged = True
         segment.epoch = self._epoch
@@ -151,7 +151,7 @@ class _Scan:
         except OSError as error:
             if error.errno == errno.ENOMEM:  # says nothing of the file
                 raise
-            self._files.counters.add("io_errors")
+            self._files.counters.add("io_errors_total")
             segment.damaged = True
             return None
 
@@ -256,7 +256,7 @@ def _delete_excess(files: SegmentFiles, found: list[Segment]) -> None:
     """Delete segments, and take them out of `found`, until the directory is within its capacity."""
     while found and files.excess_bytes() > 0:
         files.delete(found.pop(0))
-        files.counters.add("discarded_segments")
+        files.counters.add("discarded_segments_total")
 
 
 def _close(segments: Sequence[Segment]) -> None:

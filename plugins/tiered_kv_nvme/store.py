@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.units import rounded_bytes
@@ -190,7 +191,7 @@ class SegmentStore:
         with self._pool.changed:
             self._pool.reset(epoch)
             self._reclaimer.forget(self.index.clear())
-        self.counters.add("resets")
+        self.counters.add("resets_total")
         self._noting.ask()
         return epoch
 
@@ -198,15 +199,16 @@ class SegmentStore:
         try:
             self._epoch.write()
         except OSError:
-            self.counters.add("io_errors")  # the reclaimer tries again
+            self.counters.add("io_errors_total")  # the reclaimer tries again
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, Any]:  # Any: as `SecondaryTierManager.stats`
         """Return counters, and how much is here."""
         with self._pool.changed:
             segments = list(self._pool.segments.values())
         return {
             "blocks": len(self.index.places),
-            "bytes": sum(segment.segment_bytes for segment in segments),
+            "used_bytes": sum(segment.segment_bytes for segment in segments),
+            "capacity_bytes": self._options.sizing.capacity_bytes,
             "segments": len(segments),
             "free_segments": sum(segment.state is SegmentState.FREE for segment in segments),
             "foreign_files": self._directory.foreign_files,
@@ -234,7 +236,7 @@ class SegmentStore:
             "foreign_files": listing.foreign_files,
             "codec": self._options.codecs.writer.name,
             "threads": self._options.threads,
-            "blocks_found": self.counters["recovered_blocks"],
+            "blocks_found": self.counters["recovered_blocks_total"],
         }
 
     def stop_stores(self) -> None:
@@ -285,7 +287,7 @@ class SegmentStore:
             try:
                 self._epoch.sync()
             except OSError:
-                self.counters.add("io_errors")
+                self.counters.add("io_errors_total")
                 self._discard_epoch()
         return True
 
@@ -294,4 +296,4 @@ class SegmentStore:
         try:
             self._epoch.discard()
         except OSError:
-            self.counters.add("io_errors")
+            self.counters.add("io_errors_total")

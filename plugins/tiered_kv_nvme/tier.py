@@ -79,7 +79,7 @@ class NvmeTier(BlockingTier):
         self.begin_epoch(self._store.reset())
         return True
 
-    def stats(self) -> Mapping[str, int]:
+    def stats(self) -> Mapping[str, Any]:
         return {**super().stats(), **self._store.stats()}
 
     def describe(self) -> Mapping[str, object]:

@@ -144,7 +144,7 @@ class BatchWriter:
                 if stream is Stream.STORES:
                     with self._pool.changed:
                         starved = self._pool.is_starved
-                    self._counters.add("refused_stores" if starved else "room_timeouts")
+                    self._counters.add("refused_stores_total" if starved else "room_timeouts_total")
                 return done, "no_space"
             end = done + reservation.count
             places = old_places[done:end] if old_places is not None else None
@@ -169,13 +169,13 @@ class BatchWriter:
             write_fully(self._disk, reservation.segment.fd, buffers, reservation.offset)
             written = True
         except OSError as error:
-            self._counters.add("io_errors")
+            self._counters.add("io_errors_total")
             return failure_reason(error)
         finally:
             if not written:
                 with self._pool.changed:
                     self._pool.abandon(reservation)
-        self._counters.add("stored_batches")
+        self._counters.add("stored_batches_total")
         return "" if self._publish(reservation, entries, keys, old_places) else "reset"
 
     def _publish(

@@ -19,8 +19,8 @@ from tiered_kv_redis.keyspace import KeySpace
 from tiered_kv_redis.loads import Loads
 from tiered_kv_redis.node import MemoryLimit, Node, NodeDownError
 from tiered_kv_redis.reasons import (
+    ABSENT,
     CLUSTER_DOWN,
-    MISSING,
     MOVED,
     NODE_DOWN,
     OF_ONE_SERVER,
@@ -216,7 +216,7 @@ class Blocks:
         foreign = sorted({*occupied}.intersection(unreadable).difference(unknown, vacant)) if unreadable else []
         replaced = sorted([*vacant, *foreign])
         present = len(occupied) - len(unknown) - len(replaced)
-        self.counters.add("present_blocks", present)
+        self.counters.add("present_blocks_total", count=present)
         self._asks_first = 2 * present >= len(positions)
         return failures | unknown | self._send(replaced, batch, overwrite=True)[1]
 
@@ -274,7 +274,8 @@ class Blocks:
         self._unreadable.forget(batch.wire_keys[at] for at in positions if at not in failures)
         damaged = [own[at] for exchange, own in done for at in exchange.damaged]
         if damaged:
-            self.counters.add("corrupt_blocks", len(damaged))
+            for at in damaged:
+                self.counters.add("corrupt_blocks_total", failures[at])
             replies = self._ask(b"UNLINK", damaged, batch.wire_keys, batch.deadline, {})
             gone = {at for at, reply in replies if isinstance(reply, int)}
             # The user may not be allowed to, or the server does not answer any more.
@@ -351,13 +352,11 @@ class Blocks:
 
     def _outcome(self, operation: str, batch: _Batch, failures: Failures) -> Outcome:
         self._keyspace.recheck(batch.deadline)
-        done = "stored_blocks" if operation == "store" else "loaded_blocks"
-        self.counters.add(done, len(batch.keys) - len(failures))
         if not failures:
             return ALL_DONE
         reasons = list(failures.values())
         # What says most about the server comes first: a block that is not there says nothing.
-        ordered = sorted(set(reasons), key=lambda each: (each == MISSING, -reasons.count(each)))
+        ordered = sorted(set(reasons), key=lambda each: (each == ABSENT, -reasons.count(each)))
         told = [self._failed(operation, reasons.count(reason), reason).reason for reason in ordered]
         return Outcome([key for at, key in enumerate(batch.keys) if at not in failures], told[0])
 
@@ -367,15 +366,18 @@ class Blocks:
         Returns:
             What the tier's breaker makes of it: nothing, where the reason says something of one of several servers.
         """
-        self.counters.add(f"failed_{operation}s_{reason}", count)
+        if operation == "lookup":
+            self.counters.add("failed_lookups_total", reason, count=count)
+        else:
+            self.counters.add("failed_blocks_total", operation, reason, count=count)
         if reason in OF_ONE_SERVER and self._has_other_servers():
             told = NODE_DOWN
         else:
             told = reason
             if operation == "lookup":
-                self.counters.add("unanswered_lookups", count)
+                self.counters.add("unanswered_lookups_total", count=count)
         kind = f"{operation}s fail: {reason}"
-        if reason not in (MISSING, MOVED) and kind not in self._noted:
+        if reason not in (ABSENT, MOVED) and kind not in self._noted:
             self._noted.add(kind)
             _log.warning("tier '%s': %s; further ones are only counted", self._name, kind)
         return Outcome((), told)

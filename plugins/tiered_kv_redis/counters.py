@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from typing import Final
 
-from tiered_kv.toolkit import counters
+from tiered_kv import counters
 
 _NAMES: Final = {
-    "stored_blocks": "blocks stored, those included that were there already",
-    "present_blocks": "blocks that were to be stored and were there already",
-    "loaded_blocks": "blocks loaded and verified",
-    "corrupt_blocks": "blocks whose value nobody can read; it was deleted",
-    "unanswered_lookups": "keys that became a miss because no server of the tier answered",
+    "present_blocks_total": "blocks that were to be stored and were there already",
+    "unanswered_lookups_total": "keys that became a miss because no server of the tier answered",
 }
-_FAMILIES: Final = {
-    "failed_stores_": "blocks that were not stored, by reason",
-    "failed_loads_": "blocks that were not loaded, by reason",
-    "failed_lookups_": "keys without an answer, by reason",
+_LABELLED: Final = {
+    "corrupt_blocks_total": "blocks whose value nobody can read, which was deleted, by reason",
+    "failed_blocks_total": "blocks that were not stored or loaded, by direction and reason",
+    "failed_lookups_total": "keys without an answer, by reason",
 }
 
 
@@ -24,4 +21,4 @@ class Counters(counters.Counters):
     """This tier's counts. Any thread may call."""
 
     def __init__(self) -> None:
-        super().__init__(_NAMES, _FAMILIES)
+        super().__init__(_NAMES, _LABELLED)

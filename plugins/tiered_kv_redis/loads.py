@@ -11,7 +11,7 @@ from tiered_kv.toolkit.status import UNREADABLE
 from tiered_kv_redis.connection import Link
 from tiered_kv_redis.exchange import Exchange
 from tiered_kv_redis.node import Node
-from tiered_kv_redis.reasons import MISSING, TOO_LONG, WireError
+from tiered_kv_redis.reasons import ABSENT, TOO_LONG, WireError
 from tiered_kv_redis.replies import Refusal
 
 _CRLF = b"\r\n"
@@ -189,5 +189,5 @@ class Loads(Exchange):
             record = link.replies.bulk(length, deadline)
             self._judge(position, record[:HEADER_BYTES], record[HEADER_BYTES:])
         else:
-            self.failures[position] = length.reason if isinstance(length, Refusal) else MISSING
+            self.failures[position] = length.reason if isinstance(length, Refusal) else ABSENT
             self.answered += 1

@@ -19,7 +19,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from tiered_kv.toolkit.certificates import note_refused
 
-MISSING: Final = "missing"
+ABSENT: Final = "absent"
 NO_SPACE: Final = "no_space"
 READ_ONLY: Final = "readonly"
 MOVED: Final = "moved"

@@ -84,18 +84,18 @@ class RedisTier(BlockingTier):
 
     @property
     def lookup_failures(self) -> int:
-        return super().lookup_failures + self._blocks.counters["unanswered_lookups"]
+        return super().lookup_failures + self._blocks.counters["unanswered_lookups_total"]
 
     def reset_cache(self) -> bool:
         self.begin_epoch()
         self._blocks.reset()  # after `begin_epoch`: a store that sees this epoch sees that it is too old for it
         return True
 
-    def stats(self) -> Mapping[str, int]:
+    def stats(self) -> Mapping[str, Any]:
         return {
             **super().stats(),
             **self._blocks.counters.snapshot(),
-            "epoch_repairs": self._blocks.epoch_repairs,
+            "epoch_repairs_total": self._blocks.epoch_repairs,
         }
 
     def describe(self) -> Mapping[str, object]:

@@ -84,7 +84,7 @@ class Bucket:
 
         def put(connection: Connection, credentials: Credentials, patience: Patience) -> tuple[Answer, bytes]:
             head = self._head_of("PUT", name, headers, payload_hash, connection, credentials)
-            self._counters.add("put_requests")
+            self._counters.add("requests_total", "put")
             try:
                 connection.send([head, *pieces], patience)
             except ConnectionError as error:  # it may have answered before it closed
@@ -99,7 +99,7 @@ class Bucket:
 
         def get(connection: Connection, credentials: Credentials, patience: Patience) -> tuple[Answer, bytes]:
             head = self._head_of("GET", name, {}, EMPTY_PAYLOAD, connection, credentials)
-            self._counters.add("get_requests")
+            self._counters.add("requests_total", "get")
             connection.send([head], patience)
             answer = connection.receive_head(patience)
             if answer.status != 200:
@@ -124,7 +124,7 @@ class Bucket:
 
         def delete(connection: Connection, credentials: Credentials, patience: Patience) -> tuple[Answer, bytes]:
             head = self._head_of("DELETE", name, {}, EMPTY_PAYLOAD, connection, credentials)
-            self._counters.add("delete_requests")
+            self._counters.add("requests_total", "delete")
             connection.send([head], patience)
             answer = connection.receive_head(patience)
             return answer, connection.receive_error(answer, patience)
@@ -142,9 +142,11 @@ class Bucket:
         retry_until_s = (time.monotonic() + deadline) / 2
         for attempt in range(self._attempts):
             if attempt:
-                self._counters.add("retries", len(waiting))
+                self._counters.add("retried_requests_total", count=len(waiting))
             self._ask_side_by_side(names, waiting, verdicts, deadline)
-            self._counters.add("slow_downs", sum(verdicts[index] is Verdict.SLOW_DOWN for index in waiting))
+            self._counters.add(
+                "slow_down_answers_total", count=sum(verdicts[index] is Verdict.SLOW_DOWN for index in waiting)
+            )
             waiting = self._explain(names, waiting, verdicts, deadline)
             pause_s = random.uniform(0, min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2**attempt))
             if not waiting or time.monotonic() + pause_s >= retry_until_s or self._closing.wait(pause_s):
@@ -190,7 +192,7 @@ class Bucket:
                 return answer, b""
             # What is wrong stands in the body, which answers to HEAD have not: ask for the first byte.
             text = self._head_of("GET", name, {"range": "bytes=0-0"}, EMPTY_PAYLOAD, connection, credentials)
-            self._counters.add("get_requests")
+            self._counters.add("requests_total", "get")
             connection.send([text], patience)
             answer = connection.receive_head(patience)
             return answer, connection.receive_error(answer, patience)
@@ -198,7 +200,7 @@ class Bucket:
         return head
 
     def _send_head(self, connection: Connection, name: str, credentials: Credentials, patience: Patience) -> None:
-        self._counters.add("head_requests")
+        self._counters.add("requests_total", "head")
         connection.send([self._head_of("HEAD", name, {}, EMPTY_PAYLOAD, connection, credentials)], patience)
 
     def _is_expired(self, answer: Answer) -> bool:
@@ -218,10 +220,10 @@ class Bucket:
                 pause_s = random.uniform(0, min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2**attempt))
                 if time.monotonic() + pause_s >= deadline or self._closing.wait(pause_s):
                     break
-                self._counters.add("retries")
+                self._counters.add("retried_requests_total")
             verdict = self._try(exchange, Patience(deadline, self._stall_s))
             if verdict is Verdict.SLOW_DOWN:
-                self._counters.add("slow_downs")
+                self._counters.add("slow_down_answers_total")
             if verdict not in RETRYABLE:
                 break
         return verdict

@@ -63,7 +63,7 @@ class ConnectionPool:
             self.give_back(connection, reuse=False)
         endpoint = self._endpoint
         connection = Connection(endpoint, self._tls if endpoint.is_tls else None, patience)
-        self._counters.add("connections_opened")
+        self._counters.add("opened_connections_total")
         with self._lock:
             if not self._is_closed:
                 self._used.add(connection)

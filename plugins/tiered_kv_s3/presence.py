@@ -102,7 +102,7 @@ class Presence:
             if verdict is not Verdict.UNASKED:  # which says nothing of the block
                 self._suspects.note_failed_read(Way.LOOKUP, name, asked_s)
         is_alone = self._suspects.has_answered(Way.LOOKUP, asked_s)
-        self._counters.add("unanswered_blocks" if is_alone else "failed_lookups", len(failed))
+        self._counters.add("unanswered_blocks_total" if is_alone else "unanswered_lookups_total", count=len(failed))
         return verdicts
 
 

@@ -131,7 +131,7 @@ class Sweeper:
             try:
                 self.sweep()
             except Exception:  # the thread lives on, whatever a library makes of an answer
-                self._counters.add("failed_sweeps")
+                self._counters.add("failed_sweeps_total")
             next_sweep_s = time.monotonic() + self._interval_s * random.uniform(1 - _JITTER, 1 + _JITTER)
 
     def _renew_all(self, until_s: float) -> None:
@@ -146,9 +146,9 @@ class Sweeper:
                 name, _ = self._renewals.popitem(last=False)
             try:
                 self._control.renew(name)
-                self._counters.add("renewed_blocks")
+                self._counters.add("renewed_blocks_total")
             except Exception:  # it may be gone meanwhile; the next use asks again
-                self._counters.add("failed_renewals")
+                self._counters.add("failed_renewals_total")
 
     def _sweep_once(self) -> bool:
         """List and delete once; return whether more has to go than one listing can tell."""
@@ -180,7 +180,7 @@ class Sweeper:
         refusals = self._control.delete([{"Key": name} for name in names])
         if refusals:  # which of them is not worth asking: the next listing tells
             raise TierError(f"blocks could not be deleted: {', '.join(sorted(refusals))}", operation="delete")
-        self._counters.add("deleted_blocks", len(names))
+        self._counters.add("deleted_blocks_total", count=len(names))
         now_s = time.monotonic()
         for name in names:
             self._presence.note(name, False, now_s)

@@ -161,7 +161,7 @@ class S3Tier(BlockingTier):
             }
             return [names[key] in there for key in keys]
         except Exception:
-            self._counters.add("failed_lookups", len(keys))
+            self._counters.add("unanswered_lookups_total", count=len(keys))
             raise
 
     def close(self) -> None:
@@ -171,17 +171,17 @@ class S3Tier(BlockingTier):
 
     @property
     def lookup_failures(self) -> int:
-        return super().lookup_failures + self._counters["failed_lookups"]
+        return super().lookup_failures + self._counters["unanswered_lookups_total"]
 
     def reset_cache(self) -> bool:
         self.begin_epoch()
         self._epoch.renew()  # after `begin_epoch`: a store that sees this epoch sees that it is too old for it
         self._presence.forget()
-        self._counters.add("resets")
+        self._counters.add("resets_total")
         self._saving.ask()
         return True
 
-    def stats(self) -> Mapping[str, int]:
+    def stats(self) -> Mapping[str, Any]:
         counted = {**super().stats(), **self._counters.snapshot(), "open_connections": self._bucket.open_connections}
         if self._settings.capacity is None:
             return counted
@@ -224,7 +224,7 @@ class S3Tier(BlockingTier):
         """Store one block; return why not, or an empty string."""
         name = self._naming.block(epoch, key)
         if self._presence.known(name) and name not in self._unreadable:
-            self._counters.add("skipped_stores")
+            self._counters.add("present_blocks_total")
             return ""
         header, payload = encode_record(key, block, self._namespace_digest, self._codecs.writer, self._room.take)
         began_s = time.monotonic()
@@ -232,7 +232,7 @@ class S3Tier(BlockingTier):
         if verdict is not Verdict.DONE:
             if not self._suspects.has_answered(Way.STORE, began_s):
                 return verdict.reason
-            self._counters.add("unanswered_blocks")
+            self._counters.add("unanswered_blocks_total")
             return "unanswered"
         self._suspects.note_answer(Way.STORE)
         self._suspects.forget(name)
@@ -263,30 +263,31 @@ class S3Tier(BlockingTier):
             if status in UNREADABLE or status in REFUSED:  # its checksum was right: it came as it lies there
                 break
         if status in _STAYS:
-            self._counters.add("unreadable_blocks" if status in UNREADABLE else "corrupt_blocks")
+            kind = "unreadable_blocks_total" if status in UNREADABLE else "corrupt_blocks_total"
+            self._counters.add(kind, status.value)
             self._unreadable.note((name,))
         else:
-            self._remove_damaged(name, "corrupt_blocks", deadline)
+            self._remove_damaged(name, status, deadline)
         return str(status.value) if status in REFUSED | UNREADABLE else "checksum"
 
     def _note_failed_get(self, name: str, verdict: Verdict, asked_s: float, deadline: float) -> str:
         if verdict is Verdict.OVERSIZED:
-            self._remove_damaged(name, "oversized_blocks", deadline)
+            self._remove_damaged(name, RecordStatus.BAD_LENGTH, deadline)
             return "checksum"
         if verdict not in ABSENCE:
             if not self._suspects.note_failed_read(Way.LOAD, name, asked_s):
                 return verdict.reason
-            self._counters.add("unanswered_blocks")
+            self._counters.add("unanswered_blocks_total")
             return "unanswered"
         self._suspects.note_answer(Way.LOAD)
         if verdict is Verdict.EXPIRED:
-            self._counters.add("expired_blocks")
+            self._counters.add("expired_blocks_total")
         self._presence.note(name, False, asked_s)
-        return "missing"
+        return "absent"
 
-    def _remove_damaged(self, name: str, counter: str, deadline: float) -> None:
+    def _remove_damaged(self, name: str, status: RecordStatus, deadline: float) -> None:
         """Make a miss of an object that is not the block's record, here and for everybody else."""
-        self._counters.add(counter)
+        self._counters.add("corrupt_blocks_total", status.value)
         if self._bucket.delete(name, deadline) is not Verdict.DONE:  # the credentials may not be allowed to
             self._unreadable.note((name,))
         self._presence.note(name, False, time.monotonic())

@@ -82,7 +82,7 @@ def test_a_misspelled_secret_is_not_repeated(type_name: str, name: str) -> None:
 def test_a_path_from_a_variable_is_hidden_in_the_configuration_and_named_by_the_tier(
     type_name: str, tmp_path: Path
 ) -> None:
-    """As docs/configuration.md and docs/security.md say it."""
+    """As docs/reference/configuration.md and docs/explanation/security.md say it."""
     file = tmp_path / "file"
     file.touch()
     source = {**STACK, "secondary": [{"type": type_name, "path": "${WHERE}", "capacity": "64MiB"}]}

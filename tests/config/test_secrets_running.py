@@ -26,6 +26,7 @@ from tests.support.secret_plants import (
     scenes_of,
     with_markers,
 )
+from tiered_kv.counters import count_of
 from tiered_kv.hooks import tier_plugins
 from tiered_kv.stack import Stack
 from tiered_kv.testing.redis_servers import RedisServer
@@ -104,11 +105,11 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def swept(stack: Stack) -> bool:
     """Return whether blocks were deleted: for that the tier uses boto3's own client, whose log tells much."""
-    return stack.counters()["s3"]["deleted_blocks"] > 0
+    return count_of(stack.counters(), "s3", "tier", "deleted_blocks_total") > 0
 
 
 def refused(stack: Stack) -> bool:
-    return stack.counters()["s3"].get("failed_stores_denied", 0) > 0
+    return count_of(stack.counters()["s3"], "failed_blocks_total", "store", "denied") > 0
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ class TestTokenHashes:
         assert [get_offload_block_hash(key) for key in block_keys(np.array(ids), 2, "Sämling")] == expected
 
     def test_hashes_are_those_in_the_documentation(self) -> None:
-        page = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
+        page = (Path(__file__).parents[2] / "docs" / "how-to" / "transformers.md").read_text()
         for number, key in enumerate(block_keys(np.arange(8), 4)):
             assert f"hash {number}  {get_offload_block_hash(key).hex()}" in page
             assert get_offload_group_idx(key) == 0

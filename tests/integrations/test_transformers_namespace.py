@@ -1,6 +1,6 @@
 """Models that differ in what shapes a block share nothing, and what does not shape it changes nothing.
 
-The rows are those of the table in docs/transformers.md.
+The rows are those of the table in docs/how-to/transformers.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers", reason="the extra 'transforme
 from tiered_kv.errors import ConfigError  # noqa: E402 - after what it needs
 from tiered_kv.integrations.transformers import PrefixCache  # noqa: E402
 
-PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "transformers.md"
 SIZES = {
     "vocab_size": 32,
     "hidden_size": 32,

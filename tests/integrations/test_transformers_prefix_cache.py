@@ -15,7 +15,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported
 torch = pytest.importorskip("torch", reason="the extra 'transformers'")
 transformers = pytest.importorskip("transformers", reason="the extra 'transformers'")
 
-from tiered_kv.errors import ConfigError, ShutdownError  # noqa: E402 - after what it needs
+from tiered_kv.counters import count_of  # noqa: E402 - after what it needs
+from tiered_kv.errors import ConfigError, ShutdownError  # noqa: E402
 from tiered_kv.integrations.transformers import PrefixCache, PrefixCacheStats  # noqa: E402
 from tiered_kv.testing.gate import Gate  # noqa: E402
 from tiered_kv.testing.waiting import wait_until  # noqa: E402
@@ -126,7 +127,7 @@ class TestRoundTrip:
         with open_cache(model, stack_at(tmp_path / "kv")) as prefixes:
             cache, tokens = prefixes.restore(ids)
             assert tokens == cache.get_seq_length() == 56
-            assert prefixes.stack.counters()["nvme"]["loaded_blocks"] == 7
+            assert prefixes.stack.counters()["nvme"]["loaded_blocks_total"] == 7
         assert same(states(cache, 56), states(original, 56))
 
     def test_logits_over_a_restored_cache_are_those_over_the_original(self, model: Any) -> None:
@@ -227,7 +228,7 @@ class TestDamage:
         with open_cache(model, stack_at(tmp_path / "kv")) as prefixes:
             cache, tokens = prefixes.restore(ids)
             assert tokens == 32
-            assert prefixes.stack.counters()["nvme"]["corrupt_blocks"] == 1
+            assert count_of(prefixes.stack.counters(), "nvme", "tier", "corrupt_blocks_total") == 1
             again = generate(model, ids, cache)
             assert torch.equal(again.sequences, plain.sequences)
             assert prefixes.save(ids, again.past_key_values) == 7

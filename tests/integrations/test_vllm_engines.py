@@ -29,6 +29,7 @@ from tests.support.vllm_programs import (
     interpreter,
     running,
 )
+from tiered_kv.counters import count_of
 from tiered_kv.testing.redis_servers import RedisServer, redis_server
 from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 
@@ -156,15 +157,15 @@ def test_no_token_changes_whatever_happens_to_the_tiers(
         (result,) = messages
     report(f"{configure.__name__}, first process", result)
     assert result["tokens"] == expected
-    assert min(before[tier]["loaded_blocks"] for tier in ("nvme", "redis", "s3")) > 0
-    assert result["counters"]["nvme"]["corrupt_blocks"] > 0
+    assert min(before[tier]["loaded_blocks_total"] for tier in ("nvme", "redis", "s3")) > 0
+    assert count_of(result["counters"], "nvme", "tier", "corrupt_blocks_total") > 0
     redis_server.restart()
     options = {**CHAT, "turns": 1, "kv_transfer_config": config}
     with running("0.32.0", HERE / "vllm_engine_program.py", str(model), json.dumps(options)) as program:
         (result,) = program.messages()
     report(f"{configure.__name__}, second process", result)
     assert result["tokens"] == [answers[:1] for answers in expected]
-    assert result["counters"]["nvme"]["loaded_blocks"] + result["counters"]["s3"]["loaded_blocks"] > 0
+    assert result["counters"]["nvme"]["loaded_blocks_total"] + result["counters"]["s3"]["loaded_blocks_total"] > 0
 
 
 def damage_segments(directory: Path) -> None:
@@ -181,7 +182,7 @@ def damage_segments(directory: Path) -> None:
 
 
 def report(title: str, result: Message) -> None:
-    loaded = {tier: counters.get("loaded_blocks", 0) for tier, counters in result["counters"].items()}
+    loaded = {tier: counters.get("loaded_blocks_total", 0) for tier, counters in result["counters"].items()}
     print(f"{title}: prompt tokens found {result['cached_tokens']}, blocks loaded by tier {loaded}", file=sys.stderr)
 
 
@@ -203,12 +204,12 @@ def test_the_audit_is_quiet_about_an_engine_and_catches_another_in_its_namespace
     same, log = audited(model, tier, rounds=2)
     first, second, third, *again = same["keys"]
     assert (len(first), len(second), len(third), again) == (6, 6, 6, [[], [], []])
-    assert same["counters"]["cpu"]["audit_identical_blocks"] == 18
+    assert same["counters"]["cpu"]["audited_blocks_total"]["identical"] == 18
     restarted, more_log = audited(model, tier)
-    assert restarted["counters"]["nvme"]["audit_identical_blocks"] == 18
+    assert restarted["counters"]["nvme"]["audited_blocks_total"]["identical"] == 18
     assert "audit:" not in log + more_log
     other, log = audited(model, tier, keys=third, prompts=2, other_weights=True)
-    assert other["counters"]["nvme"]["audit_different_blocks"] > 0
+    assert other["counters"]["nvme"]["audited_blocks_total"]["different"] > 0
     assert other["counters"]["nvme"]["audit_stopped"] == 1
     assert log.count("audit:") == 1
     assert other["before"] == [None] * 6, "found, and on their way"

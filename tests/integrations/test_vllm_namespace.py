@@ -1,6 +1,6 @@
 """Engines that differ in what shapes a block share nothing, and what does not shape it changes nothing.
 
-The rows are those of the table in docs/vllm.md: every name in its last column is an engine of the program beside this.
+The rows are those of the table in vllm.md: every name in its last column is an engine of the program beside this.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.support.vllm_programs import TIMEOUT_S, VARIABLES, environment_of_pro
 pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).with_name("vllm_namespace_program.py")
-PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "vllm.md"
 
 Engines = dict[str, dict[str, str]]
 

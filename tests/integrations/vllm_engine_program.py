@@ -83,7 +83,7 @@ def manager_of(engine: Any) -> Any:
     return None if connector is None else connector.connector_scheduler.manager
 
 
-def counters_of(engine: Any) -> dict[str, dict[str, int]]:
+def counters_of(engine: Any) -> dict[str, dict[str, Any]]:
     """Return what our tiers have counted, in our stack or below vLLM's tiering."""
     manager = manager_of(engine)
     if manager is None:

@@ -35,6 +35,7 @@ from vllm_program_parts import (  # type: ignore[import-not-found]  # found besi
 )
 
 import tiered_kv.integrations.vllm.tier as tier_module
+from tiered_kv.counters import count_of
 from tiered_kv.errors import FormatError
 from tiered_kv.integrations.vllm.metrics import COUNTER_METRIC
 from tiered_kv.testing.four_methods import FourMethodTier
@@ -106,7 +107,7 @@ class Engine(Scheduler):  # type: ignore[misc]  # found beside this program when
         self.finish(context)
         return hits
 
-    def counted(self, index: int = 0) -> dict[str, int]:
+    def counted(self, index: int = 0) -> dict[str, Any]:
         (counters,) = self.tiers[index].counters().values()
         return dict(counters)
 
@@ -146,9 +147,9 @@ class Checks:
             for batch in batches:
                 engine.store(batch)
                 engine.settle()
-            assert engine.counted()["stored_blocks"] == 64
+            assert engine.counted()["stored_blocks_total"] == 64
             assert [engine.load(batch) for batch in batches[:6]] == [8] * 6
-            assert engine.counted()["loaded_blocks"] >= 32
+            assert engine.counted()["loaded_blocks_total"] >= 32
             assert engine.load(keys_of("unknown", 4)) == 0
         with engine_on([self._nvme("cascade", load_budget=4 * CHUNK_BYTES)]) as engine:
             assert [engine.load(batch) for batch in batches] == [4] * 8, (
@@ -169,7 +170,7 @@ class Checks:
             with engine_on([entry]) as engine:
                 engine.store(keys)
                 engine.settle()
-                assert engine.counted()["stored_blocks"] == 8, engine.counted()
+                assert engine.counted()["stored_blocks_total"] == 8, engine.counted()
             with engine_on([entry]) as engine:
                 assert engine.load(keys) == 8, (entry["type"], engine.counted())
 
@@ -183,7 +184,7 @@ class Checks:
                 engine.settle()
             damage(self.directory / "partial", content_of(keys[5]).tobytes())
             assert engine.load(keys) == 5, engine.counted()
-            assert engine.counted()["corrupt_blocks"] == 1
+            assert count_of(engine.counted(), "tier", "corrupt_blocks_total") == 1
             assert engine.load(keys) == 5, "what was loaded before the damage stays"
 
     def reset_cache(self) -> None:
@@ -263,23 +264,23 @@ class Checks:
             for number in range(6):
                 engine.store(keys_of(f"broken-{number}", 2))
                 engine.settle()
-            assert engine.counted()["breaker_opened"] == 1
-            assert engine.counted()["skipped_breaker"] > 0
+            assert engine.counted()["breaker_opened_total"] == 1
+            assert count_of(engine.counted(), "skipped_blocks_total", "breaker") > 0
             assert engine.load(keys_of("broken-unknown", 2)) == 0
 
     def budgets_and_admission(self) -> None:
         with engine_on([self._nvme("budget", store_budget=2 * CHUNK_BYTES)]) as engine:
             engine.store(keys_of("budget", 8))
             engine.settle()
-            assert engine.counted()["stored_blocks"] == 2
-            assert engine.counted()["skipped_budget"] == 6
+            assert engine.counted()["stored_blocks_total"] == 2
+            assert count_of(engine.counted(), "skipped_blocks_total", "budget") == 6
         with engine_on([self._nvme("admission", admit_after=2)]) as engine:
             for _ in range(2):
                 engine.store(keys_of("admission", 4))
                 engine.settle()
                 engine.manager.reset_cache()
-            assert engine.counted()["skipped_admission"] == 4
-            assert engine.counted()["stored_blocks"] == 4
+            assert count_of(engine.counted(), "skipped_blocks_total", "admission") == 4
+            assert engine.counted()["stored_blocks_total"] == 4
         with engine_on([self._nvme("both", admit_after=2, store_budget=2 * CHUNK_BYTES)]) as engine:
             keys = keys_of("both", 4)
             for offered in (keys, keys, keys[2:]):
@@ -288,7 +289,7 @@ class Checks:
                 engine.manager.reset_cache()
                 if hasattr(engine.manager, "on_reset_flushed"):
                     engine.manager.on_reset_flushed()
-            assert engine.counted()["stored_blocks"] == 4, "an offer that found no room did not count"
+            assert engine.counted()["stored_blocks_total"] == 4, "an offer that found no room did not count"
 
     def events_and_metrics(self) -> None:
         keys = keys_of("events", 4)
@@ -300,7 +301,7 @@ class Checks:
             assert COUNTER_METRIC in engine.spec.build_metric_definitions(engine.spec.extra_config)
             stats = wait_for(engine.tiers[0].get_stats)
             values = stats.data["data"][COUNTER_METRIC]
-            assert values[("memory", "stored_blocks")] == 4
+            assert values[("memory", "stored_blocks_total", "")] == 4
             assert not stats.is_empty()
             if hasattr(engine.manager, "config_info"):
                 assert engine.manager.config_info()[1]["tiered_kv_type"] == "memory"

@@ -169,7 +169,7 @@ class Checks:
                 engine.settle()
             assert engine.load(keys, 40) == 8
             assert all(map(torch.equal, engine.blocks(40, 8), expected))
-            assert engine.manager.counters()["nvme"]["loaded_blocks"] == 8
+            assert engine.manager.counters()["nvme"]["loaded_blocks_total"] == 8
         with engine_with(stack) as engine:
             assert engine.load(keys, 16) == 8
             assert all(map(torch.equal, engine.blocks(16, 8), expected))
@@ -347,8 +347,8 @@ class Checks:
             engine.settle()
             assert COUNTER_METRIC in type(engine.spec).build_metric_definitions(engine.spec.extra_config)
             values = wait_for(engine.manager.get_stats).data["data"][COUNTER_METRIC]
-            assert values[("nvme", "stored_blocks")] == 4
-            assert values[("cpu", "stored_blocks")] == 4
+            assert values[("nvme", "stored_blocks_total", "")] == 4
+            assert values[("cpu", "stored_blocks_total", "")] == 4
             (info,) = engine.manager.config_info()
             assert tuple(info) == type(engine.spec).config_info_keys({})
 

@@ -123,8 +123,8 @@ def measure(directory: str, steps: int) -> dict[str, object]:
         "busy_step_us": percentiles(busy),
         "busy_over_idle_p99": round(percentiles(busy)["p99"] / percentiles(idle)["p99"], 2),
         "jobs_in_flight_median": statistics.median(busy_in_flight),
-        "nvme_stored_blocks": counters.get("stored_blocks", 0),
-        "nvme_loaded_blocks": counters.get("loaded_blocks", 0),
+        "nvme_stored_blocks": counters.get("stored_blocks_total", 0),
+        "nvme_loaded_blocks": counters.get("loaded_blocks_total", 0),
     }
 
 

@@ -1,4 +1,4 @@
-"""The scripts behind docs/performance.md still run, and print what their readers expect."""
+"""The scripts behind docs/explanation/performance.md still run, and print what their readers expect."""
 
 from __future__ import annotations
 

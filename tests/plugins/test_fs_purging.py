@@ -69,7 +69,7 @@ def test_the_grant_of_a_killed_process_does_not_stay_in_the_total(tmp_path: Path
     other = rig_of({"type": "fs", "path": str(path), "capacity": CAPACITY_BYTES}, block_bytes=65_536, namespace=OTHER)
     try:
         assert not other.lookup(make_keys(1)[0])
-        wait_until(lambda: other.tier.stats()["surveys"])
+        wait_until(lambda: other.tier.stats()["surveys_total"])
         assert occupied_bytes(path) <= ledger_of(path)["total_bytes"] <= occupied_bytes(path) + (128 << 10)
     finally:
         other.close()

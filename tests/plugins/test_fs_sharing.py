@@ -191,7 +191,7 @@ def test_what_a_killed_writer_left_is_swept_and_its_grant_is_free_again(start: S
     lapse(path)
     rig.reopen()
     assert rig.store(make_keys(8, "reopened")).success
-    wait_until(lambda: rig.tier.stats()["surveys"])
+    wait_until(lambda: rig.tier.stats()["surveys_total"])
     assert [entry for entry in path.rglob("*") if TEMPORARY_BLOCK.fullmatch(entry.name)] == []
     assert len(ledger_of(path)["holders"]) == 1, "those of the killed are gone"
     for number in range(40):

@@ -116,7 +116,7 @@ def test_a_failed_write_stores_nothing_and_its_room_is_used_again(bench: StoreBe
     assert store.contains(failed) == [False] * 5
     disk.on_write = lambda buffers, offset: None
     bench.put(store, after)
-    assert store.stats()["io_errors"] == 100
+    assert store.stats()["io_errors_total"] == 100
     store.close()
     store = bench.open()
     assert store.contains(before + failed + after) == [True] * 5 + [False] * 5 + [True] * 5
@@ -186,7 +186,7 @@ def test_a_full_file_system_makes_do_with_the_segments_there_are(bench: StoreBen
         assert bench.put(store, make_keys(40, f"batch {number}")).successful_keys is None
     newest = make_keys(40, "batch 19")
     assert bench.get(store, newest) == set(newest)
-    assert store.stats()["no_space_errors"] > 0
+    assert store.stats()["no_space_errors_total"] > 0
     bench.wait_until(lambda: len(bench.segments) == 5)  # another one may be tried, and given up, just now
 
 
@@ -198,8 +198,8 @@ def test_a_file_system_with_too_little_space_fails_stores_at_once(bench: StoreBe
     for number in range(20):
         outcome = bench.put(store, make_keys(3, f"batch {number}"))
         assert (outcome.successful_keys, outcome.reason) == ([], "no_space")
-    assert store.stats()["refused_stores"] == 20
-    assert store.stats()["room_timeouts"] == 0
+    assert store.stats()["refused_stores_total"] == 20
+    assert store.stats()["room_timeouts_total"] == 0
     bench.wait_until(lambda: len(bench.segments) == segments)  # another one may be tried, and given up, just now
 
 
@@ -211,8 +211,8 @@ def test_two_segments_are_enough_to_keep_the_newest_blocks(bench: StoreBench) ->
         keys = make_keys(40, f"batch {number}")
         assert bench.put(store, keys).successful_keys is None
         assert keys[-1] in bench.get(store, keys)  # used, so it would move on if there were room
-    assert store.stats()["no_space_errors"] > 0
-    assert store.stats()["refused_stores"] == store.stats()["room_timeouts"] == 0
+    assert store.stats()["no_space_errors_total"] > 0
+    assert store.stats()["refused_stores_total"] == store.stats()["room_timeouts_total"] == 0
     bench.wait_until(lambda: len(bench.segments) == 2)  # another one may be tried, and given up, just now
 
 
@@ -246,10 +246,10 @@ def test_a_disk_that_takes_no_headers_costs_the_blocks_of_one_segment(bench: Sto
         return None
 
     disk.on_write = refuse_headers
-    errors = store.stats()["io_errors"]
+    errors = store.stats()["io_errors_total"]
     for number in range(40):  # until there is no free segment any more, and then some
         bench.put(store, make_keys(40, f"refused {number}"))
-    bench.wait_until(lambda: store.stats()["io_errors"] >= errors + 5)
+    bench.wait_until(lambda: store.stats()["io_errors_total"] >= errors + 5)
     assert len(bench.segments) == segments
     blocks_of_a_segment = (256 << 10) // 4096
     reclaimed_before = 2 * blocks_of_a_segment  # free ones that were ready, and the one that is tried again and again
@@ -339,7 +339,7 @@ def test_segments_whose_size_cannot_be_known_are_not_taken_for_nothing(
             assert bench.put(store, make_keys(40, f"batch {number}")).successful_keys is None
         bench.wait_until_ready(store)
     assert len(bench.segments) == store.stats()["segments"] == segments
-    assert store.stats()["io_errors"] > 0
+    assert store.stats()["io_errors_total"] > 0
     assert bench.occupied_bytes() <= bench.capacity_bytes
 
 
@@ -379,7 +379,7 @@ def test_a_segment_whose_blocks_can_never_move_is_used_again_without_them(
         assert bench.put(store, keys).successful_keys is None
         store.touch(keys[:1])
     assert bench.get(store, keys) == set(keys)
-    assert store.stats()["relocated_blocks"] == 0
+    assert store.stats()["relocated_blocks_total"] == 0
 
 
 def test_the_last_two_segments_are_for_stores(bench: StoreBench) -> None:
@@ -390,7 +390,7 @@ def test_the_last_two_segments_are_for_stores(bench: StoreBench) -> None:
         keys = make_keys(40, f"before {number}")
         assert bench.put(store, keys).successful_keys is None
         store.touch(keys)
-    assert store.stats()["relocated_blocks"] > 0
+    assert store.stats()["relocated_blocks_total"] > 0
 
     spoil_oldest(store)
     for number in range(40):  # every segment is filled and reclaimed
@@ -428,11 +428,11 @@ def test_a_segment_file_that_could_not_be_deleted_is_deleted_later(
         for number in range(60):
             assert bench.put(store, make_keys(40, f"between {number}")).successful_keys is None
         assert refused
-        assert store.stats()["deleted_segments"] == 0
+        assert store.stats()["deleted_segments_total"] == 0
         assert len(bench.segments) == segments == store.stats()["segments"] + 1
     for number in range(60):
         assert bench.put(store, make_keys(40, f"after {number}")).successful_keys is None
-    assert store.stats()["deleted_segments"] == 1
+    assert store.stats()["deleted_segments_total"] == 1
     assert len(bench.segments) == segments == store.stats()["segments"]
 
 

@@ -31,7 +31,7 @@ def test_batches_come_after_their_header_and_before_their_summary(bench: StoreBe
     for number in range(BATCHES):
         assert bench.put(store, make_keys(40, f"batch {number}")).successful_keys is None
     bench.wait_until_ready(store)
-    assert store.stats()["reclaimed_segments"]
+    assert store.stats()["reclaimed_segments_total"]
     bench.wait_until(lambda: disk.summaries)  # while there is room to be made, the reclaimer seals nothing
     segments = int(store.stats()["segments"])
     assert store.close()
@@ -67,7 +67,7 @@ def test_a_flush_that_fails_leaves_a_segment_without_a_summary(bench: StoreBench
     disk.fails = True
     for number in range(2):  # more than the free segment holds, and none is made now
         bench.put(store, make_keys(40, f"batch {number}"))
-    bench.wait_until(lambda: store.stats()["io_errors"])
+    bench.wait_until(lambda: store.stats()["io_errors_total"])
     assert store.close()
     assert disk.batches
     assert not disk.summaries

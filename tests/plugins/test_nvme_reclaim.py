@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.counters import count_of
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys
 from tiered_kv_nvme.directory import DIRECTORY_RESERVE_BYTES, SEGMENT_RESERVE_BYTES
@@ -49,8 +50,8 @@ def test_the_oldest_segments_make_room_and_the_newest_blocks_stay(bench: StoreBe
     assert here[-10:] == [40] * 10
     stats = store.stats()
     assert stats["blocks"] == sum(here)
-    assert stats["dropped_blocks"] == 40 * BATCHES - sum(here)
-    assert stats["relocated_blocks"] == 0
+    assert stats["evicted_blocks_total"] == 40 * BATCHES - sum(here)
+    assert stats["relocated_blocks_total"] == 0
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
@@ -64,7 +65,7 @@ def test_blocks_that_are_used_again_and_again_stay(bench: StoreBench, codec: str
         store.touch(touched)
         assert bench.get(store, system_prompt) == set(system_prompt)
     assert store.contains(touched) == [True] * 6
-    assert store.stats()["relocated_blocks"] >= 12
+    assert store.stats()["relocated_blocks_total"] >= 12
     store.close()
     assert bench.get(bench.open(), system_prompt + touched) == {*system_prompt, *touched}
 
@@ -78,7 +79,7 @@ def test_blocks_that_were_used_once_go_when_they_are_the_oldest_again(bench: Sto
         bench.put(store, batch(number))
         store.touch(batch(number)[:4])  # these move on too, and in the end push the others out
     assert store.contains(once) == [False] * 10
-    assert store.stats()["relocated_blocks"] > 100
+    assert store.stats()["relocated_blocks_total"] > 100
 
 
 def test_a_bounded_share_of_a_segment_moves_on(bench: StoreBench) -> None:
@@ -87,7 +88,7 @@ def test_a_bounded_share_of_a_segment_moves_on(bench: StoreBench) -> None:
         bench.put(store, batch(number))
         store.touch([key for other in range(number + 1) for key in batch(other)])
     stats = store.stats()
-    assert 0 < stats["relocated_blocks"] <= 16 * (stats["reclaimed_segments"] + 1)
+    assert 0 < stats["relocated_blocks_total"] <= 16 * (stats["reclaimed_segments_total"] + 1)
 
 
 @pytest.mark.slow
@@ -117,7 +118,7 @@ def test_the_capacity_holds_at_every_moment_of_a_run_that_is_full(bench: StoreBe
         done.set()
         watcher.join()
     assert max(samples) <= bench.capacity_bytes
-    assert store.stats()["reclaimed_segments"] > 20
+    assert store.stats()["reclaimed_segments_total"] > 20
 
 
 def test_a_directory_that_is_exactly_full_loses_nothing_by_reopening(bench: StoreBench) -> None:
@@ -131,7 +132,7 @@ def test_a_directory_that_is_exactly_full_loses_nothing_by_reopening(bench: Stor
         assert len(bench.segments) == 12
         store = bench.open()
         assert bench.get(store, list(here)) == here
-        assert store.stats()["discarded_segments"] == 0
+        assert store.stats()["discarded_segments_total"] == 0
 
 
 @pytest.mark.parametrize("block_bytes", [4096, 65536])
@@ -158,7 +159,7 @@ def test_a_lower_capacity_holds_from_the_moment_of_opening(bench: StoreBench) ->
     bench.capacity_bytes = 2 << 20
     store = bench.open()
     assert bench.occupied_bytes() <= bench.capacity_bytes
-    assert store.stats()["discarded_segments"] > 0
+    assert store.stats()["discarded_segments_total"] > 0
     newest = [key for number in range(BATCHES - 4, BATCHES) for key in batch(number)]
     assert bench.get(store, newest) == set(newest)
     fill(bench, store, range(1000, 1030))
@@ -225,7 +226,7 @@ def test_where_every_segment_is_being_read_a_store_gives_up_in_time(bench: Store
         bench.wait_until(lambda: gate.waiting == len(readers))
         outcome = bench.put(store, batch(len(readers)))
     assert outcome.reason == "no_space"
-    assert store.stats()["room_timeouts"] == 1
+    assert store.stats()["room_timeouts_total"] == 1
     gate.open()
     for reader in readers:
         reader.join()
@@ -269,5 +270,5 @@ def test_readers_get_the_right_bytes_while_segments_are_used_again(bench: StoreB
         thread.join()
     assert failures == []
     stats = store.stats()
-    assert stats["corrupt_blocks"] == stats["io_errors"] == 0
-    assert stats["reclaimed_segments"] > 100
+    assert count_of(stats, "corrupt_blocks_total") == stats["io_errors_total"] == 0
+    assert stats["reclaimed_segments_total"] > 100

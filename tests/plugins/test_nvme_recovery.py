@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiered_kv.base import OffloadKey, make_offload_key
+from tiered_kv.counters import count_of
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import block_content, make_keys
@@ -82,7 +83,7 @@ def test_a_killed_process_leaves_a_directory_whose_every_block_loads(bench: Stor
         bench.wait_until_ready(store)  # nothing is reclaimed from here on
         found = list(store.index.places)
         assert bench.get(store, found) == set(found)  # checks the bytes too
-        assert store.stats()["corrupt_blocks"] == 0
+        assert count_of(store.stats(), "corrupt_blocks_total") == 0
         assert found or run == 0
         store.close()
 
@@ -280,12 +281,12 @@ def test_a_reset_whose_write_fails_holds_in_memory_and_is_written_later(
     store = bench.open()
     old, new = make_keys(20, "old"), make_keys(20, "new")
     bench.put(store, old)
-    before = store.stats()["io_errors"]
+    before = store.stats()["io_errors_total"]
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", fail)
         store.reset()
-        bench.wait_until(lambda: store.stats()["io_errors"] > before)
-    assert store.stats()["resets"] == 1
+        bench.wait_until(lambda: store.stats()["io_errors_total"] > before)
+    assert store.stats()["resets_total"] == 1
     assert bench.get(store, old) == set()
     bench.put(store, new)
     store.close()
@@ -328,7 +329,7 @@ def test_an_epoch_that_cannot_be_flushed_does_not_keep_the_directory(
 
     monkeypatch.setattr(store._epoch, "sync", fail)
     assert store.close()
-    assert store.counters["io_errors"] == 1
+    assert store.counters["io_errors_total"] == 1
     assert bench.get(bench.open(), keys) == set(keys)
 
 
@@ -359,7 +360,7 @@ def test_what_was_read_before_a_read_error_stays_and_the_rest_is_found_later(ben
     assert store.contains(keys) == [True] * 10 + [False] * 10
     disk.offsets = set()
     assert bench.get(store, keys) == set(keys[:10])
-    assert store.stats()["discarded_segments"] == 0
+    assert store.stats()["discarded_segments_total"] == 0
     store.close()
     assert bench.get(bench.open(), keys) == set(keys)
 
@@ -407,8 +408,8 @@ def test_a_header_that_cannot_be_read_now_is_found_when_the_disk_has_recovered(b
     disk = UnreadableDisk(errno.EIO, {0})
     store = bench.open(disk)
     assert not any(store.contains(keys))
-    assert store.stats()["io_errors"] >= len(files)
-    assert store.stats()["discarded_segments"] == 0
+    assert store.stats()["io_errors_total"] >= len(files)
+    assert store.stats()["discarded_segments_total"] == 0
     disk.offsets = set()
     bench.put(store, make_keys(4, "meanwhile"))
     store.close()

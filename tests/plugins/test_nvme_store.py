@@ -41,7 +41,7 @@ def test_blocks_come_back_in_any_form_and_after_reopening(
     store.close()
     # What was written in one form is read by a store that would write another.
     store = bench.open(codec="raw", want_direct=not want_direct)
-    assert store.counters["recovered_blocks"] == 50
+    assert store.counters["recovered_blocks_total"] == 50
     assert bench.get(store, keys) == set(keys)
 
 
@@ -121,7 +121,7 @@ def test_what_follows_a_clean_close_goes_on_in_the_same_segment(bench: StoreBenc
     batches = [make_keys(5, f"batch {number}") for number in range(6)]
     for number, keys in enumerate(batches):
         store = bench.open()
-        assert store.counters["recovered_blocks"] == 5 * number
+        assert store.counters["recovered_blocks_total"] == 5 * number
         bench.put(store, keys)
         store.close()
     everything = [key for keys in batches for key in keys]

@@ -52,14 +52,14 @@ def test_the_example_shares_blocks_between_two_stacks(redis_server: RedisServer)
 
 
 def test_the_page_names_every_setting() -> None:
-    page = (ROOT / "docs" / "redis.md").read_text()
+    page = (ROOT / "docs" / "reference" / "redis.md").read_text()
     own = set(RedisSettings.model_fields) - set(tiered_kv.TierSettings.model_fields)
     named = set(re.findall(r"`(\w+)`", "".join(line for line in page.splitlines() if line.startswith("| `"))))
     assert own <= named
 
 
 def test_the_entries_on_the_page_are_accepted() -> None:
-    page = (ROOT / "docs" / "redis.md").read_text()
+    page = (ROOT / "docs" / "reference" / "redis.md").read_text()
     (block,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     for entry in yaml.safe_load(block)["secondary"]:
         assert RedisSettings.model_validate(entry).addresses

@@ -170,14 +170,14 @@ def test_the_blocks_of_living_masters_are_found_while_one_is_dead(how: str, redi
                 found += stack.get(keys, out, timeout=30.0)
                 living += reachable[keys[0]]
         (tier,) = (counted for name, counted in stack.counters().items() if name != "cpu")
-        assert tier.get("breaker_opened", 0) == 0
+        assert tier.get("breaker_opened_total", 0) == 0
         assert living > PROMPTS
         assert found >= 0.9 * living, f"{found} of {living} blocks of living masters were found"
-        before = tier["stored_blocks"]
+        before = tier["stored_blocks_total"]
         new = make_keys(60, "while one is dead")
         blocks = np.zeros((len(new), BLOCK_BYTES), np.uint8)
         stack.put(new, blocks)
         stack.flush(timeout=60.0)
         (tier,) = (counted for name, counted in stack.counters().items() if name != "cpu")
         lost = sum(key_slot(prefix + key) >= 10_923 for key in new)
-        assert tier["stored_blocks"] - before == len(new) - lost
+        assert tier["stored_blocks_total"] - before == len(new) - lost

@@ -222,7 +222,7 @@ def test_unexpected_replies_cost_their_own_blocks_only(pair: Pair, piece_bytes: 
     pair.answer(replies, piece_bytes)
     loading.run(pair.link)
     assert loading.loaded() == [1, 4, 6]
-    assert loading.loads.failures[0] == loading.loads.failures[8] == "missing"
+    assert loading.loads.failures[0] == loading.loads.failures[8] == "absent"
     assert loading.loads.failures[3] == "loading"
     assert loading.loads.failures[7] == "wrong_key"
     assert loading.loads.damaged == [2, 5, 7]

@@ -253,7 +253,7 @@ def test_blocks_that_are_there_are_left_and_asked_about_from_then_on(
     assert rig.store(keys).success
     assert calls(redis_server, "set") == sent, "what is there was sent again"
     assert values(redis_server) == marked, "what was there was replaced"
-    assert rig.tier.stats()["present_blocks"] == 16
+    assert rig.tier.stats()["present_blocks_total"] == 16
     fresh = make_keys(8, "fresh")
     asked = calls(redis_server, "strlen")
     assert rig.store(fresh).success

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tiered_kv.counters import count_of
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.testing.waiting import wait_until
@@ -262,7 +263,7 @@ def test_a_passing_fault_is_retried(server: FaultyServer, make_rig: MakeRig, fau
     assert all(rig.lookup(key) for key in keys)
     server.faults["GET"] += [fault, fault]
     assert rig.load(keys) == set(keys)
-    assert rig.tier.stats()["retries"] >= 3
+    assert rig.tier.stats()["retried_requests_total"] >= 3
 
 
 @pytest.mark.parametrize("fault", [Fault.TRUNCATE, Fault.STALL, Fault.FLIP], ids=lambda fault: fault.name)
@@ -275,7 +276,7 @@ def test_a_body_that_is_cut_off_stalled_or_wrong_is_read_again(
     rig.store(keys)
     server.faults["GET"] += [fault]
     assert rig.load(keys) == set(keys)
-    asked = rig.tier.stats()["get_requests"]
+    asked = count_of(rig.tier.stats(), "requests_total", "get")
     assert asked == 5 or (stalls and asked > 5), "the mark twice, two blocks, one of them again, and what came late"
 
 
@@ -286,7 +287,7 @@ def test_what_came_as_it_lies_there_is_not_read_again(server: FaultyServer, make
     assert make_rig().store(plain).success
     rig = make_rig(**key_2)
     assert rig.load([*encrypted, *plain]) == set()
-    assert rig.tier.stats()["get_requests"] == 3, "the epoch, and two blocks"
+    assert count_of(rig.tier.stats(), "requests_total", "get") == 3, "the epoch, and two blocks"
 
 
 LASTING = [
@@ -328,7 +329,9 @@ def test_bodies_that_stall_are_failures_of_the_bucket_although_it_answers_lookup
     rig = make_rig(attempts=1, request_timeout=2)
     server.always["GET"] = Fault.STALL
     load = rig.submit_load(keys[:1])
-    wait_until(lambda: rig.tier.stats()["get_requests"] == 2, what="the requests for the mark and the block")
+    wait_until(
+        lambda: count_of(rig.tier.stats(), "requests_total", "get") == 2, what="the requests for the mark and the block"
+    )
     assert rig.lookup(keys[1])
     (result,) = rig.wait([load])
     assert (result.success, result.reason) == (False, "timeout")
@@ -347,12 +350,12 @@ def test_retries_end_with_the_job(server: FaultyServer, make_rig: MakeRig) -> No
 
 
 @pytest.mark.parametrize(
-    ("fault", "counter"),
-    [(Fault.FLIP, "corrupt_blocks"), (Fault.LONGER, "oversized_blocks"), (Fault.SHORTER, "corrupt_blocks")],
+    ("fault", "reason"),
+    [(Fault.FLIP, "checksum"), (Fault.LONGER, "bad_length"), (Fault.SHORTER, "bad_length")],
     ids=["flip", "longer", "shorter"],
 )
 def test_damage_that_stays_is_a_counted_miss_and_deleted(
-    server: FaultyServer, make_rig: MakeRig, fault: Fault, counter: str
+    server: FaultyServer, make_rig: MakeRig, fault: Fault, reason: str
 ) -> None:
     rig = make_rig()
     (key,) = make_keys(1)
@@ -360,7 +363,7 @@ def test_damage_that_stays_is_a_counted_miss_and_deleted(
     server.always["GET"] = fault
     (result,) = rig.wait([rig.submit_load([key])])
     assert (result.success, result.reason) == (False, "checksum")
-    assert rig.tier.stats()[counter] == 1
+    assert rig.tier.stats()["corrupt_blocks_total"] == {reason: 1}
     assert not rig.lookup(key)
     assert not any("/blocks/" in name for name in server.objects)
     server.always.clear()
@@ -422,14 +425,14 @@ def test_one_object_that_always_fails_costs_its_own_blocks_and_opens_no_breaker(
         found = sum(stack.get(keys, blocks, WAIT_S) for _ in range(5) for keys in prompts)
         assert found >= 0.9 * 5 * (9 * 8 + 3)
         counters = stack.counters()["s3"]
-        assert (counters["breaker_opened"], counters["unanswered_blocks"] > 0) == (0, True)
+        assert (counters["breaker_opened_total"], counters["tier"]["unanswered_blocks_total"] > 0) == (0, True)
         server.always["HEAD"] = server.always["GET"] = fault
         server.bad_objects.clear()
 
         def has_opened() -> bool:
             for keys in prompts:
                 stack.get(keys, blocks, WAIT_S)
-            return stack.counters()["s3"]["breaker_opened"] > 0
+            return count_of(stack.counters(), "s3", "breaker_opened_total") > 0
 
         wait_until(has_opened, what="the breaker's opening where nothing is answered")
 
@@ -440,7 +443,7 @@ def test_a_clock_that_is_wrong_is_corrected_by_the_server_s(server: FaultyServer
     keys = make_keys(2)
     assert rig.store(keys).success
     assert rig.load(keys) == set(keys)
-    assert rig.tier.stats()["retries"] <= 2, "once known, the server's time is kept to"
+    assert rig.tier.stats()["retried_requests_total"] <= 2, "once known, the server's time is kept to"
 
 
 def test_a_bucket_in_another_region_is_followed_there(server: FaultyServer, make_rig: MakeRig) -> None:
@@ -490,6 +493,6 @@ def test_shutdown_ends_transfers_that_hang(
     rig.store([key])
     server.always["GET"] = Fault.STALL
     rig.submit_load([key])
-    wait_until(lambda: rig.tier.stats()["get_requests"] == 3, what="the transfer that hangs")
+    wait_until(lambda: count_of(rig.tier.stats(), "requests_total", "get") == 3, what="the transfer that hangs")
     rig.tier.shutdown()
     assert not any(thread.is_alive() for thread in rig.tier._worker_threads)

@@ -215,7 +215,7 @@ def test_a_block_that_there_was_no_time_to_ask_for_is_asked_for_by_the_next_look
     bucket.answers = dict.fromkeys(names[2:], Verdict.UNASKED)
     presence, counters = presence_of(bucket)
     assert presence.ask([names], soon()) == [[True, True, False, False]]
-    assert (counters["unanswered_blocks"], counters["failed_lookups"]) == (2, 0)
+    assert (counters["unanswered_blocks_total"], counters["unanswered_lookups_total"]) == (2, 0)
     bucket.answers.clear()
     assert presence.ask([names], soon()) == [[True] * 4]
 
@@ -256,7 +256,7 @@ def test_answers_that_cannot_be_had_are_misses_that_are_counted_and_not_kept() -
     names = names_of("block", 3)
     bucket.answer = Verdict.TIMEOUT
     assert presence.ask([names], soon()) == [[False] * 3]
-    assert counters["failed_lookups"] == 3
+    assert counters["unanswered_lookups_total"] == 3
     bucket.answer = None
     bucket.objects = dict.fromkeys(names, b"")
     assert presence.ask([names], soon()) == [[True] * 3]

@@ -85,7 +85,7 @@ def test_one_sweep_restores_the_capacity_oldest_first() -> None:
     sweeper, presence, counters = sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES)
     sweeper.sweep()
     assert sorted(bucket.written_s) == sorted(NAMES[12:])
-    assert counters["deleted_blocks"] == 12
+    assert counters["deleted_blocks_total"] == 12
     assert sweeper.used_bytes == 8 * RECORD_BYTES
     assert presence.known(NAMES[0]) is False
     assert presence.known(NAMES[12]) is None
@@ -149,7 +149,7 @@ def test_the_thread_sweeps_again_and_again_and_lives_through_failures() -> None:
     bucket.refusals = {"AccessDenied"}
     sweeper, _, counters = sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES, interval_s=0.01)
     sweeper.note_stored(RECORD_BYTES)
-    wait_until(lambda: counters["failed_sweeps"] >= 2, what="failures")
+    wait_until(lambda: counters["failed_sweeps_total"] >= 2, what="failures")
     bucket.refusals = set()
     wait_until(lambda: bucket.used_bytes == 8 * RECORD_BYTES, what="a sweep")
     sweeper.stop()
@@ -163,7 +163,7 @@ def test_a_block_that_is_used_late_is_renewed_and_survives_the_sweep() -> None:
     wait_until(lambda: bucket.renewed == [NAMES[0]], what="its renewal")
     bucket.written_s.pop(NAMES[1])
     sweeper.renew(NAMES[1])
-    wait_until(lambda: counters["failed_renewals"] == 1, what="the failure of what is gone")
+    wait_until(lambda: counters["failed_renewals_total"] == 1, what="the failure of what is gone")
     sweeper.stop()
     sweeper.join(60.0)
     sweeper_of(bucket, ttl_s=90.0)[0].sweep()
@@ -181,7 +181,7 @@ def test_the_thread_lives_through_a_renewal_that_fails_in_whatever_way() -> None
 
     bucket.renew = break_once  # type: ignore[method-assign]
     sweeper.renew(NAMES[0])
-    wait_until(lambda: counters["failed_renewals"] == 1, what="the failure")
+    wait_until(lambda: counters["failed_renewals_total"] == 1, what="the failure")
     sweeper.renew(NAMES[1])
     wait_until(lambda: bucket.renewed == [NAMES[1]], what="the renewal of another")
     sweeper.stop()

@@ -18,6 +18,7 @@ import pytest
 
 from tests.support.disk_use import occupied_bytes
 from tiered_kv.base import OffloadKey
+from tiered_kv.counters import count_of
 from tiered_kv.testing.clock import ManualClock
 from tiered_kv.testing.redis_servers import PATIENT, fake_redis_url, redis_server
 from tiered_kv.testing.rig import TierRig, compressible_content, make_keys
@@ -59,7 +60,6 @@ CAUSES = {
         lacks_zstandard=True,
     ),
 }
-COUNTERS = {"fs": "failed_{}", "redis": "failed_loads_{}", "s3": "unreadable_blocks"}
 TIERS = ["fs", "redis", pytest.param("s3", marks=pytest.mark.slow)]
 
 
@@ -124,7 +124,9 @@ def storage(tier: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterat
 
 
 def counted(rig: TierRig, cause: str) -> int:
-    return rig.tier.stats().get(COUNTERS[rig.tier.tier_type].format(cause), 0)
+    if rig.tier.tier_type == "redis":
+        return count_of(rig.tier.stats(), "failed_blocks_total", "load", cause)
+    return count_of(rig.tier.stats(), "unreadable_blocks_total", cause)
 
 
 def failed(rig: TierRig, keys: list[OffloadKey]) -> str:
@@ -147,7 +149,7 @@ def test_what_only_others_can_read_is_a_counted_miss_that_stays_for_them_until_i
 
     assert stranger.load([*keys, *readable]) == set(readable)
     assert counted(stranger, cause) == 4
-    assert stranger.tier.stats().get("corrupt_blocks", 0) == 0
+    assert count_of(stranger.tier.stats(), "corrupt_blocks_total") == 0
     assert failed(stranger, keys[:1]) == cause
     assert stranger.lookup_all([*keys, *readable]) == [False] * 4 + [True] * 2
     assert [stranger.lookup(key) for key in keys] == [False] * 4, "and not for any other request"

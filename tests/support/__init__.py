@@ -16,5 +16,5 @@ programs that tests start. From a shell, run them in the checkout's root: `pytho
     segment_map     which byte of an nvme segment belongs to what; segment_bench damages them
     secret_hunt     secrets in whatever a stack writes; secret_plants puts them there
     code_scan       what in Python source turns data into code
-    figures         what the proofs of docs/guarantees.md tried, and how much of it kept its promise
+    figures         what the proofs of docs/explanation/guarantees.md tried, and how much of it kept its promise
 """

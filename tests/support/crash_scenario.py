@@ -23,6 +23,7 @@ from tests.support.crash_progress import Progress
 from tests.support.disk_use import bucket_bytes, flush_file_system, occupied_bytes
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.namespace import Namespace
+from tiered_kv.counters import count_of
 from tiered_kv.errors import TierError
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.rig import block_content, make_keys
@@ -38,10 +39,10 @@ _COUNTED_S: Final = 15.0
 """A block is gone a moment before it is counted, by a thread that a busy machine may hold up in between."""
 _VERSION_OF_NEW = 9
 _EVICTIONS: Final = {
-    "nvme": "dropped_blocks",
-    "fs": "evicted_blocks",
-    "redis": "evicted_blocks",
-    "s3": "deleted_blocks",
+    "nvme": "evicted_blocks_total",
+    "fs": "evicted_blocks_total",
+    "redis": "evicted_blocks_total",
+    "s3": "deleted_blocks_total",
 }
 """Each tier's counter of blocks that it gave up to make room."""
 
@@ -214,7 +215,7 @@ class CrashScenario:
             found.problems.append(
                 f"phantoms: {missing} blocks were answered and did not load, of {lost} that were lost"
             )
-        damaged = stack.secondary_tiers[0].stats().get("corrupt_blocks", 0)
+        damaged = count_of(stack.secondary_tiers[0].stats(), "corrupt_blocks_total")
         if strict and damaged:
             found.problems.append(f"phantoms: {damaged} blocks were answered and are damaged")
         return loaded
@@ -347,9 +348,9 @@ def _losses(stack: Stack, *, damaged: bool) -> int:
     """Return how many blocks the tier gave up since it was opened, and said so; with or without damaged ones."""
     tier = stack.secondary_tiers[0]
     stats = tier.stats()
-    losses = stats.get(_EVICTIONS[tier.tier_type], 0)
+    losses = count_of(stats, _EVICTIONS[tier.tier_type])
     if damaged:
-        losses += stats.get("corrupt_blocks", 0)
+        losses += count_of(stats, "corrupt_blocks_total")
     return losses
 
 

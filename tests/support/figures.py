@@ -27,7 +27,7 @@ class Proof(NamedTuple):
     """A row of the table.
 
     Args:
-        promise: Which promise of `docs/guarantees.md` it proves.
+        promise: Which promise of `docs/explanation/guarantees.md` it proves.
         unit: What it counts.
     """
 
@@ -129,7 +129,7 @@ class Figures:
                 yield f"{name:<18} {proof.promise:<22} {figure.tried:>8} {figure.passed:>8}  {what}"
 
     def markdown(self) -> Iterable[str]:
-        """Return the table as `docs/guarantees.md` shows it."""
+        """Return the table as `docs/explanation/guarantees.md` shows it."""
         yield "| proof | of | tried | passed | what |"
         yield "| --- | --- | ---: | ---: | --- |"
         for name, proof in PROOFS.items():
@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print what `pytest --trust-table PATH` wrote, of one run or several, as one table."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.figures", description=main.__doc__)
     parser.add_argument("tables", type=Path, nargs="+", metavar="PATH", help="what --trust-table wrote")
-    parser.add_argument("--markdown", action="store_true", help="as docs/guarantees.md shows it")
+    parser.add_argument("--markdown", action="store_true", help="as docs/explanation/guarantees.md shows it")
     options = parser.parse_args(argv)
     figures = Figures()
     for path in options.tables:

@@ -22,7 +22,7 @@ from tiered_kv_nvme.disk import Disk
 class FlushOrder(Disk):
     """The system's disk, looked at. Any thread may call.
 
-    The rules are those of `tiered_kv_nvme.files` and `docs/formats-nvme.md`. What is told by its place in the file:
+    The rules are those of `tiered_kv_nvme.files` and `formats-nvme.md`. What is told by its place in the file:
     the header is written at 0, a summary ends where the file does, all else are batches.
 
     - A batch comes after its segment's header is on the device. Otherwise the header of the use before may stand over

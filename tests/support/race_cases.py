@@ -16,6 +16,7 @@ from pathlib import Path
 from tests.support.hindrance import Hindrance
 from tests.support.races import Prompts, Race, open_guarded, phantoms, problems_at_rest, race_facade
 from tests.support.racing_scheduler import RacingScheduler
+from tiered_kv.counters import count_of
 from tiered_kv.errors import TierBusyError
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
@@ -116,7 +117,7 @@ def _opens_again(config: Mapping[str, object], end_s: float) -> bool:
 
 
 def _expired_jobs(stack: Stack) -> int:
-    return sum(counters.get("expired_jobs", 0) for counters in stack.counters().values())
+    return sum(counters.get("expired_jobs_total", 0) for counters in stack.counters().values())
 
 
 def race_damage(config: Mapping[str, object], directory: Path, *, seed: int, seconds: float) -> tuple[list[str], int]:
@@ -137,7 +138,7 @@ def race_damage(config: Mapping[str, object], directory: Path, *, seed: int, sec
         total, corrupt = Race(), 0
         for number in range(_DAMAGE_ROUNDS):
             total.add(race_facade(stack, prompts, seed=seed + 1000 * number, threads=2, seconds=seconds))
-            corrupt = sum(counters.get("corrupt_blocks", 0) for counters in stack.counters().values())
+            corrupt = sum(count_of(counters, "tier", "corrupt_blocks_total") for counters in stack.counters().values())
             if total.problems or corrupt:
                 break
         return [*total.problems, *problems_at_rest(stack.manager, guard)], corrupt

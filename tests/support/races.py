@@ -219,8 +219,8 @@ def problems_at_rest(manager: TieringOffloadingManager, guard: GuardedBackend | 
     if lost:
         problems.append(f"{lost} blocks are neither free nor in use")
     for name, counters in manager.counters().items():
-        if counters.get("quarantined_blocks"):
-            problems.append(f"tier {name} keeps {counters['quarantined_blocks']} blocks in quarantine")
+        if counters.get("quarantined_bytes"):
+            problems.append(f"tier {name} keeps {counters['quarantined_bytes']} bytes in quarantine")
     if guard is not None:
         guard.check()
         problems += guard.violations
@@ -231,9 +231,10 @@ def phantoms(manager: TieringOffloadingManager) -> list[str]:
     """Return which tiers gave out blocks that were not whole; to be asked where nothing has damaged them."""
     found = []
     for name, counters in manager.counters().items():
-        for counter in ("corrupt_blocks", "failed_loads_checksum", "failed_loads_truncated"):
-            if counters.get(counter):
-                found.append(f"tier {name}: {counter} {counters[counter]}, and nothing was damaged")
+        failed = counters.get("failed_blocks_total", {}).get("load", {})
+        corrupt = counters.get("tier", {}).get("corrupt_blocks_total")
+        if corrupt or {"checksum", "truncated"} & failed.keys():
+            found.append(f"tier {name}: corrupt {corrupt}, failed loads {failed}, and nothing was damaged")
     return found
 
 

@@ -1,6 +1,6 @@
 """A map of an nvme tier's segment file: which byte belongs to what, so that a test knows what a damage may cost.
 
-Read by `docs/formats-nvme.md` alone, not by the tier's own code: a second reader of the format. The file must be
+Read by `formats-nvme.md` alone, not by the tier's own code: a second reader of the format. The file must be
 sound.
 """
 

@@ -21,6 +21,7 @@ import yaml
 
 from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.config.stack_config import load_config
+from tiered_kv.counters import count_of
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.redis_servers import RedisServer
 from tiered_kv.testing.s3_servers import S3Server
@@ -194,10 +195,10 @@ class Stored:
         """Store blocks; return how many came to the tier."""
         blocks = np.frombuffer(b"".join(map(self.content, keys)), np.uint8).reshape(len(keys), BLOCK_BYTES)
         name = stack.tier_names[0]
-        before = stack.counters()[name].get("stored_blocks", 0)
+        before = count_of(stack.counters(), name, "stored_blocks_total")
         stack.put(keys, blocks, timeout=WAIT_S)
         assert stack.flush(WAIT_S), "the stores do not end"
-        return stack.counters()[name].get("stored_blocks", 0) - before
+        return count_of(stack.counters(), name, "stored_blocks_total") - before
 
     def wrong(self, stack: Stack, keys: Sequence[OffloadKey]) -> tuple[int, int]:
         """Load blocks one by one; return how many came, and how many of them with wrong bytes."""

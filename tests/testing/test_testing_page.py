@@ -1,4 +1,4 @@
-"""The code in docs/testing.md works as it stands there."""
+"""The code in docs/how-to/testing.md works as it stands there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "testing.md"
+PAGE = ROOT / "docs" / "how-to" / "testing.md"
 
 
 @pytest.mark.slow

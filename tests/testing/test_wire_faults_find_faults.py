@@ -1,6 +1,6 @@
 """The suite for bad networks fails for tiers that break its promises, and for the reason that it names.
 
-That it passes for the good tier that these are made from is tested with the page that shows it, docs/testing.md.
+That it passes for the good tier that these are made from is tested with the page that shows it, docs/how-to/testing.md.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import pytest
 
 import tiered_kv
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
+from tiered_kv.counters import count_of
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.stack import Stack
 from tiered_kv.tiering.audited import is_chosen
@@ -113,7 +114,7 @@ def nvme(tmp_path: Path) -> Config:
 MEMORY: Config = {"type": "memory", "capacity": "16MiB"}
 
 
-def counted(stack: Stack, tier: str) -> dict[str, int]:
+def counted(stack: Stack, tier: str) -> dict[str, Any]:
     """Return what the audit has counted for a tier."""
     return {name: value for name, value in stack.counters()[tier].items() if "audit" in name and value}
 
@@ -134,9 +135,8 @@ def test_an_engine_that_computes_the_same_is_quiet(
     assert engine.serve(keys(8)) == 0
     assert engine.serve(keys(8)) == 0, "the blocks were found, and the request was to be computed anew"
     assert counted(engine.stack, "cpu") == {
-        "audited_requests": 1,
-        "audited_blocks": 8,
-        "audit_identical_blocks": 8,
+        "audited_requests_total": 1,
+        "audited_blocks_total": {"identical": 8},
     }
     check_nothing_is_held(engine.stack)
     assert not caplog.records
@@ -151,9 +151,9 @@ def test_blocks_of_other_weights_in_a_secondary_tier_are_found(
     evict_all(stack)
     Engine(stack, weights=1).serve(keys(8), "the audited one")
     found = counted(stack, tier)
-    assert found.pop("audit_largest_difference_ppm") == pytest.approx(1.1e6, rel=0.2)
-    assert found.pop("audit_mean_difference_ppm") == pytest.approx(1e6, rel=0.1)
-    assert found == {"audited_blocks": 8, "audit_different_blocks": 8}
+    assert found.pop("audit_largest_difference_ratio") == pytest.approx(1.1, rel=0.2)
+    assert found.pop("audit_mean_difference_ratio") == pytest.approx(1, rel=0.1)
+    assert found == {"audited_blocks_total": {"different": 8}}
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
     assert "8 of 8 stored blocks differ" in record.getMessage()
@@ -171,8 +171,8 @@ def test_blocks_that_the_primary_tier_promoted_count_for_the_tier_that_they_came
     engine = Engine(stack, weights=1)
     assert engine.serve(keys(4), plain) == 4
     assert engine.serve(keys(4), audited) == 0
-    assert counted(stack, "nvme")["audit_different_blocks"] == 4
-    assert "audited_blocks" not in counted(stack, "cpu")
+    assert counted(stack, "nvme")["audited_blocks_total"] == {"different": 4}
+    assert "audited_blocks_total" not in counted(stack, "cpu")
 
 
 def test_small_differences_are_close(open_stack: Callable[[Config], Stack], caplog: pytest.LogCaptureFixture) -> None:
@@ -181,8 +181,8 @@ def test_small_differences_are_close(open_stack: Callable[[Config], Stack], capl
     engine.noise = 0.02
     engine.serve(keys(4))
     found = counted(engine.stack, "cpu")
-    assert found["audit_close_blocks"] == 4
-    assert found["audit_largest_difference_ppm"] == pytest.approx(0.02e6, rel=0.1)
+    assert found["audited_blocks_total"] == {"close": 4}
+    assert found["audit_largest_difference_ratio"] == pytest.approx(0.02, rel=0.1)
     assert not caplog.records
 
 
@@ -194,16 +194,16 @@ def test_small_differences_beyond_the_tolerance_or_of_an_unknown_type_are_differ
         engine.serve(keys(4))
         engine.noise = 0.02
         engine.serve(keys(4))
-        assert counted(engine.stack, "cpu")["audit_different_blocks"] == 4
+        assert counted(engine.stack, "cpu")["audited_blocks_total"] == {"different": 4}
 
 
 def test_what_no_tier_had_is_not_compared(open_stack: Callable[[Config], Stack]) -> None:
     engine = Engine(open_stack(config(MEMORY)))
     engine.serve(keys(4))
     engine.serve(keys(8))
-    assert counted(engine.stack, "cpu")["audited_blocks"] == 4
+    assert count_of(counted(engine.stack, "cpu"), "audited_blocks_total") == 4
     engine.serve(keys(4, "another"))
-    assert counted(engine.stack, "cpu")["audited_requests"] == 1
+    assert counted(engine.stack, "cpu")["audited_requests_total"] == 1
 
 
 def test_only_what_comes_after_the_first_lookup_is_compared(open_stack: Callable[[Config], Stack]) -> None:
@@ -215,14 +215,14 @@ def test_only_what_comes_after_the_first_lookup_is_compared(open_stack: Callable
     context, _ = engine.begin(names[5:])
     engine.stack.manager.complete_store(engine.prepare(names + others, context), context)
     engine.settle()
-    assert counted(engine.stack, "cpu")["audited_blocks"] == 3
+    assert count_of(counted(engine.stack, "cpu"), "audited_blocks_total") == 3
 
 
 def test_a_request_is_compared_up_to_a_limit(open_stack: Callable[[Config], Stack]) -> None:
     engine = Engine(open_stack({**config(MEMORY), "primary": {"capacity": 1024 * BLOCK_BYTES}}))
     engine.serve(keys(BLOCKS_MAX + 10))
     engine.serve(keys(BLOCKS_MAX + 10))
-    assert counted(engine.stack, "cpu")["audited_blocks"] == BLOCKS_MAX
+    assert count_of(counted(engine.stack, "cpu"), "audited_blocks_total") == BLOCKS_MAX
 
 
 def test_put_and_get_are_audited(open_stack: Callable[[Config], Stack], tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_put_and_get_are_audited(open_stack: Callable[[Config], Stack], tmp_path
         assert stack.get(names, out) == 0
         assert stack.put(names, Engine(stack, weights=weights).compute(names)) == 8
         assert stack.flush()
-    assert counted(stack, "cpu")["audit_different_blocks"] == 8
+    assert counted(stack, "cpu")["audited_blocks_total"] == {"different": 8}
 
 
 # What is chosen, and what it does to others.
@@ -286,7 +286,7 @@ def test_one_request_is_audited_at_a_time(open_stack: Callable[[Config], Stack])
     _, first = engine.begin(keys(4), "first")
     _, second = engine.begin(keys(4), "second")
     assert (first, second) == (0, 4)
-    assert counted(engine.stack, "cpu")["audit_busy_requests"] == 1
+    assert counted(engine.stack, "cpu")["audit_busy_requests_total"] == 1
 
 
 # What may go wrong.
@@ -301,7 +301,7 @@ def test_a_store_that_fails_is_not_compared(tier: str, open_stack: Callable[[Con
     context, _ = engine.begin(keys(4))
     engine.stack.manager.complete_store(engine.prepare(keys(4), context), context, success=False)
     engine.settle()
-    assert counted(engine.stack, "cpu") == {"audit_abandoned_failed_store": 4}
+    assert counted(engine.stack, "cpu") == {"audit_abandoned_blocks_total": {"failed_store": 4}}
     check_nothing_is_held(engine.stack)
 
 
@@ -316,7 +316,7 @@ def test_a_reset_while_the_engine_writes_leaves_no_row_behind(open_stack: Callab
     engine.settle()
     assert not engine.stack.primary.blocks
     check_nothing_is_held(engine.stack)
-    assert counted(engine.stack, "cpu") == {"audit_abandoned_reset": 4}
+    assert counted(engine.stack, "cpu") == {"audit_abandoned_blocks_total": {"reset": 4}}
 
 
 def evict_all(stack: Stack) -> None:
@@ -349,7 +349,7 @@ def test_a_tier_that_differs_is_stopped_until_it_is_opened_again(
         assert counted(stack, "nvme")["audit_stopped"] == 1
         assert engine.serve(keys(4), plain) == 0, "what the primary tier had from there is gone, too"
         assert engine.serve(keys(4), plain) == 4, "what this engine has stored since is found"
-        assert stack.counters()["nvme"]["skipped_disabled"] > 0
+        assert count_of(stack.counters()["nvme"], "skipped_blocks_total", "disabled") > 0
     assert Engine(open_stack(settings)).serve(keys(4), plain) == 4
 
 

@@ -8,7 +8,7 @@ from tiered_kv.tiering.breaker import Breaker
 
 
 def state_of(breaker: Breaker) -> str:
-    return breaker.state.value
+    return breaker.state.name.lower()
 
 
 def test_a_breaker_opens_after_failures_in_a_row_only() -> None:

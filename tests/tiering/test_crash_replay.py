@@ -24,6 +24,7 @@ import pytest
 import tiered_kv
 from tests.support.disk_use import occupied_bytes
 from tiered_kv.base import ReqContext
+from tiered_kv.counters import count_of
 from tiered_kv.workload.content import BlockContent
 from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.request import block_key
@@ -127,7 +128,7 @@ class StackDirectory:
                 loaded += count
             self.sample()
             counters = stack.counters()["nvme"]
-        assert counters.get("corrupt_blocks", 0) == 0, "the index names blocks that are not whole"
+        assert count_of(counters, "tier", "corrupt_blocks_total") == 0, "the index names blocks that are not whole"
         return loaded
 
 

@@ -23,6 +23,7 @@ import pytest
 
 import tiered_kv
 from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.counters import count_of
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.testing.redis_servers import RedisServer, redis_server
 from tiered_kv.testing.rig import block_content, make_keys
@@ -218,8 +219,8 @@ class Scheduler:
             assert time.monotonic() < end, f"{len(self._open)} requests do not end"
             self._step()
 
-    def counter(self, tier: str, name: str) -> int:
-        return self.clock.call(self._manager.counters)[tier].get(name, 0)
+    def counter(self, *path: str) -> int:
+        return count_of(self.clock.call(self._manager.counters), *path)
 
     def _step(self) -> None:
         self.clock.begin_step()
@@ -303,7 +304,7 @@ def fill(entry: dict[str, object]) -> list[OffloadKey]:
     with tiered_kv.open_stack(stack_of([entry])) as stack:
         stack.put(keys, blocks, timeout=FILL_LIMIT_S)
         assert stack.flush(timeout=FILL_LIMIT_S)
-        assert stack.counters()[tier]["stored_blocks"] > OWN_BLOCKS // 2
+        assert stack.counters()[tier]["stored_blocks_total"] > OWN_BLOCKS // 2
     return keys
 
 
@@ -331,7 +332,7 @@ def test_frozen_servers_hold_up_nobody_and_are_used_again(
         assert max(scheduler.answered_s) < REQUEST_LIMIT_S
         assert min(scheduler.hits[name] for name in ("nvme", "fs")) > 0, "the other tiers go on"
 
-        stored = {name: scheduler.counter(name, "stored_blocks") for name in FROZEN_TIERS}
+        stored = {name: scheduler.counter(name, "stored_blocks_total") for name in FROZEN_TIERS}
         scheduler.hits.clear()
         for server in (redis_server, moto_server):
             server.thaw()
@@ -343,11 +344,11 @@ def test_frozen_servers_hold_up_nobody_and_are_used_again(
 
         assert stack.manager.drain_jobs(DRAIN_LIMIT_S), "not every job is reported"
         for name in FROZEN_TIERS:
-            assert scheduler.counter(name, "expired_jobs") == scheduler.counter(name, "late_jobs")
-            assert scheduler.counter(name, "quarantined_blocks") == 0
-            assert scheduler.counter(name, "corrupt_blocks") == 0
+            assert scheduler.counter(name, "expired_jobs_total") == scheduler.counter(name, "late_jobs_total")
+            assert scheduler.counter(name, "quarantined_bytes") == 0
+            assert scheduler.counter(name, "tier", "corrupt_blocks_total") == 0
 
 
 def _is_back(scheduler: Scheduler, tier: str, stored_blocks: int) -> bool:
     """Return whether blocks have been loaded from the tier, and more than `stored_blocks` are stored in it."""
-    return scheduler.hits[tier] > 0 and scheduler.counter(tier, "stored_blocks") > stored_blocks
+    return scheduler.hits[tier] > 0 and scheduler.counter(tier, "stored_blocks_total") > stored_blocks

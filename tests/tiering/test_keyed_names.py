@@ -301,12 +301,12 @@ def test_events_name_keys_and_those_of_strangers_are_counted(
         OffloadingEvent(keys[:4], BLOCK_BYTES, "here", removed=False),
         OffloadingEvent([keys[1]], BLOCK_BYTES, "here", removed=True),
     ]
-    assert keyed.stats() == {"blocks": 7, "untold_event_blocks": 2}
+    assert keyed.stats() == {"blocks": 7, "untold_event_blocks_total": 2}
     keyed.submit_store(job_of(2, keys[4:]))
     assert len(keyed._keys_of_events) == 6
     recorder.events = [OffloadingEvent(names, BLOCK_BYTES, "here", removed=True)]
     assert [event.keys for event in keyed.take_events()] == [keys[2:4]]  # the first two had to go
-    assert keyed.stats()["untold_event_blocks"] == 4
+    assert keyed.stats()["untold_event_blocks_total"] == 4
 
 
 def test_a_tier_without_events_costs_no_memory_for_them() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tiered_kv.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext, make_offload_key
+from tiered_kv.counters import count_of
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
@@ -106,8 +107,8 @@ class Bench:
     def free(self) -> int:
         return self.primary.backend.get_num_free_blocks()
 
-    def counter(self, name: str, tier: str = "tier0") -> int:
-        return self.manager.counters()[tier].get(name, 0)
+    def counter(self, *path: str, tier: str = "tier0") -> int:
+        return count_of(self.manager.counters()[tier], *path)
 
     def request(self, req_id: str) -> ReqContext:
         context = ReqContext(req_id)
@@ -163,8 +164,8 @@ def test_stored_blocks_cascade_and_stay_pinned_until_the_tier_has_them(bench: Be
     bench.tier.end()
     bench.step()
     assert bench.manager.prepare_store(keys(9), bench.request("b")) is not None
-    assert bench.counter("stored_blocks") == 8
-    assert bench.counter("stored_bytes") == 8 * BLOCK_BYTES
+    assert bench.counter("stored_blocks_total") == 8
+    assert bench.counter("stored_bytes_total") == 8 * BLOCK_BYTES
 
 
 def test_a_tier_over_its_budget_skips_stores_and_pins_nothing(make_bench: Callable[..., Bench]) -> None:
@@ -173,7 +174,7 @@ def test_a_tier_over_its_budget_skips_stores_and_pins_nothing(make_bench: Callab
     bench.store(keys(2, 3, 4), bench.request("b"))
     bench.store(keys(5), bench.request("c"))
     assert [list(job.keys) for job in bench.tier.jobs] == [keys(0, 1), keys(2)]
-    assert bench.counter("skipped_budget") == 3
+    assert bench.counter("skipped_blocks_total", "budget") == 3
     assert bench.manager.prepare_store(keys(10, 11, 12, 13, 14), bench.request("d")) is not None
     bench.tier.end()
     bench.step()
@@ -195,7 +196,7 @@ def test_admission_stores_a_block_when_it_is_offered_again(make_bench: Callable[
     bench = make_bench(tier_limits=[TierLimits(admit_after=2)])
     bench.store(keys(0, 1), bench.request("a"))
     assert not bench.tier.jobs
-    assert bench.counter("skipped_admission") == 2
+    assert bench.counter("skipped_blocks_total", "admission") == 2
     bench.store(keys(*range(10, 18)), bench.request("b"))  # evicts them
     bench.store(keys(1, 2), bench.request("c"))
     assert [list(job.keys) for job in bench.tier.jobs] == [keys(1)]
@@ -245,7 +246,7 @@ def test_a_hit_below_is_promoted_once_for_all_who_ask(bench: Bench) -> None:
     assert bench.lookup(keys(1, 2), second) == [True, True]
     assert bench.manager.hit_tier(keys(1)[0], first) == "tier0"
     assert bench.manager.hit_tier(keys(1)[0], bench.request("c")) == "cpu"
-    assert bench.counter("loaded_blocks") == 2
+    assert bench.counter("loaded_blocks_total") == 2
 
 
 def test_tiers_are_searched_in_order(make_bench: Callable[..., Bench]) -> None:
@@ -285,7 +286,7 @@ def test_a_promoted_block_that_nobody_loads_is_let_go(bench: Bench, how: str) ->
     else:
         bench.clock.advance(bench.limits.hold_s)
         bench.step()
-        assert bench.counter("released_holds", "cpu") == 1
+        assert bench.counter("released_holds_total", tier="cpu") == 1
     assert bench.manager.prepare_store(keys(*range(10, 18)), bench.request("b")) is not None
 
 
@@ -302,7 +303,7 @@ def test_a_request_that_ends_before_its_promotion_leaves_no_pin(bench: Bench) ->
     bench.step()
     assert bench.lookup(keys(1, 2), bench.request("b")) == [True, True]
     assert len(bench.primary.policy) == 2
-    assert bench.counter("promotion_blocks_taken", "cpu") == 0
+    assert bench.counter("promotion_blocks", tier="cpu") == 0
 
 
 def test_promotions_do_not_flush_the_primary_tier(bench: Bench) -> None:
@@ -504,7 +505,7 @@ def test_a_failed_load_is_a_miss_for_its_request_and_no_loop(bench: Bench) -> No
     bench.step()
     assert bench.lookup(keys(1), context) == [False]
     assert bench.free == bench.num_blocks
-    assert bench.counter("failed_loads_io_error") == 1
+    assert bench.counter("failed_blocks_total", "load", "io_error") == 1
     assert bench.lookup(keys(1), bench.request("b")) == [None], "another request may try again"
 
 
@@ -516,8 +517,8 @@ def test_a_load_that_fails_on_one_block_keeps_the_others(bench: Bench) -> None:
     bench.tier.end(success=False, only=[*keys(1, 3), *keys(99)], reason="checksum")
     bench.step()
     assert bench.lookup(keys(1, 2, 3), context) == [True, False, True]
-    assert bench.counter("corrupt_blocks") == 1
-    assert bench.counter("loaded_blocks") == 2
+    assert bench.counter("failed_blocks_total", "load", "checksum") == 1
+    assert bench.counter("loaded_blocks_total") == 2
 
 
 def test_a_block_that_one_tier_fails_on_is_asked_of_the_next(make_bench: Callable[..., Bench]) -> None:
@@ -545,8 +546,8 @@ def test_blocks_of_an_expired_load_are_not_reused_before_the_tier_lets_go(bench:
     bench.clock.advance(TierLimits().job_timeout_s)
     bench.step()
     assert bench.lookup(keys(1, 2), context) == [False, False]
-    assert bench.counter("expired_jobs") == 1
-    assert bench.counter("quarantined_blocks") == 2
+    assert bench.counter("expired_jobs_total") == 1
+    assert bench.counter("quarantined_bytes") == 2 * BLOCK_BYTES
     assert bench.free == bench.num_blocks - 2
     rows = set(bench.tier.jobs[0].block_ids.tolist())
     output = bench.manager.prepare_store(keys(*range(10, 16)), bench.request("b"))
@@ -555,8 +556,8 @@ def test_blocks_of_an_expired_load_are_not_reused_before_the_tier_lets_go(bench:
     bench.tier.end()
     bench.step()
     assert bench.free == 2
-    assert bench.counter("quarantined_blocks") == 0
-    assert bench.counter("late_jobs") == 1
+    assert bench.counter("quarantined_bytes") == 0
+    assert bench.counter("late_jobs_total") == 1
     assert bench.lookup(keys(1), context) == [False], "what came late does not count"
 
 
@@ -583,8 +584,8 @@ def test_a_tier_that_never_reports_takes_its_budget_and_no_more(make_bench: Call
         bench.clock.advance(1)
         bench.step()
     assert len(bench.tier.jobs) == 4
-    assert bench.counter("quarantined_blocks") == 4
-    assert bench.counter("skipped_budget") == 46
+    assert bench.counter("quarantined_bytes") == 4 * BLOCK_BYTES
+    assert bench.counter("skipped_blocks_total", "budget") == 46
 
 
 def test_the_breaker_opens_closes_and_lets_one_probe_through(make_bench: Callable[..., Bench]) -> None:
@@ -598,7 +599,7 @@ def test_the_breaker_opens_closes_and_lets_one_probe_through(make_bench: Callabl
     assert bench.lookup(keys(50), bench.request("b")) == [False]
     bench.store(keys(10), bench.request("b"))
     assert not bench.tier.jobs
-    assert bench.counter("skipped_breaker") == 1
+    assert bench.counter("skipped_blocks_total", "breaker") == 1
     bench.clock.advance(5)
     bench.step()
     bench.store(keys(11), bench.request("c"))
@@ -609,7 +610,7 @@ def test_the_breaker_opens_closes_and_lets_one_probe_through(make_bench: Callabl
     bench.store(keys(13), bench.request("c"))
     assert len(bench.tier.jobs) == 1
     assert bench.lookup(keys(50), bench.request("d")) == [None]
-    assert bench.counter("breaker_opened") == 1
+    assert bench.counter("breaker_opened_total") == 1
 
 
 def test_a_lookup_that_is_never_answered_is_a_miss_in_time(bench: Bench) -> None:
@@ -618,18 +619,18 @@ def test_a_lookup_that_is_never_answered_is_a_miss_in_time(bench: Bench) -> None
     assert bench.lookup(keys(1, 2), context) == [None, None]
     bench.clock.advance(TierLimits().lookup_timeout_s)
     assert bench.lookup(keys(1, 2, 3), context) == [False, False, False]
-    assert bench.counter("expired_lookups") == 1
+    assert bench.counter("lookup_timeouts_total") == 1
 
 
 def test_lookups_that_a_tier_itself_gives_up_open_its_breaker(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(tier_limits=[TierLimits(breaker_failures=2)])
     for _ in range(2):
-        assert bench.counter("breaker_opened") == 0
+        assert bench.counter("breaker_opened_total") == 0
         bench.tier.failures += 10  # one probe of many keys
         bench.step()
-    assert bench.counter("breaker_opened") == 1
+    assert bench.counter("breaker_opened_total") == 1
     bench.step()
-    assert bench.counter("breaker_opened") == 1
+    assert bench.counter("breaker_opened_total") == 1
 
 
 @pytest.mark.parametrize("method", ["lookup", "submit_load", "submit_store", "get_finished"])
@@ -645,7 +646,7 @@ def test_a_tier_that_raises_costs_hits_and_nothing_else(
         bench.step()
         bench.manager.on_request_finished(context)
     assert bench.lookup(keys(0, 1, 2), bench.request("last")) == [True] * 3
-    assert bench.counter("exceptions") >= 3
+    assert bench.counter("exceptions_total") >= 3
     assert len([record for record in caplog.records if record.exc_info]) == 1, "a broken tier does not flood the log"
 
 
@@ -655,7 +656,7 @@ def test_results_that_nobody_waits_for_are_counted_and_ignored(bench: Bench) -> 
     job = bench.tier.end()
     bench.tier.results.append(JobResult(job.job_id, True))
     bench.step()
-    assert bench.counter("unknown_results") == 2
+    assert bench.counter("unknown_results_total") == 2
     assert len(bench.primary.policy) == 1
 
 
@@ -709,7 +710,7 @@ def test_waiting_is_counted_anew_after_an_answer(bench: Bench) -> None:
     bench.clock.advance(5)
     bench.tier.present = dict.fromkeys(keys(1), None)
     assert bench.lookup(keys(1), context) == [None]
-    assert bench.counter("expired_lookups") == 0
+    assert bench.counter("lookup_timeouts_total") == 0
 
 
 def test_blocks_held_for_many_requests_count_once(make_bench: Callable[..., Bench]) -> None:
@@ -721,13 +722,13 @@ def test_blocks_held_for_many_requests_count_once(make_bench: Callable[..., Benc
     bench.step()
     bench.tier.end()
     bench.step()
-    assert bench.counter("promotion_blocks_taken", "cpu") == 2
+    assert bench.counter("promotion_blocks", tier="cpu") == 2
     assert bench.lookup(keys(3), bench.request("other")) == [None]
     bench.step()
     assert len(bench.tier.jobs) == 1
     for context in waiting:
         bench.manager.on_request_finished(context)
-    assert bench.counter("promotion_blocks_taken", "cpu") == 1
+    assert bench.counter("promotion_blocks", tier="cpu") == 1
 
 
 def test_completing_twice_releases_no_other_pin(bench: Bench) -> None:
@@ -806,7 +807,7 @@ def test_reset_forgets_blocks_in_every_tier_and_gives_rows_back_when_transfers_e
     bench.step()
     assert bench.free == bench.num_blocks
     assert bench.lookup(keys(3), loader) == [False], "loaded from before the reset"
-    assert bench.counter("promotion_blocks_taken", "cpu") == 0
+    assert bench.counter("promotion_blocks", tier="cpu") == 0
 
 
 def test_a_tier_that_cannot_forget_is_not_used_after_a_reset(bench: Bench) -> None:
@@ -816,7 +817,7 @@ def test_a_tier_that_cannot_forget_is_not_used_after_a_reset(bench: Bench) -> No
     assert bench.lookup(keys(1), bench.request("a")) == [False]
     bench.store(keys(2), bench.request("a"))
     assert not bench.tier.jobs
-    assert bench.counter("skipped_disabled") == 1
+    assert bench.counter("skipped_blocks_total", "disabled") == 1
 
 
 def test_drain_waits_for_jobs_and_says_when_they_do_not_end(bench: Bench) -> None:
@@ -858,7 +859,7 @@ def test_a_result_with_an_id_of_no_job_is_counted_and_hides_none(bench: Bench) -
     bench.tier.results.append(JobResult([1], True))  # type: ignore[arg-type]  # a tier that breaks the contract
     bench.tier.end()
     bench.step()
-    assert bench.counter("unknown_results") == 1
+    assert bench.counter("unknown_results_total") == 1
     assert bench.manager.jobs_in_flight == 0
 
 
@@ -874,8 +875,8 @@ def test_nonsense_about_a_job_is_its_failure_and_hides_none(make_bench: Callable
     bench.tier.end()
     bench.step()
     assert bench.manager.jobs_in_flight == 0
-    assert bench.counter("failed_loads_nonsense") == 1
-    assert bench.counter("loaded_blocks") == 1
+    assert bench.counter("failed_blocks_total", "load", "nonsense") == 1
+    assert bench.counter("loaded_blocks_total") == 1
 
 
 def test_requests_that_are_never_finished_do_not_pile_up(make_bench: Callable[..., Bench]) -> None:
@@ -885,7 +886,7 @@ def test_requests_that_are_never_finished_do_not_pile_up(make_bench: Callable[..
         bench.lookup(keys(number), ReqContext())
     assert len(bench.manager._requests.named) == 10
     assert len(bench.primary._chains) <= 10
-    assert bench.counter("forgotten_requests", "cpu") >= 90
+    assert bench.counter("forgotten_requests_total", tier="cpu") >= 90
 
 
 def test_events_of_all_tiers_come_together(bench: Bench) -> None:

@@ -114,7 +114,7 @@ def share_found(reason: str) -> tuple[float, int]:
             model.complete_load(0)
         model.finish(req_id)
         end_step(rng.random() * 0.1)
-    opened = manager.counters()["servers"].get("breaker_opened", 0)
+    opened = manager.counters()["servers"].get("breaker_opened_total", 0)
     world.advance(60.0)
     manager.poll()
     manager.shutdown(timeout_s=0.0)

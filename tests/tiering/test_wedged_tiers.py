@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.counters import count_of
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
@@ -140,8 +141,8 @@ class Engine:
             self.clock.advance(0.01)
             time.sleep(0.002)
 
-    def counter(self, name: str) -> int:
-        return self.manager.counters()["tier"].get(name, 0)
+    def counter(self, *path: str) -> int:
+        return count_of(self.manager.counters(), "tier", *path)
 
     def close(self) -> None:
         self.manager.shutdown(timeout_s=0.5)
@@ -216,7 +217,7 @@ def test_a_tier_that_hangs_costs_hits_and_is_used_again_when_it_goes_on(
 
     gate.open()
     engine.wait_for(lambda: engine.manager.jobs_in_flight == 0, "the end of the late jobs")
-    assert engine.counter("quarantined_blocks") == 0
+    assert engine.counter("quarantined_bytes") == 0
     engine.overwrite_primary()
     engine.wait_for(lambda: engine.load(old, step_s=0.02) == 4, "a hit after recovery")
     engine.assert_calls_returned_at_once()
@@ -236,14 +237,14 @@ def test_rows_of_a_load_that_hangs_are_not_given_to_anybody_else(
     gate.close()
     # The job expires: a miss. Before there is one, its tier's thread has to answer that it has the blocks.
     assert engine.load(old, time_passes=lambda: engine.manager.jobs_in_flight > 0) == 0
-    assert engine.counter("quarantined_blocks") >= 4
+    assert engine.counter("quarantined_bytes") >= 4 * BLOCK_BYTES
     backend = engine.manager.primary.backend
     primary = engine.manager.primary
     assert backend.get_num_free_blocks() + len(primary.blocks) <= NUM_BLOCKS - 4
     engine.region.array[:] = 0x5A
     engine.storage.blocks = {key: bytes(BLOCK_BYTES) for key in old}  # what the late load will write: zeros
     gate.open()
-    engine.wait_for(lambda: engine.counter("quarantined_blocks") == 0, "the release of the quarantine")
+    engine.wait_for(lambda: engine.counter("quarantined_bytes") == 0, "the release of the quarantine")
     written = np.flatnonzero((engine.region.array == 0).all(axis=1))
     in_use = {block.block_id for block in primary.blocks.values()}
     assert not in_use & set(written.tolist()), "a late load wrote into rows that had been given away"
@@ -263,7 +264,7 @@ def test_a_hang_takes_no_more_memory_than_the_budgets(open_engine: OpenEngine, g
         assert engine.store(make_keys(4, f"new-{number}")), "stores pin more of the primary tier than their budget"
         engine.clock.advance(0.2)
     assert watched[0].store_blocks_peak <= 8
-    assert engine.counter("skipped_budget") + engine.counter("skipped_breaker") > 0
+    assert engine.counter("skipped_blocks_total") > 0
     gate.open()
     engine.wait_for(lambda: engine.manager.jobs_in_flight == 0, "the end of the late jobs")
     assert not ledger.violations
@@ -303,8 +304,8 @@ def test_a_tier_that_always_fails_is_left_alone_and_tried_again(
     for number in range(40):
         assert engine.store(make_keys(4, f"new-{number}"))
         assert engine.load(old) == 0
-    assert engine.counter("breaker_opened") > 0
-    assert engine.counter("failed_stores") + engine.counter("failed_loads") + engine.counter("expired_lookups") < 200
+    assert engine.counter("breaker_opened_total") > 0
+    assert engine.counter("failed_blocks_total") + engine.counter("lookup_timeouts_total") < 200
 
     switch(False)
     engine.wait_for(lambda: engine.load(old, step_s=0.02) == 4, "a hit after recovery")
@@ -349,10 +350,10 @@ def test_a_tier_that_loses_half_of_every_job_keeps_the_other_half(open_engine: O
     engine.overwrite_primary()
     engine.wait_for(lambda: engine.manager.jobs_in_flight == 0, "idleness")
     assert set(engine.storage.blocks) >= set(kept)
-    assert engine.counter("failed_stores") == 2
+    assert engine.counter("failed_blocks_total", "store") == 2
     engine.storage.blocks[keys[2]] = block_content(keys[2], BLOCK_BYTES)  # there, but not to be loaded
     assert engine.load(keys) == 2
-    assert engine.counter("failed_loads") == 1
+    assert engine.counter("failed_blocks_total", "load") == 1
     engine.assert_calls_returned_at_once()
 
 

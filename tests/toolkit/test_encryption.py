@@ -60,7 +60,7 @@ def hkdf(key: bytes, salt: bytes, info: bytes, size: int) -> bytes:
 
 
 def test_the_envelope_is_what_the_format_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rebuilt from `docs/formats.md` alone, and pinned: a mismatch means that stored blocks became unreadable."""
+    """Rebuilt from `formats.md` alone, and pinned: a mismatch means that stored blocks became unreadable."""
     salt = bytes(range(200, 216))
     monkeypatch.setattr("os.urandom", lambda size: salt[:size])
     cipher = Cipher({0x01020304: SECRET}, 0x01020304)

@@ -54,7 +54,7 @@ def decode(
 def test_the_format_is_that_of_the_golden_files(name: str) -> None:
     """A mismatch means that stored blocks became unreadable.
 
-    Either undo the change, or raise FORMAT_VERSION, describe the new one in docs/formats.md, and write the new
+    Either undo the change, or raise FORMAT_VERSION, describe the new one in formats.md, and write the new
     files: `record_of(BLOCK, CODECS[name])` to `golden/record-v<version>-<name>.bin`.
     """
     golden = (GOLDEN / f"record-v{FORMAT_VERSION}-{name}.bin").read_bytes()

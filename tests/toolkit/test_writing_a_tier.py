@@ -1,4 +1,4 @@
-"""The code in docs/writing-a-tier.md works as it stands there."""
+"""The code in docs/how-to/writing-a-tier.md works as it stands there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tiered_kv.hooks import tier_plugins
 from tiered_kv.stack import open_stack
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "writing-a-tier.md"
+PAGE = ROOT / "docs" / "how-to" / "writing-a-tier.md"
 PATIENCE = """
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.testing.conformance import TierConformance

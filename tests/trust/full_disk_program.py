@@ -16,6 +16,7 @@ from tests.support.crash_scenario import BLOCK_BYTES, ask, load, put
 from tests.support.mounts import small_tmpfs
 from tests.support.patient_nvme import waiting_until_closed
 from tiered_kv.base import OffloadKey
+from tiered_kv.counters import count_of
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.rig import block_content, make_keys
 
@@ -79,16 +80,16 @@ def fill(stack: Stack, label: str) -> tuple[int, int]:
 def refusals(stack: Stack) -> dict[str, int]:
     """Return the counters that tell of stores that failed."""
     tier = stack.secondary_tiers[0].stats()
-    told = {
-        name: tier.get(name, 0) for name in ("no_space_errors", "refused_stores", "failed_no_space", "room_timeouts")
-    }
+    names = ("no_space_errors_total", "refused_stores_total", "room_timeouts_total")
+    told = {name: tier.get(name, 0) for name in names}
+    told["failed_calls_total"] = count_of(tier, "failed_calls_total", "no_space")
     return {name: count for name, count in told.items() if count}
 
 
 def late_jobs(stack: Stack) -> int:
     """Return how many jobs have missed their deadline so far."""
     (name,) = stack.tier_names
-    return stack.counters()[name].get("expired_jobs", 0)
+    return count_of(stack.counters(), name, "expired_jobs_total")
 
 
 def recovers(stack: Stack) -> list[OffloadKey]:

@@ -18,6 +18,7 @@ from tests.support.doors import Door, FsDoor, MemoryDoor, RedisDoor, S3Door
 from tests.support.figures import Figures, Profile
 from tests.support.patient_nvme import patient_nvme
 from tiered_kv.base import OffloadKey
+from tiered_kv.counters import count_of
 from tiered_kv.testing.damage import Damage, Kind, Stored, batches, record_damages
 from tiered_kv.testing.redis_servers import PATIENT as REDIS_PATIENT
 from tiered_kv.testing.redis_servers import redis_server
@@ -48,22 +49,19 @@ class Bench:
     Args:
         rig: The tier on its rig.
         door: Its storage.
-        counters: Those that count a damaged block, one of them for each.
-        unreadable: The one that counts a sound record of an unknown codec.
+        unreadable: The name and labels of what counts a sound record of an unknown codec.
         is_shared: Whether such a record stays where it is, for others who can read it.
         judge: What the cases came to.
     """
 
     rig: TierRig
     door: Door
-    counters: tuple[str, ...]
-    unreadable: str
+    unreadable: tuple[str, ...]
     is_shared: bool = True
     judge: Judge = field(default_factory=lambda: Judge())
 
-    def counted(self, *names: str) -> int:
-        stats = self.rig.tier.stats()
-        return sum(stats.get(name, 0) for name in names)
+    def counted(self, *path: str) -> int:
+        return count_of(self.rig.tier.stats(), *(path or ("corrupt_blocks_total",)))
 
 
 @dataclass
@@ -117,7 +115,7 @@ def memory_bench(codec: str, path: Path, request: pytest.FixtureRequest, closing
 
     settings = MemorySettings.model_validate({"capacity": "64MiB", "codec": codec})
     rig = rig_of(lambda spec, view: MemoryTier(spec, view, "memory", settings), codec, closing)
-    return Bench(rig, MemoryDoor(rig), ("corrupt_blocks",), "corrupt_blocks", is_shared=False)
+    return Bench(rig, MemoryDoor(rig), ("corrupt_blocks_total",), is_shared=False)
 
 
 def fs_bench(codec: str, path: Path, request: pytest.FixtureRequest, closing: ExitStack) -> Bench:
@@ -127,7 +125,7 @@ def fs_bench(codec: str, path: Path, request: pytest.FixtureRequest, closing: Ex
     settings = FsSettings.model_validate({"path": str(path), "capacity": "64MiB", "codec": codec, **PATIENT})
     rig = rig_of(lambda spec, view: FsTier(spec, view, "fs", settings), codec, closing)
     door = FsDoor(path, SPEC.namespace_digest)
-    return Bench(rig, door, ("corrupt_blocks",), "failed_unknown_codec")
+    return Bench(rig, door, ("unreadable_blocks_total",))
 
 
 def redis_bench(codec: str, path: Path, request: pytest.FixtureRequest, closing: ExitStack) -> Bench:
@@ -139,7 +137,8 @@ def redis_bench(codec: str, path: Path, request: pytest.FixtureRequest, closing:
     server.call("FLUSHALL")
     settings = RedisSettings.model_validate({"url": server.url, "codec": codec, **REDIS_PATIENT})
     rig = rig_of(lambda spec, view: RedisTier(spec, view, "redis", settings), codec, closing)
-    return Bench(rig, RedisDoor(server, SPEC.namespace_digest), ("corrupt_blocks",), "failed_loads_unknown_codec")
+    unreadable = ("failed_blocks_total", "load", "unknown_codec")
+    return Bench(rig, RedisDoor(server, SPEC.namespace_digest), unreadable)
 
 
 def s3_bench(codec: str, path: Path, request: pytest.FixtureRequest, closing: ExitStack) -> Bench:
@@ -154,7 +153,7 @@ def s3_bench(codec: str, path: Path, request: pytest.FixtureRequest, closing: Ex
     rig = rig_of(lambda spec, view: S3Tier(spec, view, "s3", settings), codec, closing)
     door = S3Door(server, bucket, "kv", SPEC.namespace_digest)
     closing.callback(door.close)
-    return Bench(rig, door, ("corrupt_blocks", "oversized_blocks"), "unreadable_blocks")
+    return Bench(rig, door, ("unreadable_blocks_total",))
 
 
 _BENCHES: dict[str, Callable[[str, Path, pytest.FixtureRequest, ExitStack], Bench]] = {
@@ -244,8 +243,8 @@ def _check_misses(bench: Bench, victims: dict[OffloadKey, Damage]) -> None:
     """Load every victim in a job of its own: none may come, each is counted once."""
     rig, judge = bench.rig, bench.judge
     for group, counters in (
-        ({k: d for k, d in victims.items() if d.kind is Kind.BROKEN}, bench.counters),
-        ({k: d for k, d in victims.items() if d.kind is Kind.UNREADABLE}, (bench.unreadable,)),
+        ({k: d for k, d in victims.items() if d.kind is Kind.BROKEN}, ("corrupt_blocks_total",)),
+        ({k: d for k, d in victims.items() if d.kind is Kind.UNREADABLE}, bench.unreadable),
     ):
         before = bench.counted(*counters)
         for key, result in zip(group, rig.wait([rig.submit_load([key]) for key in group]), strict=True):
@@ -285,13 +284,13 @@ def test_swapped_records_are_two_misses(opened: Opened, tier: str, codec: str, f
     assert records[1] is not None
     bench.door.write(first, records[1])
     bench.door.write(second, records[0])
-    before = bench.counted(*bench.counters)
+    before = bench.counted()
     loaded = bench.rig.load([first, second, third])
     offered = bench.rig.lookup_all([first, second, third])
-    passed = loaded == {third} and bench.counted(*bench.counters) == before + 2 and offered == [False, False, True]
+    passed = loaded == {third} and bench.counted() == before + 2 and offered == [False, False, True]
     figures.add(f"corruption/{tier}", 1, int(passed))
     assert loaded == {third}
-    assert bench.counted(*bench.counters) == before + 2
+    assert bench.counted() == before + 2
     assert offered == [False, False, True]
 
 

@@ -31,6 +31,7 @@ from tests.support.segment_map import (
     seal_summary,
 )
 from tiered_kv.base import OffloadKey
+from tiered_kv.counters import count_of
 from tiered_kv.testing.damage import SEED, Damage, Field, Stored, field_damages
 
 __all__ = ["patient_nvme"]
@@ -183,7 +184,7 @@ def sealed_cases(found: SegmentMap, *, clean: bool) -> Iterator[Case]:
         for each in group:
             for damage in field_damages(each, full=False):
                 if "key size" in each.name:
-                    continue  # whose block it is: who seals that is believed, see "Checksums" in docs/formats.md
+                    continue  # whose block it is: who seals that is believed, see "Checksums" in formats.md
                 if "codec" in each.name and damage.name.rpartition(" = ")[2] not in ("zeros", "ones", "0", "1"):
                     continue  # codecs that want a key: what there is to say of them says the proof of encryption
                 data = sealed(damage.apply(Stored(OffloadKey(b""), found.data)))
@@ -219,7 +220,7 @@ def test_a_segment_that_says_it_is_shorter_is_not_sealed_over_its_payloads(
     for _ in range(2):  # what the first closing leaves is what the second opening finds
         rig = directory.open()
         loaded = rig.load(KEYS)
-        corrupt = rig.tier.stats()["corrupt_blocks"]
+        corrupt = count_of(rig.tier.stats(), "corrupt_blocks_total")
         rig.close()
         if (loaded, corrupt) != (set(kept), 0):
             directory.failures["closed and opened again"] = f"{len(loaded)} loaded, {corrupt} corrupt"

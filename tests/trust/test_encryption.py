@@ -22,6 +22,7 @@ from tests.support.figures import Figures, Profile
 from tests.support.patient_nvme import patient_nvme
 from tests.support.segment_map import BATCH_FIXED_BYTES, ENTRY_BYTES, PAGE_BYTES, SegmentMap, seal
 from tiered_kv.base import OffloadKey
+from tiered_kv.counters import count_of
 from tiered_kv.testing.damage import RECORD_FIELDS, RECORD_HEADER_BYTES, seal_record
 from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.rig import TierRig, block_content, compressible_content, make_keys
@@ -96,15 +97,10 @@ class Bench:
 
     def refused(self) -> int:
         """Return how many blocks were counted as unreadable, whatever the reason."""
-        names = {
-            "memory": ("corrupt_blocks",),
-            "s3": ("corrupt_blocks", "unreadable_blocks"),
-            "fs": ("corrupt_blocks", "failed_unknown_key"),
-            "redis": ("failed_loads_",),
-            "nvme": ("corrupt_blocks", "refused_"),
-        }[self.kind]
         counted = self.rig.tier.stats()
-        return sum(count for name, count in counted.items() if name.startswith(names))
+        if self.kind == "redis":
+            return count_of(counted, "failed_blocks_total", "load")
+        return count_of(counted, "corrupt_blocks_total") + count_of(counted, "unreadable_blocks_total")
 
     def payloads(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, bytes]:
         """Return what is stored for the keys, without headers."""

@@ -148,7 +148,7 @@ def store(config: dict[str, Any], keys: list[OffloadKey]) -> bytes:
         assert stack.put(keys, np.full((len(keys), 4096), 0xA5, np.uint8)) == len(keys)
         assert stack.flush(60.0)
         (name,) = stack.tier_names
-        assert stack.counters()[name]["stored_blocks"] == len(keys)
+        assert stack.counters()[name]["stored_blocks_total"] == len(keys)
     return load_config(config).identity.digest
 
 

@@ -3,7 +3,7 @@
 nvme answers no block then that it cannot load, with direct I/O or without: a segment's blocks are flushed before the
 summary that lists them is written, and a segment without a summary is verified when it is opened. fs may: it flushes no
 file, so a block's name may come back without its bytes. That is found by its checksum when it is loaded
-(`docs/fs.md`), and only then.
+(`docs/reference/fs.md`), and only then.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_a_file_system_that_is_shut_down_at_any_call_holds_no_wrong_byte(
             {
                 "fault": fault,
                 "power": power,
-                # docs/fs.md: a reset may be lost when the host dies, and the bytes of files that keep their names.
+                # fs.md: a reset may be lost when the host dies, and the bytes of files that keep their names.
                 "accepts_old": tier == "fs",
                 "loses_pages": tier == "fs",
                 "capacity_bytes": OCCUPIED_BYTES_MAX[tier],

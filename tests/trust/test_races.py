@@ -30,6 +30,7 @@ from tests.support.race_stacks import (
 )
 from tests.support.races import Prompts, Race, open_guarded, phantoms, problems_at_rest, race_facade
 from tests.support.racing_scheduler import RacingScheduler
+from tiered_kv.counters import count_of
 from tiered_kv.testing.proxy import NO_FAULTS, FaultProxy, Faults
 from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.s3_servers import moto_bucket, moto_server
@@ -60,12 +61,12 @@ def test_threads_on_the_facade_get_what_was_put(
                 seconds = seconds_of(profile)
                 race.add(race_facade(stack, prompts, seed=seed + 100 * number, threads=threads, seconds=seconds))
                 counters = stack.counters()
-                went_round = counters["cpu"]["evicted_blocks"] and counters[tier].get("loaded_blocks")
+                went_round = counters["cpu"]["evicted_blocks_total"] and counters[tier].get("loaded_blocks_total")
                 if race.problems or (went_round and race.verified_blocks):
                     break
             problems = [*race.problems, *problems_at_rest(stack.manager, guard), *phantoms(stack.manager)]
-        problems += unless(counters["cpu"]["evicted_blocks"] > 0, "nothing was evicted")
-        problems += unless(counters[tier].get("loaded_blocks", 0) > 0, "nothing was promoted")
+        problems += unless(counters["cpu"]["evicted_blocks_total"] > 0, "nothing was evicted")
+        problems += unless(counters[tier].get("loaded_blocks_total", 0) > 0, "nothing was promoted")
         problems += unless(race.verified_blocks > 0, "nothing was loaded")
         cases[f"{tier}, {threads} threads, seed {seed}"] = problems
     conclude(figures, cases)
@@ -83,7 +84,7 @@ def test_threads_on_all_tiers_at_once_get_what_was_put(entry_of: EntryOf, profil
             for number in range(ROUNDS_MAX):
                 seconds = seconds_of(profile, short=3.0)
                 race.add(race_facade(stack, prompts, seed=seed + 100 * number, threads=4, seconds=seconds))
-                loaded = [tier for tier in TIERS if stack.counters()[tier].get("loaded_blocks")]
+                loaded = [tier for tier in TIERS if stack.counters()[tier].get("loaded_blocks_total")]
                 if race.problems or len(loaded) > 1:
                     break
             problems = [*race.problems, *problems_at_rest(stack.manager, guard), *phantoms(stack.manager)]
@@ -111,7 +112,7 @@ def test_a_scheduler_that_resets_amid_transfers_never_loads_what_was_before(
                 scheduler.run(seconds_of(profile), reset_every=100)
                 scheduler.run(seconds_of(profile), reset_every=2000)  # long enough that the tier has hits, too
                 counters = stack.counters()
-                has_stored = counters[tier].get("stored_blocks", 0) > 0
+                has_stored = counters[tier].get("stored_blocks_total", 0) > 0
                 if race.problems or (race.resets > 1 and race.verified_blocks and has_stored):
                     break
             scheduler.finish()
@@ -196,7 +197,7 @@ def test_no_block_is_used_again_while_a_stalled_connection_may_touch_it(
                     setattr(proxy, direction, NO_FAULTS)
                     scheduler.run(0.2)
                     counters = stack.counters()[tier]
-                    late = sum(counters.get(name, 0) for name in ("expired_jobs", "failed_loads", "failed_stores"))
+                    late = counters["expired_jobs_total"] + count_of(counters, "failed_blocks_total")
                     if scheduler.race.problems or (number >= 2 and late and scheduler.race.verified_blocks):
                         break
                 race = scheduler.finish()

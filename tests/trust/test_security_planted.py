@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support.tenants import BLOCK_BYTES, DirectoryStorage, Tenant
+from tiered_kv.counters import count_of
 from tiered_kv.errors import ConfigError, FormatError, TieredKVError, TierUnavailableError
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.toolkit.codecs import RAW
@@ -75,11 +76,17 @@ def came(stack: Stack, tenant: Tenant) -> int:
 
 def store(stack: Stack, tenant: Tenant, first: int) -> int:
     """Store blocks; return how many the tier has written."""
-    before = stack.counters()["fs"]["stored_blocks"]
+    before = written(stack)
     keys = tenant.keys(BLOCKS, first)
     stack.put(keys, np.frombuffer(b"".join(map(tenant.content, keys)), np.uint8).reshape(len(keys), BLOCK_BYTES))
     assert stack.flush(30.0)
-    return stack.counters()["fs"]["stored_blocks"] - before
+    return written(stack) - before
+
+
+def written(stack: Stack) -> int:
+    """Return how many blocks the tier has written so far, those left out that were there."""
+    counters = stack.counters()["fs"]
+    return count_of(counters, "stored_blocks_total") - count_of(counters, "tier", "present_blocks_total")
 
 
 @needs_root

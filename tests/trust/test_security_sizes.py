@@ -218,7 +218,7 @@ ENDLESS_HTTP = {
 
 
 def use(tenant: Tenant) -> None:
-    """Store, look up and load: what a running engine does. Purges and `check` read as boto3 does (docs/security.md)."""
+    """Store, look up and load: what a running engine does. Purges and `check` read as boto3 does (security.md)."""
     with little_memory(), suppress(TieredKVError), open_stack(tenant.file) as stack:
         tenant.put(stack, tenant.keys(BLOCKS))  # a server that says that it has done so is believed
         assert tenant.wrong(stack, tenant.keys(BLOCKS, 100)) == (0, 0)

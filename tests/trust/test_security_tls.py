@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.tenants import BucketStorage, RedisStorage, Tenant
 from tiered_kv.cli import main
+from tiered_kv.counters import count_of
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.redis_servers import PASSWORD, RedisServer, TlsFiles, make_tls_files, tls_redis_server
 from tiered_kv.testing.s3_servers import S3Server, missing_for_moto, start_moto
@@ -134,7 +135,7 @@ def test_an_s3_server_that_does_not_prove_who_it_is_gets_nothing(
     assert "untrusted" in capsys.readouterr().out
     with open_stack(tenant.file) as stack:
         assert tenant.put(stack, tenant.keys(BLOCKS)) == 0
-        assert stack.counters()["s3"]["failed_stores_untrusted"] == BLOCKS
+        assert count_of(stack.counters()["s3"], "failed_blocks_total", "store", "untrusted") == BLOCKS
 
 
 def test_an_s3_server_that_proves_who_it_is_is_used(

@@ -5,7 +5,7 @@ not decide them. A step of 512 lookups may take at most four times the processor
 median against median, both of the same run. And steps may not wait: without what their thread stood in the run queue,
 one in a hundred may take 0.1 s, and those that take longer than 0.25 s may make up 3 % of the time. Calls to storage on
 the scheduler's thread are found so: a look at redis in each step, through a server that is stalled and frozen, made it
-6 %. What is not judged here is docs/performance.md's row, 300 µs by the clock in the 99th percentile: servers, proxies
+6 %. What is not judged here is performance.md's row, 300 µs by the clock in the 99th percentile: servers, proxies
 and two processes share the processors with the scheduler. Both times by the clock are in the figure's note.
 """
 

@@ -19,6 +19,7 @@ from tests.support.doors import Door, FsDoor, MemoryDoor, RedisDoor, S3Door
 from tests.support.figures import Figures
 from tests.support.patient_nvme import patient_nvme
 from tests.support.segment_map import PAGE_BYTES, SEGMENT_FIELDS, seal
+from tiered_kv.counters import count_of
 from tiered_kv.errors import FormatError
 from tiered_kv.testing.damage import RECORD_FIELDS, RECORD_HEADER_BYTES, seal_record
 from tiered_kv.testing.redis_servers import PATIENT as REDIS_PATIENT
@@ -387,7 +388,7 @@ def test_a_segment_of_another_version_holds_nothing(opened: Opened, version: int
     bench.restore({**stored, name: seal(field.written(stored[name], version), 0, PAGE_BYTES)})
     rig = bench.open()
     keys = make_keys(4, "golden raw")
-    discarded, offered = rig.tier.stats()["discarded_segments"], rig.lookup_all(keys)
+    discarded, offered = rig.tier.stats()["discarded_segments_total"], rig.lookup_all(keys)
     count(figures, discarded == 1 and not any(offered))
     assert discarded == 1
     assert not any(offered)
@@ -410,7 +411,7 @@ def test_a_record_of_another_version_is_a_counted_miss(
     foreign = seal_record(field.written(record, version))
     door.write(keys[0], foreign)
     loaded = rig.load(keys)
-    counted = rig.tier.stats()["corrupt_blocks"]
+    counted = count_of(rig.tier.stats(), "corrupt_blocks_total")
     offered = rig.lookup_all(keys)
     left = door.read(keys[0])
     healed = rig.store(keys[:1]).success and rig.load(keys) == set(keys)

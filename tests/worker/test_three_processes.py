@@ -149,10 +149,10 @@ def test_blocks_survive_eviction_and_a_restart_of_every_process(tmp_path: Path) 
         for batch in batches:
             engine.store(keys[batch.start : batch.stop], [*batch], [3, 9, 8, 15])
         counters = engine.stack.counters()
-        assert counters["cpu"]["evicted_blocks"] >= NUM_BLOCKS - PRIMARY_BLOCKS
+        assert counters["cpu"]["evicted_blocks_total"] >= NUM_BLOCKS - PRIMARY_BLOCKS
         for batch in batches:
             engine.load_and_check(keys[batch.start : batch.stop], [*batch], [7, 5, 1, 0])
     with engine_at(tmp_path, workers_first=False) as engine:
         for batch in reversed(batches):
             engine.load_and_check(keys[batch.start : batch.stop], [*batch], [0, 1, 12, 13])
-        assert engine.stack.counters()["nvme"]["loaded_blocks"] == NUM_BLOCKS, "the primary tier began empty"
+        assert engine.stack.counters()["nvme"]["loaded_blocks_total"] == NUM_BLOCKS, "the primary tier began empty"

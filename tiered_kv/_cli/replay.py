@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from tiered_kv._cli.arguments import positive_int, seconds, whole_number
 from tiered_kv._cli.output import Status, interrupt_flag, print_json, print_table, print_text, progress
 from tiered_kv.config.units import format_bytes
+from tiered_kv.counters import flat_counts
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack import open_stack
 from tiered_kv.workload.generator import ChatWorkload
@@ -30,7 +32,7 @@ _CHAT_OPTIONS = {
     "system_blocks": "blocks of a system prompt",
 }
 _TROUBLE = re.compile(
-    "^(skipped|failed|expired|corrupt|quarantined|refused|late|breaker)_|^exceptions|_(errors|timeouts)$"
+    "^(skipped|failed|expired|corrupt|quarantined|refused|late|breaker)_|^exceptions_|_(errors|timeouts)_total$"
 )
 
 
@@ -151,9 +153,9 @@ def _share(part: int, whole: int) -> str:
 def _remarks(report: ReplayReport) -> Iterator[str]:
     """Yield what a person should notice, one line each."""
     for name, tier in report.tiers.items():
-        troubles = [f"{key} {value:,}" for key, value in tier.counters.items() if value and _TROUBLE.search(key)]
+        troubles = _troubles(tier.counters)
         if troubles:
-            yield f"{name}: {', '.join(troubles)}"
+            yield f"{name}: {troubles}"
     if report.timed_out_requests:
         yield f"{report.timed_out_requests:,} requests did not wait for the rest of their prefix"
     for block in report.corrupt:
@@ -162,3 +164,12 @@ def _remarks(report: ReplayReport) -> Iterator[str]:
         yield "interrupted: these are the figures so far"
     elif not report.drained:
         yield "some stores had not ended when the time for them was over"
+
+
+def _troubles(counters: Mapping[str, Any]) -> str:  # Any: as `Counters.snapshot`
+    shown = []
+    for path, value in flat_counts(counters):
+        family, (name, *labels) = ("tier ", path[1:]) if path[0] == "tier" else ("", path)
+        if value and _TROUBLE.search(name):
+            shown.append(f"{family}{name}{{{', '.join(labels)}}} {value:,}".replace("{}", ""))
+    return ", ".join(shown)

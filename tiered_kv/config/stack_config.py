@@ -1,7 +1,7 @@
 """The configuration of a stack: from a YAML file, or a mapping, to a `StackConfig`.
 
 Every mistake is a `ConfigError` that names the setting, what was found and what would be accepted; never a
-secret. `docs/configuration.md` is the reference.
+secret. `docs/reference/configuration.md` is the reference.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     for damage in record_damages(full=False):
         write(key, damage.apply(Stored(key, read(key))))    # and the block has to be a counted miss
 
-The fields are those of the table in `docs/formats.md`, written down a second time: the catalogue has to notice when a
+The fields are those of the table in `formats.md`, written down a second time: the catalogue has to notice when a
 reader and its own writer agree on something else.
 """
 

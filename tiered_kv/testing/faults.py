@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
 from tiered_kv.testing.gate import Gate
@@ -64,7 +64,7 @@ class WrapperTier(SecondaryTierManager):
     def take_events(self) -> Iterable[OffloadingEvent]:
         return self.inner.take_events()
 
-    def stats(self) -> Mapping[str, int]:
+    def stats(self) -> Mapping[str, Any]:
         return self.inner.stats()
 
     def describe(self) -> Mapping[str, object]:

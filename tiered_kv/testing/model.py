@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.counters import count_of, flat_counts
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.testing.clock import ManualClock
 from tiered_kv.testing.rig import block_content
@@ -216,8 +217,10 @@ class StackModel:
         assert 0 <= free <= backend.num_blocks
         assert len(self.manager.primary.blocks) <= backend.num_blocks - free
         for tier, counters in self.manager.counters().items():
-            assert all(value >= 0 for value in counters.values()), (tier, counters)
-            assert not counters.get("audit_different_blocks"), f"the audit reports {tier}, whose bytes are right"
+            assert all(value >= 0 for _, value in flat_counts(counters)), (tier, counters)
+            assert not count_of(counters, "audited_blocks_total", "different"), (
+                f"the audit reports {tier}, whose bytes are right"
+            )
 
     def _check_nothing_held(self) -> None:
         primary = self.manager.primary

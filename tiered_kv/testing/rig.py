@@ -167,14 +167,15 @@ class TierRig:
             self.check_region()
         return [self._results[job_id] for job_id in wanted]
 
-    def poll(self) -> None:
-        """Collect what has finished."""
+    def poll(self) -> int:
+        """Collect what has finished; return how many jobs have not."""
         for result in self.tier.get_finished():
             assert result.job_id not in self._results, f"job {result.job_id} was reported twice"
             job = self._jobs.pop(result.job_id, None)
             assert job is not None, f"job {result.job_id} was reported, and nobody submitted it"
             self._results[result.job_id] = result
             self._check_result(job, result)
+        return len(self._jobs)
 
     def succeeded(self, result: JobResult) -> set[OffloadKey]:
         """Return the keys of a job that succeeded."""

@@ -11,7 +11,7 @@
 
 Blocks may be lost, jobs may fail and lookups may miss. Never may wrong bytes be loaded, nor a block be answered True
 that cannot be loaded, beyond the one answer that its load proves wrong. Every job is reported once, by its deadline;
-and when the network is whole again, so is the tier. `docs/testing.md` says what each check keeps.
+and when the network is whole again, so is the tier. `docs/how-to/testing.md` says what each check keeps.
 """
 
 from __future__ import annotations

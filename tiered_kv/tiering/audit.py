@@ -14,11 +14,12 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from tiered_kv.base import OffloadKey, PrepareStoreOutput, ReqContext
+from tiered_kv.counters import Counters
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.mediums import CPULoadStoreSpec
@@ -91,9 +92,15 @@ class Audit:
         self._current: Audited | None = None
         self._written: dict[OffloadKey, Pair] = {}  # whose spare row the engine is writing
         self._loads: dict[JobId, list[Pair]] = {}
+        self._counters = {guarded.name: Counters((), ("audited_blocks_total",)) for guarded in tiers}
+        # What concerns no tier in particular is the primary tier's.
+        self._counters[PRIMARY_NAME] = self._of_all = Counters(
+            ("audited_requests_total", "audit_busy_requests_total"),
+            ("audited_blocks_total", "audit_abandoned_blocks_total"),
+        )
+        self._gauges: defaultdict[str, dict[str, float]] = defaultdict(dict)  # by tier
+        self._num_compared: defaultdict[str, int] = defaultdict(int)  # by tier
         self._sums_of_means: defaultdict[str, float] = defaultdict(float)
-        self.counters: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
-        """By tier; what concerns no tier in particular is the primary tier's."""
         self.is_active = False
         """Whether lookups have to ask `withholds`."""
         self.stopped: set[str] = set()
@@ -103,6 +110,10 @@ class Audit:
     def in_flight(self) -> int:
         """Comparisons that have not ended."""
         return self._spare_rows.in_flight
+
+    def counted(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
+        """Return what was counted, by tier."""
+        return {name: {**counters.snapshot(), **self._gauges[name]} for name, counters in self._counters.items()}
 
     # The engine's calls.
 
@@ -116,7 +127,7 @@ class Audit:
             self._current = Audited(req_id, context, self._clock() + DURATION_MAX_S)
             self._set_active(True)
         elif current.req_id != req_id:
-            self.counters[PRIMARY_NAME]["audit_busy_requests"] += 1
+            self._of_all.add("audit_busy_requests_total")
 
     def withholds(self, key: OffloadKey, req_context: ReqContext) -> bool:
         """Return whether a lookup is to be answered with a miss."""
@@ -326,10 +337,8 @@ class Audit:
             self._abandon(reason, 1)
 
     def _judge(self, audited: Audited, tier: str, key: OffloadKey, difference: Difference) -> None:
-        counters = self.counters[tier]
         largest, mean = difference.largest, difference.mean
         audited.compared += 1
-        counters["audited_blocks"] += 1
         if difference is IDENTICAL:
             verdict = "identical"
         elif largest is not None and largest <= self._rules.tolerance:
@@ -339,17 +348,18 @@ class Audit:
             audited.different.append(key)
             if self._rules.stops:
                 self.stopped.add(tier)
-                counters["audit_stopped"] = 1
-        counters[f"audit_{verdict}_blocks"] += 1
+                self._gauges[tier]["audit_stopped"] = 1
+        self._counters[tier].add("audited_blocks_total", verdict)
         self._note_size(tier, audited, largest or 0.0, mean)
 
     def _note_size(self, tier: str, audited: Audited, largest: float, mean: float) -> None:
-        counters = self.counters[tier]
         audited.largest, audited.mean = max(audited.largest, largest), max(audited.mean, mean)
+        self._num_compared[tier] += 1
         self._sums_of_means[tier] += min(mean, _SHOWN_MAX)
-        largest_ppm = round(min(largest, _SHOWN_MAX) * 1e6)
-        counters["audit_largest_difference_ppm"] = max(counters["audit_largest_difference_ppm"], largest_ppm)
-        counters["audit_mean_difference_ppm"] = round(self._sums_of_means[tier] / counters["audited_blocks"] * 1e6)
+        shown = round(min(largest, _SHOWN_MAX), 6)
+        gauges = self._gauges[tier]
+        gauges["audit_largest_difference_ratio"] = max(gauges.get("audit_largest_difference_ratio", 0.0), shown)
+        gauges["audit_mean_difference_ratio"] = round(self._sums_of_means[tier] / self._num_compared[tier], 6)
 
     def _set_active(self, is_active: bool) -> None:
         self.is_active = is_active
@@ -357,7 +367,7 @@ class Audit:
 
     def _abandon(self, reason: str, num_blocks: int) -> None:
         if num_blocks:
-            self.counters[PRIMARY_NAME][f"audit_abandoned_{reason}"] += num_blocks
+            self._of_all.add("audit_abandoned_blocks_total", reason, count=num_blocks)
 
     def _end(self, reason: str = "") -> None:
         """End the audit of the current request; `reason` tells why some of its blocks may not have been compared."""
@@ -368,7 +378,7 @@ class Audit:
         for guarded in self._tiers:
             guarded.call("on_request_finished", audited.context)
         self._abandon(reason, audited.pending + len(audited.asked))
-        self.counters[PRIMARY_NAME]["audited_requests"] += bool(audited.compared)
+        self._of_all.add("audited_requests_total", count=bool(audited.compared))
         if audited.different:
             shown = [digest_of_key(key) for key in audited.different[:LOGGED_KEYS_MAX]]
             logger.error(

@@ -161,8 +161,8 @@ class SecondaryTierManager(ABC):
         """Return blocks that this tier stored or removed since the last call, if it tells."""
         return ()
 
-    def stats(self) -> Mapping[str, int]:
-        """Return the tier's own counters and gauges by name; any thread may call."""
+    def stats(self) -> Mapping[str, Any]:  # Any: a number, or for what has labels a mapping of numbers by label
+        """Return the tier's own counters and gauges by name, as `tiered_kv.counters` says; any thread may call."""
         return {}
 
     def describe(self) -> Mapping[str, object]:

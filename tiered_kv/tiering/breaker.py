@@ -6,13 +6,13 @@ from enum import Enum
 
 
 class BreakerState(Enum):
-    """Whether a tier is used."""
+    """Whether a tier is used; the value is `breaker_state` in the counters."""
 
-    CLOSED = "closed"
+    CLOSED = 0
     """In use."""
-    OPEN = "open"
+    OPEN = 2
     """Not in use: it failed too often in a row."""
-    HALF_OPEN = "half_open"
+    HALF_OPEN = 1
     """One job at a time, to see whether it works again."""
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections import defaultdict
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
+from tiered_kv.counters import Counters
 from tiered_kv.errors import TierError
 from tiered_kv.tiering.admission import Admission
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
@@ -23,6 +23,20 @@ logger = logging.getLogger(__name__)
 
 Offered = TypeVar("Offered")
 """A block that is offered to a tier, in the words of whoever offers it."""
+
+_NAMES: Final = (
+    "stored_blocks_total",
+    "stored_bytes_total",
+    "loaded_blocks_total",
+    "loaded_bytes_total",
+    "refused_promotion_blocks_total",
+    "expired_jobs_total",
+    "late_jobs_total",
+    "lookup_timeouts_total",
+    "exceptions_total",
+    "unknown_results_total",
+)
+_LABELLED: Final = ("submitted_jobs_total", "skipped_blocks_total", "failed_blocks_total")
 
 _OF_RECORDS = frozenset(status.value for status in RecordStatus if status is not RecordStatus.OK)
 HARMLESS_REASONS = _OF_RECORDS | {"absent", "missing", "no_space", "node_down", "reset", "unanswered"}
@@ -62,7 +76,7 @@ class GuardedTier:
         self.limits = limits
         self.breaker = Breaker(limits.breaker_failures, limits.breaker_cooldown_s)
         self.admission = Admission(limits.admit_after)
-        self.counters: defaultdict[str, int] = defaultdict(int)
+        self.counters = Counters(_NAMES, _LABELLED)
         self.jobs: dict[JobId, Job] = {}
         self.is_disabled = False
         """Set for good when the tier can't forget blocks that are no longer valid."""
@@ -129,6 +143,7 @@ class GuardedTier:
             self.skip("budget", max(len(offered) - room, 0))
             return offered[:room]
         selected: list[Offered] = []
+        not_admitted = 0
         for number, each in enumerate(offered):
             if len(selected) == room:  # an offer that finds no room does not count
                 self.skip("budget", len(offered) - number)
@@ -136,7 +151,8 @@ class GuardedTier:
             if self.admission.admit(key_of(each)):
                 selected.append(each)
             else:
-                self.skip("admission", 1)
+                not_admitted += 1
+        self.skip("admission", not_admitted)
         return selected
 
     def submit(self, job: Job, req_context: ReqContext) -> bool:
@@ -153,7 +169,7 @@ class GuardedTier:
         self.jobs[job.job_id] = job
         self._unexpired[job.job_id] = job
         self._charge(job, len(job.blocks))
-        self.counters["load_jobs" if job.is_promotion else "store_jobs"] += 1
+        self.counters.add("submitted_jobs_total", job.direction)
         return True
 
     def collect(self) -> list[tuple[Job, JobResult]]:
@@ -176,12 +192,12 @@ class GuardedTier:
             except TypeError:  # an id that could be no job's
                 job = None
             if job is None:
-                self.counters["unknown_results"] += 1
+                self.counters.add("unknown_results_total")
                 continue
             result = _believed(told_of_job)
             self._charge(job, -len(job.blocks))
             if job.is_expired:
-                self.counters["late_jobs"] += 1
+                self.counters.add("late_jobs_total")
                 self._quarantine(job, -len(job.blocks))
                 self.breaker.answer()
             else:
@@ -200,7 +216,7 @@ class GuardedTier:
         for job in expired:
             del self._unexpired[job.job_id]
             job.is_expired = True
-            self.counters["expired_jobs"] += 1
+            self.counters.add("expired_jobs_total")
             self._quarantine(job, len(job.blocks))
             self._count_failed(job, len(job.blocks), "expired")
             self.breaker.fail(now_s)
@@ -214,7 +230,7 @@ class GuardedTier:
             self.note_exception("lookup_failures")
             failures = self._lookup_failures
         if failures != self._lookup_failures:
-            self.counters["expired_lookups"] += failures - self._lookup_failures
+            self.counters.add("lookup_timeouts_total", count=failures - self._lookup_failures)
             self._lookup_failures = failures
             self.breaker.fail(now_s)
         self.breaker.tick(now_s)
@@ -222,7 +238,7 @@ class GuardedTier:
     def skip(self, reason: str, num_blocks: int) -> None:
         """Count blocks that are not stored to this tier."""
         if num_blocks:
-            self.counters[f"skipped_{reason}"] += num_blocks
+            self.counters.add("skipped_blocks_total", reason, count=num_blocks)
 
     def call(self, method: str, *arguments: object) -> Any:  # Any: as the tier's method returns
         """Call a method of the tier that nothing depends on; an exception is counted, and the answer is None."""
@@ -231,6 +247,18 @@ class GuardedTier:
         except Exception:
             self.note_exception(method)
             return None
+
+    def counted(self) -> dict[str, Any]:
+        """Return what was counted of the tier, as `Counters.snapshot`, and under "tier" what it has counted itself."""
+        stats = self.call("stats")
+        return {
+            **self.counters.snapshot(),
+            "jobs_in_flight": len(self.jobs),
+            "quarantined_bytes": (self._expired_store_blocks + self._expired_load_blocks) * self._block_bytes,
+            "breaker_state": self.breaker.state.value,
+            "breaker_opened_total": self.breaker.times_opened,
+            "tier": dict(stats) if isinstance(stats, Mapping) else {},
+        }
 
     def take_events(self) -> list[OffloadingEvent]:
         """Return the tier's events since the last call."""
@@ -250,7 +278,6 @@ class GuardedTier:
             self.store_blocks += num_blocks
 
     def _quarantine(self, job: Job, num_blocks: int) -> None:
-        self.counters["quarantined_blocks"] += num_blocks
         if job.is_promotion:
             self._expired_load_blocks += num_blocks
         else:
@@ -266,8 +293,8 @@ class GuardedTier:
         else:
             done = len(frozenset(result.successful_keys).intersection(job.keys))
         what = "loaded" if job.is_promotion else "stored"
-        self.counters[f"{what}_blocks"] += done
-        self.counters[f"{what}_bytes"] += done * self._block_bytes
+        self.counters.add(f"{what}_blocks_total", count=done)
+        self.counters.add(f"{what}_bytes_total", count=done * self._block_bytes)
         if done < total:
             self._count_failed(job, total - done, result.reason or "failed")
         if done or not total:
@@ -276,19 +303,15 @@ class GuardedTier:
             self.breaker.fail(self._clock())
 
     def _count_failed(self, job: Job, num_blocks: int, reason: str) -> None:
-        what = "failed_loads" if job.is_promotion else "failed_stores"
-        self.counters[what] += num_blocks
-        self.counters[f"{what}_{reason}"] += num_blocks
-        if reason == "checksum":
-            self.counters["corrupt_blocks"] += num_blocks
+        self.counters.add("failed_blocks_total", job.direction, reason, count=num_blocks)
 
     def note_exception(self, operation: str) -> None:
         """Count an exception of the tier, in an `except` block; the first is logged.
 
         The log has its type and where it came from, not its text: a client library may have put a password into that.
         """
-        self.counters["exceptions"] += 1
-        if self.counters["exceptions"] == 1:  # the counter tells the rest; a broken tier must not flood the log
+        self.counters.add("exceptions_total")
+        if self.counters["exceptions_total"] == 1:  # the counter tells the rest; a broken tier must not flood the log
             kind, _, traceback = sys.exc_info()
             nameless = TierError(kind.__name__ if kind else "", tier=self.name, operation=operation)
             about = "tier %r raised in %s; further exceptions are only counted"

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
@@ -137,7 +138,7 @@ class IsolatedTier(SecondaryTierManager):
         events = self._events
         return [events.popleft() for _ in range(len(events))] if events else ()
 
-    def stats(self) -> Mapping[str, int]:
+    def stats(self) -> Mapping[str, Any]:
         # For who asks next: what changes without jobs is as old as the last question.
         self._are_stats_asked_for = True
         self._notify()

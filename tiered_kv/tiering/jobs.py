@@ -90,3 +90,8 @@ class Job:
     is_promotion: bool
     deadline_s: float
     is_expired: bool = False
+
+    @property
+    def direction(self) -> str:
+        """Its direction in the counters."""
+        return "load" if self.is_promotion else "store"

@@ -10,7 +10,7 @@ BLAKE2b (RFC 7693) in its keyed mode is a MAC: without the name key nobody can c
 it stands for. A name has the form of an `OffloadKey`, and
 keeps the group's index, which says nothing of the tokens.
 
-BLAKE2b takes about 0.4 of the time of HMAC-SHA256 (`docs/performance.md`), since the state that has absorbed the name
+BLAKE2b takes about 0.4 of the time of HMAC-SHA256 (`performance.md`), since the state that has absorbed the name
 key and the digest is copied for each block, and what is left fits one compression.
 """
 
@@ -20,6 +20,7 @@ import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
@@ -89,7 +90,7 @@ class KeyedNames(SecondaryTierManager):
     `stats`, `describe` and `lookup_failures`, which are passed on.
 
     Events: the key of a name is known for the last `EVENT_NAMES_MAX` blocks that this process stored or loaded. Others,
-    such as those that an earlier process stored, are left out of events, and counted in `untold_event_blocks`.
+    such as those that an earlier process stored, are left out of events, and counted in `untold_event_blocks_total`.
 
     Args:
         inner: The tier, opened; it is shut down with this one.
@@ -146,8 +147,8 @@ class KeyedNames(SecondaryTierManager):
     def reset_cache(self) -> bool:
         return self.inner.reset_cache()
 
-    def stats(self) -> Mapping[str, int]:
-        return {**self.inner.stats(), "untold_event_blocks": self._untold_event_blocks}
+    def stats(self) -> Mapping[str, Any]:
+        return {**self.inner.stats(), "untold_event_blocks_total": self._untold_event_blocks}
 
     def describe(self) -> Mapping[str, object]:
         return {**self.inner.describe(), "names": "keyed"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 from tiered_kv.base import (
     OffloadingEvent,
@@ -344,29 +345,29 @@ class TieringOffloadingManager(OffloadingManager):
         self._search.stop()
         self.primary.shutdown(unmap=not self.jobs_in_flight)
 
-    def counters(self) -> dict[str, dict[str, int]]:
-        """Return everything counted so far, by tier: blocks and bytes stored and loaded, and what was skipped,
-        dropped, expired or failed, by reason. A tier's own `stats` are among its counters."""
-        counted = {
+    def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
+        """Return everything counted so far, by tier: blocks and bytes stored and loaded, and what was skipped, expired
+        or failed, by reason. What a secondary tier counts itself, its `stats`, stands there under "tier"."""
+        blocks, block_bytes = len(self._primary_blocks), self.primary.backend.block_size
+        counted: dict[str, dict[str, Any]] = {
             PRIMARY_NAME: {
-                "blocks": len(self._primary_blocks),
-                "stored_blocks": self._stored_blocks,
-                "loaded_blocks": self._loaded_blocks,
-                "evicted_blocks": self.primary.evicted_blocks,
-                "promotion_blocks_taken": self._promotions.blocks_taken,
-                "released_holds": self._released_holds,
-                "forgotten_requests": self._requests.forgotten,
+                "blocks": blocks,
+                "used_bytes": blocks * block_bytes,
+                "capacity_bytes": self.primary.backend.num_blocks * block_bytes,
+                "stored_blocks_total": self._stored_blocks,
+                "stored_bytes_total": self._stored_blocks * block_bytes,
+                "loaded_blocks_total": self._loaded_blocks,
+                "loaded_bytes_total": self._loaded_blocks * block_bytes,
+                "evicted_blocks_total": self.primary.evicted_blocks,
+                "promotion_blocks": self._promotions.blocks_taken,
+                "released_holds_total": self._released_holds,
+                "forgotten_requests_total": self._requests.forgotten,
             }
         }
         for guarded in self._tiers:
-            counted[guarded.name] = {
-                **guarded.counters,
-                "jobs_in_flight": len(guarded.jobs),
-                "breaker_opened": guarded.breaker.times_opened,
-                **(guarded.call("stats") or {}),
-            }
+            counted[guarded.name] = guarded.counted()
         if self._audit is not None:
-            for name, values in self._audit.counters.items():
+            for name, values in self._audit.counted().items():
                 counted[name].update(values)
         return counted
 

@@ -165,7 +165,7 @@ class Search:
             if now_s - state.unanswered.setdefault((key, guarded), now_s) < guarded.limits.lookup_timeout_s:
                 state.asked_s = self._now_s
                 return _Verdict.WAIT
-            guarded.counters["expired_lookups"] += 1
+            guarded.counters.add("lookup_timeouts_total")
             self._fail(guarded, state)
             return _Verdict.NEXT
         state.unanswered.pop((key, guarded), None)
@@ -174,7 +174,7 @@ class Search:
         if self._promotions.begin(key, guarded, state):
             state.asked_s = self._now_s
             return _Verdict.WAIT
-        guarded.counters["refused_promotions"] += 1
+        guarded.counters.add("refused_promotion_blocks_total")
         return _Verdict.MISS
 
     def _count_wait(self, state: RequestState) -> None:

@@ -1,4 +1,4 @@
-"""What the author of a tier builds on; see docs/writing-a-tier.md.
+"""What the author of a tier builds on; see docs/how-to/writing-a-tier.md.
 
 `blocking` is a base for tiers made of blocking calls, `aio` one for asyncio clients (it is imported on its
 own, so that `asyncio` is loaded by who needs it), `record` is how a block lies in storage, `codecs` what

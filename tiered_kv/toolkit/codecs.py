@@ -1,6 +1,6 @@
 """What may be done to a block's bytes on their way into storage. Every codec is lossless.
 
-A record names its codec by number; a configuration names it by word. `docs/formats.md` has both, and the form of
+A record names its codec by number; a configuration names it by word. `formats.md` has both, and the form of
 each payload. Those that encrypt are in `tiered_kv.toolkit.encryption`; what one tier reads and writes is its
 `CodecSet`.
 """

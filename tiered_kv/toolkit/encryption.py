@@ -1,6 +1,6 @@
 """Authenticated encryption of blocks: AES-256-GCM (NIST SP 800-38D), of the library `cryptography`.
 
-A payload is an envelope, `docs/formats.md` draws it: key id, key check, salt, nonce, ciphertext, tag. The associated
+A payload is an envelope, `formats.md` draws it: key id, key check, salt, nonce, ciphertext, tag. The associated
 data is the head of the envelope, the codec's number, the block's length, the namespace's digest and the block's whole
 key. So a payload that was changed, or moved to another key, namespace or codec, fails its tag.
 

@@ -158,11 +158,9 @@ class QueuedTier(SecondaryTierManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._batched_lookups.forget_request(req_context.req_id)
 
-    def stats(self) -> Mapping[str, int]:
+    def stats(self) -> Mapping[str, Any]:
         return {
-            "jobs_in_flight": len(self._jobs_in_flight),
-            "lookup_timeouts": self._batched_lookups.timeouts,
-            "lookups_refused": self._batched_lookups.refused,
+            "refused_lookups_total": self._batched_lookups.refused,
         }
 
     def begin_epoch(self, epoch: int | None = None) -> None:

@@ -1,6 +1,6 @@
 """The block record: the header that stands before a block wherever a secondary tier keeps it.
 
-`docs/formats.md` describes it byte by byte; golden files in the tests pin it. Whatever is read back is taken for
+`formats.md` describes it byte by byte; golden files in the tests pin it. Whatever is read back is taken for
 hostile until its checksum has been verified: nothing here raises on bad bytes, and nothing is allocated on their
 word.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +49,7 @@ class TierTraffic:
     loaded_bytes: int
     store_gb_per_s: float
     load_gb_per_s: float
-    counters: dict[str, int]
+    counters: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class Tally:
 
     def report(
         self,
-        counters: Mapping[str, Mapping[str, int]],
+        counters: Mapping[str, Mapping[str, Any]],
         *,
         block_bytes: int,
         seconds: float,
@@ -127,17 +128,14 @@ class Tally:
             timed_out_requests=self.timed_out_requests,
             interrupted=interrupted,
             drained=drained,
-            tiers={
-                name: _traffic(tier_hits, counters.get(name, {}), block_bytes, seconds)
-                for name, tier_hits in self.hits.items()
-            },
+            tiers={name: _traffic(tier_hits, counters.get(name, {}), seconds) for name, tier_hits in self.hits.items()},
             corrupt=list(self.corrupt),
         )
 
 
-def _traffic(hits: int, counters: Mapping[str, int], block_bytes: int, seconds: float) -> TierTraffic:
-    stored_bytes = counters.get("stored_blocks", 0) * block_bytes
-    loaded_bytes = counters.get("loaded_blocks", 0) * block_bytes
+def _traffic(hits: int, counters: Mapping[str, Any], seconds: float) -> TierTraffic:
+    stored_bytes = counters.get("stored_bytes_total", 0)
+    loaded_bytes = counters.get("loaded_bytes_total", 0)
     return TierTraffic(
         hits=hits,
         stored_bytes=stored_bytes,

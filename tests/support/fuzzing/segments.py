@@ -12,6 +12,7 @@ from pathlib import Path
 from tests.support.fuzzing.target import Target, is_guided
 from tests.support.segment_map import PAGE_BYTES, seal, seal_summary
 from tiered_kv.base import OffloadKey
+from tiered_kv.counters import count_of
 from tiered_kv.errors import TierError
 from tiered_kv.testing.rig import block_content, compressible_content, make_keys
 from tiered_kv.toolkit.codec_set import plain_codecs
@@ -144,7 +145,7 @@ def _check(store: SegmentStore, *, is_sealed: bool) -> None:
         # Who seals a table says whose block is whose: then it is no more than one of those that were stored.
         allowed = _CONTENTS if is_sealed else {block_content(key, BLOCK_BYTES), compressible_content(key, BLOCK_BYTES)}
         assert key not in loaded or is_guided() or bytes(block) in allowed, f"wrong bytes for {key.hex()}"
-    corrupt = store.stats()["corrupt_blocks"]
+    corrupt = count_of(store.stats(), "corrupt_blocks_total")
     assert corrupt == len(claimed) - len(loaded), f"{corrupt} are counted, {len(claimed) - len(loaded)} did not load"
     assert set(store.index.places) <= loaded, "what does not load is claimed"
     fresh = _memory(len(KEYS))

@@ -384,7 +384,9 @@ class Simulation:
         for tier in self.tiers:
             late = sum(deadline_s <= self._polled_at_s for deadline_s in tier.deadlines_s.values())
             counted = counters[tier.tier_type]
-            assert counted.get("expired_jobs", 0) - counted.get("late_jobs", 0) == late, "a job outlived its deadline"
+            assert counted.get("expired_jobs_total", 0) - counted.get("late_jobs_total", 0) == late, (
+                "a job outlived its deadline"
+            )
 
     def _check_recovery(self) -> None:
         """With all faults over, blocks go to every tier, and come back from below when the primary tier lost them."""
@@ -407,12 +409,12 @@ class Simulation:
                 for key in keys:
                     other.storage.records.pop(key, None)
             tier.storage.records.update(records)  # a small one may have had to evict them
-            loaded_before = self.manager.counters()[tier.tier_type].get("loaded_blocks", 0)
+            loaded_before = self.manager.counters()[tier.tier_type].get("loaded_blocks_total", 0)
             req_id = self.model.start(keys)
             while (found := self._found(req_id)) is None:
                 self._end_step(0.1)
             assert found == keys, f"blocks that {tier.tier_type} has are not found in it"
-            loaded = self.manager.counters()[tier.tier_type].get("loaded_blocks", 0) - loaded_before
+            loaded = self.manager.counters()[tier.tier_type].get("loaded_blocks_total", 0) - loaded_before
             assert loaded == len(keys), f"{loaded} of {len(keys)} blocks came from {tier.tier_type}"
             self.model.begin_load(req_id, found)
             self.model.complete_load(len(self.model.loads) - 1)

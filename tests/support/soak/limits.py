@@ -84,7 +84,7 @@ def queue_problems(guarded: GuardedTier) -> Iterator[str]:
     tier = guarded.tier
     if not isinstance(tier, QueuedTier):
         return
-    jobs = tier.stats()["jobs_in_flight"]
+    jobs = len(tier._jobs_in_flight)
     if jobs > len(guarded.jobs):
         yield f"tier {guarded.name} keeps {jobs} jobs, the manager knows of {len(guarded.jobs)}"
     blocks = sum(len(job.keys) for job in tier._jobs_in_flight.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.support.soak.latencies import Latencies
 
 PROBE_RATIO_MAX = 4.0
-"""What a step of 512 lookups may take of the processor under load, over what it takes idle. docs/performance.md has the
+"""What a step of 512 lookups may take of the processor under load, over what it takes idle. performance.md has the
 same ratio for the 99th percentile by the clock, which on a machine that others use too tells of them: it was 7.6 in a
 soak in which this ratio was 1.10. Threads that share a core and its caches have brought it to 2.3."""
 HELD_P99_MAX_S = 0.1

@@ -20,6 +20,7 @@ from tests.support.soak.run_queue import RunQueue
 from tests.support.soak.second import Neighbour
 from tests.support.soak.troubles import Troubles
 from tests.support.soak.workload import CHATS_SETTINGS, SAMPLE_S, STEP_S, chats
+from tiered_kv.counters import count_of
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.workload.replay import replay
 from tiered_kv.workload.tally import Tally
@@ -152,7 +153,8 @@ class _Soak:
         if self._troubles.error is not None:
             self._gauges.note(f"the faults ended with {self._troubles.error!r}")
         report.switched, report.struck = dict(self._troubles.switched), dict(self._troubles.struck)
-        report.corrupt_found = sum(counters.get("corrupt_blocks", 0) for counters in manager.counters().values())
+        counted = manager.counters().values()
+        report.corrupt_found = sum(count_of(counters, "tier", "corrupt_blocks_total") for counters in counted)
         limits = self._gauges.limits
         report.late_s_max, report.held_up_s_max = limits.late_s_max, limits.held_up_s_max
         report.problems += self._gauges.problems
@@ -215,7 +217,7 @@ class _Soak:
         """End the soak once every tier is hit again, and nothing is in quarantine."""
         quiet = [name for name in TIERS if tally.hits[name] == self._hits_then[name]]
         counters = self._stack.manager.counters()
-        held = [name for name in TIERS if counters[name].get("quarantined_blocks")]
+        held = [name for name in TIERS if counters[name].get("quarantined_bytes")]
         self._is_over = not quiet and not held
         if not self._is_over and after_s - self._recovery_begun_s > RECOVERY_LIMIT_S:
             self._gauges.note(f"{RECOVERY_LIMIT_S} s after the faults: no hits in {quiet}, quarantine in {held}")

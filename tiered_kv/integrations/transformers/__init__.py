@@ -7,7 +7,7 @@
         output = model.generate(input_ids, past_key_values=cache, return_dict_in_generate=True)
         prefixes.save(output.sequences, output.past_key_values)
 
-Needs the extra `transformers`. `docs/transformers.md` says what is stored, under which keys, and what is refused.
+Needs the extra `transformers`. `transformers.md` says what is stored, under which keys, and what is refused.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `TieredKVTier` is a secondary tier for vLLM's `TieringOffloadingSpec`. `TieredKVOffloadingSpec` replaces that spec.
 `TieredKVTieringSpec` is vLLM's tiering for servers without a GPU. `TieredKVConnector` carries them all. vLLM finds them
-by the name of this module; docs/vllm.md has the configurations.
+by the name of this module; docs/how-to/vllm.md has the configurations.
 
 Raises:
     ConfigError: On import, where vLLM is not installed or its version is unknown.

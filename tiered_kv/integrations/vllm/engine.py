@@ -2,7 +2,7 @@
 
 Everything counts that is not known to be irrelevant, so what a later vLLM adds counts by default. Of what decides
 neither bytes nor layout (memory, scheduling, serving, sampling, compilation) the names are listed here. The table in
-docs/vllm.md has the reasons.
+docs/how-to/vllm.md has the reasons.
 """
 
 from __future__ import annotations

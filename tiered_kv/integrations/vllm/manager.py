@@ -157,7 +157,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
     def get_stats(self) -> Any:
         return self._report.take(self._manager.counters)
 
-    def counters(self) -> dict[str, dict[str, int]]:
+    def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
         return self._manager.counters()
 
     def config_info(self) -> Sequence[Mapping[str, str | int]]:

@@ -1,7 +1,8 @@
 """What vLLM reports of us: our counters as its metrics, our events and hits in its words.
 
 vLLM declares a metric's labels before it starts, and our tiers, a stranger's among them, may count what they like. So
-there is one gauge, whose labels tell the tier and the counter; docs/counters.md says what each counts.
+there is one gauge. Its labels tell the tier, the counter, and the counter's own labels; docs/reference/counters.md says
+what each counts. What a tier counts itself has names that begin with `tier_`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tiered_kv.base import OffloadingEvent
 from tiered_kv.config.settings import TierSettings
+from tiered_kv.counters import flat_counts
 from tiered_kv.mediums import CPULoadStoreSpec
 
 COUNTER_METRIC = "vllm:tiered_kv_counter"
@@ -29,7 +31,7 @@ def metric_definitions() -> dict[str, Any]:  # Any: vLLM's OffloadingMetricMetad
     """Return the declaration of our metric."""
     metadata = OffloadingGaugeMetadata(
         documentation="Tiered KV's counters, and gauges such as used_bytes, as they stand now.",
-        labelnames=("tier", "counter"),
+        labelnames=("tier", "counter", "labels"),
     )
     return {COUNTER_METRIC: metadata}
 
@@ -40,7 +42,7 @@ class CounterReport:
     def __init__(self) -> None:
         self._next_s = time.monotonic()
 
-    def take(self, counters: Callable[[], Mapping[str, Mapping[str, int]]]) -> Any:  # Any: OffloadingConnectorStats
+    def take(self, counters: Callable[[], Mapping[str, Mapping[str, Any]]]) -> Any:  # Any: by label; vLLM's own
         """Return the counters by tier as vLLM's statistics, or None where it is too early."""
         now_s = time.monotonic()
         if now_s < self._next_s:
@@ -48,8 +50,10 @@ class CounterReport:
         self._next_s = now_s + _INTERVAL_S
         stats = OffloadingConnectorStats()
         for tier, values in counters().items():
-            for name, value in values.items():
-                stats.set_gauge(COUNTER_METRIC, value, (tier, name))
+            for (name, *labels), value in flat_counts(values):
+                if name == "tier":
+                    name = f"tier_{labels.pop(0)}"
+                stats.set_gauge(COUNTER_METRIC, value, (tier, name, ",".join(labels)))
         return stats
 
 

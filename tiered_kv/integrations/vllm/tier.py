@@ -149,7 +149,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         if answer is None:
             if notes.may_wait(key, time.monotonic(), guarded.limits.lookup_timeout_s):
                 return LookupResult.RETRY
-            guarded.counters["expired_lookups"] += 1
+            guarded.counters.add("lookup_timeouts_total")
             return self._give_up(notes)
         return self._promise(key, notes) if answer else LookupResult.MISS
 
@@ -173,7 +173,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
                 return LookupResult.HIT
             if guarded.is_loading and notes.may_wait(key, time.monotonic(), ROOM_WAIT_S):
                 return LookupResult.RETRY
-        guarded.counters["refused_promotions"] += 1
+        guarded.counters.add("refused_promotion_blocks_total")
         return LookupResult.MISS
 
     def _give_up(self, notes: RequestNotes) -> LookupResult:
@@ -304,16 +304,9 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
     def get_stats(self) -> Any:
         return self._report.take(self.counters)
 
-    def counters(self) -> dict[str, dict[str, int]]:
-        guarded = self._guarded
-        return {
-            guarded.name: {
-                **guarded.counters,
-                "jobs_in_flight": len(guarded.jobs),
-                "breaker_opened": guarded.breaker.times_opened,
-                **(guarded.call("stats") or {}),
-            }
-        }
+    def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
+        """Return what was counted of the tier, by its name; what it has counted itself stands there under "tier"."""
+        return {self._guarded.name: self._guarded.counted()}
 
     @classmethod
     def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:

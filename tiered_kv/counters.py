@@ -1,0 +1,72 @@
+"""Counts of what happened, kept by whichever thread it happened on.
+
+A counter's name is a noun that ends with its unit, and with `_total` after that where it only grows. What could be told
+apart, such as directions or reasons, are labels: the counts stand in a dictionary by the first label, then by the next.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+
+class Counters:
+    """Counts of events by name and labels. Any thread may call.
+
+    A plugin derives its own, which says what its names mean, and hands `snapshot()` on in `stats`.
+
+    Args:
+        names: What is counted without labels, and shown from the start.
+        labelled: What is counted by labels, and shown once it has been counted.
+    """
+
+    def __init__(self, names: Iterable[str], labelled: Iterable[str] = ()) -> None:
+        self._counts: dict[tuple[str, ...], int] = {(name,): 0 for name in names}
+        self._labelled = frozenset(labelled)
+        self._lock = threading.Lock()
+
+    def add(self, name: str, *labels: str, count: int = 1) -> None:
+        """Count `count` more events of the kind `name`.
+
+        Raises:
+            KeyError: There is no such name, or it has labels and none are given, or the reverse.
+        """
+        path = (name, *labels)
+        with self._lock:
+            if path not in self._counts and not (labels and name in self._labelled):
+                raise KeyError(name)
+            self._counts[path] = self._counts.get(path, 0) + count
+
+    def __getitem__(self, name: str) -> int:
+        """Return the count of a name without labels."""
+        return self._counts[name,]
+
+    def snapshot(self) -> dict[str, Any]:  # Any: a number, or a dictionary of them by label
+        """Return all counts by name; those with labels in dictionaries by label."""
+        with self._lock:
+            counts = list(self._counts.items())
+        nested: dict[str, Any] = {}
+        for (*above, last), count in counts:
+            inner = nested
+            for step in above:
+                inner = inner.setdefault(step, {})
+            inner[last] = count
+        return nested
+
+
+def flat_counts(counters: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Yield each number of counters, and the names and labels that lead to it."""
+    for name, value in counters.items():
+        if isinstance(value, Mapping):
+            yield from (((name, *path), count) for path, count in flat_counts(value))
+        else:
+            yield (name,), value
+
+
+def count_of(counters: Mapping[str, Any], *path: str) -> int:
+    """Return the number at `path` of counters, or the sum of those below it; 0 where there is none."""
+    value: Any = counters  # Any: as `snapshot`
+    for step in path:
+        value = value.get(step, 0) if isinstance(value, Mapping) else 0
+    return sum(count for _, count in flat_counts(value)) if isinstance(value, Mapping) else int(value)
