@@ -13,10 +13,10 @@ from typing import ClassVar
 import pytest
 
 from tiered_kv.cli import main
+from tiered_kv.config.namespace import Namespace
+from tiered_kv.config.settings import TierSettings
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import TierType, hookimpl, tier_plugins
-from tiered_kv.namespace import Namespace
-from tiered_kv.settings import TierSettings
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.tiering.administration import Purged, StoredNamespace, TierAdministration, believed
 
@@ -115,13 +115,6 @@ def test_a_digest_that_is_none_is_refused(stack: Path, digest: str, capsys: pyte
     assert "expected 32 hexadecimal digits" in capsys.readouterr().err
 
 
-def test_a_tenant_and_a_namespace_exclude_each_other(stack: Path) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["purge", str(stack), "--yes", "--namespace", OTHER, "--tenant", "alice"])
-    with pytest.raises(SystemExit, match="2"):
-        main(["purge", str(stack), "--yes", "--tenant", ""])
-
-
 def test_a_dry_run_removes_nothing(stack: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["purge", str(stack), "--dry-run"]) == 0
     assert Ledger.purged == []
@@ -203,9 +196,3 @@ def test_a_readable_form_is_believed_only_if_its_digest_bears_it_out() -> None:
     others.append({"namespace": {"tenant": "alice"}})
     for other in others:
         assert believed(other, ALICE.digest.hex()) == {}
-
-
-def test_the_administration_of_a_tier_type_is_a_callable() -> None:
-    with pytest.raises(ConfigError, match="the administration of tier type 'x' is a callable"):
-        TierType("x", TierSettings, lambda: FourMethodTier, "", Ledger(TierSettings(type="x")))  # type: ignore[arg-type]
-    Ledger.open_ones -= 1

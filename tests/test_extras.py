@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 Entry = dict[str, object]
 
@@ -154,18 +152,3 @@ def test_without_any_extra_a_stack_says_which_one_it_needs(tmp_path: Path) -> No
     for name in local:
         assert (told[name].error, told[name].status) == ("", 0), "what needs no extra works"
     assert (told["plugins"].status, told["schema"].status) == (0, 0), "no plugin is broken by it"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("extra", LIBRARIES)
-def test_one_missing_extra_concerns_only_what_needs_it(extra: str, tmp_path: Path) -> None:
-    entries: dict[str, Entry] = {name: {"type": name, **entry} for name, entry in TIERS.items()}
-    encoded = with_codec(entries, extra)
-    told = told_without([extra], {**entries, **encoded}, tmp_path)
-    for name in entries:
-        if name == extra:
-            assert_install_command(told[name], f"tier '{extra}'", extra)
-        else:
-            assert told[name].error == "", "a server that does not answer is no error"
-    for name in encoded:
-        assert_install_command(told[name], f"codec '{CODECS[extra]['codec']}'", extra)

@@ -10,14 +10,14 @@ from types import ModuleType
 
 import pytest
 
+from tiered_kv.config.settings import ClassArguments, TierSettings
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import TierPlugins, TierType, hookimpl, tier_plugins
-from tiered_kv.settings import ClassArguments, TierSettings
 from tiered_kv.testing.four_methods import FourMethodTier
 
 HOOK = """
 from tiered_kv.hooks import TierType, hookimpl
-from tiered_kv.settings import TierSettings
+from tiered_kv.config.settings import TierSettings
 from tiered_kv.testing.four_methods import FourMethodTier
 
 @hookimpl
@@ -179,6 +179,7 @@ class TestReferences:
         lambda: TierType("a:b", TierSettings, lambda: FourMethodTier),
         lambda: TierType("a", dict, lambda: FourMethodTier),  # type: ignore[arg-type]
         lambda: TierType("a", TierSettings, None),  # type: ignore[arg-type]
+        lambda: TierType("a", TierSettings, lambda: FourMethodTier, "", "b"),  # type: ignore[arg-type]
     ],
 )
 def test_a_tier_type_that_cannot_work_is_refused_when_it_is_made(build: Callable[[], TierType]) -> None:

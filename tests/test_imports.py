@@ -25,14 +25,15 @@ PLUGINS = sorted(path.name for path in (ROOT / "plugins").glob("tiered_kv_*"))
 
 ROOMS: list[tuple[str, ...]] = [
     ("tiered_kv.base", "tiered_kv.mediums", "tiered_kv.backend", "tiered_kv.errors"),
-    ("tiered_kv.counters", "tiered_kv.units", "tiered_kv.redaction", "tiered_kv.secret_keys", "tiered_kv.permissions"),
-    ("tiered_kv.validation", "tiered_kv.settings", "tiered_kv.namespace", "tiered_kv.stackfile"),
-    ("tiered_kv.hooks", "tiered_kv.config"),
+    ("tiered_kv.counters",),
+    ("tiered_kv.config.units", "tiered_kv.config.redaction", "tiered_kv.config.secret_keys", "tiered_kv.permissions"),
+    ("tiered_kv.config.validation", "tiered_kv.config.settings", "tiered_kv.config.namespace"),
+    ("tiered_kv.config", "tiered_kv.hooks"),
     ("tiered_kv.cpu", "tiered_kv.tiering.base"),
     ("tiered_kv.tiering", "tiered_kv.toolkit"),
     ("tiered_kv.abstract",),
     ("tiered_kv_",),  # the plugins
-    ("tiered_kv.facade", "tiered_kv.stack", "tiered_kv.schema"),
+    ("tiered_kv.facade", "tiered_kv.stack"),
     ("tiered_kv.workload", "tiered_kv.worker"),
     ("tiered_kv._cli", "tiered_kv.cli"),
     ("tiered_kv.testing", "tiered_kv.integrations"),

@@ -18,7 +18,7 @@ import tiered_kv
 from tiered_kv import facade
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.counters import count_of
-from tiered_kv.errors import ConfigError, ShutdownError, TierError
+from tiered_kv.errors import ShutdownError, TierError
 from tiered_kv.facade import Blocks
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.faults import HangingTier
@@ -133,22 +133,6 @@ class TestPutAndGet:
             assert stack.get(keys, out, timeout=WAIT_S) == 100
             assert count_of(stack.counters()["four"], "skipped_blocks_total", "budget") == 0
         assert np.array_equal(out, blocks)
-
-    @pytest.mark.usefixtures("four")
-    def test_a_tier_s_small_budget_makes_small_batches(self) -> None:
-        keys, blocks, out = keys_of(40), blocks_of(40), empty(40)
-        entry: dict[str, object] = {"type": "four", "store_budget": 2 * BLOCK_BYTES, **PATIENT}
-        with open_stack(stack_of(entry, blocks=16)) as stack:
-            assert stack.put(keys, blocks, timeout=WAIT_S) == 40
-            assert stack.flush(WAIT_S)
-            assert stack.get(keys, out, timeout=WAIT_S) == 40
-        assert np.array_equal(out, blocks)
-
-    def test_nothing_in_nothing_out(self) -> None:
-        with open_stack(stack_of()) as stack:
-            assert stack.put([], empty(0)) == 0
-            assert stack.get([], empty(0)) == 0
-            assert stack.get(keys_of(1), empty(1), timeout=0) == 0
 
     def test_a_full_primary_tier_of_pinned_blocks_takes_fewer_and_does_not_hang(self) -> None:
         keys, blocks = keys_of(16), blocks_of(16)
@@ -340,10 +324,6 @@ class TestOpening:
         assert closed == ["first"]
         assert not Path("/dev/shm", name).exists()
 
-    def test_a_policy_that_is_not_there_leaves_nothing_open(self) -> None:
-        with pytest.raises(ConfigError, match=r"primary\.policy"):
-            open_stack(stack_of(primary={"policy": "nonesuch", "shared": new_name()}))
-
     def test_a_shared_region_has_its_name_until_the_stack_is_closed(self) -> None:
         name = new_name()
         path = Path("/dev/shm", name)
@@ -393,15 +373,15 @@ class TestClosing:
     ) -> None:
         """Neither the manager, which is gone, nor memory that has been unmapped."""
 
-        def rows_held_up(spec: object, _rows_of: Callable[[object], list[int]] = facade._rows_of) -> list[int]:
+        def rows_held_up(spec: object, rows_of: Callable[[object], list[int]] = facade.rows_of) -> list[int]:
             gate.pass_through()
-            return _rows_of(spec)
+            return rows_of(spec)
 
         stack = open_stack(stack_of({"type": "memory", "capacity": "1MiB"}))
         stack.put(keys_of(1), blocks_of(1))
         stack.flush()
         gate.close()
-        monkeypatch.setattr(facade, "_rows_of", rows_held_up)
+        monkeypatch.setattr(facade, "rows_of", rows_held_up)
         asked_for = {name: mock.Mock(wraps=getattr(stack.manager, name)) for name in AFTER_A_COPY}
         for name, method in asked_for.items():
             monkeypatch.setattr(stack.manager, name, method)
@@ -436,14 +416,6 @@ class TestClosing:
             assert not closing.done()
             gate.open()
             closing.result(WAIT_S)
-
-    def test_the_memory_is_unmapped(self) -> None:
-        stack = open_stack(stack_of())
-        stack.put(keys_of(2), blocks_of(2))
-        stack.close()
-        assert stack.region.close() is True
-        with pytest.raises(ValueError, match="released"):
-            stack.kv_view[0, 0]
 
 
 class OneAfterAnother(FourMethodTier):

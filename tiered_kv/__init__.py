@@ -23,7 +23,10 @@ if TYPE_CHECKING:
         get_offload_group_idx,
         make_offload_key,
     )
-    from tiered_kv.config import StackConfig, TierSettings, load_config
+    from tiered_kv.config.namespace import Namespace
+    from tiered_kv.config.schema import stack_schema
+    from tiered_kv.config.settings import TierSettings
+    from tiered_kv.config.stack_config import StackConfig, load_config
     from tiered_kv.errors import (
         ConfigError,
         FormatError,
@@ -35,8 +38,6 @@ if TYPE_CHECKING:
         TierUnavailableError,
     )
     from tiered_kv.hooks import TierType, hookimpl, tier_plugins
-    from tiered_kv.namespace import Namespace
-    from tiered_kv.schema import stack_schema
     from tiered_kv.stack import Stack, open_stack
     from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager, TierSpec
     from tiered_kv.tiering.factory import SecondaryTierFactory
@@ -86,7 +87,10 @@ _MODULES = {
         "get_offload_group_idx",
         "make_offload_key",
     ),
-    "tiered_kv.config": ("StackConfig", "TierSettings", "load_config"),
+    "tiered_kv.config.namespace": ("Namespace",),
+    "tiered_kv.config.schema": ("stack_schema",),
+    "tiered_kv.config.settings": ("TierSettings",),
+    "tiered_kv.config.stack_config": ("StackConfig", "load_config"),
     "tiered_kv.errors": (
         "ConfigError",
         "FormatError",
@@ -98,8 +102,6 @@ _MODULES = {
         "TieredKVError",
     ),
     "tiered_kv.hooks": ("TierType", "hookimpl", "tier_plugins"),
-    "tiered_kv.namespace": ("Namespace",),
-    "tiered_kv.schema": ("stack_schema",),
     "tiered_kv.stack": ("Stack", "open_stack"),
     "tiered_kv.tiering.base": ("JobMetadata", "JobResult", "SecondaryTierManager", "TierSpec"),
     "tiered_kv.tiering.factory": ("SecondaryTierFactory",),

@@ -10,10 +10,9 @@ import traceback
 from collections.abc import Sequence
 
 from tiered_kv import __version__
-from tiered_kv._cli.output import OutputError, ReaderGoneError, flush_output
-from tiered_kv._cli.status import Status
+from tiered_kv._cli.output import OutputError, ReaderGoneError, Status, flush_output
+from tiered_kv.config.redaction import scrub
 from tiered_kv.errors import TieredKVError
-from tiered_kv.redaction import scrub
 
 _VERBS = {
     "check": "validate a stack's file, open every tier, show what each can do here",

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.base import BlockIDsLoadStoreSpec, OffloadKey, ReqContext
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ShutdownError
 from tiered_kv.tiering.manager import TieringOffloadingManager
@@ -30,7 +30,7 @@ _PAUSE_MAX_S = 2e-3
 
 
 class BlockFacade:
-    """Stores and loads blocks by key. Any thread of the process that made it may call any method.
+    """The part of a `Stack` that stores and loads blocks by key. Any thread of its process may call its methods.
 
     Args:
         manager: The manager; nobody else may call it while the facade is in use.
@@ -39,9 +39,9 @@ class BlockFacade:
     """
 
     def __init__(self, manager: TieringOffloadingManager, region: PrimaryRegion, batch_blocks: int) -> None:
-        self._manager = manager
+        self.manager = manager
         # Not its array: an array that is kept would keep the memory mapped after the region was closed.
-        self._region = region
+        self.region = region
         self._batch_blocks = batch_blocks
         self._has_secondary = bool(manager.secondary_tiers)
         self._lock = threading.Lock()
@@ -76,7 +76,7 @@ class BlockFacade:
         """
         self._check(keys, blocks, "blocks")
         end_s = time.monotonic() + timeout
-        count = len(keys) if self._has_secondary else min(len(keys), self._region.num_blocks)
+        count = len(keys) if self._has_secondary else min(len(keys), self.region.num_blocks)
         done, batch = 0, self._batch_blocks
         with self._request("put") as context:
             pause_s = _PAUSE_MIN_S
@@ -148,31 +148,30 @@ class BlockFacade:
         with self._call():
             return self._wait_for_jobs(time.monotonic() + timeout)
 
-    def close(self, timeout_s: float = 5.0) -> bool:
-        """Refuse further calls, wait for those that run, and shut the manager down.
+    def close(self, timeout: float = 5.0) -> None:
+        """Wait for calls and for transfers, `timeout` seconds each at most, and close every tier.
 
         A call that takes several steps ends with `ShutdownError` at its next one. Blocks that a call still copies when
-        the time is over are in use: the memory then stays mapped for as long as somebody has the stack. Of two closes
-        at one time, the first whose wait is over shuts the manager down.
-
-        Args:
-            timeout_s: Seconds to wait for calls, and again for transfers, at most.
-
-        Returns:
-            Whether all calls had returned in time.
+        the time is over are in use: the memory then stays mapped for as long as somebody has the stack. A second call
+        does nothing, and so does one in a forked child.
         """
+        if os.getpid() != self._pid:  # files, sockets and the ends of transfers are the parent's
+            return
         with self._lock:
             self._is_closed = True
-            has_ended = self._idle.wait_for(lambda: self._calls == 0, timeout_s)
+            self._idle.wait_for(lambda: self._calls == 0, timeout)
             if not self._is_shut_down:
                 self._is_shut_down = True
-                self._manager.shutdown(timeout_s)
-            return has_ended
+                self.manager.shutdown(timeout)
 
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
-        """Return the manager's counters, by tier."""
+        """Return what has been stored, loaded, skipped and failed, by tier; see docs/reference/counters.md.
+
+        A plain counter is a number; one with labels a dictionary by label. The primary tier is "cpu". `count_of` of
+        `tiered_kv.counters` reads them.
+        """
         with self._call(), self._lock:
-            return self._manager.counters()
+            return self.manager.counters()
 
     # One step each, under the lock but for the copies.
 
@@ -180,50 +179,50 @@ class BlockFacade:
         """Store all of `keys`, or return False where there is no room for all of them."""
         with self._lock:
             self._raise_if_closed()
-            output = self._manager.prepare_store(keys, context)
+            output = self.manager.prepare_store(keys, context)
         if output is None:
             return False
         source = {key: index for index, key in reversed(list(enumerate(keys)))}
         copied = False
         try:
-            for key, row in zip(output.keys_to_store, _rows_of(output.store_spec), strict=True):
-                self._region.array[row] = blocks[source[key]]
+            for key, row in zip(output.keys_to_store, rows_of(output.store_spec), strict=True):
+                self.region.array[row] = blocks[source[key]]
             copied = True
         finally:
             with self._lock:
                 self._raise_if_shut_down()
-                self._manager.complete_store(output.keys_to_store, context, copied)
-                self._manager.on_schedule_end()
+                self.manager.complete_store(output.keys_to_store, context, copied)
+                self.manager.on_schedule_end()
         return True
 
     def _load(self, keys: Sequence[OffloadKey], out: Blocks, context: ReqContext) -> tuple[int, int]:
         """Load what is ready at the head of `keys`; return how many that are, and how many precede the first miss."""
         with self._lock:
             self._raise_if_closed()
-            answers = self._manager.lookup_many(keys, context)
+            answers = self.manager.lookup_many(keys, context)
             known = answers.index(False) if False in answers else len(answers)
             ready = next((index for index in range(known) if not answers[index]), known)
             # In the step of the lookup: an answer holds no longer.
-            spec = self._manager.prepare_load(keys[:ready], context) if ready else None
+            spec = self.manager.prepare_load(keys[:ready], context) if ready else None
             if spec is None:
-                self._manager.on_schedule_end()
+                self.manager.on_schedule_end()
                 return 0, known
         try:
-            for index, row in enumerate(_rows_of(spec)):
-                out[index] = self._region.array[row]
+            for index, row in enumerate(rows_of(spec)):
+                out[index] = self.region.array[row]
         finally:
             with self._lock:
                 self._raise_if_shut_down()
-                self._manager.complete_load(keys[:ready], context)
-                self._manager.on_schedule_end()
+                self.manager.complete_load(keys[:ready], context)
+                self.manager.on_schedule_end()
         return ready, known
 
     def _step(self) -> int:
         """Let the manager collect what has finished; return how many jobs are still in flight."""
         with self._lock:
             self._raise_if_closed()
-            self._manager.on_schedule_end()
-            return self._manager.jobs_in_flight
+            self.manager.on_schedule_end()
+            return self.manager.jobs_in_flight
 
     def _wait_for_jobs(self, end_s: float) -> bool:
         pause_s = _PAUSE_MIN_S
@@ -239,9 +238,9 @@ class BlockFacade:
         while True:
             with self._lock:
                 self._raise_if_closed()
-                if self._manager.store_room() >= num_blocks:
+                if self.manager.store_room() >= num_blocks:
                     return
-                self._manager.on_schedule_end()
+                self.manager.on_schedule_end()
             if time.monotonic() >= end_s:
                 return
             pause_s = _pause(pause_s)
@@ -270,14 +269,14 @@ class BlockFacade:
         context = ReqContext(req_id=f"{verb}-{next(self._request_numbers)}")
         with self._call():
             with self._lock:
-                self._manager.on_new_request(context)
+                self.manager.on_new_request(context)
             try:
                 yield context
             finally:
                 with self._lock:
                     if not self._is_shut_down:
-                        self._manager.on_request_finished(context)
-                        self._manager.on_schedule_end()
+                        self.manager.on_request_finished(context)
+                        self.manager.on_schedule_end()
 
     def _raise_if_closed(self) -> None:
         if self._is_closed:
@@ -296,15 +295,17 @@ class BlockFacade:
         if not isinstance(blocks, np.ndarray) or blocks.dtype != np.uint8:
             found = blocks.dtype if isinstance(blocks, np.ndarray) else type(blocks).__name__
             raise TypeError(f"{name} must be a numpy array of uint8, found {found}")
-        wanted = (len(keys), self._region.block_bytes)
+        wanted = (len(keys), self.region.block_bytes)
         if blocks.shape != wanted:
             raise ValueError(f"{name} must be of shape (keys, block_bytes) = {wanted}, found {blocks.shape}")
         if blocks.size and blocks.strides[1] != 1:
             raise ValueError(f"{name} must have contiguous rows; pass numpy.ascontiguousarray({name})")
 
 
-def _rows_of(spec: object) -> list[int]:
-    rows: list[int] = spec.block_ids.tolist()  # type: ignore[attr-defined]  # the primary tier's specs have block ids
+def rows_of(spec: object) -> list[int]:
+    """Return the rows of the primary tier's region that a transfer spec names."""
+    assert isinstance(spec, BlockIDsLoadStoreSpec), "the primary tier gives block ids"
+    rows: list[int] = np.asarray(spec.block_ids).tolist()
     return rows
 
 

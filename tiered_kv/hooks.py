@@ -11,6 +11,7 @@ way. A plugin that cannot be loaded costs its own tiers and nobody else's; `Tier
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import importlib.metadata
@@ -22,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
+from tiered_kv.config.settings import ClassArguments, TierSettings
+from tiered_kv.config.validation import suggestion
 from tiered_kv.errors import ConfigError
-from tiered_kv.settings import ClassArguments, TierSettings
-from tiered_kv.validation import suggestion
 
 if TYPE_CHECKING:
     from tiered_kv.tiering.administration import TierAdministration
@@ -86,13 +87,11 @@ def tier_type_of_class(name: str, tier_class: type[SecondaryTierManager]) -> Tie
 
 @dataclass(frozen=True, slots=True)
 class PluginReport:
-    """What became of one plugin.
+    """What became of one plugin; `error` says why it, or a tier type of it, cannot be used.
 
     Args:
         plugin: The name it was registered under; for an installed plugin, its entry point's.
         distribution: The distribution that brought it, and its version; empty if a program registered it.
-        tiers: The tier types that it gave.
-        error: Why it, or a tier type of it, cannot be used; empty if all is well.
     """
 
     plugin: str
@@ -116,15 +115,14 @@ class TierPlugins:
         self._manager = pluggy.PluginManager(PROJECT)
         self._manager.add_hookspecs(_Hooks)
         self._reports: list[PluginReport] = []
-        self._owners: dict[str, list[PluginReport]] = {}
 
     def load_installed(self) -> None:
         """Load every installed plugin that is not here yet; one that fails is logged, reported, left out."""
         for entry_point in importlib.metadata.entry_points(group=PROJECT):
-            # An editable installation may be found twice, by its own path and by PYTHONPATH.
-            if self._is_here(entry_point):
-                continue
             distribution = _distribution_of(entry_point)
+            # An editable installation may be found twice, by its own path and by PYTHONPATH.
+            if (entry_point.name, distribution) in {(each.plugin, each.distribution) for each in self._reports}:
+                continue
             try:
                 tiers = self._tiers_of(entry_point.load(), f"{distribution}:{entry_point.name}")
             except Exception as error:  # whatever a stranger's module raises when it is imported
@@ -153,9 +151,10 @@ class TierPlugins:
             raise ConfigError(f"plugin '{label}' cannot be used: {error}") from error
         report = PluginReport(label, "", tiers)
         for tier_type in tiers:
-            if tier_type.name in self._owners:
+            owners = self._owners(tier_type.name)
+            if owners:
                 self._manager.unregister(plugin)
-                raise ConfigError(_conflict(tier_type.name, [*self._owners[tier_type.name], report]))
+                raise ConfigError(_conflict(tier_type.name, [*owners, report]))
         self._add(report)
         return report
 
@@ -163,9 +162,6 @@ class TierPlugins:
         """Take back the plugin that was registered as `name`, and its tier types."""
         self._manager.unregister(name=name)
         self._reports = [report for report in self._reports if report.plugin != name]
-        self._owners = {}
-        for report in self._reports:
-            self._claim(report)
 
     def reports(self) -> list[PluginReport]:
         """Return what became of every plugin, in the order they were found, conflicts included."""
@@ -173,12 +169,8 @@ class TierPlugins:
 
     def tier_types(self) -> dict[str, TierType]:
         """Return the usable tier types by name, sorted; a name that two plugins claim is not usable."""
-        usable: dict[str, TierType] = {}
-        for name in sorted(self._owners):
-            owners = self._owners[name]
-            if len(owners) == 1:
-                usable[name] = next(tier for tier in owners[0].tiers if tier.name == name)
-        return usable
+        tiers = {tier.name: tier for report in self._reports for tier in report.tiers}
+        return {name: tiers[name] for name in sorted(tiers) if len(self._owners(name)) == 1}
 
     def resolve(self, name: str) -> TierType:
         """Return the tier type called `name`, or the one that `name` points to as "module:attribute".
@@ -198,7 +190,7 @@ class TierPlugins:
 
     def _explain(self, name: str) -> str:
         """Return why no tier type called `name` can be used, and what to do."""
-        owners = self._owners.get(name, [])
+        owners = self._owners(name)
         if len(owners) > 1:
             return _conflict(name, owners)
         broken = [f"; {each.origin} cannot be loaded: {each.error}" for each in self._reports if each.error]
@@ -233,28 +225,19 @@ class TierPlugins:
 
     def _add(self, report: PluginReport) -> None:
         self._reports.append(report)
-        self._claim(report)
         conflicts = self._with_conflicts(report).error
         if conflicts:
             _log.warning("%s", conflicts)
 
-    def _claim(self, report: PluginReport) -> None:
-        for tier_type in report.tiers:
-            self._owners.setdefault(tier_type.name, []).append(report)
+    def _owners(self, name: str) -> list[PluginReport]:
+        """Return the plugins that give a tier type of that name."""
+        return [report for report in self._reports if any(tier.name == name for tier in report.tiers)]
 
     def _with_conflicts(self, report: PluginReport) -> PluginReport:
         conflicts = [
-            _conflict(tier.name, owners) for tier in report.tiers if len(owners := self._owners.get(tier.name, [])) > 1
+            _conflict(tier.name, owners) for tier in report.tiers if len(owners := self._owners(tier.name)) > 1
         ]
-        if not conflicts:
-            return report
-        return PluginReport(report.plugin, report.distribution, report.tiers, "; ".join(conflicts))
-
-    def _is_here(self, entry_point: importlib.metadata.EntryPoint) -> bool:
-        distribution = _distribution_of(entry_point)
-        return any(
-            report.plugin == entry_point.name and report.distribution == distribution for report in self._reports
-        )
+        return dataclasses.replace(report, error="; ".join(conflicts)) if conflicts else report
 
 
 @functools.cache

@@ -1,13 +1,9 @@
-"""Who can get at a directory or a file: checked when it is opened, on what was really opened.
+"""Who can get at a directory or a file: checked when it is opened, on the open descriptor, whatever the umask.
 
 What a tier stores are the prompts of its users, as good as in clear text. So its directory is its owner's alone, mode
-0700. Nobody else can then get at what is in it, whatever the modes in there, nor put anything into it. What somebody
-has put there before is found by its owner, and by its mode: see `check_inner_directory`. The checks are of open
-descriptors, so nothing can be exchanged between a check and a use. The umask does not matter: a mode is set after a
-thing is made.
-
-The directories above it are the administrator's matter: who can write to one of them can move the directory away and
-put another in its place. That one would have to be empty, and be owned by this process's user, to be taken.
+0700: nobody else can read what is in it, or put anything into it. What somebody has put there before is found by its
+owner and its mode. Who can write to a directory above it can put another in its place; that one is taken only if it is
+empty and owned by this process's user.
 """
 
 from __future__ import annotations
@@ -54,9 +50,7 @@ def open_directory(path: str, *, make: bool = True) -> int:
 
 
 def check_directory(fd: int, path: str, *, may_tighten: bool) -> None:
-    """Refuse a directory that is not this process's user's alone.
-
-    Root is a user like any other here: as root, the directory has to be root's.
+    """Refuse a directory that is not this process's user's alone, root being a user like any other.
 
     Args:
         fd: The directory, open.
@@ -91,10 +85,7 @@ def check_directory(fd: int, path: str, *, may_tighten: bool) -> None:
 
 
 def check_inner_directory(fd: int, name: str) -> None:
-    """Refuse a directory, inside one that is this process's user's alone, into which others may have put something.
-
-    It may have been made before its parent was closed to others, and who made it may have it open still. That others
-    could read it does no harm there: they cannot get at it.
+    """Refuse a directory inside a private one, into which others may have put something before that was private.
 
     Args:
         fd: The directory, open; the caller has not followed a symbolic link.

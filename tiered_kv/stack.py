@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any
 
-from tiered_kv.base import OffloadKey
-from tiered_kv.config import StackConfig, load_config
+from tiered_kv.config.redaction import scrub
+from tiered_kv.config.settings import TierSettings
+from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, MissingExtraError
-from tiered_kv.facade import BlockFacade, Blocks
-from tiered_kv.redaction import scrub
+from tiered_kv.facade import BlockFacade
 from tiered_kv.tiering.audit import AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
@@ -39,7 +38,7 @@ def open_stack(source: str | os.PathLike[str] | Mapping[str, object] | StackConf
     return Stack(load_config(source))
 
 
-class Stack:
+class Stack(BlockFacade):
     """An open stack.
 
     `put`, `get`, `flush`, `counters` and `close` may be called by any thread. `manager` and `primary` belong to one
@@ -66,19 +65,17 @@ class Stack:
 
     def __init__(self, config: StackConfig, *, backend: CPUBackend | None = None, enable_events: bool = False) -> None:
         self.config = config
-        self._pid = os.getpid()
         with ExitStack() as undo:
             backend = backend or CPUBackend(_own_region(config))
-            self.region = backend.region
-            undo.callback(self.region.close)
-            self.kv_view = self.region.kv_view
+            undo.callback(backend.region.close)
+            self.kv_view = backend.region.kv_view
             self.primary = CPUOffloadingManager(backend, config.primary.policy, enable_events=enable_events)
             self.secondary_tiers: list[SecondaryTierManager] = []
             undo.callback(_shut_down, self.secondary_tiers, config)
-            for index in range(len(config.secondary)):
-                self.secondary_tiers.append(self._open_tier(index))
+            for settings in config.secondary:
+                self.secondary_tiers.append(open_tier(config, settings, self.kv_view))
             self.tier_names = [tier.name for tier in config.secondary]
-            self.manager = TieringOffloadingManager(
+            manager = TieringOffloadingManager(
                 self.primary,
                 self.secondary_tiers,
                 names=self.tier_names,
@@ -86,37 +83,8 @@ class Stack:
                 limits=_manager_limits(config),
                 audit=_audit_rules(config),
             )
-            self._facade = BlockFacade(self.manager, self.region, _batch_blocks(config))
+            super().__init__(manager, backend.region, _batch_blocks(config))
             undo.pop_all()
-
-    def put(self, keys: Sequence[OffloadKey], blocks: Blocks, *, timeout: float = 10.0) -> int:
-        """Store blocks; see `BlockFacade.put`."""
-        return self._facade.put(keys, blocks, timeout=timeout)
-
-    def get(self, keys: Sequence[OffloadKey], out: Blocks, timeout: float = 1.0) -> int:
-        """Load the longest prefix of `keys` into `out`, and return its length; see `BlockFacade.get`."""
-        return self._facade.get(keys, out, timeout)
-
-    def flush(self, timeout: float = 10.0) -> bool:
-        """Wait for cascades, and return whether all have ended; see `BlockFacade.flush`."""
-        return self._facade.flush(timeout)
-
-    def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
-        """Return what has been stored, loaded, skipped and failed, by tier; see docs/reference/counters.md.
-
-        A plain counter is a number; one with labels a dictionary by label. The primary tier is "cpu". `count_of` of
-        `tiered_kv.counters` reads them.
-        """
-        return self._facade.counters()
-
-    def close(self, timeout: float = 5.0) -> None:
-        """Wait for calls and for transfers, `timeout` seconds each at most, and close every tier.
-
-        A second call does nothing, and so does one in a forked child.
-        """
-        if os.getpid() != self._pid:  # files, sockets and the ends of transfers are the parent's
-            return
-        self._facade.close(timeout)
 
     def __enter__(self) -> Stack:
         return self
@@ -129,22 +97,28 @@ class Stack:
     ) -> None:
         self.close()
 
-    def _open_tier(self, index: int) -> SecondaryTierManager:
-        settings, identity = self.config.secondary[index], self.config.identity
-        spec = TierSpec(
-            name=settings.name,
-            block_bytes=self.config.block.bytes,
-            namespace_digest=identity.digest,
-            namespace=identity.described,
-        )
-        try:
-            return SecondaryTierFactory.create(spec, self.kv_view, settings)
-        except MissingExtraError:
-            raise
-        except ConfigError as error:  # a tier names its own setting; here it is known where that one stands
-            message = str(error).removeprefix(f"{error.location}: ")
-            location = ".".join(filter(None, ("secondary", str(index), error.location)))
-            raise ConfigError(message, location=location) from error
+
+def open_tier(config: StackConfig, settings: TierSettings, kv_view: memoryview) -> SecondaryTierManager:
+    """Open one secondary tier of a stack over `kv_view`; the caller shuts it down.
+
+    Args:
+        config: The stack's configuration.
+        settings: One of its `secondary`.
+        kv_view: Writable, of shape (num_blocks, block_bytes).
+
+    Raises:
+        ConfigError, TierError: The tier cannot be opened.
+    """
+    identity = config.identity
+    spec = TierSpec(settings.name, config.block.bytes, identity.digest, identity.described)
+    try:
+        return SecondaryTierFactory.create(spec, kv_view, settings)
+    except MissingExtraError:
+        raise
+    except ConfigError as error:  # a tier names its own setting; here it is known where that one stands
+        message = str(error).removeprefix(f"{error.location}: ")
+        index = str(config.secondary.index(settings))
+        raise ConfigError(message, location=".".join(filter(None, ("secondary", index, error.location)))) from error
 
 
 def _own_region(config: StackConfig) -> PrimaryRegion:

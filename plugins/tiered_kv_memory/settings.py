@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from tiered_kv.config.units import Bytes
 from tiered_kv.toolkit.codec_settings import CodecSettings
-from tiered_kv.units import Bytes
 
 
 class MemorySettings(CodecSettings):

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from tiered_kv.config.units import Bytes, Count
 from tiered_kv.toolkit.codec_settings import CodecSettings
-from tiered_kv.units import Bytes, Count
 
 
 def _on_or_off(value: object) -> object:

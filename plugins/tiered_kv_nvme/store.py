@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.config.units import rounded_bytes
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv.toolkit.codec_set import PLAIN, CodecSet
 from tiered_kv.toolkit.jobs import Outcome
-from tiered_kv.units import rounded_bytes
 from tiered_kv_nvme.counters import Counters
 from tiered_kv_nvme.directory import Directory, Identity, reason_and_remedy
 from tiered_kv_nvme.disk import DirectIO, Disk, file_system_of, probe_direct

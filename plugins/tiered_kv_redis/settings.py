@@ -9,8 +9,8 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import Field, SecretStr, model_validator
 
+from tiered_kv.config.units import Bytes, Count, Seconds
 from tiered_kv.toolkit.codec_settings import CodecSettings
-from tiered_kv.units import Bytes, Count, Seconds
 
 DEFAULT_PORT = 6379
 _HOST_CHARACTERS = r"[^\s:/@\[\]]+"

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.config.units import format_bytes
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.toolkit.blocking import BlockingTier
 from tiered_kv.toolkit.jobs import Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
-from tiered_kv.units import format_bytes
 from tiered_kv_redis.blocks import Blocks
 from tiered_kv_redis.reasons import NOT_OURS_TO_USE
 from tiered_kv_redis.settings import RedisSettings

@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
+from tiered_kv.config.units import Bytes, Count, Seconds
 from tiered_kv.toolkit.codec_settings import CodecSettings
-from tiered_kv.units import Bytes, Count, Seconds
 
 
 class S3Settings(CodecSettings):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tiered_kv.base import make_offload_key
-from tiered_kv.config import tier_settings
+from tiered_kv.config.stack_config import tier_settings
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.hooks import tier_plugins
 from tiered_kv.stack import open_stack

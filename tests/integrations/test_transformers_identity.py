@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,26 +21,8 @@ from tiered_kv.integrations.transformers import PrefixCache, block_keys  # noqa:
 from tiered_kv.integrations.transformers.identity import config_digest, weights_digest  # noqa: E402
 from tiered_kv.integrations.transformers.layout import BlockLayout  # noqa: E402
 
-GOLDEN = {
-    "": [
-        "c45a7ca76903dfd497efcd4ea6fca66afd36916246aa53f490039a437d2269ff",
-        "966586ba1166de2da3fa4e81e144740f6f6362eda074b0e42ca273b22c909d20",
-    ],
-    "salt": [
-        "805efd469241b23e4a5bc17f8b949c547645b9079aee52dbf431a44137548c7b",
-        "7eed49e741577d654fae5f6aa9d9a9f3f0b5f5f9a6c8f7e37225f9f1bf454e39",
-    ],
-}
-"""Hashes of the tokens 0 to 7 in blocks of four, by seed."""
-
 
 class TestTokenHashes:
-    @pytest.mark.parametrize("seed", GOLDEN)
-    def test_hashes_never_change(self, seed: str) -> None:
-        keys = block_keys(np.arange(8), 4, seed)
-        assert [get_offload_block_hash(key).hex() for key in keys] == GOLDEN[seed]
-        assert [get_offload_group_idx(key) for key in keys] == [0, 0]
-
     def test_hashes_are_those_of_the_definition(self) -> None:
         def blake(*parts: bytes) -> bytes:
             return hashlib.blake2b(b"".join(parts), digest_size=32, person=b"tiered-kv-tok-v1").digest()
@@ -51,6 +34,12 @@ class TestTokenHashes:
             parent = blake(parent, *tokens)
             expected.append(parent)
         assert [get_offload_block_hash(key) for key in block_keys(np.array(ids), 2, "Sämling")] == expected
+
+    def test_hashes_are_those_in_the_documentation(self) -> None:
+        page = (Path(__file__).parents[2] / "docs" / "how-to" / "transformers.md").read_text()
+        for number, key in enumerate(block_keys(np.arange(8), 4)):
+            assert f"hash {number}  {get_offload_block_hash(key).hex()}" in page
+            assert get_offload_group_idx(key) == 0
 
     @pytest.mark.parametrize("dtype", ["<i4", ">i4", "<i8", ">i8", "u2"])
     def test_the_width_and_order_of_the_integers_do_not_matter(self, dtype: str) -> None:
@@ -83,12 +72,6 @@ class TestDigests:
         came = {"_name_or_path": "/models/a", "transformers_version": "5.0", "id2label": {0: "a"}, "use_cache": False}
         assert config_digest({**config, **came}) == config_digest(config)
         assert config_digest({**config, "unheard_of": 1}) != config_digest(config)
-
-    def test_the_order_of_a_set_does_not_count(self) -> None:
-        one, other = {0, 8}, {8, 0}
-        assert list(one) != list(other)
-        assert config_digest({"skipped": one}) == config_digest({"skipped": other})
-        assert config_digest({"skipped": one}) != config_digest({"skipped": {0}})
 
     @pytest.mark.parametrize(
         ("sampled", "golden"), [(False, "55da4d4c29421989c5aaa62b316b59f9"), (True, "3a4589156b4850d8c6654ee2d5cf4bdd")]

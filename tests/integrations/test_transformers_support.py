@@ -92,13 +92,6 @@ class TestModels:
         with pytest.raises(ValueError, match=message):
             layout_of(model_of(name, **changes), 4)
 
-    def test_a_model_for_which_generate_makes_no_dynamic_cache_is_refused(self, llama: Any) -> None:
-        # In Transformers 4 nothing else tells a recurrent model.
-        model = transformers.LlamaForCausalLM(llama.config).eval()
-        model._supports_default_dynamic_cache = lambda: False
-        with pytest.raises(ValueError, match="a cache of a kind of its own"):
-            layout_of(model, 4)
-
     def test_an_encoder_and_decoder_is_refused(self) -> None:
         config = transformers.T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=50)
         with pytest.raises(ValueError, match="an encoder and a decoder"):
@@ -155,28 +148,19 @@ class TestCaches:
 
     def test_only_a_dynamic_cache_can_be_saved(self, llama: Any, layout: BlockLayout) -> None:
         dynamic = transformers.DynamicCache
-        sliding = model_of("Mistral", sliding_window=16).config
+        sliding, offloaded = model_of("Mistral", sliding_window=16).config, dynamic()
+        offloaded.offloading = True
         for cache, message in [
             (transformers.StaticCache(config=llama.config, max_cache_len=16), "a StaticCache cannot be saved"),
             (transformers.EncoderDecoderCache(dynamic(), dynamic()), "an? EncoderDecoderCache cannot be saved"),
             (((torch.zeros(1),),), "a tuple cannot be saved"),
             (None, "a NoneType cannot be saved"),
             (dynamic(config=sliding), "layer 0 of the cache is a DynamicSlidingWindowLayer"),
+            (offloaded, "moves its layers to the CPU"),
+            (type("QuantizedCache", (dynamic,), {})(), "a QuantizedCache cannot be saved"),
         ]:
             with pytest.raises(TypeError, match=message):
                 states_of(cache, layout)
-
-    def test_a_quantized_cache_is_refused(self, layout: BlockLayout) -> None:
-        # Those of Transformers need libraries that are not here; any kind of its own will do.
-        quantized = type("QuantizedCache", (transformers.DynamicCache,), {})
-        with pytest.raises(TypeError, match="a QuantizedCache cannot be saved"):
-            states_of(quantized(), layout)
-
-    def test_a_cache_that_is_offloaded_is_refused(self, layout: BlockLayout) -> None:
-        cache = transformers.DynamicCache()
-        cache.offloading = True
-        with pytest.raises(TypeError, match="moves its layers to the CPU"):
-            states_of(cache, layout)
 
     def test_a_cache_of_several_sequences_is_refused(self, layout: BlockLayout) -> None:
         with pytest.raises(ValueError, match=r"one sequence can be saved at a time; .* \(3, 2, 8, 8\)"):

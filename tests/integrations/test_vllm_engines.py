@@ -70,18 +70,22 @@ def test_our_spec_serves_vllm_s_scheduler_and_workers(version: str, tmp_path: Pa
 
 @pytest.mark.parametrize("version", VARIABLES)
 def test_pipeline_stages_of_unequal_layers_read_back_their_own_bytes(version: str, tmp_path: Path) -> None:
-    environment = environment_of_programs(tmp_path)
-    done = subprocess.run(
-        [interpreter(version), str(HERE / "vllm_stages_program.py"), "4", "2"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    report = json.loads(done.stdout.splitlines()[-1])
-    assert report["found"] == [[[0]] * 4, [[1]] * 2]
-    assert len({tuple(each) for each in report["known"]}) == 1
+    digests = set()
+    for layers in [(4, 1, 3), (4, 3, 1)]:  # what the scheduler sees of them is the same
+        done = subprocess.run(
+            [interpreter(version), str(HERE / "vllm_stages_program.py"), *map(str, layers)],
+            env=environment_of_programs(tmp_path),
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        report = json.loads(done.stdout.splitlines()[-1])
+        assert report["found"] == [[[stage]] * count for stage, count in enumerate(layers)]
+        ((row_bytes, digest),) = {tuple(each) for each in report["known"]}
+        assert row_bytes == len(layers) * max(layers) * 4096, "room for the largest stage, in every process"
+        digests.add(digest)
+    assert len(digests) == 2, "no other cut of the model has the same namespace"
 
 
 # The whole engine.

@@ -9,34 +9,34 @@ vLLM's connector does. Prints one line of JSON for each check: its name, and an 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
-from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from vllm_program_parts import (  # type: ignore[import-not-found]  # found beside this program when it runs
     CHUNK_BYTES,
     WAIT_S,
+    Scheduler,
     config_with,
     keys_of,
     refusal_of,
+    run_checks,
     small_engine,
+    tells_of,
     wait_for,
 )
 
 import tiered_kv.integrations.vllm.tier as tier_module
 from tiered_kv.counters import count_of
-from tiered_kv.errors import ConfigError, FormatError
+from tiered_kv.errors import FormatError
 from tiered_kv.integrations.vllm.metrics import COUNTER_METRIC
 from tiered_kv.testing.four_methods import FourMethodTier
 
@@ -71,10 +71,11 @@ class HoldingTier(FourMethodTier):
         return () if self.holds else super().get_finished()
 
 
-class Engine:
+class Engine(Scheduler):  # type: ignore[misc]  # found beside this program when it runs
     """The part of vLLM's scheduler and worker that calls the manager; blocks are told apart by their key."""
 
     def __init__(self, entries: Sequence[Entry], *, model: str = "m", enable_events: bool = False) -> None:
+        super().__init__()
         tiers = [
             {"type": "TieredKVTier", "module_path": "tiered_kv.integrations.vllm", "tier": entry} for entry in entries
         ]
@@ -83,61 +84,21 @@ class Engine:
         self.manager = self.spec.get_manager()
         self.region = np.asarray(self.manager.primary_tier.get_kv_memoryview()).view(np.uint8)
         self.tiers = self.manager.secondary_tiers
-        self._names = iter(range(1 << 30))
-
-    def begin(self, keys: Sequence[bytes]) -> ReqContext:
-        context = ReqContext(req_id=f"request-{next(self._names)}")
-        for position, key in enumerate(keys):
-            context.set_offload_key_position(key, (position + 1) * 16)
-        self.manager.on_new_request(context)
-        return context
-
-    def step(self) -> None:
-        self.manager.on_schedule_end(ScheduleEndContext((), ()))
-
-    def finish(self, context: ReqContext) -> None:
-        self.manager.on_request_finished(context)
-        self.step()
 
     def store(self, keys: Sequence[bytes]) -> None:
         """A request that computes and stores all of `keys`."""
         context = self.begin(keys)
-        output = wait_for(lambda: self._prepare_store(keys, context))
+        output = wait_for(lambda: self.prepare_store(keys, context))
         for key, row in zip(output.keys_to_store, output.store_spec.block_ids.tolist(), strict=True):
             self.region[row] = content_of(key)
         if output.keys_to_store:
             self.manager.complete_store(set(output.keys_to_store), context)
         self.finish(context)
 
-    def _prepare_store(self, keys: Sequence[bytes], context: ReqContext) -> Any:
-        output = self.manager.prepare_store(list(keys), context)
-        self.step()
-        return output
-
-    def lookup(self, keys: Sequence[bytes], context: ReqContext) -> int | None:
-        """Return how many of `keys` can be loaded now, or None where vLLM would ask again in its next step."""
-        hits, is_deferred = 0, False
-        for key in keys:
-            answer = self.manager.lookup(key, context)
-            is_deferred |= answer in (LookupResult.HIT_PENDING, LookupResult.RETRY)
-            if answer is LookupResult.MISS:
-                break
-            hits += answer is not LookupResult.RETRY
-        return None if is_deferred else hits
-
-    def find(self, keys: Sequence[bytes], context: ReqContext) -> int:
-        """Ask until there is an answer, a step each time."""
-        end_s = time.monotonic() + WAIT_S
-        while (hits := self.lookup(keys, context)) is None:
-            assert time.monotonic() < end_s, "the lookup was never answered"
-            self.step()
-            time.sleep(0.0005)
-        return hits
-
     def load(self, keys: Sequence[bytes]) -> int:
         """A request that loads what it can of `keys`; returns how many, after it has compared their bytes."""
         context = self.begin(keys)
-        hits = self.find(keys, context)
+        hits: int = self.find(keys, context)
         if hits:
             rows = self.manager.prepare_load(list(keys[:hits]), context).block_ids.tolist()
             for key, row in zip(keys, rows, strict=False):
@@ -145,14 +106,6 @@ class Engine:
             self.manager.complete_load(set(keys[:hits]), context)
         self.finish(context)
         return hits
-
-    def settle(self) -> None:
-        """Step until no transfer is in flight."""
-        end_s = time.monotonic() + WAIT_S
-        while self.manager.has_pending_work():
-            assert time.monotonic() < end_s, "transfers do not end"
-            self.step()
-            time.sleep(0.0005)
 
     def counted(self, index: int = 0) -> dict[str, Any]:
         (counters,) = self.tiers[index].counters().values()
@@ -184,13 +137,13 @@ class Checks:
         self.directory = directory
         self.remote = remote
 
-    def nvme(self, name: str, **more: object) -> Entry:
+    def _nvme(self, name: str, **more: object) -> Entry:
         entry = {"type": "nvme", "path": str(self.directory / name), "capacity": "64MiB"}
         return {**entry, **WHOLE_PRIMARY, **more}
 
     def store_cascade_evict_promote(self) -> None:
         batches = [keys_of(f"batch-{number}", 8) for number in range(8)]
-        with engine_on([self.nvme("cascade")]) as engine:
+        with engine_on([self._nvme("cascade")]) as engine:
             for batch in batches:
                 engine.store(batch)
                 engine.settle()
@@ -198,14 +151,14 @@ class Checks:
             assert [engine.load(batch) for batch in batches[:6]] == [8] * 6
             assert engine.counted()["loaded_blocks_total"] >= 32
             assert engine.load(keys_of("unknown", 4)) == 0
-        with engine_on([self.nvme("cascade", load_budget=4 * CHUNK_BYTES)]) as engine:
+        with engine_on([self._nvme("cascade", load_budget=4 * CHUNK_BYTES)]) as engine:
             assert [engine.load(batch) for batch in batches] == [4] * 8, (
                 "a request brings up no more than the load budget"
             )
 
     def a_prefix_that_the_primary_tier_cannot_hold(self) -> None:
         keys = keys_of("long", 64)
-        with engine_on([self.nvme("long")]) as engine:
+        with engine_on([self._nvme("long")]) as engine:
             for first in range(0, 64, 8):
                 engine.store(keys[first : first + 8])
                 engine.settle()
@@ -213,7 +166,7 @@ class Checks:
 
     def every_tier_and_a_restart(self) -> None:
         keys = keys_of("restart", 8)
-        for entry in (self.nvme("restart"), *({**entry, **WHOLE_PRIMARY} for entry in self.remote.values())):
+        for entry in (self._nvme("restart"), *({**entry, **WHOLE_PRIMARY} for entry in self.remote.values())):
             with engine_on([entry]) as engine:
                 engine.store(keys)
                 engine.settle()
@@ -221,20 +174,9 @@ class Checks:
             with engine_on([entry]) as engine:
                 assert engine.load(keys) == 8, (entry["type"], engine.counted())
 
-    def all_tiers_together(self) -> None:
-        entries = [self.nvme("together"), *({**entry, **WHOLE_PRIMARY} for entry in self.remote.values())]
-        with engine_on(entries) as engine:
-            for number in range(12):
-                engine.store(keys_of(f"together-{number}", 4))
-                engine.settle()
-            for number in range(12):
-                assert engine.load(keys_of(f"together-{number}", 4)) == 4
-            stored = [engine.counted(index)["stored_blocks_total"] for index in range(len(entries))]
-            assert stored == [48] * len(entries)
-
     def partial_failure(self) -> None:
         keys = keys_of("partial", 8)
-        with engine_on([self.nvme("partial")]) as engine:
+        with engine_on([self._nvme("partial")]) as engine:
             engine.store(keys)
             engine.settle()
             for number in range(3):
@@ -247,7 +189,7 @@ class Checks:
 
     def reset_cache(self) -> None:
         keys = keys_of("reset", 4)
-        with engine_on([self.nvme("reset")]) as engine:
+        with engine_on([self._nvme("reset")]) as engine:
             for number in range(4):
                 engine.store(keys_of(f"reset-{number}", 4))
             engine.store(keys)
@@ -327,19 +269,19 @@ class Checks:
             assert engine.load(keys_of("broken-unknown", 2)) == 0
 
     def budgets_and_admission(self) -> None:
-        with engine_on([self.nvme("budget", store_budget=2 * CHUNK_BYTES)]) as engine:
+        with engine_on([self._nvme("budget", store_budget=2 * CHUNK_BYTES)]) as engine:
             engine.store(keys_of("budget", 8))
             engine.settle()
             assert engine.counted()["stored_blocks_total"] == 2
             assert count_of(engine.counted(), "skipped_blocks_total", "budget") == 6
-        with engine_on([self.nvme("admission", admit_after=2)]) as engine:
+        with engine_on([self._nvme("admission", admit_after=2)]) as engine:
             for _ in range(2):
                 engine.store(keys_of("admission", 4))
                 engine.settle()
                 engine.manager.reset_cache()
             assert count_of(engine.counted(), "skipped_blocks_total", "admission") == 4
             assert engine.counted()["stored_blocks_total"] == 4
-        with engine_on([self.nvme("both", admit_after=2, store_budget=2 * CHUNK_BYTES)]) as engine:
+        with engine_on([self._nvme("both", admit_after=2, store_budget=2 * CHUNK_BYTES)]) as engine:
             keys = keys_of("both", 4)
             for offered in (keys, keys, keys[2:]):
                 engine.store(offered)
@@ -365,21 +307,23 @@ class Checks:
                 assert engine.manager.config_info()[1]["tiered_kv_type"] == "memory"
 
     def another_model_is_refused(self) -> None:
-        with engine_on([self.nvme("model")]):
+        with engine_on([self._nvme("model")]):
             pass
-        message = refusal_of(lambda: Engine([self.nvme("model")], model="another"), FormatError)
+        message = refusal_of(lambda: Engine([self._nvme("model")], model="another"), FormatError)
         assert "another" in message, message
 
-    def unknown_settings_are_explained(self) -> None:
-        for entry, words in (
-            ({"type": "nvme", "path": "x", "capacty": "1GiB"}, "capacty"),
-            ({"type": "nvm"}, "unknown tier type 'nvm'"),
-        ):
-            message = refusal_of(functools.partial(Engine, [entry]), ConfigError)
-            assert words in message, message
+    def a_name_key_hides_the_keys_of_what_is_stored(self) -> None:
+        for name, more in (("plain", {}), ("keyed", {"name_key": "5a" * 32})):
+            keys = keys_of(name, 4)
+            with engine_on([self._nvme(name, **more)]) as engine:
+                engine.store(keys)
+                engine.settle()
+            with engine_on([self._nvme(name, **more)]) as engine:
+                assert engine.load(keys) == 4
+            assert tells_of(self.directory / name, keys) is (name == "plain")
 
     def shutdown_gives_everything_back(self) -> None:
-        engine = Engine([self.nvme("shutdown")])
+        engine = Engine([self._nvme("shutdown")])
         path = Path(engine.manager.primary_tier._mmap_region.mmap_path)
         assert path.exists()
         for number in range(4):
@@ -388,7 +332,7 @@ class Checks:
         assert not path.exists()
         left = [thread.name for thread in threading.enumerate() if thread.name.startswith("tiered-kv-nvme")]
         assert left == [], left
-        with engine_on([self.nvme("shutdown")]) as again:  # the directory's lock is free
+        with engine_on([self._nvme("shutdown")]) as again:  # the directory's lock is free
             assert again.load(keys_of("shutdown-0", 4)) == 4
 
 
@@ -407,20 +351,8 @@ def damage(directory: Path, payload: bytes) -> None:
 
 
 def main() -> None:
-    directory, remote = Path(sys.argv[1]), json.loads(sys.argv[2])
-    wanted = sys.argv[3:]
-    checks = Checks(directory, remote)
     sys.modules.setdefault(__name__, sys.modules["__main__"])
-    names = [
-        name for name, value in vars(Checks).items() if callable(value) and not name.startswith("_") and name != "nvme"
-    ]
-    for name in wanted or names:
-        began_s, error = time.monotonic(), ""
-        try:
-            getattr(checks, name)()
-        except Exception:
-            error = traceback.format_exc()
-        print(json.dumps({"check": name, "error": error, "seconds": round(time.monotonic() - began_s, 2)}), flush=True)
+    run_checks(Checks(Path(sys.argv[1]), json.loads(sys.argv[2])), sys.argv[3:])
 
 
 if __name__ == "__main__":

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import time
+import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vllm.v1.kv_offload.base import make_offload_key
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
     OffloadingConfig,
@@ -20,6 +22,9 @@ from vllm.v1.kv_offload.config import (
     OffloadingModelConfig,
     OffloadingParallelConfig,
 )
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.toolkit.record import digest_of
 
 CHUNK_BYTES = 16 << 10
 WAIT_S = 20.0
@@ -57,6 +62,82 @@ def refusal_of(attempt: Callable[[], object], kind: type[Exception]) -> str:
     except kind as error:
         return str(error)
     raise AssertionError("nothing was refused")
+
+
+class Scheduler:
+    """The part of vLLM's scheduler that calls a manager."""
+
+    manager: Any
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count()
+
+    def begin(self, keys: Sequence[bytes], **options: Any) -> ReqContext:
+        context = ReqContext(req_id=f"request-{next(self.numbers)}", **options)
+        for position, key in enumerate(keys):
+            context.set_offload_key_position(key, (position + 1) * 16)
+        self.manager.on_new_request(context)
+        return context
+
+    def step(self) -> None:
+        self.manager.on_schedule_end(ScheduleEndContext((), ()))
+
+    def finish(self, context: ReqContext) -> None:
+        self.manager.on_request_finished(context)
+        self.step()
+
+    def prepare_store(self, keys: Sequence[bytes], context: ReqContext) -> Any:
+        output = self.manager.prepare_store(list(keys), context)
+        self.step()
+        return output
+
+    def lookup(self, keys: Sequence[bytes], context: ReqContext) -> int | None:
+        """Return how many of `keys` can be loaded now, or None where vLLM would ask again in its next step."""
+        hits, is_deferred = 0, False
+        for key in keys:
+            answer = self.manager.lookup(key, context)
+            is_deferred |= answer in (LookupResult.HIT_PENDING, LookupResult.RETRY)
+            if answer is LookupResult.MISS:
+                break
+            hits += answer is not LookupResult.RETRY
+        return None if is_deferred else hits
+
+    def find(self, keys: Sequence[bytes], context: ReqContext) -> int:
+        """Ask until there is an answer, a step each time."""
+        end_s = time.monotonic() + WAIT_S
+        while (hits := self.lookup(keys, context)) is None:
+            assert time.monotonic() < end_s, "the lookup was never answered"
+            self.step()
+            time.sleep(0.0005)
+        return hits
+
+    def is_busy(self) -> bool:
+        return bool(self.manager.has_pending_work())
+
+    def settle(self) -> None:
+        """Step until no transfer is in flight."""
+        end_s = time.monotonic() + WAIT_S
+        while self.is_busy():
+            assert time.monotonic() < end_s, "transfers do not end"
+            self.step()
+            time.sleep(0.0005)
+
+
+def run_checks(checks: object, names: Sequence[str]) -> None:
+    """Run the public methods of `checks`, or those that are named; print a line of JSON for each."""
+    for name in names or [name for name in vars(type(checks)) if not name.startswith("_")]:
+        began_s, error = time.monotonic(), ""
+        try:
+            getattr(checks, name)()
+        except Exception:
+            error = traceback.format_exc()
+        print(json.dumps({"check": name, "error": error, "seconds": round(time.monotonic() - began_s, 2)}), flush=True)
+
+
+def tells_of(directory: Path, keys: Sequence[bytes]) -> bool:
+    """Return whether the files of a directory hold a key, its hash, or a digest of it that needs no secret."""
+    storage = b"".join(path.read_bytes() for path in directory.rglob("*") if path.is_file())
+    return any(trace in storage for key in keys for trace in (key[:16], digest_of(OffloadKey(key))))
 
 
 def engine_options() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Runs with vLLM, or without it over stand-ins: pipeline stages of unequal layers, each process apart.
+"""Runs in an environment with vLLM: pipeline stages of unequal layers, each process apart.
 
     python vllm_stages_program.py LAYERS_OF_STAGE_0 LAYERS_OF_STAGE_1 ...
 
@@ -9,7 +9,6 @@ for the row and the namespace.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -19,12 +18,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-
-if importlib.util.find_spec("vllm") is None:
-    from vllm_names_program import put_stand_ins  # type: ignore[import-not-found]  # found beside this program
-
-    put_stand_ins()
-
 from vllm.v1.kv_offload.base import TierFilter
 
 from tiered_kv.base import GPULoadStoreSpec

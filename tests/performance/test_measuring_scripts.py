@@ -73,3 +73,10 @@ def test_step_latency(tmp_path: Path) -> None:
     steps = run("step_latency.py", str(tmp_path), "--steps", "20")
     assert steps["nvme_loaded_blocks"] > 0, "the tier was not busy"
     assert steps["busy_step_us"]["p99"] > 0
+
+
+def test_gpu_copies() -> None:
+    pytest.importorskip("torch")
+    copies = run("gpu_copies.py", "--device", "cpu", "--mib", "1", "--rounds", "1")["page_bytes"]
+    assert len(copies) == 3
+    assert all(rate > 0 for rates in copies.values() for rate in rates.values())

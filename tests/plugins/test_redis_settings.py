@@ -21,11 +21,11 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID
 
+from tiered_kv.config.validation import validate
 from tiered_kv.errors import ConfigError, MissingExtraError, TieredKVError, TierUnavailableError
 from tiered_kv.testing.redis_servers import PASSWORD, PATIENT, RedisServer, redis_server, tls_redis_server
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.toolkit import certificates
-from tiered_kv.validation import validate
 
 pytest.importorskip("redis", reason="redis-py is not installed")
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tiered_kv.base import make_offload_key
-from tiered_kv.config import load_config
+from tiered_kv.config.stack_config import load_config
 from tiered_kv.hooks import tier_plugins
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.s3_servers import ACCESS_KEY_ID, SECRET_ACCESS_KEY, S3Server, moto_bucket, moto_server

@@ -22,9 +22,9 @@ import numpy as np
 from tests.support.crash_progress import Progress
 from tests.support.disk_use import bucket_bytes, flush_file_system, occupied_bytes
 from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.config.namespace import Namespace
 from tiered_kv.counters import count_of
 from tiered_kv.errors import TierError
-from tiered_kv.namespace import Namespace
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.rig import block_content, make_keys
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from tests.support.guard import GuardedBackend
 from tiered_kv.base import OffloadKey
-from tiered_kv.config import load_config
+from tiered_kv.config.stack_config import load_config
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ShutdownError
 from tiered_kv.facade import Blocks

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from tests.support.races import Prompts, Race
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.facade import rows_of
 from tiered_kv.tiering.manager import TieringOffloadingManager
-from tiered_kv.workload.timed import rows_of
 
 _REQUESTS_OPEN = 6
 _LOOKUP_STEPS_MAX = 400

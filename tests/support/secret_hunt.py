@@ -24,8 +24,8 @@ from pathlib import Path
 import numpy as np
 
 from tiered_kv.base import make_offload_key
+from tiered_kv.config.secret_keys import KEY_BYTES
 from tiered_kv.errors import TieredKVError
-from tiered_kv.secret_keys import KEY_BYTES
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.tiering.keyed_names import KeyedNames
 

@@ -18,10 +18,10 @@ from typing import get_args, get_origin
 from pydantic import BaseModel, SecretBytes, SecretStr
 
 from tests.support.secret_hunt import Sheet, new_marker, show_running_stack
-from tiered_kv.config import StackConfig, load_config
+from tiered_kv.config.settings import StrictModel, TierSettings
+from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.hooks import tier_plugins
-from tiered_kv.settings import StrictModel, TierSettings
 
 STACK: dict[str, object] = {
     "namespace": {"model": "m"},

@@ -20,7 +20,7 @@ import numpy as np
 import yaml
 
 from tiered_kv.base import OffloadKey, make_offload_key
-from tiered_kv.config import load_config
+from tiered_kv.config.stack_config import load_config
 from tiered_kv.counters import count_of
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.redis_servers import RedisServer

@@ -18,9 +18,9 @@ from tests.support.plugged import plugged
 from tests.support.secret_hunt import Sheet, new_marker, show_running_stack
 from tests.support.secret_plants import ENTRIES, QUICK, STACK, hunt_in_configuration, hunt_in_running_stacks
 from tiered_kv.cli import main
+from tiered_kv.config.settings import TierSettings
 from tiered_kv.errors import TierError
 from tiered_kv.hooks import TierType
-from tiered_kv.settings import TierSettings
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.tiering.base import JobMetadata
 

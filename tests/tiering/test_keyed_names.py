@@ -13,7 +13,7 @@ from hypothesis import strategies
 from hypothesis.stateful import run_state_machine_as_test
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, make_offload_key
-from tiered_kv.config import load_config
+from tiered_kv.config.stack_config import load_config
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion

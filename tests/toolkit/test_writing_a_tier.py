@@ -20,7 +20,7 @@ from tiered_kv.stack import open_stack
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "how-to" / "writing-a-tier.md"
 PATIENCE = """
-from tiered_kv.settings import TierSettings
+from tiered_kv.config.settings import TierSettings
 from tiered_kv.testing.conformance import TierConformance
 
 TierSettings.model_fields["lookup_timeout"].default = 60.0

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from tests.support.figures import Figures, Profile
 from tests.support.fuzzing import catalogue
 from tests.support.fuzzing.target import Target, inputs
-from tiered_kv.stackfile import FILE_BYTES_MAX
+from tiered_kv.config.reading import FILE_BYTES_MAX
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow]
 
@@ -109,7 +109,7 @@ _READ_BOUNDED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
 resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
-from tiered_kv.config import load_config
+from tiered_kv.config.stack_config import load_config
 from tiered_kv.errors import ConfigError
 try:
     load_config(sys.argv[1], environ={})

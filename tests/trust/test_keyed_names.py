@@ -19,7 +19,7 @@ import xxhash
 
 from tests.support.figures import Figures
 from tiered_kv.base import OffloadKey, get_offload_block_hash
-from tiered_kv.config import load_config
+from tiered_kv.config.stack_config import load_config
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.redis_servers import RedisServer, redis_server
 from tiered_kv.testing.rig import make_keys

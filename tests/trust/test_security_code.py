@@ -20,11 +20,11 @@ TREES = ("tiered_kv", "plugins", "examples", "tests/support")
 OWN_NAMES = "of this package's own modules, from a table in the same file"
 NAMED_CLASS = "the class that the owner of the stack names as 'module:Class', which is code that he installed"
 ALLOWED = {
-    ("tiered_kv/stackfile.py", "yaml.load"): "with a subclass of SafeLoader, which test_the_one_loader checks",
+    ("tiered_kv/config/reading.py", "yaml.load"): "with a subclass of SafeLoader, which test_the_one_loader checks",
     ("tiered_kv/__init__.py", "importlib.import_module"): OWN_NAMES,
     ("tiered_kv/integrations/vllm/__init__.py", "importlib.import_module"): OWN_NAMES,
     ("tests/support/crash_server.py", "importlib.import_module"): OWN_NAMES,
-    ("tiered_kv/config.py", "importlib.import_module"): NAMED_CLASS,
+    ("tiered_kv/config/stack_config.py", "importlib.import_module"): NAMED_CLASS,
     ("tiered_kv/cpu/policies/__init__.py", "importlib.import_module"): NAMED_CLASS,
     ("tiered_kv/hooks.py", "importlib.import_module"): NAMED_CLASS,
     ("tests/support/mounts.py", "sh -c"): "for tests, with commands that are written in the same file",
@@ -186,8 +186,8 @@ def test_what_is_harmless_is_not(harmless: str) -> None:
 def test_the_one_loader_makes_no_objects_and_no_copies(text: str) -> None:
     import yaml
 
+    from tiered_kv.config.reading import _StackLoader, parse_stack_text
     from tiered_kv.errors import ConfigError
-    from tiered_kv.stackfile import _StackLoader, parse_stack_text
 
     assert issubclass(_StackLoader, yaml.SafeLoader)
     with pytest.raises(ConfigError):

@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.tenants import BucketStorage, DirectoryStorage, RedisStorage, Storage, Tenant
 from tiered_kv.base import OffloadKey, make_offload_key
+from tiered_kv.config.namespace import Namespace
 from tiered_kv.errors import ConfigError
-from tiered_kv.namespace import Namespace
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.redis_servers import RedisServer, redis_server
 from tiered_kv.testing.s3_servers import S3Server, missing_for_moto, moto_server

@@ -13,8 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from tiered_kv.errors import ConfigError
-from tiered_kv.worker.cuda import CudaCopier, DriverCopies, _Attributes, _load_driver
+from tiered_kv.worker.cuda import CudaCopier, DriverCopies, _Attributes
 from tiered_kv.worker.plan import CopyPlan
 
 CUDA_ERROR_INVALID_VALUE = 1
@@ -218,23 +217,3 @@ def test_a_device_that_fails_between_a_job_s_end_and_its_report_fails_the_job() 
     assert copy.has_ended()
     cuda.has_failed = True
     assert copy.seconds() is None
-
-
-def test_without_the_driver_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiered_kv.worker.cuda._DRIVER", "libnonesuch.so.1")
-    with pytest.raises(ConfigError, match=r"need NVIDIA's driver: libnonesuch"):
-        _load_driver.__wrapped__()
-
-
-def test_events_are_used_again() -> None:
-    cuda = FakeCuda()
-    device = copier(cuda, SecondBatchDriver(cuda.log))
-    for _ in range(5):
-        assert device.submit(Reversal(1).plan).seconds() == 0.0025
-    assert cuda.num_events == 2
-
-
-def test_closing_waits_for_the_stream() -> None:
-    cuda = FakeCuda()
-    copier(cuda, SecondBatchDriver(cuda.log)).close()
-    assert cuda.log == ["synchronize"]

@@ -76,14 +76,6 @@ def test_all_map_the_same_bytes_in_whatever_order_they_come(name: str, order: li
         assert region.close()
 
 
-def test_all_have_mapped_a_region_also_when_one_has_left_it(name: str) -> None:
-    regions = [join(name, party) for party in PARTIES]
-    regions.pop().close()
-    assert all(region.is_complete() for region in regions)
-    for region in regions:
-        region.close()
-
-
 def test_who_leaves_before_all_have_come_is_missing_again(name: str) -> None:
     scheduler, worker = join(name, "scheduler"), join(name, "worker 0")
     worker.close()
@@ -138,19 +130,6 @@ def test_notes_are_read_by_all_in_whatever_order_the_parties_come(name: str) -> 
     assert all(region.is_complete() for region in regions)
     for region in regions:
         region.close()
-
-
-def test_notes_can_be_read_after_their_parties_have_mapped_the_region(name: str) -> None:
-    scheduler = SharedFile(name, "scheduler", PARTIES)
-    workers = [join(name, party) for party in PARTIES[1:]]
-    assert all(worker.is_complete() for worker in workers)
-    assert scheduler.notes_of(PARTIES[1:]) == [b"", b""]
-    region = SharedRegion.join(scheduler, Geometry(4, 4096))
-    for each in [*workers, region]:
-        each.array[0, 0] += 1
-    assert region.array[0, 0] == 3
-    for each in [*workers, region]:
-        each.close()
 
 
 def test_a_note_that_does_not_come_is_waited_for_in_bounds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,17 +191,6 @@ def test_a_file_of_a_single_process_is_not_taken_for_a_shared_one(name: str) -> 
     private.close()
 
 
-def test_more_than_there_is_leaves_nothing(name: str) -> None:
-    status = os.statvfs(SHARED_MEMORY_DIRECTORY)
-    with pytest.raises(ConfigError, match="free and the region needs"):
-        join(name, "scheduler", rows=status.f_blocks * status.f_frsize // 4096 + 1)
-
-
-def test_a_numa_node_that_is_not_there_is_an_error_and_leaves_nothing(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"numa_node|NUMA"):
-        SharedRegion.join(SharedFile(name, "scheduler", PARTIES), Geometry(4, 4096), numa_node=1000)
-
-
 def test_a_neighbour_that_does_not_finish_its_turn_is_waited_for_in_bounds(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,8 +214,3 @@ def test_a_file_of_another_user_is_refused(name: str, monkeypatch: pytest.Monkey
 def test_a_name_that_is_a_path_is_refused(bad: str) -> None:
     with pytest.raises(ConfigError, match="plain name"):
         join(bad, "scheduler")
-
-
-def test_an_empty_region_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="at least one"):
-        join(name, "scheduler", rows=0)

@@ -118,32 +118,17 @@ def test_workers_of_different_sizes_do_not_share_bytes(name: str) -> None:
     stack.close()
 
 
-def test_a_scheduler_that_waits_for_others_says_so_once_and_counts(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    shared = shared_stack(name)
-    stack = shared.open_stack()
-    first = shared.open_handlers(Cache().canonical, 0)
-    assert stack.counters()["cpu"]["refused_allocations_total"] == 0
-    assert prepare_store(stack, KEYS[:1]) is None
-    assert prepare_store(stack, KEYS[:1]) is None
-    assert stack.counters()["cpu"]["refused_allocations_total"] == 2
-    assert [record.getMessage() for record in caplog.records] == [
-        "nothing is stored or promoted until worker 1 has mapped the engine's memory"
-    ]
-    second = shared.open_handlers(Cache().canonical, 1)
-    assert prepare_store(stack, KEYS[:1]) is not None
-    assert stack.counters()["cpu"]["refused_allocations_total"] == 2
-    stack.manager.complete_store(KEYS[:1], ReqContext(req_id="r"))
-    for each in (first, second):
-        each.shutdown()
-    stack.close()
-
-
-def test_nothing_is_stored_or_copied_before_every_process_has_mapped_the_memory(name: str) -> None:
+def test_nothing_is_stored_or_copied_before_every_process_has_mapped_the_memory(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     shared = shared_stack(name)
     stack = shared.open_stack()
     first = shared.open_handlers(Cache().canonical, 0)
     assert prepare_store(stack, KEYS[:1]) is None
     assert stack.put(KEYS[:1], np.zeros((1, 2 * PAGE_BYTES), dtype=np.uint8), timeout=0.05) == 0
+    assert [record.getMessage() for record in caplog.records] == [
+        "nothing is stored or promoted until worker 1 has mapped the engine's memory"
+    ]
     with pytest.raises(TieredKVError, match="worker 1 did not"):
         first.store.transfer_async(1, (GPULoadStoreSpec([0], [1]), CPULoadStoreSpec([0])))
     second = shared.open_handlers(Cache().canonical, 1)

@@ -50,12 +50,6 @@ def test_it_leaves_other_blocks_alone(region: PrimaryRegion, tier: FourMethodTie
     assert tier.blocks[mine] == bytes(4096)
 
 
-def test_a_second_bench_stores_new_blocks(region: PrimaryRegion, tier: FourMethodTier) -> None:
-    for runs in (1, 2):
-        bench_tier(tier, "below", region.kv_view, SETTINGS)
-        assert len(tier.blocks) == runs * 3 * 70
-
-
 @pytest.mark.parametrize("lie", [Lie.FLIPS_BYTES, Lie.LOADS_NOTHING])
 def test_wrong_bytes_are_counted(region: PrimaryRegion, tier: FourMethodTier, lie: Lie) -> None:
     result = bench_tier(LyingTier(tier, lie), "below", region.kv_view, SETTINGS)

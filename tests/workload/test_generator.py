@@ -23,10 +23,6 @@ def chats_of(workload: ChatWorkload) -> dict[int, list[Request]]:
     return chats
 
 
-def test_equal_settings_give_equal_requests() -> None:
-    assert list(SMALL.requests()) == list(SMALL.requests())
-
-
 def test_another_process_gives_the_same_requests() -> None:
     program = "from tiered_kv.workload.generator import ChatWorkload as W; print(list(W(chats=3).requests()))"
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
@@ -69,11 +65,6 @@ def test_as_many_chats_are_active_as_asked_for() -> None:
     for request in SMALL.requests():
         seen[request.hash_ids[5]] = seen.get(request.hash_ids[5], 0) + 1
         assert sum(turns < SMALL.turns for turns in seen.values()) <= 3
-
-
-def test_no_system_prompt_is_possible() -> None:
-    requests = list(ChatWorkload(chats=4, system_blocks=0).requests())
-    assert all(request.hash_ids for request in requests)
 
 
 @pytest.mark.parametrize("name", ["chats", "turns", "active_chats", "turn_blocks", "system_prompts"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tiered_kv.units import parse_seconds
+from tiered_kv.config.units import parse_seconds
 
 
 def positive_int(text: str) -> int:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import asdict
 
-from tiered_kv._cli import copies
 from tiered_kv._cli.arguments import positive_int
-from tiered_kv._cli.opening import open_tier
-from tiered_kv._cli.output import print_json, print_table, print_text, progress
-from tiered_kv._cli.status import Status
-from tiered_kv.config import StackConfig, load_config
+from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
+from tiered_kv.config.settings import TierSettings
+from tiered_kv.config.stack_config import StackConfig, load_config
+from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
-from tiered_kv.settings import TierSettings
-from tiered_kv.units import format_bytes, rounded_bytes
+from tiered_kv.stack import open_tier
 from tiered_kv.workload.bench import BenchSettings, TierBench, bench_tier
 
 _ROUND_BYTES = 256 << 20
@@ -25,11 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Store new blocks in each tier, look them up, load them back and check every byte. The blocks have keys "
         "of their own and stay until the tier drops them as its oldest; in a full tier they take the place of "
-        "blocks * rounds of yours. The stack must not be open elsewhere if a tier needs it alone (nvme does). "
-        "With --gpu, no tier but the copies between a GPU and the primary tier are measured."
+        "blocks * rounds of yours. The stack must not be open elsewhere if a tier needs it alone (nvme does)."
     )
-    parser.add_argument("stack", metavar="STACK", nargs="?", help="the stack's YAML file")
-    copies.add_argument(parser)
+    parser.add_argument("stack", metavar="STACK", help="the stack's YAML file")
     parser.add_argument("--tier", metavar="NAME", help="measure this tier only")
     parser.add_argument(
         "--blocks", metavar="N", type=positive_int, help="blocks in a round (default: 256 MiB of blocks)"
@@ -43,10 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Status:
-    if args.gpu is not None:
-        return copies.run(args)
-    if args.stack is None:
-        args.parser.error("the following arguments are required: STACK")
     config = load_config(args.stack)
     tiers = _chosen(config, args.tier)
     blocks = args.blocks or max(args.batch, _ROUND_BYTES // config.block.bytes)
@@ -56,7 +49,7 @@ def run(args: argparse.Namespace) -> Status:
             _bench(config, tier, settings, _after(index * settings.rounds, advance)) for index, tier in enumerate(tiers)
         ]
     if args.json:
-        print_json({"tiers": [result.as_json() for result in results]})
+        print_json({"tiers": [asdict(result) for result in results]})
     else:
         _show(args.stack, results, settings)
     return Status.FOUND if any(result.corrupt_blocks for result in results) else Status.OK

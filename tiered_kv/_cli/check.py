@@ -7,16 +7,15 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 
-from tiered_kv._cli.opening import open_tier
-from tiered_kv._cli.output import print_json, print_table, print_text
-from tiered_kv._cli.status import Status
-from tiered_kv.config import StackConfig, load_config
+from tiered_kv._cli.output import Status, print_json, print_table, print_text
+from tiered_kv.config.redaction import scrub, secrets_in
+from tiered_kv.config.settings import TierSettings
+from tiered_kv.config.stack_config import StackConfig, load_config
+from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.cpu.policies import make_policy
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, TieredKVError
-from tiered_kv.redaction import scrub, secrets_in
-from tiered_kv.settings import TierSettings
-from tiered_kv.units import format_bytes, rounded_bytes
+from tiered_kv.stack import open_tier
 
 _PROBE_BLOCKS = 2
 """Size of the region that tiers are opened over where the primary tier's own cannot be had."""
@@ -24,15 +23,7 @@ _PROBE_BLOCKS = 2
 
 @dataclass(frozen=True, slots=True)
 class TierCheck:
-    """What was found of one tier.
-
-    Args:
-        name: Its name in the stack.
-        type: Its type; "cpu" for the primary tier.
-        ok: Whether it could be opened.
-        error: Why not.
-        details: What it can do here, in its own words.
-    """
+    """What was found of one tier: why it could not be opened, or what it says of itself."""
 
     name: str
     type: str
@@ -115,10 +106,7 @@ def _check_tier(config: StackConfig, settings: TierSettings, region: PrimaryRegi
     secrets = secrets_in(dict(settings))
     try:
         tier = open_tier(config, settings, region.kv_view)
-    except TieredKVError as error:
-        return TierCheck(settings.name, settings.type, False, scrub(str(error), secrets))
-    opened.callback(tier.shutdown)
-    try:
+        opened.callback(tier.shutdown)
         return TierCheck(settings.name, settings.type, True, details=_public(tier.describe(), secrets))
     except TieredKVError as error:
         return TierCheck(settings.name, settings.type, False, scrub(str(error), secrets))

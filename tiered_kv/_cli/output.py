@@ -1,4 +1,4 @@
-"""How the command speaks: JSON for machines, tables for people, progress where somebody watches.
+"""How the command answers: exit statuses, JSON for machines, tables for people, progress where somebody watches.
 
 Results go to standard output; errors and progress to standard error. rich is imported only here, and only when
 a table or a progress bar is really drawn.
@@ -12,11 +12,27 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import IntEnum
 from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+class Status(IntEnum):
+    """How the command ended."""
+
+    OK = 0
+    FOUND = 1
+    """The verb did its work and found something wrong: a tier that does not open, a corrupt block, a broken plugin."""
+    ERROR = 2
+    """The verb could not do its work; standard error says why. argparse uses the same for wrong usage."""
+    INTERRUPTED = 130
+    """Ctrl-C, as shells number it: 128 and the signal."""
+    READER_GONE = 141
+    """Whoever read the output has gone (`| head`), as shells number it: 128 and SIGPIPE."""
+
 
 _PLAIN_WIDTH = 120
 """Columns of a table that goes to a file or a pipe."""

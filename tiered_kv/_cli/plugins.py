@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from tiered_kv._cli.output import print_json, print_table, print_text
-from tiered_kv._cli.status import Status
+from tiered_kv._cli.output import Status, print_json, print_table, print_text
+from tiered_kv.config.units import format_bytes, format_seconds
 from tiered_kv.hooks import PluginReport, TierType, tier_plugins
-from tiered_kv.units import format_bytes, format_seconds
 
 Schema = dict[str, Any]  # Any: JSON
 

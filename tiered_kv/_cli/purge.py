@@ -10,27 +10,21 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 
 from tiered_kv._cli.arguments import seconds
-from tiered_kv._cli.output import print_json, print_table, print_text
-from tiered_kv._cli.status import Status
-from tiered_kv.config import StackConfig, load_config
+from tiered_kv._cli.output import Status, print_json, print_table, print_text
+from tiered_kv.config.redaction import scrub, secrets_in
+from tiered_kv.config.settings import TierSettings
+from tiered_kv.config.stack_config import StackConfig, load_config
+from tiered_kv.config.units import rounded_bytes
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.hooks import tier_plugins
-from tiered_kv.redaction import scrub, secrets_in
-from tiered_kv.settings import TierSettings
 from tiered_kv.tiering.administration import DIGEST_HEX, TierAdministration
-from tiered_kv.units import rounded_bytes
 
 _TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which namespaces are meant.
-
-    Args:
-        digest: The one with this digest; empty for the tenant's.
-        tenant: Those whose readable form names this tenant.
-    """
+    """Which namespaces are meant: the one with this digest, or where that is empty those of the tenant."""
 
     digest: str
     tenant: str = ""
@@ -41,17 +35,7 @@ class Choice:
 
 @dataclass(slots=True)
 class NamespacePurge:
-    """One namespace in one tier.
-
-    Args:
-        namespace: Its digest.
-        tenant: Whose it is; None if that cannot be told.
-        blocks: How many blocks are stored, or were removed; None where it cannot be told.
-        size_bytes: What they take, or took; None likewise.
-        purged: Whether it was purged, and nothing is left.
-        left: What is left, and why.
-        notes: What else is to be known.
-    """
+    """One namespace in one tier; `docs/command.md` describes each field."""
 
     namespace: str
     tenant: str | None
@@ -64,15 +48,7 @@ class NamespacePurge:
 
 @dataclass(slots=True)
 class TierPurge:
-    """What was found in one tier, and what became of it.
-
-    Args:
-        name: Its name in the stack.
-        type: Its type.
-        error: Why it cannot be purged; empty if it can.
-        namespaces: Those that are meant.
-        unknown: Digests of namespaces of which cannot be told whose they are, where a tenant's are meant.
-    """
+    """What was found in one tier, and what became of it; `docs/command.md` describes each field."""
 
     name: str
     type: str

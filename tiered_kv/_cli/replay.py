@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -10,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from tiered_kv._cli.arguments import positive_int, seconds, whole_number
-from tiered_kv._cli.output import interrupt_flag, print_json, print_table, print_text, progress
-from tiered_kv._cli.status import Status
+from tiered_kv._cli.output import Status, interrupt_flag, print_json, print_table, print_text, progress
+from tiered_kv.config.units import format_bytes
 from tiered_kv.counters import flat_counts
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack import open_stack
-from tiered_kv.units import format_bytes
 from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.replay import ReplaySettings, replay
 from tiered_kv.workload.request import Request
@@ -31,18 +31,9 @@ _CHAT_OPTIONS = {
     "system_prompts": "distinct system prompts",
     "system_blocks": "blocks of a system prompt",
 }
-_TROUBLES = (
-    "skipped_",
-    "failed_",
-    "expired_",
-    "corrupt_",
-    "quarantined_",
-    "refused_",
-    "late_",
-    "exceptions_",
-    "breaker_",
+_TROUBLE = re.compile(
+    "^(skipped|failed|expired|corrupt|quarantined|refused|late|breaker)_|^exceptions_|_(errors|timeouts)_total$"
 )
-_TROUBLE_ENDINGS = ("_errors_total", "_timeouts_total")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +88,7 @@ def run(args: argparse.Namespace) -> Status:
             stack.manager, stack.kv_view, workload.requests, settings, should_stop=interrupted, on_progress=show
         )
     if args.json:
-        print_json({"stack": args.stack, "workload": workload.described, **report.as_json()})
+        print_json({"stack": args.stack, "workload": workload.described, **asdict(report)})
     else:
         _show(report, f"{args.stack}: {workload.title}")
     if report.corrupt_blocks:
@@ -179,6 +170,6 @@ def _troubles(counters: Mapping[str, Any]) -> str:  # Any: as `Counters.snapshot
     shown = []
     for path, value in flat_counts(counters):
         family, (name, *labels) = ("tier ", path[1:]) if path[0] == "tier" else ("", path)
-        if value and (name.startswith(_TROUBLES) or name.endswith(_TROUBLE_ENDINGS)):
+        if value and _TROUBLE.search(name):
             shown.append(f"{family}{name}{{{', '.join(labels)}}} {value:,}".replace("{}", ""))
     return ", ".join(shown)

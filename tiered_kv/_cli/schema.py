@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from tiered_kv._cli.output import print_json
-from tiered_kv._cli.status import Status
-from tiered_kv.schema import stack_schema
+from tiered_kv._cli.output import Status, print_json
+from tiered_kv.config.schema import stack_schema
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

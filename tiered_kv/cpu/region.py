@@ -17,10 +17,10 @@ from typing import Any, Self
 
 import numpy as np
 
+from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.cpu.geometry import ROWS_OFFSET, Geometry, check_header, write_header
 from tiered_kv.errors import ConfigError
 from tiered_kv.permissions import FILE_MODE, NotPrivateError, check_file
-from tiered_kv.units import format_bytes, rounded_bytes
 
 SHARED_MEMORY_DIRECTORY = Path("/dev/shm")
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tiered_kv.namespace import NamespaceIdentity
+from tiered_kv.config.namespace import NamespaceIdentity
 
 DIGEST_HEX = re.compile(r"[0-9a-f]{32}")
 """A namespace's digest as paths and names have it."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from tiered_kv.settings import TierSettings
+    from tiered_kv.config.settings import TierSettings
 
 
 @dataclass(frozen=True, slots=True)

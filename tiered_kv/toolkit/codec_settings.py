@@ -7,15 +7,15 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
+from tiered_kv.config.redaction import scrub
+from tiered_kv.config.secret_keys import is_key_for_path, parse_key, read_key_file
+from tiered_kv.config.settings import StrictModel, TierSettings
+from tiered_kv.config.units import Count
 from tiered_kv.errors import ConfigError
-from tiered_kv.redaction import scrub
-from tiered_kv.secret_keys import is_key_for_path, parse_key, read_key_file
-from tiered_kv.settings import StrictModel, TierSettings
 from tiered_kv.toolkit.codec_set import CodecSet, encrypting_codecs
 from tiered_kv.toolkit.codecs import codec_by_name
 from tiered_kv.toolkit.encryption import KEY_ID_MAX, AesGcmCodec, Cipher, ZstdAesGcmCodec
 from tiered_kv.toolkit.status import RecordStatus
-from tiered_kv.units import Count
 
 KEYS_MAX = 64
 

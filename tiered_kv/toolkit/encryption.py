@@ -22,8 +22,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
+from tiered_kv.config.secret_keys import KEY_BYTES
 from tiered_kv.errors import MissingExtraError
-from tiered_kv.secret_keys import KEY_BYTES
 from tiered_kv.toolkit.codecs import (
     AES_ID,
     OVERHEAD_BYTES_MAX,

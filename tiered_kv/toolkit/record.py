@@ -71,7 +71,7 @@ class RecordHeader:
         key_id: Which key encrypted the payload; 0 for none. The envelope in the payload says it too.
         raw_bytes: Bytes of the block.
         payload_bytes: Bytes of the payload, which follow the header.
-        namespace_digest: 16 bytes; see `tiered_kv.namespace`.
+        namespace_digest: 16 bytes; see `tiered_kv.config.namespace`.
         key_digest: 16 bytes; see `digest_of`.
         checksum: 16 bytes, XXH3-128 over the header, with this field zero, and the payload.
     """

@@ -29,13 +29,7 @@ _SRC_ACCESS_ORDER_STREAM = 1
 
 
 class CudaCopier:
-    """Copies on a side stream of one device.
-
-    Args:
-        device: The CUDA device.
-        cuda: The module `torch.cuda`; anything like it in tests.
-        driver: The CUDA driver's library; likewise.
-    """
+    """Copies on a side stream of one device; tests give stand-ins for `torch.cuda` and the driver."""
 
     def __init__(self, device: torch.device, *, cuda: Any = None, driver: Any = None) -> None:  # Any: see `cuda`
         if cuda is None:
@@ -75,14 +69,10 @@ class CudaCopier:
 
 
 class CudaCopy:
-    """A plan on the side stream.
+    """A plan on the side stream, between two events, which go back to `events` when it has been collected.
 
-    Args:
-        begin: Recorded before its first run.
-        end: Recorded after its last.
-        has_begun: Whether the driver took all runs. If not, some may still be copied: the end is awaited all the same.
-        plan: Kept until the end, in case the driver reads its arrays late.
-        events: Where the two events go when the copy has been collected.
+    If the driver did not take all runs (`has_begun`), some may still be copied: the end is awaited all the same. The
+    plan is kept until then, in case the driver reads its arrays late.
     """
 
     def __init__(self, begin: Any, end: Any, has_begun: bool, plan: CopyPlan, events: list[Any]) -> None:
@@ -140,11 +130,7 @@ class _Attributes(ctypes.Structure):
 
 
 class DriverCopies:
-    """Submits plans by the driver's fastest call.
-
-    Args:
-        driver: The driver's library, `libcuda.so.1`.
-    """
+    """Submits plans by the fastest call of the driver's library, `libcuda.so.1`."""
 
     def __init__(self, driver: Any) -> None:  # Any: ctypes' functions
         self._driver = driver

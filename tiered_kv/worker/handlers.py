@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tiered_kv.base import CanonicalKVCaches, OffloadingHandler, TransferResult, TransferSpec, TransferType
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ShutdownError
 from tiered_kv.worker.base import LOAD, STORE, WorkerHandlers
-from tiered_kv.worker.copier import Copier, Copy
 from tiered_kv.worker.cuda import CudaCopier
 from tiered_kv.worker.host import HostCopier
 from tiered_kv.worker.layout import BlockLayout, device_of, lay_out
-from tiered_kv.worker.plan import plan_transfer
+from tiered_kv.worker.plan import Copier, Copy, plan_transfer
 
 
 def open_handlers(
@@ -25,6 +24,8 @@ def open_handlers(
     block_size_factor: int = 1,
     part_offset: int = 0,
     part_bytes: int | None = None,
+    check: Callable[[], object] = lambda: None,
+    on_shutdown: Callable[[], object] = lambda: None,
 ) -> WorkerHandlers:
     """Return handlers that copy between `kv_caches` and `region`.
 
@@ -35,6 +36,8 @@ def open_handlers(
         block_size_factor: Device blocks in an offloaded block.
         part_offset: Where this worker's part of a row begins, in bytes.
         part_bytes: Bytes of that part; by default the rest of the row.
+        check: Called before each transfer; what it raises refuses the transfer.
+        on_shutdown: Called when both handlers have been shut down.
 
     Raises:
         ValueError: The caches contradict themselves, do not fit into the part, or are on a device that cannot be used.
@@ -52,10 +55,16 @@ def open_handlers(
         with torch.cuda.device(device):  # not on the thread's device: CUDA would set up another one beside it
             region.pin()
     memory = (kv_caches, region.array)
+    users = {STORE, LOAD}
 
     def handler(kind: TransferType, name: str) -> CopyHandler:
+        def end() -> None:
+            users.remove(kind)
+            if not users:
+                on_shutdown()
+
         copier: Copier = CudaCopier(device) if device.type == "cuda" else HostCopier(f"tiered-kv-{name}")
-        return CopyHandler(layout, kind, copier, memory)
+        return CopyHandler(layout, kind, copier, memory, check=check, on_shutdown=end)
 
     return WorkerHandlers(store=handler(STORE, "store"), load=handler(LOAD, "load"))
 
@@ -70,14 +79,21 @@ class _Transfer:
 class CopyHandler(OffloadingHandler):
     """One direction. All methods belong to one thread.
 
-    Args:
-        layout: Where blocks lie.
-        kind: `STORE` or `LOAD`.
-        copier: What copies; the handler closes it.
-        memory: Whatever must be kept for the layout's addresses to stay valid.
+    The handler closes the copier, and keeps `memory` until then, so that the layout's addresses stay valid.
     """
 
-    def __init__(self, layout: BlockLayout, kind: TransferType, copier: Copier, memory: object) -> None:
+    def __init__(
+        self,
+        layout: BlockLayout,
+        kind: TransferType,
+        copier: Copier,
+        memory: object,
+        *,
+        check: Callable[[], object],
+        on_shutdown: Callable[[], object],
+    ) -> None:
+        self._check = check
+        self._on_shutdown = on_shutdown
         self._layout = layout
         self._kind = kind
         self._copier = copier
@@ -92,6 +108,7 @@ class CopyHandler(OffloadingHandler):
             raise ShutdownError(f"transfer {job_id} was begun after the handler was shut down")
         if job_id in self._by_id:
             raise ValueError(f"transfer {job_id} is still to be reported; give each job a number of its own")
+        self._check()
         plan = plan_transfer(self._layout, self._kind, spec)
         transfer = _Transfer(job_id, self._copier.submit(plan), plan.total_bytes)
         self._transfers.append(transfer)
@@ -116,7 +133,9 @@ class CopyHandler(OffloadingHandler):
                 transfer.copy.wait()
 
     def shutdown(self) -> None:
-        self._end()
+        if self._end.alive:
+            self._end()
+            self._on_shutdown()
 
 
 def _end_copies(copier: Copier, memory: object) -> None:

@@ -22,11 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class HostCopier:
-    """Copies on a thread of its own.
-
-    Args:
-        name: The thread's.
-    """
+    """Copies on a thread of its own, called `name`."""
 
     def __init__(self, name: str) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)

@@ -12,9 +12,6 @@ So device blocks that are neighbours on both sides can be copied as one. A store
 refused: a page that it left out would hold another block's bytes. What a group does not use of a part is never read.
 
 With pipeline stages a worker may have no layer of a group, and so no ref. It copies nothing for that group.
-
-vLLM 0.33 gives its refs a `mapping` besides, whether or not its canonical layout is asked for: it tells how pages would
-stand in a row that all parallel configurations could read. Rows here are of one configuration, and it is not read.
 """
 
 from __future__ import annotations
@@ -26,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiered_kv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from tiered_kv.config.units import format_bytes
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.units import format_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -1,4 +1,4 @@
-"""From the block numbers of a transfer to the runs of bytes that it copies.
+"""From the block numbers of a transfer to the runs of bytes that it copies, and what a device does with these.
 
 Integers only: nothing here reads memory or knows a device. The work for a job is a few array operations, whatever the
 number of its blocks.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -34,6 +35,29 @@ class CopyPlan:
     def total_bytes(self) -> int:
         """Bytes of all runs."""
         return int(self.lengths.sum())
+
+
+class Copy(Protocol):
+    """A plan that was handed to a copier. The copier's thread or device works on it; one thread asks."""
+
+    def has_ended(self) -> bool:
+        """Return at once whether nothing of the plan is still to be copied."""
+
+    def wait(self) -> None:
+        """Block until it has ended."""
+
+    def seconds(self) -> float | None:
+        """Return how long an ended copy took, or None if it failed or was dropped; asked once."""
+
+
+class Copier(Protocol):
+    """Executes plans one after the other."""
+
+    def submit(self, plan: CopyPlan) -> Copy:
+        """Begin a plan behind those before it, and return at once."""
+
+    def close(self) -> None:
+        """Wait for the plans that run, drop the others, and release everything; called once."""
 
 
 def plan_transfer(layout: BlockLayout, kind: TransferType, spec: TransferSpec) -> CopyPlan:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-from tiered_kv.base import CanonicalKVCaches, OffloadingHandler, TransferResult, TransferSpec
-from tiered_kv.config import StackConfig, load_config
+from tiered_kv.base import CanonicalKVCaches
+from tiered_kv.config.stack_config import StackConfig, load_config
+from tiered_kv.config.units import format_bytes
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.geometry import Geometry
-from tiered_kv.cpu.manager import PRIMARY_NAME
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.stack import Stack
-from tiered_kv.units import format_bytes
 from tiered_kv.worker.base import WorkerHandlers
 from tiered_kv.worker.handlers import open_handlers
 from tiered_kv.worker.shared_file import SharedFile
@@ -92,7 +91,7 @@ class SharedStack:
         Raises:
             ConfigError, TierError: As `open_stack`; or the memory is in use by another run.
         """
-        return _SharedSide(self.config, _SharedBackend(self._join(SCHEDULER, file)), enable_events=enable_events)
+        return Stack(self.config, backend=_SharedBackend(self._join(SCHEDULER, file)), enable_events=enable_events)
 
     def open_handlers(
         self, kv_caches: CanonicalKVCaches, rank: int = 0, *, file: SharedFile | None = None
@@ -114,20 +113,18 @@ class SharedStack:
         # Equal shares, whatever `bytes_per_worker` is: it differs between workers that have different layers.
         part_bytes = self.geometry.part_bytes
         try:
-            handlers = open_handlers(
+            return open_handlers(
                 kv_caches,
                 region,
                 block_size_factor=self.block_size_factor,
                 part_offset=rank * part_bytes,
                 part_bytes=part_bytes,
+                check=functools.partial(_check_complete, region),
+                on_shutdown=region.close,
             )
         except BaseException:
             region.close()
             raise
-        users = {handlers.store, handlers.load}
-        return WorkerHandlers(
-            store=_SharedHandler(handlers.store, region, users), load=_SharedHandler(handlers.load, region, users)
-        )
 
     def _join(self, party: str, file: SharedFile | None) -> SharedRegion:
         settings = self.config.primary
@@ -146,63 +143,22 @@ class _SharedBackend(CPUBackend):
 
     def __init__(self, region: SharedRegion) -> None:
         super().__init__(region)
-        self.refused_incomplete = 0
-        """How often there was no room because of it."""
+        self._has_warned = False
 
     def get_num_free_blocks(self) -> int:
         if self.region.is_complete():
             return super().get_num_free_blocks()
-        if not self.refused_incomplete:
+        if not self._has_warned:
+            self._has_warned = True
             missing = ", ".join(self.region.missing_parties())
             _log.warning("nothing is stored or promoted until %s has mapped the engine's memory", missing)
-        self.refused_incomplete += 1
         return 0
 
 
-class _SharedSide(Stack):
-    """The scheduler's stack, which counts what it refused while it waited for workers."""
-
-    def __init__(self, config: StackConfig, backend: _SharedBackend, *, enable_events: bool) -> None:
-        super().__init__(config, backend=backend, enable_events=enable_events)
-        self._shared_backend = backend
-
-    def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
-        counted = super().counters()
-        counted[PRIMARY_NAME]["refused_allocations_total"] = self._shared_backend.refused_incomplete
-        return counted
-
-
-class _SharedHandler(OffloadingHandler):
-    """A handler over a region that is unmapped with the last of its users.
-
-    Args:
-        handler: What copies.
-        region: The region.
-        users: The handlers that are not shut down yet; shared between them.
-    """
-
-    def __init__(self, handler: OffloadingHandler, region: SharedRegion, users: set[OffloadingHandler]) -> None:
-        self._handler = handler
-        self._region = region
-        self._users = users
-
-    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        if not self._region.is_complete():
-            missing = ", ".join(self._region.missing_parties())
-            raise TieredKVError(
-                f"transfer {job_id} was begun before every process had mapped the region; {missing} "
-                "did not. An engine starts its scheduler and all its workers anew under a new name"
-            )
-        return self._handler.transfer_async(job_id, spec)
-
-    def get_finished(self) -> list[TransferResult]:
-        return self._handler.get_finished()
-
-    def wait(self, job_ids: Iterable[int]) -> None:
-        self._handler.wait(job_ids)
-
-    def shutdown(self) -> None:
-        self._handler.shutdown()
-        self._users.discard(self._handler)
-        if not self._users:
-            self._region.close()
+def _check_complete(region: SharedRegion) -> None:
+    if not region.is_complete():
+        missing = ", ".join(region.missing_parties())
+        raise TieredKVError(
+            f"a transfer was begun before every process had mapped the region; {missing} did not. "
+            "An engine starts its scheduler and all its workers anew under a new name"
+        )

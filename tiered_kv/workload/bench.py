@@ -11,7 +11,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import count
 from statistics import median
 
@@ -21,8 +21,8 @@ from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.tiering.base import JobMetadata, SecondaryTierManager
 from tiered_kv.workload.content import BlockContent
-from tiered_kv.workload.latency import LatencyUs
-from tiered_kv.workload.tally import GB
+from tiered_kv.workload.request import require_at_least
+from tiered_kv.workload.tally import GB, LatencyUs
 
 _POLL_S = 0.0002
 _LOOKUPS_MAX = 2000
@@ -49,9 +49,7 @@ class BenchSettings:
     timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
-        for name in ("blocks", "batch", "rounds"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"expected at least 1, found {getattr(self, name)}", location=name)
+        require_at_least(1, self, "blocks", "batch", "rounds")
         if self.timeout_s <= 0:
             raise ConfigError(f"expected more than 0, found {self.timeout_s}", location="timeout_s")
 
@@ -66,24 +64,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class TierBench:
-    """What was measured of one tier.
-
-    Args:
-        name: The tier's name in the stack.
-        type: Its type.
-        block_bytes: Size of a block.
-        batch: Blocks in a job.
-        blocks: Blocks in a round.
-        store_gb_per_s: Median of the rounds, in 1e9 bytes per second.
-        load_gb_per_s: The same of loads.
-        lookup_us: Time from asking for one key to its answer.
-        rounds: Each round by itself.
-        verified_blocks: Loaded blocks whose every byte was right, in all rounds.
-        corrupt_blocks: Loaded blocks of which a byte was wrong.
-        failed_stores: Blocks that the tier did not store.
-        failed_loads: Blocks that it did not load.
-        reasons: Why jobs failed: their number by the tier's word for it.
-    """
+    """What was measured of one tier; `docs/command.md` describes each field."""
 
     name: str
     type: str
@@ -99,10 +80,6 @@ class TierBench:
     failed_stores: int
     failed_loads: int
     reasons: dict[str, int]
-
-    def as_json(self) -> dict[str, object]:
-        """Return the measurement as plain dictionaries, lists and numbers."""
-        return asdict(self)
 
 
 def bench_tier(

@@ -14,8 +14,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tiered_kv.errors import ConfigError
-from tiered_kv.workload.request import Request
+from tiered_kv.workload.request import Request, require_at_least
 
 BLOCK_TOKENS = 512
 """Tokens in a block, as in the published traces."""
@@ -47,11 +46,8 @@ class ChatWorkload:
     system_blocks: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("chats", "turns", "active_chats", "turn_blocks", "system_prompts"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"expected at least 1, found {getattr(self, name)}", location=name)
-        if self.system_blocks < 0:
-            raise ConfigError(f"expected at least 0, found {self.system_blocks}", location="system_blocks")
+        require_at_least(1, self, "chats", "turns", "active_chats", "turn_blocks", "system_prompts")
+        require_at_least(0, self, "system_blocks")
 
     @property
     def requests_total(self) -> int:

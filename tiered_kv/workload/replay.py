@@ -14,16 +14,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.errors import ConfigError
+from tiered_kv.facade import rows_of
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.workload.content import BlockContent, Rows
-from tiered_kv.workload.request import Request, block_key
+from tiered_kv.workload.request import Request, block_key, require_at_least
 from tiered_kv.workload.tally import CorruptBlock, ReplayReport, Tally
-from tiered_kv.workload.timed import TimedManager, rows_of
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
 
 _IDLE_S = 0.0005
 """How long the scheduler rests after a step in which every request waited for its storage."""
@@ -51,12 +54,8 @@ class ReplaySettings:
     drain_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
-        for name in ("concurrency", "lookup_blocks", "store_blocks"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"expected at least 1, found {getattr(self, name)}", location=name)
-        for name in ("request_timeout_s", "drain_timeout_s"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"expected at least 0, found {getattr(self, name)}", location=name)
+        require_at_least(1, self, "concurrency", "lookup_blocks", "store_blocks")
+        require_at_least(0, self, "request_timeout_s", "drain_timeout_s")
 
 
 def replay(
@@ -102,16 +101,8 @@ class _Running:
     """A request that has been admitted.
 
     Args:
-        ids: Its blocks.
-        keys: Their keys.
-        context: How the manager knows it.
-        deadline_s: When it stops waiting for its prefix, by `time.monotonic()`.
-        phase: What it waits for.
         done_blocks: How many of its blocks have been loaded, or given to the store.
-        transfer_keys: The blocks that the worker has in hand.
-        transfer_ids: The same as ids.
-        transfer_rows: The rows of the region that they lie in.
-        transfer_tiers: Where blocks that are being loaded were found.
+        transfer_keys: The blocks that the worker has in hand; likewise their ids, rows, and where loads were found.
     """
 
     ids: tuple[int, ...]
@@ -131,7 +122,7 @@ class _Replay:
 
     def __init__(self, manager: TieringOffloadingManager, rows: Rows, settings: ReplaySettings) -> None:
         self._manager = manager
-        self._timed = TimedManager(manager)
+        self._spent_s = 0.0  # inside the manager, since the step began
         self._rows = rows
         self._settings = settings
         self._content = BlockContent(rows.shape[1])
@@ -173,7 +164,7 @@ class _Replay:
             if request is None:
                 break
             context = ReqContext(req_id=f"replay-{self._admitted}")
-            self._timed.on_new_request(context)
+            self._timed(self._manager.on_new_request, context)
             deadline_s = time.monotonic() + self._settings.request_timeout_s
             keys = [block_key(hash_id) for hash_id in request.hash_ids]
             self._running.append(_Running(request.hash_ids, keys, context, deadline_s))
@@ -185,8 +176,9 @@ class _Replay:
         all_wait = True
         for running in self._running:
             all_wait &= not self._advance(running)
-        self._timed.on_schedule_end()
-        self._tally.step_s.append(self._timed.take_spent_s())
+        self._timed(self._manager.on_schedule_end)
+        self._tally.step_s.append(self._spent_s)
+        self._spent_s = 0.0
         for running in self._running:
             self._transfer(running)
         self._running = [running for running in self._running if running.phase is not _Phase.DONE]
@@ -199,7 +191,10 @@ class _Replay:
             prefix_blocks = self._look_up(running)
             if prefix_blocks is None:
                 return False
-            self._decide(running, prefix_blocks)
+            if self._tally.requests == 0:
+                self._tally.first_request_hits = prefix_blocks
+            self._tally.requests += 1
+            self._tally.blocks += len(running.keys)
             if prefix_blocks:
                 self._begin_load(running, prefix_blocks)
                 return True
@@ -208,13 +203,21 @@ class _Replay:
         self._begin_store(running)
         return True
 
+    def _timed(self, call: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
+        """Make one of the manager's calls, and count the time."""
+        started_s = time.perf_counter()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._spent_s += time.perf_counter() - started_s
+
     def _look_up(self, running: _Running) -> int | None:
         """Return how many leading blocks can be loaded now, or None while that is worth waiting for."""
         known_blocks = 0
         waits = False
         for first in range(0, len(running.keys), self._settings.lookup_blocks):
             keys = running.keys[first : first + self._settings.lookup_blocks]
-            answers = self._timed.lookup_many(keys, running.context)
+            answers = self._timed(self._manager.lookup_many, keys, running.context)
             hit = next((i for i, answer in enumerate(answers) if answer is not True), len(answers))
             if not waits:
                 known_blocks += hit
@@ -228,16 +231,9 @@ class _Replay:
         self._tally.timed_out_requests += waits
         return known_blocks
 
-    def _decide(self, running: _Running, prefix_blocks: int) -> None:
-        """Count a request whose lookups are answered."""
-        if self._tally.requests == 0:
-            self._tally.first_request_hits = prefix_blocks
-        self._tally.requests += 1
-        self._tally.blocks += len(running.keys)
-
     def _begin_load(self, running: _Running, prefix_blocks: int) -> None:
         keys = running.keys[:prefix_blocks]
-        running.transfer_rows = self._timed.prepare_load(keys, running.context)
+        running.transfer_rows = rows_of(self._timed(self._manager.prepare_load, keys, running.context))
         running.transfer_keys = keys
         running.transfer_ids = list(running.ids[:prefix_blocks])
         running.transfer_tiers = [self._manager.hit_tier(key, running.context) for key in keys]
@@ -250,7 +246,7 @@ class _Replay:
         """Take room for the request's next blocks; the request is done when there are none, or no room."""
         while running.done_blocks < len(running.keys):
             chunk = slice(running.done_blocks, running.done_blocks + self._settings.store_blocks)
-            output = self._timed.prepare_store(running.keys[chunk], running.context)
+            output = self._timed(self._manager.prepare_store, running.keys[chunk], running.context)
             if output is None:
                 # What follows a block that is absent is of no use, so the rest is not offered.
                 self._tally.skipped_stores += len(running.keys) - running.done_blocks
@@ -263,15 +259,15 @@ class _Replay:
                 running.transfer_rows = rows_of(output.store_spec)
                 running.phase = _Phase.STORE
                 return
-        self._timed.on_request_finished(running.context)
+        self._timed(self._manager.on_request_finished, running.context)
         running.phase = _Phase.DONE
 
     def _complete_transfer(self, running: _Running) -> None:
         """Tell the manager that the worker has finished with what it had in hand."""
         if running.phase is _Phase.LOAD:
-            self._timed.complete_load(running.transfer_keys, running.context)
+            self._timed(self._manager.complete_load, running.transfer_keys, running.context)
         else:
-            self._timed.complete_store(running.transfer_keys, running.context)
+            self._timed(self._manager.complete_store, running.transfer_keys, running.context)
             self._tally.stored_blocks += len(running.transfer_keys)
 
     def _transfer(self, running: _Running) -> None:

@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass
 
 from tiered_kv.base import OffloadKey, make_offload_key
+from tiered_kv.errors import ConfigError
 
 HASH_ID_MAX = 2**64 - 1
 """Block ids are unsigned 64-bit numbers."""
@@ -36,3 +37,10 @@ def block_key(hash_id: int) -> OffloadKey:
     """Return the key of the block `hash_id`: the same in every process and on every machine."""
     digest = hashlib.blake2b(hash_id.to_bytes(8, "little"), digest_size=_KEY_HASH_BYTES, person=_KEY_PERSON).digest()
     return make_offload_key(digest, 0)
+
+
+def require_at_least(least: int, settings: object, *names: str) -> None:
+    """Raise ConfigError for the first of the named settings that is below `least`."""
+    for name in names:
+        if getattr(settings, name) < least:
+            raise ConfigError(f"expected at least {least}, found {getattr(settings, name)}", location=name)

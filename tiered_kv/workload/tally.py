@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from tiered_kv.workload.latency import LatencyUs
+import numpy as np
 
 GB = 1e9
+_US_PER_S = 1e6
 _CORRUPT_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
-class CorruptBlock:
-    """A block that came back with other bytes than were stored.
+class LatencyUs:
+    """The median, the 99th percentile and the greatest of some latencies, in microseconds."""
 
-    Args:
-        hash_id: The block.
-        tier: The tier that it was loaded from.
-        offset: Its first wrong byte.
-    """
+    p50: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of_seconds(cls, samples_s: Sequence[float]) -> LatencyUs:
+        """Sum up samples in seconds; all zero where there are none."""
+        if not len(samples_s):
+            return cls(0.0, 0.0, 0.0)
+        p50, p99, greatest = np.percentile(np.asarray(samples_s), [50, 99, 100]) * _US_PER_S
+        return cls(round(float(p50), 1), round(float(p99), 1), round(float(greatest), 1))
+
+
+@dataclass(frozen=True, slots=True)
+class CorruptBlock:
+    """A block that came back with other bytes than were stored: from which tier, and its first wrong byte."""
 
     hash_id: int
     tier: str
@@ -30,16 +42,7 @@ class CorruptBlock:
 
 @dataclass(frozen=True, slots=True)
 class TierTraffic:
-    """What one tier did during a replay.
-
-    Args:
-        hits: Blocks that requests loaded, and that this tier had.
-        stored_bytes: Bytes that were stored in it.
-        loaded_bytes: Bytes that were loaded out of it.
-        store_gb_per_s: `stored_bytes` over the whole run, in 1e9 bytes per second.
-        load_gb_per_s: The same of `loaded_bytes`.
-        counters: All counters of the tier, as `Stack.counters` has them.
-    """
+    """What one tier did during a replay; rates are averages over the whole run, in 1e9 bytes per second."""
 
     hits: int
     stored_bytes: int
@@ -51,29 +54,7 @@ class TierTraffic:
 
 @dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """The outcome of a replay.
-
-    Args:
-        requests: Requests whose lookups were answered.
-        blocks: Their blocks; the sum of `hits` and `misses`.
-        hits: Blocks that were loaded, by the tier that had them.
-        misses: Blocks that a server would have had to compute: all from a request's first absent block on.
-        hit_rate: Hits over `blocks`, 0 to 1.
-        verified_blocks: Loaded blocks whose every byte was right.
-        corrupt_blocks: Loaded blocks of which a byte was wrong.
-        stored_blocks: Blocks that were stored in the primary tier.
-        skipped_stores: Blocks that the primary tier had no room for.
-        seconds: Wall-clock time, that of the last stores into the secondary tiers included.
-        step_us: Time that one scheduler step spent inside the manager's calls.
-        steps: Scheduler steps.
-        block_bytes: Size of a block.
-        first_request_hits: Hits of the very first request, which only an earlier run can have left.
-        timed_out_requests: Requests that went on without waiting for the rest of their prefix.
-        interrupted: Whether the run was stopped before its last request.
-        drained: Whether all jobs had ended when the report was made.
-        tiers: Each tier's traffic, in the order they are searched.
-        corrupt: The first few corrupt blocks.
-    """
+    """The outcome of a replay; `docs/command.md` describes each field."""
 
     requests: int
     blocks: int
@@ -94,10 +75,6 @@ class ReplayReport:
     drained: bool
     tiers: dict[str, TierTraffic]
     corrupt: list[CorruptBlock]
-
-    def as_json(self) -> dict[str, object]:
-        """Return the report as plain dictionaries, lists and numbers."""
-        return asdict(self)
 
 
 @dataclass(slots=True)

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
+from tiered_kv.config.units import format_bytes
 from tiered_kv.errors import ConfigError
-from tiered_kv.units import format_bytes
 from tiered_kv.workload.request import HASH_ID_MAX, Request
 
 LINE_BYTES_MAX = 4 << 20

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from pydantic import Field
 
-from tiered_kv.config import TierSettings
+from tiered_kv.config.settings import TierSettings
+from tiered_kv.config.units import Bytes
 from tiered_kv.hooks import TierType, hookimpl
 from tiered_kv.tiering.base import SecondaryTierManager
-from tiered_kv.units import Bytes
 
 
 class SqliteSettings(TierSettings):

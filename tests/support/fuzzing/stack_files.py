@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from tests.support.fuzzing.target import Target
-from tiered_kv.config import StackConfig, load_config
+from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.errors import ConfigError
 
 SECRET = "hunter2-the-value-of-a-variable"

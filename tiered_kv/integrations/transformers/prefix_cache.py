@@ -66,25 +66,16 @@ class PrefixCacheStats:
 class PrefixCache:
     """Keeps the keys and values of prompts in a stack, by blocks of tokens. Any thread may call any method.
 
-    It serves one model as it was when the cache was opened: after a change of its weights, open another. Prompts are
-    single sequences without padding, positions counted from 0.
-
-    Args:
-        model_config: The model's configuration.
-        layout: Of its blocks.
-        stack: An open stack for them, which nobody else uses and which `close` closes.
-        pending_bytes_max: Memory that snapshots may take on their way into the stack; at least one block is allowed.
-        save_timeout_s: How long one snapshot may wait for room in the stack.
+    It serves one model as it was when the cache was opened by `PrefixCache.open`: after a change of its weights, open
+    another. Prompts are single sequences without padding, positions counted from 0.
 
     Attributes:
-        layout: The same.
-        stack: The same.
-
-    Use `PrefixCache.open`, which makes all of these from a model and a stack's file.
+        layout: Of the model's blocks.
+        stack: The open stack, which nobody else uses and which `close` closes.
     """
 
     def __init__(
-        self, model_config: Any, layout: BlockLayout, stack: Stack, *, pending_bytes_max: int, save_timeout_s: float
+        self, model_config: Any, layout: BlockLayout, stack: Stack, pending_bytes_max: int, save_timeout_s: float
     ) -> None:
         self._model_config = model_config
         self.layout = layout
@@ -129,15 +120,8 @@ class PrefixCache:
         """
         _require_extra()
         config, layout = complete(stack, model, block_tokens, Weights(weights))
-        if pending_bytes_max is None:
-            pending_bytes_max = config.primary.capacity
-        return cls(
-            model.config,
-            layout,
-            open_stack(config),
-            pending_bytes_max=pending_bytes_max,
-            save_timeout_s=save_timeout_s,
-        )
+        saver_bytes = config.primary.capacity if pending_bytes_max is None else pending_bytes_max
+        return cls(model.config, layout, open_stack(config), saver_bytes, save_timeout_s)
 
     def restore(self, input_ids: torch.Tensor, *, timeout: float = 1.0) -> Restored:
         """Return a cache with the keys and values of the longest prefix of a prompt that the stack has.
@@ -223,7 +207,7 @@ class PrefixCache:
         """
         self._saver.stop(timeout)
         self.stack.close(timeout)
-        self._saver.join(timeout)
+        self._saver.wait(timeout)
 
     def __enter__(self) -> PrefixCache:
         return self

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from tiered_kv.base import OffloadKey
@@ -18,13 +18,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Blocks on their way into the stack.
-
-    Args:
-        keys: Of consecutive blocks of one prompt.
-        rows: Their bytes, which nobody else has.
-        on_loss: Called, on the saver's thread, if not all of them could be stored.
-    """
+    """Consecutive blocks of one prompt; `on_loss` is called, by any thread, if not all of them could be stored."""
 
     keys: Sequence[OffloadKey]
     rows: Blocks
@@ -32,7 +26,7 @@ class Snapshot:
 
 
 class Saver:
-    """A queue of snapshots, bounded in blocks, and the thread that empties it. Any thread may call any method.
+    """Stores snapshots one after the other, bounded in blocks. Any thread may call any method.
 
     Args:
         stack: Where the blocks go.
@@ -44,15 +38,13 @@ class Saver:
         self._stack = stack
         self._blocks_max = blocks_max
         self._put_timeout_s = put_timeout_s
+        self._pool = ThreadPoolExecutor(1, "tiered-kv-prefix-saver")
         self._changed = threading.Condition()
         """Guards the fields below, and tells of their changes."""
-        self._queue: deque[Snapshot] = deque()
         self._is_stopped = False
         self._pending_blocks = 0
         self._stored_blocks = 0
         self._dropped_blocks = 0
-        self._thread = threading.Thread(target=self._serve, name="tiered-kv-prefix-saver", daemon=True)
-        self._thread.start()
 
     def reserve(self, blocks: int) -> int:
         """Promise room for a snapshot that is yet to be taken; return for how many blocks, the others being dropped.
@@ -82,9 +74,9 @@ class Saver:
             if self._is_stopped:
                 self._end(snapshot, 0)
                 return False
-            self._queue.append(snapshot)
-            self._changed.notify_all()
-            return True
+            future = self._pool.submit(self._put, snapshot)
+        future.add_done_callback(lambda future: self._end(snapshot, 0 if future.cancelled() else future.result()))
+        return True
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until nothing is pending, and return whether that came in time."""
@@ -92,37 +84,16 @@ class Saver:
             return self._changed.wait_for(lambda: self._pending_blocks == 0, timeout_s)
 
     def stop(self, timeout_s: float) -> None:
-        """Take no more, wait for what is pending, then drop what has not begun. The thread ends with what it does."""
+        """Take no more, wait for what is pending, then drop what has not begun; what has begun ends by itself."""
         with self._changed:
             self._is_stopped = True
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._pending_blocks == 0, timeout_s)
-            while self._queue:
-                self._end(self._queue.popleft(), 0)
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the thread of a stopped saver, and return whether it has ended."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        self.wait(timeout_s)
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def counts(self) -> tuple[int, int, int]:
         """Return how many blocks were stored, dropped, and are pending."""
         with self._changed:
             return self._stored_blocks, self._dropped_blocks, self._pending_blocks
-
-    def _serve(self) -> None:
-        while (snapshot := self._next()) is not None:
-            stored = self._put(snapshot)
-            if stored < len(snapshot.keys):
-                snapshot.on_loss()
-            with self._changed:
-                self._end(snapshot, stored)
-            del snapshot  # its memory is free while the thread waits for the next
-
-    def _next(self) -> Snapshot | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._is_stopped)
-            return self._queue.popleft() if self._queue else None
 
     def _put(self, snapshot: Snapshot) -> int:
         try:
@@ -134,8 +105,10 @@ class Saver:
             return 0
 
     def _end(self, snapshot: Snapshot, stored: int) -> None:
-        """Account for a snapshot; the caller holds the lock."""
-        self._pending_blocks -= len(snapshot.keys)
-        self._stored_blocks += stored
-        self._dropped_blocks += len(snapshot.keys) - stored
-        self._changed.notify_all()
+        if stored < len(snapshot.keys):
+            snapshot.on_loss()
+        with self._changed:
+            self._pending_blocks -= len(snapshot.keys)
+            self._stored_blocks += stored
+            self._dropped_blocks += len(snapshot.keys) - stored
+            self._changed.notify_all()

@@ -6,14 +6,14 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from tiered_kv.config import StackConfig, load_config
+from tiered_kv.config.namespace import Namespace
+from tiered_kv.config.reading import from_source
+from tiered_kv.config.stack_config import StackConfig, load_config
+from tiered_kv.config.units import format_bytes
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.transformers.identity import Weights, namespace_fields
 from tiered_kv.integrations.transformers.layout import BlockLayout
 from tiered_kv.integrations.transformers.support import layout_of
-from tiered_kv.namespace import Namespace
-from tiered_kv.stackfile import read_stack_file
-from tiered_kv.units import format_bytes
 
 BLOCK_TOKENS = 16
 """Where neither the caller nor the stack's file says otherwise."""
@@ -37,13 +37,7 @@ def complete(
         ConfigError: The configuration cannot be used, or contradicts the model or an argument.
         TypeError, ValueError: The model cannot be served.
     """
-    if isinstance(source, Mapping):
-        return _complete(source, model, block_tokens, weights)
-    raw = read_stack_file(source)
-    try:
-        return _complete(raw, model, block_tokens, weights)
-    except ConfigError as error:
-        raise ConfigError(error.message, location=error.location, file=os.fspath(source)) from None
+    return from_source(source, lambda raw: _complete(raw, model, block_tokens, weights))
 
 
 def _complete(

@@ -26,146 +26,60 @@ from vllm.platforms import current_platform
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.vllm.weights import files_digest
 
-_IRRELEVANT_SECTIONS = frozenset(
-    {
-        # Memory, scheduling, serving, sampling, observing.
-        "scheduler_config",
-        "offload_config",
-        "structured_outputs_config",
-        "reasoning_config",
-        "watermark_config",
-        "observability_config",
-        "logging_config",
-        "profiler_config",
-        "watchdog_config",
-        "aux_output_config",
-        "instance_id",
-        "shutdown_timeout",
-        # Other transfers, and this one.
-        "kv_transfer_config",
-        "kv_events_config",
-        "ec_transfer_config",
-        "ec_manager_config",
-        # How kernels are made: they change the last bits of a value, not what it stands for.
-        "compilation_config",
-        "optimization_level",
-        "performance_mode",
-        # Made from the model's configuration, its files and its arguments, which count.
-        "quant_config",
-        # Told by the platform.
-        "device_config",
-        # See `_weights` and `engine_facts`.
-        "load_config",
-        "weight_transfer_config",
-    }
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_IRRELEVANT_SECTIONS = _names(
+    """
+    scheduler_config offload_config structured_outputs_config reasoning_config watermark_config observability_config
+    logging_config profiler_config watchdog_config aux_output_config instance_id shutdown_timeout
+    kv_transfer_config kv_events_config ec_transfer_config ec_manager_config
+    compilation_config optimization_level performance_mode
+    quant_config device_config load_config weight_transfer_config
+    """
 )
+"""Sections that do not count: memory, scheduling, serving, sampling and observing; other transfers, and this one; how
+kernels are made, which changes the last bits of a value and not its meaning. `quant_config` is made from what counts,
+and `_platform`, `_weights` and `_demand` cover the last three."""
 
 _IRRELEVANT: Mapping[str, frozenset[str]] = {
-    "model_config": frozenset(
-        {
-            # Where the model comes from, which `_weights` tells; and its length, which `_follows_length` decides.
-            "model",
-            "model_weights",
-            "revision",
-            "hf_config_path",
-            "config_format",
-            "hf_token",
-            "max_model_len",
-            "spec_target_max_model_len",
-            "seed",
-            # Its result counts: the configuration with what was overridden.
-            "hf_overrides",
-            # Tokens, which the hashes cover.
-            "tokenizer",
-            "tokenizer_mode",
-            "tokenizer_revision",
-            "skip_tokenizer_init",
-            "enable_prompt_embeds",
-            "allowed_local_media_path",
-            "allowed_media_domains",
-            "renderer_num_workers",
-            "io_processor_plugin",
-            # Logits, samples and pools.
-            "max_logprobs",
-            "logprobs_mode",
-            "return_sampling_mask",
-            "use_fp64_gumbel",
-            "enable_trace_replay",
-            "generation_config",
-            "override_generation_config",
-            "logits_processors",
-            "pooler_config",
-            "word_embeddings_untied_by_checkpoint",
-            # Serving and memory.
-            "served_model_name",
-            "allow_deprecated_quantization",
-            "enforce_eager",
-            "disable_cascade_attn",
-            "enable_sleep_mode",
-            "sleep_preserve_parameter_names",
-            "sleep_mode_backend",
-            "sleep_mode_offload_cudagraph",
-            "enable_nccl_comm_suspend",
-            "enable_cumem_allocator",
-        }
-    ),
-    "multimodal_config": frozenset(
-        {
-            "limit_per_prompt",
-            "mm_processor_cache_gb",
-            "mm_processor_cache_type",
-            "mm_shm_cache_max_object_size_mb",
-            "mm_ipc_gpu_memory_gb",
-            "mm_tensor_ipc",
-            "mm_encoder_tp_mode",
-            "mm_encoder_fp8_scale_save_path",
-            "mm_encoder_fp8_scale_save_margin",
-            "skip_mm_profiling",
-        }
-    ),
-    "cache_config": frozenset(
-        {
-            "gpu_memory_utilization",
-            "kv_cache_memory_bytes",
-            "num_gpu_blocks_override",
-            "num_gpu_blocks",
-            "num_cpu_blocks",
-            "kv_cache_size_tokens",
-            "kv_cache_max_concurrency",
-            "kv_offloading_size",
-            "kv_offloading_backend",
-            "simple_cpu_offload_num_blocks",
-            "enable_prefix_caching",
-            "prefix_cache_retention_interval",
-            "enable_mamba_shared_prefix_checkpoint",
-            "user_specified_block_size",
-            "_block_size_resolved",
-            # Derived from the groups, which count, where an engine has got that far.
-            "kv_cache_layout",
-            "effective_attention_block_size",
-            "hash_block_size",
-            "cache_hit_alignment_tokens",
-        }
-    ),
-    "attention_config": frozenset(
-        {"flash_attn_max_num_splits_for_cuda_graph", "tq_max_kv_splits_for_cuda_graph", "tokenspeed_mla_min_split_kv"}
-    ),
-    # What is left chooses a backend, and with it the type in which a quantized layer computes.
-    "kernel_config": frozenset(
-        {
-            "ir_op_priority",
-            "enable_flashinfer_autotune",
-            "enable_rocm_segmented_attn_autotune",
-            "enable_cutedsl_warmup",
-            "enable_jit_warmup",
-        }
-    ),
-    "lora_config": frozenset(
-        {"max_loras", "max_cpu_loras", "max_lora_rank", "fully_sharded_loras", "specialize_active_lora"}
-    ),
-    "speculative_config": frozenset(
-        {"target_model_config", "target_parallel_config", "draft_parallel_config", "enforce_eager"}
-    ),
+    section: _names(names)
+    for section, names in {
+        # The model's origin, which `_weights` has; its length, which `_follows_length` decides; `hf_overrides`, whose
+        # result counts. Then what concerns tokens, which the hashes cover; logits, samples and pools; serving, memory.
+        "model_config": """
+            model model_weights revision hf_config_path config_format hf_token max_model_len
+            spec_target_max_model_len seed hf_overrides
+            tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init enable_prompt_embeds
+            allowed_local_media_path allowed_media_domains renderer_num_workers io_processor_plugin
+            max_logprobs logprobs_mode return_sampling_mask use_fp64_gumbel enable_trace_replay generation_config
+            override_generation_config logits_processors pooler_config word_embeddings_untied_by_checkpoint
+            served_model_name allow_deprecated_quantization enforce_eager disable_cascade_attn enable_sleep_mode
+            sleep_preserve_parameter_names sleep_mode_backend sleep_mode_offload_cudagraph enable_nccl_comm_suspend
+            enable_cumem_allocator""",
+        "multimodal_config": """
+            limit_per_prompt mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb
+            mm_ipc_gpu_memory_gb mm_tensor_ipc mm_encoder_tp_mode mm_encoder_fp8_scale_save_path
+            mm_encoder_fp8_scale_save_margin skip_mm_profiling""",
+        # The last line derives from the groups, which count, where an engine has got that far.
+        "cache_config": """
+            gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override num_gpu_blocks num_cpu_blocks
+            kv_cache_size_tokens kv_cache_max_concurrency kv_offloading_size kv_offloading_backend
+            simple_cpu_offload_num_blocks enable_prefix_caching prefix_cache_retention_interval
+            enable_mamba_shared_prefix_checkpoint user_specified_block_size _block_size_resolved
+            kv_cache_layout effective_attention_block_size hash_block_size cache_hit_alignment_tokens""",
+        "attention_config": """
+            flash_attn_max_num_splits_for_cuda_graph tq_max_kv_splits_for_cuda_graph
+            tokenspeed_mla_min_split_kv""",
+        # What is left chooses a backend, and with it the type in which a quantized layer computes.
+        "kernel_config": """
+            ir_op_priority enable_flashinfer_autotune enable_rocm_segmented_attn_autotune enable_cutedsl_warmup
+            enable_jit_warmup""",
+        "lora_config": "max_loras max_cpu_loras max_lora_rank fully_sharded_loras specialize_active_lora",
+        "speculative_config": "target_model_config target_parallel_config draft_parallel_config enforce_eager",
+    }.items()
 }
 """Fields that do not count, by section."""
 

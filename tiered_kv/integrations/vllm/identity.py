@@ -14,10 +14,10 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED
 
+from tiered_kv.config.namespace import Namespace, Parallel
+from tiered_kv.config.validation import suggestion, validate
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.vllm.engine import engine_facts
-from tiered_kv.namespace import Namespace, Parallel
-from tiered_kv.validation import suggestion, validate
 
 OWN_FIELDS = ("model", "revision", "quantization", "tenant", "hash_algorithm", "extra")
 """What a configuration may say of the namespace; the rest is vLLM's to say."""
@@ -33,12 +33,7 @@ REPLICA_VARIABLE = "TIERED_KV_REPLICA"
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What a pipeline stage has of the model.
-
-    Args:
-        layers: How many layers.
-        groups: For each KV cache group, what it holds of these layers.
-    """
+    """What a pipeline stage has of the model: its layers, and for each KV cache group what it holds of them."""
 
     layers: int
     groups: tuple[str, ...]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.v1.kv_offload.base import (
     LookupResult,
@@ -19,14 +18,12 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from tiered_kv.base import OffloadKey, PrepareStoreOutput
 from tiered_kv.base import OffloadPolicy as OurPolicy
 from tiered_kv.cpu.manager import PRIMARY_NAME
-from tiered_kv.integrations.vllm.events import hit_source, vllm_events
-from tiered_kv.integrations.vllm.metrics import CounterReport
+from tiered_kv.integrations.vllm.metrics import CounterReport, hit_source, vllm_events
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.stack import Stack
 
 
-@dataclass(frozen=True, slots=True)
-class _Transfer:
+class _Transfer(NamedTuple):
     """Blocks that vLLM's workers read or write; vLLM names them again, as a set, when they have."""
 
     is_store: bool
@@ -59,8 +56,8 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
     # Lookups and transfers.
 
     def lookup(self, key: OffloadKey, req_context: Any) -> LookupResult:
-        is_filtered = req_context.load_tier_filter is not TierFilter.ALL
-        if is_filtered and key not in self._blocks and not _allows_storage(req_context):
+        tiers = req_context.load_tier_filter
+        if tiers is not TierFilter.ALL and key not in self._blocks and not tiers.allows(Medium.STORAGE, None):
             return LookupResult.MISS
         answer = self._manager.lookup(key, req_context)
         if answer:
@@ -161,7 +158,6 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         return self._report.take(self._manager.counters)
 
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
-        """Return what has been counted, by tier."""
         return self._manager.counters()
 
     def config_info(self) -> Sequence[Mapping[str, str | int]]:
@@ -182,8 +178,3 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
 
 INFO_KEYS = ("tiered_kv_tiers", "tiered_kv_blocks", "tiered_kv_block_bytes", "tiered_kv_namespace")
 """The labels that `TieredKVManager.config_info` fills."""
-
-
-def _allows_storage(req_context: Any) -> bool:
-    """Return whether a request may be served from the tiers below the primary one."""
-    return bool(req_context.load_tier_filter.allows(Medium.STORAGE, None))

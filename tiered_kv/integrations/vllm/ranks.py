@@ -20,12 +20,7 @@ from tiered_kv.worker.shared_file import SharedFile
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One worker.
-
-    Args:
-        chunk_bytes: What it stores of a chunk, all of its layers.
-        stage: Its layers.
-    """
+    """One worker: what it stores of a chunk, all of its layers, and its stage."""
 
     chunk_bytes: int
     stage: Stage
@@ -41,11 +36,6 @@ def rank_of(config: Any) -> Rank:  # Any: vLLM's OffloadingConfig
     if size < 1:
         raise ConfigError("vLLM tells no size of a KV cache block, so there is nothing to offload")
     return Rank(size, stage_of(config))
-
-
-def bytes_per_worker(ranks: Sequence[Rank]) -> int:
-    """Return the bytes of a chunk that a row needs for each worker: what the largest stores."""
-    return max(rank.chunk_bytes for rank in ranks)
 
 
 def stages_of(ranks: Sequence[Rank]) -> list[Stage]:

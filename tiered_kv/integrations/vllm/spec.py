@@ -10,7 +10,7 @@ from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec
 
 from tiered_kv.integrations.vllm.manager import INFO_KEYS, TieredKVManager
 from tiered_kv.integrations.vllm.metrics import metric_definitions
-from tiered_kv.integrations.vllm.ranks import Rank, bytes_per_worker, exchange, rank_of
+from tiered_kv.integrations.vllm.ranks import Rank, exchange, rank_of
 from tiered_kv.integrations.vllm.stackconfig import stack_config
 from tiered_kv.integrations.vllm.support import check_chunks
 from tiered_kv.integrations.vllm.worker import HandlerWorker, our_caches
@@ -90,7 +90,7 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
         return SharedStack(
             stack_config(self.config, ranks),
             name=f"tiered-kv-{self.config.engine_id}",
-            bytes_per_worker=bytes_per_worker(ranks),
+            bytes_per_worker=max(rank.chunk_bytes for rank in ranks),
             num_workers=len(ranks),
             block_size_factor=self.config.cache.blocks_per_chunk,
         )

@@ -10,15 +10,11 @@ _NOT_TOLD = object()
 
 
 def check_chunks(config: Any) -> None:  # Any: vLLM's OffloadingConfig
-    """Refuse chunks of several blocks where vLLM may leave out blocks of a chunk.
+    """Raise ConfigError for chunks of several blocks where vLLM may leave out blocks of a chunk.
 
-    vLLM stores what a sliding window or a state still needs, and drops the other blocks from a chunk. What is left does
-    not say which places of the chunk it fills. 0.33 tells which groups have a window. 0.32 does not, so several groups
-    are refused there: models have several because of windows or states. One group of windows alone is not known at
-    start; the worker refuses its first store that does not fill its rows.
-
-    Raises:
-        ConfigError: There are such groups.
+    vLLM drops the blocks that a sliding window or a state no longer needs, and does not say which places of a chunk the
+    others fill. 0.33 tells which groups have a window. 0.32 does not, so several groups are refused there. One group of
+    windows alone is not known at start; the worker refuses its first store that does not fill its rows.
     """
     if config.cache.blocks_per_chunk == 1:
         return
@@ -34,14 +30,10 @@ def check_chunks(config: Any) -> None:  # Any: vLLM's OffloadingConfig
 
 
 def check_stages(config: Any) -> None:  # Any: vLLM's OffloadingConfig
-    """Refuse pipeline stages below vLLM's own tiering.
+    """Raise ConfigError for pipeline stages below vLLM's own tiering.
 
-    There each process computes the size of a row from its own layers, nothing compares them, and a tier learns the
-    layers of worker 0 alone. So blocks could be mixed up within the engine, and between engines that cut a model
-    into other stages.
-
-    Raises:
-        ConfigError: There are several stages.
+    There each process computes the size of a row from its own layers, and a tier learns the layers of worker 0 alone.
+    So blocks could be mixed up within the engine, and between engines that cut a model into other stages.
     """
     if config.parallel.pp_size > 1:
         raise ConfigError(

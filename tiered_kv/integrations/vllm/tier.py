@@ -10,6 +10,7 @@ import gc
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,14 +19,12 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.base import OffloadPolicy as OurPolicy
-from tiered_kv.config import tier_settings
+from tiered_kv.config.reading import fill_variables
+from tiered_kv.config.stack_config import tier_settings
 from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.integrations.vllm.events import hit_source, vllm_events
 from tiered_kv.integrations.vllm.identity import VLLM_ROW_LAYOUT, chunk_tokens, environment, namespace_of
-from tiered_kv.integrations.vllm.metrics import CounterReport, metric_definitions
-from tiered_kv.integrations.vllm.requests import RequestBook, RequestNotes
+from tiered_kv.integrations.vllm.metrics import CounterReport, hit_source, metric_definitions, vllm_events
 from tiered_kv.integrations.vllm.support import check_chunks, check_stages
-from tiered_kv.stackfile import fill_variables
 from tiered_kv.tiering.base import JobResult as OurResult
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
@@ -39,6 +38,30 @@ ROOM_WAIT_S = 10.0
 DRAIN_WARNING_S = 5.0
 CLOSE_TIMEOUT_S = 5.0
 _POLL_S = 0.0005
+_REQUESTS_MAX = 100_000
+"""Requests that are remembered; beyond it the oldest is forgotten."""
+
+
+@dataclass(slots=True)
+class RequestNotes:
+    """One request, from `on_new_request` to `on_request_finished`.
+
+    Attributes:
+        failed: Keys that could not be loaded for it; for it they are misses.
+        asked: When a key was first answered with RETRY.
+        hits: Keys that were hits for it, each of which takes a row of the primary tier.
+        has_timed_out: Whether it has waited for the tier as long as it may; the tier is asked no more.
+    """
+
+    failed: set[OffloadKey] = field(default_factory=set)
+    asked: dict[OffloadKey, float] = field(default_factory=dict)
+    hits: int = 0
+    has_timed_out: bool = False
+
+    def may_wait(self, key: OffloadKey, now_s: float, wait_max_s: float) -> bool:
+        """Return whether the request may be answered RETRY once more for `key`; False ends its wait for the tier."""
+        self.has_timed_out = now_s - self.asked.setdefault(key, now_s) >= wait_max_s
+        return not self.has_timed_out
 
 
 class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not there when types are checked
@@ -93,18 +116,17 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         self.cache_hit_source = hit_source(settings)
         self._info = {"tiered_kv_type": settings.type, "tiered_kv_namespace": identity.digest.hex()}
         self._tells_events = offloading_spec.kv_events_config.enable_kv_cache_events
-        self._clock = time.monotonic
         self._guarded = GuardedTier(
             settings.name,
             opened,
             TierLimits.of(settings),
             self._block_bytes,
             self._block_bytes * num_blocks,
-            self._clock,
+            time.monotonic,
         )
         self._is_closed = False
-        self._requests = RequestBook(self._clock)
-        self._report = CounterReport(self._clock)
+        self._requests: dict[str, RequestNotes] = {}
+        self._report = CounterReport()
         self._began_s: dict[int, float] = {}
         self._loading_for: dict[int, str] = {}  # job to request
         self._ended: list[JobResult] = []
@@ -112,7 +134,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
     # Lookups.
 
     def lookup(self, key: OffloadKey, req_context: Any) -> LookupResult:
-        guarded, notes = self._guarded, self._requests.of(req_context.req_id)
+        guarded, notes = self._guarded, self._requests.get(req_context.req_id) or self._begin(req_context.req_id)
         if notes.has_timed_out or key in notes.failed or not guarded.is_searched:
             return LookupResult.MISS
         try:
@@ -121,11 +143,18 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
             guarded.note_exception("lookup")
             return self._give_up(notes)
         if answer is None:
-            if notes.may_wait(key, self._clock(), guarded.limits.lookup_timeout_s):
+            if notes.may_wait(key, time.monotonic(), guarded.limits.lookup_timeout_s):
                 return LookupResult.RETRY
             guarded.counters.add("lookup_timeouts_total")
             return self._give_up(notes)
         return self._promise(key, notes) if answer else LookupResult.MISS
+
+    def _begin(self, req_id: str) -> RequestNotes:
+        self._requests.pop(req_id, None)
+        if len(self._requests) >= _REQUESTS_MAX:
+            del self._requests[next(iter(self._requests))]
+        notes = self._requests[req_id] = RequestNotes()
+        return notes
 
     def _promise(self, key: OffloadKey, notes: RequestNotes) -> LookupResult:
         """Answer for a key that the tier has; vLLM takes a row for each hit, and submits the load as the step ends."""
@@ -138,14 +167,14 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
                 guarded.load_blocks_reserved += 1
                 notes.asked.pop(key, None)
                 return LookupResult.HIT
-            if guarded.is_loading and notes.may_wait(key, self._clock(), ROOM_WAIT_S):
+            if guarded.is_loading and notes.may_wait(key, time.monotonic(), ROOM_WAIT_S):
                 return LookupResult.RETRY
         guarded.counters.add("refused_promotion_blocks_total")
         return LookupResult.MISS
 
     def _give_up(self, notes: RequestNotes) -> LookupResult:
         notes.has_timed_out = True
-        self._guarded.breaker.fail(self._clock())
+        self._guarded.breaker.fail(time.monotonic())
         return LookupResult.MISS
 
     # Jobs.
@@ -169,7 +198,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
 
     def _submit(self, job_metadata: TransferJob, blocks: list[CPUBlock]) -> None:
         job_id, keys = job_metadata.job_id, [block.key for block in blocks]
-        self._began_s[job_id] = self._clock()
+        self._began_s[job_id] = time.monotonic()
         is_load, req_context = job_metadata.is_promotion, job_metadata.req_context
         if self._guarded.submit(keys, blocks, req_context, is_promotion=is_load, job_id=job_id) is None:
             self._fail(job_metadata)
@@ -202,14 +231,13 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
             job_id,
             success=len(done) == len(keys),
             successful_keys=tuple(done) if job.metadata.is_promotion and len(done) < len(keys) else None,
-            transfer_time=self._clock() - self._began_s.pop(job_id),
+            transfer_time=time.monotonic() - self._began_s.pop(job_id),
             transfer_bytes=len(done) * self._block_bytes,
         )
 
     def _note_failed(self, job_id: int, keys: Iterable[OffloadKey]) -> None:
         """Remember for the request of a load what it must not be sent to load again."""
-        req_id = self._loading_for.get(job_id)
-        notes = None if req_id is None else self._requests.known(req_id)
+        notes = self._requests.get(self._loading_for.get(job_id, ""))
         if notes is not None:
             notes.failed.update(keys)
 
@@ -220,13 +248,13 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         The tier drops what it has not begun when its `job_timeout` is over, so only a call that hangs holds this up.
         """
         guarded = self._guarded
-        warn_s = self._clock() + DRAIN_WARNING_S
+        warn_s = time.monotonic() + DRAIN_WARNING_S
         self._collect()
         while guarded.jobs:
             time.sleep(_POLL_S)
             self._collect()
-            guarded.expire(self._clock())
-            if self._clock() >= warn_s:
+            guarded.expire(time.monotonic())
+            if time.monotonic() >= warn_s:
                 warn_s += DRAIN_WARNING_S
                 _log.warning(
                     "tier '%s' still works on %d jobs; vLLM waits for it to reset its cache",
@@ -240,18 +268,18 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         self._guarded.call("touch", keys, req_context)
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        self._requests.begin(req_context.req_id)
+        self._begin(req_context.req_id)
         answer = self._guarded.call("on_new_request", req_context)
         if answer is not None and answer.policy is OurPolicy.REQUEST_LEVEL:
             return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
-        self._requests.end(req_context.req_id)
+        self._requests.pop(req_context.req_id, None)
         self._guarded.call("on_request_finished", req_context)
 
     def on_schedule_end(self, context: Any) -> None:
-        guarded, now_s = self._guarded, self._clock()
+        guarded, now_s = self._guarded, time.monotonic()
         # All loads of the step have been submitted. What is still reserved found no room in the primary tier.
         guarded.load_blocks_reserved = 0
         guarded.call("on_schedule_end")
@@ -290,8 +318,8 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         """
         if not self._is_closed:
             self._is_closed = True
-            end_s = self._clock() + CLOSE_TIMEOUT_S
-            while self._guarded.jobs and self._clock() < end_s:
+            end_s = time.monotonic() + CLOSE_TIMEOUT_S
+            while self._guarded.jobs and time.monotonic() < end_s:
                 time.sleep(_POLL_S)
                 self._collect()
             self._guarded.call("shutdown")

@@ -52,15 +52,18 @@ class TieredKVTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM 
             kv_bytes_per_chunk=self.kv_bytes_per_chunk,
             cpu_page_size=self.cpu_page_size_per_worker,
         )
-        with ExitStack() as undo:
-            undo.callback(shared.cleanup)
+        with ExitStack() as on_error:
+            mapped = on_error.enter_context(ExitStack())
+            mapped.callback(shared.cleanup)
             region = PrimaryRegion.map_file(shared.fd, shared.mmap_path, self.num_chunks, self.kv_bytes_per_chunk)
-            undo.callback(region.close)
+            mapped.callback(region.close)
             handlers = open_handlers(
                 our_caches(kv_caches),
                 region,
                 block_size_factor=self.blocks_per_chunk,
                 part_offset=rank * self.cpu_page_size_per_worker,
                 part_bytes=self.cpu_page_size_per_worker,
+                on_shutdown=mapped.close,
             )
-            return HandlerWorker(handlers, on_shutdown=undo.pop_all().close)
+            on_error.pop_all()
+            return HandlerWorker(handlers)

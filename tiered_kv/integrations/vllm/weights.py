@@ -21,16 +21,10 @@ _SAMPLE_BYTES = 4096
 
 
 def files_digest(model: str) -> str | None:
-    """Return 32 hexadecimal digits for the weights of a model, or None where no file has them.
+    """Return 32 hexadecimal digits for the weights in a directory or a file, or None where no file has them.
 
     Names and sizes count, of each file 16 pages of 4 KiB and more, spread evenly, and of all some 4,096. So other
     weights show, and a change of a few values does not. Times do not count: a copy on another machine is the same.
-
-    Args:
-        model: A directory, or a file of weights.
-
-    Raises:
-        OSError: A file cannot be read.
     """
     path = Path(model)
     if path.is_file():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
@@ -13,11 +12,7 @@ from tiered_kv.worker.base import WorkerHandlers
 
 
 def our_caches(kv_caches: Any) -> CanonicalKVCaches:  # Any: vLLM's CanonicalKVCaches
-    """Return vLLM's caches as ours: the same tensors.
-
-    vLLM's references also tell how a page would lie in its canonical layout, whether that is asked for or not. Our
-    specs refuse to be asked for it.
-    """
+    """Return vLLM's caches as ours: the same tensors, without the mapping to a canonical layout, which we refuse."""
     return CanonicalKVCaches(
         tensors=[CanonicalKVCacheTensor(each.tensor, each.page_size_bytes) for each in kv_caches.tensors],
         group_data_refs=[
@@ -33,15 +28,10 @@ class HandlerWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is not ther
     vLLM knows no transfer that failed: what a worker reports is taken for stored, or for loaded. (It asserts success,
     which `python -O` leaves out.) So a copy that failed is an exception, which ends the engine: better than a block
     that was computed upon bytes that did not arrive, or one that is stored without its bytes.
-
-    Args:
-        handlers: Our handlers, which this shuts down.
-        on_shutdown: Called after that, to let go of the region.
     """
 
-    def __init__(self, handlers: WorkerHandlers, on_shutdown: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, handlers: WorkerHandlers) -> None:
         self._handlers = handlers
-        self._on_shutdown = on_shutdown
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         return self._handlers.store.transfer_async(job_id, (src_spec, dst_spec))
@@ -72,4 +62,3 @@ class HandlerWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is not ther
 
     def shutdown(self) -> None:
         self._handlers.shutdown()
-        self._on_shutdown()

@@ -93,18 +93,15 @@ def format_seconds(seconds: float) -> str:
     return f"{exact:f}s"
 
 
-def parse_share(value: object) -> object:
-    """Refuse what pydantic would otherwise take for a number: True and False."""
-    if isinstance(value, bool):
-        raise ValueError("expected a number from 0 to 1")
-    return value
+def _number(expected: str) -> BeforeValidator:
+    """Return a validator that refuses True and False, which pydantic would otherwise take for numbers."""
 
+    def check(value: object) -> object:
+        if isinstance(value, bool):
+            raise ValueError(f"expected {expected}")
+        return value
 
-def parse_count(value: object) -> object:
-    """Refuse what pydantic would otherwise take for a whole number: True and False."""
-    if isinstance(value, bool):
-        raise ValueError("expected a whole number")
-    return value
+    return BeforeValidator(check)
 
 
 Bytes = Annotated[
@@ -139,11 +136,11 @@ Seconds = Annotated[
 ]
 """A duration in seconds; in YAML a number, "250ms", "30s" or "1h"."""
 
-Count = Annotated[int, BeforeValidator(parse_count)]
+Count = Annotated[int, _number("a whole number")]
 """A whole number; give its bounds with `Field(ge=...)`."""
 
 
-Share = Annotated[float, BeforeValidator(parse_share), Field(ge=0, le=1)]
+Share = Annotated[float, _number("a number from 0 to 1"), Field(ge=0, le=1)]
 """A number from 0 to 1."""
 
 

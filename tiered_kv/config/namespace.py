@@ -18,8 +18,8 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from tiered_kv.settings import StrictModel
-from tiered_kv.units import Count
+from tiered_kv.config.settings import StrictModel
+from tiered_kv.config.units import Count
 
 FORMAT_VERSION = 1
 """Of the canonical form; a field that is added or changes its meaning raises it."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tiered_kv.config import StackConfig
+from tiered_kv.config.settings import ClassArguments
+from tiered_kv.config.stack_config import StackConfig
 from tiered_kv.hooks import TierType, tier_plugins
-from tiered_kv.settings import ClassArguments
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 

@@ -1,7 +1,4 @@
-"""The strict pydantic models that every setting of a stack is checked by.
-
-`TierSettings` is what a tier's author subclasses; it is imported from `tiered_kv.config`.
-"""
+"""The strict pydantic models that every setting of a stack is checked by; a tier's author subclasses `TierSettings`."""
 
 from __future__ import annotations
 
@@ -19,10 +16,9 @@ from pydantic import (
     model_validator,
 )
 
-from tiered_kv.errors import ConfigError
-from tiered_kv.redaction import HIDDEN, has_environment_text, redact, secrets_in, texts_in
-from tiered_kv.secret_keys import is_key_for_path, parse_key
-from tiered_kv.units import Bytes, Count, Seconds
+from tiered_kv.config.redaction import HIDDEN, has_environment_text, redact, secrets_in, texts_in
+from tiered_kv.config.secret_keys import is_key_for_path, problem_of_key
+from tiered_kv.config.units import Bytes, Count, Seconds
 
 
 class StrictModel(BaseModel):
@@ -130,10 +126,9 @@ class TierSettings(StrictModel):
     @field_validator("name_key")
     @classmethod
     def _name_key_is_one(cls, name_key: SecretStr | None) -> SecretStr | None:
-        if name_key is not None:
-            problem = _problem_of_key(name_key.get_secret_value())
-            if problem:
-                raise ValueError(problem)
+        problem = "" if name_key is None else problem_of_key(name_key.get_secret_value())
+        if problem:
+            raise ValueError(problem)
         return name_key
 
     @model_validator(mode="after")
@@ -162,11 +157,3 @@ class ClassArguments(TierSettings):
     def arguments(self) -> dict[str, object]:
         """The keys beyond those of every tier."""
         return dict(self.model_extra or {})
-
-
-def _problem_of_key(text: str) -> str:
-    try:
-        parse_key(text)
-    except ConfigError as error:
-        return error.message
-    return ""

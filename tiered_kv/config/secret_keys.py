@@ -14,9 +14,9 @@ import os
 import re
 import stat
 
+from tiered_kv.config.redaction import redact
+from tiered_kv.config.units import format_bytes
 from tiered_kv.errors import ConfigError
-from tiered_kv.redaction import redact
-from tiered_kv.units import format_bytes
 
 KEY_BYTES = 32
 KEY_FILE_BYTES_MAX = 1024
@@ -58,13 +58,16 @@ def is_key_for_path(path: str) -> bool:
 
     A path that says where it begins is one: base64 may look like any other.
     """
-    if path.startswith(("/", "./", "../", "~")):
-        return False
+    return not path.startswith(("/", "./", "../", "~")) and not problem_of_key(path)
+
+
+def problem_of_key(text: str) -> str:
+    """Return why `text` is no key, or an empty text; it shows nothing of it."""
     try:
-        parse_key(path)
-    except ConfigError:
-        return False
-    return True
+        parse_key(text)
+    except ConfigError as error:
+        return error.message
+    return ""
 
 
 def read_key_file(path: str | os.PathLike[str]) -> bytes:
@@ -84,11 +87,10 @@ def read_key_file(path: str | os.PathLike[str]) -> bytes:
     content, problem = _read(path)
     if problem:
         raise ConfigError(f"{shown} {problem}")
-    try:
-        return parse_key(content.decode("ascii", "replace"))
-    except ConfigError as error:
-        problem = error.message
-    raise ConfigError(f"{shown} holds no key: {problem}")
+    text = content.decode("ascii", "replace")
+    if problem := problem_of_key(text):
+        raise ConfigError(f"{shown} holds no key: {problem}")
+    return parse_key(text)
 
 
 def _read(path: str | os.PathLike[str]) -> tuple[bytes, str]:

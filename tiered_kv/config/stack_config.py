@@ -14,24 +14,14 @@ from typing import Literal
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
+from tiered_kv.config.namespace import Namespace, NamespaceIdentity
+from tiered_kv.config.reading import fill_variables, from_source
+from tiered_kv.config.redaction import HIDDEN, EnvironmentText, redact
+from tiered_kv.config.settings import StrictModel, TierSettings
+from tiered_kv.config.units import Bytes, Count, Seconds, Share, format_bytes
+from tiered_kv.config.validation import Location, check, combined, dotted
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import tier_plugins
-from tiered_kv.namespace import Namespace, NamespaceIdentity
-from tiered_kv.redaction import HIDDEN, EnvironmentText, redact
-from tiered_kv.settings import StrictModel, TierSettings
-from tiered_kv.stackfile import fill_variables, read_stack_file
-from tiered_kv.units import Bytes, Count, Seconds, Share, format_bytes
-from tiered_kv.validation import Location, check, combined, dotted
-
-__all__ = [
-    "BlockSettings",
-    "PrimarySettings",
-    "StackConfig",
-    "StrictModel",
-    "TierSettings",
-    "load_config",
-    "tier_settings",
-]
 
 BUILT_IN_POLICIES = ("lru", "arc")
 PRIMARY_BLOCKS_MIN = 2
@@ -176,14 +166,8 @@ def load_config(
     """
     if isinstance(source, StackConfig):
         return source
-    environ = os.environ if environ is None else environ
-    if isinstance(source, Mapping):
-        return _config_of(source, environ)
-    raw = read_stack_file(source)
-    try:
-        return _config_of(raw, environ)
-    except ConfigError as error:
-        raise ConfigError(error.message, location=error.location, file=os.fspath(source)) from None
+    variables = os.environ if environ is None else environ
+    return from_source(source, lambda raw: _config_of(raw, variables))
 
 
 def _config_of(raw: Mapping[str, object], environ: Mapping[str, str]) -> StackConfig:

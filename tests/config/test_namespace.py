@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tiered_kv.namespace import Namespace, Parallel
+from tiered_kv.config.namespace import Namespace, Parallel
 
 labels = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
 parallels = st.builds(
@@ -111,10 +111,6 @@ def test_ranks_share_blocks_only_where_their_bytes_are_the_same() -> None:
     assert on_rank(0, 2, False) != on_rank(1, 2, False)
     assert on_rank(0, 2, True) == on_rank(1, 4, True)
     assert on_rank(0, 1, False) != on_rank(0, 1, True)
-
-
-def test_a_seed_is_the_same_as_a_number_and_as_text() -> None:
-    assert Namespace.model_validate({"model": "m", "hash_seed": 42}).hash_seed == "42"
 
 
 @pytest.mark.parametrize(

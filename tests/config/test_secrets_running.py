@@ -9,10 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -143,57 +140,6 @@ def test_no_key_is_shown_by_a_real_s3_server(
             )
     finally:
         server.stop()
-    assert sheet.findings() == []
-
-
-ROLE = """
-<AssumeRoleResponse xmlns="https://sts.amazonaws.com/doc/2011-06-15/"><AssumeRoleResult><Credentials>
-<AccessKeyId>{}</AccessKeyId><SecretAccessKey>{}</SecretAccessKey><SessionToken>{}</SessionToken>
-<Expiration>2099-01-01T00:00:00Z</Expiration></Credentials></AssumeRoleResult></AssumeRoleResponse>
-"""
-
-
-@contextmanager
-def role_server(answer: str) -> Iterator[str]:
-    """Yield the URL of a server that gives everybody the same temporary credentials."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            self.send_response(200)
-            self.send_header("content-length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer.encode())
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("nothing_of_aws", "patient")
-def test_no_temporary_credentials_are_shown(parrot: Parrot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("boto3", reason="boto3 is not installed")
-    markers = {
-        name: new_marker() for name in ("key id", "secret", "session token", "source's key id", "source's secret")
-    }
-    *role, source_id, source_secret = markers.values()
-    (tmp_path / "aws-config").write_text(
-        f"[profile source]\naws_access_key_id = {source_id}\naws_secret_access_key = {source_secret}\n"
-        "[profile kv]\nrole_arn = arn:aws:iam::123456789012:role/kv\nsource_profile = source\nregion = us-east-1\n"
-    )
-    entry = {**entry_of("s3"), "profile": "kv", **ANSWERED, "endpoint_url": f"http://127.0.0.1:{parrot.port}"}
-    sheet = Sheet(markers)
-    with role_server(ROLE.format(*role)) as url:
-        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", url)
-        source = {**STACK, "secondary": [entry]}
-        assert show_running_stack(sheet, "a role", source, until=refused)
     assert sheet.findings() == []
 
 

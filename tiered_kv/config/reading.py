@@ -8,21 +8,37 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import yaml
 
+from tiered_kv.config.redaction import HIDDEN, EnvironmentText
+from tiered_kv.config.units import format_bytes
 from tiered_kv.errors import ConfigError
-from tiered_kv.redaction import HIDDEN, EnvironmentText
-from tiered_kv.units import format_bytes
 
 FILE_BYTES_MAX = 1 << 20
 _NUMBER_CHARACTERS_MAX = 64
 """YAML also writes numbers to the base of 60, "1:30:00"; a long one takes as long as the square of its length."""
 _NUMBER_BITS_MAX = 4 * _NUMBER_CHARACTERS_MAX
 
+Result = TypeVar("Result")
+
 _VARIABLE = re.compile(r"\$\$|\$\{(?:(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\})?")
+
+
+def from_source(
+    source: str | os.PathLike[str] | Mapping[str, object], use: Callable[[Mapping[str, object]], Result]
+) -> Result:
+    """Return what `use` makes of a mapping, or of what the YAML file at a path says; an error then names the file."""
+    if isinstance(source, Mapping):
+        return use(source)
+    raw = read_stack_file(source)
+    try:
+        return use(raw)
+    except ConfigError as error:
+        raise ConfigError(error.message, location=error.location, file=os.fspath(source)) from None
 
 
 def read_stack_file(path: str | os.PathLike[str]) -> dict[str, object]:

@@ -9,8 +9,8 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, SecretBytes, SecretStr, ValidationError
 from pydantic_core import ErrorDetails
 
+from tiered_kv.config.redaction import HIDDEN, is_secret_name, redact, scrub, secrets_in, texts_in
 from tiered_kv.errors import ConfigError
-from tiered_kv.redaction import HIDDEN, is_secret_name, redact, scrub, secrets_in, texts_in
 
 _SHOWN_CHARACTERS_MAX = 80
 _SURELY_MEANT = 0.75

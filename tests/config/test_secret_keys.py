@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tiered_kv.config.redaction import EnvironmentText
+from tiered_kv.config.secret_keys import KEY_FILE_BYTES_MAX, parse_key, read_key_file
 from tiered_kv.errors import ConfigError
-from tiered_kv.redaction import EnvironmentText
-from tiered_kv.secret_keys import KEY_FILE_BYTES_MAX, parse_key, read_key_file
 
 KEY = bytes(range(200, 232))
 FORMS = {
