@@ -30,10 +30,10 @@ from tiered_kv.tiering.administration import (
 )
 from tiered_kv_redis.endpoint import check_tls_files
 from tiered_kv_redis.keyspace import KEY_PREFIX
-from tiered_kv_redis.node import Node, NodeDownError
-from tiered_kv_redis.reasons import MOVED, NOT_OURS_TO_USE, PERMISSION, TIMEOUT, reason_of_error
+from tiered_kv_redis.node import Node
+from tiered_kv_redis.reasons import MOVED, NOT_OURS_TO_USE, PERMISSION, TIMEOUT, NodeError, reason_of_error
 from tiered_kv_redis.settings import RedisSettings
-from tiered_kv_redis.topology import topology_of
+from tiered_kv_redis.topology import Topology
 
 NAMES_AT_ONCE: Final = 500
 _PASSES_MAX: Final = 20
@@ -60,7 +60,7 @@ class RedisAdministration(TierAdministration):
         if settings.tls:
             check_tls_files(settings)
         self._tier = settings.name
-        self._topology = topology_of(settings)
+        self._topology = Topology(settings)
 
     def namespaces(self, deadline: float, only: str | None = None) -> list[StoredNamespace]:
         blocks: Counter[str] = Counter()
@@ -128,8 +128,8 @@ class RedisAdministration(TierAdministration):
         """Turn what redis-py raises into an error that says what to do."""
         try:
             yield
-        except (NodeDownError, RedisError, OSError) as error:
-            reason = error.reason if isinstance(error, NodeDownError) else reason_of_error(error)
+        except (NodeError, RedisError, OSError) as error:
+            reason = reason_of_error(error)
             hint = NOT_OURS_TO_USE.get(reason, f"cannot be used now: {reason}")
             hint = _NO_PERMISSION if reason == PERMISSION else hint
             raise TierUnavailableError(f"the server {hint}", tier=self._tier, operation=operation) from error
@@ -138,7 +138,7 @@ class RedisAdministration(TierAdministration):
 def _names(client: Redis, digest: str | None, deadline: float) -> Iterator[bytes]:
     for name in client.scan_iter(KEY_PREFIX + (f"{digest}:*".encode() if digest else b"*"), NAMES_AT_ONCE):
         if time.monotonic() >= deadline:
-            raise NodeDownError(TIMEOUT)
+            raise NodeError(TIMEOUT)
         yield name
 
 

@@ -1,6 +1,6 @@
-"""redis-py's connections, which connect, encrypt and authenticate, and keep hold of their socket for us.
+"""redis-py's connections, which connect, encrypt and authenticate, with the `Link` that blocks take.
 
-redis-py's own way of a command copies a block several times, so blocks go around it, over the `Link` of a
+redis-py's own way of a command copies a block several times, so blocks go around it, over the socket of its
 connection. A connection is used in one of the two ways at a time.
 """
 
@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import select
 import socket
+import time
 
 from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
 
+from tiered_kv.toolkit.resolver import addresses_of
 from tiered_kv_redis.replies import ReplyReader
 from tiered_kv_redis.stream import stream_of
+
+_CONNECT_MIN_S = 0.001
 
 
 class SendRoom:
@@ -55,7 +59,7 @@ class Link:
         self._poll.register(sock, select.POLLIN)
 
     def is_quiet(self) -> bool:
-        """Return whether nothing has arrived that nobody asked for; the end of the connection is such a thing."""
+        """Return whether nothing has arrived that nobody asked for, such as the end of the connection."""
         return not self.replies.buffered_bytes and not self.stream.pending_bytes() and not self._poll.poll(0)
 
     def heads(self, size: int) -> memoryview:
@@ -76,11 +80,32 @@ class _HoldsLink:
         return sock
 
 
-class TcpConnection(_HoldsLink, Connection):
+class _BoundedConnection(Connection):
+    """Connects within `connect_timeout`, the look-up of the name included, which redis-py would not bound."""
+
+    def _connect(self) -> socket.socket:
+        timeout_s = self.socket_connect_timeout
+        assert timeout_s is not None, "endpoint.py sets it"
+        deadline = time.monotonic() + timeout_s
+        failure = OSError(f"{self.host} has no address")
+        for *_, address in addresses_of(self.host, self.port, timeout_s):
+            try:
+                left_s = max(_CONNECT_MIN_S, deadline - time.monotonic())
+                sock = socket.create_connection(address[:2], left_s)
+            except OSError as error:
+                failure = error
+            else:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.settimeout(self.socket_timeout)
+                return sock
+        raise failure
+
+
+class TcpConnection(_HoldsLink, _BoundedConnection):
     """Over TCP."""
 
 
-class TlsConnection(_HoldsLink, SSLConnection):
+class TlsConnection(_HoldsLink, SSLConnection, _BoundedConnection):
     """Over TLS."""
 
 

@@ -16,14 +16,13 @@ from tiered_kv_redis.settings import Address, RedisSettings
 
 Options = dict[str, Any]  # Any: redis-py's keyword arguments
 
-LOOKUP_CONNECTIONS = 1
-"""Connections to each server besides those for transfers, so that a lookup never waits for one to end."""
+_CONNECTIONS_MAX = 1 << 16
 
 
 def pool_options(settings: RedisSettings, address: Address | None) -> Options:
     """Return the arguments of a `ConnectionPool` for the server at `address`, or on the Unix socket."""
-    options = {**common_options(settings), "max_connections": settings.connections + LOOKUP_CONNECTIONS}
-    options["db"] = settings.db
+    # Each thread has one connection at most, so nothing has to limit them.
+    options = {**common_options(settings), "max_connections": _CONNECTIONS_MAX, "db": settings.db}
     if address is None:
         return {**options, "path": settings.socket, "connection_class": UnixConnection}
     kind = TlsConnection if settings.tls else TcpConnection

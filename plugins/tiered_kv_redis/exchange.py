@@ -6,36 +6,74 @@ import select
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.toolkit.codecs import Codec
+from tiered_kv.toolkit.codec_set import PLAIN, CodecSet
 from tiered_kv.toolkit.record import encode_record
 from tiered_kv_redis.connection import Link, WireConnection
-from tiered_kv_redis.node import Node, NodeDownError
-from tiered_kv_redis.reasons import PROTOCOL, REFUSES_STORES, TIMEOUT, WireError, reason_of_error
+from tiered_kv_redis.node import Node
+from tiered_kv_redis.reasons import PROTOCOL, TIMEOUT, NodeError, reason_of_error
 from tiered_kv_redis.replies import Refusal, Reply
 from tiered_kv_redis.stream import Buffer
 
+Failures = dict[int, str]
+"""Why blocks failed, by their position in a batch."""
 _STORED = b"+OK\r\n"
 
 
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Blocks of one part of a job, or the names of a lookup.
+
+    Args:
+        keys: Their keys.
+        names: What they are called in the servers.
+        blocks: The blocks; none of a lookup.
+        deadline: Of everything that is done with them, in seconds of `time.monotonic()`.
+    """
+
+    keys: Sequence[OffloadKey]
+    names: Sequence[bytes]
+    blocks: Sequence[memoryview]
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """How blocks are stored and loaded.
+
+    Args:
+        namespace_digest, codecs: For the records. What the codecs do not write raw is read through a buffer.
+        ttl_ms: How long blocks shall live; None for ever.
+        send_bytes: Of records in one call to send, at most one block more.
+        pipeline_bytes: Of replies that may be under way; two blocks may exceed it. A server buffers what it has not
+            sent yet, which for many large blocks is slower than sending them one by one.
+    """
+
+    namespace_digest: bytes
+    codecs: CodecSet = PLAIN
+    ttl_ms: int | None = None
+    send_bytes: int = 1 << 20
+    pipeline_bytes: int = 1 << 20
+
+
 class Exchange(ABC):
-    """Commands for one server. `converse` runs it; what did not succeed is in `failures` afterwards.
+    """Commands for one server, one for each block; `converse` runs it.
 
     Args:
         node: The server.
-        count: How many commands.
+        positions: The blocks, by their position in a batch.
+        failures: Where it notes why blocks failed; it may be other exchanges' too.
     """
 
-    def __init__(self, node: Node, count: int) -> None:
+    def __init__(self, node: Node, positions: Sequence[int], failures: Failures) -> None:
         self.node = node
-        self.count = count
-        self.failures: dict[int, str] = {}
-        """Why commands failed, by their position."""
+        self.positions = positions
+        self.failures = failures
+        self.count = len(positions)
         self.trouble = ""
         """Why the whole exchange ended early; empty if it did not."""
-        self.is_starved = False
-        """Whether it ended because another server took all the time: this one is not to blame."""
         self.answered = 0
         """Commands, from the first on, whose reply has been read."""
 
@@ -51,15 +89,19 @@ class Exchange(ABC):
         """Count what has no reply as failed, if there was trouble."""
         self.trouble = self.trouble or trouble
         if self.trouble:
-            for position in range(self.answered, self.count):
+            for position in self.positions[self.answered :]:
                 self.failures.setdefault(position, self.trouble)
+
+    def reasons(self) -> list[str]:
+        """Return why blocks of this exchange failed, one word for each."""
+        return [self.failures[position] for position in self.positions if position in self.failures]
 
 
 def converse(exchanges: Sequence[Exchange], deadline: float) -> None:
     """Run exchanges with different servers side by side: everything is sent before anything is waited for.
 
     A server that has to be connected to first comes last, and alone: it may not answer, and so take all the time.
-    A connection goes back to its pool only if every reply on it has been read; otherwise it is closed.
+    A connection is used again only if every reply on it has been read; otherwise it is closed.
 
     Args:
         exchanges: One a server.
@@ -67,10 +109,9 @@ def converse(exchanges: Sequence[Exchange], deadline: float) -> None:
     """
     ready = [each for each in exchanges if each.node.has_connection or each.node.is_down]
     _run(ready, deadline)
-    if len(ready) < len(exchanges):
-        for exchange in exchanges:
-            if exchange not in ready:
-                _run([exchange], deadline)
+    for exchange in exchanges:
+        if exchange not in ready:
+            _run([exchange], deadline)
 
 
 def _run(exchanges: Sequence[Exchange], deadline: float) -> None:
@@ -82,7 +123,7 @@ def _run(exchanges: Sequence[Exchange], deadline: float) -> None:
                 continue
             try:
                 connection = exchange.node.take()
-            except NodeDownError as error:
+            except NodeError as error:
                 exchange.end(error.reason)
                 continue
             open_ones.append((exchange, connection))
@@ -93,7 +134,7 @@ def _run(exchanges: Sequence[Exchange], deadline: float) -> None:
             clean = exchange.answered == exchange.count and not connection.link.replies.buffered_bytes
             if exchange.trouble or not clean:
                 exchange.end(PROTOCOL)
-                exchange.node.drop(connection, "" if exchange.is_starved else exchange.trouble)
+                exchange.node.drop(connection, exchange.trouble)
             else:
                 exchange.node.give_back(connection)
 
@@ -103,28 +144,24 @@ def _finish_as_they_answer(begun: list[tuple[Exchange, Link]], deadline: float) 
     if len(begun) == 1 or time.monotonic() >= deadline:
         for exchange, link in begun:
             _guarded(exchange, link, exchange.finish, deadline)
-    else:
-        poll = select.poll()
-        waiting = {link.fd: (exchange, link) for exchange, link in begun}
-        for fd in waiting:
-            poll.register(fd, select.POLLIN)
-        while waiting and (ready := poll.poll(max(0.0, deadline - time.monotonic()) * 1000)):
-            for fd, _ in ready:
-                poll.unregister(fd)
-                exchange, link = waiting.pop(fd)
-                _guarded(exchange, link, exchange.finish, deadline)
-        for exchange, _ in waiting.values():
-            exchange.end(TIMEOUT)
+        return
+    poll = select.poll()
+    waiting = {link.fd: (exchange, link) for exchange, link in begun}
+    for fd in waiting:
+        poll.register(fd, select.POLLIN)
+    while waiting and (ready := poll.poll(max(0.0, deadline - time.monotonic()) * 1000)):
+        for fd, _ in ready:
+            poll.unregister(fd)
+            exchange, link = waiting.pop(fd)
+            _guarded(exchange, link, exchange.finish, deadline)
+    for exchange, _ in waiting.values():
+        exchange.end(TIMEOUT)
 
 
 def _guarded(exchange: Exchange, link: Link, step: Callable[[Link, float], None], deadline: float) -> None:
-    if time.monotonic() >= deadline:
-        exchange.is_starved = True
-        exchange.end(TIMEOUT)
-        return
     try:
         step(link, deadline)
-    except (OSError, WireError) as error:
+    except (OSError, NodeError) as error:
         exchange.end(reason_of_error(error))
 
 
@@ -132,24 +169,24 @@ class Calls(Exchange):
     """Small commands, whose replies are a word, a number, or nothing.
 
     Args:
-        node: The server.
-        commands: As `replies.command` makes them.
+        node, positions, failures: As of an `Exchange`.
+        commands: As `replies.command` makes them, one for each position.
     """
 
-    def __init__(self, node: Node, commands: Sequence[bytes]) -> None:
-        super().__init__(node, len(commands))
-        self.replies: list[Reply] = []
+    def __init__(self, node: Node, positions: Sequence[int], failures: Failures, commands: Sequence[bytes]) -> None:
+        super().__init__(node, positions, failures)
+        self.replies: dict[int, Reply] = {}
+        """By position; an error is in `failures`, too."""
         self._commands = commands
 
     def begin(self, link: Link, deadline: float) -> None:
         link.stream.send((b"".join(self._commands),), deadline)
 
     def finish(self, link: Link, deadline: float) -> None:
-        for position in range(self.count):
-            reply = link.replies.reply(deadline)
+        for position in self.positions:
+            reply = self.replies[position] = link.replies.reply(deadline)
             if isinstance(reply, Refusal):
                 self.failures[position] = reply.reason
-            self.replies.append(reply)
             self.answered += 1
 
 
@@ -157,61 +194,49 @@ class Stores(Exchange):
     """Blocks to be stored, sent from where they lie.
 
     Args:
-        node: The server.
-        keys: The blocks' keys.
-        wire_keys: What they are called there.
-        blocks: The blocks.
-        namespace_digest: For the records.
-        codec: For the records.
-        ttl_ms: How long they shall live; None for ever.
+        node, positions, failures: As of an `Exchange`.
+        batch, transfer: The blocks, and how to store them.
         overwrite: Whether to replace what lies there; if not, the server says where something does.
-        send_bytes: Of records in one call to send, at most one block more.
     """
 
     def __init__(
         self,
         node: Node,
-        keys: Sequence[OffloadKey],
-        wire_keys: Sequence[bytes],
-        blocks: Sequence[memoryview],
+        positions: Sequence[int],
+        failures: Failures,
+        batch: Batch,
+        transfer: Transfer,
         *,
-        namespace_digest: bytes,
-        codec: Codec,
-        ttl_ms: int | None,
         overwrite: bool,
-        send_bytes: int,
     ) -> None:
-        super().__init__(node, len(keys))
+        super().__init__(node, positions, failures)
         self.occupied: list[int] = []
         """Positions where something lies already, which was left there."""
-        self._keys = keys
-        self._wire_keys = wire_keys
-        self._blocks = blocks
-        self._namespace_digest = namespace_digest
-        self._codec = codec
-        self._send_bytes = send_bytes
+        self._batch = batch
+        self._transfer = transfer
         options = [] if overwrite else [b"NX"]
-        if ttl_ms is not None:
-            options += [b"PX", b"%d" % ttl_ms]
+        if transfer.ttl_ms is not None:
+            options += [b"PX", b"%d" % transfer.ttl_ms]
         self._opening = b"*%d\r\n$3\r\nSET\r\n" % (3 + len(options))
         self._ending = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(option), option) for option in options)
 
     def begin(self, link: Link, deadline: float) -> None:
+        keys, names, blocks = self._batch.keys, self._batch.names, self._batch.blocks
+        digest, codec = self._transfer.namespace_digest, self._transfer.codecs.writer
         parts: list[Buffer] = []
         size = 0
         ending = b""
         room = link.room
         room.clear()
-        for key, wire_key, block in zip(self._keys, self._wire_keys, self._blocks, strict=True):
-            header, payload = encode_record(key, block, self._namespace_digest, self._codec, room.take)
+        for at in self.positions:
+            name = names[at]
+            header, payload = encode_record(keys[at], blocks[at], digest, codec, room.take)
             length = len(header) + len(payload)
-            parts.append(
-                b"%b%b$%d\r\n%b\r\n$%d\r\n%b" % (ending, self._opening, len(wire_key), wire_key, length, header)
-            )
+            parts.append(b"%b%b$%d\r\n%b\r\n$%d\r\n%b" % (ending, self._opening, len(name), name, length, header))
             parts.append(payload)
             ending = self._ending
             size += length
-            if size >= self._send_bytes:
+            if size >= self._transfer.send_bytes:
                 parts.append(ending)
                 link.stream.send(parts, deadline)
                 parts, size, ending = [], 0, b""
@@ -229,11 +254,10 @@ class Stores(Exchange):
                 self.answered += 1
 
     def _note(self, reply: Reply) -> None:
+        position = self.positions[self.answered]
         if reply is None:
-            self.occupied.append(self.answered)
+            self.occupied.append(position)
         elif isinstance(reply, Refusal):
-            self.failures[self.answered] = reply.reason
-            if reply.reason in REFUSES_STORES:
-                self.node.refuse_stores(reply.reason)
+            self.failures[position] = reply.reason
         elif reply != b"OK":
-            raise WireError("protocol")
+            raise NodeError(PROTOCOL)

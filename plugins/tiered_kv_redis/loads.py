@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tiered_kv.base import OffloadKey
-from tiered_kv.toolkit.codec_set import PLAIN, CodecSet
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, record_bytes_max
 from tiered_kv.toolkit.status import UNREADABLE
 from tiered_kv_redis.connection import Link
-from tiered_kv_redis.exchange import Exchange
+from tiered_kv_redis.exchange import Batch, Exchange, Failures, Transfer
 from tiered_kv_redis.node import Node
-from tiered_kv_redis.reasons import ABSENT, TOO_LONG, WireError
+from tiered_kv_redis.reasons import ABSENT, PROTOCOL, TOO_LONG, NodeError
 from tiered_kv_redis.replies import Refusal
 
 _CRLF = b"\r\n"
@@ -30,46 +28,30 @@ class Loads(Exchange):
     as nil, what was received from its beginning on is put back and read from there, until nothing is left of it.
 
     Args:
-        node: The server.
-        keys: The blocks' keys.
-        wire_keys: What they are called there.
-        blocks: Where the blocks belong.
-        namespace_digest: For the records.
-        pipeline_bytes: Bytes of replies that may be under way; two blocks may exceed it. A server buffers what it
-            has not sent yet, which for many large blocks is slower than sending them one by one.
-        codecs: What may be read. Where it writes something else than raw records, every reply goes through the
-            reader's buffer.
+        node, positions, failures: As of an `Exchange`.
+        batch, transfer: The blocks, where they belong, and how to load them.
     """
 
     def __init__(
-        self,
-        node: Node,
-        keys: Sequence[OffloadKey],
-        wire_keys: Sequence[bytes],
-        blocks: Sequence[memoryview],
-        *,
-        namespace_digest: bytes,
-        pipeline_bytes: int,
-        codecs: CodecSet = PLAIN,
+        self, node: Node, positions: Sequence[int], failures: Failures, batch: Batch, transfer: Transfer
     ) -> None:
-        super().__init__(node, len(keys))
+        super().__init__(node, positions, failures)
         self.damaged: list[int] = []
         """Positions whose value nobody can read. While it lies there it is taken for the block, and no store replaces
         it; so it has to go."""
         self.unreadable: list[int] = []
         """Positions whose value is a sound record, in a codec or with a key that is not here. Others may read it."""
-        self._keys = keys
-        self._wire_keys = wire_keys
-        self._blocks = blocks
-        self._namespace_digest = namespace_digest
-        self._codecs = codecs
-        self._expect_raw = codecs.writes_raw
-        raw_record_bytes = HEADER_BYTES + len(blocks[0])
-        self._record_bytes_max = record_bytes_max(len(blocks[0]))
+        self._keys = [batch.keys[at] for at in positions]
+        self._names = [batch.names[at] for at in positions]
+        self._blocks = [batch.blocks[at] for at in positions]
+        self._transfer = transfer
+        self._expect_raw = transfer.codecs.writes_raw
+        raw_record_bytes = HEADER_BYTES + len(self._blocks[0])
+        self._record_bytes_max = record_bytes_max(len(self._blocks[0]))
         self._opening = b"$%d\r\n" % raw_record_bytes
         self._head_bytes = len(self._opening) + HEADER_BYTES
         reply_bytes = len(self._opening) + raw_record_bytes + len(_CRLF)
-        self._under_way_max = max(_UNDER_WAY_MIN, pipeline_bytes // reply_bytes)
+        self._under_way_max = max(_UNDER_WAY_MIN, transfer.pipeline_bytes // reply_bytes)
         # Twice as many slots as replies may be under way: they are asked for before the ones received are verified.
         self._slots = min(2 * self._under_way_max, self.count)
         self._sent = 0
@@ -98,7 +80,7 @@ class Loads(Exchange):
         end = min(self.count, self._received + self._under_way_max)
         if end <= self._sent:
             return
-        commands = [b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(key), key) for key in self._wire_keys[self._sent : end]]
+        commands = [b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(key), key) for key in self._names[self._sent : end]]
         link.stream.send((b"".join(commands),), deadline)
         if self._at >= len(self._pieces):
             self._pieces, self._at = [], 0
@@ -107,10 +89,10 @@ class Loads(Exchange):
 
     def _lay_out(self, start: int, end: int) -> None:
         stride = self._head_bytes + len(_CRLF)
-        for position in range(start, end):
-            slot = position % self._slots * stride
+        for number in range(start, end):
+            slot = number % self._slots * stride
             self._pieces.append(self._heads[slot : slot + self._head_bytes])
-            self._pieces.append(self._blocks[position])
+            self._pieces.append(self._blocks[number])
             self._pieces.append(self._heads[slot + self._head_bytes : slot + stride])
 
     # Replies as they are expected.
@@ -136,7 +118,7 @@ class Loads(Exchange):
             if kind == _PIECES - 1:
                 end = self._slot() + self._head_bytes
                 if self._heads[end : end + len(_CRLF)] != _CRLF:
-                    raise WireError("protocol")
+                    raise NodeError(PROTOCOL)
                 self._received += 1
         self._at = at
 
@@ -150,18 +132,18 @@ class Loads(Exchange):
 
     def _verify(self) -> None:
         """Verify the expected replies that are there."""
-        for position in range(self.answered, self._received):
-            start = position % self._slots * (self._head_bytes + len(_CRLF)) + len(self._opening)
-            block = self._blocks[position]
-            self._judge(position, self._heads[start : start + HEADER_BYTES], block)
+        for number in range(self.answered, self._received):
+            start = number % self._slots * (self._head_bytes + len(_CRLF)) + len(self._opening)
+            self._judge(number, self._heads[start : start + HEADER_BYTES], self._blocks[number])
 
-    def _judge(self, position: int, header: memoryview, payload: memoryview) -> None:
-        key, block = self._keys[position], self._blocks[position]
+    def _judge(self, number: int, header: memoryview, payload: memoryview) -> None:
+        key, block = self._keys[number], self._blocks[number]
         self.answered += 1
-        status = decode_record(header, payload, key, block, self._namespace_digest, self._codecs)
+        digest, codecs = self._transfer.namespace_digest, self._transfer.codecs
+        status = decode_record(header, payload, key, block, digest, codecs)
         if status is not RecordStatus.OK:
-            self.failures[position] = status.value
-            (self.unreadable if status in UNREADABLE else self.damaged).append(position)
+            self.failures[self.positions[number]] = status.value
+            (self.unreadable if status in UNREADABLE else self.damaged).append(self.positions[number])
 
     # Any replies.
 
@@ -172,22 +154,22 @@ class Loads(Exchange):
             if not link.replies.buffered_bytes:
                 break
             if self._received == self._sent:
-                raise WireError("protocol")
+                raise NodeError(PROTOCOL)
         self._pieces, self._at = [], 0
         self._lay_out(self._received, self._sent)
 
     def _read_one(self, link: Link, deadline: float) -> None:
-        position = self._received
+        position = self.positions[self._received]
         try:
             length = link.replies.bulk_length(self._record_bytes_max, deadline)
-        except WireError as error:
+        except NodeError as error:
             if error.reason == TOO_LONG:  # it would never load; what follows on this connection is lost with it
                 self.damaged.append(position)
             raise
         self._received += 1
         if isinstance(length, int):
             record = link.replies.bulk(length, deadline)
-            self._judge(position, record[:HEADER_BYTES], record[HEADER_BYTES:])
+            self._judge(self._received - 1, record[:HEADER_BYTES], record[HEADER_BYTES:])
         else:
             self.failures[position] = length.reason if isinstance(length, Refusal) else ABSENT
             self.answered += 1

@@ -5,62 +5,35 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 
 from redis import Redis
 from redis.connection import ConnectionPool
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
+from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv_redis.connection import WireConnection
-from tiered_kv_redis.reasons import BUSY, TOO_LONG, UNAVAILABLE, reason_of_error
+from tiered_kv_redis.reasons import TOO_LONG, UNAVAILABLE, UNUSABLE, NodeError, reason_of_error
 
 _PAUSE_MIN_S = 0.05
 _PAUSE_MAX_S = 2.0
-_CLOSE_WAIT_S = 0.5
-STORE_PAUSE_S = 1.0
-"""How long a server that is full or read-only is not offered blocks."""
-
-
-class NodeDownError(Exception):
-    """No connection to a server is to be had now.
-
-    Args:
-        reason: One word for the counters.
-    """
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-        super().__init__(reason)
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryLimit:
-    """What limits a server's memory.
-
-    Args:
-        memory_bytes: Its `maxmemory`; 0 for no limit.
-        policy: Its `maxmemory-policy`.
-    """
-
-    memory_bytes: int
-    policy: str
+_PROBE_NAME = "tkv1:probe"
+"""What a server that was down is asked for; no block has this name."""
 
 
 class Node:
     """A server and the connections to it. Any thread may call.
 
-    After a failure the server is down: `take` fails at once, so that its keys cost nobody time. A thread of its own
-    tries to connect, after 50 ms and then twice as long each time, up to two seconds, until that succeeds.
+    After a failure the server is down: `take` fails at once, so that its keys cost nobody time. A thread in the
+    background asks it something, after 50 ms and then twice as long each time, up to two seconds, until it answers.
 
     Args:
         label: Its address, for people.
         pool_settings: What redis-py's `ConnectionPool` is made with.
         on_connect: Called when a connection was made.
-        on_failure: Called when the server failed, and when it could not be connected to again.
+        on_failure: Called when the server failed, and when it failed again to answer the thread in the background.
     """
 
     def __init__(
@@ -78,42 +51,8 @@ class Node:
         self._pool = ConnectionPool(**pool_settings)
         # Connections that have been used; the pool's own check of each would cost as much as a small block.
         self._idle: deque[WireConnection] = deque()
-        self._lock = threading.Lock()  # guards the rest
-        self._failures = 0
-        self._down_reason = ""  # empty while the server is in use
-        self._prober: threading.Thread | None = None
-        self._store_at = 0.0
-        self._store_refusal = ""
-
-    def take(self) -> WireConnection:
-        """Return a connection that is open and has nothing to be read; pair it with `give_back` or `drop`.
-
-        Raises:
-            NodeDownError: There is none, or the server is down.
-        """
-        if self._closing.is_set():
-            raise NodeDownError(UNAVAILABLE)
-        reason = self._down_reason
-        if reason:
-            raise NodeDownError(reason)
-        try:
-            return self._open()
-        except (RedisError, OSError) as error:
-            reason = reason_of_error(error)
-        if reason != BUSY:  # all connections are in use, of which the server knows nothing
-            self.note_failure(reason)
-        raise NodeDownError(reason)
-
-    def client(self) -> Redis:
-        """Return redis-py's client of the server, with connections of its own; close it after use."""
-        return Redis.from_pool(ConnectionPool(**self._pool_settings))
-
-    def memory_limit(self) -> MemoryLimit | None:
-        """Ask the server for its limit; None where it does not answer, or the user has no right to ask."""
-        with contextlib.closing(self.client()) as client, contextlib.suppress(RedisError, OSError):
-            told = client.info("memory")
-            return MemoryLimit(int(told["maxmemory"]), str(told["maxmemory_policy"]))
-        return None
+        self._down_reason = ""  # empty while the server is in use; any thread sets it, the one that probes clears it
+        self._prober = BackgroundTask(self._probe, "tiered-kv-redis-probe")
 
     @property
     def has_connection(self) -> bool:
@@ -122,14 +61,30 @@ class Node:
 
     @property
     def is_down(self) -> bool:
-        """Whether the server failed, and could not be connected to since."""
+        """Whether the server failed, and has not answered since."""
         return bool(self._down_reason)
+
+    def take(self) -> WireConnection:
+        """Return a connection that is open and has nothing to be read; pair it with `give_back` or `drop`.
+
+        Raises:
+            NodeError: There is none, or the server is down.
+        """
+        if self._closing.is_set():
+            raise NodeError(UNAVAILABLE)
+        reason = self._down_reason
+        if reason:
+            self._prober.ask()  # it runs already, unless there was no thread to be had
+            raise NodeError(reason)
+        try:
+            return self._open()
+        except (RedisError, OSError) as error:
+            reason = reason_of_error(error)
+        self.note_failure(reason)
+        raise NodeError(reason)
 
     def give_back(self, connection: WireConnection) -> None:
         """Take back a connection on which every reply has been read."""
-        if self._failures:
-            with self._lock:
-                self._failures = 0
         self._idle.append(connection)
         if self._closing.is_set():
             self._close_idle()
@@ -141,35 +96,32 @@ class Node:
             connection: The connection.
             reason: What the server did wrong; empty if the server is not to blame.
         """
-        connection.disconnect()  # type: ignore[no-untyped-call]  # redis-py annotates some of its methods only
-        self._pool.release(connection)
+        self._close(connection)
         if reason and reason != TOO_LONG:  # which is a client's fault, not the server's
             self.note_failure(reason)
 
     def note_failure(self, reason: str) -> None:
-        """Use the server no more until it could be connected to."""
-        with self._lock:
-            self._failures += 1
-            if not self._down_reason and not self._closing.is_set():
-                prober = threading.Thread(target=self._probe, name="tiered-kv-redis-probe", daemon=True)
-                try:
-                    prober.start()
-                except RuntimeError:  # no more threads to be had: whoever needs the server next tries it
-                    return
-                self._prober, self._down_reason = prober, reason
+        """Use the server no more until it has answered the thread in the background."""
+        if not self._closing.is_set():
+            self._down_reason = reason
+            self._prober.ask()
         self._close_idle()  # what is idle later was given back after an answer, and so shows that the server is back
         self._on_failure()
 
-    def refuse_stores(self, reason: str) -> None:
-        """Offer the server no blocks for a while: it has just refused some."""
-        with self._lock:
-            self._store_at = time.monotonic() + STORE_PAUSE_S
-            self._store_refusal = reason
+    def client(self) -> Redis:
+        """Return redis-py's client of the server, with connections of its own; close it after use."""
+        return Redis.from_pool(ConnectionPool(**self._pool_settings))
 
-    @property
-    def store_refusal(self) -> str:
-        """Why the server is not offered blocks now; empty if it is."""
-        return self._store_refusal if time.monotonic() < self._store_at else ""
+    def memory_limit(self) -> tuple[int, str] | None:
+        """Ask the server for its `maxmemory`, in bytes and 0 for none, and its `maxmemory-policy`.
+
+        Returns:
+            None where the server does not answer, or the user has no right to ask.
+        """
+        with contextlib.closing(self.client()) as client, contextlib.suppress(RedisError, OSError):
+            told = client.info("memory")
+            return int(told["maxmemory"]), str(told["maxmemory_policy"])
+        return None
 
     def retire(self) -> None:
         """Close the connections to a server that has no blocks any more: those in use when they are given back."""
@@ -181,16 +133,10 @@ class Node:
         self._closing.set()
         self._pool.disconnect()
         self._idle.clear()
-        prober = self._prober
-        if prober is not None:
-            prober.join(_CLOSE_WAIT_S)  # if a server keeps it, it ends by itself, with what it opened
 
-    def _close_idle(self) -> None:
-        with contextlib.suppress(IndexError):
-            while True:
-                connection = self._idle.pop()
-                connection.disconnect()  # type: ignore[no-untyped-call]  # redis-py annotates some of its methods only
-                self._pool.release(connection)
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread in the background, after `close`; one that a server keeps ends by itself."""
+        self._prober.join(timeout_s)
 
     def _open(self) -> WireConnection:
         with contextlib.suppress(IndexError):
@@ -200,29 +146,40 @@ class Node:
             self._pool.release(connection)  # the pool finds out why, and connects again
         connection = cast(WireConnection, self._pool.get_connection())
         if self._closing.is_set():
-            connection.disconnect()  # type: ignore[no-untyped-call]  # redis-py annotates some of its methods only
+            self._close(connection)
             raise ConnectionError("the tier was closed")
         connection.link.stream.start()
         self._on_connect()
         return connection
 
+    def _close(self, connection: WireConnection) -> None:
+        connection.disconnect()  # type: ignore[no-untyped-call]  # redis-py annotates some of its methods only
+        self._pool.release(connection)
+
+    def _close_idle(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                self._close(self._idle.pop())
+
     def _probe(self) -> None:
-        """Connect to a server that is down until that succeeds; a thread of its own."""
-        while not self._closing.wait(self._pause_s()):
+        """Ask a server that is down until it answers; a thread of its own."""
+        pause_s = _PAUSE_MIN_S
+        while self._down_reason and not self._closing.wait(pause_s * random.uniform(0.5, 1.0)):
+            pause_s = min(2 * pause_s, _PAUSE_MAX_S)
             try:
-                connection = self._open()
+                reason = self._answer()
             except Exception as error:  # redis-py makes anything of a server that talks nonsense
                 reason = reason_of_error(error)
-                with self._lock:
-                    self._failures += 1
-                    if reason != BUSY:  # transfers that have not ended yet hold all connections
-                        self._down_reason = reason
+            self._down_reason = reason
+            if reason:
                 self._on_failure()
-            else:
-                self._idle.append(connection)
-                with self._lock:
-                    self._down_reason = ""
-                return
 
-    def _pause_s(self) -> float:
-        return min(_PAUSE_MAX_S, _PAUSE_MIN_S * 2.0 ** min(self._failures - 1, 16)) * random.uniform(0.5, 1.0)
+    def _answer(self) -> str:
+        """Ask the server something; return why it can be used for nothing, or an empty text."""
+        with contextlib.closing(self.client()) as client:
+            try:
+                client.strlen(_PROBE_NAME)
+            except ResponseError as error:  # an answer: a cluster's member says that it does not have this name
+                reason = reason_of_error(error)
+                return reason if reason in UNUSABLE else ""
+        return ""

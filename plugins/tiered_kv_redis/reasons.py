@@ -9,7 +9,6 @@ from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
     ClusterError,
-    MaxConnectionsError,
     MovedError,
     NoPermissionError,
     RedisError,
@@ -20,7 +19,6 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from tiered_kv.toolkit.certificates import note_refused
 
 ABSENT: Final = "absent"
-NO_SPACE: Final = "no_space"
 READ_ONLY: Final = "readonly"
 MOVED: Final = "moved"
 TIMEOUT: Final = "timeout"
@@ -35,28 +33,6 @@ PERMISSION: Final = "permission"
 TLS: Final = "tls"
 TOO_LONG: Final = "too_long"
 WRONG_TYPE: Final = "wrong_type"
-
-_BY_CODE: Final = {
-    b"OOM": NO_SPACE,
-    b"READONLY": READ_ONLY,
-    b"MISCONF": READ_ONLY,
-    b"NOREPLICAS": READ_ONLY,
-    b"LOADING": LOADING,
-    b"MOVED": MOVED,
-    b"ASK": "ask",
-    b"TRYAGAIN": "ask",
-    b"CROSSSLOT": "ask",
-    b"CLUSTERDOWN": CLUSTER_DOWN,
-    b"MASTERDOWN": CLUSTER_DOWN,
-    b"NOAUTH": AUTH,
-    b"WRONGPASS": AUTH,
-    b"NOPERM": PERMISSION,
-    b"WRONGTYPE": WRONG_TYPE,
-    b"BUSY": BUSY,
-}
-
-REFUSES_STORES: Final = frozenset((NO_SPACE, READ_ONLY))
-"""Refusals that the next store would meet too."""
 
 UNANSWERED: Final = "unanswered"
 """The blocks of a job were lost to a server that cannot be used, while others can: no failure of the tier."""
@@ -77,9 +53,43 @@ NOT_OURS_TO_USE: Final = {
 }
 """What no waiting helps against, and what to do."""
 
+_BY_CODE: Final = {
+    b"OOM": "no_space",
+    b"READONLY": READ_ONLY,
+    b"MISCONF": READ_ONLY,
+    b"NOREPLICAS": READ_ONLY,
+    b"LOADING": LOADING,
+    b"MOVED": MOVED,
+    b"ASK": "ask",
+    b"TRYAGAIN": "ask",
+    b"CROSSSLOT": "ask",
+    b"CLUSTERDOWN": CLUSTER_DOWN,
+    b"MASTERDOWN": CLUSTER_DOWN,
+    b"NOAUTH": AUTH,
+    b"WRONGPASS": AUTH,
+    b"NOPERM": PERMISSION,
+    b"WRONGTYPE": WRONG_TYPE,
+    b"BUSY": BUSY,
+}
+_NOT_SERVED: Final = "Hash slot not served"
+"""What a member says, after CLUSTERDOWN, of one slot that nobody has: the others are served."""
 
-class WireError(Exception):
-    """What arrived is not an answer to what was sent: the connection cannot be used any more.
+_BY_TYPE: Final[tuple[tuple[type[BaseException], str], ...]] = (
+    (AuthenticationError, AUTH),
+    (NoPermissionError, PERMISSION),
+    (ssl.SSLCertVerificationError, TLS),
+    (BusyLoadingError, LOADING),
+    (MovedError, MOVED),
+    (RedisTimeoutError, TIMEOUT),
+    (TimeoutError, TIMEOUT),
+    (ssl.SSLError, TLS),
+    (ClusterError, CLUSTER_DOWN),
+    (ResponseError, SERVER_ERROR),
+)
+
+
+class NodeError(Exception):
+    """A server cannot be used now, or what arrived on a connection is no answer to what was sent.
 
     Args:
         reason: One word for the counters.
@@ -92,12 +102,15 @@ class WireError(Exception):
 
 def reason_of_code(line: bytes) -> str:
     """Return the word for an error reply, such as b"OOM command not allowed ..."; its text is not kept."""
-    return _BY_CODE.get(line.split(b" ", 1)[0], SERVER_ERROR)
+    code, _, text = line.partition(b" ")
+    if text.startswith(_NOT_SERVED.encode()):
+        return MOVED
+    return _BY_CODE.get(code, SERVER_ERROR)
 
 
 def reason_of_error(error: BaseException) -> str:
     """Return the word for what a socket or redis-py raised, looking at what caused it first."""
-    if isinstance(error, WireError):
+    if isinstance(error, NodeError):
         return error.reason
     chain: list[BaseException] = []
     link: BaseException | None = error
@@ -107,22 +120,9 @@ def reason_of_error(error: BaseException) -> str:
     for each in chain:
         if isinstance(each, ssl.SSLCertVerificationError):
             note_refused(each)
+    if isinstance(error, ClusterError) and str(error).startswith(_NOT_SERVED):
+        return MOVED
     for kind, reason in _BY_TYPE:
         if any(isinstance(each, kind) for each in chain):
             return reason
     return UNAVAILABLE if isinstance(error, (OSError, RedisError)) else "error"
-
-
-_BY_TYPE: Final[tuple[tuple[type[BaseException], str], ...]] = (
-    (AuthenticationError, AUTH),
-    (NoPermissionError, PERMISSION),
-    (ssl.SSLCertVerificationError, TLS),
-    (BusyLoadingError, LOADING),
-    (MovedError, MOVED),
-    (MaxConnectionsError, BUSY),
-    (RedisTimeoutError, TIMEOUT),
-    (TimeoutError, TIMEOUT),
-    (ssl.SSLError, TLS),
-    (ClusterError, CLUSTER_DOWN),
-    (ResponseError, SERVER_ERROR),
-)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tiered_kv_redis.reasons import TOO_LONG, WireError, reason_of_code
+from tiered_kv_redis.reasons import PROTOCOL, TOO_LONG, NodeError, reason_of_code
 from tiered_kv_redis.stream import Stream
 
 LINE_BYTES_MAX = 4096
@@ -92,44 +92,23 @@ class ReplyReader:
         """Return the next reply, which is none to a command that fetches a block.
 
         Raises:
-            WireError: It is of a kind or size that no such command is answered with.
+            NodeError: It is of a kind or size that no such command is answered with.
         """
         line = self.line(deadline)
-        kind, rest = line[:1], line[1:]
-        if kind == b"+":
-            return rest
-        if kind == b"-":
-            return Refusal(reason_of_code(rest))
-        if kind == b":":
-            return _number(rest)
-        if kind == b"$":
-            length = _number(rest)
-            if length == -1:
-                return None
-            if not 0 <= length <= LINE_BYTES_MAX:
-                raise WireError(TOO_LONG)
-            return bytes(self.bulk(length, deadline))
-        raise WireError("protocol")
+        if line[:1] == b"+":
+            return line[1:]
+        if line[:1] == b":":
+            return _number(line[1:])
+        length = _length(line, LINE_BYTES_MAX)
+        return bytes(self.bulk(length, deadline)) if isinstance(length, int) else length
 
     def bulk_length(self, bytes_max: int, deadline: float) -> int | Refusal | None:
         """Return the length of the string that comes next, at most `bytes_max`, or the error or nil that comes instead.
 
         Raises:
-            WireError: It is anything else.
+            NodeError: It is anything else.
         """
-        line = self.line(deadline)
-        if line[:1] == b"-":
-            return Refusal(reason_of_code(line[1:]))
-        if line[:1] != b"$":
-            raise WireError("protocol")
-        length = _number(line[1:])
-        if length == -1:
-            return None
-        if length < 0:
-            raise WireError("protocol")
-        if length > bytes_max:
-            raise WireError(TOO_LONG)
-        return length
+        return _length(self.line(deadline), bytes_max)
 
     def bulk(self, length: int, deadline: float) -> memoryview:
         """Return the string whose length has been read; it is valid until the next call."""
@@ -140,7 +119,7 @@ class ReplyReader:
             self._end += self._stream.receive([memoryview(self._buffer)[self._end : self._end + missing]], deadline)
         start = self._start
         if self._buffer[start + length : start + length + 2] != b"\r\n":
-            raise WireError("protocol")
+            raise NodeError(PROTOCOL)
         self._start += length + 2
         return memoryview(self._buffer)[start : start + length].toreadonly()
 
@@ -149,13 +128,13 @@ class ReplyReader:
         searched = self._start
         while (end := self._buffer.find(b"\r\n", searched, self._end)) < 0:
             if self.buffered_bytes > LINE_BYTES_MAX:
-                raise WireError("protocol")
+                raise NodeError(PROTOCOL)
             before = self._start
             self._make_room(LINE_BYTES_MAX)
             searched = max(self._start, self._end - 1) if before == self._start else self._start
             self._end += self._stream.receive([memoryview(self._buffer)[self._end :]], deadline)
         if end - self._start > LINE_BYTES_MAX:
-            raise WireError("protocol")
+            raise NodeError(PROTOCOL)
         line = bytes(self._buffer[self._start : end])
         self._start = end + 2
         return line
@@ -173,7 +152,21 @@ class ReplyReader:
         self._start, self._end = 0, len(kept)
 
 
+def _length(line: bytes, bytes_max: int) -> int | Refusal | None:
+    """Return what a string's first line says: its length, or the error or nil that stands for it."""
+    if line[:1] == b"-":
+        return Refusal(reason_of_code(line[1:]))
+    length = _number(line[1:]) if line[:1] == b"$" else -2
+    if length == -1:
+        return None
+    if length < 0:
+        raise NodeError(PROTOCOL)
+    if length > bytes_max:
+        raise NodeError(TOO_LONG)
+    return length
+
+
 def _number(digits: bytes) -> int:
     if len(digits) > _LENGTH_DIGITS_MAX or not digits.removeprefix(b"-").isdigit():
-        raise WireError("protocol")
+        raise NodeError(PROTOCOL)
     return int(digits)

@@ -27,17 +27,14 @@ class Stream(Protocol):
     `OSError` when the connection is gone. Either leaves the stream in doubt.
     """
 
-    def start(self) -> None:
-        """Take the socket over from redis-py, which leaves its timeouts on it."""
+    def start(self) -> None: ...  # take the socket over from redis-py, which leaves its timeouts on it
 
-    def send(self, parts: Sequence[Buffer], deadline: float) -> None:
-        """Send all of `parts`, one after the other."""
+    def send(self, parts: Sequence[Buffer], deadline: float) -> None: ...  # all of them, one after the other
 
     def receive(self, views: Sequence[memoryview], deadline: float) -> int:
         """Fill the beginning of `views`, none of which is empty, with what is there; return how many bytes."""
 
-    def pending_bytes(self) -> int:
-        """Return how many bytes have left the socket and have not been received."""
+    def pending_bytes(self) -> int: ...  # that have left the socket and have not been received
 
 
 class PlainStream:
@@ -56,20 +53,18 @@ class PlainStream:
         self._armed_us.clear()
 
     def send(self, parts: Sequence[Buffer], deadline: float) -> None:
-        at = 0
-        while at < len(parts):
-            batch = parts[at : at + IOV_MAX]
-            sent = self._send_some(batch, deadline)
-            whole = 0
-            for part in batch:
-                if sent < len(part):
-                    break
-                sent -= len(part)
-                whole += 1
-            at += whole
-            if sent:  # a part was cut in two, which happens only when the socket is slow
-                self._send_rest(memoryview(parts[at])[sent:], deadline)
+        rest, at = list(parts), 0
+        while at < len(rest):
+            self._arm(socket.SO_SNDTIMEO, deadline)
+            try:
+                sent = self._sock.sendmsg(rest[at : at + IOV_MAX])
+            except BlockingIOError:
+                raise TimeoutError("nothing was sent in time") from None
+            while at < len(rest) and sent >= len(rest[at]):
+                sent -= len(rest[at])
                 at += 1
+            if sent:  # a part was cut in two, which happens only when the socket is slow
+                rest[at] = memoryview(rest[at])[sent:]
 
     def receive(self, views: Sequence[memoryview], deadline: float) -> int:
         self._arm(socket.SO_RCVTIMEO, deadline)
@@ -83,17 +78,6 @@ class PlainStream:
 
     def pending_bytes(self) -> int:
         return 0
-
-    def _send_some(self, parts: Sequence[Buffer], deadline: float) -> int:
-        self._arm(socket.SO_SNDTIMEO, deadline)
-        try:
-            return self._sock.sendmsg(parts)
-        except BlockingIOError:
-            raise TimeoutError("nothing was sent in time") from None
-
-    def _send_rest(self, rest: memoryview, deadline: float) -> None:
-        while rest:
-            rest = rest[self._send_some((rest,), deadline) :]
 
     def _arm(self, option: int, deadline: float) -> None:
         left_us = int((deadline - time.monotonic()) * 1e6)

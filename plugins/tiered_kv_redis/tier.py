@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.units import format_bytes
+from tiered_kv.counters import Counters
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.toolkit.blocking import BlockingTier
-from tiered_kv.toolkit.jobs import Outcome
+from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
 from tiered_kv_redis.blocks import Blocks
-from tiered_kv_redis.reasons import NOT_OURS_TO_USE
+from tiered_kv_redis.endpoint import check_tls_files
+from tiered_kv_redis.exchange import Batch, Failures
+from tiered_kv_redis.keyspace import KeySpace
+from tiered_kv_redis.reasons import ABSENT, MOVED, NOT_OURS_TO_USE, OF_ONE_SERVER, SERVER_ERROR, UNANSWERED, NodeError
 from tiered_kv_redis.settings import RedisSettings
+from tiered_kv_redis.topology import Topology
 
 _log = logging.getLogger(__name__)
 
@@ -24,6 +29,10 @@ _PART_BYTES_MIN = 8 << 20
 """Of a job, for one thread: between two parts its connection is idle for a round trip and for what Python does around
 it. Several connections fill each other's pauses; a single one needs long parts, of which all may be `_PARTS_BYTES`."""
 _SHUTDOWN_TIMEOUT_S = 2.0
+_LOOKUP_SHARE = 0.5
+"""Of `lookup_timeout`: within it each of several servers must answer. The rest is for lookups that come meanwhile."""
+_COUNTERS: Final = ("present_blocks_total", "unanswered_lookups_total")
+_COUNTERS_BY_REASON: Final = ("corrupt_blocks_total", "failed_blocks_total", "failed_lookups_total")
 
 
 class RedisTier(BlockingTier):
@@ -51,17 +60,18 @@ class RedisTier(BlockingTier):
         settings: RedisSettings,
     ) -> None:
         name = getattr(offloading_spec, "name", None) or tier_type
+        digest = getattr(offloading_spec, "namespace_digest", bytes(16))
         self._settings = settings
+        self._counters = Counters(_COUNTERS, _COUNTERS_BY_REASON)
+        self._failures_logged: set[str] = set()
         # First what can fail for good reasons: a tier that was not opened holds no view of the region.
-        self._blocks = Blocks(
-            name,
-            settings,
-            block_bytes_of(primary_kv_view),
-            getattr(offloading_spec, "namespace_digest", bytes(16)),
-            getattr(offloading_spec, "namespace", {}),
-        )
+        check_tls_files(settings)
+        self._topology = Topology(settings, lambda: self._keyspace.epoch.doubt())
         try:
-            refusal = self._blocks.contact()
+            block_bytes = block_bytes_of(primary_kv_view)
+            self._stored = Blocks(settings, self._topology, self._counters, block_bytes, digest)
+            self._keyspace = KeySpace(self._topology, digest, getattr(offloading_spec, "namespace", {}))
+            refusal = self._contact()
             if refusal in NOT_OURS_TO_USE:
                 raise TierUnavailableError(f"the server {NOT_OURS_TO_USE[refusal]}", tier=name, operation="open")
             if refusal:
@@ -77,26 +87,22 @@ class RedisTier(BlockingTier):
                 lookup_thread=True,
             )
         except BaseException:
-            self._blocks.close()
+            self._topology.close()
             raise
 
     # The scheduler's thread.
 
     @property
     def lookup_failures(self) -> int:
-        return super().lookup_failures + self._blocks.counters["unanswered_lookups_total"]
+        return super().lookup_failures + self._counters["unanswered_lookups_total"]
 
     def reset_cache(self) -> bool:
         self.begin_epoch()
-        self._blocks.reset()  # after `begin_epoch`: a store that sees this epoch sees that it is too old for it
+        self._keyspace.epoch.renew()  # after `begin_epoch`: a store that sees this epoch sees that it is too old for it
         return True
 
-    def stats(self) -> Mapping[str, Any]:
-        return {
-            **super().stats(),
-            **self._blocks.counters.snapshot(),
-            "epoch_repairs_total": self._blocks.epoch_repairs,
-        }
+    def stats(self) -> Mapping[str, int]:
+        return {**super().stats(), **self._counters.snapshot(), "epoch_repairs_total": self._keyspace.epoch.repairs}
 
     def describe(self) -> Mapping[str, object]:
         """Return where the blocks are and how they get there; asks the server.
@@ -104,7 +110,7 @@ class RedisTier(BlockingTier):
         Raises:
             TierUnavailableError: It does not answer, or refuses.
         """
-        refusal = self._blocks.contact()
+        refusal = self._contact()
         if refusal:
             hint = NOT_OURS_TO_USE.get(refusal, f"cannot be used now: {refusal}")
             raise TierUnavailableError(f"the server {hint}", tier=self.name, operation="describe")
@@ -112,7 +118,7 @@ class RedisTier(BlockingTier):
         return {
             "medium": "redis",
             "mode": settings.mode,
-            "servers": ", ".join(self._blocks.servers()),
+            "servers": ", ".join(sorted(node.label for node in self._topology.nodes())),
             "tls": settings.tls,
             "tls_verified": settings.tls and settings.tls_verify,
             "codec": settings.codec,
@@ -124,32 +130,107 @@ class RedisTier(BlockingTier):
 
     def _limits(self) -> Mapping[str, object]:
         """Return what limits the servers' memory, and a warning where nothing does."""
-        limits = self._blocks.limits()
+        limits = [limit for node in self._topology.nodes() if (limit := node.memory_limit()) is not None]
         if not limits:
             return {"maxmemory": "unknown: the user has no right to INFO"}
-        told: dict[str, object] = {
-            "maxmemory": ", ".join(sorted({format_bytes(each.memory_bytes) for each in limits})),
-            "maxmemory_policy": ", ".join(sorted({each.policy for each in limits})),
-        }
-        if any(not each.memory_bytes for each in limits):
+        memory, policies = {bytes_ for bytes_, _ in limits}, {policy for _, policy in limits}
+        told = {"maxmemory": ", ".join(sorted(map(format_bytes, memory)))}
+        told["maxmemory_policy"] = ", ".join(sorted(policies))
+        if 0 in memory:
             told["warning"] = "maxmemory is 0: the server takes memory until there is none; set it"
-        elif any(each.policy == "noeviction" for each in limits):
+        elif "noeviction" in policies:
             told["warning"] = "the policy is noeviction: a full server refuses stores; set allkeys-lru"
         return told
+
+    def _contact(self) -> str:
+        """Reach the server once; return the one word for why it cannot be used, or an empty string."""
+        try:
+            self._keyspace.contact(time.monotonic() + self._settings.timeout)
+        except NodeError as error:
+            # Only a member of a cluster says that something has moved.
+            is_misnamed = error.reason == MOVED and self._settings.mode != "cluster"
+            return SERVER_ERROR if is_misnamed else error.reason
+        return ""
 
     # Worker threads.
 
     def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        return self._blocks.store(keys, blocks, self._transfer_deadline(), lambda: self.part_epoch == self.epoch)
+        return self._transfer_blocks("store", keys, blocks, self._stored.store)
 
     def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        return self._blocks.load(keys, blocks, self._transfer_deadline())
+        return self._transfer_blocks("load", keys, blocks, self._stored.load)
 
     def contains_blocks(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        return self._blocks.contains(keys)
+        now_s = time.monotonic()
+        limit_s = min(self._settings.timeout, self._settings.lookup_timeout)
+        # Where one of several servers does not answer, the others' answers must still come in time.
+        deadline = now_s + limit_s * (_LOOKUP_SHARE if len(self._topology.nodes()) > 1 else 1.0)
+        try:
+            prefix = self._keyspace.prefix(now_s + limit_s * _LOOKUP_SHARE / 2)
+        except NodeError as error:
+            self._failed("lookup", len(keys), error.reason)
+            return [False] * len(keys)
+        answers, failures = self._stored.contains(Batch(keys, [prefix + key for key in keys], (), deadline))
+        self._keyspace.recheck(deadline)
+        reasons = list(failures.values())
+        for reason in set(reasons):
+            self._failed("lookup", reasons.count(reason), reason)
+        return answers
 
     def close(self) -> None:
-        self._blocks.close()
+        """Write what a reset left to be written, if that takes no time, and close every connection."""
+        try:
+            if not self._keyspace.epoch.is_saved:
+                self._keyspace.prefix(time.monotonic() + min(1.0, self._settings.timeout), is_saved=True)
+        except NodeError as error:
+            _log.warning("tier '%s': a reset has not reached the server (%s)", self.name, error.reason)
+        finally:
+            self._topology.close()
 
-    def _transfer_deadline(self) -> float:
-        return min(self.part_deadline, time.monotonic() + self._settings.timeout)
+    def _transfer_blocks(
+        self,
+        operation: Literal["store", "load"],
+        keys: Sequence[OffloadKey],
+        blocks: Sequence[memoryview],
+        transfer: Callable[[Batch], Failures],
+    ) -> Outcome:
+        deadline = min(self.part_deadline, time.monotonic() + self._settings.timeout)
+        try:
+            prefix = self._keyspace.prefix(deadline, is_saved=operation == "store")
+        except NodeError as error:
+            return self._failed(operation, len(keys), error.reason)
+        if self.part_epoch != self.epoch:  # asked after the prefix, which may be a later epoch's
+            return Outcome((), "reset")
+        failures = transfer(Batch(keys, [prefix + key for key in keys], blocks, deadline))
+        self._keyspace.recheck(deadline)
+        if not failures:
+            return ALL_DONE
+        reasons = list(failures.values())
+        # What says most about the server comes first: a block that is not there says nothing.
+        ordered = sorted(set(reasons), key=lambda each: (each == ABSENT, -reasons.count(each)))
+        told = [self._failed(operation, reasons.count(reason), reason).reason for reason in ordered]
+        return Outcome([key for at, key in enumerate(keys) if at not in failures], told[0])
+
+    def _failed(self, operation: str, count: int, reason: str) -> Outcome:
+        """Count blocks that failed for one reason, and log the first of its kind.
+
+        Returns:
+            What the tier's breaker makes of it: nothing, where the reason says something of one of several servers.
+        """
+        if operation == "lookup":
+            self._counters.add("failed_lookups_total", reason, count=count)
+        else:
+            self._counters.add("failed_blocks_total", operation, reason, count=count)
+        told = UNANSWERED if reason in OF_ONE_SERVER and self._has_other_servers() else reason
+        if operation == "lookup" and told != UNANSWERED:
+            self._counters.add("unanswered_lookups_total", count=count)
+        kind = f"{operation}s fail: {reason}"
+        if reason not in (ABSENT, MOVED) and kind not in self._failures_logged:
+            self._failures_logged.add(kind)
+            _log.warning("tier '%s': %s; further ones are only counted", self.name, kind)
+        return Outcome((), told)
+
+    def _has_other_servers(self) -> bool:
+        """Return whether some server of several is not down."""
+        nodes = self._topology.nodes()
+        return len(nodes) > 1 and not all(node.is_down for node in nodes)

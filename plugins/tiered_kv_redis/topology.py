@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import math
 import random
-import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
 from redis import Redis
 from redis.connection import ConnectionPool
 from redis.crc import key_slot
-from redis.sentinel import Sentinel
 
+from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv_redis.endpoint import pool_options, sentinel_options
-from tiered_kv_redis.node import Node, NodeDownError
-from tiered_kv_redis.reasons import CLUSTER_DOWN, TIMEOUT, UNAVAILABLE, reason_of_error
+from tiered_kv_redis.node import Node
+from tiered_kv_redis.reasons import CLUSTER_DOWN, TIMEOUT, UNAVAILABLE, NodeError, reason_of_error
 from tiered_kv_redis.settings import Address, RedisSettings
 
 REFRESH_PAUSE_S = 0.5
@@ -28,236 +26,148 @@ REFRESH_WAIT_S = 0.2
 _CLOSE_WAIT_S = 0.5
 
 
-class Topology(ABC):
-    """The servers, and how keys are spread over them. Any thread may call."""
+class Topology:
+    """The servers, and how keys are spread over them. Any thread may call.
 
-    def __init__(self) -> None:
-        self.on_change: Callable[[], None] = _ignore
-        """Called by any thread when a connection was made anew or somebody said where the servers are.
+    Where the servers are is asked at first use and after `refresh`: of sentinels, or of a cluster's members. One is
+    asked after the other, and each may take long. So a thread in the background asks, one at a time, and nobody waits
+    for it longer than a deadline allows.
 
-        A server may have been replaced then by one that knows less."""
+    Args:
+        settings: The tier's; nothing is connected yet.
+        on_change: Called by any thread when a connection was made anew or somebody said where the servers are. A
+            server may have been replaced then by one that knows less.
+    """
 
-    @abstractmethod
-    def split(self, wire_keys: Sequence[bytes], deadline: float) -> list[tuple[Node, list[int]]]:
-        """Return the servers that have `wire_keys`, each with the positions of its own.
+    def __init__(self, settings: RedisSettings, on_change: Callable[[], None] = lambda: None) -> None:
+        self._settings = settings
+        self._on_change = on_change
+        self._nodes: dict[Address | None, Node] = {}  # this and the next are replaced as a whole
+        self._owners: Mapping[int, Node] = {}  # by a cluster's slot; otherwise the one server has number 0
+        self._is_stale = settings.mode != "standalone"
+        self._reason = ""  # why the last question was not answered
+        self._asked_at = -math.inf
+        self._last_useful: Address | None = None
+        self._asker = BackgroundTask(self._ask, "tiered-kv-redis-topology")
+        if settings.mode == "standalone":
+            self._use({0: settings.addresses[0] if settings.socket is None else None})
 
-        A key that no server has now is left out.
+    def split(self, names: Sequence[bytes], deadline: float) -> list[tuple[Node, list[int]]]:
+        """Return the servers that have `names`, each with the positions of its own.
+
+        A name that no server has now is left out.
 
         Raises:
-            NodeDownError: Nobody says where the servers are, by the deadline.
+            NodeError: Nobody says where the servers are, by the deadline.
         """
-
-    def refresh(self) -> None:
-        """Note that servers may have changed places; the next `split` asks, if nobody has asked a moment ago."""
-        return
-
-    @abstractmethod
-    def nodes(self) -> list[Node]:
-        """Return the servers that are known."""
-
-    def close(self) -> None:
-        """Close every connection."""
-        for node in self.nodes():
-            node.close()
-
-    def _note_change(self) -> None:
-        self.on_change()
-
-
-class OneServer(Topology):
-    """A server that stays where it is.
-
-    Args:
-        settings: The tier's.
-    """
-
-    def __init__(self, settings: RedisSettings) -> None:
-        super().__init__()
-        address = settings.addresses[0] if settings.socket is None else None
-        label = str(settings.socket) if address is None else label_of(address)
-        self._node = Node(label, pool_options(settings, address), self._note_change)
-
-    def split(self, wire_keys: Sequence[bytes], deadline: float) -> list[tuple[Node, list[int]]]:
-        return [(self._node, list(range(len(wire_keys))))]
-
-    def nodes(self) -> list[Node]:
-        return [self._node]
-
-
-class MovingServers(Topology):
-    """Servers whose places somebody knows, who is asked at first use and after `refresh`.
-
-    redis-py asks one member after the other, and waits for each that does not answer. So a thread of its own does the
-    asking, one at a time, and nobody waits for it longer than a deadline allows.
-
-    Args:
-        settings: The tier's.
-    """
-
-    def __init__(self, settings: RedisSettings) -> None:
-        super().__init__()
-        self._settings = settings
-        self._nodes: dict[Address, Node] = {}  # replaced as a whole, by the thread that asks
-        self._reason = ""  # why the last question was not answered
-        self._is_stale = True
-        self._lock = threading.Lock()  # guards the two below
-        self._asking: threading.Thread | None = None
-        self._asked_at = -math.inf
-
-    def refresh(self) -> None:
-        self._is_stale = True
-
-    def nodes(self) -> list[Node]:
-        return list(self._nodes.values())
-
-    @abstractmethod
-    def _discover(self) -> None:
-        """Ask, and keep the answer; raises what redis-py raises."""
-
-    def close(self) -> None:
-        if self._asking is not None:
-            self._asking.join(_CLOSE_WAIT_S)  # it ends by itself; if a server keeps it, what it opened goes with it
-        super().close()
-
-    def _ensure_known(self, deadline: float, *, is_known: bool) -> None:
-        """Have somebody asked if need be; what was known before stays in use until there is an answer."""
-        if is_known and not self._is_stale:
-            return
-        with self._lock:
-            asking = self._asking
-            if asking is None or not asking.is_alive():
-                if not self._is_stale or time.monotonic() - self._asked_at < REFRESH_PAUSE_S:
-                    return
-                asking = threading.Thread(target=self._ask, name="tiered-kv-redis-topology", daemon=True)
-                asking.start()
-                self._asking = asking
-        wait_s = deadline - time.monotonic()
-        asking.join(max(0.0, min(wait_s, REFRESH_WAIT_S) if is_known else wait_s))
-
-    def _ask(self) -> None:
-        self._is_stale = False  # first, so that a refresh that comes meanwhile is not lost
-        self._reason = ""
-        try:
-            self._discover()
-        except Exception as error:  # a server that talks nonsense raises anything; here nothing can catch it
-            self._is_stale = True
-            self._reason = error.reason if isinstance(error, NodeDownError) else reason_of_error(error)
-        else:
-            self._note_change()
-        self._asked_at = time.monotonic()
-
-    def _use(self, addresses: Iterable[Address]) -> dict[Address, Node]:
-        """Return the servers at `addresses`, which are all that are used from now on."""
-        before = self._nodes
-        nodes = {
-            address: before.get(address)
-            or Node(label_of(address), pool_options(self._settings, address), self._note_change, self.refresh)
-            for address in addresses
-        }
-        self._nodes = nodes
-        for address in before.keys() - nodes.keys():
-            before[address].retire()
-        return nodes
-
-
-class SentinelMaster(MovingServers):
-    """The server that sentinels name as the master of a service.
-
-    Args:
-        settings: The tier's.
-    """
-
-    def __init__(self, settings: RedisSettings) -> None:
-        super().__init__(settings)
-        self._sentinel = Sentinel(  # type: ignore[no-untyped-call]  # redis-py annotates some of its methods only
-            list(settings.addresses), sentinel_kwargs=sentinel_options(settings)
-        )
-        # Asked in this order: the last one that knew stands first. Replaced by the thread that asks.
-        self._clients: list[Any] = list(self._sentinel.sentinels)  # Any: redis-py's clients
-        self._master: Node | None = None
-
-    def split(self, wire_keys: Sequence[bytes], deadline: float) -> list[tuple[Node, list[int]]]:
-        self._ensure_known(deadline, is_known=self._master is not None)
-        if self._master is None:
-            raise NodeDownError(self._reason or TIMEOUT)
-        return [(self._master, list(range(len(wire_keys))))]
-
-    def close(self) -> None:
-        super().close()
-        for client in self._sentinel.sentinels:
-            client.close()
-
-    def _discover(self) -> None:
-        address = self._named()
-        self._master = self._use([address])[address]
-
-    def _named(self) -> Address:
-        """Return what the first sentinel says that knows the master.
-
-        As `Sentinel.discover_master`, which tells nobody why a sentinel was of no use, nor asks others after one that
-        refuses.
-        """
-        service = self._settings.service
-        failure: Exception = NodeDownError(UNAVAILABLE)
-        for client in self._clients:
-            try:
-                state = client.sentinel_masters().get(service)
-                if state and self._sentinel.check_master_state(state, service):  # type: ignore[no-untyped-call]
-                    address = Address(str(state["ip"]), int(state["port"]))
-                    self._clients = [client, *(each for each in self._clients if each is not client)]
-                    return address
-            except Exception as error:  # redis-py makes anything of an answer that makes no sense
-                failure = error
-        raise failure
-
-
-class Cluster(MovingServers):
-    """A Redis Cluster, any member of which says which master has which slots.
-
-    Args:
-        settings: The tier's.
-    """
-
-    def __init__(self, settings: RedisSettings) -> None:
-        super().__init__(settings)
-        self._masters: dict[int, Node] = {}  # by slot; replaced as a whole
-
-    def split(self, wire_keys: Sequence[bytes], deadline: float) -> list[tuple[Node, list[int]]]:
-        self._ensure_known(deadline, is_known=bool(self._masters))
-        masters = self._masters
-        if not masters:
-            raise NodeDownError(self._reason or TIMEOUT)
+        self._ensure_known(deadline)
+        owners = self._owners
+        if not owners:
+            raise NodeError(self._reason or TIMEOUT)
+        if self._settings.mode != "cluster":
+            return [(owners[0], list(range(len(names))))]
         parts: dict[Node, list[int]] = {}
-        for position, wire_key in enumerate(wire_keys):
-            node = masters.get(key_slot(wire_key))
+        for position, name in enumerate(names):
+            node = owners.get(key_slot(name))
             if node is None:
                 self.refresh()
             else:
                 parts.setdefault(node, []).append(position)
         return list(parts.items())
 
-    def _discover(self) -> None:
-        # Those that are known may have moved, all of them; those that the settings name are found again.
-        known = list(self._nodes.items())
-        random.shuffle(known)
-        known.sort(key=lambda each: each[1].is_down)  # whoever is down is asked last: it may keep us waiting
-        failure: Exception = NodeDownError(CLUSTER_DOWN)
-        for address in dict.fromkeys((*(address for address, _ in known), *self._settings.addresses)):
+    def refresh(self) -> None:
+        """Note that servers may have changed places; the next `split` asks, if nobody has asked a moment ago."""
+        self._is_stale = self._settings.mode != "standalone"
+
+    def nodes(self) -> list[Node]:
+        """Return the servers that are known."""
+        return list(self._nodes.values())
+
+    def close(self) -> None:
+        """Close every connection, and wait for the threads in the background for half a second in all."""
+        nodes = self.nodes()
+        for node in nodes:
+            node.close()
+        deadline = time.monotonic() + _CLOSE_WAIT_S
+        for join in (self._asker.join, *(node.join for node in nodes)):
+            join(max(0.0, deadline - time.monotonic()))  # a thread that a server keeps ends by itself
+
+    def _ensure_known(self, deadline: float) -> None:
+        """Have somebody asked if need be; what was known before stays in use until there is an answer."""
+        if self._owners and not self._is_stale:
+            return
+        if self._is_due():
+            self._asker.ask()
+        wait_s = max(0.0, deadline - time.monotonic())
+        self._asker.join(min(wait_s, REFRESH_WAIT_S) if self._owners else wait_s)
+
+    def _is_due(self) -> bool:
+        return self._is_stale and time.monotonic() - self._asked_at >= REFRESH_PAUSE_S
+
+    def _ask(self) -> None:
+        if not self._is_due():
+            return
+        self._is_stale = False  # first, so that a refresh that comes meanwhile is not lost
+        self._reason = ""
+        try:
+            self._use(self._find_owners())
+        except Exception as error:  # a server that talks nonsense raises anything; here nothing can catch it
+            self._is_stale = True
+            self._reason = reason_of_error(error)
+        else:
+            self._on_change()
+        self._asked_at = time.monotonic()
+
+    def _find_owners(self) -> Mapping[int, Address]:
+        """Ask one sentinel or member after the other, until one knows where the servers are."""
+        ask = self._master_of if self._settings.mode == "sentinel" else self._masters_of
+        failure: Exception = NodeError(UNAVAILABLE if self._settings.mode == "sentinel" else CLUSTER_DOWN)
+        for member in self._members():
             try:
-                masters = self._masters_by(address)
+                owners = ask(member)
             except Exception as error:  # redis-py makes anything of an answer that makes no sense
                 failure = error
                 continue
-            if masters:
-                nodes = self._use(set(masters.values()))
-                self._masters = {slot: nodes[master] for slot, master in masters.items()}
-                return
+            if owners:
+                self._last_useful = member
+                return owners
         raise failure
 
-    def _masters_by(self, member: Address) -> dict[int, Address]:
-        """Return what a member says: where the master of each slot is that has one."""
+    def _members(self) -> Iterable[Address]:
+        named = self._settings.addresses
+        if self._settings.mode == "sentinel":
+            return sorted(named, key=lambda address: address != self._last_useful)
+        # Those that are known may have moved, all of them; those that the settings name are found again.
+        known = [(node.is_down, random.random(), address) for address, node in self._nodes.items() if address]
+        return dict.fromkeys((*(address for _, _, address in sorted(known)), *named))
+
+    def _master_of(self, sentinel: Address) -> Mapping[int, Address]:
+        """Return what a sentinel says: where the service's master is, unless it is down."""
+        options = sentinel_options(self._settings)
+        with closing(Redis(host=sentinel.host, port=sentinel.port, **options)) as client:
+            masters: Any = client.sentinel_masters()  # Any: its type says less than what comes
+        state = masters.get(self._settings.service)
+        if not state or not state["is_master"] or state["is_sdown"] or state["is_odown"]:
+            return {}
+        return {0: Address(str(state["ip"]), int(state["port"]))}
+
+    def _masters_of(self, member: Address) -> Mapping[int, Address]:
+        """Return what a cluster's member says: where the master of each slot is that has one."""
         with closing(Redis.from_pool(ConnectionPool(**pool_options(self._settings, member)))) as client:
-            return masters_of(client.execute_command("CLUSTER SLOTS"), member)  # type: ignore[no-untyped-call]  # redis-py annotates some of its methods only
+            return masters_of(client.execute_command("CLUSTER SLOTS"), member)  # type: ignore[no-untyped-call]
+
+    def _use(self, owners: Mapping[int, Address | None]) -> None:
+        """Use the servers at these addresses from now on, and no others."""
+        before = self._nodes
+        nodes = {address: before.get(address) or self._node_at(address) for address in set(owners.values())}
+        self._nodes = nodes
+        self._owners = {slot: nodes[address] for slot, address in owners.items()}
+        for address in before.keys() - nodes.keys():
+            before[address].retire()
+
+    def _node_at(self, address: Address | None) -> Node:
+        label = str(self._settings.socket) if address is None else label_of(address)
+        return Node(label, pool_options(self._settings, address), self._on_change, self.refresh)
 
 
 def masters_of(ranges: Sequence[Any], member: Address) -> dict[int, Address]:  # Any: as redis-py has it
@@ -275,17 +185,6 @@ def masters_of(ranges: Sequence[Any], member: Address) -> dict[int, Address]:  #
             name = member.host if host in (None, b"", b"?") else host.decode()
             masters.update(dict.fromkeys(range(first, last + 1), Address(name, port)))
     return masters
-
-
-def topology_of(settings: RedisSettings) -> Topology:
-    """Return the topology that the settings name; nothing is connected yet."""
-    if settings.mode == "sentinel":
-        return SentinelMaster(settings)
-    return Cluster(settings) if settings.mode == "cluster" else OneServer(settings)
-
-
-def _ignore() -> None:
-    return
 
 
 def label_of(address: Address) -> str:

@@ -15,8 +15,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tiered_kv.toolkit.resolver import addresses_of
 from tiered_kv_s3.endpoint import Endpoint, Proxy
-from tiered_kv_s3.resolver import addresses_of
 
 HEAD_BYTES_MAX = 64 << 10
 """Status line and headers of an answer."""

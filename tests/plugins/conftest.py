@@ -1,4 +1,4 @@
-"""A directory on a test bench: opened again and again, with known bytes under every key."""
+"""A directory on a test bench: opened again and again, with known bytes under every key; and redis tiers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import pytest
 
 from tests.support.patient_nvme import waiting_until_closed
 from tiered_kv.base import OffloadKey
-from tiered_kv.testing.rig import block_content
+from tiered_kv.testing.redis_servers import PATIENT
+from tiered_kv.testing.rig import TierRig, block_content
 from tiered_kv.testing.waiting import wait_until
+from tiered_kv.tiering.base import TierSpec
 from tiered_kv.toolkit.codec_set import plain_codecs
 from tiered_kv.toolkit.epoch import forget_retired
 from tiered_kv.toolkit.jobs import Outcome
@@ -123,6 +125,36 @@ def bench(tmp_path: Path) -> Iterator[StoreBench]:
     with waiting_until_closed():
         yield bench
         bench.close()
+
+
+OpenRedis = Callable[..., TierRig]
+
+
+@pytest.fixture
+def open_redis() -> Iterator[OpenRedis]:
+    """Return a callable that opens a redis tier by its settings, closed at the end of the test."""
+    rigs: list[TierRig] = []
+
+    def open_(block_bytes: int = 16 << 10, digest: bytes = bytes(range(16)), **settings: object) -> TierRig:
+        from tiered_kv_redis.settings import RedisSettings
+        from tiered_kv_redis.tier import RedisTier
+
+        checked = RedisSettings.model_validate({**PATIENT, **settings})
+        spec = TierSpec("redis", block_bytes, digest, {"model": "bench"})
+        rigs.append(
+            TierRig(
+                lambda spec, view: RedisTier(spec, view, "redis", checked),
+                num_blocks=(8 << 20) // block_bytes,
+                block_bytes=block_bytes,
+                wait_s=60.0,
+                spec=spec,
+            )
+        )
+        return rigs[-1]
+
+    yield open_
+    for rig in rigs:
+        rig.close()
 
 
 @pytest.fixture

@@ -11,36 +11,27 @@ from pathlib import Path
 
 import pytest
 
+from tests.plugins.conftest import OpenRedis
 from tiered_kv.counters import count_of
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.testing.redis_clusters import RedisClusterServers, redis_cluster
 from tiered_kv.testing.redis_sentinels import SERVICE, RedisSentinelServers, redis_sentinel
-from tiered_kv.testing.redis_servers import PATIENT, RedisServer, redis_server
-from tiered_kv.testing.rig import TierRig, make_keys
+from tiered_kv.testing.redis_servers import RedisServer, redis_server
+from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.waiting import wait_until
-from tiered_kv.tiering.base import TierSpec
 
 pytest.importorskip("redis", reason="redis-py is not installed")
 
 from redis.crc import key_slot
-
-from tiered_kv_redis.settings import RedisSettings
-from tiered_kv_redis.tier import RedisTier
 
 __all__ = ["redis_cluster", "redis_sentinel", "redis_server"]
 
 until = partial(wait_until, timeout_s=120.0, pause_s=0.1)
 
 
-def open_rig(namespace_digest: bytes = bytes(16), /, **settings: object) -> TierRig:
-    checked = RedisSettings.model_validate({**PATIENT, **settings})
-    return TierRig(
-        lambda spec, view: RedisTier(spec, view, "redis", checked),
-        num_blocks=1024,
-        block_bytes=4096,
-        wait_s=60.0,
-        spec=TierSpec("redis", 4096, namespace_digest),
-    )
+@pytest.fixture
+def open_rig(open_redis: OpenRedis) -> OpenRedis:
+    return lambda **settings: open_redis(4096, **settings)
 
 
 def is_replicated(servers: Sequence[RedisServer], masters: Sequence[RedisServer]) -> bool:
@@ -53,31 +44,30 @@ def size_of(server: RedisServer) -> int:
 
 
 @pytest.mark.slow
-def test_a_killed_master_costs_misses_only_and_hits_return(redis_cluster: RedisClusterServers) -> None:
+def test_a_killed_master_costs_misses_until_a_replica_leads(
+    redis_cluster: RedisClusterServers, open_rig: OpenRedis
+) -> None:
     redis_cluster.keep_masters()  # the members have to notice only after we have: then they serve nobody for a while
     rig = open_rig(mode="cluster", nodes=redis_cluster.addresses)
-    try:
-        keys = make_keys(300)
-        assert rig.store(keys).success
-        assert rig.load(keys) == set(keys)
-        masters = redis_cluster.masters()
-        sizes = [size_of(master) for master in masters]
-        assert all(size > 50 for size in sizes), "the blocks are not spread over the masters"
-        until(lambda: is_replicated(redis_cluster.servers, masters))  # what replicas have not got is lost with a master
-        masters[0].kill()
-        survivors = [server for server in redis_cluster.servers if server is not masters[0]]
-        partly = rig.load(keys)
-        assert len(partly) >= 300 - sizes[0] - 3
-        for survivor in survivors:
-            assert survivor.call("CONFIG", "SET", "cluster-node-timeout", "2000") == b"+OK\r\n"
-        until(lambda: rig.load(keys) == set(keys))
-        assert count_of(rig.tier.stats(), "corrupt_blocks_total") == 0
-        redis_cluster.wait_until_whole(survivors)
-        new = make_keys(300, "after the failover")
-        assert rig.store(new).success
-        assert rig.load(new) == set(new)
-    finally:
-        rig.close()
+    keys = make_keys(300)
+    assert rig.store(keys).success
+    assert rig.load(keys) == set(keys)
+    masters = redis_cluster.masters()
+    sizes = [size_of(master) for master in masters]
+    assert all(size > 50 for size in sizes), "the blocks are not spread over the masters"
+    until(lambda: is_replicated(redis_cluster.servers, masters))  # what replicas have not got is lost with a master
+    masters[0].kill()
+    survivors = [server for server in redis_cluster.servers if server is not masters[0]]
+    partly = rig.load(keys)
+    assert len(partly) >= 300 - sizes[0] - 3
+    for survivor in survivors:
+        assert survivor.call("CONFIG", "SET", "cluster-node-timeout", "2000") == b"+OK\r\n"
+    until(lambda: rig.load(keys) == set(keys))
+    assert count_of(rig.tier.stats(), "corrupt_blocks_total") == 0
+    redis_cluster.wait_until_whole(survivors)
+    new = make_keys(300, "after the failover")
+    assert rig.store(new).success
+    assert rig.load(new) == set(new)
 
 
 @pytest.fixture
@@ -95,34 +85,30 @@ def one_master(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 @pytest.mark.slow
-def test_a_slot_without_a_master_is_a_miss_and_the_others_are_used(one_master: RedisServer) -> None:
+def test_a_slot_without_a_master_is_a_miss_and_the_others_are_used(
+    one_master: RedisServer, open_rig: OpenRedis
+) -> None:
     digests = [bytes([number]) * 16 for number in range(64)]
     digest = next(each for each in digests if key_slot(f"tkv1:{each.hex()}:epoch".encode()) >= 8192)
-    rig = open_rig(digest, mode="cluster", nodes=[f"127.0.0.1:{one_master.port}"])
-    try:
-        keys = make_keys(64)
-        stored = set(rig.store(keys).successful_keys or ())
-        assert 8 < len(stored) < 56
-        assert rig.load(keys) == stored
-        assert {key for key, found in zip(keys, rig.lookup_all(keys), strict=True) if found} == stored
-        assert count_of(rig.tier.stats(), "failed_blocks_total", "load", "cluster_down") == 64 - len(stored)
-    finally:
-        rig.close()
+    rig = open_rig(digest=digest, mode="cluster", nodes=[f"127.0.0.1:{one_master.port}"])
+    keys = make_keys(64)
+    stored = set(rig.store(keys).successful_keys or ())
+    assert 8 < len(stored) < 56
+    assert rig.load(keys) == stored
+    assert {key for key, found in zip(keys, rig.lookup_all(keys), strict=True) if found} == stored
+    assert count_of(rig.tier.stats(), "failed_blocks_total", "load", "cluster_down") == 64 - len(stored)
 
 
 @pytest.mark.slow
-def test_the_commands_that_the_page_names_are_enough_in_a_cluster(one_master: RedisServer) -> None:
+def test_the_commands_that_the_page_names_are_enough_in_a_cluster(one_master: RedisServer, open_rig: OpenRedis) -> None:
     one_master.call("CLUSTER", "ADDSLOTSRANGE", "0", "8191")
     until(lambda: b"cluster_slots_ok:16384" in one_master.call("CLUSTER", "INFO"))
     rights = ["+get", "+set", "+strlen", "+unlink", "+cluster|slots"]
     one_master.call("ACL", "SETUSER", "tier", "on", ">secret", "~tkv1:*", *rights)
     url = f"redis://tier:secret@127.0.0.1:{one_master.port}"
     rig = open_rig(mode="cluster", url=url)
-    try:
-        assert rig.store(make_keys(8)).success
-        assert rig.load(make_keys(8)) == set(make_keys(8))
-    finally:
-        rig.close()
+    assert rig.store(make_keys(8)).success
+    assert rig.load(make_keys(8)) == set(make_keys(8))
     one_master.call("ACL", "SETUSER", "tier", "-cluster|slots")
     with pytest.raises(TierUnavailableError, match=r"\+cluster"):
         open_rig(mode="cluster", url=url)
@@ -130,7 +116,7 @@ def test_the_commands_that_the_page_names_are_enough_in_a_cluster(one_master: Re
 
 @pytest.mark.parametrize("entry", [{"mode": "cluster"}, {"mode": "sentinel", "service": "blocks"}])
 def test_a_tier_may_be_opened_before_its_cluster_or_sentinels(
-    entry: dict[str, object], caplog: pytest.LogCaptureFixture
+    entry: dict[str, object], caplog: pytest.LogCaptureFixture, open_rig: OpenRedis
 ) -> None:
     with contextlib.ExitStack() as held:
         members = [held.enter_context(socket.socket()) for _ in range(3)]
@@ -145,7 +131,7 @@ def test_a_tier_may_be_opened_before_its_cluster_or_sentinels(
 
 
 @pytest.mark.parametrize("mode", [{"mode": "cluster"}, {"mode": "sentinel", "service": "blocks"}])
-def test_members_that_do_not_answer_hold_nobody_beyond_a_deadline(mode: dict[str, object]) -> None:
+def test_members_that_do_not_answer_hold_nobody_beyond_a_deadline(mode: dict[str, object], open_rig: OpenRedis) -> None:
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]  # which take connections and say nothing
     nodes = [f"127.0.0.1:{each.getsockname()[1]}" for each in listeners]
     begin = time.monotonic()
@@ -163,40 +149,36 @@ def test_members_that_do_not_answer_hold_nobody_beyond_a_deadline(mode: dict[str
 
 
 @pytest.mark.slow
-def test_slots_that_move_are_followed(redis_cluster: RedisClusterServers) -> None:
+def test_slots_that_move_are_followed(redis_cluster: RedisClusterServers, open_rig: OpenRedis) -> None:
     redis_cluster.keep_masters()  # only the one that we say takes its master's place
     rig = open_rig(mode="cluster", nodes=redis_cluster.addresses[:1])
-    try:
-        keys = make_keys(200)
-        rig.store(keys)
-        replica = next(server for server in redis_cluster.servers if server not in redis_cluster.masters())
-        until(lambda: is_replicated(redis_cluster.servers, redis_cluster.masters()))
-        assert replica.call("CLUSTER", "FAILOVER", "TAKEOVER") == b"+OK\r\n"
-        until(lambda: replica in redis_cluster.masters())
-        until(lambda: rig.load(keys) == set(keys))
-        assert rig.store(make_keys(200, "more")).success
-    finally:
-        rig.close()
+    keys = make_keys(200)
+    rig.store(keys)
+    replica = next(server for server in redis_cluster.servers if server not in redis_cluster.masters())
+    until(lambda: is_replicated(redis_cluster.servers, redis_cluster.masters()))
+    assert replica.call("CLUSTER", "FAILOVER", "TAKEOVER") == b"+OK\r\n"
+    until(lambda: replica in redis_cluster.masters())
+    until(lambda: rig.load(keys) == set(keys))
+    assert rig.store(make_keys(200, "more")).success
 
 
 @pytest.mark.slow
-def test_a_sentinel_names_the_master_and_its_successor(redis_sentinel: RedisSentinelServers) -> None:
+def test_a_sentinel_names_the_master_and_its_successor(
+    redis_sentinel: RedisSentinelServers, open_rig: OpenRedis
+) -> None:
     master = redis_sentinel.master
     rig = open_rig(mode="sentinel", service=SERVICE, nodes=[redis_sentinel.address])
-    try:
-        keys = make_keys(20)
-        until(lambda: rig.store(keys).success)
-        assert str(master.port) in str(rig.tier.describe()["servers"])
-        until(lambda: is_replicated([master, redis_sentinel.replica], [master]))
-        master.kill()
-        assert rig.load(keys) == set()
-        until(lambda: rig.load(keys) == set(keys))
-    finally:
-        rig.close()
+    keys = make_keys(20)
+    until(lambda: rig.store(keys).success)
+    assert str(master.port) in str(rig.tier.describe()["servers"])
+    until(lambda: is_replicated([master, redis_sentinel.replica], [master]))
+    master.kill()
+    assert rig.load(keys) == set()
+    until(lambda: rig.load(keys) == set(keys))
 
 
 @pytest.mark.slow
-def test_a_cluster_whose_mode_is_not_said_is_an_error(redis_cluster: RedisClusterServers) -> None:
+def test_a_cluster_whose_mode_is_not_said_is_an_error(redis_cluster: RedisClusterServers, open_rig: OpenRedis) -> None:
     redis_cluster.keep_masters()
     refusals: list[str] = []
     for master in redis_cluster.masters():  # one has the slot of the epoch's mark

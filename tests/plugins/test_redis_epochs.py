@@ -5,23 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.plugins.conftest import OpenRedis
 from tiered_kv.errors import FormatError
 from tiered_kv.testing.redis_servers import PATIENT, RedisServer, fake_redis_url, redis_server
-from tiered_kv.testing.rig import TierRig, make_keys
+from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.toolkit.epoch import EpochMark
 
 pytest.importorskip("redis", reason="redis-py is not installed")
 
 import redis
-
-from tiered_kv_redis.settings import RedisSettings
-from tiered_kv_redis.tier import RedisTier
 
 __all__ = ["fake_redis_url", "redis_server"]
 
@@ -42,28 +39,6 @@ rig = TierRig(lambda spec, view: RedisTier(spec, view, "redis", settings), num_b
 print([sum(rig.load([OffloadKey(bytes.fromhex(key))]) != set() for key in keys.split()) for keys in sys.argv[3:]])
 rig.close()
 """
-OpenRig = Callable[[str], TierRig]
-
-
-@pytest.fixture
-def open_rig() -> Iterator[OpenRig]:
-    rigs: list[TierRig] = []
-
-    def open_(url: str) -> TierRig:
-        settings = RedisSettings.model_validate({"url": url, **PATIENT})
-        rigs.append(
-            TierRig(
-                lambda spec, view: RedisTier(spec, view, "redis", settings),
-                num_blocks=64,
-                block_bytes=BLOCK_BYTES,
-                wait_s=60.0,
-            )
-        )
-        return rigs[-1]
-
-    yield open_
-    for rig in rigs:
-        rig.close()
 
 
 def mark_of(server: RedisServer) -> EpochMark | None:
@@ -81,9 +56,9 @@ def found_by_another_process(server: RedisServer) -> list[int]:
 
 
 def test_an_old_snapshot_under_a_running_process_brings_no_old_block_back(
-    redis_server: RedisServer, open_rig: OpenRig
+    redis_server: RedisServer, open_redis: OpenRedis
 ) -> None:
-    rig = open_rig(redis_server.url)
+    rig = open_redis(BLOCK_BYTES, url=redis_server.url)
     assert rig.store(OLD).success
     assert redis_server.call("SAVE") == b"+OK\r\n"
     rig.tier.reset_cache()
@@ -98,43 +73,10 @@ def test_an_old_snapshot_under_a_running_process_brings_no_old_block_back(
     assert found_by_another_process(redis_server) == [0, len(NEW)]
 
 
-def test_a_failover_to_a_replica_that_lags_brings_no_old_block_back(
-    redis_server: RedisServer, open_rig: OpenRig, tmp_path: Path
-) -> None:
-    """The replica takes its master's port, as a virtual address does."""
-    (tmp_path / "replica").mkdir()
-    replica = RedisServer(tmp_path / "replica")
-    replica.start()
-    try:
-        replica.call("REPLICAOF", "127.0.0.1", str(redis_server.port))
-        rig = open_rig(redis_server.url)
-        assert rig.store(OLD).success
-        wait_until(lambda: replica.keys() and set(replica.keys()) == set(redis_server.keys()))
-        replica.call("REPLICAOF", "NO", "ONE")  # what comes now does not reach it
-        rig.tier.reset_cache()
-        assert rig.store(NEW).success
-        renewed = mark_of(redis_server)
-        assert replica.call("SAVE") == b"+OK\r\n"
-    finally:
-        replica.kill()
-    redis_server.kill()
-    successor = RedisServer(tmp_path / "replica", port=redis_server.port)
-    successor.start()
-    try:
-        assert mark_of(successor) != renewed, "the replica did not lag"
-        assert rig.store(NEW).success
-        assert mark_of(successor) == renewed
-        assert rig.load(OLD) == set()
-        assert found_by_another_process(successor) == [0, len(NEW)]
-    finally:
-        rig.close()
-        successor.kill()
-
-
 def test_after_flushall_the_running_process_goes_on_and_writes_its_mark_again(
-    redis_server: RedisServer, open_rig: OpenRig
+    redis_server: RedisServer, open_redis: OpenRedis
 ) -> None:
-    rig = open_rig(redis_server.url)
+    rig = open_redis(BLOCK_BYTES, url=redis_server.url)
     assert rig.store(OLD).success
     before = mark_of(redis_server)
     redis_server.call("FLUSHALL")
@@ -145,35 +87,35 @@ def test_after_flushall_the_running_process_goes_on_and_writes_its_mark_again(
 
 @pytest.mark.parametrize("stored", [None, b"", b"nonsense", b"x" * 3000])
 def test_a_mark_that_is_gone_or_damaged_is_drawn_anew(
-    stored: bytes | None, fake_redis_url: str, open_rig: OpenRig
+    stored: bytes | None, fake_redis_url: str, open_redis: OpenRedis
 ) -> None:
-    open_rig(fake_redis_url).store(OLD)
+    open_redis(BLOCK_BYTES, url=fake_redis_url).store(OLD)
     with redis.Redis.from_url(fake_redis_url) as client:
         before = client.get(MARK)
         client.delete(MARK)
         if stored is not None:
             client.set(MARK, stored)
-        rig = open_rig(fake_redis_url)
+        rig = open_redis(BLOCK_BYTES, url=fake_redis_url)
         assert rig.load(OLD) == set()
-        assert rig.store(NEW).success
+        wait_until(lambda: rig.store(NEW).success)
         mark = EpochMark.decode(client.get(MARK))
         assert mark is not None
         assert mark != EpochMark.decode(before)
 
 
-def test_a_reset_is_joined_by_who_opens_later(fake_redis_url: str, open_rig: OpenRig) -> None:
-    rig, running = open_rig(fake_redis_url), open_rig(fake_redis_url)
+def test_a_reset_is_joined_by_who_opens_later(fake_redis_url: str, open_redis: OpenRedis) -> None:
+    rig, running = open_redis(BLOCK_BYTES, url=fake_redis_url), open_redis(BLOCK_BYTES, url=fake_redis_url)
     assert rig.store(OLD).success
     rig.tier.reset_cache()
     assert rig.store(NEW).success
-    later = open_rig(fake_redis_url)
+    later = open_redis(BLOCK_BYTES, url=fake_redis_url)
     assert (later.load(OLD), later.load(NEW)) == (set(), set(NEW))
     assert (running.load(OLD), running.load(NEW)) == (set(OLD), set())
 
 
-def test_a_mark_of_another_version_is_an_error_that_says_what_to_do(fake_redis_url: str, open_rig: OpenRig) -> None:
+def test_a_mark_of_another_version_is_an_error_that_says_what_to_do(fake_redis_url: str, open_redis: OpenRedis) -> None:
     with redis.Redis.from_url(fake_redis_url) as client:
         client.set(MARK, b"tiered-kv epoch 2 of a later release\n")
         with pytest.raises(FormatError, match="use the release that wrote it"):
-            open_rig(fake_redis_url)
+            open_redis(BLOCK_BYTES, url=fake_redis_url)
         assert client.get(MARK) == b"tiered-kv epoch 2 of a later release\n"

@@ -2,120 +2,202 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import pytest
 
+from tests.plugins.conftest import OpenRedis
+from tests.support.loopback import LoopbackServer
+from tests.support.lying_redis import LyingRedis, Storage
 from tiered_kv.base import OffloadKey
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.redis_clusters import RedisClusterServers, redis_cluster
-from tiered_kv.testing.redis_servers import RedisServer, redis_server
-from tiered_kv.testing.rig import block_content, make_keys
+from tiered_kv.testing.rig import TierRig, block_content, make_keys
 from tiered_kv.testing.waiting import wait_until
 
 pytest.importorskip("redis", reason="redis-py is not installed")
 
-from redis.connection import ConnectionPool
 from redis.crc import key_slot
 
-from tiered_kv_redis.endpoint import pool_options
-from tiered_kv_redis.exchange import Calls, converse
-from tiered_kv_redis.node import Node
-from tiered_kv_redis.replies import command
-from tiered_kv_redis.settings import Address, RedisSettings
-
-__all__ = ["redis_cluster", "redis_server"]
+__all__ = ["redis_cluster"]
 
 BLOCK_BYTES = 4096
 PROMPTS, PROMPT_BLOCKS = 40, 6
-MakeNode = Callable[..., Node]
-until = partial(wait_until, pause_s=0.02)
+SLOTS = 16_384
+PROBE = [b"STRLEN", b"tkv1:probe"]
+
+
+class Member:
+    """A server that answers honestly, or everything about values with one error.
+
+    Args:
+        ranges: What it says of its cluster: the first and last slot of each master, and its address.
+    """
+
+    def __init__(self, ranges: Callable[[], list[tuple[int, int, str, int]]] = list) -> None:
+        self.error = b""
+        self.heard: list[list[bytes]] = []
+        self._storage = Storage()
+        self._ranges = ranges
+        self.server = LyingRedis(self._answer)
+
+    def heard_since(self, start: int, verb: bytes) -> list[list[bytes]]:
+        return [command for command in self.heard[start:] if command[0] == verb]
+
+    def _answer(self, command: list[bytes]) -> Iterable[bytes]:
+        self.heard.append(command)
+        if command[0] == b"CLUSTER":
+            ranges = self._ranges()
+            yield b"*%d\r\n" % len(ranges)
+            for first, last, host, port in ranges:
+                yield b"*3\r\n:%d\r\n:%d\r\n*2\r\n$%d\r\n%b\r\n:%d\r\n" % (
+                    first,
+                    last,
+                    len(host),
+                    host.encode(),
+                    port,
+                )
+        elif self.error and command[0] in (b"GET", b"SET", b"STRLEN"):
+            yield self.error
+        else:
+            yield self._storage.reply(command)
 
 
 @pytest.fixture
-def make_node() -> Iterator[MakeNode]:
-    nodes: list[Node] = []
+def two_masters() -> Iterator[list[Member]]:
+    """A cluster of two masters, each with half of the slots."""
+    members: list[Member] = []
 
-    def make(port: int, connect_timeout: str = "60s") -> Node:
-        address = Address("127.0.0.1", port)
-        settings = RedisSettings(host=address.host, port=port, connect_timeout=connect_timeout)
-        nodes.append(Node(str(address), pool_options(settings, address)))
-        return nodes[-1]
+    def ranges() -> list[tuple[int, int, str, int]]:
+        half = SLOTS // 2
+        ports = [member.server.port for member in members]
+        return [(0, half - 1, "127.0.0.1", ports[0]), (half, SLOTS - 1, "127.0.0.1", ports[1])]
 
-    yield make
-    for node in nodes:
-        node.close()
-
-
-def ask(*nodes: Node, timeout_s: float = 60.0) -> list[str]:
-    """Ask each server one question, side by side; return why those that did not answer did not."""
-    calls = [Calls(node, [command(b"STRLEN", b"any")]) for node in nodes]
-    converse(calls, time.monotonic() + timeout_s)
-    return [each.failures.get(0, "") for each in calls]
+    members += [Member(ranges), Member(ranges)]
+    yield members
+    for member in members:
+        member.server.close()
 
 
-def test_a_server_that_is_down_is_not_asked_until_it_can_be_connected_to(
-    redis_server: RedisServer, make_node: MakeNode
+def reason_of_load(rig: TierRig, keys: list[OffloadKey]) -> str:
+    return rig.wait([rig.submit_load(keys)])[0].reason
+
+
+@pytest.mark.parametrize("error", [b"-LOADING wait\r\n", b"-CLUSTERDOWN The cluster is down\r\n"])
+def test_a_server_that_can_be_used_for_nothing_is_not_asked_until_it_answers(
+    error: bytes, open_redis: OpenRedis
 ) -> None:
-    node = make_node(redis_server.port)
-    assert ask(node) == [""]
-    redis_server.kill()
-    assert ask(node) == ["unavailable"]
-    assert node.is_down
-    redis_server.start()
-    until(lambda: not node.is_down)
-    assert ask(node) == [""]
-
-
-def test_a_server_that_takes_connections_and_says_nothing_holds_only_who_asks_first(
-    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as mute:
-        node = make_node(mute.getsockname()[1], connect_timeout="200ms")
-        assert ask(node) == ["timeout"]
-        connecting: set[str] = set()
-        connect = ConnectionPool.get_connection
-
-        def noted(pool: ConnectionPool) -> object:
-            connecting.add(threading.current_thread().name)
-            return connect(pool)
-
-        monkeypatch.setattr(ConnectionPool, "get_connection", noted)
-        until(lambda: ask(node) == ["timeout"] and connecting)
-        assert connecting == {"tiered-kv-redis-probe"}
-
-
-def test_a_closed_node_connects_to_nobody(redis_server: RedisServer, make_node: MakeNode) -> None:
-    node = make_node(redis_server.port)
-    assert ask(node) == [""]
-    taken = node.take()
-    node.close()
-    node.give_back(taken)
-    assert ask(node) == ["unavailable"]
-    until(lambda: redis_server.call("CLIENT", "LIST").count(b"addr=") == 2)  # laddr of the one that asks
-
-
-def test_a_server_that_does_not_answer_takes_no_time_from_those_that_do(
-    redis_server: RedisServer, make_node: MakeNode, tmp_path: Path
-) -> None:
-    (tmp_path / "frozen").mkdir()
-    frozen = RedisServer(tmp_path / "frozen")
-    frozen.start()
+    member = Member()
     try:
-        living, dead = make_node(redis_server.port), make_node(frozen.port, connect_timeout="200ms")
-        assert ask(dead, living) == ["", ""]
-        frozen.freeze()
-        assert ask(dead, living, timeout_s=1.0) == ["timeout", ""]
-        assert (dead.is_down, living.is_down) == (True, False)
-        assert ask(dead, living) == ["timeout", ""]
+        rig = open_redis(url=f"redis://{member.server.address}")
+        keys = make_keys(4)
+        assert rig.store(keys).success
+        member.error = error
+        assert rig.load(keys) == set()
+        start = len(member.heard)
+        wait_until(lambda: len([each for each in member.heard[start:] if each == PROBE]) >= 3)
+        assert rig.load(keys) == set()
+        assert not member.heard_since(start, b"GET"), "a server that cannot be used was asked for blocks"
+        member.error = b""
+        wait_until(lambda: rig.load(keys) == set(keys))
     finally:
-        frozen.kill()
+        member.server.close()
+
+
+def test_a_cluster_that_is_down_is_a_failure_of_the_tier_and_stays_one(
+    two_masters: list[Member], open_redis: OpenRedis
+) -> None:
+    rig = open_redis(mode="cluster", nodes=[member.server.address for member in two_masters])
+    keys = make_keys(8)
+    assert rig.store(keys).success
+    for member in two_masters:
+        member.error = b"-CLUSTERDOWN The cluster is down\r\n"
+    assert reason_of_load(rig, keys) == "cluster_down", "the breaker is not told"
+    starts = [len(member.heard) for member in two_masters]
+    wait_until(lambda: all(PROBE in each.heard[start:] for each, start in zip(two_masters, starts, strict=True)))
+    assert reason_of_load(rig, keys) == "cluster_down"
+    assert rig.tier.lookup_failures == 0
+    assert not rig.lookup(keys[0])
+    assert rig.tier.lookup_failures == 1, "the breaker is not told"
+    for member in two_masters:
+        member.error = b""
+    wait_until(lambda: rig.load(keys) == set(keys))
+
+
+def test_a_slot_that_nobody_serves_is_no_failure_of_the_server_that_says_so(
+    two_masters: list[Member], open_redis: OpenRedis
+) -> None:
+    rig = open_redis(mode="cluster", nodes=[two_masters[0].server.address])
+    keys = make_keys(8)
+    assert rig.store(keys).success
+    two_masters[0].error = b"-CLUSTERDOWN Hash slot not served\r\n"
+    assert 0 < len(rig.load(keys)) < len(keys)
+    two_masters[0].error = b""
+    assert rig.load(keys) == set(keys), "a server that answered was taken for one that is down"
+
+
+class TurningMute(LoopbackServer):
+    """Hangs up at once, until it is told to take connections and say nothing."""
+
+    def __init__(self) -> None:
+        self.is_mute = False
+        self.holds = threading.Event()
+        super().__init__()
+
+    def serve(self, sock: socket.socket) -> None:
+        if self.is_mute:
+            self.holds.set()
+            while sock.recv(1 << 16):
+                pass
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def test_closing_waits_for_all_threads_that_dead_servers_keep_together(open_redis: OpenRedis) -> None:
+    mutes = [TurningMute() for _ in range(24)]
+    digests = (bytes([number]) * 16 for number in range(64))
+    digest = next(each for each in digests if key_slot(f"tkv1:{each.hex()}:epoch".encode()) >= 12_000)
+    ranges = [(500 * at, 500 * at + 499, "127.0.0.1", mute.port) for at, mute in enumerate(mutes)]
+    member = Member(lambda: [(0, SLOTS - 1, "127.0.0.1", member.server.port), *ranges])
+    try:
+        rig = open_redis(digest=digest, mode="cluster", nodes=[member.server.address])
+        rig.store(make_keys(400))
+        for mute in mutes:
+            mute.is_mute = True
+        for mute in mutes:
+            assert mute.holds.wait(60.0)
+        begin = time.monotonic()
+        rig.tier.shutdown()
+        wait_until(lambda: not any(re.fullmatch(r"tiered-kv-redis-\d+", each.name) for each in threading.enumerate()))
+        assert time.monotonic() - begin < 8.0, "they were waited for one after the other"
+    finally:
+        for mute in mutes:
+            mute.close()
+        member.server.close()
+
+
+def test_the_look_up_of_a_name_is_bounded(open_redis: OpenRedis, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_answer = threading.Event()
+    look_up = socket.getaddrinfo
+
+    def hang(host: str, *more: object, **named: int) -> object:
+        if host == "redis.invalid" and not named.get("flags"):
+            assert may_answer.wait(60.0)
+        return look_up(host, *more, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    begin = time.monotonic()
+    try:
+        rig = open_redis(host="redis.invalid", connect_timeout="100ms")
+        assert reason_of_load(rig, make_keys(1)) == "timeout"
+        assert time.monotonic() - begin < 30.0
+    finally:
+        may_answer.set()
+    wait_until(lambda: not any("lookup" in thread.name for thread in threading.enumerate()))
 
 
 # A whole cluster.

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import datetime
-import ipaddress
 import logging
 import sys
 from pathlib import Path
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
     Encoding,
-    NoEncryption,
     PrivateFormat,
     load_pem_private_key,
 )
-from cryptography.x509.oid import NameOID
 
 from tiered_kv.config.validation import validate
 from tiered_kv.errors import ConfigError, MissingExtraError, TieredKVError, TierUnavailableError
@@ -171,25 +164,6 @@ def test_the_commands_that_the_page_names_are_enough(redis_server: RedisServer) 
         rig.close()
 
 
-def test_an_open_tier_shows_no_password(tls_redis_server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG)
-    tls = tls_redis_server.tls
-    assert tls is not None
-    files = {"tls_ca": str(tls.ca), "tls_cert": str(tls.cert), "tls_key": str(tls.key)}
-    rig = rig_of(read(url=tls_redis_server.url.replace("://", f"://:{PASSWORD}@"), **files))
-    try:
-        rig.store(make_keys(4))
-        tls_redis_server.kill()
-        rig.load(make_keys(4))
-        blocks = rig.tier._blocks  # type: ignore[attr-defined]
-        pools = [node._pool for node in blocks._topology.nodes()]
-        shown = f"{vars(rig.tier)} {vars(blocks)} {pools} {rig.tier.stats()} {caplog.text}"
-        assert PASSWORD not in shown
-        assert PASSWORD not in Path("/proc/self/cmdline").read_text()
-    finally:
-        rig.close()
-
-
 def test_a_server_whose_certificate_nobody_vouches_for_is_an_error(
     tls_redis_server: RedisServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,45 +173,6 @@ def test_a_server_whose_certificate_nobody_vouches_for_is_an_error(
     refused = [record.getMessage() for record in caplog.records if "certificate was refused" in record.getMessage()]
     assert len(refused) == 1, "once, with what is wrong"
     assert "Name a file with the authority that signed it" in refused[0]
-
-
-@pytest.mark.skipif(sys.version_info < (3, 13), reason="older versions of Python accept such a certificate")
-def test_a_certificate_without_its_authority_s_identifier_is_refused_at_once_and_the_log_says_why(
-    tls_redis_server: RedisServer,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(certificates, "_logged", {})
-    authority, cert, key = _certificate_without_identifiers(tmp_path)
-    reply = tls_redis_server.call("CONFIG", "SET", "tls-cert-file", str(cert), "tls-key-file", str(key))
-    assert reply == b"+OK\r\n"
-    with pytest.raises(TierUnavailableError, match="does not pass the check of its certificate"):
-        rig_of(read(url=tls_redis_server.url, password=PASSWORD, tls_ca=str(authority)))
-    assert "Authority Key Identifier" in caplog.text
-    assert "make the server's, or its authority's, anew" in caplog.text
-
-
-def _certificate_without_identifiers(directory: Path) -> tuple[Path, Path, Path]:
-    """Return the files of an authority, of a certificate that it signed as many guides do it, and of its key."""
-    authority_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
-    issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "tests")])
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "127.0.0.1")])
-    files = directory / "plain-ca.pem", directory / "plain.pem", directory / "plain.key"
-    own = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    is_ca = x509.BasicConstraints(ca=True, path_length=None)
-    signing = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
-    own_identifier = x509.SubjectKeyIdentifier.from_public_key(authority_key.public_key())
-    now = datetime.datetime.now(datetime.UTC)
-    builder = x509.CertificateBuilder().issuer_name(issuer).not_valid_before(now - datetime.timedelta(days=1))
-    builder = builder.not_valid_after(now + datetime.timedelta(days=1))
-    of_ca = builder.subject_name(issuer).public_key(authority_key.public_key()).serial_number(1)
-    of_ca = of_ca.add_extension(is_ca, True).add_extension(signing, True).add_extension(own_identifier, False)
-    of_server = builder.subject_name(subject).public_key(key.public_key()).serial_number(2).add_extension(own, False)
-    files[0].write_bytes(of_ca.sign(authority_key, SHA256()).public_bytes(Encoding.PEM))
-    files[1].write_bytes(of_server.sign(authority_key, SHA256()).public_bytes(Encoding.PEM))
-    files[2].write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    return files
 
 
 def test_a_certificate_or_key_that_cannot_be_used_is_said_when_it_is_opened(

@@ -21,11 +21,11 @@ from tiered_kv.testing.rig import TierRig, block_content, make_keys
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.toolkit.epoch import EpochMark
 from tiered_kv.toolkit.record import encode_record
+from tiered_kv.toolkit.resolver import Addresses, addresses_of
 from tiered_kv_s3 import connection as connection_module
 from tiered_kv_s3.connection import Connection, Patience
 from tiered_kv_s3.endpoint import Endpoint, Proxy, tls_context
 from tiered_kv_s3.naming import Naming
-from tiered_kv_s3.resolver import Addresses, addresses_of
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.verdict import Verdict
 

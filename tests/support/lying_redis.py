@@ -17,7 +17,7 @@ class LyingRedis(LoopbackServer):
     """Takes commands on a port of loopback.
 
     Args:
-        answer: Says what each is answered with; called on a thread for each connection.
+        answer: Says what each is answered with; called on a thread for each connection. An `OSError` hangs up.
     """
 
     def __init__(self, answer: Answer) -> None:
@@ -25,10 +25,37 @@ class LyingRedis(LoopbackServer):
         super().__init__()
 
     def serve(self, sock: socket.socket) -> None:
-        with suppress(ValueError), sock.makefile("rb") as heard:
-            while command := _command(heard):
-                for piece in self._answer(command):
-                    sock.sendall(piece)
+        try:
+            with suppress(ValueError), sock.makefile("rb") as heard:
+                while command := _command(heard):
+                    for piece in self._answer(command):
+                        sock.sendall(piece)
+        finally:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+
+class Storage:
+    """What an honest server answers to the commands of a tier."""
+
+    def __init__(self) -> None:
+        self.values: dict[bytes, bytes] = {}
+
+    def reply(self, command: list[bytes]) -> bytes:
+        """Return the reply to a command."""
+        verb, name = command[0].upper(), b"".join(command[1:2])
+        value = self.values.get(name)
+        if verb == b"GET":
+            return b"$-1\r\n" if value is None else b"$%d\r\n%b\r\n" % (len(value), value)
+        if verb == b"STRLEN":
+            return b":%d\r\n" % len(value or b"")
+        if verb == b"UNLINK":
+            return b":%d\r\n" % (self.values.pop(name, None) is not None)
+        if verb == b"SET":
+            if value is not None and b"NX" in command[3:]:
+                return b"$-1\r\n"
+            self.values[name] = command[2]
+        return b"+OK\r\n"
 
 
 def _command(heard: BinaryIO) -> list[bytes]:

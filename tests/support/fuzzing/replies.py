@@ -1,4 +1,4 @@
-"""Fuzzing of what a Redis server answers: no byte is taken for another block's, and nothing but a `WireError` comes."""
+"""Fuzzing of what a Redis server answers: no byte is taken for another block's, and nothing but a `NodeError` comes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from tiered_kv.toolkit.codec_set import plain_codecs
 from tiered_kv.toolkit.codecs import codec_by_name
 from tiered_kv.toolkit.record import encode_record
 from tiered_kv_redis.connection import Link
+from tiered_kv_redis.exchange import Batch, Transfer
 from tiered_kv_redis.loads import Loads
 from tiered_kv_redis.node import Node
-from tiered_kv_redis.reasons import WireError
+from tiered_kv_redis.reasons import NodeError
 from tiered_kv_redis.replies import Refusal, ReplyReader
 from tiered_kv_redis.stream import Buffer
 
@@ -110,7 +111,7 @@ def _run(data: bytes) -> None:
     data = data.ljust(2, b"\0")
     reader = data[0] % len(_READERS)
     link = _ScriptedLink(_Script(data[2:], _PIECES[data[1] % len(_PIECES)]))
-    with contextlib.suppress(WireError, ConnectionError):
+    with contextlib.suppress(NodeError, ConnectionError):
         if reader == _REPLIES:
             while True:
                 reply = link.replies.reply(_soon())
@@ -128,12 +129,10 @@ def _load(link: _ScriptedLink, codec: str, sent: bytes) -> None:
     memory = [bytearray(BLOCK_BYTES) for _ in KEYS]
     loads = Loads(
         Node("nowhere:1", {"host": "127.0.0.1", "port": 1}),
-        KEYS,
-        [bytes(key) for key in KEYS],
-        [memoryview(block) for block in memory],
-        namespace_digest=NAMESPACE,
-        pipeline_bytes=2 * BLOCK_BYTES,
-        codecs=plain_codecs(codec),
+        range(len(KEYS)),
+        {},
+        Batch(KEYS, [bytes(key) for key in KEYS], [memoryview(block) for block in memory], _soon()),
+        Transfer(NAMESPACE, plain_codecs(codec), pipeline_bytes=2 * BLOCK_BYTES),
     )
     try:
         loads.begin(cast(Link, link), _soon())

@@ -1,4 +1,4 @@
-"""Looking up a server's name, for no longer than a request may take: the system's resolver knows no deadline."""
+"""Looking up a server's name within a deadline, which the system's resolver does not know."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ Addresses = Sequence[tuple[socket.AddressFamily, socket.SocketKind, int, str, An
 
 _lock = threading.Lock()
 _lookups: dict[tuple[str, int], Future[Addresses]] = {}
-"""Those under way, one for each server; guarded by the lock. Who comes meanwhile waits for the same."""
+"""The look-ups under way, one for each server; guarded by the lock. Several callers wait for the same one."""
 
 
 def addresses_of(host: str, port: int, timeout_s: float) -> Addresses:
-    """Return the addresses of a server. Any thread.
+    """Return the addresses of a server. Any thread; a look-up that takes too long goes on for the next caller.
+
+    Args:
+        host, port: The server.
+        timeout_s: How long to wait for the look-up of a name.
 
     Raises:
-        OSError: It has none, or `TimeoutError`: they cannot be had in time.
+        OSError: It has no address; `TimeoutError` if the look-up did not end in time.
     """
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)

@@ -1,0 +1,279 @@
+"""Replies of every kind, whole and broken: no byte is ever taken for another reply's, and each block has its own."""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.plugins.conftest import OpenRedis
+from tests.support.loopback import LoopbackServer
+from tests.support.lying_redis import LyingRedis, Storage
+from tiered_kv.base import OffloadKey
+from tiered_kv.counters import count_of
+from tiered_kv.testing.rig import TierRig, make_keys
+from tiered_kv.testing.waiting import wait_until
+
+pytest.importorskip("redis", reason="redis-py is not installed")
+
+BLOCK_BYTES = 1000
+REPLY_BYTES = len(b"$1128\r\n") + 128 + BLOCK_BYTES + len(b"\r\n")
+PREFIX_BYTES = len("tkv1:") + 33 + 17
+"""Of a block's name, before its key."""
+NIL = b"$-1\r\n"
+
+
+@dataclass
+class Liar:
+    """A server that answers for some blocks as a test wants it to, and honestly otherwise.
+
+    Args:
+        verb: The command that is lied about.
+        replies: By a block's key; None to send nothing and hang up, as after a reply that is in `cut`.
+        piece_bytes: How much of a reply is sent at once.
+        hold: Replies to `verb` that are sent together.
+    """
+
+    verb: bytes = b"GET"
+    replies: dict[OffloadKey, bytes] = field(default_factory=dict)
+    hangs_up_after: OffloadKey | None = None
+    piece_bytes: int = 1 << 20
+    hold: int = 1
+    storage: Storage = field(default_factory=Storage)
+    _held: list[bytes] = field(default_factory=list)
+
+    def answer(self, command: list[bytes]) -> Iterable[bytes]:
+        reply = self.storage.reply(command)
+        key = OffloadKey(b"".join(command[1:2])[PREFIX_BYTES:])
+        if command[0] == self.verb and key:
+            self._held.append(self.replies.get(key, reply))
+            if key != self.hangs_up_after and len(self._held) < self.hold:
+                return
+            reply = b"".join(self._held)
+            self._held.clear()
+        for at in range(0, len(reply), self.piece_bytes):
+            yield reply[at : at + self.piece_bytes]
+        if key and key == self.hangs_up_after:
+            raise ConnectionResetError
+
+    def be_honest(self) -> None:
+        self.replies, self.hangs_up_after, self.hold = {}, None, 1
+
+
+@pytest.fixture
+def liar() -> Liar:
+    return Liar()
+
+
+@pytest.fixture
+def server(liar: Liar) -> Iterator[LyingRedis]:
+    server = LyingRedis(liar.answer)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def open_rig(server: LyingRedis, open_redis: OpenRedis) -> OpenRedis:
+    return lambda **more: open_redis(BLOCK_BYTES, url=f"redis://{server.address}", connections=1, **more)
+
+
+def failures(rig: TierRig, operation: str = "load") -> Mapping[str, int]:
+    """Return how many blocks failed, by reason."""
+    counts: Mapping[str, int] = rig.tier.stats().get("failed_blocks_total", {}).get(operation, {})
+    return counts
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 7, 100, REPLY_BYTES, 1 << 20])
+@pytest.mark.parametrize("pipeline", [1, 3000, 1 << 20])
+def test_blocks_land_in_place_in_any_pieces(open_rig: OpenRedis, liar: Liar, piece_bytes: int, pipeline: int) -> None:
+    liar.piece_bytes = piece_bytes
+    rig = open_rig(pipeline=pipeline)
+    keys = make_keys(6)
+    assert rig.store(keys).success
+    assert rig.load(keys) == set(keys)
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 7, 100, 1 << 20])
+@pytest.mark.parametrize(("pipeline", "hold"), [(1, 1), (3000, 1), (1 << 20, 1), (1 << 20, 9)])
+def test_unexpected_replies_cost_their_own_blocks_only(
+    open_rig: OpenRedis, liar: Liar, piece_bytes: int, pipeline: int, hold: int
+) -> None:
+    rig = open_rig(pipeline=pipeline)
+    keys = make_keys(9)
+    rig.store(keys)
+    records = {key: value for name, value in liar.storage.values.items() if (key := OffloadKey(name[PREFIX_BYTES:]))}
+    short, other = records[keys[5]][:-1], records[keys[1]]
+    liar.replies = {
+        keys[0]: NIL,
+        keys[2]: b"$0\r\n\r\n",
+        keys[3]: b"-LOADING wait\r\n",
+        keys[5]: b"$%d\r\n%b\r\n" % (len(short), short),
+        keys[7]: b"$%d\r\n%b\r\n" % (len(other), other),
+        keys[8]: NIL,
+    }
+    liar.piece_bytes, liar.hold = piece_bytes, hold
+    assert rig.load(keys) == {keys[1], keys[4], keys[6]}
+    assert failures(rig) == {"absent": 2, "truncated": 2, "loading": 1, "wrong_key": 1}
+    assert count_of(rig.tier.stats(), "corrupt_blocks_total") == 3
+
+
+@pytest.mark.parametrize("cut", [0, 1, 5, 100, 130, 1000, REPLY_BYTES - 2, REPLY_BYTES - 1])
+def test_a_connection_that_ends_within_a_reply_fails_what_was_not_answered(
+    open_rig: OpenRedis, liar: Liar, cut: int
+) -> None:
+    rig = open_rig()
+    keys = make_keys(3)
+    rig.store(keys)
+    whole = liar.storage.reply([b"GET", next(name for name in liar.storage.values if name.endswith(keys[1]))])
+    liar.replies, liar.hangs_up_after = {keys[1]: whole[:cut]}, keys[1]
+    assert rig.load(keys) <= {keys[0]}
+    assert "unavailable" in failures(rig)
+    liar.be_honest()
+    wait_until(lambda: rig.load(keys) == set(keys))
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"*1\r\n:1\r\n",
+        b":1\r\n",
+        b"+OK\r\n",
+        b"$99999999999\r\n",
+        b"$9999999999999999\r\n",
+        b"$x\r\n",
+        b"\r\n",
+        b"$-2\r\n",
+        b"$2\r\nabc\r\n",
+        b"HTTP/1.1 400 Bad Request\r\n",
+        b"x" * (16 << 10),
+    ],
+)
+def test_what_is_no_reply_to_a_load_ends_the_connection(open_rig: OpenRedis, liar: Liar, reply: bytes) -> None:
+    rig = open_rig()
+    keys = make_keys(4)
+    rig.store(keys)
+    liar.replies = {keys[1]: reply}
+    assert rig.load(keys) == {keys[0]}
+    assert set(failures(rig)) <= {"protocol", "too_long"}
+    liar.be_honest()
+    wait_until(lambda: rig.store(keys).success)
+    assert rig.load(keys) == set(keys)
+
+
+@pytest.mark.parametrize("reply", [b":1\r\n", b"+QUEUED\r\n", b"$2\r\nNO\r\n", b"*0\r\n", b"+OK\n\r\n", b"+OKOK\r\n"])
+@pytest.mark.parametrize("position", [0, 3, 5])
+def test_what_is_no_reply_to_a_store_ends_the_connection(
+    open_rig: OpenRedis, liar: Liar, reply: bytes, position: int
+) -> None:
+    rig = open_rig()
+    keys = make_keys(6)
+    liar.verb, liar.replies, liar.hold = b"SET", {keys[position]: reply}, 6
+    assert list(rig.store(keys).successful_keys or ()) == keys[:position]
+    assert failures(rig, "store") == {"protocol": 6 - position}
+    liar.be_honest()
+    wait_until(lambda: rig.store(keys).success)
+
+
+@pytest.mark.parametrize(
+    "reply", [b"*1\r\n:1\r\n", b"+OK\r\n", NIL, b":-3\r\n", b":\r\n", b"$4\r\n1128\r\n", b":9x\r\n"]
+)
+def test_what_is_no_length_is_a_miss(open_rig: OpenRedis, liar: Liar, reply: bytes) -> None:
+    rig = open_rig()
+    keys = make_keys(2)
+    rig.store(keys)
+    liar.verb, liar.replies = b"STRLEN", {keys[0]: reply}
+    assert not rig.lookup(keys[0])
+    wait_until(lambda: rig.lookup(keys[1]))
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 3, 5, 7, 1 << 20])
+@pytest.mark.parametrize("hold", [1, 11])
+def test_each_reply_to_a_store_is_its_own_blocks(open_rig: OpenRedis, liar: Liar, piece_bytes: int, hold: int) -> None:
+    rig = open_rig()
+    keys = make_keys(11)
+    rig.store([keys[2], keys[7]])
+    refused = {keys[4]: b"-OOM no\r\n", keys[6]: b"-WHATEVER is this\r\n", keys[9]: b"-LOADING wait\r\n"}
+    liar.verb, liar.replies, liar.piece_bytes, liar.hold = b"SET", refused, piece_bytes, hold
+    assert set(rig.store(keys).successful_keys or ()) == set(keys) - set(refused)
+    assert failures(rig, "store") == {"no_space": 1, "server_error": 1, "loading": 1}
+    assert rig.tier.stats()["present_blocks_total"] == 2
+
+
+@pytest.mark.parametrize("verb", [b"GET", b"SET"])
+def test_a_reply_too_many_is_not_left_for_the_next_job(open_rig: OpenRedis, liar: Liar, verb: bytes) -> None:
+    rig = open_rig()
+    keys = make_keys(8)
+    rig.store(keys)
+    liar.verb, liar.hold = verb, 4
+    last = keys[3] if verb == b"GET" else make_keys(4, "new")[3]
+    liar.replies = {last: liar.storage.values[next(n for n in liar.storage.values if n.endswith(keys[3]))]}
+    liar.replies = {last: (b"$1128\r\n%b\r\n" % liar.replies[last] if verb == b"GET" else b"+OK\r\n") + b"+OK\r\n"}
+    if verb == b"GET":
+        rig.load(keys[:4])
+    else:
+        rig.store(make_keys(4, "new"))
+    liar.be_honest()
+    wait_until(lambda: rig.load(keys) == set(keys))
+    assert rig.store(make_keys(4, "newer")).success
+
+
+class HoldingServer(LoopbackServer):
+    """Answers a GET of a block only once nothing more is asked for, and notes how many were under way."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._storage = Storage()
+        super().__init__()
+
+    def serve(self, sock: socket.socket) -> None:
+        heard, pending = b"", []
+        while received := sock.recv(1 << 20):
+            heard += received
+            while (command := self._first(heard)) is not None:
+                heard = heard[command[1] :]
+                if command[0][0] == b"GET" and len(command[0][1]) > PREFIX_BYTES:
+                    pending.append(command[0])
+                else:
+                    sock.sendall(self._storage.reply(command[0]))
+            self.most = max(self.most, len(pending))
+            while pending and not select.select([sock], [], [], 0)[0]:
+                sock.sendall(self._storage.reply(pending.pop(0)))
+
+    @staticmethod
+    def _first(heard: bytes) -> tuple[list[bytes], int] | None:
+        """Return the first command and where it ends, if it is all there."""
+        count_end = heard.find(b"\r\n")
+        arguments: list[bytes] = []
+        at = count_end + 2
+        for _ in range(int(heard[1:count_end]) if count_end > 0 else 1):
+            end = heard.find(b"\r\n", at)
+            if end < 0 or len(heard) < (stop := end + 2 + int(heard[at + 1 : end])) + 2:
+                return None
+            arguments.append(heard[end + 2 : stop])
+            at = stop + 2
+        return arguments, at
+
+
+@pytest.mark.parametrize(("pipeline", "blocks"), [(1, 2), (350_000, 3), (1 << 20, 6)])
+def test_bytes_under_way_are_bounded(open_redis: OpenRedis, pipeline: int, blocks: int) -> None:
+    server = HoldingServer()
+    try:
+        rig = open_redis(100_000, url=f"redis://{server.address}", connections=1, pipeline=pipeline)
+        keys = make_keys(6)
+        assert rig.store(keys).success
+        assert rig.load(keys) == set(keys)
+        assert server.most == blocks
+    finally:
+        server.close()
+
+
+def test_a_mark_that_is_too_long_for_one_is_replaced(open_rig: OpenRedis, liar: Liar) -> None:
+    liar.storage.values[f"tkv1:{bytes(range(16)).hex()}:epoch".encode()] = b"x" * 5000
+    rig = open_rig()
+    keys = make_keys(2)
+    wait_until(lambda: rig.store(keys).success)
+    rig.reopen()
+    assert rig.load(keys) == set(keys)
