@@ -17,9 +17,10 @@ import pytest
 from tiered_kv.errors import ShutdownError
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.rig import make_keys
+from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.turn import Turn
 from tiered_kv_fs.files import locked
-from tiered_kv_nvme.directory import Directory, Identity
+from tiered_kv_nvme.directory import Directory
 
 BLOCK_BYTES = 4096
 

@@ -14,19 +14,11 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.toolkit.codec_set import CodecSet
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record, record_bytes_max
 from tiered_kv.toolkit.room import ThreadRoom
+from tiered_kv.toolkit.small_files import opened, remove, write_all
 from tiered_kv.toolkit.status import REFUSED, UNREADABLE
 from tiered_kv.toolkit.unreadable import Unreadable
 from tiered_kv_fs.counters import Counters
-from tiered_kv_fs.files import (
-    ALLOCATION_BYTES,
-    make_directory,
-    opened,
-    read_all,
-    reason_of,
-    remove,
-    round_up,
-    write_all,
-)
+from tiered_kv_fs.files import ALLOCATION_BYTES, make_directory, read_all, reason_of, round_up
 from tiered_kv_fs.layout import block_name, block_path, temporary_path
 
 TOUCH_INTERVAL_S: Final = 60.0
@@ -51,6 +43,7 @@ class Moved:
     used_bytes: int = 0
 
 
+@dataclass(eq=False)
 class BlockFiles:
     """Reads and writes blocks. Several threads may call at once.
 
@@ -65,26 +58,17 @@ class BlockFiles:
         private: Read no file of another user.
     """
 
-    def __init__(
-        self,
-        namespace_path: str,
-        namespace_digest: bytes,
-        owner: str,
-        block_bytes: int,
-        codecs: CodecSet,
-        counters: Counters,
-        is_granted: Callable[[], bool],
-        *,
-        private: bool = True,
-    ) -> None:
-        self._path = namespace_path
-        self._namespace_digest = namespace_digest
-        self._owner = owner
-        self._block_bytes = block_bytes
-        self._codecs = codecs
-        self._counters = counters
-        self._is_granted = is_granted
-        self._uid = os.geteuid() if private else None
+    namespace_path: str
+    namespace_digest: bytes
+    owner: str
+    block_bytes: int
+    codecs: CodecSet
+    counters: Counters
+    is_granted: Callable[[], bool]
+    private: bool = True
+
+    def __post_init__(self) -> None:
+        self._uid = os.geteuid() if self.private else None
         self._room = ThreadRoom()  # for payloads that are not the blocks themselves
         self._unreadable: Unreadable[str] = Unreadable()  # by path
 
@@ -99,28 +83,33 @@ class BlockFiles:
         # Backwards, so that the head of a prefix, without which its tail is worthless, is evicted last.
         for key, block in zip(reversed(keys), reversed(blocks), strict=True):
             try:
-                reason = self._store_one(f"{self._path}/{epoch}", key, block, moved)
+                reason = self._store_one(self._path_of(epoch, key), key, block, moved)
             except OSError as error:
                 reason = reason_of(error)
             if reason:
                 moved.reason = reason
-                self._counters.add("failed_calls_total", reason)
+                self.counters.add("failed_calls_total", reason)
             else:
                 moved.done.append(key)
         return moved
 
     def load(self, epoch: str, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Moved:
-        """Read blocks into place and verify them. One that is damaged is deleted."""
+        """Read blocks into place and verify them.
+
+        A damaged one is deleted. One that cannot be read is not offered again before it is stored again, or for long.
+        """
         moved = Moved([])
         for key, block in zip(reversed(keys), reversed(blocks), strict=True):
+            path = self._path_of(epoch, key)
             try:
-                reason = self._load_one(f"{self._path}/{epoch}", key, block)
+                reason = self._load_one(path, key, block)
             except FileNotFoundError:
                 reason = "absent"
-                self._counters.add("failed_calls_total", reason)
+                self.counters.add("failed_calls_total", reason)
             except OSError as error:
                 reason = reason_of(error)
-                self._counters.add("failed_calls_total", reason)
+                self.counters.add("failed_calls_total", reason)
+                self._unreadable.note((path,))
             if reason:
                 moved.reason = reason
             else:
@@ -133,10 +122,12 @@ class BlockFiles:
         Raises:
             OSError: The directory cannot be asked.
         """
-        return [self._contains_one(f"{self._path}/{epoch}", key) for key in keys]
+        return [self._contains_one(self._path_of(epoch, key)) for key in keys]
 
-    def _contains_one(self, epoch_path: str, key: OffloadKey) -> bool:
-        path = f"{epoch_path}/{block_path(block_name(key, self._namespace_digest))}"
+    def _path_of(self, epoch: str, key: OffloadKey) -> str:
+        return f"{self.namespace_path}/{epoch}/{block_path(block_name(key, self.namespace_digest))}"
+
+    def _contains_one(self, path: str) -> bool:
         if path in self._unreadable:
             return False
         try:
@@ -145,28 +136,26 @@ class BlockFiles:
             return False
 
     def _is_possible(self, status: os.stat_result) -> bool:
-        is_sized = HEADER_BYTES < status.st_size <= record_bytes_max(self._block_bytes)
+        is_sized = HEADER_BYTES < status.st_size <= record_bytes_max(self.block_bytes)
         return is_sized and stat.S_ISREG(status.st_mode) and self._uid in (None, status.st_uid)
 
-    def _store_one(self, epoch_path: str, key: OffloadKey, block: memoryview, moved: Moved) -> str:
+    def _store_one(self, path: str, key: OffloadKey, block: memoryview, moved: Moved) -> str:
         """Write one block, unless it is there and can be read; return why not, or an empty string."""
-        name = block_name(key, self._namespace_digest)
-        path = f"{epoch_path}/{block_path(name)}"
         if path not in self._unreadable and self._is_there(path):
-            self._counters.add("present_blocks_total")
+            self.counters.add("present_blocks_total")
             return ""
-        if not self._is_granted():
+        if not self.is_granted():
             return "lapsed"
-        header, payload = encode_record(key, block, self._namespace_digest, self._codecs.writer, self._room.take)
-        temporary = f"{epoch_path}/{temporary_path(name, self._owner)}"
-        charge_bytes = round_up(HEADER_BYTES + len(payload)) + _ENTRY_BYTES
+        parts = encode_record(key, block, self.namespace_digest, self.codecs.writer, self._room.take)
+        temporary = temporary_path(path, self.owner)
+        charge_bytes = round_up(sum(map(len, parts))) + _ENTRY_BYTES
         try:
             try:
-                self._write(temporary, [header, payload])
+                _write(temporary, parts)
             except FileNotFoundError:
                 moved.used_bytes += _make_above(temporary)
-                self._write(temporary, [header, payload])
-            if not self._is_granted():  # this process stood still: what it holds may have been granted to others
+                _write(temporary, parts)
+            if not self.is_granted():  # this process stood still: what it holds may have been granted to others
                 raise TimeoutError(None, "the grant has lapsed")
             os.replace(temporary, path)
         except OSError:
@@ -176,10 +165,6 @@ class BlockFiles:
         moved.used_bytes += charge_bytes
         self._unreadable.forget((path,))
         return ""
-
-    def _write(self, path: str, parts: list[bytes | memoryview]) -> None:
-        with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
-            write_all(fd, parts)  # closing it is when a network file system tells of a full disk
 
     def _is_there(self, path: str) -> bool:
         """Return whether a block has its file, and mark it as used."""
@@ -194,14 +179,13 @@ class BlockFiles:
                 os.utime(path, follow_symlinks=False)
         return True
 
-    def _load_one(self, epoch_path: str, key: OffloadKey, block: memoryview) -> str:
+    def _load_one(self, path: str, key: OffloadKey, block: memoryview) -> str:
         """Read one block; return why not, or an empty string."""
-        path = f"{epoch_path}/{block_path(block_name(key, self._namespace_digest))}"
         with opened(path, os.O_RDONLY) as fd:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode) or self._uid not in (None, status.st_uid):
                 reason = "not_private" if stat.S_ISREG(status.st_mode) else "not_a_file"
-                self._counters.add("failed_calls_total", reason)
+                self.counters.add("failed_calls_total", reason)
                 return reason
             verdict = self._read(fd, status.st_size, key, block)
             if verdict is RecordStatus.OK:
@@ -211,41 +195,45 @@ class BlockFiles:
                         os.utime(fd)
                 return ""
         if verdict in UNREADABLE:
-            self._counters.add("unreadable_blocks_total", verdict.value)
+            self.counters.add("unreadable_blocks_total", verdict.value)
             self._unreadable.note((path,))
             return str(verdict.value)
-        self._counters.add("corrupt_blocks_total", verdict.value)
+        self.counters.add("corrupt_blocks_total", verdict.value)
         self._delete_damaged(path, status)
         return str(verdict.value) if verdict in REFUSED else "checksum"
 
     def _read(self, fd: int, size_bytes: int, key: OffloadKey, block: memoryview) -> RecordStatus:
         """Read and verify a record, straight into its block where it is as long as a raw one."""
-        if size_bytes > record_bytes_max(self._block_bytes):
+        if size_bytes > record_bytes_max(self.block_bytes):
             return RecordStatus.BAD_LENGTH
         if size_bytes < HEADER_BYTES:
             return RecordStatus.TRUNCATED
         header = memoryview(bytearray(HEADER_BYTES))
-        is_raw = size_bytes == HEADER_BYTES + self._block_bytes
+        is_raw = size_bytes == HEADER_BYTES + self.block_bytes
         payload = block if is_raw else self._room.take(size_bytes - HEADER_BYTES)
         if read_all(fd, [header, payload]) != size_bytes:
             return RecordStatus.TRUNCATED
-        return decode_record(header, payload, key, block, self._namespace_digest, self._codecs)
+        return decode_record(header, payload, key, block, self.namespace_digest, self.codecs)
 
     def _delete_damaged(self, path: str, damaged: os.stat_result) -> None:
         """Delete a file, unless another has taken its place; where that is refused, offer it no more."""
-        with suppress(FileNotFoundError):
-            try:
-                if os.path.samestat(os.lstat(path), damaged):
-                    os.unlink(path)
-            except FileNotFoundError:
-                raise
-            except OSError:
-                self._unreadable.note((path,))
+        try:
+            if os.path.samestat(os.lstat(path), damaged):
+                os.unlink(path)
+        except FileNotFoundError:
+            pass
+        except OSError:
+            self._unreadable.note((path,))
 
 
 def room_bytes_of(stored_bytes: int) -> int:
     """Return what storing a block of at most `stored_bytes` may take: its record, and a directory for it."""
     return round_up(HEADER_BYTES + stored_bytes) + _ENTRY_BYTES + ALLOCATION_BYTES
+
+
+def _write(path: str, parts: Sequence[bytes | memoryview]) -> None:
+    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
+        write_all(fd, parts)  # closing it is when a network file system tells of a full disk
 
 
 def _make_above(path: str) -> int:

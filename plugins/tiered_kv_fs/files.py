@@ -5,19 +5,17 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import secrets
 import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
-from tiered_kv.permissions import DIRECTORY_MODE, FILE_MODE
+from tiered_kv.permissions import DIRECTORY_MODE
+from tiered_kv.toolkit.small_files import opened
 
 ALLOCATION_BYTES: Final = 4096
 
-_SAFE_FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-"""O_NONBLOCK, so that opening a pipe in a file's place does not wait for its other end."""
 _REASONS: Final = {
     errno.ENOENT: "missing",
     errno.ESTALE: "stale",
@@ -53,16 +51,6 @@ def occupied_bytes(status: os.stat_result) -> int:
     if not stat.S_ISREG(status.st_mode):
         return status.st_blocks * 512
     return max(status.st_blocks * 512, round_up(status.st_size))
-
-
-@contextmanager
-def opened(path: str, flags: int) -> Iterator[int]:
-    """Yield a descriptor of a file, which must not be a symbolic link, and close it. New files have mode 0600."""
-    fd = os.open(path, flags | _SAFE_FLAGS, FILE_MODE)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 @contextmanager
@@ -106,63 +94,6 @@ def make_directory(path: str) -> bool:
     return True
 
 
-def read_file(path: str, size_max_bytes: int) -> bytes | None:
-    """Return a small file's bytes; None if it is missing, longer, or no regular file."""
-    try:
-        with opened(path, os.O_RDONLY) as fd:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode) or status.st_size > size_max_bytes:
-                return None
-            return os.pread(fd, size_max_bytes, 0)
-    except OSError as error:
-        if reason_of(error) in ("missing", "not_a_file"):
-            return None
-        raise
-
-
-def replace_file(path: str, data: bytes, *, only_new: bool = False, flush: bool = False) -> None:
-    """Put a small file into place in one step: whoever reads it finds the old bytes or the new ones.
-
-    Args:
-        path: Where.
-        data: All of it.
-        only_new: Leave a file alone that is there already.
-        flush: Whether it has to hold after a power failure too, which may leave an empty file otherwise.
-    """
-    directory, _, name = path.rpartition("/")
-    temporary = f"{directory}/.{name}.{secrets.token_hex(8)}.tmp"
-    try:
-        with opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
-            write_all(fd, [data])
-            if flush:
-                os.fsync(fd)
-        if not only_new:
-            os.replace(temporary, path)
-            return
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            pass
-        except OSError:  # no hard links here (CIFS, FUSE): the last of several that open it at once wins
-            os.replace(temporary, path)
-            return
-    except OSError:
-        remove(temporary)
-        raise
-    remove(temporary)
-
-
-def write_all(fd: int, parts: list[bytes | memoryview]) -> None:
-    """Write buffers one after the other, with as few calls as the file system allows."""
-    views = [memoryview(part).cast("B") for part in parts]
-    while views:
-        written = os.writev(fd, views)
-        while views and written >= len(views[0]):
-            written -= len(views.pop(0))
-        if views:
-            views[0] = views[0][written:]
-
-
 def read_all(fd: int, views: list[memoryview]) -> int:
     """Fill buffers from a file's beginning; return how many bytes there were."""
     position = 0
@@ -173,14 +104,6 @@ def read_all(fd: int, views: list[memoryview]) -> int:
         if views and count:
             views[0] = views[0][count:]
     return position
-
-
-def remove(path: str) -> bool:
-    """Remove a file; return whether it was this call that did."""
-    with suppress(OSError):
-        os.unlink(path)
-        return True
-    return False
 
 
 def walk(root: str) -> Iterator[list[Found]]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, NamedTuple
 
 from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv.toolkit.jobs import failure_reason
@@ -20,8 +21,6 @@ from tiered_kv_fs.sweeper import Sweep, Sweeper, is_survey_due
 
 _log = logging.getLogger("tiered_kv.fs")
 
-T = TypeVar("T")
-
 OPENING_BYTES: Final = 64 << 10
 """Counted for each opening: the small files that it may make. As much of the capacity is never granted."""
 _TICK_S: Final = 5.0
@@ -32,22 +31,12 @@ _REFUSAL_S: Final = 1.0
 _CLOSE_TIMEOUT_S: Final = 0.5
 _EPOCH_TIMEOUT_S: Final = 5.0
 
-
-class Call(Protocol):
-    """Has a thread call something that may wait, and awaits what it returns."""
-
-    def __call__(self, function: Callable[..., T], /, *arguments: Any) -> Awaitable[T]: ...  # Any: the function's
+Call = Callable[..., Awaitable[Any]]
+"""Has a thread call something that may wait, and awaits what it returns. Any: whatever that is."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Report:
-    """What a tier tells the ledger.
-
-    Args:
-        free_bytes, in_flight_bytes: What is left of its grants, and what is being filled.
-        returned_bytes: What it gives back.
-        need_bytes, want_bytes: The least that is of use to it, and what it asks for; 0 for nothing.
-    """
+class _Request(NamedTuple):
+    """What a tier has of its grants, gives back, needs at least, and asks for (0 for nothing)."""
 
     free_bytes: int
     in_flight_bytes: int
@@ -56,16 +45,8 @@ class _Report:
     want_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Reply:
-    """What the ledger says.
-
-    Args:
-        granted_bytes: What was granted.
-        is_known: Whether it still knew this tier. If not, what was free is free no more.
-        total_bytes: Its total; 0 where it knows none.
-        needs_sweep: A survey is due, or there is no room for another grant.
-    """
+class _Reply(NamedTuple):
+    """What the ledger grants, whether it still knew the tier, its total, and whether a survey or room is needed."""
 
     granted_bytes: int
     is_known: bool
@@ -73,6 +54,7 @@ class _Reply:
     needs_sweep: bool
 
 
+@dataclass(eq=False)
 class Keeper:
     """Takes grants and gives them back, has room made, and sees to it that the epoch's mark is written.
 
@@ -80,41 +62,33 @@ class Keeper:
     ledger, the other sweeps.
 
     Args:
-        directory, ledger, epoch, sweeper: What it works with.
-        owner: This tier's name in the ledger.
+        directory, epoch, counters: The tier's.
+        call: Has a thread call something.
         capacity_bytes: What the directory may occupy.
         grant_bytes: How much is asked of the ledger at once.
         room_timeout_s: How long a store waits for room.
-        counters: Where to count.
-        call: Has a thread call something.
+
+    Raises:
+        OSError: The ledger cannot be read or locked.
     """
 
-    def __init__(
-        self,
-        directory: Directory,
-        ledger: Ledger,
-        epoch: Epoch,
-        sweeper: Sweeper,
-        owner: str,
-        *,
-        capacity_bytes: int,
-        grant_bytes: int,
-        room_timeout_s: float,
-        counters: Counters,
-        call: Call,
-    ) -> None:
-        self.used_bytes = 0
-        """The ledger's total when it was last seen; any thread may read it."""
-        self._directory = directory
-        self._ledger = ledger
-        self._epoch = epoch
-        self._sweeper = sweeper
-        self._owner = owner
-        self._usable_bytes = capacity_bytes - OPENING_BYTES
-        self._grant_bytes = grant_bytes
-        self._room_timeout_s = room_timeout_s
-        self._counters = counters
-        self._call = call
+    directory: Directory
+    epoch: Epoch
+    counters: Counters
+    call: Call
+    capacity_bytes: int
+    grant_bytes: int
+    room_timeout_s: float
+
+    def __post_init__(self) -> None:
+        self.owner = secrets.token_hex(8)
+        """This tier's name in the ledger."""
+        self._usable_bytes = self.capacity_bytes - OPENING_BYTES
+        self._ledger = Ledger(self.directory.ledger_path, self.directory.lock_path)
+        self._sweeper = Sweeper(self.directory, self._ledger, self._usable_bytes, self.counters)
+        with self._ledger.locked() as state:
+            self.used_bytes = state.total_bytes or 0
+            """The ledger's total when it was last seen; any thread may read it."""
         self._free_bytes = 0
         self._in_flight_bytes = 0
         self._valid_until_s = 0.0
@@ -153,24 +127,22 @@ class Keeper:
     async def take(self, size_bytes: int) -> str:
         """Take bytes of the grant, waiting for more if need be; return why not, or an empty string."""
         if self._waiting or not self._take(size_bytes):
-            reason, until_s = self._refusal
-            if time.monotonic() < until_s:
+            if reason := self._refused():
                 return reason
             self._waiting.append(size_bytes)
             try:
-                async with asyncio.timeout(self._room_timeout_s):
+                async with asyncio.timeout(self.room_timeout_s):
                     while not self._take(size_bytes):
                         self._is_asked.set()
                         await self._is_answered.wait()
-                        reason, until_s = self._refusal
-                        if time.monotonic() < until_s:
+                        if reason := self._refused():
                             return reason
             except TimeoutError:
-                self._counters.add("failed_calls_total", "no_space")
+                self.counters.add("failed_calls_total", "no_space")
                 return "no_space"
             finally:
                 self._waiting.remove(size_bytes)
-        if self._free_bytes < self._grant_bytes // 2:
+        if self._free_bytes < self.grant_bytes // 2:
             self._is_asked.set()
         return ""
 
@@ -192,7 +164,11 @@ class Keeper:
             await asyncio.wait(late)
         if self._is_registered:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                await self._call(self._leave, self._free_bytes)
+                await self.call(self._leave, self._free_bytes)
+
+    def _refused(self) -> str:
+        reason, until_s = self._refusal
+        return reason if time.monotonic() < until_s else ""
 
     def _take(self, size_bytes: int) -> bool:
         if self._free_bytes < size_bytes or not self.is_granted():
@@ -209,8 +185,8 @@ class Keeper:
             reason = await self._attempt(self._renew)
             if self._waiting and not reason and self._is_full:
                 reason = "no_space"
-                self._counters.add("failed_calls_total", "no_space")
-            self._refusal = (reason, time.monotonic() + _REFUSAL_S) if reason else ("", 0.0)
+                self.counters.add("failed_calls_total", "no_space")
+            self._refusal = (reason, time.monotonic() + _REFUSAL_S)
             self._is_answered.set()
             self._is_answered = asyncio.Event()
             if self._waiting and self._free_bytes <= free_bytes:  # room is being made
@@ -223,23 +199,18 @@ class Keeper:
             self._is_asked.clear()
 
     async def _renew(self) -> None:
-        free_bytes = self._free_bytes
         is_idle = self._idle_ticks >= _IDLE_TICKS and not self._waiting
-        returned_bytes = free_bytes if is_idle else 0
+        returned_bytes = self._free_bytes if is_idle else 0
         self._free_bytes -= returned_bytes
+        free_bytes = self._free_bytes
         need_bytes = max(0, self._waiting[0] - free_bytes) if self._waiting else 0
-        wants = not is_idle and (need_bytes or free_bytes < self._grant_bytes // 2)
-        report = _Report(
-            free_bytes - returned_bytes,
-            self._in_flight_bytes,
-            returned_bytes,
-            need_bytes,
-            max(need_bytes, self._grant_bytes) if wants else 0,
-        )
+        wants = not is_idle and (need_bytes or free_bytes < self.grant_bytes // 2)
+        want_bytes = max(need_bytes, self.grant_bytes) if wants else 0
         begin_s = time.monotonic()
-        reply = await self._call(self._exchange, report)
+        request = _Request(free_bytes, self._in_flight_bytes, returned_bytes, need_bytes, want_bytes)
+        reply: _Reply = await self.call(self._exchange, request)
         if not reply.is_known and self._is_registered:
-            self._free_bytes = max(0, self._free_bytes - report.free_bytes)
+            self._free_bytes = max(0, self._free_bytes - free_bytes)
         self._is_registered = True
         self._free_bytes += reply.granted_bytes
         self._valid_until_s = begin_s + VALID_S
@@ -261,7 +232,7 @@ class Keeper:
                 self._sweep_after_s = time.monotonic() + max(_REFUSAL_S, 10 * (time.monotonic() - begin_s))
 
     async def _make_room(self) -> None:
-        outcome = await self._call(self._sweeper.make_room, 2 * self._grant_bytes, lambda: bool(self._waiting))
+        outcome = await self.call(self._sweeper.make_room, 2 * self.grant_bytes, lambda: bool(self._waiting))
         self._is_full = outcome is Sweep.FULL
         if outcome is not Sweep.BUSY or self._waiting:  # else the next tick tries again
             self._is_asked.set()
@@ -272,47 +243,43 @@ class Keeper:
             await work()
         except Exception as error:
             reason = reason_of(error) if isinstance(error, OSError) else failure_reason(error)
-            self._counters.add("failed_calls_total", reason)
+            self.counters.add("failed_calls_total", reason)
             if reason not in self._reasons_logged:
                 self._reasons_logged.add(reason)
-                _log.warning("%s: %s; further ones are only counted", self._directory.path, error)
+                _log.warning("%s: %s; further ones are only counted", self.directory.path, error)
             return reason
         return ""
 
     # Threads.
 
-    def _exchange(self, report: _Report) -> _Reply:
+    def _exchange(self, request: _Request) -> _Reply:
         try:
-            return self._exchange_once(report)
+            return self._exchange_once(request)
         except FileNotFoundError:  # somebody removed the directory
-            self._directory.make()
-            return self._exchange_once(report)
+            self.directory.make()
+            return self._exchange_once(request)
 
-    def _exchange_once(self, report: _Report) -> _Reply:
-        token = self._epoch.saved_token(time.monotonic() + _EPOCH_TIMEOUT_S)
+    def _exchange_once(self, request: _Request) -> _Reply:
+        token = self.epoch.saved_token(time.monotonic() + _EPOCH_TIMEOUT_S)
         with self._ledger.locked() as state:
-            is_known = self._owner in state.holders
-            if is_known:
-                state.add(-report.returned_bytes)
-            else:  # what is being filled may have been taken off the total
-                state.add(OPENING_BYTES + report.in_flight_bytes)
+            is_known = self.owner in state.holders
+            # What is being filled may have been taken off the total with a holder that is not known any more.
+            state.add(-request.returned_bytes if is_known else OPENING_BYTES + request.in_flight_bytes)
             granted_bytes = 0
-            if report.want_bytes and state.total_bytes is not None:
-                granted_bytes = max(0, min(report.want_bytes, self._usable_bytes - state.total_bytes))
-                if granted_bytes < report.need_bytes:
+            if request.want_bytes and state.total_bytes is not None:
+                granted_bytes = max(0, min(request.want_bytes, self._usable_bytes - state.total_bytes))
+                if granted_bytes < request.need_bytes:
                     granted_bytes = 0
                 state.add(granted_bytes)
-            held_bytes = report.in_flight_bytes + granted_bytes + (report.free_bytes if is_known else 0)
-            state.holders[self._owner] = Holder(self._directory.namespace, token, held_bytes, state.now_s)
-            total_bytes = state.total_bytes
-            is_due = total_bytes is None or is_survey_due(state.surveyed_s, state.now_s)
-        if total_bytes is None:  # who removed the ledger may have removed all the rest
-            self._directory.make()
+            held_bytes = request.in_flight_bytes + granted_bytes + (request.free_bytes if is_known else 0)
+            state.holders[self.owner] = Holder(self.directory.namespace, token, held_bytes, state.now_s)
+        if state.total_bytes is None:  # who removed the ledger may have removed all the rest
+            self.directory.make()
             return _Reply(0, is_known, 0, needs_sweep=True)
-        needs_sweep = is_due or total_bytes + self._grant_bytes > self._usable_bytes
-        return _Reply(granted_bytes, is_known, total_bytes, needs_sweep)
+        is_short = state.total_bytes + self.grant_bytes > self._usable_bytes
+        return _Reply(granted_bytes, is_known, state.total_bytes, is_short or is_survey_due(state))
 
     def _leave(self, free_bytes: int) -> None:
         with self._ledger.locked() as state:
-            if state.holders.pop(self._owner, None) is not None:
+            if state.holders.pop(self.owner, None) is not None:
                 state.add(-free_bytes)

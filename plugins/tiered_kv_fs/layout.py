@@ -32,17 +32,11 @@ SWEEP_NAME: Final = "sweep"
 NAMESPACE_NAME: Final = "namespace.json"
 EPOCH_NAME: Final = "epoch"
 
-SHARD_HEX: Final = 2
-
 NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
 EPOCH: Final = re.compile(r"[0-9a-f]{16}")
-SHARD: Final = re.compile(rf"[0-9a-f]{{{SHARD_HEX}}}")
+SHARD: Final = re.compile(r"[0-9a-f]{2}")
 BLOCK: Final = re.compile(r"[0-9a-f]{32}")
 TEMPORARY_BLOCK: Final = re.compile(r"\.[0-9a-f]{32}\.(?P<owner>[0-9a-f]{16})\.[0-9a-f]+\.tmp")
-TEMPORARY: Final = re.compile(r"\.[a-z.-]+\.[0-9a-f]{16}\.tmp")
-"""A small file while it is written; see `files.replace_file`."""
-PURGED: Final = re.compile(r"\.(?P<namespace>[0-9a-f]{32})\.[0-9a-f]{16}\.purged")
-
 _numbers = itertools.count()
 
 
@@ -57,9 +51,10 @@ def block_name(key: OffloadKey, namespace_digest: bytes) -> str:
 
 def block_path(name: str) -> str:
     """Return where a block is in its epoch's directory."""
-    return f"{name[:SHARD_HEX]}/{name}"
+    return f"{name[:2]}/{name}"
 
 
-def temporary_path(name: str, owner: str) -> str:
-    """Return where a block is while `owner` writes it; another path each time."""
-    return f"{name[:SHARD_HEX]}/.{name}.{owner}.{next(_numbers):x}.tmp"
+def temporary_path(path: str, owner: str) -> str:
+    """Return where the block of `path` is while `owner` writes it; another path each time."""
+    shard, _, name = path.rpartition("/")
+    return f"{shard}/.{name}.{owner}.{next(_numbers):x}.tmp"

@@ -18,20 +18,24 @@ A ledger that is missing or damaged knows no total. Nothing is granted then unti
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from typing import Annotated, Final
 
-from tiered_kv_fs.files import locked, read_file, replace_file
+from pydantic import Field, TypeAdapter, ValidationError
+
+from tiered_kv.toolkit.small_files import SMALL_FILE_BYTES_MAX, read_file, replace_file
+from tiered_kv_fs.files import locked
 
 LAPSE_S: Final = 60.0
 """A holder that is silent for so long has ended, or stands still."""
 VALID_S: Final = 30.0
 """How long a holder stores within its grant without having renewed it; less than the lapse, in which it is believed."""
 _LOCK_TIMEOUT_S: Final = 5.0
-_LEDGER_BYTES_MAX: Final = 1 << 20
+
+Bytes = Annotated[int, Field(ge=0, lt=1 << 63)]
+Seconds = Annotated[float, Field(allow_inf_nan=False)]
 
 
 @dataclass(slots=True)
@@ -46,8 +50,8 @@ class Holder:
 
     namespace: str
     epoch: str
-    granted_bytes: int
-    seen_s: float
+    granted_bytes: Bytes
+    seen_s: Seconds
 
 
 @dataclass(slots=True)
@@ -64,10 +68,10 @@ class LedgerState:
         now_s: The file server's time when the lock was taken; not stored.
     """
 
-    total_bytes: int | None = None
-    pending_bytes: int = 0
+    total_bytes: Bytes | None = None
+    pending_bytes: Bytes = 0
     survey: str = ""
-    surveyed_s: float = 0.0
+    surveyed_s: Seconds = 0.0
     holders: dict[str, Holder] = field(default_factory=dict)
     now_s: float = 0.0
 
@@ -111,7 +115,7 @@ class Ledger:
             OSError: The file system does not let us.
         """
         with locked(self._lock_path, _LOCK_TIMEOUT_S) as now_s:
-            found = read_file(self._path, _LEDGER_BYTES_MAX)
+            found = read_file(self._path, SMALL_FILE_BYTES_MAX)
             state = _parsed(found or b"")
             state.now_s = now_s
             state.drop_lapsed()
@@ -123,21 +127,12 @@ class Ledger:
                 replace_file(self._path, written)
 
 
+_STATE: Final = TypeAdapter(LedgerState)
+
+
 def _parsed(text: bytes) -> LedgerState:
     """Return what a ledger's text says; an empty state if it is damaged."""
     try:
-        fields: dict[str, Any] = json.loads(text)  # Any: whatever JSON holds
-        holders = {name: Holder(**holder) for name, holder in fields.pop("holders").items()}
-        state = LedgerState(**fields, holders=holders)
-        numbers = [state.pending_bytes, *(holder.granted_bytes for holder in holders.values())]
-        numbers += [state.total_bytes] if state.total_bytes is not None else []
-        times = [state.surveyed_s, *(holder.seen_s for holder in holders.values())]
-        words = [state.survey, *(word for holder in holders.values() for word in (holder.namespace, holder.epoch))]
-        is_sound = (
-            all(type(number) is int and 0 <= number < 1 << 63 for number in numbers)
-            and all(type(moment) in (int, float) and math.isfinite(moment) for moment in times)
-            and all(type(word) is str for word in words)
-        )
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
+        return _STATE.validate_json(text, strict=True)
+    except ValidationError:
         return LedgerState()
-    return state if is_sound else LedgerState()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import heapq
 import os
 import re
@@ -11,19 +10,21 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
 from tiered_kv.errors import FormatError
+from tiered_kv.toolkit.claimed import TEMPORARY
 from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, EpochMark
+from tiered_kv.toolkit.small_files import read_file, remove
 from tiered_kv_fs.counters import Counters
 from tiered_kv_fs.directory import Directory
-from tiered_kv_fs.files import Found, occupied_bytes, opened, read_file, remove, walk
-from tiered_kv_fs.layout import BLOCK, EPOCH, EPOCH_NAME, NAMESPACE, SHARD, TEMPORARY, TEMPORARY_BLOCK
-from tiered_kv_fs.ledger import LAPSE_S, Ledger
+from tiered_kv_fs.files import Found, locked, occupied_bytes, walk
+from tiered_kv_fs.layout import BLOCK, EPOCH, EPOCH_NAME, NAMESPACE, SHARD, TEMPORARY_BLOCK
+from tiered_kv_fs.ledger import LAPSE_S, Ledger, LedgerState
 
 SURVEY_INTERVAL_S: Final = 600.0
 """The directory is counted, by one of those who share it, at least so often."""
@@ -50,13 +51,9 @@ class Sweep(Enum):
 
 @dataclass(slots=True)
 class _Survey:
-    """What a survey has found.
+    """What a survey has found: bytes in all, the oldest blocks, files that are being written, directories of epochs.
 
-    Args:
-        used_bytes: What all of it occupies.
-        oldest: A heap of (negated time of last use, path, size, time of last change), the newest first.
-        temporaries: Files that are being written, or were when their writers ended.
-        epochs: The directories of epochs.
+    `oldest` is a heap of (negated time of last use, path, size, time of last change), the newest first.
     """
 
     used_bytes: int = 0
@@ -65,6 +62,7 @@ class _Survey:
     epochs: list[str] = field(default_factory=list)
 
 
+@dataclass(eq=False)
 class Sweeper:
     """Makes room. One thread at a time.
 
@@ -75,12 +73,14 @@ class Sweeper:
         counters: Where to count.
     """
 
-    def __init__(self, directory: Directory, ledger: Ledger, capacity_bytes: int, counters: Counters) -> None:
-        self._root = directory.path
-        self._sweep_path = directory.sweep_path
-        self._ledger = ledger
-        self._capacity_bytes = capacity_bytes
-        self._counters = counters
+    directory: Directory
+    ledger: Ledger
+    capacity_bytes: int
+    counters: Counters
+
+    def __post_init__(self) -> None:
+        self._root = self.directory.path
+        self._sweep_path = self.directory.sweep_path
         self._candidates: deque[tuple[str, int, int]] = deque()  # path, size and time of last change, oldest use first
         self._candidates_until_s = 0.0
         self._is_stopped = threading.Event()
@@ -99,8 +99,10 @@ class Sweeper:
         Raises:
             OSError: The file system does not let us.
         """
-        with sweep_locked(self._sweep_path) as is_locked:
-            if not is_locked:
+        with ExitStack() as held:
+            try:
+                held.enter_context(locked(self._sweep_path, 0.0))
+            except TimeoutError:
                 return Sweep.BUSY
             has_surveyed = False
             missing_bytes = self._missing_bytes(wanted_bytes)
@@ -121,10 +123,10 @@ class Sweeper:
 
     def _missing_bytes(self, wanted_bytes: int) -> int | None:
         """Return how much has to go so that `wanted_bytes` fit; None if a survey has to find it out."""
-        with self._ledger.locked() as state:
-            if state.total_bytes is None or is_survey_due(state.surveyed_s, state.now_s):
+        with self.ledger.locked() as state:
+            if state.total_bytes is None or is_survey_due(state):
                 return None
-            return max(0, state.total_bytes + wanted_bytes - self._capacity_bytes)
+            return max(0, state.total_bytes + wanted_bytes - self.capacity_bytes)
 
     def _survey(self, is_urgent: Callable[[], bool]) -> None:
         """Count the directory and correct the ledger.
@@ -134,7 +136,7 @@ class Sweeper:
         and the next one finds the total.
         """
         word = secrets.token_hex(8)
-        with self._ledger.locked() as state:
+        with self.ledger.locked() as state:
             state.survey = word
             state.pending_bytes = sum(holder.granted_bytes for holder in state.holders.values())
             live = {f"{holder.namespace}/{holder.epoch}" for holder in state.holders.values()}
@@ -148,14 +150,14 @@ class Sweeper:
             is_left = match["owner"] not in state.holders and now_s - status.st_mtime > LAPSE_S
             if is_left and remove(f"{self._root}/{path}"):
                 found.used_bytes -= occupied_bytes(status)
-        with self._ledger.locked() as state:
+        with self.ledger.locked() as state:
             if state.survey != word:
                 return
             state.total_bytes = found.used_bytes + state.pending_bytes
             state.surveyed_s = state.now_s
         self._candidates = deque((path, size, changed) for _, path, size, changed in sorted(found.oldest, reverse=True))
         self._candidates_until_s = time.monotonic() + SURVEY_INTERVAL_S
-        self._counters.add("surveys_total")
+        self.counters.add("surveys_total")
         self._remove_dead_epochs(found.epochs, live)
 
     def _count(self, live: set[str], is_urgent: Callable[[], bool]) -> _Survey | None:
@@ -214,8 +216,8 @@ class Sweeper:
                         removed_bytes += size_bytes
                         removed_files += 1
         finally:
-            self._counters.add("evicted_blocks_total", count=removed_files)
-            with self._ledger.locked() as state:
+            self.counters.add("evicted_blocks_total", count=removed_files)
+            with self.ledger.locked() as state:
                 state.take_off(removed_bytes)
 
     def _remove_dead_epochs(self, epochs: list[str], live: set[str]) -> None:
@@ -229,21 +231,6 @@ class Sweeper:
                     os.rmdir(path)
 
 
-def is_survey_due(surveyed_s: float, now_s: float) -> bool:
-    """Return whether nobody has surveyed for long; times of the file server's clock, which may have been set back."""
-    return not 0 <= now_s - surveyed_s < SURVEY_INTERVAL_S
-
-
-@contextmanager
-def sweep_locked(path: str) -> Iterator[bool]:
-    """Hold the sweep lock; yield False if another process has it."""
-    with opened(path, os.O_RDWR | os.O_CREAT) as fd:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        try:
-            yield True
-        finally:  # closing is not enough: a child that was forked meanwhile has it open too
-            fcntl.flock(fd, fcntl.LOCK_UN)
+def is_survey_due(state: LedgerState) -> bool:
+    """Return whether nobody has surveyed for long; the file server's clock may have been set back."""
+    return not 0 <= state.now_s - state.surveyed_s < SURVEY_INTERVAL_S

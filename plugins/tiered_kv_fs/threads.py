@@ -6,19 +6,18 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_Call = tuple[Future[Any], Callable[[], Any]]  # Any: whatever the call returns
-
 
 class DaemonThreads(Executor):
     """Runs calls on daemon threads. The standard library's executor would wait at exit for calls that hang.
 
-    Threads are started as they are needed. The event loop's thread calls `submit`; any thread may call the rest.
+    Each of the first calls starts a thread. The event loop's thread submits calls; any thread may call the rest.
     Callers bound how many calls they make at once, so nothing here bounds the queue.
 
     Args:
@@ -29,10 +28,8 @@ class DaemonThreads(Executor):
     def __init__(self, name: str, threads_max: int) -> None:
         self._name = name
         self._threads_max = threads_max
-        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()  # Any: what it returns
         self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()  # guards `_busy`
-        self._busy = 0  # calls that have been submitted and have not ended
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Have a thread call `function`.
@@ -40,9 +37,7 @@ class DaemonThreads(Executor):
         Raises:
             RuntimeError: No thread can be started, and there is none.
         """
-        with self._lock:
-            needs_thread = self._busy >= len(self._threads) and len(self._threads) < self._threads_max
-        if needs_thread:
+        if len(self._threads) < self._threads_max:
             thread = threading.Thread(target=self._serve, name=f"{self._name}-{len(self._threads)}", daemon=True)
             try:
                 thread.start()
@@ -50,10 +45,8 @@ class DaemonThreads(Executor):
             except RuntimeError:  # no more threads to be had: those that are there have to do
                 if not self._threads:
                     raise
-        with self._lock:
-            self._busy += 1
         future: Future[T] = Future()
-        self._calls.put((future, lambda: function(*args, **kwargs)))
+        self._calls.put((future, partial(function, *args, **kwargs)))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -74,6 +67,4 @@ class DaemonThreads(Executor):
                     future.set_result(function())
                 except BaseException as error:
                     future.set_exception(error)
-            with self._lock:
-                self._busy -= 1
             del call, future, function  # with them go views of the region

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.toolkit.aio import AsyncTier, uninterrupted
 from tiered_kv.toolkit.background import BackgroundTask
+from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
 from tiered_kv_fs.blocks import BlockFiles, Moved, room_bytes_of
 from tiered_kv_fs.counters import Counters
-from tiered_kv_fs.directory import Directory, EpochFile, Identity
+from tiered_kv_fs.directory import Directory, EpochFile
 from tiered_kv_fs.keeper import OPENING_BYTES, Keeper
-from tiered_kv_fs.ledger import Ledger
 from tiered_kv_fs.settings import FsSettings
-from tiered_kv_fs.sweeper import Sweeper
 from tiered_kv_fs.threads import DaemonThreads
 
 T = TypeVar("T")
@@ -59,15 +56,8 @@ def carrier() -> Callable[[Callable[..., T]], Callable[..., Awaitable[T]]]:
     return wrap
 
 
-@dataclass(frozen=True, slots=True)
-class Sizing:
-    """How a capacity is dealt with.
-
-    Args:
-        part_blocks: Blocks in one part of a job.
-        room_bytes: What storing one block may take.
-        grant_bytes: How much is asked of the ledger at once.
-    """
+class Sizing(NamedTuple):
+    """How a capacity is dealt with: blocks in a part of a job, bytes that a store may take, bytes of one grant."""
 
     part_blocks: int
     room_bytes: int
@@ -128,11 +118,23 @@ class FsTier(AsyncTier):
         self._counters = Counters()
         self._cache_epoch = Epoch(EpochFile(self._directory))
         self._saving = BackgroundTask(self._save_epoch, f"tiered-kv-{name}-reset")
-        self._keeper = self._make_keeper(owner := secrets.token_hex(8))
+        try:
+            self._cache_epoch.token(time.monotonic() + _OPEN_TIMEOUT_S)
+            self._keeper = Keeper(
+                self._directory,
+                self._cache_epoch,
+                self._counters,
+                self._call,
+                capacity_bytes=settings.capacity,
+                grant_bytes=self._sizing.grant_bytes,
+                room_timeout_s=min(_ROOM_TIMEOUT_MAX_S, settings.job_timeout / 2),
+            )
+        except OSError as error:
+            raise self._directory.unavailable(error) from error
         self._files = BlockFiles(
             self._directory.namespace_path,
             digest,
-            owner,
+            self._keeper.owner,
             block_bytes,
             self._codecs,
             self._counters,
@@ -151,30 +153,6 @@ class FsTier(AsyncTier):
             lookup_timeout_s=settings.lookup_timeout,
             shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
         )
-
-    def _make_keeper(self, owner: str) -> Keeper:
-        ledger = Ledger(self._directory.ledger_path, self._directory.lock_path)
-        try:
-            self._cache_epoch.token(time.monotonic() + _OPEN_TIMEOUT_S)
-            with ledger.locked() as state:  # tells whether there are locks
-                used_bytes = state.total_bytes or 0
-        except OSError as error:
-            raise self._directory.unavailable(error) from error
-        usable_bytes = self._settings.capacity - OPENING_BYTES
-        keeper = Keeper(
-            self._directory,
-            ledger,
-            self._cache_epoch,
-            Sweeper(self._directory, ledger, usable_bytes, self._counters),
-            owner,
-            capacity_bytes=self._settings.capacity,
-            grant_bytes=self._sizing.grant_bytes,
-            room_timeout_s=min(_ROOM_TIMEOUT_MAX_S, self._settings.job_timeout / 2),
-            counters=self._counters,
-            call=self._call,
-        )
-        keeper.used_bytes = used_bytes
-        return keeper
 
     # The event loop.
 

@@ -11,28 +11,18 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Final
 
-from tiered_kv.errors import FormatError, TierUnavailableError
-from tiered_kv.permissions import NotPrivateError, check_directory, open_directory
 from tiered_kv.tiering.administration import DIGEST_HEX, Purged, StoredNamespace, TierAdministration, believed
-from tiered_kv_nvme.directory import (
-    LEFTOVERS,
-    LOCK_NAME,
-    MARKER_NAME,
-    Marker,
-    read_marker,
-    reason_and_remedy,
-    take_lock,
-)
+from tiered_kv.toolkit.claimed import LOST_AND_FOUND
+from tiered_kv_nvme.directory import LOCK_NAME, MARKER_NAME, claimed, give_back, remove_leftovers, take_lock
 from tiered_kv_nvme.epoch import EPOCH_NAME
 from tiered_kv_nvme.settings import NvmeSettings
 
 _NAMED_MAX: Final = 8
 """Entries that are left and named, of any number."""
-_TOLERATED: Final = frozenset((LOCK_NAME, MARKER_NAME, "lost+found"))
 
 
 class NvmeAdministration(TierAdministration):
@@ -43,31 +33,28 @@ class NvmeAdministration(TierAdministration):
     """
 
     def __init__(self, settings: NvmeSettings) -> None:
-        self._path = os.path.abspath(os.path.expanduser(settings.path))
-        self._tier = settings.name
+        self._claimed = claimed(settings.path, settings.name)
+        self._path = self._claimed.path
 
     def namespaces(self, deadline: float, only: str | None = None) -> list[StoredNamespace]:
-        with self._opened("list") as fd:
-            marker = None if fd is None else self._marker(fd)
-            if fd is None or marker is None or only not in (None, marker.digest):
+        with self._claimed.opened("list") as fd:
+            digest, fields = self._marker(fd)
+            if fd is None or not digest or only not in (None, digest):
                 return []
-            digest = str(marker.digest)
             size_bytes = sum(status.st_blocks * 512 for _, status in _segments(fd, digest))
-            return [StoredNamespace(digest, believed(marker.namespace, digest), None, size_bytes)]
+            return [StoredNamespace(digest, believed(fields.get("namespace"), digest), None, size_bytes)]
 
     def purge(self, digest: str, deadline: float) -> Purged:
-        with self._opened("purge") as fd:
+        with self._claimed.opened("purge") as fd:
             if fd is None or MARKER_NAME not in os.listdir(fd):
                 return Purged(0, 0)
-            check_directory(fd, self._path, may_tighten=False)  # a lock of root's would keep its user's stacks out
-            lock_fd = take_lock(fd, self._path, self._tier)
+            self._claimed.check(fd)  # a lock of root's would keep its user's stacks out
+            lock_fd = take_lock(fd, self._path, self._claimed.tier)
             try:
-                marker = self._marker(fd)
-                if marker is None or marker.digest != digest:
-                    return Purged(0, 0)
-                return self._purge(fd, digest, deadline)
+                found, _ = self._marker(fd)
+                return self._purge(fd, digest, deadline) if found == digest else Purged(0, 0)
             finally:
-                os.close(lock_fd)
+                give_back(lock_fd)
 
     def close(self) -> None:
         return  # nothing is kept open
@@ -87,10 +74,10 @@ class NvmeAdministration(TierAdministration):
         if remaining := len(_segments(fd, digest)):
             left.append(f"{remaining} segment files in {self._path}")
             return Purged(None, size_bytes, tuple(left))
-        for name in (*LEFTOVERS, EPOCH_NAME):
-            _unlink(name, fd)
+        remove_leftovers(fd)
+        _unlink(EPOCH_NAME, fd)
         notes: tuple[str, ...] = ()
-        if foreign := sorted(set(os.listdir(fd)) - _TOLERATED):
+        if foreign := sorted(set(os.listdir(fd)) - {LOCK_NAME, MARKER_NAME, LOST_AND_FOUND}):
             left += [f"{self._path}/{name}, which is not this tier's" for name in foreign[:_NAMED_MAX]]
             if len(foreign) > _NAMED_MAX:
                 left.append(f"{len(foreign) - _NAMED_MAX} more such entries")
@@ -100,43 +87,19 @@ class NvmeAdministration(TierAdministration):
         os.fsync(fd)
         return Purged(None, size_bytes, tuple(left), notes)
 
-    def _marker(self, fd: int) -> Marker | None:
-        """Return what the directory says of itself, None if it holds nothing of anybody's.
+    def _marker(self, fd: int | None) -> tuple[str, Mapping[str, object]]:
+        """Return whose blocks the directory holds, and all that its marker says; "" if it holds nobody's.
 
         Raises:
             FormatError: It is not a tier's, or of another format version.
         """
-        try:
-            marker = read_marker(fd, self._path)
-        except FileNotFoundError:
-            strangers = sorted(set(os.listdir(fd)) - _TOLERATED - {EPOCH_NAME, *LEFTOVERS})
-            if strangers:
-                raise FormatError(
-                    f"{self._path} is not a directory of this tier (it holds {strangers[0]!r})", tier=self._tier
-                ) from None
-            return None
-        except ValueError as error:
-            raise FormatError(str(error), tier=self._tier) from error
-        if not isinstance(marker.digest, str) or not DIGEST_HEX.fullmatch(marker.digest):
-            raise FormatError(f"{self._path}/{MARKER_NAME} names no namespace", tier=self._tier)
-        return marker
-
-    @contextmanager
-    def _opened(self, operation: str) -> Iterator[int | None]:
-        """Yield the directory, None if there is none; errors of the file system are the tier's."""
-        try:
-            try:
-                fd = open_directory(self._path, make=False)
-            except FileNotFoundError:
-                yield None
-                return
-            try:
-                yield fd
-            finally:
-                os.close(fd)
-        except OSError as error:
-            detail = str(error.strerror) if isinstance(error, NotPrivateError) else reason_and_remedy(error)
-            raise TierUnavailableError(f"{self._path}: {detail}", tier=self._tier, operation=operation) from error
+        fields = None if fd is None else self._claimed.marker(fd)
+        if fields is None:
+            return "", {}
+        digest = fields.get("namespace_digest")
+        if not isinstance(digest, str) or not DIGEST_HEX.fullmatch(digest):
+            raise self._claimed.format_error(f"{self._path}/{MARKER_NAME} names no namespace")
+        return digest, fields
 
 
 def _segments(fd: int, digest: str) -> list[tuple[str, os.stat_result]]:
@@ -150,7 +113,5 @@ def _segments(fd: int, digest: str) -> list[tuple[str, os.stat_result]]:
 
 
 def _unlink(name: str, fd: int) -> None:
-    try:
+    with suppress(FileNotFoundError):
         os.unlink(name, dir_fd=fd)
-    except FileNotFoundError:
-        pass

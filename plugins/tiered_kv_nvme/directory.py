@@ -10,7 +10,6 @@ Anything else is foreign: never touched, but counted against the capacity.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -20,9 +19,10 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Final
 
-from tiered_kv.errors import FormatError, TierBusyError, TierUnavailableError
-from tiered_kv.permissions import NotPrivateError, check_directory, check_file, open_directory
-from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS, Disk, write_fully
+from tiered_kv.errors import TierBusyError, TierUnavailableError
+from tiered_kv.permissions import check_file, open_directory
+from tiered_kv.toolkit.claimed import TEMPORARY, ClaimedDirectory, Identity, absolute
+from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS, PROBE_NAME
 from tiered_kv_nvme.epoch import EPOCH_NAME
 from tiered_kv_nvme.layout import FORMAT_VERSION
 
@@ -34,35 +34,7 @@ DIRECTORY_RESERVE_BYTES: Final = 64 << 10
 SEGMENT_RESERVE_BYTES: Final = 8 << 10
 """Kept free beside each segment: blocks in which the file system notes the file's extents."""
 
-_NAMESPACE_KEY = "namespace"
-_MARKER_TEMPORARY = MARKER_NAME + ".tmp"
-LEFTOVERS = (_MARKER_TEMPORARY, "probe.tmp")
-_OURS = frozenset((LOCK_NAME, MARKER_NAME, EPOCH_NAME, *LEFTOVERS))
-_LOST_AND_FOUND: Final = "lost+found"
-_TOLERATED = _OURS | {_LOST_AND_FOUND}
-_MARKER_BYTES_MAX = 1 << 20
-_REMEDIES = {
-    errno.ENOSPC: "; free some space on its disk, or give a directory on another",
-    errno.EDQUOT: "; free some of your quota on its disk, or give a directory on another",
-    errno.EACCES: "; make it writable for this user, or give another",
-    errno.EPERM: "; make it writable for this user, or give another",
-    errno.EROFS: "; give one on a file system that can be written to",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Whose blocks a directory holds.
-
-    Args:
-        digest: The namespace's digest, 16 bytes.
-        namespace: The namespace in readable form.
-        block_bytes: Size of a block.
-    """
-
-    digest: bytes
-    namespace: Mapping[str, object]
-    block_bytes: int
+_OWN_NAMES: Final = frozenset({LOCK_NAME, EPOCH_NAME, PROBE_NAME})
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +54,11 @@ class Listing:
     foreign_files: int
 
 
+def claimed(path: str, tier: str) -> ClaimedDirectory:
+    """Return the directory at `path` as this type of tier claims it."""
+    return ClaimedDirectory(absolute(path), MARKER_NAME, FORMAT_VERSION, _OWN_NAMES, tier)
+
+
 class Directory:
     """An owned directory. It is made if it is missing, claimed if it is empty, and refused if it is someone else's.
 
@@ -98,25 +75,24 @@ class Directory:
     """
 
     def __init__(self, path: str, identity: Identity, *, tier: str = "") -> None:
-        self.path = os.path.abspath(os.path.expanduser(path))
+        self._claimed = claimed(path, tier)
+        self.path = self._claimed.path
         self.identity = identity
         self.foreign_files = 0
         """How many entries were not this tier's when they were last listed."""
-        self._tier = tier
         self._pattern = re.compile(rf"segment-{identity.digest[:4].hex()}-(\d{{6}})\.kv")
         try:
             with ExitStack() as undo:
                 self.fd = open_directory(self.path)
                 undo.callback(os.close, self.fd)
-                self._refuse_foreign()
-                check_directory(self.fd, self.path, may_tighten=not set(os.listdir(self.fd)) - {_LOST_AND_FOUND})
+                self._claimed.check(self.fd)
                 self._lock_fd = take_lock(self.fd, self.path, tier)
-                undo.callback(_give_back, self._lock_fd)
-                self._remove_leftovers()
+                undo.callback(give_back, self._lock_fd)
+                remove_leftovers(self.fd)
                 self._check_marker()
                 undo.pop_all()
         except OSError as error:
-            raise TierUnavailableError(self._why_unusable(error), tier=tier, operation="open") from error
+            raise self.unavailable(error) from error
 
     def segment_name(self, slot: int) -> str:
         """Return the file name of the segment in `slot`."""
@@ -142,7 +118,7 @@ class Directory:
                         segments.append(int(match[1]))
                         segment_bytes += occupied_bytes
                         claimed_bytes += max(size_bytes + SEGMENT_RESERVE_BYTES, occupied_bytes)
-                    elif entry.name in _OURS:
+                    elif entry.name == MARKER_NAME or entry.name in _OWN_NAMES:
                         own_bytes += occupied_bytes
                     else:
                         foreign_files += 1
@@ -156,127 +132,27 @@ class Directory:
 
     def close(self) -> None:
         """Give the directory up."""
-        _give_back(self._lock_fd)
+        give_back(self._lock_fd)
         os.close(self.fd)
 
-    def _refuse_foreign(self) -> None:
-        """Refuse a directory that holds files and no marker, before anything is written into it."""
-        names = set(os.listdir(self.fd))
-        strangers = sorted(names - _TOLERATED)
-        if MARKER_NAME not in names and strangers:
-            raise FormatError(
-                f"{self.path} is not empty and not a directory of this tier (it holds {strangers[0]!r}); "
-                "give an empty or a new directory",
-                tier=self._tier,
-                operation="open",
-            )
-
-    def _remove_leftovers(self) -> None:
-        """Remove what a crash while opening may have left."""
-        for name in LEFTOVERS:
-            try:
-                os.unlink(name, dir_fd=self.fd)
-            except FileNotFoundError:
-                pass
+    def unavailable(self, error: OSError) -> TierUnavailableError:
+        """Return what to raise where the directory cannot be opened."""
+        return self._claimed.unavailable(error)
 
     def _check_marker(self) -> None:
-        try:
-            marker = read_marker(self.fd, self.path)
-        except FileNotFoundError:
-            self._refuse_foreign()  # it may have been filled while we had no lock
-            self._write_marker()
-            return
-        except ValueError as error:
-            raise self._format_error(str(error)) from error
-        namespace, digest, block_bytes = dict(marker.namespace), marker.digest, marker.block_bytes
-        if digest != self.identity.digest.hex() or block_bytes != self.identity.block_bytes:
-            raise self._format_error(self._difference(namespace, digest, block_bytes))
-
-    def _difference(self, namespace: dict[str, object], digest: object, block_bytes: object) -> str:
-        wanted = json.loads(json.dumps(dict(self.identity.namespace), default=str))
-        found: dict[str, object] = {**namespace, "block_bytes": block_bytes}
-        wanted["block_bytes"] = self.identity.block_bytes
-        fields = list(_differences(found, wanted))
-        detail = "; ".join(fields) or f"digest {digest} there, {self.identity.digest.hex()} here"
-        return f"{self.path} holds blocks of another namespace ({detail}); give each namespace its own directory"
-
-    def _write_marker(self) -> None:
-        marker = {
-            "format": FORMAT_VERSION,
-            "namespace_digest": self.identity.digest.hex(),
-            "block_bytes": self.identity.block_bytes,
-            "namespace": dict(self.identity.namespace),
-        }
-        text = json.dumps(marker, indent=2, sort_keys=True, default=str) + "\n"
-        fd = os.open(_MARKER_TEMPORARY, OPEN_FLAGS | os.O_CREAT | os.O_EXCL, FILE_MODE, dir_fd=self.fd)
-        try:
-            write_fully(Disk(), fd, [memoryview(text.encode())], 0)  # a marker that is cut off shuts us out for good
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.rename(_MARKER_TEMPORARY, MARKER_NAME, src_dir_fd=self.fd, dst_dir_fd=self.fd)
-        os.fsync(self.fd)
-
-    def _why_unusable(self, error: OSError) -> str:
-        if isinstance(error, NotPrivateError):
-            return str(error.strerror)
-        if os.path.exists(self.path) and not os.path.isdir(self.path):
-            return f"{self.path} is a file; give a directory"
-        return f"the directory {self.path} cannot be used: {reason_and_remedy(error)}"
-
-    def _format_error(self, message: str) -> FormatError:
-        return FormatError(message, tier=self._tier, operation="open")
-
-
-@dataclass(frozen=True, slots=True)
-class Marker:
-    """What a directory says of itself.
-
-    Args:
-        digest: The namespace's digest, in hex.
-        namespace: The namespace in readable form.
-        block_bytes: Size of a block.
-    """
-
-    digest: object
-    namespace: Mapping[str, object]
-    block_bytes: object
-
-
-def read_marker(directory_fd: int, path: str) -> Marker:
-    """Return a directory's marker.
-
-    Args:
-        directory_fd: The directory, open.
-        path: The same, for messages.
-
-    Raises:
-        FileNotFoundError: It has none.
-        NotPrivateError, OSError: It is none of ours, or cannot be read.
-        ValueError: It is damaged, or of another format version.
-    """
-    fd = os.open(MARKER_NAME, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory_fd)
-    try:
-        check_file(fd, f"{path}/{MARKER_NAME}")
-        text = os.pread(fd, _MARKER_BYTES_MAX, 0)
-    finally:
-        os.close(fd)
-    try:
-        fields = json.loads(text)
-        version = fields["format"]
-        if version == FORMAT_VERSION:  # what else there is depends on it
-            return Marker(fields["namespace_digest"], dict(fields["namespace"]), fields["block_bytes"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path}/{MARKER_NAME} cannot be read; if the blocks may go, delete the directory") from error
-    shown = version if isinstance(version, int) else "unknown"
-    raise ValueError(
-        f"{path} has format version {shown}, and this release reads version {FORMAT_VERSION}; "
-        "use the release that wrote it, give another directory, or delete this one"
-    )
+        wanted = self.identity.fields()
+        found = self._claimed.mark(self.fd, wanted)
+        if found is None:
+            os.fsync(self.fd)
+        elif any(found.get(name) != wanted[name] for name in ("namespace_digest", "block_bytes")):
+            raise self._claimed.format_error(
+                f"{self.path} holds blocks of another namespace ({_difference(found, wanted)}); "
+                "give each namespace its own directory"
+            )
 
 
 def take_lock(directory_fd: int, path: str, tier: str) -> int:
-    """Become the owner of a directory; return the descriptor that holds its lock until it is closed.
+    """Become the owner of a directory; return the descriptor that holds its lock until `give_back`.
 
     Args:
         directory_fd: The directory, open.
@@ -287,19 +163,32 @@ def take_lock(directory_fd: int, path: str, tier: str) -> int:
         OSError: The file system does not let us.
     """
     fd = os.open(LOCK_NAME, OPEN_FLAGS | os.O_NONBLOCK | os.O_CREAT, FILE_MODE, dir_fd=directory_fd)
-    try:
+    with ExitStack() as undo:
+        undo.callback(os.close, fd)  # a descriptor that is forgotten here would hold the lock for ever
         check_file(fd, f"{path}/{LOCK_NAME}")  # before anything is written to it
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise _busy(fd, path, tier) from error
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    except BaseException as error:
-        try:
-            if isinstance(error, BlockingIOError):
-                raise _busy(fd, path, tier) from error
-            raise
-        finally:
-            os.close(fd)  # a descriptor that is forgotten here would hold the lock for ever
+        undo.pop_all()
     return fd
+
+
+def give_back(lock_fd: int) -> None:
+    """Unlock and close; closing alone would leave the lock with a child that was forked meanwhile."""
+    with suppress(OSError):
+        fcntl.flock(lock_fd, fcntl.LOCK_UN)
+    os.close(lock_fd)
+
+
+def remove_leftovers(directory_fd: int) -> None:
+    """Remove what a crash while opening may have left; by the owner."""
+    for name in os.listdir(directory_fd):
+        if name == PROBE_NAME or (TEMPORARY.fullmatch(name) and MARKER_NAME in name):
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=directory_fd)
 
 
 def _busy(lock_fd: int, path: str, tier: str) -> TierBusyError:
@@ -314,27 +203,21 @@ def _busy(lock_fd: int, path: str, tier: str) -> TierBusyError:
     return TierBusyError(message, tier=tier, operation="open")
 
 
-def reason_and_remedy(error: OSError) -> str:
-    """Return what the system says of a directory that cannot be used, and what to do."""
-    return f"{error.strerror}{_REMEDIES.get(error.errno or 0, '')}"
+def _difference(found: Mapping[str, object], wanted: Mapping[str, object]) -> str:
+    """Return what differs between two markers, for people: the digest only where nothing else does."""
+    there, here = (dict(_leaves(json.loads(json.dumps(dict(fields), default=str)))) for fields in (found, wanted))
+    names = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
+    shown = [name for name in names if name not in ("format", "namespace_digest")] or names[-1:]
+    return "; ".join(f"{name}: {there.get(name)!r} there, {here.get(name)!r} here" for name in shown)
 
 
-def _give_back(lock_fd: int) -> None:
-    """Unlock and close; closing alone would leave the lock with a child that was forked meanwhile."""
-    with suppress(OSError):
-        fcntl.flock(lock_fd, fcntl.LOCK_UN)
-    os.close(lock_fd)
-
-
-def _differences(there: Mapping[str, object], here: Mapping[str, object], prefix: str = "") -> Iterator[str]:
-    """Yield what differs between two nested mappings, a line for each innermost key."""
-    for name in sorted(there.keys() | here.keys()):
-        old, new = there.get(name), here.get(name)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            # What everything stands in would only repeat itself.
-            yield from _differences(old, new, "" if name == _NAMESPACE_KEY else f"{prefix}{name}.")
-        elif old != new:
-            yield f"{prefix}{name}: {old!r} there, {new!r} here"
+def _leaves(fields: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the innermost fields of nested mappings; all stands in a namespace, so that is not named."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, prefix if name == "namespace" else f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _sizes(entry: os.DirEntry[str], directory_fd: int) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from tiered_kv_nvme.layout import PAGE_BYTES
 OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 FILE_MODE = 0o600
 
-_PROBE_NAME = "probe.tmp"
+PROBE_NAME = "probe.tmp"
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _HUGE_PAGE_BYTES = 2 << 20
 """A disk takes a large request at once if its memory is in huge pages, and in pieces of about 1 MiB if not."""
@@ -132,7 +132,7 @@ def probe_direct(disk: Disk, directory_fd: int) -> DirectIO:
     flags = OPEN_FLAGS | os.O_CREAT | os.O_DIRECT
     page = Scratch().take(PAGE_BYTES)
     try:
-        fd = os.open(_PROBE_NAME, flags, FILE_MODE, dir_fd=directory_fd)
+        fd = os.open(PROBE_NAME, flags, FILE_MODE, dir_fd=directory_fd)
     except OSError as error:
         _unlink_quietly(directory_fd)
         return DirectIO(False, f"the file system refuses O_DIRECT ({error.strerror})")
@@ -178,6 +178,6 @@ def _rest(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
 
 def _unlink_quietly(directory_fd: int) -> None:
     try:
-        os.unlink(_PROBE_NAME, dir_fd=directory_fd)
+        os.unlink(PROBE_NAME, dir_fd=directory_fd)
     except OSError:
         pass  # it was never made, or the open that follows will tell

@@ -49,8 +49,7 @@ class SegmentFiles:
         """Make and preallocate the file of a free segment, if the capacity has room for it.
 
         Args:
-            taken: The slots of all segments. A segment file in another slot is one that could not be deleted;
-                it is deleted now, or its slot avoided.
+            taken: The slots of all segments. A segment file in another slot is one that could not be deleted.
             generation: The segment's.
         """
         slot = -1
@@ -58,11 +57,6 @@ class SegmentFiles:
         fd = -1
         try:
             listing = self.directory.list()
-            stray = [slot for slot in listing.segments if slot not in taken]
-            if stray:
-                for slot in stray:
-                    self._delete(slot)
-                listing = self.directory.list()
             if listing.claimed_bytes + self.segment_bytes + SEGMENT_RESERVE_BYTES > self.capacity_bytes:
                 return NoSegment.AT_CAPACITY
             slot = next(slot for slot in itertools.count() if slot not in taken and slot not in listing.segments)
@@ -150,16 +144,13 @@ class SegmentFiles:
             os.close(segment.fd)
         except OSError:
             self.counters.add("io_errors_total")
-        self._delete(segment.slot)
+        if self._unlink(segment.slot):
+            self.counters.add("deleted_segments_total")
 
     def discard(self, slot: int) -> None:
         """Delete a file that holds nothing that can be used."""
         self._unlink(slot)
         self.counters.add("discarded_segments_total")
-
-    def _delete(self, slot: int) -> None:
-        if self._unlink(slot):
-            self.counters.add("deleted_segments_total")
 
     def _write_header(self, segment: Segment, generation: int) -> None:
         page = Scratch().take(PAGE_BYTES)

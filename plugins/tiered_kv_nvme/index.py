@@ -9,12 +9,26 @@ Reading the dictionary needs no lock, on any thread. Changing it needs the pool'
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from tiered_kv.base import OffloadKey
 
+CHUNK_KEYS = 256
+PAUSE_S = 50e-6
+"""Work on many keys is done in chunks with pauses between, so that the scheduler's thread never waits long for
+the interpreter lock."""
+
 _ORDINAL_BITS = 32
 _ORDINAL_MASK = (1 << _ORDINAL_BITS) - 1
+
+
+def take_apart(places: dict[OffloadKey, int]) -> None:
+    """Empty an index that is not used any more, in chunks."""
+    while places:
+        for _ in range(min(CHUNK_KEYS, len(places))):
+            places.popitem()
+        time.sleep(PAUSE_S)
 
 
 def place_of(slot: int, ordinal: int) -> int:

@@ -60,14 +60,7 @@ def summary_bytes(count: int, key_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
-    """The first page of a segment.
-
-    Args:
-        digest: The namespace's digest, 16 bytes.
-        generation: Which use of the file this is; a later use of any file in the directory has a greater one.
-        segment_bytes: Size of the file.
-        block_bytes: Size of a block before it is encoded.
-    """
+    """The first page of a segment; the fields are those of docs/reference/formats-nvme.md."""
 
     digest: bytes
     generation: int
@@ -94,18 +87,7 @@ class SegmentHeader:
 
 @dataclass(frozen=True, slots=True)
 class BatchHeader:
-    """What stands before a batch's entries.
-
-    Args:
-        header_bytes: Size of the header with its entries and keys, in whole pages.
-        count: Blocks in the batch.
-        digest: The namespace's digest.
-        generation: The segment's generation.
-        epoch: The directory's epoch when the batch was written; a reset of the cache changes it.
-        sequence: The batch's number in its segment, from 0.
-        offset: Where in the segment the batch begins.
-        batch_bytes: Size of header and payloads, in whole pages.
-    """
+    """What stands before a batch's entries; the fields are those of docs/reference/formats-nvme.md."""
 
     header_bytes: int
     count: int
@@ -142,21 +124,10 @@ class BatchHeader:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The footer of a segment's summary, in the segment's last page.
+    """The footer of a segment's summary; the fields are those of docs/reference/formats-nvme.md.
 
     It answers for the batches before `end_offset`, so that recovery need not read their headers; batches
     that were written after it follow there.
-
-    Args:
-        table_bytes: Size of the table that lies right before the footer, in whole pages.
-        count: Blocks in it.
-        digest: The namespace's digest.
-        generation: The segment's generation.
-        epoch: The epoch of all its batches.
-        sequence: The number of the batch that follows.
-        end_offset: Where that batch begins.
-        segment_bytes: Size of the segment.
-        table_checksum: xxh3-128 of the table.
     """
 
     table_bytes: int
@@ -189,14 +160,7 @@ class Summary:
 
 
 class Entry(NamedTuple):
-    """One stored block.
-
-    Args:
-        offset: Where in the segment its payload begins.
-        stored_bytes: Size of the payload, encoded.
-        codec: The codec's number.
-        checksum: xxh3-128 of the payload as it is stored.
-    """
+    """One stored block: where its payload begins, its size as stored, its codec's number, its checksum as stored."""
 
     offset: int
     stored_bytes: int

@@ -35,16 +35,9 @@ class Stream(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Room for one batch, which its holder must `commit` or `abandon`.
+    """Room for one batch, which its holder must `commit` or `abandon`, and what the batch's header will say.
 
-    Args:
-        segment: Where it is; neither sealed nor reclaimed before the reservation ends.
-        offset: Where in it the batch begins.
-        count: How many blocks of the demand it is for.
-        key_bytes: Size of their keys.
-        header_bytes: Size of the batch's header.
-        batch_bytes: Size of the batch.
-        generation, epoch, sequence: What the batch's header says.
+    `count` is how many blocks of the demand it is for. Its segment is neither sealed nor reclaimed before it ends.
     """
 
     segment: Segment

@@ -38,10 +38,10 @@ class Wanted(NamedTuple):
 
 @dataclass(slots=True)
 class Run:
-    """Blocks of one segment that one call reads.
+    """Blocks of one segment that one call reads, in the order they lie on the disk.
 
     Args:
-        blocks: In the order they lie on the disk.
+        blocks: At first one.
         scatter: Whether each goes straight to where it is wanted; otherwise all go through a buffer.
     """
 
@@ -73,6 +73,7 @@ class Run:
         return True
 
 
+@dataclass(eq=False)
 class BlockReader:
     """Reads blocks; every method may be called by several threads at once.
 
@@ -85,26 +86,16 @@ class BlockReader:
         scatter: Whether blocks may be read straight into the caller's memory, as `gather` of `BatchWriter`.
     """
 
-    def __init__(
-        self,
-        disk: Disk,
-        digest: bytes,
-        pool: SegmentPool,
-        index: Index,
-        counters: Counters,
-        *,
-        block_bytes: int,
-        codecs: CodecSet,
-        scatter: bool,
-    ) -> None:
-        self._disk = disk
-        self._digest = digest
-        self._pool = pool
-        self._index = index
-        self._counters = counters
-        self._block_bytes = block_bytes
-        self._codecs = codecs
-        self._scatter = scatter
+    disk: Disk
+    digest: bytes
+    pool: SegmentPool
+    index: Index
+    counters: Counters
+    block_bytes: int
+    codecs: CodecSet
+    scatter: bool
+
+    def __post_init__(self) -> None:
         self._local = threading.local()
 
     def load(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
@@ -126,9 +117,9 @@ class BlockReader:
         try:
             for run in self._runs(wanted):
                 try:
-                    statuses = self._read(run)
+                    statuses = self._read_scattered(run) if run.scatter else self._read_buffered(run)
                 except OSError:
-                    self._counters.add("io_errors_total")
+                    self.counters.add("io_errors_total")
                     reason = "io_error"
                     failed.update(item.key for item in run.blocks)
                     continue
@@ -159,16 +150,16 @@ class BlockReader:
         start = min(entry.offset for entry in entries) // PAGE_BYTES * PAGE_BYTES
         end = pages(max(map(_end, entries)))
         span = buffer.take(end - start)
-        came = read_fully(self._disk, segment.fd, [span], start)
+        came = read_fully(self.disk, segment.fd, [span], start)
         payloads = [_payload(span[:came], entry, start) for entry in entries]
         return [data if _is_sound(data, entry) else None for entry, data in zip(entries, payloads, strict=True)]
 
     def _pin(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> tuple[list[Wanted], int]:
         """Return where the blocks are that are here, their segments pinned, and the epoch."""
         wanted: list[Wanted] = []
-        pool = self._pool
+        pool = self.pool
         with pool.changed:
-            places = self._index.places
+            places = self.index.places
             for key, block in zip(keys, blocks, strict=True):
                 place = places.get(key)
                 if place is not None:
@@ -180,15 +171,15 @@ class BlockReader:
     def _unpin(self, slots: set[int], lost: Sequence[tuple[Wanted, RecordStatus]], epoch: int) -> bool:
         """Release the segments, forget lost blocks, and return whether there was no reset meanwhile."""
         dropped: list[RecordStatus] = []
-        with self._pool.changed:
+        with self.pool.changed:
             for item, status in lost:
-                if self._index.drop(item.key, place_of(item.segment.slot, item.ordinal)):
+                if self.index.drop(item.key, place_of(item.segment.slot, item.ordinal)):
                     dropped.append(status)
-            self._pool.unpin(slots)
-            still_valid = self._pool.epoch == epoch
+            self.pool.unpin(slots)
+            still_valid = self.pool.epoch == epoch
         for status in dropped:
             kind = "unreadable_blocks_total" if status in UNREADABLE else "corrupt_blocks_total"
-            self._counters.add(kind, status.value)
+            self.counters.add(kind, status.value)
         return still_valid
 
     def _runs(self, wanted: list[Wanted]) -> list[Run]:
@@ -202,12 +193,8 @@ class BlockReader:
         return runs
 
     def _can_scatter(self, entry: Entry) -> bool:
-        raw = entry.codec == RAW.codec_id and entry.stored_bytes == self._block_bytes
-        return self._scatter and raw and entry.offset % PAGE_BYTES == 0 and self._codecs.accepts_plain
-
-    def _read(self, run: Run) -> list[RecordStatus]:
-        """Read a run into its blocks and return what became of each."""
-        return self._read_scattered(run) if run.scatter else self._read_buffered(run)
+        raw = entry.codec == RAW.codec_id and entry.stored_bytes == self.block_bytes
+        return self.scatter and raw and entry.offset % PAGE_BYTES == 0 and self.codecs.accepts_plain
 
     def _read_scattered(self, run: Run) -> list[RecordStatus]:
         buffers: list[memoryview] = []
@@ -217,7 +204,7 @@ class BlockReader:
                 buffers.append(self._scratch().take(GAP_BYTES_MAX)[: item.entry.offset - at])
             buffers.append(item.block)
             at = _end(item.entry)
-        came = read_fully(self._disk, run.blocks[0].segment.fd, buffers, run.offset)
+        came = read_fully(self.disk, run.blocks[0].segment.fd, buffers, run.offset)
         return [
             RecordStatus.OK
             if _end(item.entry) - run.offset <= came and checksum(item.block) == item.entry.checksum
@@ -228,7 +215,7 @@ class BlockReader:
     def _read_buffered(self, run: Run) -> list[RecordStatus]:
         start = run.offset // PAGE_BYTES * PAGE_BYTES
         span = self._scratch().take(pages(run.end_offset) - start)
-        came = read_fully(self._disk, run.blocks[0].segment.fd, [span], start)
+        came = read_fully(self.disk, run.blocks[0].segment.fd, [span], start)
         statuses: list[RecordStatus] = []
         for item in run.blocks:
             payload = _payload(span[:came], item.entry, start)
@@ -245,7 +232,7 @@ class BlockReader:
         entry = item.entry
         if entry.codec not in ENCRYPTED_IDS and not _is_sound(payload, entry):
             return RecordStatus.BAD_CHECKSUM
-        status = self._codecs.decode(entry.codec, payload, item.block, binding_of(self._digest, item.key))
+        status = self.codecs.decode(entry.codec, payload, item.block, binding_of(self.digest, item.key))
         if entry.codec in ENCRYPTED_IDS and status is not RecordStatus.OK and not _is_sound(payload, entry):
             return RecordStatus.BAD_CHECKSUM
         return status

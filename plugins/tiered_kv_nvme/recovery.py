@@ -11,7 +11,7 @@ import errno
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from dataclasses import dataclass
 
 from tiered_kv.toolkit.codecs import OVERHEAD_BYTES_MAX
 from tiered_kv_nvme.disk import Disk, Scratch, read_fully
@@ -28,8 +28,6 @@ from tiered_kv_nvme.layout import (
 )
 from tiered_kv_nvme.pool import SegmentPool
 from tiered_kv_nvme.segment import Segment, SegmentState
-
-_T = TypeVar("_T")
 
 
 def recover(files: SegmentFiles, pool: SegmentPool, index: Index, *, threads: int) -> None:
@@ -69,26 +67,28 @@ def _adopt(found: Sequence[Segment], pool: SegmentPool, index: Index) -> None:
             pool.resume(resumable)
 
 
+@dataclass(eq=False)
 class _Scan:
     """The scan of one segment file, on a thread of its own."""
 
-    def __init__(self, files: SegmentFiles, slot: int, epoch: int) -> None:
-        self._files = files
-        self._disk: Disk = files.disk
-        self._slot = slot
-        self._epoch = epoch
-        self._identity = files.directory.identity
+    files: SegmentFiles
+    slot: int
+    epoch: int
+
+    def __post_init__(self) -> None:
+        self._disk: Disk = self.files.disk
+        self._identity = self.files.directory.identity
         self._scratch = Scratch()
         self._file_bytes = 0
 
     def run(self) -> Segment | None:
         """Return the segment, or None if its file is of no use and was deleted."""
         try:
-            fd = self._files.open(self._slot)
+            fd = self.files.open(self.slot)
         except OSError as error:
             if error.errno != errno.ELOOP:  # too many open files, say: no reason to delete anything
                 raise
-            self._files.discard(self._slot)  # a symbolic link
+            self.files.discard(self.slot)  # a symbolic link
             return None
         try:
             segment = self._read(fd)
@@ -97,63 +97,50 @@ class _Scan:
             raise
         if segment is None:
             os.close(fd)
-            self._files.discard(self._slot)
+            self.files.discard(self.slot)
         return segment
 
     def _read(self, fd: int) -> Segment | None:
-        page = self._scratch.take(PAGE_BYTES)
+        """Return what can be read of a segment, None if it holds nothing.
+
+        Where the disk fails, what was read before stays. The segment is not written to again: the next opening may
+        find the rest, unless a summary or another batch hides it. With no header it is the first to be deleted.
+        """
         self._file_bytes = os.fstat(fd).st_size
+        segment = Segment(self.slot, fd, self._file_bytes, 0)
         try:
-            came = read_fully(self._disk, fd, [page], 0)
+            if not self._read_header(segment):
+                return None
+            summary = self._read_summary(segment)
+            if summary is not None and summary.epoch != self.epoch:
+                segment.epoch = summary.epoch
+                segment.state = SegmentState.SEALED
+                return segment
+            batches = self._read_batches(segment)
+            is_sealed = summary is not None and not batches
         except OSError as error:
             if error.errno == errno.ENOMEM:  # says nothing of the file
                 raise
-            return self._unreadable(fd)
-        header = SegmentHeader.decode(page) if came == PAGE_BYTES else None
-        identity = self._identity
-        if header is None or (header.digest, header.block_bytes) != (identity.digest, identity.block_bytes):
-            return None
-        segment = Segment(self._slot, fd, header.segment_bytes, header.generation)
-        segment.damaged = self._file_bytes < header.segment_bytes
-        summary = self._keep_what_came(self._read_summary, segment)
-        if summary is not None and summary.epoch != self._epoch:
-            segment.epoch = summary.epoch
-            segment.state = SegmentState.SEALED
-            return segment
-        batches = self._keep_what_came(self._read_batches, segment)
+            self.files.counters.add("io_errors_total")
+            segment.damaged, is_sealed = True, False
         if len(segment.table) or segment.damaged:
-            segment.epoch = self._epoch
-            segment.state = SegmentState.SEALED if summary is not None and not batches else SegmentState.FULL
+            segment.epoch = self.epoch
+            segment.state = SegmentState.SEALED if is_sealed else SegmentState.FULL
         segment.reserved_blocks = len(segment.table)
         segment.key_bytes = sum(map(len, segment.table.keys))
         return segment
 
-    def _unreadable(self, fd: int) -> Segment:
-        """Return a segment whose header cannot be read now: empty, and the first to be deleted when room is needed.
-
-        The disk may recover: then the next opening finds its blocks.
-        """
-        self._files.counters.add("io_errors_total")
-        segment = Segment(self._slot, fd, self._file_bytes, 0)
-        segment.damaged = True
-        segment.epoch = self._epoch
-        segment.state = SegmentState.FULL
-        return segment
-
-    def _keep_what_came(self, read: Callable[[Segment], _T], segment: Segment) -> _T | None:
-        """Read a part of the segment; None if the disk failed.
-
-        What was read before stays. The segment is not written to again: what could not be read may be found by
-        the next opening, unless a summary or another batch hides it.
-        """
-        try:
-            return read(segment)
-        except OSError as error:
-            if error.errno == errno.ENOMEM:  # says nothing of the file
-                raise
-            self._files.counters.add("io_errors_total")
-            segment.damaged = True
-            return None
+    def _read_header(self, segment: Segment) -> bool:
+        """Take over what the segment's header says; return False if that is nothing."""
+        page = self._scratch.take(PAGE_BYTES)
+        came = read_fully(self._disk, segment.fd, [page], 0)
+        header = SegmentHeader.decode(page) if came == PAGE_BYTES else None
+        identity = self._identity
+        if header is None or (header.digest, header.block_bytes) != (identity.digest, identity.block_bytes):
+            return False
+        segment.segment_bytes, segment.generation = header.segment_bytes, header.generation
+        segment.damaged = self._file_bytes < header.segment_bytes
+        return True
 
     def _read_summary(self, segment: Segment) -> Summary | None:
         """Fill the segment from its summary; return None if it has no sound one."""
@@ -179,7 +166,7 @@ class _Scan:
             return None
         segment.end_offset = summary.end_offset
         segment.sequence = summary.sequence
-        if summary.epoch == self._epoch:
+        if summary.epoch == self.epoch:
             segment.table = entries
         return summary
 
@@ -220,7 +207,7 @@ class _Scan:
         return (
             header.digest == self._identity.digest
             and header.generation == segment.generation
-            and header.epoch == self._epoch
+            and header.epoch == self.epoch
             and header.sequence == segment.sequence
             and header.offset == segment.end_offset
             and 0 < header.header_bytes <= header.batch_bytes <= room_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,25 +14,28 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.config.units import rounded_bytes
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.toolkit.background import BackgroundTask
+from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codec_set import PLAIN, CodecSet
 from tiered_kv.toolkit.jobs import Outcome
 from tiered_kv_nvme.counters import Counters
-from tiered_kv_nvme.directory import Directory, Identity, reason_and_remedy
+from tiered_kv_nvme.directory import Directory
 from tiered_kv_nvme.disk import DirectIO, Disk, file_system_of, probe_direct
 from tiered_kv_nvme.epoch import DirectoryEpoch
 from tiered_kv_nvme.files import SegmentFiles
-from tiered_kv_nvme.index import Index, ordinal_of, slot_of
-from tiered_kv_nvme.layout import KEY_BYTES_MAX, PAGE_BYTES
+from tiered_kv_nvme.index import Index, ordinal_of, slot_of, take_apart
+from tiered_kv_nvme.layout import PAGE_BYTES
 from tiered_kv_nvme.pool import SegmentPool
 from tiered_kv_nvme.reader import BlockReader
 from tiered_kv_nvme.reclaimer import Reclaimer
 from tiered_kv_nvme.recovery import recover
-from tiered_kv_nvme.segment import SegmentState, segment_bytes_min
+from tiered_kv_nvme.segment import SegmentState
 from tiered_kv_nvme.sizing import Sizing
 from tiered_kv_nvme.writer import BatchWriter
 
 FREE_SEGMENTS = 2
 """Kept ready: one for stores, one for the reclaimer, which moves used blocks to it."""
+RETRY_S = 0.1
+"""How long it takes until an epoch that could not be written is written again."""
 CLOSE_TIMEOUT_S = 5.0
 """How long closing waits for the reclaimer and for resets to be written, unless its caller says."""
 
@@ -83,6 +87,7 @@ class SegmentStore:
         disk = disk or Disk()
         self._options = options
         self._name = f"tiered-kv-{tier}"
+        self._forgotten: deque[dict[OffloadKey, int]] = deque()  # the indexes of before resets
         self._noting = BackgroundTask(self._note_reset, f"{self._name}-reset")
         self.counters = Counters()
         self._directory = Directory(path, identity, tier=tier)
@@ -99,7 +104,7 @@ class SegmentStore:
             self.direct = probe_direct(disk, self._directory.fd) if options.want_direct else off
             self._epoch = DirectoryEpoch(self._directory.fd)
         except OSError as error:
-            raise TierUnavailableError(f"{path}: {reason_and_remedy(error)}", tier=tier, operation="open") from error
+            raise self._directory.unavailable(error) from error
         undo.callback(self._epoch.close)
         sizing = options.sizing
         self._files = SegmentFiles(
@@ -137,16 +142,7 @@ class SegmentStore:
             gather=straight and options.codecs.writes_raw,
             room_timeout_s=options.room_timeout_s,
         )
-        stored_bytes = identity.block_bytes + options.codecs.overhead_bytes
-        self._reclaimer = Reclaimer(
-            self._files,
-            *shared,
-            self._reader,
-            self._writer,
-            self._epoch,
-            least_bytes=segment_bytes_min(stored_bytes, KEY_BYTES_MAX, 1),
-            name=f"{self._name}-reclaimer",
-        )
+        self._reclaimer = Reclaimer(self._files, *shared, self._reader, self._writer, name=f"{self._name}-reclaimer")
         self._released = False
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
@@ -182,7 +178,7 @@ class SegmentStore:
     def reset(self) -> int:
         """Forget every block; a block that is being loaded is reported as failed. The scheduler's thread; no I/O.
 
-        The reclaimer may be waiting for the disk, so another thread writes the new epoch down at once.
+        A thread of its own notes the new epoch in the directory.
 
         Returns:
             The new epoch.
@@ -190,16 +186,25 @@ class SegmentStore:
         epoch = self._epoch.renew()
         with self._pool.changed:
             self._pool.reset(epoch)
-            self._reclaimer.forget(self.index.clear())
+            self._forgotten.append(self.index.clear())
         self.counters.add("resets_total")
         self._noting.ask()
         return epoch
 
     def _note_reset(self) -> None:
-        try:
-            self._epoch.write()
-        except OSError:
-            self.counters.add("io_errors_total")  # the reclaimer tries again
+        """Write the epoch, flush it, and take the old index apart; try again until that is done or the store closes."""
+        while count := len(self._forgotten):
+            try:
+                self._epoch.write()
+                self._epoch.sync()
+            except OSError:
+                self.counters.add("io_errors_total")
+                with self._pool.changed:
+                    if self._pool.changed.wait_for(lambda: self._pool.closed, RETRY_S):
+                        return
+                continue
+            for _ in range(count):
+                take_apart(self._forgotten.popleft())
 
     def stats(self) -> dict[str, Any]:  # Any: as `SecondaryTierManager.stats`
         """Return counters, and how much is here."""
@@ -261,12 +266,10 @@ class SegmentStore:
         with self._pool.changed:
             self._pool.close()
             self.index.clear()
-        patience_s = CLOSE_TIMEOUT_S if timeout_s is None else timeout_s
-        deadline = time.monotonic() + patience_s
-        if not self._reclaimer.stop(patience_s):
-            return False
-        if not self._noting.join(max(0.0, deadline - time.monotonic())):
-            return False
+        deadline = time.monotonic() + (CLOSE_TIMEOUT_S if timeout_s is None else timeout_s)
+        for stop in (self._reclaimer.stop, self._noting.join):
+            if not stop(max(0.0, deadline - time.monotonic())):
+                return False
         with self._pool.changed:
             segments = list(self._pool.segments.values())
             idle = [segment for segment in segments if not segment.readers and not segment.writers]
@@ -284,16 +287,10 @@ class SegmentStore:
         with ExitStack() as release:
             release.callback(self._directory.close)
             release.callback(self._epoch.close)
-            try:
-                self._epoch.sync()
-            except OSError:
-                self.counters.add("io_errors_total")
-                self._discard_epoch()
+            for note in (self._epoch.sync, self._epoch.discard):  # discard, so that nobody takes an old epoch for this
+                try:
+                    note()
+                    break
+                except OSError:
+                    self.counters.add("io_errors_total")
         return True
-
-    def _discard_epoch(self) -> None:
-        """See to it that an epoch that is over is not taken for the one of now, though no other can be written."""
-        try:
-            self._epoch.discard()
-        except OSError:
-            self.counters.add("io_errors_total")

@@ -10,9 +10,9 @@ import numpy as np
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.errors import ConfigError
 from tiered_kv.toolkit.blocking import BlockingTier
+from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.jobs import Outcome
 from tiered_kv.toolkit.turn import TURN
-from tiered_kv_nvme.directory import Identity
 from tiered_kv_nvme.layout import PAGE_BYTES
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.sizing import Sizing

@@ -31,21 +31,7 @@ class Payload(NamedTuple):
     checksum: bytes | None
 
 
-@dataclass(frozen=True, slots=True)
-class Relocation:
-    """Stored blocks that shall move.
-
-    Args:
-        keys: The blocks.
-        payloads: Their stored bytes, verified.
-        places: Where they are.
-    """
-
-    keys: Sequence[OffloadKey]
-    payloads: Sequence[Payload]
-    places: Sequence[int]
-
-
+@dataclass(eq=False)
 class BatchWriter:
     """Writes batches; every method may be called by several threads at once.
 
@@ -59,26 +45,16 @@ class BatchWriter:
         room_timeout_s: How long a store waits for a free segment.
     """
 
-    def __init__(
-        self,
-        disk: Disk,
-        digest: bytes,
-        pool: SegmentPool,
-        index: Index,
-        counters: Counters,
-        *,
-        codecs: CodecSet,
-        gather: bool,
-        room_timeout_s: float,
-    ) -> None:
-        self._disk = disk
-        self._digest = digest
-        self._pool = pool
-        self._index = index
-        self._counters = counters
-        self._codecs = codecs
-        self._gather = gather
-        self._room_timeout_s = room_timeout_s
+    disk: Disk
+    digest: bytes
+    pool: SegmentPool
+    index: Index
+    counters: Counters
+    codecs: CodecSet
+    gather: bool
+    room_timeout_s: float
+
+    def __post_init__(self) -> None:
         self._local = threading.local()
 
     def store(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], epoch: int) -> Outcome:
@@ -92,7 +68,7 @@ class BatchWriter:
         Returns:
             The keys that are here now, and if they are not all, why.
         """
-        here = self._index.places
+        here = self.index.places
         wanted = {key: block for key, block in zip(keys, blocks, strict=True) if key not in here}
         if not wanted:
             return ALL_DONE
@@ -109,16 +85,18 @@ class BatchWriter:
             return ALL_DONE
         return Outcome([key for key in keys if key in stored or key not in wanted], reason)
 
-    def relocate(self, relocation: Relocation, epoch: int) -> int:
-        """Copy stored blocks to the active segment, as far as there is room at once; return how many moved."""
-        written, _ = self._write(relocation.keys, relocation.payloads, epoch, relocation.places)
+    def relocate(
+        self, keys: Sequence[OffloadKey], payloads: Sequence[Payload], places: Sequence[int], epoch: int
+    ) -> int:
+        """Copy stored blocks from `places`, as far as there is room at once; return how many moved."""
+        written, _ = self._write(keys, payloads, epoch, places)
         return written
 
     def _prepare(self, block: memoryview) -> Payload:
-        if self._codecs.writes_raw:
-            return Payload(self._codecs.draft(block), checksum(block))
+        if self.codecs.writes_raw:
+            return Payload(self.codecs.draft(block), checksum(block))
         with TURN.paused():  # compression is not the interpreter's work
-            draft = self._codecs.draft(block)
+            draft = self.codecs.draft(block)
         return Payload(draft, checksum(draft.content) if draft.seal is None else None)
 
     def _write(
@@ -129,7 +107,7 @@ class BatchWriter:
         old_places: Sequence[int] | None = None,
     ) -> tuple[int, str]:
         """Write one batch, or several where it meets the end of a segment; return how many blocks, and what failed."""
-        timeout_s, stream = self._room_timeout_s, Stream.STORES
+        timeout_s, stream = self.room_timeout_s, Stream.STORES
         if old_places is not None:
             timeout_s, stream = 0.0, Stream.RELOCATIONS
         done = 0
@@ -137,14 +115,14 @@ class BatchWriter:
             rest = payloads[done:]
             demand = Demand.of([payload.draft.payload_bytes for payload in rest], [len(key) for key in keys[done:]])
             with TURN.paused():  # it may wait for room
-                reservation = self._pool.reserve(demand, epoch, timeout_s, stream)
+                reservation = self.pool.reserve(demand, epoch, timeout_s, stream)
             if reservation is None:
-                if epoch != self._pool.epoch:
+                if epoch != self.pool.epoch:
                     return done, "reset"
                 if stream is Stream.STORES:
-                    with self._pool.changed:
-                        starved = self._pool.is_starved
-                    self._counters.add("refused_stores_total" if starved else "room_timeouts_total")
+                    with self.pool.changed:
+                        starved = self.pool.is_starved
+                    self.counters.add("refused_stores_total" if starved else "room_timeouts_total")
                 return done, "no_space"
             end = done + reservation.count
             places = old_places[done:end] if old_places is not None else None
@@ -164,18 +142,18 @@ class BatchWriter:
         """Write a batch where there is room for it and make its blocks known; return what failed."""
         written = False
         try:
-            gather = self._gather and old_places is None
+            gather = self.gather and old_places is None
             entries, buffers = self._lay_out(reservation, keys, payloads, gather=gather)
-            write_fully(self._disk, reservation.segment.fd, buffers, reservation.offset)
+            write_fully(self.disk, reservation.segment.fd, buffers, reservation.offset)
             written = True
         except OSError as error:
-            self._counters.add("io_errors_total")
+            self.counters.add("io_errors_total")
             return failure_reason(error)
         finally:
             if not written:
-                with self._pool.changed:
-                    self._pool.abandon(reservation)
-        self._counters.add("stored_batches_total")
+                with self.pool.changed:
+                    self.pool.abandon(reservation)
+        self.counters.add("stored_batches_total")
         return "" if self._publish(reservation, entries, keys, old_places) else "reset"
 
     def _publish(
@@ -187,15 +165,15 @@ class BatchWriter:
     ) -> bool:
         """Make the blocks of a batch that is completely written known, unless the cache was reset meanwhile."""
         segment = reservation.segment
-        with self._pool.changed:
-            if not self._pool.commit(reservation):
+        with self.pool.changed:
+            if not self.pool.commit(reservation):
                 return False
             first_place = place_of(segment.slot, len(segment.table))
             segment.table.append(keys, entries)
             if old_places is None:
-                self._index.add(keys, first_place)
+                self.index.add(keys, first_place)
             else:
-                self._index.move(keys, old_places, first_place)
+                self.index.move(keys, old_places, first_place)
         return True
 
     def _lay_out(
@@ -221,7 +199,7 @@ class BatchWriter:
         header = BatchHeader(
             reservation.header_bytes,
             reservation.count,
-            self._digest,
+            self.digest,
             reservation.generation,
             reservation.epoch,
             reservation.sequence,
@@ -240,7 +218,7 @@ class BatchWriter:
             target[:] = draft.content
             return known_checksum
         with TURN.paused():  # encryption is not the interpreter's work
-            draft.write_into(target, binding_of(self._digest, key))
+            draft.write_into(target, binding_of(self.digest, key))
             return checksum(target)
 
 

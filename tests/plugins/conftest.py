@@ -9,16 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.entries import OpenRig, rig_of
 from tests.support.patient_nvme import waiting_until_closed
 from tiered_kv.base import OffloadKey
 from tiered_kv.testing.redis_servers import PATIENT
 from tiered_kv.testing.rig import TierRig, block_content
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.tiering.base import TierSpec
+from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codec_set import plain_codecs
 from tiered_kv.toolkit.epoch import forget_retired
 from tiered_kv.toolkit.jobs import Outcome
-from tiered_kv_nvme.directory import Identity
 from tiered_kv_nvme.disk import Disk
 from tiered_kv_nvme.sizing import Sizing
 from tiered_kv_nvme.store import FREE_SEGMENTS, SegmentStore, StoreOptions
@@ -164,3 +165,29 @@ def patient_fs_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
     After two seconds they leave it to itself otherwise, and a busy machine may hold it up for longer.
     """
     monkeypatch.setattr("tiered_kv_fs.tier._SHUTDOWN_TIMEOUT_S", WAIT_S)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where a tier keeps its directory."""
+    return tmp_path / "kv"
+
+
+@pytest.fixture
+def open_rig(
+    path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, patient_fs_shutdown: None
+) -> Iterator[OpenRig]:
+    """Open fs tiers on the directory, for blocks and a capacity that the module names; they are closed at the end."""
+    monkeypatch.setattr("tiered_kv_fs.tier._ROOM_TIMEOUT_MAX_S", WAIT_S)  # or a busy machine makes stores find no room
+    sizes = {"block_bytes": request.module.BLOCK_BYTES, "capacity": request.module.CAPACITY_BYTES}
+    rigs: list[TierRig] = []
+
+    def open_one(namespace: bytes = DIGEST, **changes: int) -> TierRig:
+        chosen = {**sizes, **changes}
+        entry = {"type": "fs", "path": str(path), "capacity": chosen["capacity"], "threads": 4, "job_timeout": "120s"}
+        rigs.append(rig_of(entry, block_bytes=chosen["block_bytes"], num_blocks=512, namespace=namespace))
+        return rigs[-1]
+
+    yield open_one
+    for rig in rigs:
+        rig.close()

@@ -4,56 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.disk_use import occupied_bytes
-from tests.support.entries import rig_of
-from tiered_kv.testing.gate import Gate
-from tiered_kv.testing.rig import TierRig, make_keys
+from tests.support.disk_use import fs_blocks, occupied_bytes
+from tests.support.entries import OpenRig
+from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.waiting import wait_until
-from tiered_kv_fs import blocks as block_files
-from tiered_kv_fs import files
-from tiered_kv_fs.layout import BLOCK, TEMPORARY_BLOCK
-from tiered_kv_fs.ledger import Ledger
+from tiered_kv_fs.layout import TEMPORARY_BLOCK
 
 BLOCK_BYTES = 65_536
 CAPACITY_BYTES = 8 << 20
 DIGEST = bytes(range(16))
 
-OpenRig = Callable[..., TierRig]
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "kv"
-
-
-@pytest.fixture
-def open_rig(path: Path, monkeypatch: pytest.MonkeyPatch, patient_fs_shutdown: None) -> Iterator[OpenRig]:
-    monkeypatch.setattr("tiered_kv_fs.tier._ROOM_TIMEOUT_MAX_S", 60.0)  # or a busy machine makes stores find no room
-    rigs: list[TierRig] = []
-
-    def open_one(namespace: bytes = DIGEST) -> TierRig:
-        entry = {"type": "fs", "path": str(path), "capacity": CAPACITY_BYTES, "threads": 4, "job_timeout": "120s"}
-        rigs.append(rig_of(entry, block_bytes=BLOCK_BYTES, num_blocks=64, namespace=namespace))
-        return rigs[-1]
-
-    yield open_one
-    for rig in rigs:
-        rig.close()
-
 
 def ledger_of(path: Path) -> dict[str, Any]:
     state: dict[str, Any] = json.loads((path / "ledger").read_bytes())
     return state
-
-
-def blocks(path: Path) -> list[Path]:
-    return [entry for entry in path.glob("*/*/*/*") if BLOCK.fullmatch(entry.name)]
 
 
 def test_stores_that_wait_for_room_together_all_get_it(open_rig: OpenRig, path: Path) -> None:
@@ -80,10 +49,10 @@ def test_blocks_of_a_retired_epoch_make_room_first(open_rig: OpenRig, path: Path
     rig = open_rig()
     old, new = make_keys(32, "old"), make_keys(24, "new")
     assert rig.store(old).success
-    retired = blocks(path)[0].parent.parent
+    retired = fs_blocks(path)[0].parent.parent
     rig.tier.reset_cache()
     assert rig.store(new).success
-    for entry in blocks(path):
+    for entry in fs_blocks(path):
         if retired not in entry.parents:
             os.utime(entry, (1, 1))  # used long before those of the retired epoch
     rig.reopen()
@@ -96,7 +65,7 @@ def test_blocks_of_a_retired_epoch_make_room_first(open_rig: OpenRig, path: Path
 def test_the_directories_of_a_retired_epoch_go_with_its_last_block(open_rig: OpenRig, path: Path) -> None:
     rig = open_rig()
     assert rig.store(make_keys(4, "old")).success
-    retired = blocks(path)[0].parent.parent
+    retired = fs_blocks(path)[0].parent.parent
     rig.tier.reset_cache()
     number = 0
     while retired.exists():
@@ -112,7 +81,7 @@ def test_blocks_of_an_epoch_that_another_process_is_still_in_stay(open_rig: Open
     resetting.tier.reset_cache()
     for number in range(6):
         assert resetting.store(make_keys(8, f"batch-{number}")).success
-    for entry in blocks(path):
+    for entry in fs_blocks(path):
         os.utime(entry, (1, 1))
     assert staying.load(keys) == set(keys)  # marks them as used
     for number in range(7):
@@ -124,7 +93,7 @@ def test_blocks_of_an_epoch_that_another_process_is_still_in_stay(open_rig: Open
 def test_what_a_writer_left_is_removed_once_it_has_lapsed_and_a_young_file_stays(open_rig: OpenRig, path: Path) -> None:
     rig = open_rig()
     assert rig.store(make_keys(4)).success
-    shard = blocks(path)[0].parent
+    shard = fs_blocks(path)[0].parent
     left, young = (shard / f".{'0' * 32}.{owner * 16}.0.tmp" for owner in "ab")
     small = path / f".ledger.{'0' * 16}.tmp"
     for entry in (left, young, small):
@@ -151,34 +120,6 @@ def test_a_ledger_that_is_lost_while_tiers_are_open_is_counted_anew(open_rig: Op
             wait_until(lambda: rig.store(make_keys(8, f"batch-{number}")).success)  # noqa: B023  # called at once
     assert occupied_bytes(path) <= CAPACITY_BYTES
     assert ledger_of(path)["total_bytes"] >= occupied_bytes(path)
-
-
-def test_what_a_process_was_writing_when_it_was_taken_off_the_ledger_counts_when_it_comes_back(
-    open_rig: OpenRig, path: Path, monkeypatch: pytest.MonkeyPatch, gate: Gate
-) -> None:
-    monkeypatch.setattr("tiered_kv_fs.keeper._TICK_S", 0.05)
-    rig = open_rig()
-    assert rig.store(make_keys(1)).success
-    write_all = files.write_all
-
-    def write_late(fd: int, parts: list[bytes | memoryview]) -> None:
-        gate.pass_through()
-        write_all(fd, parts)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(block_files, "write_all", write_late)
-        gate.close()
-        job = rig.submit_store(make_keys(8, "late"))
-        wait_until(lambda: gate.waiting)
-        with Ledger(str(path / "ledger"), str(path / "lock")).locked() as state:  # as others do after it has lapsed
-            state.holders.clear()
-            state.pending_bytes, state.total_bytes, state.surveyed_s = 0, occupied_bytes(path), state.now_s
-        wait_until(lambda: ledger_of(path)["holders"])
-        ledger = ledger_of(path)
-        (holder,) = ledger["holders"].values()
-        assert ledger["total_bytes"] >= occupied_bytes(path) + holder["granted_bytes"]
-        gate.open()
-        rig.wait([job])
 
 
 def test_foreign_files_that_leave_no_room_fail_stores_at_once(open_rig: OpenRig, path: Path) -> None:

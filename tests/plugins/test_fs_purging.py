@@ -73,20 +73,3 @@ def test_the_grant_of_a_killed_process_does_not_stay_in_the_total(tmp_path: Path
         assert occupied_bytes(path) <= ledger_of(path)["total_bytes"] <= occupied_bytes(path) + (128 << 10)
     finally:
         other.close()
-
-
-def test_who_is_open_in_the_purged_namespace_stores_in_it_again(tmp_path: Path) -> None:
-    path = tmp_path / "kv"
-    rig = rig_of({"type": "fs", "path": str(path), "capacity": CAPACITY_BYTES}, block_bytes=65_536, namespace=PURGED)
-    try:
-        assert rig.store(make_keys(8)).success
-        purged = purge(path)
-        assert purged.blocks == 8
-        assert len(purged.notes) == 1
-        assert rig.load(make_keys(8)) == set()
-        wait_until(lambda: rig.store(make_keys(8)).success)
-        assert rig.load(make_keys(8)) == set(make_keys(8))
-        rig.reopen()
-        assert rig.load(make_keys(8)) == set(make_keys(8)), "the epoch's mark is there again"
-    finally:
-        rig.close()

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.disk_use import occupied_bytes
+from tests.support.disk_use import fs_blocks, occupied_bytes
 from tests.support.entries import rig_of
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv_fs.files import locked
-from tiered_kv_fs.layout import BLOCK, TEMPORARY_BLOCK
+from tiered_kv_fs.layout import TEMPORARY_BLOCK
 
 BLOCK_BYTES = 65_536
 CAPACITY_BYTES = 8 << 20
@@ -90,11 +90,6 @@ Start = Callable[..., Process]
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "kv"
-
-
-@pytest.fixture
 def start(path: Path) -> Iterator[Start]:
     """Start processes on the directory; what still runs at the end of the test is killed."""
     processes: list[Process] = []
@@ -116,11 +111,6 @@ def rig(path: Path, patient_fs_shutdown: None) -> Iterator[TierRig]:
     rig = rig_of(entry, block_bytes=BLOCK_BYTES)
     yield rig
     rig.close()
-
-
-def files(path: Path) -> list[Path]:
-    """Return the blocks in a directory."""
-    return [entry for entry in path.rglob("*") if BLOCK.fullmatch(entry.name) and entry.is_file()]
 
 
 def lapse(path: Path) -> None:
@@ -154,16 +144,6 @@ def test_two_processes_load_each_other_s_blocks(start: Start) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_with_different_namespaces_do_not_see_each_other(start: Start) -> None:
-    first, second = start(), start(bytes(16))
-    assert first.count("store", "a", 8) == 8
-    assert second.count("find", "a", 8) == 0
-    assert second.count("load", "a", 8) == 0
-    assert second.count("store", "a", 8) == 8
-    assert [first.end(), second.end()] == [0, 0]
-
-
-@pytest.mark.slow
 def test_processes_that_store_more_than_fits_keep_the_capacity_together(start: Start, path: Path) -> None:
     writers = [start() for _ in range(2)]
     others = start(bytes(16))  # another namespace in the same capacity
@@ -182,10 +162,10 @@ def test_what_a_killed_writer_left_is_swept_and_its_grant_is_free_again(start: S
     for attempt in range(3):
         writer = start()
         assert writer.ask("store_for_ever", f"attempt-{attempt}", 0) == "begun"
-        wait_until(lambda: len(files(path)) > 20)
+        wait_until(lambda: len(fs_blocks(path)) > 20)
         writer.signal(signal.SIGKILL)
         writer.end()
-    planted = files(path)[0].parent / f".{'0' * 32}.{'a' * 16}.0.tmp"
+    planted = fs_blocks(path)[0].parent / f".{'0' * 32}.{'a' * 16}.0.tmp"
     planted.write_bytes(bytes(1000))
     rig.tier.shutdown()
     lapse(path)
@@ -230,22 +210,6 @@ def test_a_process_that_was_reset_never_finds_what_others_stored_before_or_go_on
     rig.reopen()
     assert not any(rig.lookup(key) for key in [*make_keys(4, "before"), *make_keys(4, "after")])
     assert other.count("load", "after", 4) == 4  # it was not reset, and keeps what it has
-
-
-@pytest.mark.slow
-def test_a_reset_holds_though_its_process_is_killed_a_moment_later(start: Start, path: Path, rig: TierRig) -> None:
-    assert rig.store(make_keys(4, "a")).success
-    (mark,) = path.glob("*/epoch")
-    other = start()
-    assert other.count("find", "a", 4) == 4
-    before = mark.read_bytes()
-    assert other.ask("reset", "x", 0) == "True"
-    wait_until(lambda: mark.read_bytes() != before)  # by a thread of its own, which nobody waits for
-    other.signal(signal.SIGKILL)
-    other.end()
-    assert rig.load(make_keys(4, "a")), "who was not reset keeps what it has"
-    other = start()
-    assert other.count("find", "a", 4) == 0
 
 
 @pytest.mark.slow

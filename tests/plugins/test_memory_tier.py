@@ -7,16 +7,10 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-from pydantic import ValidationError
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.counters import count_of
 from tiered_kv.errors import ConfigError
-from tiered_kv.hooks import TierPlugins
-from tiered_kv.testing.conformance import TierConformance
 from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
-from tiered_kv.tiering.base import SecondaryTierManager
-from tiered_kv.toolkit.queued import PART_EPOCH
 from tiered_kv.toolkit.record import HEADER_BYTES
 from tiered_kv_memory.settings import MemorySettings
 from tiered_kv_memory.tier import MemoryTier
@@ -30,23 +24,6 @@ MakeRig = Callable[..., TierRig]
 def open_with(**settings: object) -> OpenTier:
     model = MemorySettings.model_validate({"capacity": "64MiB", **settings})
     return lambda spec, view: MemoryTier(spec, view, "memory", model)
-
-
-def damage(tier: SecondaryTierManager, position: int = -1) -> None:
-    """Flip a bit of every record."""
-    assert isinstance(tier, MemoryTier)
-    for record in tier._records.values():
-        record.data[position] ^= 0x10
-
-
-class TestMemoryTier(TierConformance):
-    @pytest.fixture(params=["raw", "zstd"])
-    def open_tier(self, request: pytest.FixtureRequest) -> OpenTier:
-        return open_with(codec=request.param)
-
-    def corrupt(self, tier: SecondaryTierManager) -> bool:
-        damage(tier)
-        return True
 
 
 @pytest.fixture
@@ -114,32 +91,6 @@ def test_the_capacity_holds_while_threads_store_load_and_reset(make_rig: MakeRig
     assert tier._used_bytes == sum(len(record.data) for record in tier._records.values())
 
 
-def test_a_damaged_record_is_a_counted_miss(make_rig: MakeRig) -> None:
-    for position, reason in [(0, "bad_magic"), (60, "wrong_key"), (80, "checksum"), (300, "checksum")]:
-        rig = make_rig()
-        keys = make_keys(3)
-        rig.store(keys)
-        damage(rig.tier, position)
-        (result,) = rig.wait([rig.submit_load(keys)])
-        assert (result.success, result.reason, rig.succeeded(result)) == (False, reason, set())
-        assert found(rig, keys) == [False] * 3
-        assert count_of(rig.tier.stats(), "corrupt_blocks_total") == 3
-        assert rig.tier.stats()["used_bytes"] == 0
-
-
-def test_compressed_records_take_less_room(make_rig: MakeRig) -> None:
-    rig = make_rig(codec="zstd")
-    assert isinstance(rig.tier, MemoryTier)
-    tier = rig.tier
-    (key,) = make_keys(1)
-    PART_EPOCH.set(tier.epoch)
-    tier.store_blocks([key], [memoryview(bytes(BLOCK_BYTES))])
-    out = bytearray(b"\xff" * BLOCK_BYTES)
-    assert tier.load_blocks([key], [memoryview(out)]).successful_keys == [key]
-    assert out == bytes(BLOCK_BYTES)
-    assert tier.stats()["used_bytes"] < HEADER_BYTES + 100
-
-
 def test_events_tell_what_came_and_went(make_rig: MakeRig) -> None:
     rig = make_rig(capacity=2 * RECORD_BYTES)
     first, second, third = make_keys(3)
@@ -157,19 +108,3 @@ def test_events_tell_what_came_and_went(make_rig: MakeRig) -> None:
 def test_a_capacity_below_one_record_is_refused() -> None:
     with pytest.raises(ConfigError, match="do not hold one record of 4224 bytes"):
         TierRig(open_with(capacity=RECORD_BYTES - 1), num_blocks=4, block_bytes=BLOCK_BYTES, wait_s=1.0)
-
-
-def test_settings_are_strict() -> None:
-    for wrong in ({}, {"capacity": "1GiB", "size": 3}, {"capacity": 0}, {"capacity": "1GiB", "codec": "lz5"}):
-        with pytest.raises(ValidationError):
-            MemorySettings.model_validate(wrong)
-
-
-def test_the_plugin_registers_the_tier_type() -> None:
-    import tiered_kv_memory
-
-    plugins = TierPlugins()
-    plugins.register(tiered_kv_memory)
-    (report,) = plugins.reports()
-    assert [tier.name for tier in report.tiers] == ["memory"]
-    assert report.tiers[0].load() is MemoryTier

@@ -13,10 +13,7 @@ from tiered_kv.toolkit.codec_set import CodecSet, encrypting_codecs
 from tiered_kv.toolkit.codecs import AES_ID, RAW, ZSTD_AES_ID
 from tiered_kv.toolkit.encryption import Cipher
 from tiered_kv.toolkit.status import RecordStatus
-from tiered_kv_nvme.directory import DIRECTORY_RESERVE_BYTES, SEGMENT_RESERVE_BYTES
 from tiered_kv_nvme.disk import Scratch
-from tiered_kv_nvme.layout import KEY_BYTES_MAX
-from tiered_kv_nvme.segment import segment_bytes_min
 
 if TYPE_CHECKING:
     from tests.plugins.conftest import StoreBench
@@ -126,27 +123,6 @@ def test_batches_without_a_summary_are_recovered_without_a_key(bench: StoreBench
     for path, data in copies.items():
         path.write_bytes(data)
     assert bench.open(codecs=codecs(key_id=2)).stats()["recovered_blocks_total"] == 20
-
-
-def test_segments_that_are_too_small_for_what_is_encrypted_make_way(bench: StoreBench) -> None:
-    """Blocks get longer when encryption is turned on, and a segment that held one plain block may not hold it then."""
-    bench.block_bytes = 1 << 20
-    plain_bytes, stored_bytes = bench.block_bytes, bench.block_bytes + codecs().overhead_bytes
-    bench.segment_bytes = segment_bytes_min(plain_bytes, KEY_BYTES_MAX, 1)
-    needed_bytes = segment_bytes_min(stored_bytes, KEY_BYTES_MAX, 1)
-    assert bench.segment_bytes < needed_bytes
-    bench.capacity_bytes = DIRECTORY_RESERVE_BYTES + 4 * (needed_bytes + SEGMENT_RESERVE_BYTES)
-    store = bench.open()
-    for key in make_keys(6, "plain"):
-        assert bench.put(store, [key]).successful_keys is None
-    store.close()
-    bench.segment_bytes = needed_bytes
-    store = bench.open(codecs=codecs())
-    keys = make_keys(6, "encrypted")
-    assert [bench.put(store, [key]).reason for key in keys] == [""] * 6
-    assert keys[-1] in bench.get(store, keys)
-    bench.wait_until(lambda: bench.segment_sizes() == {needed_bytes})
-    assert bench.occupied_bytes() <= bench.capacity_bytes
 
 
 def test_a_large_buffer_begins_on_a_huge_page() -> None:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import itertools
-import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys
-from tiered_kv_nvme.directory import Directory, Listing
 from tiered_kv_nvme.disk import Disk
-from tiered_kv_nvme.segment import SegmentState
-from tiered_kv_nvme.writer import BatchWriter, Relocation
+from tiered_kv_nvme.writer import BatchWriter
 
 if TYPE_CHECKING:
     from tests.plugins.conftest import StoreBench
@@ -65,12 +60,6 @@ def fail(code: int) -> Callable[[Sequence[memoryview], int], int | None]:
         raise OSError(code, "injected")
 
     return raise_error
-
-
-def spoil_oldest(store: SegmentStore) -> None:
-    """Have a segment deleted when its turn comes, as one is whose file somebody has cut short."""
-    with store._pool.changed:
-        min(store._pool.segments.values(), key=lambda segment: segment.age).damaged = True
 
 
 def full_after(allocations: int) -> Callable[[], None]:
@@ -121,13 +110,6 @@ def test_a_failed_write_stores_nothing_and_its_room_is_used_again(bench: StoreBe
     store = bench.open()
     assert store.contains(before + failed + after) == [True] * 5 + [False] * 5 + [True] * 5
     assert bench.get(store, before + after) == set(before + after)
-
-
-def test_a_write_that_takes_nothing_is_a_failure(bench: StoreBench) -> None:
-    disk = FaultyDisk()
-    store = opened(bench, disk)
-    disk.on_write = lambda buffers, offset: 0
-    assert bench.put(store, make_keys(3)).reason == "io_error"
 
 
 def test_a_failed_write_between_others_leaves_a_hole_that_loses_nothing_else(bench: StoreBench, gate: Gate) -> None:
@@ -235,8 +217,8 @@ def test_a_disk_that_takes_no_headers_costs_the_blocks_of_one_segment(bench: Sto
     for keys in batches:
         assert bench.put(store, keys).successful_keys is None
     bench.wait_until_ready(store)
-    patience_s = store._writer._room_timeout_s
-    store._writer._room_timeout_s = 0.02  # from here on there is no room to come
+    patience_s = store._writer.room_timeout_s
+    store._writer.room_timeout_s = 0.02  # from here on there is no room to come
     segments = len(bench.segments)
     held = sum(store.contains([key for keys in batches for key in keys]))
 
@@ -257,119 +239,16 @@ def test_a_disk_that_takes_no_headers_costs_the_blocks_of_one_segment(bench: Sto
         sum(store.contains([key for keys in batches for key in keys])) >= held - reclaimed_before - blocks_of_a_segment
     )
     disk.on_write = lambda buffers, offset: None
-    store._writer._room_timeout_s = patience_s
+    store._writer.room_timeout_s = patience_s
     newest = make_keys(40, "newest")
     bench.wait_until(lambda: bench.put(store, newest).successful_keys is None)
     assert bench.get(store, newest) == set(newest)
 
 
-class FaultyListing:
-    """Stands in for `Directory.list`, and fails while it is told to."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.failing = False
-        self.failures = 0
-        self._list = Directory.list
-        monkeypatch.setattr(Directory, "list", lambda directory: self.call(directory))
-        monkeypatch.setattr("tiered_kv_nvme.reclaimer._GROW_RETRY_S", 0.0)  # looked up each time
-
-    def call(self, directory: Directory) -> Listing:
-        if self.failing:
-            self.failures += 1
-            raise OSError(errno.EMFILE, "injected")
-        return self._list(directory)
-
-
-@pytest.mark.parametrize("batches_before", [1, 60])
-def test_a_directory_that_cannot_be_listed_costs_no_segment(
-    bench: StoreBench, monkeypatch: pytest.MonkeyPatch, batches_before: int
-) -> None:
-    listing = FaultyListing(monkeypatch)
-    store = bench.open()
-    for number in range(batches_before):
-        assert bench.put(store, make_keys(40, f"before {number}")).successful_keys is None
-    bench.wait_until_ready(store)
-    segments = len(bench.segments)
-    listing.failing = True
-    for number in range(60):
-        assert bench.put(store, make_keys(40, f"batch {number}")).successful_keys is None
-    bench.wait_until_ready(store)
-    assert listing.failures > 0
-    assert len(bench.segments) == store.stats()["segments"] == segments
-    newest = make_keys(40, "batch 59")
-    assert newest[-1] in bench.get(store, newest)
-    listing.failing = False
-    numbers = itertools.count()
-
-    def grows_by_stores() -> bool:
-        assert bench.put(store, make_keys(40, f"after {next(numbers)}")).successful_keys is None
-        return len(bench.segments) > 10
-
-    bench.wait_until(grows_by_stores)  # a tenth of a second after the last failure it tries again
-
-
-class UnknownSizes:
-    """An entry of a directory whose size the disk does not tell."""
-
-    def __init__(self, entry: os.DirEntry[str]) -> None:
-        self.name = entry.name
-
-    def stat(self, *, follow_symlinks: bool) -> os.stat_result:
-        raise OSError(errno.EIO, "injected")
-
-
-def test_segments_whose_size_cannot_be_known_are_not_taken_for_nothing(
-    bench: StoreBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = bench.open()
-    assert bench.put(store, make_keys(40, "before")).successful_keys is None
-    bench.wait_until_ready(store)
-    segments = len(bench.segments)
-    scan = os.scandir
-
-    @contextlib.contextmanager
-    def scan_unknown(path: int) -> Iterator[Iterator[UnknownSizes]]:
-        with scan(path) as entries:
-            yield map(UnknownSizes, entries)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("tiered_kv_nvme.reclaimer._GROW_RETRY_S", 0.0)
-        patch.setattr("tiered_kv_nvme.directory.os.scandir", scan_unknown)
-        for number in range(120):
-            assert bench.put(store, make_keys(40, f"batch {number}")).successful_keys is None
-        bench.wait_until_ready(store)
-    assert len(bench.segments) == store.stats()["segments"] == segments
-    assert store.stats()["io_errors_total"] > 0
-    assert bench.occupied_bytes() <= bench.capacity_bytes
-
-
-def test_a_segment_whose_reclaiming_failed_is_reclaimed_later(
-    bench: StoreBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = bench.open()
-    failures = iter(range(3))
-    relocate = BatchWriter.relocate
-
-    def fail_at_first(writer: BatchWriter, relocation: Relocation, resets: int) -> int:
-        if next(failures, None) is not None:
-            raise RuntimeError("injected")
-        return relocate(writer, relocation, resets)
-
-    monkeypatch.setattr(BatchWriter, "relocate", fail_at_first)
-    for number in range(60):
-        keys = make_keys(40, f"batch {number}")
-        assert bench.put(store, keys).successful_keys is None
-        store.touch(keys[:1])
-    bench.wait_until_ready(store)
-    assert next(failures, None) is None
-    states = [segment.state for segment in store._pool.segments.values()]
-    assert SegmentState.RECLAIMING not in states
-
-
 def test_a_segment_whose_blocks_can_never_move_is_used_again_without_them(
     bench: StoreBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(writer: BatchWriter, relocation: Relocation, resets: int) -> int:
+    def fail(*_: object) -> int:
         raise RuntimeError("injected")
 
     monkeypatch.setattr(BatchWriter, "relocate", fail)
@@ -380,76 +259,6 @@ def test_a_segment_whose_blocks_can_never_move_is_used_again_without_them(
         store.touch(keys[:1])
     assert bench.get(store, keys) == set(keys)
     assert store.stats()["relocated_blocks_total"] == 0
-
-
-def test_the_last_two_segments_are_for_stores(bench: StoreBench) -> None:
-    disk = FaultyDisk()
-    disk.on_allocate = full_after(3)
-    store = bench.open(disk)
-    for number in range(20):  # one segment takes what moves on
-        keys = make_keys(40, f"before {number}")
-        assert bench.put(store, keys).successful_keys is None
-        store.touch(keys)
-    assert store.stats()["relocated_blocks_total"] > 0
-
-    spoil_oldest(store)
-    for number in range(40):  # every segment is filled and reclaimed
-        keys = make_keys(40, f"between {number}")
-        bench.put(store, keys)
-        store.touch(keys)
-    bench.wait_until(lambda: len(bench.segments) == 2)
-    for number in range(20):
-        keys = make_keys(40, f"after {number}")
-        assert bench.put(store, keys).successful_keys is None
-        assert keys[-1] in bench.get(store, keys)
-
-
-def test_a_segment_file_that_could_not_be_deleted_is_deleted_later(
-    bench: StoreBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tiered_kv_nvme.reclaimer._GROW_RETRY_S", 0.0)
-    store = bench.open()
-    for number in range(60):
-        assert bench.put(store, make_keys(40, f"before {number}")).successful_keys is None
-    bench.wait_until_ready(store)
-    segments = len(bench.segments)
-    unlink = os.unlink
-    refused: list[str] = []
-
-    def refuse(path: str, *, dir_fd: int | None = None) -> None:
-        if path.startswith("segment-"):
-            refused.append(path)
-            raise OSError(errno.EIO, "injected")
-        unlink(path, dir_fd=dir_fd)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("tiered_kv_nvme.files.os.unlink", refuse)
-        spoil_oldest(store)
-        for number in range(60):
-            assert bench.put(store, make_keys(40, f"between {number}")).successful_keys is None
-        assert refused
-        assert store.stats()["deleted_segments_total"] == 0
-        assert len(bench.segments) == segments == store.stats()["segments"] + 1
-    for number in range(60):
-        assert bench.put(store, make_keys(40, f"after {number}")).successful_keys is None
-    assert store.stats()["deleted_segments_total"] == 1
-    assert len(bench.segments) == segments == store.stats()["segments"]
-
-
-def test_without_direct_io_the_page_cache_is_used_and_it_is_said(
-    bench: StoreBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(disk: Disk, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-        raise OSError(errno.EINVAL, "Invalid argument")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("tiered_kv_nvme.disk.write_fully", refuse)
-        store = bench.open()
-    assert store.describe()["direct_io"] == "no: a direct write fails here (Invalid argument)"
-    keys = make_keys(8)
-    bench.put(store, keys)
-    assert bench.get(store, keys) == set(keys)
-    assert not (bench.path / "probe.tmp").exists()
 
 
 def test_a_write_that_hangs_keeps_the_directory_locked_after_closing(bench: StoreBench, gate: Gate) -> None:

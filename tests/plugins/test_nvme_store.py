@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import threading
 import tracemalloc
-from array import array
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,7 +17,7 @@ from tiered_kv_nvme.index import Index, place_of, slot_of
 from tiered_kv_nvme.layout import KEY_BYTES_MAX, Entry, EntryTable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from tests.plugins.conftest import StoreBench
 
@@ -89,14 +88,6 @@ def test_a_key_that_is_too_long_fails_alone(bench: StoreBench) -> None:
     assert bench.get(bench.open(), [longest]) == {longest}
 
 
-def test_a_load_of_an_absent_block_fails_alone(bench: StoreBench) -> None:
-    store = bench.open()
-    keys = make_keys(3)
-    bench.put(store, [keys[0], keys[2]])
-    assert bench.get(store, keys) == {keys[0], keys[2]}
-    assert store.load(keys, bench.memory(3)).reason == "absent"
-
-
 def test_a_block_is_found_only_after_its_batch_is_written(bench: StoreBench, gate: Gate) -> None:
     class SlowDisk(Disk):
         def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -154,10 +145,6 @@ def test_the_index_takes_at_most_150_bytes_a_block_beyond_its_key() -> None:
         del tables
 
 
-def test_the_columns_of_a_table_have_the_widths_that_the_format_has() -> None:
-    assert [array(code).itemsize for code in "QIH"] == [8, 4, 2]
-
-
 def test_a_key_that_is_asked_for_twice_is_loaded_only_if_both_blocks_are(bench: StoreBench) -> None:
     class FailingDisk(Disk):
         reads = 0
@@ -178,18 +165,3 @@ def test_a_key_that_is_asked_for_twice_is_loaded_only_if_both_blocks_are(bench: 
     assert not outcome.successful_keys
     assert outcome.successful_keys is not None
     assert store.load(keys * 2, bench.memory(2)).successful_keys is None
-
-
-def test_a_batch_that_cannot_be_added_to_a_table_leaves_it_as_it_was() -> None:
-    def keys_without_memory() -> Iterator[OffloadKey]:
-        yield OffloadKey(b"second")
-        raise MemoryError
-
-    table = EntryTable()
-    entries = [Entry(4096, 4096, 0, b"1" * 16)]
-    table.append([OffloadKey(b"first")], entries)
-    before = table.encode()
-    with pytest.raises(MemoryError):
-        table.append(keys_without_memory(), entries * 2)  # type: ignore[arg-type]  # anything that can be gone through
-    assert len(table) == len(table.used) == 1
-    assert table.encode() == before

@@ -6,14 +6,11 @@ import mmap
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
 from tests.support.patient_nvme import PATIENCE_S, opening_nvme, patient_nvme
-from tiered_kv.base import ReqContext
-from tiered_kv.errors import ConfigError, TierBusyError
-from tiered_kv.hooks import TierPlugins
+from tiered_kv.errors import ConfigError
 from tiered_kv.testing.conformance import TierConformance
-from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
+from tiered_kv.testing.rig import OpenTier, TierRig
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv_nvme.disk import DirectIO, Disk
 from tiered_kv_nvme.settings import NvmeSettings
@@ -55,37 +52,6 @@ class TestNvmeTier(TierConformance):
         return True
 
 
-def test_a_reset_forgets_for_good(tmp_path: Path) -> None:
-    rig = TierRig(open_with(tmp_path / "kv"), num_blocks=64, block_bytes=4096, wait_s=PATIENCE_S)
-    keys = make_keys(16)
-    rig.store(keys)
-    assert rig.tier.reset_cache()
-    assert not any(rig.lookup(key) for key in keys)
-    rig.epoch = 1
-    assert rig.store(keys[:8]).success
-    rig.reopen()
-    assert [rig.lookup(key) for key in keys] == [True] * 8 + [False] * 8
-    assert rig.load(keys) == set(keys[:8])
-    rig.close()
-
-
-def test_lookups_are_answered_at_once(tmp_path: Path) -> None:
-    rig = TierRig(open_with(tmp_path / "kv"), num_blocks=64, block_bytes=4096, wait_s=PATIENCE_S)
-    keys = make_keys(4)
-    rig.store(keys[:2])
-    request = ReqContext("a request")
-    assert rig.tier.lookup_many(keys, request) == [True, True, False, False]
-    assert [rig.tier.lookup(key, request) for key in keys] == [True, True, False, False]
-    rig.close()
-
-
-def test_a_directory_is_one_stacks_own(tmp_path: Path) -> None:
-    rig = TierRig(open_with(tmp_path / "kv"), num_blocks=8, block_bytes=4096, wait_s=PATIENCE_S)
-    with pytest.raises(TierBusyError, match="in use by another tier of this process"):
-        TierRig(open_with(tmp_path / "kv"), num_blocks=8, block_bytes=4096, wait_s=PATIENCE_S)
-    rig.close()
-
-
 def test_an_engine_that_passes_no_spec_is_served(tmp_path: Path) -> None:
     view = memoryview(mmap.mmap(-1, 16 * 4096)).cast("B", (16, 4096))
     settings = NvmeSettings(path=str(tmp_path / "kv"), capacity=64 << 20)
@@ -114,37 +80,10 @@ def test_direct_io_that_is_demanded_and_not_to_be_had_is_an_error(
         TierRig(open_with(tmp_path / "kv", direct="on"), num_blocks=8, block_bytes=4096, wait_s=PATIENCE_S)
 
 
-def test_it_is_found_as_any_plugin_is() -> None:
-    import tiered_kv_nvme
-
-    plugins = TierPlugins()
-    plugins.register(tiered_kv_nvme)
-    tier_type = plugins.tier_types()["nvme"]
-    assert tier_type.settings is NvmeSettings
-    assert tier_type.load() is NvmeTier
-
-
 @pytest.mark.parametrize("written", [True, "on"])
 def test_the_words_on_and_off_mean_what_they_say_in_yaml(written: object) -> None:
     settings = NvmeSettings.model_validate({"path": "kv", "capacity": "1GiB", "direct": written})
     assert settings.direct == "on"
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        {"capacity": "1GiB"},
-        {"path": "kv"},
-        {"path": "", "capacity": "1GiB"},
-        {"path": "kv", "capacity": "1GiB", "threads": 0},
-        {"path": "kv", "capacity": "1GiB", "direct": "perhaps"},
-        {"path": "kv", "capacity": "1GiB", "codec": "pickle"},
-        {"path": "kv", "capacity": "1GiB", "segments": 4},
-    ],
-)
-def test_an_entry_that_cannot_be_meant_is_refused(entry: dict[str, object]) -> None:
-    with pytest.raises(ValidationError):
-        NvmeSettings.model_validate(entry)
 
 
 @pytest.mark.parametrize("block_bytes", [1, 512, 4096, 65536, 1 << 20, 2 << 20, 24 << 20])

@@ -304,7 +304,7 @@ class _Writer:
                 if thread.name.endswith("-reset"):
                     thread.join(_WAIT_S)
             if tier.tier_type == "nvme" and self._scenario.device:
-                _wait(lambda: not tier._store._reclaimer._forgotten)  # type: ignore[attr-defined]  # flushed then
+                _wait(lambda: not tier._store._forgotten)  # type: ignore[attr-defined]  # flushed then
             self._progress.note("reset_held")
         # The others write a reset down before they store anything: see `_store`.
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tiered_kv_fs.layout import BLOCK
+
 
 def occupied_bytes(directory: Path) -> int:
     """Return what a directory occupies with everything in it, as `du` counts it; 0 if it is not there.
@@ -16,6 +18,11 @@ def occupied_bytes(directory: Path) -> int:
     files are told apart by their inode.
     """
     return sum(entry.size_bytes for entry in _entries_in(directory).values())
+
+
+def fs_blocks(directory: Path) -> list[Path]:
+    """Return the files of blocks in an fs tier's directory."""
+    return sorted(entry for entry in directory.rglob("*") if BLOCK.fullmatch(entry.name) and entry.is_file())
 
 
 def occupied_beyond(directory: Path, limit_bytes: int) -> int:

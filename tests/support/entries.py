@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from tiered_kv.testing.rig import TierRig
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
+
+OpenRig = Callable[..., TierRig]
+"""Opens a tier on a rig, which is closed at the end of the test."""
 
 NAMESPACE = bytes(range(16))
 """Whose blocks they are where a test has no need of others'."""

@@ -44,8 +44,8 @@ def test_a_block_that_is_answered_and_does_not_load_is_a_phantom_unless_the_tier
         if not lost:
             lost.extend(keys)
             for key in keys:
-                del reader._index.places[key]
-            reader._counters.add("evicted_blocks_total", count=int(says_so))
+                del reader.index.places[key]
+            reader.counters.add("evicted_blocks_total", count=int(says_so))
         return load(reader, keys, blocks)
 
     with mock.patch.object(BlockReader, "load", lose_one), mock.patch.object(crash_scenario, "_COUNTED_S", 0.0):

@@ -11,7 +11,6 @@ from unittest import mock
 import tiered_kv_fs.blocks
 import tiered_kv_nvme.recovery
 from tests.support import crash_server
-from tiered_kv_fs.layout import block_path
 from tiered_kv_nvme.epoch import DirectoryEpoch
 from tiered_kv_nvme.files import NoSegment, SegmentFiles
 from tiered_kv_nvme.segment import Segment
@@ -19,7 +18,7 @@ from tiered_kv_nvme.segment import Segment
 
 def fs_publishes_before_it_writes() -> None:
     """A block's file has its name before it has its content."""
-    mock.patch.object(tiered_kv_fs.blocks, "temporary_path", lambda name, owner: block_path(name)).start()
+    mock.patch.object(tiered_kv_fs.blocks, "temporary_path", lambda path, owner: path).start()
 
 
 def fs_takes_a_short_write_for_a_whole_one() -> None:

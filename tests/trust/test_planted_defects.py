@@ -32,10 +32,10 @@ from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.cascade import Cascade
 from tiered_kv.tiering.guarded import GuardedTier, Job
 from tiered_kv.tiering.promotion import Promotions
+from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codec_set import plain_codecs
 from tiered_kv.toolkit.record import RecordStatus
 from tiered_kv_memory.tier import MemoryTier
-from tiered_kv_nvme.directory import Identity
 from tiered_kv_nvme.disk import Disk
 from tiered_kv_nvme.files import SegmentFiles
 from tiered_kv_nvme.index import place_of
@@ -148,16 +148,16 @@ def test_an_index_entry_that_is_added_before_its_write_is_found_by_loads_amid_st
     ) -> str:
         entries, _ = writer._lay_out(reservation, keys, payloads, gather=False)  # type: ignore[arg-type]  # passed on
         segment = reservation.segment
-        with writer._pool.changed:
-            writer._index.add(keys, place_of(segment.slot, len(segment.table)))
+        with writer.pool.changed:
+            writer.index.add(keys, place_of(segment.slot, len(segment.table)))
             segment.table.append(keys, entries)
         return write(writer, reservation, keys, payloads, old_places)  # type: ignore[arg-type]  # passed on
 
     def published_already(
         writer: BatchWriter, reservation: Reservation, entries: Sequence[Entry], *rest: object
     ) -> bool:
-        with writer._pool.changed:
-            return writer._pool.commit(reservation)
+        with writer.pool.changed:
+            return writer.pool.commit(reservation)
 
     settings = NvmeSettings(path=str(tmp_path / "nvme"), capacity=4 << 20, segment=256 << 10)
     with (

@@ -15,9 +15,9 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.counters import count_of
 from tiered_kv.errors import TierError
 from tiered_kv.testing.rig import block_content, compressible_content, make_keys
+from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codec_set import plain_codecs
 from tiered_kv.toolkit.epoch import EpochMark
-from tiered_kv_nvme.directory import Identity
 from tiered_kv_nvme.disk import Disk
 from tiered_kv_nvme.sizing import Sizing
 from tiered_kv_nvme.store import SegmentStore, StoreOptions

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from tests.support.fuzzing.target import Target
 from tiered_kv.errors import TierError
+from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.epoch import Epoch
-from tiered_kv_fs.directory import Directory, EpochFile, Identity
+from tiered_kv_fs.directory import Directory, EpochFile
 from tiered_kv_fs.layout import EPOCH_NAME, LEDGER_NAME, MARKER_NAME, NAMESPACE_NAME
 from tiered_kv_fs.ledger import Holder, Ledger
 

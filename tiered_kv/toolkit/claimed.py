@@ -1,0 +1,186 @@
+"""A claimed directory: a tier keeps its blocks in it, and its marker says so.
+
+Opening one takes these steps. A tier that has a lock takes it between 2 and 3.
+
+1. Open the directory, which must not be a symbolic link. A missing one is made.
+2. `check`: refuse it if it holds foreign files and no marker, or if others can get at it.
+3. `mark`: read the marker and refuse another format version; or write the marker.
+
+Any thread may call, except the scheduler's: every call may wait for the file system.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from tiered_kv.errors import FormatError, TierUnavailableError
+from tiered_kv.permissions import NotPrivateError, check_directory, check_file, open_directory
+from tiered_kv.toolkit.small_files import SMALL_FILE_BYTES_MAX, as_text, fields_of, opened, replace_file
+
+TEMPORARY: Final = re.compile(r"\.[a-z.-]+\.[0-9a-f]{16}\.tmp")
+"""A small file while it is written; see `small_files.replace_file`."""
+LOST_AND_FOUND: Final = "lost+found"
+"""Made by mkfs(8), and root's, whoever's the file system is."""
+_REMEDIES: Final = {
+    errno.ENOSPC: "; free some space on its disk, or give a directory on another",
+    errno.EDQUOT: "; free some of your quota on its disk, or give a directory on another",
+    errno.EACCES: "; make it writable for this user, or give another",
+    errno.EPERM: "; make it writable for this user, or give another",
+    errno.EROFS: "; give one on a file system that can be written to",
+    errno.ENOLCK: ": it has no working flock(2)",
+    errno.ENOTSUP: ": it has no working flock(2)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Whose blocks a tier stores.
+
+    Args:
+        digest: The namespace's digest, 16 bytes.
+        namespace: The namespace in readable form.
+        block_bytes: Size of a block.
+    """
+
+    digest: bytes
+    namespace: Mapping[str, object]
+    block_bytes: int
+
+    def fields(self) -> dict[str, object]:
+        """Return it as it is written beside the blocks."""
+        return {
+            "block_bytes": self.block_bytes,
+            "namespace_digest": self.digest.hex(),
+            "namespace": dict(self.namespace),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimedDirectory:
+    """A directory of one type of tier.
+
+    Args:
+        path: Its absolute path; see `absolute`.
+        marker_name: The marker's file name.
+        format_version: The version that this release reads and writes.
+        own_names: Other names that the tier may have made before there is a marker.
+        tier: The tier's name, for messages.
+        private: Refuse a directory that others can get at; see `tiered_kv.permissions`.
+    """
+
+    path: str
+    marker_name: str
+    format_version: int
+    own_names: Set[str]
+    tier: str = ""
+    private: bool = True
+
+    def check(self, fd: int) -> None:
+        """Refuse the open directory if it is not this tier's or not its user's alone; nothing is written before.
+
+        Raises:
+            ConfigError: It is another user's, or open to others.
+            FormatError: It holds foreign files and no marker.
+            OSError: The file system does not let us.
+        """
+        names = self._refuse_foreign(fd)
+        if self.private:
+            check_directory(fd, self.path, may_tighten=not names)
+
+    def mark(self, fd: int, fields: Mapping[str, object]) -> Mapping[str, object] | None:
+        """Return what the marker says; or write one that says `fields`, and return None.
+
+        Raises:
+            FormatError, NotPrivateError, OSError: As `marker` and `check`.
+        """
+        found = self.marker(fd)
+        if found is None:
+            # Flushed: an empty marker, which a power failure may leave, would shut its owner out for good.
+            marker = {"format": self.format_version, **fields}
+            replace_file(self.marker_name, as_text(marker), dir_fd=fd, flush=True)
+        return found
+
+    def marker(self, fd: int) -> Mapping[str, object] | None:
+        """Return what the marker says; None if there is none, and nothing foreign.
+
+        Raises:
+            FormatError: It is damaged, of another format version, or missing beside foreign files.
+            NotPrivateError, OSError: It may be another user's, or cannot be read.
+        """
+        path = f"{self.path}/{self.marker_name}"
+        try:
+            with opened(self.marker_name, os.O_RDONLY, dir_fd=fd) as marker_fd:
+                check_file(marker_fd, path, any_owner=not self.private)
+                fields = fields_of(os.pread(marker_fd, SMALL_FILE_BYTES_MAX, 0))
+        except FileNotFoundError:
+            self._refuse_foreign(fd)
+            return None
+        version = fields.get("format")
+        if version == self.format_version:
+            return fields
+        if version is None:
+            raise self.format_error(f"{path} cannot be read; if the blocks may go, delete the directory")
+        raise self.format_error(
+            f"{self.path} has format version {version if isinstance(version, int) else 'unknown'}, "
+            f"and this release reads version {self.format_version}; "
+            "use the release that wrote it, give another directory, or delete this one"
+        )
+
+    @contextmanager
+    def opened(self, operation: str) -> Iterator[int | None]:
+        """Yield a descriptor of the directory, None if it is missing.
+
+        Args:
+            operation: What is done meanwhile, for the error.
+
+        Raises:
+            ConfigError: It is a symbolic link.
+            TierUnavailableError: The file system does not let us; also where the caller meets an `OSError`.
+        """
+        try:
+            try:
+                fd = open_directory(self.path, make=False)
+            except FileNotFoundError:
+                yield None
+                return
+            try:
+                yield fd
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise self.unavailable(error, operation) from error
+
+    def unavailable(self, error: OSError, operation: str = "open") -> TierUnavailableError:
+        """Return what to raise where the file system does not let us use the directory."""
+        if os.path.exists(self.path) and not os.path.isdir(self.path):
+            return TierUnavailableError(f"{self.path} is a file; give a directory", tier=self.tier, operation=operation)
+        remedy = "" if isinstance(error, NotPrivateError) else _REMEDIES.get(error.errno or 0, "")
+        name = f" ({error.filename})" if error.filename and error.filename != self.path else ""
+        message = f"the directory {self.path} cannot be used: {error.strerror or error}{name}{remedy}"
+        return TierUnavailableError(message, tier=self.tier, operation=operation)
+
+    def format_error(self, message: str) -> FormatError:
+        """Return what to raise where the directory holds something else than it should."""
+        return FormatError(message, tier=self.tier, operation="open")
+
+    def _refuse_foreign(self, fd: int) -> set[str]:
+        """Refuse a directory that holds foreign files and no marker; return the names in it."""
+        names = set(os.listdir(fd)) - {LOST_AND_FOUND}
+        strangers = sorted(name for name in names - self.own_names if not TEMPORARY.fullmatch(name))
+        if self.marker_name not in names and strangers:
+            raise self.format_error(
+                f"{self.path} is not empty and not a directory of this tier (it holds {strangers[0]!r}); "
+                "give an empty or a new directory"
+            )
+        return names
+
+
+def absolute(path: str) -> str:
+    """Return the absolute path of a directory; a `~` at its beginning is the home directory."""
+    return os.path.abspath(os.path.expanduser(path))

@@ -1,0 +1,116 @@
+"""Small files of a tier's directory, read whole or not at all, and replaced in one step. No link is followed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Final
+
+from tiered_kv.permissions import FILE_MODE
+
+SMALL_FILE_BYTES_MAX: Final = 1 << 20
+
+_SAFE_FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+"""O_NONBLOCK, so that opening a pipe in a file's place does not wait for its other end."""
+_NOT_A_FILE: Final = frozenset({errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENOTDIR})
+
+
+@contextmanager
+def opened(path: str, flags: int, *, dir_fd: int | None = None) -> Iterator[int]:
+    """Yield a descriptor of a file, which must not be a symbolic link, and close it. New files have mode 0600."""
+    fd = os.open(path, flags | _SAFE_FLAGS, FILE_MODE, dir_fd=dir_fd)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def read_file(path: str, size_max_bytes: int) -> bytes | None:
+    """Return a small file's bytes; None if it is missing, longer, or no regular file."""
+    try:
+        with opened(path, os.O_RDONLY) as fd:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > size_max_bytes:
+                return None
+            return os.pread(fd, size_max_bytes, 0)
+    except OSError as error:
+        if error.errno in _NOT_A_FILE:
+            return None
+        raise
+
+
+def replace_file(
+    path: str, data: bytes, *, dir_fd: int | None = None, only_new: bool = False, flush: bool = False
+) -> None:
+    """Put a small file into place in one step: a reader finds the old bytes or the new ones.
+
+    Args:
+        path: Where; relative to `dir_fd` if that is given.
+        data: All of it.
+        dir_fd: A directory, open.
+        only_new: Leave a file alone that is there already.
+        flush: Whether the file must be whole after a power failure, which may leave an empty one otherwise.
+    """
+    directory, name = os.path.split(path)
+    temporary = os.path.join(directory, f".{name}.{secrets.token_hex(8)}.tmp")
+    try:
+        with opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, dir_fd=dir_fd) as fd:
+            write_all(fd, [data])
+            if flush:
+                os.fsync(fd)
+        if not (only_new and _link(temporary, path)):
+            os.replace(temporary, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+            return
+    except OSError:
+        remove(temporary, dir_fd=dir_fd)
+        raise
+    remove(temporary)
+
+
+def _link(temporary: str, path: str) -> bool:
+    """Return whether a file is in place: this one, or another process's. Without hard links (CIFS, FUSE) it is not."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def write_all(fd: int, parts: Sequence[bytes | memoryview]) -> None:
+    """Write buffers one after the other, with as few calls as the file system allows."""
+    views = [memoryview(part).cast("B") for part in parts]
+    while views:
+        written = os.writev(fd, views)
+        while views and written >= len(views[0]):
+            written -= len(views.pop(0))
+        if views:
+            views[0] = views[0][written:]
+
+
+def remove(path: str, *, dir_fd: int | None = None) -> bool:
+    """Remove a file; return whether it was this call that did."""
+    with suppress(OSError):
+        os.unlink(path, dir_fd=dir_fd)
+        return True
+    return False
+
+
+def fields_of(text: bytes | None) -> dict[str, object]:
+    """Return the fields of a small JSON file, none if it cannot be read."""
+    try:
+        fields = json.loads(text or b"")
+    except (ValueError, RecursionError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def as_text(fields: Mapping[str, object]) -> bytes:
+    """Return the text of a small JSON file."""
+    return (json.dumps(fields, indent=2, sort_keys=True, default=str) + "\n").encode()
