@@ -109,7 +109,7 @@ def test_retries_end_with_the_job(server: FakeS3, open_rig: OpenRig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "reason"), [("flip", "checksum"), ("longer", "bad_length"), ("shorter", "bad_length")]
+    ("fault", "reason"), [("flip", "checksum"), ("longer", "bad_length"), ("shorter", "truncated")]
 )
 def test_damage_that_stays_is_a_counted_miss_and_deleted(
     server: FakeS3, open_rig: OpenRig, fault: str, reason: str
