@@ -6,8 +6,8 @@ is there and the first that is not. A prefix of 1,000 blocks takes three such ro
 hole, a block that is gone although later ones are there, is found by its load, as a miss. Where answers show that
 blocks were not asked for in the order of a prefix, each is asked for.
 
-Answers are kept for `presence_ttl`, whoever asked. A namespace whose blocks fit into one page of a listing is listed in
-the background, and the listing answers for all blocks as long as one answer is kept.
+Answers are kept for `presence_ttl`, whoever asked. A tier that sweeps also lists a namespace in the background whose
+blocks fit into one page; the listing answers for all blocks as long as one answer is kept.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Presence:
         self._answered_s = -math.inf  # when the bucket answered a lookup last
         self._listed: Collection[str] = ()
         self._listed_s = -math.inf
-        self._list_at_s = -math.inf if self._answer_ttl_s else math.inf
+        # boto3 reads a listing without a limit, so only a tier that sweeps, and lists anyway, lists here too.
+        self._list_at_s = -math.inf if self._answer_ttl_s and (settings.ttl or settings.capacity) else math.inf
 
     def note(self, name: str, verdict: Verdict, asked_s: float) -> None:
         """Keep what is known of a block since `asked_s`, in seconds of `time.monotonic()`, if nothing newer is.

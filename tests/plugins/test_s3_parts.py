@@ -110,7 +110,7 @@ class FakeBucket:
 
 def presence_of(bucket: FakeBucket, answer_ttl_s: float = 60.0) -> tuple[Presence, Counters]:
     counters = Counters()
-    settings = S3Settings.model_validate({"bucket": "bucket", "presence_ttl": answer_ttl_s})
+    settings = S3Settings.model_validate({"bucket": "bucket", "presence_ttl": answer_ttl_s, "capacity": "1GiB"})
     presence = Presence(cast(Bucket, bucket), cast(Control, bucket), counters, NAMING, settings)
     return presence, counters
 
