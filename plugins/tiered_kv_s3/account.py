@@ -1,8 +1,9 @@
-"""Who we are to the server, and where its bucket is; boto3 knows both."""
+"""The boto3 session: which credentials sign requests, and where the bucket is."""
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Mapping
@@ -15,10 +16,10 @@ from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.signer import Credentials
 
 DEFAULT_REGION = "us-east-1"
+REFRESH_S = 60.0
+"""How often the provider is asked; boto3's fetch other credentials some ten minutes before theirs expire."""
 RENEW_PAUSE_S = 5.0
-"""How long after one attempt to get fresh credentials the next one is made."""
-EXPIRY_MARGIN_S = 30
-"""Credentials that expire sooner are waited for; until then the old ones do while new ones are fetched."""
+"""How long after one attempt to get other credentials the next one is made."""
 
 _LOGGERS_OF_REQUESTS = ("auth", "endpoint", "hooks", "httpsession", "parsers", "retryhandler", "awsrequest", "client")
 
@@ -26,12 +27,8 @@ _LOGGERS_OF_REQUESTS = ("auth", "endpoint", "hooks", "httpsession", "parsers", "
 class Account:
     """A boto3 session and its credentials. Any thread may call.
 
-    A provider of credentials may ask a server, or start a program, that hangs, and boto3 sets no limit to that. So they
-    are asked on a thread of its own, which nobody waits for longer than a request may take.
-
-    Args:
-        settings: The tier's YAML entry.
-        tier: The tier's name, for messages and the thread.
+    A provider of credentials may ask a server, or start a program, that hangs, and boto3 sets no limit to that. So a
+    thread of its own asks, and a request waits for it no longer than for its deadline, and only if it has none yet.
 
     Raises:
         ConfigError: boto3 cannot work with the settings.
@@ -40,17 +37,15 @@ class Account:
     def __init__(self, settings: S3Settings, tier: str) -> None:
         self._settings = settings
         self._tier = tier
-        self._explicit = _explicit(settings)
         self._making_client = threading.Lock()
+        self._explicit = _explicit(settings)
         self._lock = threading.Lock()  # guards the rest; never held while a provider is asked
-        self._provider: Any = None  # Any: boto3 makes its classes when they are asked for
         self._current: Credentials | None = None
         self._fetch: Future[Credentials] | None = None
-        self._fetched_s = -RENEW_PAUSE_S
-        self._renewed_s = -RENEW_PAUSE_S
+        self._fetched_s = self._renewed_s = -math.inf
         _silence_request_logs()
         try:
-            self._session: Any = self._open_session()
+            self._session: Any = self._open_session()  # Any: boto3 makes its classes when they are asked for
             self.region: str = settings.region or self._session.region_name or DEFAULT_REGION
         except library_errors() as error:
             raise ConfigError(f"tier '{tier}': boto3 refuses the settings: {type(error).__name__}") from None
@@ -64,12 +59,9 @@ class Account:
         if self._explicit is not None:
             return self._explicit
         with self._lock:
-            current = self._current
-            if current is not None and not _expires_within(self._provider, None):
-                return current
             fetch = self._begin_fetch()
-            if current is not None and not _expires_within(self._provider, EXPIRY_MARGIN_S):
-                return current
+            if self._current is not None:
+                return self._current
         try:
             return fetch.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError:
@@ -81,10 +73,8 @@ class Account:
             return False
         failures: tuple[type[Exception], ...] = (TierUnavailableError, *library_errors())
         try:
-            if self.credentials(deadline) != stale:
-                return True
             with self._lock:
-                if time.monotonic() - self._renewed_s >= RENEW_PAUSE_S:
+                if self._current == stale and time.monotonic() - self._renewed_s >= RENEW_PAUSE_S:
                     self._renewed_s = time.monotonic()
                     self._session = self._open_session()  # which reads files and environment again
                     self._current = self._fetch = None
@@ -118,11 +108,9 @@ class Account:
                 aws_access_key_id="none",  # so that no provider is asked for those that are not needed here
                 aws_secret_access_key="none",
             )
-            try:
-                bucket = self._settings.bucket
-                url = client.generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": "x"})
-            finally:
-                client.close()
+            bucket = self._settings.bucket
+            url = client.generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": "x"})
+            client.close()
         except library_errors() as error:
             raise ConfigError(f"tier '{self._tier}': boto3 finds no endpoint: {type(error).__name__}") from None
         try:
@@ -145,13 +133,13 @@ class Account:
 
     def _begin_fetch(self) -> Future[Credentials]:
         """Have credentials fetched, unless that is being done or was just done; under the lock."""
-        now_s = time.monotonic()
-        if self._fetch is not None and (not self._fetch.done() or now_s - self._fetched_s < RENEW_PAUSE_S):
+        pause_s = RENEW_PAUSE_S if self._current is None else REFRESH_S
+        if self._fetch is not None and (not self._fetch.done() or time.monotonic() - self._fetched_s < pause_s):
             return self._fetch
         fetch: Future[Credentials] = Future()
         name = f"tiered-kv-{self._tier}-credentials"
         threading.Thread(target=self._run_fetch, args=(self._session, fetch), name=name, daemon=True).start()
-        self._fetch, self._fetched_s = fetch, now_s
+        self._fetch, self._fetched_s = fetch, time.monotonic()
         return fetch
 
     def _run_fetch(self, session: Any, fetch: Future[Credentials]) -> None:
@@ -168,7 +156,7 @@ class Account:
         else:
             with self._lock:
                 if self._session is session:
-                    self._provider, self._current = provider, found
+                    self._current = found
             fetch.set_result(found)
 
     def _open_session(self) -> Any:
@@ -186,12 +174,6 @@ def _explicit(settings: S3Settings) -> Credentials | None:
         return None
     token = settings.session_token.get_secret_value() if settings.session_token is not None else ""
     return Credentials(settings.access_key_id.get_secret_value(), settings.secret_access_key.get_secret_value(), token)
-
-
-def _expires_within(provider: Any, seconds: int | None) -> bool:
-    """Return whether credentials expire soon; None for when their provider likes to be asked again."""
-    refresh_needed = getattr(provider, "refresh_needed", None)  # those that last have none
-    return refresh_needed is not None and bool(refresh_needed(seconds))
 
 
 def library_errors() -> tuple[type[Exception], ...]:

@@ -8,11 +8,9 @@ every version, and are reported. The tier sends whole objects, so it leaves no u
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from tiered_kv.errors import ConfigError
 from tiered_kv.tiering.administration import (
     DESCRIPTION_BYTES_MAX,
     DIGEST_HEX,
@@ -46,9 +44,6 @@ class _Removed:
 class S3Administration(TierAdministration):
     """The bucket of an s3 tier.
 
-    Args:
-        settings: The tier's YAML entry.
-
     Raises:
         ConfigError: boto3 refuses the settings, or the file of authorities cannot be read.
     """
@@ -57,10 +52,7 @@ class S3Administration(TierAdministration):
         self._prefix = settings.prefix
         self._tier = settings.name
         account = Account(settings, settings.name)
-        try:
-            self._bucket = Bucket(settings, account, Counters())
-        except OSError as error:
-            raise ConfigError(f"no certificates can be read: {error.strerror}", location="ca_file") from None
+        self._bucket = Bucket(settings, account, Counters())
         self._control = Control(account, settings, settings.name)
 
     def namespaces(self, deadline: float, only: str | None = None) -> list[StoredNamespace]:
@@ -139,12 +131,12 @@ class S3Administration(TierAdministration):
                     size_bytes += each.get("Size", 0)
                     blocks += not is_marker and naming.is_block(each["Key"])
                     others += each["Key"] != naming.epoch
-        return StoredNamespace(digest, self._described(naming, digest), blocks, size_bytes) if others else None
-
-    def _described(self, naming: Naming, digest: str) -> Mapping[str, object]:
-        text = self._control.read(naming.namespace, DESCRIPTION_BYTES_MAX)
+        if not others:
+            return None
+        _, text = self._bucket.read(naming.namespace, DESCRIPTION_BYTES_MAX, deadline)
         try:
             fields = json.loads(text or b"null")
         except (ValueError, RecursionError):
-            return {}
-        return believed(fields.get("namespace"), digest) if isinstance(fields, dict) else {}
+            fields = None
+        described = believed(fields.get("namespace"), digest) if isinstance(fields, dict) else {}
+        return StoredNamespace(digest, described, blocks, size_bytes)

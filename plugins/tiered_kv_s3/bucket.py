@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import email.utils
 import hashlib
+import math
 import random
 import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from tiered_kv_s3.account import Account
 from tiered_kv_s3.connection import Answer, BadAnswerError, Connection, Patience
 from tiered_kv_s3.counters import Counters
-from tiered_kv_s3.endpoint import tls_context
+from tiered_kv_s3.endpoint import Endpoint
 from tiered_kv_s3.pool import ConnectionPool
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.signer import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD, Credentials, Signer
 from tiered_kv_s3.verdict import ABSENCE, RETRYABLE, Verdict, region_in, verdict_of, verdict_of_error
 
-BACKOFF_FIRST_S = 0.05
+BACKOFF_FIRST_S = 0.1
 BACKOFF_MAX_S = 2.0
 HEADS_IN_FLIGHT_MAX = 16
 """Connections over which one batch of presence requests travels."""
-
-_UNEXPLAINED = frozenset({400, 401, 403})
-"""Expired credentials, a clock that is wrong, or another region, if the answer's body says so."""
 
 _SAYS_NOTHING = frozenset({Verdict.DENIED, Verdict.REFUSED, Verdict.MOVED})
 """What an answer to HEAD comes to whose reason would stand in its body."""
@@ -35,13 +35,21 @@ Sink = Callable[[int], Sequence[memoryview] | None]
 """Where a body of so many bytes goes; None if it is not wanted."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """One try of a request."""
+
+    connection: Connection
+    signer: Signer
+    credentials: Credentials
+    patience: Patience
+
+
 class Bucket:
     """One bucket. Any thread may call; each call opens at most one connection, `are_there` up to 16.
 
-    Args:
-        settings: The tier's YAML entry.
-        account: Who signs, and where the bucket is.
-        counters: Where requests are counted.
+    Raises:
+        ConfigError: The file of authorities cannot be read.
     """
 
     def __init__(self, settings: S3Settings, account: Account, counters: Counters) -> None:
@@ -49,29 +57,21 @@ class Bucket:
         self._counters = counters
         self._attempts = settings.attempts
         self._stall_s = settings.request_timeout
-        self._ttl_s = settings.ttl
+        self._ttl_s = settings.ttl or math.inf
         self._signs_payload = settings.sign_payload
         self._put_headers = _put_headers(settings)
-        endpoint = account.endpoint(account.region)
-        self._pool = ConnectionPool(endpoint, tls_context(settings.ca_file) if endpoint.is_tls else None, counters)
+        self._pool = ConnectionPool(account.endpoint(account.region), settings.ca_file, counters)
         self._signer = Signer(account.region)
-        self._clock_offset_s = 0.0  # the server's clock less ours
         self._closing = threading.Event()
-        self._moving = threading.Lock()
+        self._moving = threading.Lock()  # held by the thread that follows a bucket to its region
 
     @property
     def open_connections(self) -> int:
         return self._pool.open_connections
 
     @property
-    def authority(self) -> str:
-        """The server's name and port."""
-        return self._pool.endpoint.authority
-
-    @property
-    def is_tls(self) -> bool:
-        """Whether the server is spoken to over TLS, with its certificate checked."""
-        return self._pool.endpoint.is_tls
+    def endpoint(self) -> Endpoint:
+        return self._pool.endpoint
 
     def put(
         self, name: str, pieces: Sequence[bytes | memoryview], deadline: float, *, only_if_absent: bool = False
@@ -82,52 +82,51 @@ class Bucket:
             headers["if-none-match"] = "*"
         payload_hash = _hash_of(pieces) if self._signs_payload else UNSIGNED_PAYLOAD
 
-        def put(connection: Connection, credentials: Credentials, patience: Patience) -> tuple[Answer, bytes]:
-            head = self._head_of("PUT", name, headers, payload_hash, connection, credentials)
-            self._counters.add("requests_total", "put")
-            try:
-                connection.send([head, *pieces], patience)
-            except ConnectionError as error:  # it may have answered before it closed
-                return _early_answer(connection, patience, error)
-            answer = connection.receive_head(patience)
-            return answer, connection.receive_error(answer, patience)
+        def put(attempt: _Attempt) -> Verdict:
+            with contextlib.suppress(ConnectionError):  # the server may have answered before it closed
+                self._send(attempt, "PUT", name, headers, payload_hash, pieces)
+            return self._settle(attempt, attempt.connection.receive_head(attempt.patience))
 
         return self._persist(put, deadline)
 
     def get(self, name: str, sink: Sink, deadline: float, *, expires: bool = True) -> Verdict:
         """Read an object into what `sink` gives for its length; AGED past half its `ttl`, if it `expires`."""
 
-        def get(connection: Connection, credentials: Credentials, patience: Patience) -> tuple[Answer, bytes]:
-            head = self._head_of("GET", name, {}, EMPTY_PAYLOAD, connection, credentials)
-            self._counters.add("requests_total", "get")
-            connection.send([head], patience)
-            answer = connection.receive_head(patience)
-            if answer.status != 200:
-                return _unless_success(answer), connection.receive_error(answer, patience)
-            age_s = self._age_s(answer) if expires and self._ttl_s is not None else 0.0
-            if self._ttl_s is not None and age_s > self._ttl_s:
-                raise _Settled(Verdict.EXPIRED)
-            if answer.body_bytes is None:
-                raise _Settled(Verdict.UNSIZED)
+        def get(attempt: _Attempt) -> Verdict:
+            self._send(attempt, "GET", name)
+            answer = attempt.connection.receive_head(attempt.patience)
+            if 200 <= answer.status < 300 and (answer.status != 200 or answer.body_bytes is None):
+                raise BadAnswerError(f"status {answer.status}, or no length: not what was asked for")
+            if answer.body_bytes is None or answer.status != 200:
+                return self._settle(attempt, answer)
+            age_s = self._age_s(answer) if expires else 0.0
+            if age_s > self._ttl_s:
+                return Verdict.EXPIRED
             parts = sink(answer.body_bytes)
             if parts is None:
-                raise _Settled(Verdict.OVERSIZED)
-            connection.receive_body(parts, patience)
-            if self._ttl_s is not None and age_s > self._ttl_s / 2:
-                raise _Settled(Verdict.AGED)
-            return answer, b""
+                return Verdict.OVERSIZED
+            attempt.connection.receive_body(parts, attempt.patience)
+            return Verdict.AGED if age_s > self._ttl_s / 2 else Verdict.DONE
 
         return self._persist(get, deadline)
+
+    def read(self, name: str, bytes_max: int, deadline: float) -> tuple[Verdict, bytes]:
+        """Read a small object of any age; OVERSIZED, and no bytes, where it is longer than `bytes_max`."""
+        data = bytearray()
+
+        def sink(size_bytes: int) -> list[memoryview] | None:
+            nonlocal data
+            data = bytearray(size_bytes if size_bytes <= bytes_max else 0)
+            return [memoryview(data)] if size_bytes <= bytes_max else None
+
+        return self.get(name, sink, deadline, expires=False), bytes(data)
 
     def delete(self, name: str, deadline: float) -> Verdict:
         """Delete an object; one that is not there is deleted too."""
 
-        def delete(connection: Connection, credentials: Credentials, patience: Patience) -> tuple[Answer, bytes]:
-            head = self._head_of("DELETE", name, {}, EMPTY_PAYLOAD, connection, credentials)
-            self._counters.add("requests_total", "delete")
-            connection.send([head], patience)
-            answer = connection.receive_head(patience)
-            return answer, connection.receive_error(answer, patience)
+        def delete(attempt: _Attempt) -> Verdict:
+            self._send(attempt, "DELETE", name)
+            return self._settle(attempt, attempt.connection.receive_head(attempt.patience))
 
         return self._persist(delete, deadline)
 
@@ -139,17 +138,14 @@ class Bucket:
         """
         verdicts = [Verdict.UNASKED] * len(names)
         waiting = list(range(len(names)))
-        retry_until_s = (time.monotonic() + deadline) / 2
-        for attempt in range(self._attempts):
-            if attempt:
-                self._counters.add("retried_requests_total", count=len(waiting))
+        for number in self._tries((time.monotonic() + deadline) / 2):
+            self._counters.add("retried_requests_total", count=len(waiting) if number else 0)
             self._ask_side_by_side(names, waiting, verdicts, deadline)
             self._counters.add(
                 "slow_down_answers_total", count=sum(verdicts[index] is Verdict.SLOW_DOWN for index in waiting)
             )
-            waiting = self._explain(names, waiting, verdicts, deadline)
-            pause_s = random.uniform(0, min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2**attempt))
-            if not waiting or time.monotonic() + pause_s >= retry_until_s or self._closing.wait(pause_s):
+            waiting = self._to_ask_again(names, waiting, verdicts, deadline)
+            if not waiting:
                 break
         return verdicts
 
@@ -160,118 +156,96 @@ class Bucket:
 
     # One request.
 
-    def _head_of(
+    def _send(
         self,
+        attempt: _Attempt,
         method: str,
         name: str,
-        headers: dict[str, str],
-        payload_hash: str,
-        connection: Connection,
-        credentials: Credentials,
-    ) -> bytes:
-        """Return the signed head of a request for an object."""
-        endpoint = connection.endpoint
+        headers: Mapping[str, str] | None = None,
+        payload_hash: str = EMPTY_PAYLOAD,
+        pieces: Sequence[bytes | memoryview] = (),
+    ) -> None:
+        """Send a signed request for an object."""
+        endpoint = attempt.connection.endpoint
         path = endpoint.path_of(name)
-        now_s = time.time() + self._clock_offset_s
-        signed = self._signer.sign(
-            method, path, {"host": endpoint.authority, **headers}, payload_hash, credentials, now_s
+        signed = attempt.signer.sign(
+            method,
+            path,
+            {"host": endpoint.authority, **(headers or {})},
+            payload_hash,
+            attempt.credentials,
+            time.time(),
         )
         lines = "".join([f"{header}: {value}\r\n" for header, value in signed.items()])
-        if endpoint.proxy is None or endpoint.is_tls:  # TLS goes through a tunnel
-            return f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode()
-        target = f"http://{endpoint.authority}{path}"
-        return f"{method} {target} HTTP/1.1\r\n{endpoint.proxy.authorization}{lines}\r\n".encode()
+        if endpoint.proxy is not None and not endpoint.is_tls:  # TLS goes through a tunnel
+            path = f"http://{endpoint.authority}{path}"
+            lines = f"{endpoint.proxy.authorization}{lines}"
+        self._counters.add("requests_total", method.lower())
+        attempt.connection.send([f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode(), *pieces], attempt.patience)
 
-    def _head(self, name: str) -> _Exchange:
-        def head(connection: Connection, credentials: Credentials, patience: Patience) -> tuple[Answer, bytes]:
-            self._send_head(connection, name, credentials, patience)
-            answer = connection.receive_head(patience, has_body=False)
-            if answer.status == 200 and self._is_expired(answer):
-                raise _Settled(Verdict.EXPIRED)
-            if answer.status not in _UNEXPLAINED or not connection.is_reusable:
-                return answer, b""
-            # What is wrong stands in the body, which answers to HEAD have not: ask for the first byte.
-            text = self._head_of("GET", name, {"range": "bytes=0-0"}, EMPTY_PAYLOAD, connection, credentials)
-            self._counters.add("requests_total", "get")
-            connection.send([text], patience)
-            answer = connection.receive_head(patience)
-            return answer, connection.receive_error(answer, patience)
+    def _settle(self, attempt: _Attempt, answer: Answer) -> Verdict:
+        """Return what an answer means that has no body, or says what is wrong; do what another try needs."""
+        body = attempt.connection.receive_error(answer, attempt.patience)
+        if 200 <= answer.status < 300:
+            return Verdict.DONE
+        verdict = verdict_of(answer, body)
+        if verdict is Verdict.MOVED:
+            return self._follow(attempt.signer.region, region_in(answer, body))
+        if verdict is Verdict.CREDENTIALS and not self._account.renew(attempt.credentials, attempt.patience.deadline):
+            return Verdict.CREDENTIALS_EXPIRED
+        return verdict
 
-        return head
+    def _tries(self, until_s: float) -> Iterator[int]:
+        """Yield the number of each try, after a pause for all but the first, while another can be made in time."""
+        yield 0
+        for number in range(1, self._attempts):
+            pause_s = random.uniform(0, min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** (number - 1)))
+            if time.monotonic() + pause_s >= until_s or self._closing.wait(pause_s):
+                return
+            yield number
 
-    def _send_head(self, connection: Connection, name: str, credentials: Credentials, patience: Patience) -> None:
-        self._counters.add("requests_total", "head")
-        connection.send([self._head_of("HEAD", name, {}, EMPTY_PAYLOAD, connection, credentials)], patience)
-
-    def _is_expired(self, answer: Answer) -> bool:
-        return self._ttl_s is not None and self._age_s(answer) > self._ttl_s
-
-    def _age_s(self, answer: Answer) -> float:
-        """Return how old an object is, both times by the server's clock; 0 where it does not tell."""
-        modified = seconds_of(answer.headers.get("last-modified", ""))
-        now = seconds_of(answer.headers.get("date", "")) or time.time() + self._clock_offset_s
-        return now - modified if modified is not None else 0.0
-
-    def _persist(self, exchange: _Exchange, deadline: float) -> Verdict:
+    def _persist(self, exchange: Callable[[_Attempt], Verdict], deadline: float) -> Verdict:
         """Try a request until it succeeds, fails for good, or its attempts or its time are over."""
         verdict = Verdict.TIMEOUT
-        for attempt in range(self._attempts):
-            if attempt:
-                pause_s = random.uniform(0, min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2**attempt))
-                if time.monotonic() + pause_s >= deadline or self._closing.wait(pause_s):
-                    break
-                self._counters.add("retried_requests_total")
+        for number in self._tries(deadline):
+            self._counters.add("retried_requests_total", count=min(number, 1))
             verdict = self._try(exchange, Patience(deadline, self._stall_s))
-            if verdict is Verdict.SLOW_DOWN:
-                self._counters.add("slow_down_answers_total")
+            self._counters.add("slow_down_answers_total", count=verdict is Verdict.SLOW_DOWN)
             if verdict not in RETRYABLE:
                 break
         return verdict
 
-    def _try(self, exchange: _Exchange, patience: Patience) -> Verdict:
+    def _try(self, exchange: Callable[[_Attempt], Verdict], patience: Patience) -> Verdict:
         credentials = self._account.credentials(patience.deadline)
-        region = self._signer.region
+        signer = self._signer
         try:
             connection = self._pool.take(patience)
         except OSError as error:
             return verdict_of_error(error)
         try:
-            answer, body = exchange(connection, credentials, patience)
-        except _Settled as settled:
-            return settled.verdict
+            return exchange(_Attempt(connection, signer, credentials, patience))
         except OSError as error:
             return verdict_of_error(error)
         finally:
             self._pool.give_back(connection)
-        if 200 <= answer.status < 300:
-            return Verdict.DONE
-        verdict = verdict_of(answer, body)
-        if verdict is Verdict.MOVED:
-            return self._follow(region, region_in(answer, body))
-        if verdict is Verdict.CREDENTIALS and not self._account.renew(credentials, patience.deadline):
-            return Verdict.CREDENTIALS_EXPIRED
-        if verdict is Verdict.SKEWED:
-            return self._set_clock(answer)
-        return verdict
 
     def _follow(self, asked: str, region: str) -> Verdict:
         """Ask in `region` from now on, since the bucket is not where it was asked for."""
         with self._moving:
             if region == asked:
-                return Verdict.REFUSED  # it is where we asked: a redirect that leads nowhere
+                return Verdict.REFUSED  # a redirect that leads nowhere
             if region != self._signer.region:  # else another thread has been told the same
                 self._pool.move(self._account.endpoint(region))
                 self._account.region = region
                 self._signer = Signer(region)
         return Verdict.MOVED
 
-    def _set_clock(self, answer: Answer) -> Verdict:
-        """Sign with the server's time from now on."""
-        server_s = seconds_of(answer.headers.get("date", ""))
-        if server_s is None:
-            return Verdict.REFUSED
-        self._clock_offset_s = server_s - time.time()
-        return Verdict.SKEWED
+    def _age_s(self, answer: Answer) -> float:
+        """Return how old an object is, both times by the server's clock; 0 where none expires, or it does not tell."""
+        modified = seconds_of(answer.headers.get("last-modified", "")) if self._ttl_s < math.inf else None
+        if modified is None:
+            return 0.0
+        return (seconds_of(answer.headers.get("date", "")) or time.time()) - modified
 
     # Many requests.
 
@@ -290,7 +264,8 @@ class Bucket:
                     connection = self._pool.take(patience)
                     travelling[connection.fileno] = (waiting[0], connection, time.monotonic() + patience.stall_s)
                     poll.register(connection.fileno, select.POLLIN)
-                    self._send_head(connection, names[waiting.popleft()], credentials, patience)
+                    self._send(_Attempt(connection, self._signer, credentials, patience), "HEAD", names[waiting[0]])
+                    waiting.popleft()
                 wait_s = min(next(iter(travelling.values()))[2], deadline) - time.monotonic()
                 ready = {number for number, _ in poll.poll(max(0.0, wait_s) * 1000)}
                 for number in [*travelling]:
@@ -319,46 +294,28 @@ class Bucket:
         except OSError as error:
             return verdict_of_error(error)
         if answer.status == 200:
-            return Verdict.EXPIRED if self._is_expired(answer) else Verdict.DONE
+            return Verdict.EXPIRED if self._age_s(answer) > self._ttl_s else Verdict.DONE
         return verdict_of(answer, b"")
 
-    def _explain(
+    def _to_ask_again(
         self, names: Sequence[str], asked: Sequence[int], verdicts: list[Verdict], deadline: float
     ) -> list[int]:
-        """Find out why answers to HEAD, which say nothing, were refusals; return what is to be asked again."""
+        """Return what is to be asked again, after finding out why answers to HEAD, which say nothing, were refusals."""
         refused = [index for index in asked if verdicts[index] in _SAYS_NOTHING]
         again = [index for index in asked if verdicts[index] in RETRYABLE and verdicts[index] not in _SAYS_NOTHING]
         if not refused:
             return again
-        verdict = self._persist(self._head(names[refused[0]]), deadline)
-        verdicts[refused[0]] = verdict
+
+        def explain(attempt: _Attempt) -> Verdict:
+            self._send(attempt, "GET", names[refused[0]], {"range": "bytes=0-0"})
+            return self._settle(attempt, attempt.connection.receive_head(attempt.patience))
+
+        verdict = self._persist(explain, deadline)
         if verdict is Verdict.DONE or verdict in ABSENCE:  # what was wrong with the requests has been mended
-            return again + refused[1:]
-        for index in refused[1:]:
+            return again + refused
+        for index in refused:
             verdicts[index] = verdict
         return again
-
-
-_Exchange = Callable[[Connection, Credentials, Patience], tuple[Answer, bytes]]
-"""Sends one request and receives its answer, with what the server says if that is no success."""
-
-
-class _Settled(Exception):
-    """The answer needs no reading to its end."""
-
-    def __init__(self, verdict: Verdict) -> None:
-        self.verdict = verdict
-
-
-def _unless_success(answer: Answer) -> Answer:
-    """Return an answer that is an error.
-
-    Raises:
-        BadAnswerError: It is a success of another kind than was asked for.
-    """
-    if 200 <= answer.status < 300:
-        raise BadAnswerError(f"the answer has status {answer.status}, not 200")
-    return answer
 
 
 def _put_headers(settings: S3Settings) -> dict[str, str]:
@@ -376,21 +333,6 @@ def _hash_of(pieces: Sequence[bytes | memoryview]) -> str:
     for piece in pieces:
         digest.update(piece)
     return digest.hexdigest()
-
-
-def _early_answer(connection: Connection, patience: Patience, error: ConnectionError) -> tuple[Answer, bytes]:
-    """Return what a server said before it stopped listening.
-
-    Raises:
-        ConnectionError: It said nothing; `error`.
-    """
-    try:
-        answer = connection.receive_head(patience)
-        body = connection.receive_error(answer, patience)
-    except OSError:
-        raise error from None
-    connection.is_reusable = False
-    return answer, body
 
 
 def seconds_of(date: str) -> float | None:

@@ -37,22 +37,13 @@ class BadAnswerError(ConnectionError):
 
 @dataclass(slots=True)
 class Patience:
-    """How long a request may take.
-
-    Args:
-        deadline: When all of it must be over, in seconds of `time.monotonic()`.
-        stall_s: How long it may go without a byte.
-    """
+    """How long a request may take: until `deadline`, by `time.monotonic()`, and without a byte for `stall_s`."""
 
     deadline: float
     stall_s: float
 
     def next_timeout_s(self) -> float:
-        """Return how long the next step may wait.
-
-        Raises:
-            TimeoutError: The deadline has passed.
-        """
+        """Return how long the next step may wait; `TimeoutError` once the deadline has passed."""
         left_s = self.deadline - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("the job's deadline has passed")
@@ -61,17 +52,11 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The head of an answer.
-
-    Args:
-        status: The status code.
-        headers: By lower-case name; the last of several.
-        body_bytes: The length of what follows; None if it is not said.
-    """
+    """The head of an answer."""
 
     status: int
-    headers: Mapping[str, str]
-    body_bytes: int | None
+    headers: Mapping[str, str]  # by lower-case name; the last of several
+    body_bytes: int | None  # None if the answer does not say
 
 
 class Connection:
@@ -79,11 +64,6 @@ class Connection:
 
     Every method raises `OSError` where the connection fails: `TimeoutError`, `ConnectionError` or `ssl.SSLError`; the
     connection is of no use then.
-
-    Args:
-        endpoint: Where to connect to.
-        tls: What to verify its certificate with.
-        patience: Bounds connecting and the TLS handshake.
     """
 
     def __init__(self, endpoint: Endpoint, tls: ssl.SSLContext | None, patience: Patience) -> None:

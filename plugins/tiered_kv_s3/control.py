@@ -9,8 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv_s3.account import Account, library_errors
@@ -27,28 +26,16 @@ _WITHOUT_VERSIONS = frozenset({"AccessDenied", "NotImplemented", "MethodNotAllow
 _CODE = re.compile(r"[A-Za-z0-9.]{1,100}")
 
 
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """An object as a listing shows it.
+class Listed(NamedTuple):
+    """An object as a listing shows it: `age_s` seconds old, by the server's clock. The oldest is the greatest."""
 
-    Args:
-        name: Its name.
-        size_bytes: Its length.
-        age_s: Seconds since it was written, by the server's clock.
-    """
-
+    age_s: float
     name: str
     size_bytes: int
-    age_s: float
 
 
 class ControlError(TierUnavailableError):
-    """The server does not do what was asked of it.
-
-    Args:
-        message, tier, operation: As in `TierError`.
-        code: S3's word for why, or the kind of failure.
-    """
+    """The server does not do what was asked of it; `code` is S3's word for why, or the kind of failure."""
 
     def __init__(self, message: str, code: str, tier: str, operation: str) -> None:
         super().__init__(f"{message}: {code}", tier=tier, operation=operation)
@@ -59,11 +46,6 @@ class Control:
     """Lists, deletes and copies objects. Any thread may call.
 
     Every method raises `ControlError` where the server does not do it.
-
-    Args:
-        account: Makes boto3's client.
-        settings: The tier's YAML entry.
-        tier: The tier's name, for messages.
     """
 
     def __init__(self, account: Account, settings: S3Settings, tier: str) -> None:
@@ -80,9 +62,9 @@ class Control:
     def listed(self, prefix: str) -> Iterator[list[Listed]]:
         """Yield the objects whose names begin with `prefix`, a page at a time."""
         for page in self.pages("list_objects_v2", prefix):
-            now_s = _date_of(page)
+            now_s = seconds_of(page["ResponseMetadata"]["HTTPHeaders"].get("date", "")) or time.time()
             yield [
-                Listed(each["Key"], each["Size"], now_s - each["LastModified"].timestamp())
+                Listed(now_s - each["LastModified"].timestamp(), each["Key"], each["Size"])
                 for each in page.get("Contents", ())
             ]
 
@@ -98,20 +80,18 @@ class Control:
 
         That is every version, those of a page with its markers first; where they cannot be listed, every object.
         """
-        if not self.without_versions:
-            try:
-                for page in self.pages("list_object_versions", prefix):
-                    self._check(deadline)
-                    markers = [(each, True) for each in page.get("DeleteMarkers", ())]
-                    yield markers + [(each, False) for each in page.get("Versions", ())]
-                return
-            except ControlError as error:
-                if error.code not in _WITHOUT_VERSIONS:
-                    raise
-                self.without_versions = error.code
-        for page in self.pages("list_objects_v2", prefix):
-            self._check(deadline)
-            yield [(each, False) for each in page.get("Contents", ())]
+        operation = "list_objects_v2" if self.without_versions else "list_object_versions"
+        try:
+            for page in self.pages(operation, prefix):
+                if time.monotonic() >= deadline:
+                    raise self._error("timeout", "list")
+                markers = [(each, True) for each in page.get("DeleteMarkers", ())]
+                yield markers + [(each, False) for each in (*page.get("Versions", ()), *page.get("Contents", ()))]
+        except ControlError as error:
+            if self.without_versions or error.code not in _WITHOUT_VERSIONS:
+                raise
+            self.without_versions = error.code
+            yield from self.versions(prefix, deadline)
 
     def folders(self, prefix: str) -> list[str]:
         """Return what follows `prefix`, which ends with a slash, up to the next slash, each once."""
@@ -119,10 +99,6 @@ class Control:
         for page in self.pages("list_objects_v2", prefix, Delimiter="/"):
             found += [each["Prefix"].removeprefix(prefix).rstrip("/") for each in page.get("CommonPrefixes", ())]
         return found
-
-    def probe(self, prefix: str) -> None:
-        """Do nothing but find out whether the bucket can be listed."""
-        self._call("list", lambda client: client.list_objects_v2(Bucket=self._bucket, Prefix=prefix, MaxKeys=1))
 
     def delete(self, objects: Sequence[Mapping[str, Any]]) -> set[str]:
         """Delete up to `PAGE_OBJECTS` objects or versions; return S3's words for why any is not gone.
@@ -135,31 +111,13 @@ class Control:
         answer = self._call("delete", lambda client: client.delete_objects(Bucket=self._bucket, Delete=wanted))
         return {str(each.get("Code", "unknown")) for each in answer.get("Errors", ())}
 
-    def read(self, name: str, bytes_max: int) -> bytes | None:
-        """Return a small object; None where it is absent or longer than `bytes_max`."""
-
-        def read(client: Any) -> bytes | None:
-            answer = client.get_object(Bucket=self._bucket, Key=name)
-            with answer["Body"] as body:
-                return bytes(body.read()) if answer["ContentLength"] <= bytes_max else None
-
-        try:
-            data: bytes | None = self._call("list", read)
-        except ControlError as error:
-            if error.code != "NoSuchKey":
-                raise
-            return None
-        return data
-
     def renew(self, name: str) -> None:
         """Make an object as young as one that was just stored, by a copy onto itself on the server."""
-        settings = self._settings
-        headers = {
-            "StorageClass": settings.storage_class,
-            "ServerSideEncryption": settings.server_encryption,
-            "SSEKMSKeyId": settings.kms_key_id,
+        given = {
+            "StorageClass": self._settings.storage_class,
+            "ServerSideEncryption": self._settings.server_encryption,
+            "SSEKMSKeyId": self._settings.kms_key_id,
         }
-        given = {header: value for header, value in headers.items() if value}
         self._call(
             "copy",
             lambda client: client.copy_object(
@@ -168,7 +126,7 @@ class Control:
                 CopySource={"Bucket": self._bucket, "Key": name},
                 MetadataDirective="REPLACE",  # without a change S3 refuses a copy onto itself
                 ContentType="application/octet-stream",
-                **given,
+                **{name: value for name, value in given.items() if value},
             ),
         )
 
@@ -182,12 +140,11 @@ class Control:
         try:
             return call(self._boto3())
         except library_errors() as error:
-            why = _code_of(error)
-        raise ControlError(f"bucket '{self._bucket}' refuses or does not answer", why, self._tier, operation)
+            failure = self._error(_code_of(error), operation)
+        raise failure  # out of the handler, so that it names no cause, which may quote what is secret
 
-    def _check(self, deadline: float) -> None:
-        if time.monotonic() >= deadline:
-            raise ControlError(f"bucket '{self._bucket}' takes too long to list", "timeout", self._tier, "list")
+    def _error(self, code: str, operation: str) -> ControlError:
+        return ControlError(f"bucket '{self._bucket}' refuses or does not answer", code, self._tier, operation)
 
     def _boto3(self) -> Any:
         """Return the client; another one with other credentials. No provider is asked under the lock: it may hang."""
@@ -199,16 +156,10 @@ class Control:
             return self._client
 
 
-def _date_of(page: Mapping[str, Any]) -> float:
-    """Return the server's time when it answered, or ours where it does not tell."""
-    said = page["ResponseMetadata"]["HTTPHeaders"].get("date", "")
-    return seconds_of(said) or time.time()
-
-
 def _code_of(error: Exception) -> str:
     """Return S3's word for what is wrong, or the kind of failure; no text, which may quote what is secret."""
     if any(words in str(error) for words in ("CERTIFICATE_VERIFY_FAILED", "doesn't match")):  # urllib3's, of a name
-        return Verdict.UNTRUSTED.reason
+        return Verdict.UNTRUSTED
     response = getattr(error, "response", None)
     code = response.get("Error", {}).get("Code", "") if isinstance(response, dict) else ""
     return str(code) if _CODE.fullmatch(str(code)) else type(error).__name__

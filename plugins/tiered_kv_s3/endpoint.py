@@ -1,8 +1,7 @@
-"""Where a bucket is, and how its server proves who it is."""
+"""Where a bucket is, and the proxy on the way to it."""
 
 from __future__ import annotations
 
-import ssl
 from base64 import b64encode
 from dataclasses import dataclass, field
 from typing import Self
@@ -14,12 +13,7 @@ _PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True, slots=True)
 class Proxy:
-    """An HTTP proxy on the way to a server.
-
-    Args:
-        host, port: Where it is.
-        authorization: The header with its user and password; empty for none.
-    """
+    """An HTTP proxy on the way to a server."""
 
     host: str
     port: int
@@ -45,20 +39,12 @@ class Proxy:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The server of a bucket.
-
-    Args:
-        host: Its name or address.
-        port: Its port.
-        is_tls: Whether it speaks TLS.
-        base_path: What the path of every object begins with: the bucket, quoted, or nothing.
-        proxy: What to connect to in its place, if anything.
-    """
+    """The server of a bucket."""
 
     host: str
     port: int
     is_tls: bool
-    base_path: str
+    base_path: str  # what the path of every object begins with: the bucket, quoted, or nothing
     proxy: Proxy | None = None
 
     @classmethod
@@ -87,14 +73,3 @@ class Endpoint:
     def path_of(self, name: str) -> str:
         """Return the quoted path of an object."""
         return f"{self.base_path}/{quote(name, safe='/~')}"
-
-
-def tls_context(ca_file: str | None) -> ssl.SSLContext:
-    """Return what server certificates are verified with: the system's authorities, or those in `ca_file` alone.
-
-    Raises:
-        OSError: The file cannot be read, or holds no certificate.
-    """
-    context = ssl.create_default_context(cafile=ca_file)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    return context

@@ -24,12 +24,7 @@ _BLOCK: Final = re.compile(r"[0-9a-f]{16}/([0-9a-f]{2})/\1[0-9a-f]{30}")
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """The names of one namespace's objects.
-
-    Args:
-        prefix: What all names begin with, without a slash at its ends.
-        namespace_digest: 16 bytes.
-    """
+    """The names of one namespace's objects."""
 
     prefix: str
     namespace_digest: bytes
@@ -37,33 +32,29 @@ class Naming:
     @property
     def root(self) -> str:
         """What the names of everything of the namespace begin with."""
-        return f"{self._root}/"
+        return f"{self.prefix}/{self.namespace_digest.hex()}/"
 
     @property
     def namespace(self) -> str:
-        return f"{self._root}/namespace.json"
+        return f"{self.root}namespace.json"
 
     @property
     def epoch(self) -> str:
-        return f"{self._root}/epoch"
+        return f"{self.root}epoch"
 
     @property
     def blocks(self) -> str:
         """What the names of all blocks, of whatever epoch, begin with."""
-        return f"{self._root}/blocks/"
+        return f"{self.root}blocks/"
 
     def block(self, epoch: str, key: OffloadKey) -> str:
         digest = digest_of(key).hex()
-        return f"{self._root}/blocks/{epoch}/{digest[:2]}/{digest}"
+        return f"{self.blocks}{epoch}/{digest[:2]}/{digest}"
 
     def is_block(self, name: str) -> bool:
         """Return whether a name is a block's of this namespace, of whatever epoch."""
         return name.startswith(self.blocks) and _BLOCK.fullmatch(name, len(self.blocks)) is not None
 
     def owns(self, name: str) -> bool:
-        """Return whether a name is of the layout above; others are not this tier's, whoever put them there."""
+        """Return whether a name is of the layout above; others are foreign."""
         return name in (self.namespace, self.epoch) or self.is_block(name)
-
-    @property
-    def _root(self) -> str:
-        return f"{self.prefix}/{self.namespace_digest.hex()}"

@@ -6,6 +6,7 @@ import ssl
 import threading
 import time
 
+from tiered_kv.errors import ConfigError
 from tiered_kv_s3.connection import Connection, Patience
 from tiered_kv_s3.counters import Counters
 from tiered_kv_s3.endpoint import Endpoint
@@ -17,16 +18,14 @@ IDLE_S_MAX = 15.0
 class ConnectionPool:
     """Connections to one endpoint, the one that was used last first. Any thread may call.
 
-    There are never more than there are requests in flight at one time, which the callers bound.
+    The callers bound how many are in use.
 
-    Args:
-        endpoint: Where to connect to; `move` changes it.
-        tls: What to verify certificates with; used where the endpoint speaks TLS.
-        counters: Where openings are counted.
+    Raises:
+        ConfigError: The file cannot be read, or holds no certificate.
     """
 
-    def __init__(self, endpoint: Endpoint, tls: ssl.SSLContext | None, counters: Counters) -> None:
-        self._tls = tls
+    def __init__(self, endpoint: Endpoint, ca_file: str | None, counters: Counters) -> None:
+        self._tls = tls_context(ca_file) if endpoint.is_tls else None
         self._counters = counters
         self._lock = threading.Lock()  # guards the rest; never held across I/O
         self._endpoint = endpoint
@@ -56,8 +55,12 @@ class ConnectionPool:
         Raises:
             OSError: None could be opened.
         """
-        while (kept := self._take_idle()) is not None:
-            since, connection = kept
+        while self._idle:
+            with self._lock:
+                if not self._idle:
+                    break
+                since, connection = self._idle.pop()
+                self._used.add(connection)
             if time.monotonic() - since < IDLE_S_MAX and connection.is_usable():
                 return connection
             self.give_back(connection, reuse=False)
@@ -90,10 +93,16 @@ class ConnectionPool:
         for _, connection in idle:
             connection.close()
 
-    def _take_idle(self) -> tuple[float, Connection] | None:
-        with self._lock:
-            if not self._idle:
-                return None
-            kept = self._idle.pop()
-            self._used.add(kept[1])
-            return kept
+
+def tls_context(ca_file: str | None) -> ssl.SSLContext:
+    """Return what server certificates are verified with: the system's authorities, or those in `ca_file` alone.
+
+    Raises:
+        ConfigError: The file cannot be read, or holds no certificate.
+    """
+    try:
+        context = ssl.create_default_context(cafile=ca_file)
+    except OSError as error:
+        raise ConfigError(f"no certificates can be read: {error.strerror}", location="ca_file") from None
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    return context

@@ -6,86 +6,132 @@ is there and the first that is not. A prefix of 1,000 blocks takes three such ro
 hole, a block that is gone although later ones are there, is found by its load, as a miss. Where answers show that
 blocks were not asked for in the order of a prefix, each is asked for.
 
-Answers are kept for `presence_ttl`, whoever asked.
+Answers are kept for `presence_ttl`, whoever asked. A tier that sweeps also lists a namespace in the background whose
+blocks fit into one page; the listing answers for all blocks as long as one answer is kept.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 
+from tiered_kv.errors import TierError
+from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv_s3.bucket import Bucket
+from tiered_kv_s3.control import Control
 from tiered_kv_s3.counters import Counters
-from tiered_kv_s3.suspects import Suspects, Way
+from tiered_kv_s3.naming import Naming
+from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.verdict import ABSENCE, Verdict
 
 ANSWERS_MAX = 65_536
 """Answers that are kept; the oldest go first."""
 ASKED_AT_ONCE = 16
 """Blocks of one prefix that are asked for side by side."""
+MISS_S = 30.0
+"""How long a block is a miss that the bucket did not answer for while it answered for others."""
+LISTING_PAUSE_S = 600.0
+"""How long after a listing that failed, or had more than a page, the next is tried."""
 
 
 class Presence:
-    """Answers to "is it there?". Any thread may call.
+    """Answers to "is it there?". Any thread may call."""
 
-    Args:
-        bucket: Answers for single blocks.
-        counters: Where failures are counted.
-        suspects: Blocks that are misses because the bucket does not answer for them.
-        answer_ttl_s: How long an answer is kept.
-    """
-
-    def __init__(self, bucket: Bucket, counters: Counters, suspects: Suspects, *, answer_ttl_s: float) -> None:
+    def __init__(
+        self, bucket: Bucket, control: Control, counters: Counters, naming: Naming, settings: S3Settings
+    ) -> None:
         self._bucket = bucket
+        self._control = control
         self._counters = counters
-        self._suspects = suspects
-        self._answer_ttl_s = answer_ttl_s
+        self._naming = naming
+        self._answer_ttl_s = settings.presence_ttl
+        self._object_ttl_s = settings.ttl or math.inf
+        self._listing = BackgroundTask(self._list, "tiered-kv-s3-listing")
         self._lock = threading.Lock()  # guards the rest; never held across I/O
-        self._answers: OrderedDict[str, tuple[float, bool]] = OrderedDict()  # name to (asked when, answer), by age
+        self._answers: OrderedDict[str, tuple[float, Verdict]] = OrderedDict()  # name to (asked when, answer), by age
+        self._answered_s = -math.inf  # when the bucket answered a lookup last
+        self._listed: Collection[str] = ()
+        self._listed_s = -math.inf
+        # boto3 reads a listing without a limit, so only a tier that sweeps, and lists anyway, lists here too.
+        self._list_at_s = -math.inf if self._answer_ttl_s and (settings.ttl or settings.capacity) else math.inf
 
-    def note(self, name: str, is_there: bool, asked_s: float) -> None:
-        """Keep what is known of a block since `asked_s`, in seconds of `time.monotonic()`, if nothing newer is."""
+    def note(self, name: str, verdict: Verdict, asked_s: float) -> None:
+        """Keep what is known of a block since `asked_s`, in seconds of `time.monotonic()`, if nothing newer is.
+
+        Args:
+            name: The block's.
+            verdict: DONE, one of `ABSENCE`, or UNANSWERED, which makes the block a miss for a while.
+            asked_s: When it was asked for.
+        """
         with self._lock:
-            if self._answers.get(name, (asked_s, False))[0] > asked_s:
+            if self._answers.get(name, (asked_s, verdict))[0] > asked_s:
                 return  # what came meanwhile, such as a store of this process, is newer
-            self._answers[name] = (asked_s, is_there)
+            self._answers[name] = (asked_s, verdict)
             self._answers.move_to_end(name)
             if len(self._answers) > ANSWERS_MAX:
                 self._answers.popitem(last=False)
 
-    def known(self, name: str) -> bool | None:
+    def known(self, name: str) -> Verdict | None:
         """Return the answer for a block if one is kept."""
         with self._lock:
-            asked_s, answer = self._answers.get(name, (0.0, None))
-            return answer if time.monotonic() - asked_s < self._answer_ttl_s else None
+            return self._known(name, time.monotonic())
 
     def forget(self) -> None:
         """Drop every answer."""
         with self._lock:
             self._answers.clear()
+            self._listed_s = -math.inf
 
-    def ask(self, prefixes: Sequence[Sequence[str]], deadline: float) -> list[list[bool]]:
-        """Return whether each block is there; False for one whose answer could not be had by the deadline.
+    def ask(self, prefixes: Sequence[Sequence[str]], deadline: float) -> set[str]:
+        """Return which blocks are there, without those whose answer could not be had by the deadline.
 
         Args:
             prefixes: Names of blocks, each sequence in the order of one prompt; all are searched side by side.
             deadline: When the answers must be there, in seconds of `time.monotonic()`.
         """
-        searches = [self._search(names) for names in prefixes]
+        with self._lock:
+            now_s = time.monotonic()
+            searches = [_Search(names, [self._known(name, now_s) for name in names]) for names in prefixes]
+            is_listing_due = now_s >= self._list_at_s
+            if is_listing_due:
+                self._list_at_s = now_s + LISTING_PAUSE_S
+        if is_listing_due:
+            self._listing.ask()
         while wanted := [(search, at) for search in searches for at in search.next_positions()]:
-            names = [search.names[at] for search, at in wanted]
-            for (search, at), verdict in zip(wanted, self._ask_each(names, deadline), strict=True):
-                search.answers[at] = verdict is Verdict.DONE
-                if verdict is not Verdict.DONE and verdict not in ABSENCE:
-                    search.unanswered.add(at)
-        return [search.result() for search in searches]
+            verdicts = self._ask_each([search.names[at] for search, at in wanted], deadline)
+            for (search, at), verdict in zip(wanted, verdicts, strict=True):
+                search.answers[at] = verdict
+        return {name for search in searches for name in search.found()}
 
-    def _search(self, names: Sequence[str]) -> _Search:
-        suspects = {at for at, name in enumerate(names) if name in self._suspects}
-        answers = [False if at in suspects else self.known(name) for at, name in enumerate(names)]
-        return _Search(names, answers, suspects)
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end of a listing, if there is one under way."""
+        self._listing.join(timeout_s)
+
+    def _known(self, name: str, now_s: float) -> Verdict | None:
+        asked_s, verdict = self._answers.get(name, (-math.inf, Verdict.ABSENT))
+        if verdict is Verdict.UNANSWERED:
+            return verdict if now_s - asked_s < MISS_S else None
+        if self._listed_s > asked_s:
+            asked_s, verdict = self._listed_s, Verdict.DONE if name in self._listed else Verdict.ABSENT
+        return verdict if now_s - asked_s < self._answer_ttl_s else None
+
+    def _list(self) -> None:
+        """List the namespace's blocks, and keep the listing if they are few."""
+        asked_s = time.monotonic()
+        try:
+            pages = self._control.listed(self._naming.blocks)
+            page = next(pages)
+            if next(pages, None) is not None:
+                return
+        except TierError:  # the bucket may allow no listing; single requests answer as well
+            return
+        with self._lock:
+            self._listed = frozenset(entry.name for entry in page if entry.age_s <= self._object_ttl_s)
+            self._listed_s = asked_s
+            self._list_at_s = asked_s + self._answer_ttl_s / 2
 
     def _ask_each(self, names: Sequence[str], deadline: float) -> list[Verdict]:
         asked_s = time.monotonic()
@@ -93,42 +139,38 @@ class Presence:
         failed = []
         for name, verdict in zip(names, verdicts, strict=True):
             if verdict is Verdict.DONE or verdict in ABSENCE:
-                self.note(name, verdict is Verdict.DONE, asked_s)
+                self.note(name, verdict, asked_s)
             else:
                 failed.append((name, verdict))
         if len(failed) < len(names):
-            self._suspects.note_answer(Way.LOOKUP)
+            self._answered_s = time.monotonic()
+        if self._answered_s < asked_s:
+            self._counters.add("unanswered_lookups_total", count=len(failed))
+            return verdicts
+        self._counters.add("unanswered_blocks_total", count=len(failed))
         for name, verdict in failed:
             if verdict is not Verdict.UNASKED:  # which says nothing of the block
-                self._suspects.note_failed_read(Way.LOOKUP, name, asked_s)
-        is_alone = self._suspects.has_answered(Way.LOOKUP, asked_s)
-        self._counters.add("unanswered_blocks_total" if is_alone else "unanswered_lookups_total", count=len(failed))
+                self.note(name, Verdict.UNANSWERED, asked_s)
         return verdicts
 
 
 class _Search:
-    """The search for the end of one prefix.
+    """The search for the end of one prefix."""
 
-    Args:
-        names: Blocks in the order of their prefix.
-        answers: What is known of each, or None.
-        unanswered: Positions whose answer is False because the bucket does not answer: no sign of another order.
-    """
-
-    def __init__(self, names: Sequence[str], answers: list[bool | None], unanswered: set[int]) -> None:
+    def __init__(self, names: Sequence[str], answers: list[Verdict | None]) -> None:
         self.names = names
         self.answers = answers
-        self.unanswered = unanswered
         self._has_begun = False
 
     def next_positions(self) -> Sequence[int]:
         """Return which blocks to ask for next, none once the end is found; the first block always."""
         unknown = [at for at, answer in enumerate(self.answers) if answer is None]
         is_first, self._has_begun = not self._has_begun, True
-        missing_at = self._first_missing()
-        if (is_first and len(unknown) <= ASKED_AT_ONCE) or any(self.answers[self._first_missing(self.unanswered) :]):
-            return unknown  # few; or it is no prefix, in whose order they were asked
-        there_at = self._last_there(missing_at)
+        # What the bucket does not answer for is no sign of another order; what it lacks before what it has is one.
+        absent_at = next((at for at, answer in enumerate(self.answers) if answer in ABSENCE), len(self.answers))
+        if (is_first and len(unknown) <= ASKED_AT_ONCE) or Verdict.DONE in self.answers[absent_at:]:
+            return unknown
+        there_at, missing_at = self._bounds()
         between = [at for at in unknown if there_at < at < missing_at]
         first = [0] if unknown[:1] == [0] and there_at > 0 else []
         if len(between) <= ASKED_AT_ONCE:
@@ -136,14 +178,17 @@ class _Search:
         last = len(between) - 1
         return first + [between[part * last // (ASKED_AT_ONCE - 1)] for part in range(ASKED_AT_ONCE)]
 
-    def result(self) -> list[bool]:
-        """Return the answers; what has none and lies before a block that is there is taken to be there."""
-        there_at = self._last_there(self._first_missing())
-        return [at < there_at if answer is None else answer for at, answer in enumerate(self.answers)]
+    def found(self) -> list[str]:
+        """Return what is there; what has no answer and lies before a block that is there is taken to be there."""
+        there_at, _ = self._bounds()
+        answers = enumerate(self.answers)
+        return [
+            self.names[at] for at, answer in answers if answer is Verdict.DONE or (answer is None and at < there_at)
+        ]
 
-    def _first_missing(self, besides: Container[int] = ()) -> int:
-        missing = (at for at, answer in enumerate(self.answers) if answer is False and at not in besides)
-        return next(missing, len(self.answers))
-
-    def _last_there(self, end: int) -> int:
-        return next((at for at in range(end - 1, -1, -1) if self.answers[at]), -1)
+    def _bounds(self) -> tuple[int, int]:
+        """Return the first block that is missing, and before that the last that is there, or -1."""
+        answers = self.answers
+        missing = (at for at, answer in enumerate(answers) if answer is not None and answer is not Verdict.DONE)
+        missing_at = next(missing, len(answers))
+        return next((at for at in range(missing_at - 1, -1, -1) if answers[at] is Verdict.DONE), -1), missing_at

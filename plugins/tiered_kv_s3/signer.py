@@ -22,13 +22,7 @@ _ALGORITHM = "AWS4-HMAC-SHA256"
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What requests are signed with.
-
-    Args:
-        access_key_id: Names the secret; it goes over the wire.
-        secret_access_key: The secret.
-        session_token: Goes over the wire with temporary credentials; empty for others.
-    """
+    """What requests are signed with."""
 
     access_key_id: str = field(repr=False)
     secret_access_key: str = field(repr=False)
@@ -36,11 +30,7 @@ class Credentials:
 
 
 class Signer:
-    """Signs requests to one region. Any thread may call.
-
-    Args:
-        region: The region that the server says it is in.
-    """
+    """Signs requests to one region. Any thread may call."""
 
     def __init__(self, region: str) -> None:
         self.region = region

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import threading
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tiered_kv.base import OffloadKey
@@ -27,7 +27,6 @@ from tiered_kv_s3.mark import MarkError, MarkObject
 from tiered_kv_s3.naming import Naming
 from tiered_kv_s3.presence import Presence
 from tiered_kv_s3.settings import S3Settings
-from tiered_kv_s3.suspects import Suspects, Way
 from tiered_kv_s3.sweeper import Sweeper
 from tiered_kv_s3.verdict import ABSENCE, Verdict
 
@@ -38,6 +37,7 @@ _PROBE_S = 10.0
 _SAVE_S = 10.0
 """How long the mark of a reset is tried to be written before the next store does."""
 _JOB_SHARE = 0.9
+"""A part ends a tenth of its time early, so that one block that stalls does not make its job expire."""
 _STAYS = UNREADABLE | {RecordStatus.BAD_VERSION}
 """What others may be able to read: here it is a miss, which the next store of the block ends. Unlike a directory, a
 bucket has no mark that says of which version everything in it is."""
@@ -68,15 +68,15 @@ class S3Tier(BlockingTier):
         self._codecs = settings.open_codecs()
         self._room = ThreadRoom()  # for payloads that are not the blocks themselves
         record_bytes = HEADER_BYTES + block_bytes_of(primary_kv_view) + self._codecs.overhead_bytes
-        _check_capacity(settings, record_bytes)
+        if settings.capacity is not None and settings.capacity < record_bytes:
+            what = f"{settings.capacity} bytes do not hold one record of {record_bytes} bytes"
+            raise ConfigError(what, location="capacity")
         self._namespace_digest: bytes = getattr(offloading_spec, "namespace_digest", bytes(16))
         self._naming = Naming(settings.prefix, self._namespace_digest)
         self._counters = Counters()
         self._account = Account(settings, name)
-        try:
-            self._bucket = Bucket(settings, self._account, self._counters)
-        except OSError as error:
-            raise ConfigError(f"no certificates can be read: {error.strerror}", location="ca_file") from None
+        self._bucket = Bucket(settings, self._account, self._counters)
+        self._control = Control(self._account, settings, name)
         super().__init__(
             offloading_spec,
             primary_kv_view,
@@ -87,79 +87,34 @@ class S3Tier(BlockingTier):
             shutdown_timeout_s=_SHUTDOWN_S,
         )
         self._epoch = Epoch(MarkObject(self._bucket, self._naming.epoch, name))
-        self._suspects = Suspects()
-        self._presence = Presence(self._bucket, self._counters, self._suspects, answer_ttl_s=settings.presence_ttl)
+        self._presence = Presence(self._bucket, self._control, self._counters, self._naming, settings)
+        self._loaded_s = -math.inf  # when the bucket answered a load last
         self._unreadable: Unreadable[str] = Unreadable()  # by their names in the bucket
         self._namespace: Mapping[str, object] = getattr(offloading_spec, "namespace", {})
-        self._introducing = threading.Lock()  # held by the worker that writes the readable form
         self._is_introduced = False
         self._saving = BackgroundTask(self._save_epoch, f"tiered-kv-{name}-reset")
-        self._control = Control(self._account, settings, name)
         self._sweeper = Sweeper(
-            self._control,
-            self._naming,
-            self._presence,
-            self._counters,
-            ttl_s=settings.ttl,
-            capacity_bytes=settings.capacity,
-            interval_s=settings.sweep_interval,
-            name=f"tiered-kv-{name}-sweeper",
+            self._control, self._naming, self._presence, self._counters, settings, f"tiered-kv-{name}-sweeper"
         )
 
     # Worker threads.
 
     def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        deadline = self._job_deadline()
-        stored: list[OffloadKey] = []
-        reason = ""
-        try:
-            epoch = self._epoch.saved_token(deadline)
-        except MarkError as error:
-            return Outcome((), error.verdict.reason)
-        if self.part_epoch != self.epoch:  # it may be a new one, in which these blocks have no place
-            return Outcome((), "reset")
-        if not self._is_introduced:
-            self._introduce(deadline)
-        for key, block in zip(keys, blocks, strict=True):
-            failure = self._store(epoch, key, block, deadline)
-            if failure:
-                reason = failure
-            else:
-                stored.append(key)
-        return Outcome(stored, reason) if reason else ALL_DONE
+        return self._transferred(self._store, keys, blocks)
 
     def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        deadline = self._job_deadline()
-        loaded: list[OffloadKey] = []
-        reason = ""
-        try:
-            epoch = self._epoch.token(deadline)
-        except MarkError as error:
-            return Outcome((), error.verdict.reason)
-        for key, block in zip(keys, blocks, strict=True):
-            failure = self._load(epoch, key, block, deadline)
-            if failure:
-                reason = failure
-            else:
-                loaded.append(key)
-        return Outcome(loaded, reason) if reason else ALL_DONE
+        return self._transferred(self._load, keys, blocks)
 
     def contains_blocks(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         deadline = time.monotonic() + self._settings.lookup_timeout
+        prefixes: dict[tuple[str, bytes], list[str]] = {}  # by request and KV cache group
         try:
             epoch = self._epoch.token(deadline)
-            names = {key: self._naming.block(epoch, key) for key in keys}
-            prefixes: dict[tuple[str, bytes], list[str]] = {}  # by request and KV cache group
-            for req_id, key in zip(self.probe_req_ids, keys, strict=True):
-                prefixes.setdefault((req_id, key[-4:]), []).append(names[key])
-            answers = self._presence.ask([*prefixes.values()], deadline)
-            there = {
-                name
-                for prefix, known in zip(prefixes.values(), answers, strict=True)
-                for name, is_there in zip(prefix, known, strict=True)
-                if is_there and name not in self._unreadable
-            }
-            return [names[key] in there for key in keys]
+            names = [self._naming.block(epoch, key) for key in keys]
+            for req_id, key, name in zip(self.probe_req_ids, keys, names, strict=True):
+                prefixes.setdefault((req_id, key[-4:]), []).append(name)
+            there = self._presence.ask([*prefixes.values()], deadline)
+            return [name in there and name not in self._unreadable for name in names]
         except Exception:
             self._counters.add("unanswered_lookups_total", count=len(keys))
             raise
@@ -194,19 +149,15 @@ class S3Tier(BlockingTier):
             TierUnavailableError: The bucket cannot be listed, or is of another format version, and why.
         """
         self._epoch.token(time.monotonic() + _PROBE_S)  # which is not read where it is of another format version
-        self._control.probe(self._naming.blocks)
-        settings = self._settings
+        next(self._control.listed(self._naming.blocks))
         return {
             "medium": "s3",
-            "bucket": settings.bucket,
-            "prefix": settings.prefix,
-            "server": self._bucket.authority,
-            "tls": self._bucket.is_tls,
+            **self._settings.model_dump(include={"bucket", "prefix", "connections", "codec"}),
+            "server": self._bucket.endpoint.authority,
+            "tls": self._bucket.endpoint.is_tls,
             "region": self._account.region,
-            "connections": settings.connections,
-            "codec": settings.codec,
-            "capacity_bytes": settings.capacity,
-            "ttl_s": settings.ttl,
+            "capacity_bytes": self._settings.capacity,
+            "ttl_s": self._settings.ttl,
         }
 
     def shutdown(self) -> None:
@@ -215,35 +166,49 @@ class S3Tier(BlockingTier):
         self._bucket.close()  # what is in flight fails now, so that the threads end
         super().shutdown()
         self._saving.join(_SHUTDOWN_S)
+        self._presence.join(_SHUTDOWN_S)
         self._sweeper.join(_SHUTDOWN_S)
         self._control.close()
 
     # One block.
 
-    def _store(self, epoch: str, key: OffloadKey, block: memoryview, deadline: float) -> str:
+    def _transferred(
+        self,
+        transfer: Callable[[OffloadKey, memoryview, float], str],
+        keys: Sequence[OffloadKey],
+        blocks: Sequence[memoryview],
+    ) -> Outcome:
+        (key,), (block,) = keys, blocks
+        now_s = time.monotonic()
+        left_s = min(self.part_deadline, now_s + self._settings.job_timeout) - now_s
+        try:
+            reason = transfer(key, block, now_s + _JOB_SHARE * left_s)
+        except MarkError as error:
+            reason = error.verdict
+        return Outcome((), str(reason)) if reason else ALL_DONE
+
+    def _store(self, key: OffloadKey, block: memoryview, deadline: float) -> str:
         """Store one block; return why not, or an empty string."""
+        epoch = self._epoch.saved_token(deadline)
+        if self.part_epoch != self.epoch:  # it may be a new one, in which this block has no place
+            return "reset"
+        self._introduce(deadline)
         name = self._naming.block(epoch, key)
-        if self._presence.known(name) and name not in self._unreadable:
+        if self._presence.known(name) is Verdict.DONE and name not in self._unreadable:
             self._counters.add("present_blocks_total")
             return ""
         header, payload = encode_record(key, block, self._namespace_digest, self._codecs.writer, self._room.take)
-        began_s = time.monotonic()
         verdict = self._bucket.put(name, [header, payload], deadline)
         if verdict is not Verdict.DONE:
-            if not self._suspects.has_answered(Way.STORE, began_s):
-                return verdict.reason
-            self._counters.add("unanswered_blocks_total")
-            return "unanswered"
-        self._suspects.note_answer(Way.STORE)
-        self._suspects.forget(name)
-        self._presence.note(name, True, time.monotonic())
+            return verdict
+        self._presence.note(name, Verdict.DONE, time.monotonic())
         self._unreadable.forget((name,))
         self._sweeper.note_stored(len(header) + len(payload))
         return ""
 
-    def _load(self, epoch: str, key: OffloadKey, block: memoryview, deadline: float) -> str:
+    def _load(self, key: OffloadKey, block: memoryview, deadline: float) -> str:
         """Put one block into place; return why not, or an empty string."""
-        name = self._naming.block(epoch, key)
+        name = self._naming.block(self._epoch.token(deadline), key)
         asked_s = time.monotonic()
         status = RecordStatus.OK
         for _ in range(2):  # what is damaged may have been damaged on its way
@@ -251,11 +216,10 @@ class S3Tier(BlockingTier):
             verdict = self._bucket.get(name, record.parts_for, deadline)
             if verdict not in (Verdict.DONE, Verdict.AGED):
                 return self._note_failed_get(name, verdict, asked_s, deadline)
-            self._suspects.note_answer(Way.LOAD)
-            self._suspects.forget(name)
+            self._loaded_s = time.monotonic()
             status = decode_record(record.header, record.payload, key, block, self._namespace_digest, self._codecs)
             if status is RecordStatus.OK:
-                self._presence.note(name, True, asked_s)
+                self._presence.note(name, Verdict.DONE, asked_s)
                 self._unreadable.forget((name,))
                 if verdict is Verdict.AGED:
                     self._sweeper.renew(name)
@@ -275,14 +239,14 @@ class S3Tier(BlockingTier):
             self._remove_damaged(name, RecordStatus.BAD_LENGTH, deadline)
             return "checksum"
         if verdict not in ABSENCE:
-            if not self._suspects.note_failed_read(Way.LOAD, name, asked_s):
-                return verdict.reason
+            if self._loaded_s < asked_s:  # the bucket answers no load
+                return verdict
             self._counters.add("unanswered_blocks_total")
-            return "unanswered"
-        self._suspects.note_answer(Way.LOAD)
-        if verdict is Verdict.EXPIRED:
-            self._counters.add("expired_blocks_total")
-        self._presence.note(name, False, asked_s)
+            self._presence.note(name, Verdict.UNANSWERED, time.monotonic())
+            return Verdict.UNANSWERED
+        self._loaded_s = time.monotonic()
+        self._counters.add("expired_blocks_total", count=verdict is Verdict.EXPIRED)
+        self._presence.note(name, verdict, asked_s)
         return "absent"
 
     def _remove_damaged(self, name: str, status: RecordStatus, deadline: float) -> None:
@@ -290,14 +254,9 @@ class S3Tier(BlockingTier):
         self._counters.add("corrupt_blocks_total", status.value)
         if self._bucket.delete(name, deadline) is not Verdict.DONE:  # the credentials may not be allowed to
             self._unreadable.note((name,))
-        self._presence.note(name, False, time.monotonic())
+        self._presence.note(name, Verdict.ABSENT, time.monotonic())
 
     # The tier's life.
-
-    def _job_deadline(self) -> float:
-        """Return when a part has to end: a tenth early, so that one block that stalls does not make its job expire."""
-        now_s = time.monotonic()
-        return now_s + _JOB_SHARE * (min(self.part_deadline, now_s + self._settings.job_timeout) - now_s)
 
     def _save_epoch(self, timeout_s: float = _SAVE_S) -> None:
         """Try to tell the bucket of a reset; the next store does if this fails."""
@@ -310,23 +269,18 @@ class S3Tier(BlockingTier):
 
     def _introduce(self, deadline: float) -> None:
         """Keep the namespace's readable form beside its blocks; one worker does, the others go on."""
-        if not self._introducing.acquire(blocking=False):
+        if self._is_introduced:
             return
+        self._is_introduced, verdict = True, Verdict.UNAVAILABLE
+        text = json.dumps({"format": 1, "namespace": dict(self._namespace)}, indent=1, sort_keys=True, default=str)
         try:
-            text = json.dumps({"format": 1, "namespace": dict(self._namespace)}, indent=1, sort_keys=True, default=str)
             verdict = self._bucket.put(self._naming.namespace, [text.encode()], deadline)
-            self._is_introduced = verdict in (Verdict.DONE, Verdict.DENIED, Verdict.REFUSED)
         finally:
-            self._introducing.release()
+            self._is_introduced = verdict in (Verdict.DONE, Verdict.DENIED, Verdict.REFUSED)
 
 
 class _Landing:
-    """Where a record goes that is being read: its header into a buffer, a raw payload straight into its block.
-
-    Args:
-        block: The block's place in the primary tier.
-        room: For any other payload.
-    """
+    """Where a record goes that is being read: a raw payload straight into its block, any other into `room`."""
 
     def __init__(self, block: memoryview, room: ThreadRoom) -> None:
         self.header = bytearray(HEADER_BYTES)
@@ -338,16 +292,6 @@ class _Landing:
         """Return where a body of so many bytes goes; None if no record of this block is that long."""
         if not HEADER_BYTES <= size_bytes <= record_bytes_max(len(self._block)):
             return None
-        payload_bytes = size_bytes - HEADER_BYTES
-        if payload_bytes == len(self._block):
-            self.payload = self._block
-        else:  # compressed, encrypted or damaged
-            self.payload = self._room.take(payload_bytes)
+        is_raw = size_bytes - HEADER_BYTES == len(self._block)  # else compressed, encrypted or damaged
+        self.payload = self._block if is_raw else self._room.take(size_bytes - HEADER_BYTES)
         return [memoryview(self.header), self.payload]
-
-
-def _check_capacity(settings: S3Settings, record_bytes: int) -> None:
-    if settings.capacity is not None and settings.capacity < record_bytes:
-        raise ConfigError(
-            f"{settings.capacity} bytes do not hold one record of {record_bytes} bytes", location="capacity"
-        )

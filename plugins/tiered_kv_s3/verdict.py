@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import ssl
-from enum import Enum
+from enum import StrEnum
 
 from tiered_kv.toolkit.certificates import note_refused
 from tiered_kv_s3.connection import Answer, BadAnswerError
@@ -20,7 +20,7 @@ _UNAVAILABLE_CODES = frozenset(
 )
 
 
-class Verdict(Enum):
+class Verdict(StrEnum):
     """How a request fared; the value is its reason's name in the counters."""
 
     DONE = "done"
@@ -33,18 +33,18 @@ class Verdict(Enum):
     """Something has this name already, and was not to be replaced."""
     OVERSIZED = "oversized"
     """The object is longer, or shorter, than a record can be."""
-    UNSIZED = "no_length"
-    """The answer does not say how long the object is; a proxy on the way has taken that out."""
     CREDENTIALS_EXPIRED = "credentials_expired"
     """The server takes them for expired, and there are no others."""
     NO_BUCKET = "no_bucket"
     DENIED = "denied"
     UNASKED = "unasked"
     """The time was over before the request was sent."""
+    UNANSWERED = "unanswered"
+    """The bucket does not answer for this block, while it answers for others."""
     REFUSED = "refused"
     """The server finds fault with the request."""
     UNTRUSTED = "untrusted"
-    """The server's certificate is not signed by whom we trust."""
+    """The server's certificate is not signed by a trusted authority."""
 
     # Another try may help.
     SLOW_DOWN = "slow_down"
@@ -56,49 +56,32 @@ class Verdict(Enum):
     """The bucket is in another region than the request was for."""
     CREDENTIALS = "credentials"
     """They had expired, and there are others."""
-    SKEWED = "clock_skew"
-    """The server's clock and ours are too far apart."""
-
-    @property
-    def reason(self) -> str:
-        """One word for the counters."""
-        return str(self.value)
 
 
 RETRYABLE = frozenset(
-    {Verdict.SLOW_DOWN, Verdict.UNAVAILABLE, Verdict.TIMEOUT, Verdict.BROKEN}
-    | {Verdict.MOVED, Verdict.CREDENTIALS, Verdict.SKEWED}
+    {Verdict.SLOW_DOWN, Verdict.UNAVAILABLE, Verdict.TIMEOUT, Verdict.BROKEN, Verdict.MOVED, Verdict.CREDENTIALS}
 )
 ABSENCE = frozenset({Verdict.ABSENT, Verdict.EXPIRED})
 
 
 def verdict_of(answer: Answer, body: bytes) -> Verdict:
-    """Return what an answer that is no success means.
-
-    Args:
-        answer: The head of the answer.
-        body: What the server says; empty if nothing was read.
-    """
-    code = code_of(body)
-    status = answer.status
+    """Return what an answer that is no success means; `body` is empty if nothing was read."""
+    found = _CODE.search(body)
+    code, status = found[1].decode() if found else "", answer.status
     if code in _CREDENTIAL_CODES:
         return Verdict.CREDENTIALS
-    if code == "RequestTimeTooSkewed":
-        return Verdict.SKEWED
     if status in (301, 302, 307, 308) or code == "AuthorizationHeaderMalformed":
         return Verdict.MOVED if region_in(answer, body) else Verdict.REFUSED
-    if status == 429 or code in _SLOW_DOWN_CODES:
+    if status in (429, 503) or code in _SLOW_DOWN_CODES:
         return Verdict.SLOW_DOWN
     if status == 412:
         return Verdict.PRESENT
     if status == 501:  # not implemented, nor will it be
         return Verdict.REFUSED
     if status >= 500 or status == 408 or code in _UNAVAILABLE_CODES:
-        return Verdict.SLOW_DOWN if status == 503 else Verdict.UNAVAILABLE
-    if code == "NoSuchBucket":
-        return Verdict.NO_BUCKET
+        return Verdict.UNAVAILABLE
     if status == 404:
-        return Verdict.ABSENT
+        return Verdict.NO_BUCKET if code == "NoSuchBucket" else Verdict.ABSENT
     return Verdict.DENIED if status in (401, 403) else Verdict.REFUSED
 
 
@@ -112,12 +95,6 @@ def verdict_of_error(error: OSError) -> Verdict:
     if isinstance(error, BadAnswerError | ConnectionResetError | BrokenPipeError | ssl.SSLError):
         return Verdict.BROKEN
     return Verdict.UNAVAILABLE
-
-
-def code_of(body: bytes) -> str:
-    """Return S3's word for what is wrong, or an empty string."""
-    found = _CODE.search(body)
-    return found[1].decode() if found else ""
 
 
 def region_in(answer: Answer, body: bytes) -> str:

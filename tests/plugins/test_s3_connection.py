@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tiered_kv.testing.waiting import wait_until
 from tiered_kv_s3.connection import HEAD_BYTES_MAX, BadAnswerError, Connection, Patience
 from tiered_kv_s3.endpoint import Endpoint
 
@@ -16,8 +17,8 @@ STALL_S = 120.0
 """How long a connection may go without a byte: far longer than a thread is ever held up."""
 
 
-def soon() -> float:
-    return time.monotonic() + STALL_S
+def patience() -> Patience:
+    return Patience(time.monotonic() + STALL_S, STALL_S)
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def answers() -> Iterator[tuple[Connection, socket.socket]]:
     """A connection, and the server's end of it."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         endpoint = Endpoint("127.0.0.1", listening.getsockname()[1], False, "/b")
-        connection = Connection(endpoint, None, Patience(soon(), STALL_S))
+        connection = Connection(endpoint, None, patience())
         server, _ = listening.accept()
     with server:
         yield connection, server
@@ -43,28 +44,23 @@ def test_an_answer_is_read_whatever_pieces_it_comes_in(answers: tuple[Connection
 
     thread = threading.Thread(target=drip)
     thread.start()
-    answer = connection.receive_head(Patience(soon(), STALL_S))
+    answer = connection.receive_head(patience())
     assert (answer.status, answer.headers["x-a"], answer.body_bytes) == (200, "b", 10)
     parts = [bytearray(4), bytearray(6)]
-    connection.receive_body([memoryview(part) for part in parts], Patience(soon(), STALL_S))
+    connection.receive_body([memoryview(part) for part in parts], patience())
     thread.join()
     assert b"".join(parts) == b"0123456789"
     assert connection.is_reusable
     assert connection.is_usable()
     server.sendall(b"what nobody asked for")
-    end = soon()
-    while connection.is_usable():
-        assert time.monotonic() < end
-    server.close()
+    wait_until(lambda: not connection.is_usable(), STALL_S)
 
 
 def test_a_body_where_none_may_be_is_not_taken_for_the_next_answer(answers: tuple[Connection, socket.socket]) -> None:
     connection, server = answers
     server.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 9\r\n\r\nNoSuchKey")
-    assert connection.receive_head(Patience(soon(), STALL_S), has_body=False).status == 404
-    end = soon()
-    while connection.is_reusable and connection.is_usable():  # it may have come in another piece
-        assert time.monotonic() < end
+    assert connection.receive_head(patience(), has_body=False).status == 404
+    wait_until(lambda: not (connection.is_reusable and connection.is_usable()), STALL_S)  # it may come in two pieces
 
 
 @pytest.mark.parametrize(
@@ -85,7 +81,7 @@ def test_what_is_no_answer_is_refused(answers: tuple[Connection, socket.socket],
     server.sendall(head)
     server.shutdown(socket.SHUT_WR)
     with pytest.raises(BadAnswerError):
-        connection.receive_head(Patience(soon(), STALL_S))
+        connection.receive_head(patience())
     assert not connection.is_reusable
 
 
@@ -93,10 +89,9 @@ def test_an_error_s_body_is_read_up_to_a_limit(answers: tuple[Connection, socket
     connection, server = answers
     sending = threading.Thread(target=_send_much, args=(server,))
     sending.start()
-    patience = Patience(soon(), STALL_S)
-    answer = connection.receive_head(patience)
+    answer = connection.receive_head(patience())
     assert answer.body_bytes is None
-    assert len(connection.receive_error(answer, patience)) == 64 << 10
+    assert len(connection.receive_error(answer, patience())) == 64 << 10
     assert not connection.is_reusable
     connection.close()
     sending.join()

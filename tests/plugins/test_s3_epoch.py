@@ -2,110 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import pytest
 
+from tests.support.fake_s3 import FakeS3, OpenRig, open_rig, server
 from tiered_kv.testing.rig import TierRig, make_keys
-from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.toolkit import epoch
-from tiered_kv_s3.settings import S3Settings
 
 pytest.importorskip("boto3", reason="boto3 is not installed")
 
-from tiered_kv_s3.tier import S3Tier
+__all__ = ["open_rig", "server"]
 
-__all__ = ["moto_bucket", "moto_server"]
-
-OpenRig = Callable[[], TierRig]
-pytestmark = pytest.mark.slow
+KEYS = make_keys(4)
 
 
-class Mark:
-    """The object that holds the mark of the epoch, as another program sees it."""
-
-    def __init__(self, client: Any, bucket: str) -> None:
-        self._client = client
-        self._bucket = bucket
-
-    @property
-    def name(self) -> str:
-        names = [each["Key"] for each in self._client.list_objects_v2(Bucket=self._bucket)["Contents"]]
-        return next(str(name) for name in names if name.endswith("/epoch"))
-
-    def read(self) -> bytes:
-        return bytes(self._client.get_object(Bucket=self._bucket, Key=self.name)["Body"].read())
-
-    def write(self, data: bytes) -> None:
-        self._client.put_object(Bucket=self._bucket, Key=self.name, Body=data)
-
-    def delete(self) -> None:
-        self._client.delete_object(Bucket=self._bucket, Key=self.name)
-
-
-@pytest.fixture
-def mark(moto_server: S3Server, moto_bucket: str) -> Iterator[Mark]:
-    client = moto_server.client()
-    yield Mark(client, moto_bucket)
-    client.close()
-
-
-@pytest.fixture
-def open_rig(moto_server: S3Server, moto_bucket: str) -> Iterator[OpenRig]:
-    rigs: list[TierRig] = []
-    patience = {"lookup_timeout": 60, "request_timeout": 60, "presence_ttl": 0}
-    settings = S3Settings.model_validate(moto_server.settings(moto_bucket, **patience))
-
-    def open_one() -> TierRig:
-        rigs.append(
-            TierRig(lambda spec, view: S3Tier(spec, view, "s3", settings), num_blocks=16, block_bytes=512, wait_s=60.0)
-        )
-        return rigs[-1]
-
-    yield open_one
-    for rig in rigs:
-        rig.close()
-
-
-def test_a_bucket_whose_mark_was_deleted_brings_no_block_back(open_rig: OpenRig, mark: Mark) -> None:
-    keys = make_keys(4)
-    rig = open_rig()
-    assert rig.store(keys).success
+def store_and_reset(server: FakeS3, rig: TierRig) -> tuple[str, bytes]:
+    """Return the mark's name, and what it was before the reset."""
+    server.has_mark = False  # of the server's own
+    assert rig.store(KEYS).success
+    (name,) = (target for target in server.objects if target.endswith("/epoch"))
+    old = server.objects[name]
     rig.tier.reset_cache()
     assert rig.store(make_keys(1, "new")).success
+    assert server.objects[name] != old
+    return name, old
+
+
+def test_after_a_reset_others_keep_their_epoch_and_newcomers_take_the_new_one(
+    server: FakeS3, open_rig: OpenRig
+) -> None:
+    first, second = open_rig(), open_rig()
+    server.has_mark = False
+    first.store(KEYS)
+    assert second.load(KEYS) == set(KEYS)
+    store_and_reset(server, first)
+    assert first.load(KEYS) == set()
+    assert second.load(KEYS) == set(KEYS), "nobody reset it"
+    third = open_rig()
+    assert third.load(KEYS) == set()
+    assert third.load(make_keys(1, "new")) == set(make_keys(1, "new"))
+
+
+def test_a_bucket_whose_mark_was_deleted_brings_no_block_back(server: FakeS3, open_rig: OpenRig) -> None:
+    rig = open_rig()
+    name, _ = store_and_reset(server, rig)
     rig.close()
-    mark.delete()
+    del server.objects[name]
     newcomer = open_rig()
-    assert newcomer.load(keys) == set()
-    assert not any(newcomer.lookup_all(keys))
-    assert newcomer.store(keys).success
-    assert newcomer.load(keys) == set(keys)
+    assert newcomer.load(KEYS) == set()
+    assert not any(newcomer.lookup_all(KEYS))
+    assert newcomer.store(KEYS).success
+    assert newcomer.load(KEYS) == set(KEYS)
 
 
-def test_a_process_never_joins_an_epoch_again_that_it_has_seen_retired(open_rig: OpenRig, mark: Mark) -> None:
-    keys = make_keys(4)
+def test_a_process_never_joins_an_epoch_again_that_it_has_seen_retired(server: FakeS3, open_rig: OpenRig) -> None:
     rig = open_rig()
-    assert rig.store(keys).success
-    old = mark.read()
-    rig.tier.reset_cache()
-    assert rig.store(make_keys(1, "new")).success
+    name, old = store_and_reset(server, rig)
     rig.close()
-    mark.write(old)  # as when a bucket is restored
-    assert open_rig().load(keys) == set()
-    assert mark.read() != old
+    server.objects[name] = old  # as when a bucket is restored
+    assert open_rig().load(KEYS) == set()
+    assert server.objects[name] != old
 
 
 def test_a_bucket_that_fell_back_is_repaired_while_a_process_runs(
-    open_rig: OpenRig, mark: Mark, monkeypatch: pytest.MonkeyPatch
+    server: FakeS3, open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(epoch, "CHECK_PAUSE_S", 0.0)
     rig = open_rig()
-    assert rig.store(make_keys(1)).success
-    old = mark.read()
-    rig.tier.reset_cache()
-    assert rig.store(make_keys(1)).success
-    new = mark.read()
-    mark.write(old)
+    name, old = store_and_reset(server, rig)
+    new, server.objects[name] = server.objects[name], old
     rig.load(make_keys(1))
-    assert mark.read() == new
+    assert server.objects[name] == new

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import cast
 
 import pytest
@@ -17,8 +17,9 @@ from tiered_kv_s3.control import Control, Listed
 from tiered_kv_s3.counters import Counters
 from tiered_kv_s3.naming import Naming
 from tiered_kv_s3.presence import Presence
-from tiered_kv_s3.suspects import Suspects
+from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.sweeper import Sweeper
+from tiered_kv_s3.verdict import Verdict
 
 NAMING = Naming("kv", bytes(16))
 EPOCH = "0123456789abcdef"
@@ -44,7 +45,7 @@ class SharedBucket:
         names = sorted(self.written_s)
         for start in range(0, len(names), 3):
             there = [name for name in names[start : start + 3] if name in self.written_s]
-            yield [Listed(name, RECORD_BYTES, self.now_s - self.written_s[name]) for name in there]
+            yield [Listed(self.now_s - self.written_s[name], name, RECORD_BYTES) for name in there]
             self.meanwhile()
 
     def delete(self, objects: Sequence[Mapping[str, str]]) -> set[str]:
@@ -66,18 +67,20 @@ def sweeper_of(
     bucket: SharedBucket, capacity_bytes: int | None = None, ttl_s: float | None = None, interval_s: float = 3600.0
 ) -> tuple[Sweeper, Presence, Counters]:
     counters = Counters()
-    presence = Presence(cast(Bucket, None), counters, Suspects(), answer_ttl_s=60.0)
-    sweeper = Sweeper(
-        cast(Control, bucket),
-        NAMING,
-        presence,
-        counters,
-        ttl_s=ttl_s,
-        capacity_bytes=capacity_bytes,
-        interval_s=interval_s,
-        name="sweeper",
-    )
+    control = cast(Control, bucket)
+    limits = {"capacity": capacity_bytes, "ttl": ttl_s, "sweep_interval": interval_s, "presence_ttl": 60}
+    settings = S3Settings.model_validate({"bucket": "bucket", **limits})
+    presence = Presence(cast(Bucket, None), control, counters, NAMING, settings)
+    sweeper = Sweeper(control, NAMING, presence, counters, settings, "sweeper")
     return sweeper, presence, counters
+
+
+@contextmanager
+def running(sweeper: Sweeper) -> Iterator[None]:
+    """Have a sweeper's threads end in the end."""
+    yield
+    sweeper.stop()
+    sweeper.join(60.0)
 
 
 def test_one_sweep_restores_the_capacity_oldest_first() -> None:
@@ -87,7 +90,7 @@ def test_one_sweep_restores_the_capacity_oldest_first() -> None:
     assert sorted(bucket.written_s) == sorted(NAMES[12:])
     assert counters["deleted_blocks_total"] == 12
     assert sweeper.used_bytes == 8 * RECORD_BYTES
-    assert presence.known(NAMES[0]) is False
+    assert presence.known(NAMES[0]) is Verdict.ABSENT
     assert presence.known(NAMES[12]) is None
 
 
@@ -100,17 +103,12 @@ def test_one_sweep_restores_the_capacity_where_more_has_to_go_than_it_can_note(
     assert sorted(bucket.written_s) == sorted(NAMES[12:])
 
 
-def test_blocks_past_their_time_go_whatever_room_there_is() -> None:
+def test_blocks_past_their_time_go_whatever_room_there_is_and_foreign_objects_stay() -> None:
     bucket = SharedBucket(20)
-    sweeper_of(bucket, ttl_s=90.0)[0].sweep()
-    assert sorted(bucket.written_s) == sorted(NAMES[10:])
-
-
-def test_foreign_objects_are_neither_counted_nor_deleted() -> None:
-    bucket = SharedBucket(5)
-    bucket.written_s[f"{NAMING.blocks}notes.txt"] = 0.0
-    sweeper_of(bucket, capacity_bytes=5 * RECORD_BYTES, ttl_s=1000.0)[0].sweep()
-    assert len(bucket.written_s) == 6
+    foreign = f"{NAMING.blocks}notes.txt"
+    bucket.written_s[foreign] = 0.0
+    sweeper_of(bucket, ttl_s=90.0, capacity_bytes=10 * RECORD_BYTES)[0].sweep()
+    assert sorted(bucket.written_s) == sorted([*NAMES[10:], foreign])
 
 
 def test_processes_that_sweep_at_the_same_time_delete_no_more_than_one_would() -> None:
@@ -127,88 +125,46 @@ def test_processes_that_sweep_at_the_same_time_delete_no_more_than_one_would() -
 
 
 def test_what_is_stored_between_two_sweeps_can_exceed_the_capacity_and_is_counted() -> None:
-    bucket = SharedBucket(8)
-    sweeper, _, _ = sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES)
-    sweeper.sweep()
-    sweeper.note_stored(RECORD_BYTES)
-    assert sweeper.used_bytes == 9 * RECORD_BYTES
-    sweeper.stop()
-    sweeper.join(60.0)
-
-
-def test_what_cannot_be_deleted_is_an_error_with_its_reason() -> None:
-    bucket = SharedBucket(20)
-    bucket.refusals = {"AccessDenied"}
-    sweeper, _, _ = sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES)
-    with pytest.raises(TierError, match="AccessDenied"):
+    sweeper, _, _ = sweeper_of(SharedBucket(8), capacity_bytes=8 * RECORD_BYTES)
+    with running(sweeper):
         sweeper.sweep()
+        sweeper.note_stored(RECORD_BYTES)
+        assert sweeper.used_bytes == 9 * RECORD_BYTES
 
 
 def test_the_thread_sweeps_again_and_again_and_lives_through_failures() -> None:
     bucket = SharedBucket(20)
     bucket.refusals = {"AccessDenied"}
     sweeper, _, counters = sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES, interval_s=0.01)
-    sweeper.note_stored(RECORD_BYTES)
-    wait_until(lambda: counters["failed_sweeps_total"] >= 2, what="failures")
-    bucket.refusals = set()
-    wait_until(lambda: bucket.used_bytes == 8 * RECORD_BYTES, what="a sweep")
-    sweeper.stop()
-    sweeper.join(60.0)
+    with pytest.raises(TierError, match="AccessDenied"):
+        sweeper.sweep()
+    with running(sweeper):
+        sweeper.note_stored(RECORD_BYTES)
+        wait_until(lambda: counters["failed_sweeps_total"] >= 2, what="failures")
+        bucket.refusals = set()
+        wait_until(lambda: bucket.used_bytes == 8 * RECORD_BYTES, what="a sweep")
 
 
 def test_a_block_that_is_used_late_is_renewed_and_survives_the_sweep() -> None:
     bucket = SharedBucket(20)
     sweeper, _, counters = sweeper_of(bucket, ttl_s=90.0)
-    sweeper.renew(NAMES[0])
-    wait_until(lambda: bucket.renewed == [NAMES[0]], what="its renewal")
-    bucket.written_s.pop(NAMES[1])
-    sweeper.renew(NAMES[1])
-    wait_until(lambda: counters["failed_renewals_total"] == 1, what="the failure of what is gone")
-    sweeper.stop()
-    sweeper.join(60.0)
+    with running(sweeper):
+        sweeper.renew(NAMES[0])
+        wait_until(lambda: bucket.renewed == [NAMES[0]], what="its renewal")
+        bucket.written_s.pop(NAMES[1])
+        sweeper.renew(NAMES[1])
+        wait_until(lambda: counters["failed_renewals_total"] == 1, what="the failure of what is gone")
+        sweeper.renew(NAMES[2])
+        wait_until(lambda: len(bucket.renewed) == 2, what="another renewal after it")
     sweeper_of(bucket, ttl_s=90.0)[0].sweep()
-    assert sorted(bucket.written_s) == sorted([NAMES[0], *NAMES[10:]])
-
-
-def test_the_thread_lives_through_a_renewal_that_fails_in_whatever_way() -> None:
-    bucket = SharedBucket(20)
-    sweeper, _, counters = sweeper_of(bucket, ttl_s=90.0)
-    works = bucket.renew
-
-    def break_once(name: str) -> None:
-        bucket.renew = works  # type: ignore[method-assign]  # as a library that stumbles over an answer
-        raise RuntimeError("can't start new thread")
-
-    bucket.renew = break_once  # type: ignore[method-assign]
-    sweeper.renew(NAMES[0])
-    wait_until(lambda: counters["failed_renewals_total"] == 1, what="the failure")
-    sweeper.renew(NAMES[1])
-    wait_until(lambda: bucket.renewed == [NAMES[1]], what="the renewal of another")
-    sweeper.stop()
-    sweeper.join(60.0)
+    assert sorted(bucket.written_s) == sorted([NAMES[0], NAMES[2], *NAMES[10:]])
 
 
 def test_renewals_without_end_put_no_sweep_off() -> None:
     bucket = SharedBucket(20)
     sweeper, _, _ = sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES, interval_s=0.01)
     bucket.renew = sweeper.renew  # type: ignore[method-assign]  # every block is used again at once
-    sweeper.renew(NAMES[19])
-    wait_until(lambda: bucket.used_bytes == 8 * RECORD_BYTES, what="a sweep")
-    sweeper.stop()
-    sweeper.join(60.0)
-
-
-def test_a_sweeper_that_gets_no_thread_is_started_by_the_next_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    bucket = SharedBucket(20)
-    sweeper, _, _ = sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES, interval_s=0.01)
-
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
+    with running(sweeper):
+        sweeper.renew(NAMES[19])
         sweeper.note_stored(RECORD_BYTES)
-    sweeper.note_stored(RECORD_BYTES)
-    wait_until(lambda: bucket.used_bytes == 8 * RECORD_BYTES, what="a sweep")
-    sweeper.stop()
-    sweeper.join(60.0)
+        wait_until(lambda: bucket.used_bytes == 8 * RECORD_BYTES, what="a sweep")

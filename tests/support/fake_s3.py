@@ -1,0 +1,239 @@
+"""A small S3 on loopback for tests: objects in a dictionary, and whatever answer a test wants instead."""
+
+from __future__ import annotations
+
+import email.utils
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tiered_kv.testing.rig import TierRig
+from tiered_kv.toolkit.codecs import OVERHEAD_BYTES_MAX
+from tiered_kv.toolkit.epoch import EpochMark
+from tiered_kv_s3.settings import S3Settings
+
+WAIT_S = 60.0
+"""How long a job or a lookup may take, so that what never ends fails a test."""
+BLOCK_BYTES = 4096
+EPOCH = "00000000000000aa"
+MARK = EpochMark(0, EPOCH).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request; header names and values in lower case."""
+
+    method: str
+    target: str
+    headers: dict[str, str]
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Then:
+    """What is sent before the connection ends, and how it ends: "close", "reset" or "stall"."""
+
+    data: bytes
+    end: str
+
+
+Reply = bytes | Then
+OpenRig = Callable[..., TierRig]
+
+
+def answer(status: int, body: bytes = b"", *, length: int | None = None, **headers: str) -> bytes:
+    size = len(body) if length is None else length
+    lines = [f"HTTP/1.1 {status} x", f"content-length: {size}", f"date: {email.utils.formatdate(usegmt=True)}"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def error(status: int, code: str) -> bytes:
+    return answer(status, f"<Error><Code>{code}</Code></Error>".encode())
+
+
+def hours_ago(hours: float) -> str:
+    return email.utils.formatdate(time.time() - hours * 3600, usegmt=True)
+
+
+def _cut_off(data: bytes) -> bytes:
+    return answer(200, data[: len(data) // 2], length=len(data))
+
+
+FAULTS: dict[str, Callable[[bytes], Reply]] = {  # by name, from the object's bytes
+    "slow_down": lambda _: error(503, "SlowDown"),
+    "error_500": lambda _: error(500, "InternalError"),
+    "chunked_503": lambda _: b"HTTP/1.1 503 x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n<Code\r\n2\r\n>a\r\n0\r\n\r\n",
+    "reset": lambda _: Then(b"", "reset"),
+    "close": lambda _: Then(b"", "close"),
+    "garbage": lambda _: Then(b"SSH-2.0-OpenSSH_9.6\r\n\r\n", "close"),
+    "denied": lambda _: error(403, "AccessDenied"),
+    "no_bucket": lambda _: error(404, "NoSuchBucket"),
+    "expired": lambda _: error(400, "ExpiredToken"),
+    "truncate": lambda data: Then(_cut_off(data), "close"),
+    "stall": lambda data: Then(_cut_off(data) if data else b"", "stall"),
+    "flip": lambda data: answer(200, data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]),
+    "longer": lambda data: answer(200, data + b"x" * (OVERHEAD_BYTES_MAX + 1)),
+    "shorter": lambda data: answer(200, data[:-1]),
+}
+
+
+class FakeS3:
+    """Serves what was stored, unless `reply` or a fault says otherwise; the mark of the epoch is a day old."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.reply: Callable[[Request], Reply | None] = lambda request: None
+        """Asked first; None for what a bucket answers."""
+        self.faults: dict[str, deque[str]] = {method: deque() for method in ("GET", "PUT", "HEAD", "DELETE")}
+        """Names of `FAULTS`, each for one request for a block."""
+        self.always: dict[str, str] = {}
+        """Faults for all requests of a method for blocks."""
+        self.bad_objects: dict[str, str] = {}
+        """Faults for all requests for one block, by the end of its name."""
+        self.seen: list[Request] = []
+        self.has_mark = True
+        self._stopping = threading.Event()
+        self._listening = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self._connections: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+
+    @property
+    def blocks(self) -> list[str]:
+        return [target for target in self.objects if "/blocks/" in target]
+
+    def count(self, method: str) -> int:
+        """Return how many requests there were for blocks."""
+        return sum(request.method == method and "/blocks/" in request.target for request in self.seen)
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join()
+        self._listening.close()
+        for connection in self._connections:
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+        for thread in self._threads:
+            thread.join()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:
+                return
+            self._connections.append(connection)
+            self._threads.append(threading.Thread(target=self._serve, args=(connection,)))
+            self._threads[-1].start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, connection.makefile("rb") as reading:
+            try:
+                while line := reading.readline():
+                    method, target, _ = line.decode().split()
+                    fields = iter(reading.readline, b"\r\n")
+                    headers = dict(field.decode().strip().lower().split(": ", 1) for field in fields)
+                    body = reading.read(int(headers.get("content-length", "0")))
+                    request = Request(method, target, headers, body)
+                    self.seen.append(request)
+                    said = self._reply(request)
+                    connection.sendall(said.data if isinstance(said, Then) else said)
+                    if isinstance(said, Then):
+                        if said.end == "stall":
+                            self._stopping.wait()
+                        if said.end == "reset":
+                            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                        return
+            except OSError:
+                return
+
+    def _reply(self, request: Request) -> Reply:
+        method, target = request.method, request.target
+        if self.has_mark and method == "GET" and target.endswith("/epoch"):
+            return answer(200, MARK, last_modified=hours_ago(24))
+        said = self.reply(request)
+        if said is None:
+            fault = self._fault_of(request)
+            said = FAULTS[fault](self.objects.get(target, b"")) if fault else self._served(request)
+        if method == "HEAD" and isinstance(said, bytes):
+            return said.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+        return said
+
+    def _fault_of(self, request: Request) -> str:
+        if "/blocks/" not in request.target:
+            return ""
+        waiting = self.faults[request.method]
+        bad = self.bad_objects.get(request.target[-32:], "")
+        return bad or (waiting.popleft() if waiting else self.always.get(request.method, ""))
+
+    def _served(self, request: Request) -> bytes:
+        if "list-type" in request.target:  # this server does not list
+            return error(501, "NotImplemented")
+        if request.method == "PUT":
+            self.objects[request.target] = request.body
+            return answer(200)
+        if request.method == "DELETE":
+            self.objects.pop(request.target, None)
+            return answer(204)
+        data = self.objects.get(request.target)
+        return error(404, "NoSuchKey") if data is None else answer(200, data)
+
+
+@pytest.fixture
+def server() -> Iterator[FakeS3]:
+    server = FakeS3()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def open_rig(server: FakeS3) -> Iterator[OpenRig]:
+    """Opens tiers with so much patience that a slow machine makes no answer of theirs another.
+
+    Only a server that stalls is given up by time. A test that has one sets `request_timeout`.
+    """
+    from tiered_kv_s3.tier import S3Tier
+
+    rigs: list[TierRig] = []
+
+    def open_one(**changes: object) -> TierRig:
+        entry = {
+            "bucket": "bucket",
+            "endpoint_url": server.url,
+            "access_key_id": "id",
+            "secret_access_key": "secret",
+            "connections": 4,
+            "job_timeout": 10 * WAIT_S,
+            "request_timeout": WAIT_S,
+            "lookup_timeout": WAIT_S,
+            "presence_ttl": 0,
+            **changes,
+        }
+        settings = S3Settings.model_validate({name: value for name, value in entry.items() if value is not None})
+        rigs.append(
+            TierRig(
+                lambda spec, view: S3Tier(spec, view, "s3", settings),
+                num_blocks=256,
+                block_bytes=BLOCK_BYTES,
+                wait_s=2 * WAIT_S,
+            )
+        )
+        return rigs[-1]
+
+    yield open_one
+    for rig in rigs:
+        rig.close()
