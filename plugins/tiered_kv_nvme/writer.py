@@ -11,7 +11,6 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.toolkit.codec_set import CodecSet
 from tiered_kv.toolkit.codecs import Draft, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, failure_reason
-from tiered_kv.toolkit.turn import TURN
 from tiered_kv_nvme.counters import Counters
 from tiered_kv_nvme.disk import Disk, Scratch, write_fully
 from tiered_kv_nvme.index import Index, place_of
@@ -117,8 +116,7 @@ class BatchWriter:
     def _prepare(self, block: memoryview) -> Payload:
         if self._codecs.writes_raw:
             return Payload(self._codecs.draft(block), checksum(block))
-        with TURN.paused():  # compression is not the interpreter's work
-            draft = self._codecs.draft(block)
+        draft = self._codecs.draft(block)
         return Payload(draft, checksum(draft.content) if draft.seal is None else None)
 
     def _write(
@@ -136,8 +134,7 @@ class BatchWriter:
         while done < len(keys):
             rest = payloads[done:]
             demand = Demand.of([payload.draft.payload_bytes for payload in rest], [len(key) for key in keys[done:]])
-            with TURN.paused():  # it may wait for room
-                reservation = self._pool.reserve(demand, epoch, timeout_s, stream)
+            reservation = self._pool.reserve(demand, epoch, timeout_s, stream)
             if reservation is None:
                 if epoch != self._pool.epoch:
                     return done, "reset"
@@ -239,9 +236,8 @@ class BatchWriter:
         if known_checksum is not None:
             target[:] = draft.content
             return known_checksum
-        with TURN.paused():  # encryption is not the interpreter's work
-            draft.write_into(target, binding_of(self._digest, key))
-            return checksum(target)
+        draft.write_into(target, binding_of(self._digest, key))
+        return checksum(target)
 
 
 def _batches(
