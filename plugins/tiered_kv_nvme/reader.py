@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.tiering.step import give_way
 from tiered_kv.toolkit.codec_set import CodecSet
 from tiered_kv.toolkit.codecs import ENCRYPTED_IDS, RAW, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
@@ -219,6 +220,7 @@ class BlockReader:
         came = read_fully(self._disk, run.blocks[0].segment.fd, buffers, run.offset)
         statuses: list[RecordStatus] = []
         for item in run.blocks:
+            give_way()
             is_sound = _end(item.entry) - run.offset <= came and checksum(item.block) == item.entry.checksum
             statuses.append(RecordStatus.OK if is_sound else RecordStatus.BAD_CHECKSUM)
         return statuses
@@ -230,6 +232,7 @@ class BlockReader:
         statuses: list[RecordStatus] = []
         for item in run.blocks:
             payload = _payload(span[:came], item.entry, start)
+            give_way()
             statuses.append(self._decode(item, payload))
         return statuses
 

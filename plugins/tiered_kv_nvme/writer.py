@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.tiering.step import give_way
 from tiered_kv.toolkit.codec_set import CodecSet
 from tiered_kv.toolkit.codecs import Draft, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, failure_reason
@@ -114,6 +115,7 @@ class BatchWriter:
         return written
 
     def _prepare(self, block: memoryview) -> Payload:
+        give_way()
         if self._codecs.writes_raw:
             return Payload(self._codecs.draft(block), checksum(block))
         draft = self._codecs.draft(block)
