@@ -18,6 +18,7 @@ microseconds, and of the ratio of both 99th percentiles within a round, with its
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import os
@@ -90,6 +91,7 @@ class Steps:
         manager.complete_store(output.keys_to_store, owner)
         manager.drain_jobs(60)
         manager.prepare_load(resident, owner)  # pinned: no traffic evicts them
+        self._buffer = ctypes.create_string_buffer(128)
         self._schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
         self._wanted = [key for pair in zip(resident, absent, strict=True) for key in pair]
 
@@ -132,7 +134,9 @@ class Steps:
 
     def _processor_wait_s(self) -> float:
         """Return for how long this thread has been ready to run and had no processor."""
-        return int(os.pread(self._schedstat, 100, 0).split()[1]) / 1e9
+        # `os.pread` would release the interpreter's lock, and what a worker did with it would count as this thread's.
+        size = ctypes.pythonapi.pread(self._schedstat, self._buffer, len(self._buffer), 0)
+        return int(self._buffer.raw[:size].split()[1]) / 1e9
 
     def _step(self, before: Callable[[], object]) -> float:
         time.sleep(MODEL_STEP_S)
