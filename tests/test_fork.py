@@ -18,7 +18,6 @@ from tiered_kv.errors import ShutdownError
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.toolkit.claimed import Identity
-from tiered_kv.toolkit.turn import Turn
 from tiered_kv_fs.files import locked
 from tiered_kv_nvme.directory import Directory
 
@@ -79,11 +78,3 @@ def _names(fd: str, path: Path) -> bool:
         return os.readlink(f"/proc/self/fd/{fd}") == str(path)
     except FileNotFoundError:
         return False
-
-
-def test_a_child_begins_with_a_turn_that_nobody_holds() -> None:
-    turn = Turn()
-    turn.__enter__()  # by a thread that is not there in the child
-    turn.forget_holder()
-    with turn, turn.paused():
-        pass

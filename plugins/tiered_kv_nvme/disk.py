@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tiered_kv.toolkit.turn import TURN
+from tiered_kv.tiering.step import give_way
 from tiered_kv_nvme.layout import PAGE_BYTES
 
 OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -28,17 +28,22 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 
 class Disk:
-    """The system calls of the engine; each may be called by any thread, and pauses its turn (`toolkit.turn`)."""
+    """The system calls of the engine; each may be called by any thread.
+
+    A thread that comes back from a transfer gives way to a scheduler's step. So no caller holds a lock.
+    """
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Write `buffers` at `offset` and return how many bytes were written, perhaps fewer than asked."""
-        with TURN.paused():
-            return os.pwritev(fd, buffers, offset)
+        written = os.pwritev(fd, buffers, offset)
+        give_way()
+        return written
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Read from `offset` into `buffers` and return how many bytes came, 0 at the end of the file."""
-        with TURN.paused():
-            return os.preadv(fd, buffers, offset)
+        came = os.preadv(fd, buffers, offset)
+        give_way()
+        return came
 
     def fallocate(self, fd: int, size_bytes: int) -> None:
         """Give the file `size_bytes` of the file system's space; ENOSPC if there is not that much."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.tiering.step import give_way
 from tiered_kv.toolkit.codec_set import CodecSet
 from tiered_kv.toolkit.codecs import ENCRYPTED_IDS, RAW, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.status import REFUSED, UNREADABLE, RecordStatus
-from tiered_kv.toolkit.turn import TURN
 from tiered_kv_nvme.counters import Counters
 from tiered_kv_nvme.disk import Disk, Scratch, read_fully
 from tiered_kv_nvme.index import Index, ordinal_of, place_of, slot_of
@@ -205,12 +205,12 @@ class BlockReader:
             buffers.append(item.block)
             at = _end(item.entry)
         came = read_fully(self.disk, run.blocks[0].segment.fd, buffers, run.offset)
-        return [
-            RecordStatus.OK
-            if _end(item.entry) - run.offset <= came and checksum(item.block) == item.entry.checksum
-            else RecordStatus.BAD_CHECKSUM
-            for item in run.blocks
-        ]
+        statuses: list[RecordStatus] = []
+        for item in run.blocks:
+            give_way()
+            is_sound = _end(item.entry) - run.offset <= came and checksum(item.block) == item.entry.checksum
+            statuses.append(RecordStatus.OK if is_sound else RecordStatus.BAD_CHECKSUM)
+        return statuses
 
     def _read_buffered(self, run: Run) -> list[RecordStatus]:
         start = run.offset // PAGE_BYTES * PAGE_BYTES
@@ -219,8 +219,8 @@ class BlockReader:
         statuses: list[RecordStatus] = []
         for item in run.blocks:
             payload = _payload(span[:came], item.entry, start)
-            with TURN.paused():  # decryption, decompression and checksums are not the interpreter's work
-                statuses.append(self._decode(item, payload))
+            give_way()
+            statuses.append(self._decode(item, payload))
         return statuses
 
     def _decode(self, item: Wanted, payload: memoryview) -> RecordStatus:

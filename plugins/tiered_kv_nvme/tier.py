@@ -12,7 +12,6 @@ from tiered_kv.errors import ConfigError
 from tiered_kv.toolkit.blocking import BlockingTier
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.jobs import Outcome
-from tiered_kv.toolkit.turn import TURN
 from tiered_kv_nvme.layout import PAGE_BYTES
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.sizing import Sizing
@@ -92,12 +91,10 @@ class NvmeTier(BlockingTier):
     # Worker threads.
 
     def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        with TURN:
-            return self._store.store(keys, blocks, self.part_epoch)
+        return self._store.store(keys, blocks, self.part_epoch)
 
     def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        with TURN:
-            return self._store.load(keys, blocks)
+        return self._store.load(keys, blocks)
 
     def contains_blocks(self, keys: Sequence[OffloadKey]) -> list[bool]:
         return self._store.contains(keys)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.tiering.step import give_way
 from tiered_kv.toolkit.codec_set import CodecSet
 from tiered_kv.toolkit.codecs import Draft, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, failure_reason
-from tiered_kv.toolkit.turn import TURN
 from tiered_kv_nvme.counters import Counters
 from tiered_kv_nvme.disk import Disk, Scratch, write_fully
 from tiered_kv_nvme.index import Index, place_of
@@ -93,10 +93,10 @@ class BatchWriter:
         return written
 
     def _prepare(self, block: memoryview) -> Payload:
+        give_way()
         if self.codecs.writes_raw:
             return Payload(self.codecs.draft(block), checksum(block))
-        with TURN.paused():  # compression is not the interpreter's work
-            draft = self.codecs.draft(block)
+        draft = self.codecs.draft(block)
         return Payload(draft, checksum(draft.content) if draft.seal is None else None)
 
     def _write(
@@ -114,8 +114,7 @@ class BatchWriter:
         while done < len(keys):
             rest = payloads[done:]
             demand = Demand.of([payload.draft.payload_bytes for payload in rest], [len(key) for key in keys[done:]])
-            with TURN.paused():  # it may wait for room
-                reservation = self.pool.reserve(demand, epoch, timeout_s, stream)
+            reservation = self.pool.reserve(demand, epoch, timeout_s, stream)
             if reservation is None:
                 if epoch != self.pool.epoch:
                     return done, "reset"
@@ -217,9 +216,8 @@ class BatchWriter:
         if known_checksum is not None:
             target[:] = draft.content
             return known_checksum
-        with TURN.paused():  # encryption is not the interpreter's work
-            draft.write_into(target, binding_of(self.digest, key))
-            return checksum(target)
+        draft.write_into(target, binding_of(self.digest, key))
+        return checksum(target)
 
 
 def _batches(

@@ -1,148 +1,239 @@
-"""Time of a scheduler step of 512 lookups, idle and while the tiers are saturated: one JSON object.
+"""Time of a scheduler step, idle and beside a saturated tier, for each built-in tier in turn: one JSON object.
 
-    python tests/performance/step_latency.py DIRECTORY --steps 2000
+    python tests/performance/step_latency.py DIRECTORY --rounds 5
+    python tests/performance/step_latency.py DIRECTORY --tiers memory nvme --block-bytes 1048576 --table
 
-The stack is CPU memory over an nvme tier in DIRECTORY. A step is 512 calls of `lookup`, half of them hits in the
-primary tier and half misses everywhere, and `on_schedule_end`. Between steps the thread sleeps, as a scheduler waits
-for its model, and before every step new blocks are stored and evicted ones are asked for, untimed, so that the tier has
-stores and loads in flight from the beginning of the step to its end (both are counted).
+A step is 512 calls of `lookup`, half of them hits in the primary tier and half misses everywhere, `prepare_store` of
+512 new keys, `complete_store` of 32 of them and, as failed, of the others, and `on_schedule_end`. Between steps the
+thread sleeps, as a scheduler waits for its model. An idle step begins when every transfer has ended. Before a busy step
+new blocks are stored and evicted ones are asked for, untimed, so that the tier has stores and loads in flight from the
+step's beginning to its end; `jobs` is the median number of jobs in flight. A step's time leaves out what its thread
+stood ready in the run queue (Linux, schedstat), which other programs cause.
+
+Idle and busy phases alternate, `--steps` of each a round. A row gives medians over the rounds: of the percentiles, in
+microseconds, and of the ratio of both 99th percentiles within a round, with its lowest and highest. Redis and S3 are a
+`redis-server` and nginx on loopback, which compete for the processor too. DIRECTORY holds what is stored.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any  # what was measured, as JSON has it
 
 import tiered_kv
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
+from tiered_kv.testing.redis_servers import RedisServer
+from tiered_kv.testing.s3_servers import start_nginx
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
-LOOKUPS = 512
-BLOCK_BYTES = 64 << 10
-PRIMARY_BLOCKS = 8192
+KEYS = 512
+PRIMARY_BYTES = 256 << 20
 BATCH = 32
 BATCHES = 8
-"""Batches stored, and asked for, before each step: more than the tier moves between two."""
+"""Batches stored, and asked for, before each busy step: more than the tier moves between two."""
 MODEL_STEP_S = 0.005
+PHASES = ("idle", "busy")
+TIERS = ("memory", "nvme", "fs", "redis", "s3")
 
 
 def make_key(number: int) -> OffloadKey:
     return make_offload_key(number.to_bytes(32, "big"), 0)
 
 
-class Traffic:
-    """Keeps a manager's tiers busy: stores a batch of new blocks, and begins to promote a batch of evicted ones."""
+@contextmanager
+def tier_settings(tier: str, folder: Path) -> Iterator[dict[str, object]]:
+    """Yield the stack file's entry of a tier, with the server that it needs."""
+    if tier == "memory":
+        yield {"type": tier, "capacity": "1GiB"}
+    elif tier in ("nvme", "fs"):
+        yield {"type": tier, "path": str(folder / tier), "capacity": "4GiB"}
+    elif tier == "redis":
+        redis = RedisServer(folder, ("--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru"))
+        redis.start()
+        try:
+            yield {"type": tier, "url": redis.url}
+        finally:
+            redis.kill()
+    else:
+        nginx = start_nginx(folder)
+        try:
+            yield nginx.settings("steps")
+        finally:
+            nginx.stop()
 
-    def __init__(self, manager: TieringOffloadingManager) -> None:
+
+class Steps:
+    """A scheduler's steps over one stack."""
+
+    def __init__(self, manager: TieringOffloadingManager, primary_blocks: int) -> None:
         self._manager = manager
-        self._stored = 0
-        self._loaded = 0
+        self._primary_blocks = primary_blocks
+        self._numbers = iter(range(1 << 40))
+        self._stored = self._asked = 0
+        self._asking: deque[tuple[ReqContext, list[OffloadKey]]] = deque()
+        resident = [make_key((1 << 40) + i) for i in range(KEYS // 2)]
+        absent = [make_key((1 << 41) + i) for i in range(KEYS // 2)]
+        owner = ReqContext("resident")
+        output = manager.prepare_store(resident, owner)
+        assert output is not None
+        manager.complete_store(output.keys_to_store, owner)
+        manager.drain_jobs(60)
+        manager.prepare_load(resident, owner)  # pinned: no traffic evicts them
+        self._buffer = ctypes.create_string_buffer(128)
+        self._schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        self._wanted = [key for pair in zip(resident, absent, strict=True) for key in pair]
+
+    def idle(self, steps: int) -> list[float]:
+        """Return the microseconds of steps that begin when nothing is in flight."""
+        return [self._step(lambda: self._manager.drain_jobs(60)) for _ in range(steps)]
+
+    def busy(self, steps: int) -> tuple[list[float], list[int]]:
+        """Return the microseconds of steps beside transfers, and how many jobs were in flight before each."""
+        times, jobs = [], []
+
+        def feed() -> None:
+            self.feed()
+            jobs.append(self._manager.jobs_in_flight)
+
+        for _ in range(steps):
+            times.append(self._step(feed))
+        return times, jobs
 
     def feed(self) -> None:
+        """Store new blocks, and begin to promote blocks that the primary tier has evicted."""
         for _ in range(BATCHES):
-            self._store()
-            if self._loaded < self._stored - 2 * PRIMARY_BLOCKS:
-                self._load()
+            context = ReqContext(f"store-{self._stored}")
+            output = self._manager.prepare_store([make_key(self._stored + i) for i in range(BATCH)], context)
+            if output is not None:
+                self._manager.complete_store(output.keys_to_store, context)
+                self._stored += BATCH
+            self._manager.on_request_finished(context)
+            if self._asked < self._stored - 2 * self._primary_blocks:
+                self._ask(ReqContext(f"load-{self._asked}"), [make_key(self._asked + i) for i in range(BATCH)])
+                self._asked += BATCH
+        for context, keys in [self._asking.popleft() for _ in range(len(self._asking) - BATCHES)]:
+            self._manager.lookup_many(keys, context)  # by now a server has answered
+            self._manager.on_request_finished(context)  # so that what arrives is not held for anybody
         self._manager.on_schedule_end()  # submits the loads
 
-    def _store(self) -> None:
-        context = ReqContext(f"store-{self._stored}")
-        output = self._manager.prepare_store([make_key(self._stored + i) for i in range(BATCH)], context)
-        if output is not None:
-            self._manager.complete_store(output.keys_to_store, context)
-            self._stored += BATCH
-        self._manager.on_request_finished(context)
+    def _ask(self, context: ReqContext, keys: list[OffloadKey]) -> None:
+        self._manager.lookup_many(keys, context)
+        self._asking.append((context, keys))
 
-    def _load(self) -> None:
-        context = ReqContext(f"load-{self._loaded}")
-        self._manager.lookup_many([make_key(self._loaded + i) for i in range(BATCH)], context)
-        self._manager.on_request_finished(context)  # so that what arrives is not held for anybody
-        self._loaded += BATCH
+    def _processor_wait_s(self) -> float:
+        """Return for how long this thread has been ready to run and had no processor."""
+        # `os.pread` would release the interpreter's lock, and what a worker did with it would count as this thread's.
+        size = ctypes.pythonapi.pread(self._schedstat, self._buffer, len(self._buffer), 0)
+        return int(self._buffer.raw[:size].split()[1]) / 1e9
 
-
-def measure_steps(manager: TieringOffloadingManager, steps: int, before: Callable[[], None]) -> list[float]:
-    """Return the microseconds of each step."""
-    resident = [make_key((1 << 40) + i) for i in range(LOOKUPS // 2)]
-    absent = [make_key((1 << 41) + i) for i in range(LOOKUPS // 2)]
-    owner = ReqContext("resident")
-    output = manager.prepare_store(resident, owner)
-    assert output is not None
-    manager.complete_store(output.keys_to_store, owner)
-    manager.drain_jobs(60)
-    manager.prepare_load(resident, owner)  # pinned: no traffic evicts them
-    wanted = [key for pair in zip(resident, absent, strict=True) for key in pair]
-    times = []
-    for number in range(steps):
+    def _step(self, before: Callable[[], object]) -> float:
         time.sleep(MODEL_STEP_S)
         before()
-        context = ReqContext(f"step-{number}")
-        start = time.perf_counter()
+        manager, context = self._manager, ReqContext(f"step-{next(self._numbers)}")
+        new = [make_key(self._stored + i) for i in range(KEYS)]
+        start = time.perf_counter() - self._processor_wait_s()
         lookup = manager.lookup
-        for key in wanted:
+        for key in self._wanted:
             lookup(key, context)
+        output = manager.prepare_store(new, context)
+        if output is not None:
+            manager.complete_store(new[:BATCH], context)
+            manager.complete_store(new[BATCH:], context, success=False)
+            self._stored += BATCH
         manager.on_schedule_end()
-        times.append((time.perf_counter() - start) * 1e6)
+        microseconds = (time.perf_counter() - self._processor_wait_s() - start) * 1e6
         manager.on_request_finished(context)
-    manager.complete_load(resident, owner)
-    manager.on_request_finished(owner)
-    return times
+        return microseconds
 
 
-def measure(directory: str, steps: int) -> dict[str, object]:
-    """Return the percentiles of both, and what went on meanwhile."""
-    with tempfile.TemporaryDirectory(dir=directory) as path:
+@dataclass
+class Rounds:
+    """What the rounds of one tier gave."""
+
+    idle: list[dict[str, float]] = field(default_factory=list)
+    busy: list[dict[str, float]] = field(default_factory=list)
+    jobs: list[int] = field(default_factory=list)
+
+    def summary(self) -> dict[str, object]:
+        ratios = [busy["p99"] / idle["p99"] for busy, idle in zip(self.busy, self.idle, strict=True)]
+        return {
+            "idle_step_us": {name: round(statistics.median(each[name] for each in self.idle)) for name in self.idle[0]},
+            "busy_step_us": {name: round(statistics.median(each[name] for each in self.busy)) for name in self.busy[0]},
+            "busy_over_idle_p99": round(statistics.median(ratios), 2),
+            "busy_over_idle_p99_range": [round(min(ratios), 2), round(max(ratios), 2)],
+            "jobs_in_flight_median": statistics.median(self.jobs),
+        }
+
+
+def measure(directory: str, tier: str, block_bytes: int, steps: int, rounds: int) -> dict[str, object]:
+    """Return what steps take over one tier, idle and busy."""
+    result = Rounds()
+    with tempfile.TemporaryDirectory(dir=directory) as folder, tier_settings(tier, Path(folder)) as settings:
         config = {
             "version": 1,
             "namespace": {"model": "step-latency"},
-            "block": {"bytes": BLOCK_BYTES, "tokens": 16},
-            "primary": {"capacity": PRIMARY_BLOCKS * BLOCK_BYTES},
-            "secondary": [{"type": "nvme", "path": str(Path(path) / "nvme"), "capacity": "4GiB"}],
+            "block": {"bytes": block_bytes, "tokens": 16},
+            "primary": {"capacity": PRIMARY_BYTES},
+            "secondary": [settings],
         }
         with tiered_kv.open_stack(config) as stack:
-            idle = measure_steps(stack.manager, steps, lambda: None)
-            traffic = Traffic(stack.manager)
-            for _ in range(4 * PRIMARY_BLOCKS // BATCH // BATCHES):  # until there is something to load
-                traffic.feed()
+            gc.collect()
+            gc.freeze()  # as docs/explanation/performance.md advises programs
+            scheduler = Steps(stack.manager, PRIMARY_BYTES // block_bytes)
+            for _ in range(3 * PRIMARY_BYTES // block_bytes // BATCH // BATCHES):  # until there is something to load
+                scheduler.feed()
                 stack.manager.drain_jobs(60)
-            busy_in_flight = []
-
-            def feed() -> None:
-                traffic.feed()
-                busy_in_flight.append(stack.manager.jobs_in_flight)
-
-            busy = measure_steps(stack.manager, steps, feed)
-            counters = stack.manager.counters()["nvme"]
-            stack.manager.drain_jobs(60)
-    return {
-        "idle_step_us": percentiles(idle),
-        "busy_step_us": percentiles(busy),
-        "busy_over_idle_p99": round(percentiles(busy)["p99"] / percentiles(idle)["p99"], 2),
-        "jobs_in_flight_median": statistics.median(busy_in_flight),
-        "nvme_stored_blocks": counters.get("stored_blocks_total", 0),
-        "nvme_loaded_blocks": counters.get("loaded_blocks_total", 0),
-    }
+            for _ in range(rounds):
+                result.idle.append(percentiles(scheduler.idle(steps)))
+                times, jobs = scheduler.busy(steps)
+                result.busy.append(percentiles(times))
+                result.jobs += jobs
+                stack.manager.drain_jobs(60)
+            counters = stack.manager.counters()[str(settings["type"])]
+    moved = {name: counters.get(name, 0) for name in ("stored_blocks_total", "loaded_blocks_total")}
+    return {**result.summary(), **moved}
 
 
-def percentiles(times: list[float]) -> dict[str, float]:
+def table(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the results as Markdown."""
+    lines = ["| tier | idle p50 / p99 (us) | busy p50 / p99 (us) | p99 busy / idle | jobs |", "| --- " * 5 + "|"]
+    for tier, result in results.items():
+        idle, busy = (f"{result[f'{what}_step_us']['p50']} / {result[f'{what}_step_us']['p99']}" for what in PHASES)
+        low, high = result["busy_over_idle_p99_range"]
+        ratio = f"{result['busy_over_idle_p99']} ({low} to {high})"
+        lines.append(f"| {tier} | {idle} | {busy} | {ratio} | {result['jobs_in_flight_median']:.0f} |")
+    return "\n".join(lines)
+
+
+def percentiles(times: Sequence[float]) -> dict[str, float]:
     ordered = sorted(times)
-    return {
-        "p50": round(ordered[len(ordered) // 2], 1),
-        "p99": round(ordered[int(len(ordered) * 0.99)], 1),
-        "max": round(ordered[-1], 1),
-    }
+    return {"p50": ordered[len(ordered) // 2], "p99": ordered[int(len(ordered) * 0.99)], "max": ordered[-1]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory")
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--tiers", nargs="+", choices=TIERS, default=TIERS)
+    parser.add_argument("--block-bytes", type=int, default=64 << 10)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--table", action="store_true", help="print a Markdown table instead of JSON")
     arguments = parser.parse_args()
-    print(json.dumps(measure(arguments.directory, arguments.steps)))
+    sizes = (arguments.block_bytes, arguments.steps, arguments.rounds)
+    results = {tier: measure(arguments.directory, tier, *sizes) for tier in arguments.tiers}
+    print(table(results) if arguments.table else json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -69,10 +69,21 @@ def test_redis_rates() -> None:
     assert rates["one_connection_load_over_spread"] > 0
 
 
-def test_step_latency(tmp_path: Path) -> None:
-    steps = run("step_latency.py", str(tmp_path), "--steps", "20")
-    assert steps["nvme_loaded_blocks"] > 0, "the tier was not busy"
-    assert steps["busy_step_us"]["p99"] > 0
+@pytest.mark.parametrize(
+    "tier",
+    [
+        "memory",
+        "nvme",
+        "fs",
+        pytest.param("redis", marks=pytest.mark.skipif(shutil.which("redis-server") is None, reason="no redis-server")),
+        pytest.param("s3", marks=pytest.mark.skipif(shutil.which("nginx") is None, reason="no nginx")),
+    ],
+)
+def test_step_latency(tmp_path: Path, tier: str) -> None:
+    steps = run("step_latency.py", str(tmp_path), "--tiers", tier, "--steps", "20", "--rounds", "1")[tier]
+    assert steps["jobs_in_flight_median"] > 0, "the tier was not busy"
+    assert steps["idle_step_us"]["p50"] > 0
+    assert steps["busy_step_us"]["p50"] < 500_000, "a step waited for transfers"
 
 
 def test_gpu_copies() -> None:

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from unittest import mock
 
 from tiered_kv.testing.gate import Gate
-from tiered_kv.toolkit.turn import TURN
 
 
 class Hindrance:
@@ -37,9 +36,8 @@ class Hindrance:
         """Hold up the calling worker."""
         with self._lock:
             self.held_up += 1
-        with TURN.paused():
-            time.sleep(self._chance.random() * self._delay_max_s)
-            self.gate.pass_through()
+        time.sleep(self._chance.random() * self._delay_max_s)
+        self.gate.pass_through()
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

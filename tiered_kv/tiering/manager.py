@@ -26,6 +26,7 @@ from tiered_kv.tiering.limits import ManagerLimits, TierLimits
 from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.requests import RequestState, RequestTable
 from tiered_kv.tiering.search import Search
+from tiered_kv.tiering.step import PAUSES_MAX, STEP
 
 _DRAIN_POLL_S = 0.0005
 
@@ -86,6 +87,7 @@ class TieringOffloadingManager(OffloadingManager):
     # Lookups.
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        STEP.pauses_left = PAUSES_MAX
         block = self._primary_blocks.get(key)
         if block is not None and block.ref_cnt >= 0:
             block.step = self.primary.step
@@ -107,6 +109,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         """Return `lookup` of each key, in order; cheaper than one call a key."""
+        STEP.pauses_left = PAUSES_MAX
         audit = self._audit
         if audit is not None and audit.is_active and keys and audit.withholds(keys[0], req_context):
             return [False] * len(keys)
@@ -140,6 +143,7 @@ class TieringOffloadingManager(OffloadingManager):
     # The engine's transfers.
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
+        STEP.pauses_left = PAUSES_MAX
         spec = self.primary.prepare_load(keys, req_context)
         state = self._requests.get(req_context)
         if state is not None:
@@ -159,6 +163,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._cascade.offer(ready, (guarded,), req_context)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        STEP.pauses_left = PAUSES_MAX
         output = self.primary.prepare_store(keys, req_context)
         state = self._requests.get(req_context)
         if output is not None and state is not None and state.request_level:
@@ -224,6 +229,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._submit()
         self.poll()
         self.primary.on_schedule_end()
+        STEP.pauses_left = 0
         if self._audit is not None and self._audit.stopped:
             self._stop_audited_tiers(self._audit.stopped)
 

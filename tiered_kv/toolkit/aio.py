@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.tiering.step import give_way
 from tiered_kv.toolkit.jobs import Outcome, Part, checked_answers, checked_outcome
 from tiered_kv.toolkit.queued import PART_DEADLINE, QueuedTier, block_bytes_of
 
@@ -171,6 +172,7 @@ class AsyncTier(QueuedTier):
         """Start as many parts as there is room for."""
         self._wake_is_on_its_way = False  # before looking: what is put from now on wakes again
         while True:
+            give_way()
             if self._part_queue.take_lookups():
                 self._start(self._run_probes())
                 continue

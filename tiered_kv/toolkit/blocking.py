@@ -10,6 +10,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.tiering.step import give_way
 from tiered_kv.toolkit.jobs import Outcome, Part, checked_answers, checked_outcome
 from tiered_kv.toolkit.queued import PART_DEADLINE, PROBE_REQ_IDS, QueuedTier, block_bytes_of
 
@@ -131,6 +132,7 @@ class BlockingTier(QueuedTier):
         self._start_thread()
         tokens = self._lookup_tokens if is_for_lookups else self._work_tokens
         while tokens.get() is _WORK:
+            give_way()
             if self._part_queue.take_lookups():
                 self._run_probes()
             elif not is_for_lookups and (part := self._part_queue.take()) is not None:

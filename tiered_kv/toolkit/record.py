@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import xxhash
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.tiering.step import give_way
 from tiered_kv.toolkit.codec_set import PLAIN, CodecSet
 from tiered_kv.toolkit.codecs import (
     ENCRYPTED_IDS,
@@ -114,6 +115,7 @@ def encode_record(
         codec: How to write the payload; `CodecSet.writer` of a tier.
         room: Where an encrypted payload goes; by default into memory of its own.
     """
+    give_way()
     draft = codec.draft(block)
     payload = draft.content
     if draft.seal is not None:
@@ -174,6 +176,7 @@ def decode_record(
         namespace_digest: 16 bytes.
         codecs: What may be read.
     """
+    give_way()
     is_expected = payload is block and codecs.accepts_plain
     if is_expected and header == _header(key, RAW.codec_id, 0, len(block), block, namespace_digest):
         return RecordStatus.OK  # it has the one header that a raw block has; what follows finds out why another has not
