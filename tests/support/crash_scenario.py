@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import mmap
+import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +21,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from tests.support.crash_progress import Progress
 from tests.support.disk_use import bucket_bytes, flush_file_system, occupied_bytes
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.errors import TierError
@@ -44,6 +45,33 @@ _EVICTIONS: Final = {
     "s3": "deleted_blocks",
 }
 """Each tier's counter of blocks that it gave up to make room."""
+
+
+class Progress:
+    """How far a writer has come, in memory that it shares with the process that it was forked from."""
+
+    _FIELDS = struct.Struct("<qqqqqq")
+    _NAMES = ("reset_asked", "reset_held", "jobs_stored", "newest_stored", "refused", "finished")
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self._FIELDS.pack_into(self._memory, 0, 0, 0, 0, -1, 0, 0)
+
+    def note(self, name: str, value: int = 1) -> None:
+        """Note something."""
+        struct.pack_into("<q", self._memory, 8 * self._NAMES.index(name), value)
+
+    def __getitem__(self, name: str) -> int:
+        found: int = self._FIELDS.unpack_from(self._memory)[self._NAMES.index(name)]
+        return found
+
+    def as_dict(self) -> dict[str, int]:
+        """Return all of it."""
+        return {name: self[name] for name in self._NAMES}
 
 
 @dataclass(slots=True)

@@ -26,8 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from tests.support.crash_progress import Progress
-from tests.support.crash_scenario import CrashScenario, Found
+from tests.support.crash_scenario import CrashScenario, Found, Progress
 from tests.support.disk_use import flush_file_system
 from tests.support.mounts import Ext4Image, PowerLoss
 from tests.support.short_writes import ShortWrites

@@ -11,6 +11,7 @@ import mmap
 import os
 import signal
 import struct
+import sys
 import threading
 import time
 import traceback
@@ -179,10 +180,9 @@ class _ThreadRoles:
 
 def _announce_threads(roles: _ThreadRoles) -> None:
     """Have every thread that is started from now on say who it is before it does anything."""
-    run = threading.Thread.run
 
-    def announced_run(thread: threading.Thread) -> None:
-        roles.enter(thread.name.removeprefix("tiered-kv-"))
-        run(thread)
+    def announce(*_: object) -> None:  # called first when the thread enters `run`
+        sys.setprofile(None)
+        roles.enter(threading.current_thread().name.removeprefix("tiered-kv-"))
 
-    threading.Thread.run = announced_run  # type: ignore[method-assign,assignment]  # here alone
+    threading.setprofile(announce)

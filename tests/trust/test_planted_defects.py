@@ -15,7 +15,7 @@ import pytest
 import tiered_kv_fs.blocks
 import tiered_kv_memory.tier
 import tiered_kv_nvme.reader
-from tests.support.crash_cases import Case, CrashCases
+from tests.support.crash_cases import FS, NVME, OCCUPIED_BYTES_MAX, Case, CrashCases
 from tests.support.crash_scenario import CrashScenario
 from tests.support.flush_order import FlushOrder
 from tests.support.hindrance import Hindrance
@@ -228,12 +228,6 @@ def test_a_tier_that_forgets_nothing_at_a_reset_is_found_by_a_scheduler_that_res
 
 # Crashes and failing disks.
 
-NVME = CrashScenario(
-    {"type": "nvme", "path": "kv", "capacity": 424 << 10, "segment": 64 << 10, "threads": 1}, tenant="planted", jobs=14
-)
-NVME_OCCUPIED_BYTES_MAX = 384 << 10
-FS = CrashScenario({"type": "fs", "path": "kv", "capacity": 768 << 10, "threads": 2}, tenant="planted", jobs=14)
-
 
 @pytest.mark.parametrize(
     ("defect", "scenario", "options", "text"),
@@ -264,7 +258,7 @@ def test_a_segment_over_the_capacity_is_found_by_a_crash(tmp_path: Path) -> None
         pytest.skip(missing)
     with CrashCases(tmp_path / "crash", program=(str(PROGRAM), "nvme_makes_a_segment_too_many")) as cases:
         last = cases.count_writes(NVME) - 1
-        options = {"cut_ends": True, "capacity_bytes": NVME_OCCUPIED_BYTES_MAX}
+        options = {"cut_ends": True, "capacity_bytes": OCCUPIED_BYTES_MAX["nvme"]}
         said: list[str] = []
         # How far reclaiming has come when the writer ends differs from run to run, so it goes on with earlier writes.
         for start in range(0, min(last, WRITES_TRIED), 4):
