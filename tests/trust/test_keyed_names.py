@@ -23,7 +23,7 @@ from tiered_kv.config import load_config
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.redis_servers import RedisServer, redis_server
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.testing.s3_servers import S3Server, missing_for_moto, moto_bucket, moto_server
+from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.tiering.keyed_names import NameMap
 from tiered_kv.toolkit.record import digest_of
 from tiered_kv_fs.layout import block_name
@@ -42,13 +42,6 @@ PROGRAM = Path(__file__).with_name("keyed_names_program.py")
 
 Reader = Callable[[], Iterator[bytes]]
 """Yields all that somebody sees who may read the storage: names, and what stands under them."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _servers(request: pytest.FixtureRequest) -> None:
-    """Start what lasts for the session before any test of this module takes its footprint."""
-    if not missing_for_moto():
-        request.getfixturevalue("moto_server")
 
 
 @pytest.fixture

@@ -24,7 +24,6 @@ from tests.support.race_stacks import (
     entry_of,
     seconds_of,
     seeds_of,
-    session_servers,
     stack_of,
     unless,
 )
@@ -37,7 +36,7 @@ from tiered_kv_nvme.disk import Disk
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.tier import NvmeTier
 
-__all__ = ["entry_of", "moto_bucket", "moto_server", "redis_server", "session_servers"]
+__all__ = ["entry_of", "moto_bucket", "moto_server", "redis_server"]
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow]
 

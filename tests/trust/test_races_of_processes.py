@@ -30,7 +30,6 @@ from tests.support.race_stacks import (
     entry_of,
     seconds_of,
     seeds_of,
-    session_servers,
     stack_of,
     unless,
 )
@@ -48,7 +47,7 @@ from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.s3_servers import moto_bucket, moto_server
 
-__all__ = ["entry_of", "moto_bucket", "moto_server", "patient_nvme", "redis_server", "session_servers"]
+__all__ = ["entry_of", "moto_bucket", "moto_server", "patient_nvme", "redis_server"]
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow, pytest.mark.usefixtures("patient_nvme")]
 

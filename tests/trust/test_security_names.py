@@ -14,7 +14,7 @@ from tiered_kv.errors import ConfigError
 from tiered_kv.namespace import Namespace
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.redis_servers import RedisServer, redis_server
-from tiered_kv.testing.s3_servers import S3Server, missing_for_moto, moto_server
+from tiered_kv.testing.s3_servers import S3Server, moto_server
 
 __all__ = ["moto_server", "redis_server"]
 
@@ -60,13 +60,6 @@ NAMES = {
 }
 KINDS = ("nvme", "fs", "redis", "s3")
 MakeStorage = Callable[[str], Storage]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _servers(request: pytest.FixtureRequest) -> None:
-    """Start what lasts for the session before any test of this module takes its footprint."""
-    if not missing_for_moto():
-        request.getfixturevalue("moto_server")
 
 
 @pytest.fixture

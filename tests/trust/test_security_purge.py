@@ -21,7 +21,7 @@ from tiered_kv.stack import open_stack
 from tiered_kv.testing.redis_clusters import RedisClusterServers, redis_cluster
 from tiered_kv.testing.redis_sentinels import SERVICE, RedisSentinelServers, redis_sentinel
 from tiered_kv.testing.redis_servers import RedisServer, redis_server
-from tiered_kv.testing.s3_servers import S3Server, missing_for_moto, moto_server
+from tiered_kv.testing.s3_servers import S3Server, moto_server
 from tiered_kv.testing.waiting import wait_until
 
 __all__ = ["moto_server", "redis_cluster", "redis_sentinel", "redis_server"]
@@ -37,13 +37,6 @@ SHARED = ("fs", "redis", "redis-cluster", "s3-versioned")
 WAIT_S = 120.0
 
 MakeStorage = Callable[[str], Storage]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _servers(request: pytest.FixtureRequest) -> None:
-    """Start what lasts for the session before any test of this module takes its footprint."""
-    if not missing_for_moto():
-        request.getfixturevalue("moto_server")
 
 
 @pytest.fixture
