@@ -87,14 +87,7 @@ class CaseOutcome:
 
 
 class CrashCases:
-    """Servers that run cases, several at once.
-
-    Args:
-        folder: An empty folder for them.
-        image: Whether each has an ext4 image of its own, whose power can be cut.
-        program: What Python runs for each: `crash_server`, or a program that changes something and then runs that.
-        servers: How many there are.
-    """
+    """Servers that run cases, several at once."""
 
     def __init__(
         self, folder: Path, *, image: bool = False, program: Sequence[str] = _PROGRAM, servers: int = _SERVERS
@@ -112,13 +105,7 @@ class CrashCases:
             server.close()
 
     def record(self, scenario: CrashScenario, kind: str, *, kills: bool = True) -> list[Call]:
-        """Return the calls of a run without faults.
-
-        Args:
-            scenario: The run.
-            kind: "changes", "reads" or "sends".
-            kills: Whether a run is meant that will be killed; one with other faults does less, and other calls.
-        """
+        """Return the calls of a run without faults."""
         return [Call(**call) for call in self._ask({"do": "record", "kind": kind, "kills": kills}, scenario)]
 
     def count_writes(self, scenario: CrashScenario) -> int:
@@ -241,17 +228,7 @@ def kind_of(call: Call) -> tuple[str, str]:
 
 
 def settle(proof: str, outcomes: Iterable[CaseOutcome], figures: Figures, note: str = "") -> list[CaseOutcome]:
-    """Count the cases whose fault happened, and fail if any broke a promise.
-
-    Args:
-        proof: The row of the table.
-        outcomes: What came of the cases.
-        figures: The table.
-        note: What else it shall say.
-
-    Returns:
-        Those that happened.
-    """
+    """Count the cases whose fault happened, and fail if any broke a promise."""
     every = list(outcomes)
     hit = [outcome for outcome in every if outcome.was_hit or outcome.problems]
     broken = [outcome for outcome in hit if outcome.problems]

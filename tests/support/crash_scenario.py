@@ -76,14 +76,7 @@ class Progress:
 
 @dataclass(slots=True)
 class Found:
-    """What a look at a tier brought.
-
-    Args:
-        loaded: How many blocks were loaded, every byte as it was stored.
-        answered: How many blocks the tier said it has.
-        refused: How many new blocks were not taken, where nobody waited until they were.
-        problems: What must not be, for people.
-    """
+    """What a look at a tier brought."""
 
     loaded: int = 0
     answered: int = 0
@@ -119,11 +112,7 @@ class CrashScenario:
 
     @property
     def occupied_bytes(self) -> int:
-        """What is stored of that which a capacity bounds: the tier's directory, or the blocks in its bucket.
-
-        Raises:
-            TypeError: It is neither's.
-        """
+        """What is stored of that which a capacity bounds: the tier's directory, or the blocks in its bucket."""
         if self.path is not None:
             return occupied_bytes(self.path)
         if self.entry["type"] != "s3":

@@ -43,11 +43,7 @@ def bucket_bytes(entry: Mapping[str, object], prefix: str) -> int:
 
 
 def flush_file_system(path: Path) -> None:
-    """Have all that was written to the file system of `path`, removals too, put on its device: syncfs(2).
-
-    Raises:
-        OSError: It could not be.
-    """
+    """Have all that was written to the file system of `path`, removals too, put on its device: syncfs(2)."""
     fd = os.open(path, os.O_RDONLY)
     try:
         if ctypes.CDLL(None, use_errno=True).syncfs(fd):

@@ -14,11 +14,7 @@ Answer = Callable[[list[bytes]], Iterable[bytes]]
 
 
 class LyingRedis(LoopbackServer):
-    """Takes commands on a port of loopback.
-
-    Args:
-        answer: Says what each is answered with; called on a thread for each connection.
-    """
+    """Takes commands on a port of loopback."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer

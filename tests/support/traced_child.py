@@ -32,17 +32,7 @@ _PR_SET_PTRACER_ANY: Final = ctypes.c_ulong(-1)
 
 
 class TracedChild:
-    """A forked child that does `work`; it is killed at the latest when the context is left.
-
-    Args:
-        work: What it does.
-        wanted: The role of the thread that waits to be let go; empty for none, and then no thread says who it is.
-        log: Where the tracer writes; what `work` raises is written beside it.
-
-    Attributes:
-        status: How it ended, as `os.waitstatus_to_exitcode` has it.
-        in_time: Whether it ended by itself, or was killed by what was to happen to it.
-    """
+    """A forked child that does `work`; it is killed at the latest when the context is left."""
 
     def __init__(self, work: Callable[[], None], *, wanted: str, log: Path) -> None:
         self.status = 0

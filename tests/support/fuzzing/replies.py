@@ -54,12 +54,7 @@ def _bulk(data: bytes) -> bytes:
 
 
 class _Script:
-    """A stream that gives what it was given, in pieces, and then ends as a closed connection does.
-
-    Args:
-        data: What the server sends.
-        piece_bytes: How much comes at once.
-    """
+    """A stream that gives what it was given, in pieces, and then ends as a closed connection does."""
 
     def __init__(self, data: bytes, piece_bytes: int) -> None:
         self._data = memoryview(data)

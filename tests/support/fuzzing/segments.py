@@ -76,12 +76,7 @@ class _BoundedDisk(Disk):
 
 
 class _Opened:
-    """A store on a directory, opened with a disk that notices what is read, and closed again.
-
-    Args:
-        path: The directory.
-        codec: How blocks are stored.
-    """
+    """A store on a directory, opened with a disk that notices what is read, and closed again."""
 
     def __init__(self, path: Path, codec: str = "raw") -> None:
         sizing = Sizing.of(8 * SEGMENT_BYTES + (128 << 10), BLOCK_BYTES, SEGMENT_BYTES)

@@ -36,9 +36,6 @@ class Grounds:
     """The servers and directories. A context manager; its end ends the servers.
 
     Any thread may call, but one at a time may restart servers.
-
-    Args:
-        directory: Where everything is put; must exist.
     """
 
     def __init__(self, directory: Path) -> None:

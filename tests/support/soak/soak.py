@@ -122,16 +122,7 @@ class SoakReport:
 
 
 def run(settings: SoakSettings, directory: Path, *, should_stop: Callable[[], bool] = lambda: False) -> SoakReport:
-    """Run one soak in an empty directory; the calling thread is its scheduler's.
-
-    Args:
-        settings: How.
-        directory: Empty, for everything.
-        should_stop: Asked before every step; the soak ends in good order once it answers True.
-
-    Raises:
-        RuntimeError: A server does not start.
-    """
+    """Run one soak in an empty directory; the calling thread is its scheduler's."""
     report = SoakReport()
     with Grounds(directory) as grounds:
         before = Holdings.now(grounds.foreign_descriptors)
