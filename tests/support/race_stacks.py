@@ -59,12 +59,12 @@ def entry_of(tmp_path: Path, request: pytest.FixtureRequest) -> EntryOf:
     return entry
 
 
-def seconds_of(profile: Profile, short: float = 1.0, full: float = 6.0) -> float:
+def seconds_of(profile: Profile, short: float = 1.0, full: float = 3.0) -> float:
     """Return how long a race takes."""
     return full if profile is Profile.FULL else short
 
 
-def seeds_of(profile: Profile, short: int = 1, full: int = 5) -> range:
+def seeds_of(profile: Profile, short: int = 1, full: int = 3) -> range:
     """Return the seeds that are raced."""
     return range(full if profile is Profile.FULL else short)
 

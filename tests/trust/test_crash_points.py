@@ -3,7 +3,7 @@
 A process is killed at each system call that changes its directory, or at each of its sends to a server, where others go
 on. When a file system is shut down, what had not reached the device is a miss. nvme answers no block then that it
 cannot load. fs may: it flushes no file, so a block's name may come back without its bytes, which its checksum finds
-when it is loaded (`docs/fs.md`).
+when it is loaded (`docs/reference/fs.md`).
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def test_a_file_system_that_is_shut_down_at_any_call_holds_no_wrong_byte(
     if missing := missing_for_tracing() or missing_for_ext4():
         pytest.skip(missing)
     tier = str(scenario.entry["type"])
-    # docs/fs.md: a reset may be lost when the host dies, and the bytes of files that keep their names.
+    # docs/reference/fs.md: a reset may be lost when the host dies, and the bytes of files that keep their names.
     allowed = {"accepts_old": tier == "fs", "loses_pages": tier == "fs", "capacity_bytes": OCCUPIED_BYTES_MAX[tier]}
     with CrashCases(tmp_path / "power", image=True) as cases:
         calls = changes_of(cases, scenario)

@@ -154,7 +154,7 @@ def test_a_stack_that_is_closed_before_its_late_workers_come_leaves_them_their_b
 ) -> None:
     cases = {}
     config = stack_of(entry_of(tier))
-    for seed in seeds_of(profile, 2, 10):
+    for seed in seeds_of(profile, 2, 6):
         problems, late = race_late_shutdown(config, places_of(tier), seed=seed, seconds=0.1 + 0.05 * seed)
         cases[f"{tier}, closed before late workers, seed {seed}"] = problems + unless(late > 0, "nobody was late")
     conclude(figures, cases)
