@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +61,9 @@ class Storage(ABC):
                 if marker in data:
                     names.append(name)
         return found
+
+
+MakeStorage = Callable[[str], Storage]
 
 
 class UnseenStorage(Storage):

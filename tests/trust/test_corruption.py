@@ -17,7 +17,7 @@ from tests.support.figures import Figures, Profile
 from tests.support.patient_nvme import patient_nvme
 from tests.support.places import Place
 from tiered_kv.base import OffloadKey
-from tiered_kv.testing.damage import RECORD_FIELDS, Damage, Kind, Stored, batches, record_damages, seal_record
+from tiered_kv.testing.damage import RECORD_FIELDS, Damage, Kind, Stored, record_damages, seal_record
 from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.rig import TierRig, block_content, compressible_content, make_keys
 from tiered_kv.testing.s3_servers import moto_server
@@ -108,7 +108,8 @@ def test_a_damaged_record_is_a_counted_miss_and_is_stored_again(
         damages = damages[list(CODECS).index(codec) :: 2]
     damages = damages[part::PARTS]
     try:
-        for number, batch in enumerate(batches(damages, BATCH)):
+        for number, start in enumerate(range(0, len(damages), BATCH)):
+            batch = damages[start : start + BATCH]
             _try_batch(bench, batch, f"batch {number}", reopens=tier != "memory" and number % 2 == part % 2)
     finally:
         bench.judge.add_to(figures, f"corruption/{tier}", "raw and zstd records")
