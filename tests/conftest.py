@@ -6,7 +6,6 @@ import gc
 import os
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -48,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="of each file's slow tests run the first and every N-th after it, as continuous integration does",
+        help="of each slow test's cases run the first and every N-th after it, or both of two, as .ci/run does",
     )
 
 
@@ -58,19 +57,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out slow tests as `--one-in` says; the same ones in each run."""
-    seen: Counter[Path] = Counter()
-    kept, left = [], []
+    """Leave out cases of slow tests as `--one-in` says; the same ones in each run, and no test as a whole."""
+    one_in = config.getoption("--one-in")
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("slow") is not None:
-            seen[item.path] += 1
-            if (seen[item.path] - 1) % config.getoption("--one-in"):
-                left.append(item)
-                continue
-        kept.append(item)
+            cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+    left = {item for each in cases.values() if len(each) > 2 for n, item in enumerate(each) if n % one_in}
     if left:
-        config.hook.pytest_deselected(items=left)
-        items[:] = kept
+        config.hook.pytest_deselected(items=list(left))
+        items[:] = [item for item in items if item not in left]
 
 
 @pytest.hookimpl(wrapper=True)

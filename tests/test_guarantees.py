@@ -48,5 +48,5 @@ def test_figures_add_up_and_can_be_written_and_printed(tmp_path: Path, capsys: p
     assert "| `races` | wrong bytes | - | - | races; not run |" in printed
     assert main([str(path), str(other_path)]) == 1, "a soak is broken"
     cells = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["simulation", "wrong", "bytes", "1500", "1500", "seeds", "(of", "another", "run)"] in cells
+    assert ["simulation", "wrong", "bytes", "1,500", "1,500", "seeds", "(of", "another", "run)"] in cells
     assert ["upgrades", "upgrades", "5", "5", "golden", "files", "and", "foreign", "versions"] in cells

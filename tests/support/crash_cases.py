@@ -12,8 +12,7 @@ import json
 import random
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,15 +28,23 @@ T = TypeVar("T")
 
 SEED: Final = 20
 """Of the sample that the short profile takes."""
+NVME: Final = CrashScenario(
+    {"type": "nvme", "path": "kv", "capacity": 424 << 10, "segment": 64 << 10, "threads": 1}, tenant="crash", jobs=14
+)
+FS: Final = CrashScenario({"type": "fs", "path": "kv", "capacity": 768 << 10, "threads": 2}, tenant="crash", jobs=14)
+OCCUPIED_BYTES_MAX: Final[Mapping[str, int]] = {"nvme": 384 << 10, "fs": 768 << 10}
+"""Of nvme five segments of 64 KiB and the small files: the capacity has reserves for what file systems add, which would
+hide a sixth."""
+
 _SERVERS: Final = 6
 """Half of a case is waiting: for threads, for strace, for what a thread was promised."""
 _TRIES: Final = 3
-"""Threads take turns that differ from run to run, so a call of the recorded run may not come in another. A run without
-its fault tells nothing, so there is another; one with its fault is never repeated, whatever came of it."""
+"""Threads run in another order each time, so a call of the recorded run may not come in the next. A run without its
+fault proves nothing, so there is another; one with its fault is never repeated, whatever came of it."""
 _HIT_SHARE_MIN: Final = 0.4
-"""Of the cases, those whose fault must have happened in the end, each at a point of its own; the others are not
-counted. Some calls come only where every thread is traced, which slows them down, or where threads meet in a certain
-order. Seen were nine tenths and more as a rule, 12 of 16 at times, and half of a small sample on a busy machine."""
+"""The share of cases whose fault must have happened in the end; the others are not counted. Some calls come only where
+every thread is traced, or where threads meet in a certain order. Seen were nine tenths and more as a rule, and half of
+a small sample on a busy machine."""
 _PROGRAM: Final = ("-m", "tests.support.crash_server")
 
 
@@ -52,12 +59,6 @@ class Case:
 
     scenario: CrashScenario
     options: Mapping[str, object]
-
-    @property
-    def point(self) -> Hashable:
-        """What tells it from others: the same fault at the same call, in whatever namespace, is the same case."""
-        scenario = dataclasses.replace(self.scenario, tenant="", entry={})
-        return repr(sorted(self.scenario.entry.items())), repr(scenario), frozenset(self.options.items())
 
     def __str__(self) -> str:
         said = [f"{name}={value}" for name, value in self.options.items() if name not in ("capacity_bytes",)]
@@ -86,14 +87,7 @@ class CaseOutcome:
 
 
 class CrashCases:
-    """Servers that run cases, several at once.
-
-    Args:
-        folder: An empty folder for them.
-        image: Whether each has an ext4 image of its own, whose power can be cut.
-        program: What Python runs for each: `crash_server`, or a program that changes something and then runs that.
-        servers: How many there are.
-    """
+    """Servers that run cases, several at once."""
 
     def __init__(
         self, folder: Path, *, image: bool = False, program: Sequence[str] = _PROGRAM, servers: int = _SERVERS
@@ -111,13 +105,7 @@ class CrashCases:
             server.close()
 
     def record(self, scenario: CrashScenario, kind: str, *, kills: bool = True) -> list[Call]:
-        """Return the calls of a run without faults.
-
-        Args:
-            scenario: The run.
-            kind: "changes", "reads" or "sends".
-            kills: Whether a run is meant that will be killed; one with other faults does less, and other calls.
-        """
+        """Return the calls of a run without faults."""
         return [Call(**call) for call in self._ask({"do": "record", "kind": kind, "kills": kills}, scenario)]
 
     def count_writes(self, scenario: CrashScenario) -> int:
@@ -126,20 +114,18 @@ class CrashCases:
         return count
 
     def run(self, cases: Sequence[Case]) -> list[CaseOutcome]:
-        """Run cases, and return what came of each."""
-        points = _Points(cases)
+        """Run cases, each until its fault has happened, and return what came of them."""
         with ThreadPoolExecutor(len(self._servers)) as threads:
-            return list(threads.map(lambda case: self._run_one(case, points), cases))
+            return list(threads.map(self._run_one, cases))
 
-    def _run_one(self, case: Case, points: _Points) -> CaseOutcome:
-        """Run a case until its fault has happened."""
+    def _run_one(self, case: Case) -> CaseOutcome:
         outcome = self._try_one(case)
         for number in range(1, _TRIES):
             if outcome.was_hit or outcome.problems:
                 break
             # In a namespace of its own: what the run before has stored may lie on a server.
             scenario = dataclasses.replace(case.scenario, tenant=f"{case.scenario.tenant}-again-{number}")
-            outcome = self._try_one(points.sooner(Case(scenario, outcome.case.options)))
+            outcome = self._try_one(Case(scenario, case.options))
         return outcome
 
     def _try_one(self, case: Case) -> CaseOutcome:
@@ -157,30 +143,6 @@ class CrashCases:
         if request["do"] != "case" and isinstance(answer, dict):
             raise RuntimeError(f"{request['do']}: {answer['failed']}")
         return answer
-
-
-class _Points:
-    """The points of a run that its cases have, so that no two are tried at the same one. Any thread may call."""
-
-    def __init__(self, cases: Iterable[Case]) -> None:
-        self._lock = threading.Lock()
-        self._taken = {case.point for case in cases}
-
-    def sooner(self, case: Case) -> Case:
-        """Return a case that was to be killed at a call that did not come, at an earlier one that no other has.
-
-        Where others have all of them, and for other faults, the case stays as it is: the call may come the next time.
-        """
-        fault = case.options.get("fault")
-        if not isinstance(fault, Fault) or not fault.kills:
-            return case
-        with self._lock:
-            for number in range(3 * fault.number // 4, 0, -1):
-                moved = Case(case.scenario, {**case.options, "fault": dataclasses.replace(fault, number=number)})
-                if moved.point not in self._taken:
-                    self._taken.add(moved.point)
-                    return moved
-        return case
 
 
 class _Server:
@@ -255,29 +217,20 @@ def sample(
     return [items[index] for index in sorted(chosen)]
 
 
+def changes_of(cases: CrashCases, scenario: CrashScenario) -> list[Call]:
+    """Return the calls of a run that change the disk, or its locks."""
+    return [call for call in cases.record(scenario, "changes") if call.name != "openat" or call.makes_file]
+
+
 def kind_of(call: Call) -> tuple[str, str]:
     """Return a call's kind: who makes it, and which it is."""
     return call.role, call.name
 
 
 def settle(proof: str, outcomes: Iterable[CaseOutcome], figures: Figures, note: str = "") -> list[CaseOutcome]:
-    """Count the cases whose fault happened, each at a point of its own, and fail if any broke a promise.
-
-    Args:
-        proof: The row of the table.
-        outcomes: What came of the cases.
-        figures: The table.
-        note: What else it shall say.
-
-    Returns:
-        Those that happened.
-    """
+    """Count the cases whose fault happened, and fail if any broke a promise."""
     every = list(outcomes)
-    found = [outcome for outcome in every if outcome.was_hit or outcome.problems]
-    # Of those at one point one counts, and if any broke a promise, that one.
-    hit = list(
-        {outcome.case.point: outcome for outcome in sorted(found, key=lambda each: bool(each.problems))}.values()
-    )
+    hit = [outcome for outcome in every if outcome.was_hit or outcome.problems]
     broken = [outcome for outcome in hit if outcome.problems]
     missed = f"{len(every) - len(hit)} not reached" if len(hit) < len(every) else ""
     figures.add(proof, tried=len(hit), passed=len(hit) - len(broken), note=", ".join(filter(None, (note, missed))))

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import mmap
+import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +21,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from tests.support.crash_progress import Progress
 from tests.support.disk_use import bucket_bytes, flush_file_system, occupied_bytes
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.namespace import Namespace
@@ -47,16 +48,36 @@ _EVICTIONS: Final = {
 """Each tier's counter of blocks that it gave up to make room."""
 
 
+class Progress:
+    """How far a writer has come, in memory that it shares with the process that it was forked from."""
+
+    _FIELDS = struct.Struct("<qqqqqq")
+    _NAMES = ("reset_asked", "reset_held", "jobs_stored", "newest_stored", "refused", "finished")
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self._FIELDS.pack_into(self._memory, 0, 0, 0, 0, -1, 0, 0)
+
+    def note(self, name: str, value: int = 1) -> None:
+        """Note something."""
+        struct.pack_into("<q", self._memory, 8 * self._NAMES.index(name), value)
+
+    def __getitem__(self, name: str) -> int:
+        found: int = self._FIELDS.unpack_from(self._memory)[self._NAMES.index(name)]
+        return found
+
+    def as_dict(self) -> dict[str, int]:
+        """Return all of it."""
+        return {name: self[name] for name in self._NAMES}
+
+
 @dataclass(slots=True)
 class Found:
-    """What a look at a tier brought.
-
-    Args:
-        loaded: How many blocks were loaded, every byte as it was stored.
-        answered: How many blocks the tier said it has.
-        refused: How many new blocks were not taken, where nobody waited until they were.
-        problems: What must not be, for people.
-    """
+    """What a look at a tier brought."""
 
     loaded: int = 0
     answered: int = 0
@@ -92,11 +113,7 @@ class CrashScenario:
 
     @property
     def occupied_bytes(self) -> int:
-        """What is stored of that which a capacity bounds: the tier's directory, or the blocks in its bucket.
-
-        Raises:
-            TypeError: It is neither's.
-        """
+        """What is stored of that which a capacity bounds: the tier's directory, or the blocks in its bucket."""
         if self.path is not None:
             return occupied_bytes(self.path)
         if self.entry["type"] != "s3":

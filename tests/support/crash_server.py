@@ -26,8 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from tests.support.crash_progress import Progress
-from tests.support.crash_scenario import CrashScenario, Found
+from tests.support.crash_scenario import CrashScenario, Found, Progress
 from tests.support.disk_use import flush_file_system
 from tests.support.mounts import Ext4Image, PowerLoss
 from tests.support.short_writes import ShortWrites
@@ -46,12 +45,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class CrashServer:
-    """Runs cases.
-
-    Args:
-        folder: Where logs may go.
-        image: The file system that the tiers' directories are on, if its power can be cut.
-    """
+    """Runs cases."""
 
     def __init__(self, folder: Path, image: Ext4Image | None) -> None:
         self._log = folder / "strace.log"
@@ -59,13 +53,7 @@ class CrashServer:
         self._progress = Progress()
 
     def record(self, scenario: CrashScenario, names: Sequence[str], *, kills: bool) -> list[dict[str, object]]:
-        """Return the calls of a run without a fault that concern the tier's directory, or sockets.
-
-        Args:
-            scenario: What is done.
-            names: Of the calls.
-            kills: Whether the calls shall be killed at: see `case`.
-        """
+        """Return the calls of a run without a fault that concern the tier's directory, or sockets."""
         self._clean(scenario)
         write = functools.partial(scenario.write, self._progress, strict=True, answers=kills)
         calls = record(write, log=self._log, names=names)

@@ -42,11 +42,7 @@ def codec_id_of(record: bytes) -> int:
 
 
 class MemoryDoor:
-    """The dictionary of a memory tier.
-
-    Args:
-        rig: Its rig, whose tier is looked up each time: it may have been opened again.
-    """
+    """The dictionary of a memory tier."""
 
     def __init__(self, rig: TierRig) -> None:
         self._rig = rig
@@ -70,12 +66,7 @@ class MemoryDoor:
 
 
 class FsDoor:
-    """The directory of an fs tier.
-
-    Args:
-        directory: It.
-        namespace_digest: 16 bytes.
-    """
+    """The directory of an fs tier."""
 
     def __init__(self, directory: Path, namespace_digest: bytes) -> None:
         self._directory = directory
@@ -111,12 +102,7 @@ class FsDoor:
 
 
 class RedisDoor:
-    """What a server holds.
-
-    Args:
-        server: It.
-        namespace_digest: 16 bytes.
-    """
+    """What a server holds."""
 
     def __init__(self, server: RedisServer, namespace_digest: bytes) -> None:
         self._server = server
@@ -144,14 +130,7 @@ class RedisDoor:
 
 
 class S3Door:
-    """A bucket.
-
-    Args:
-        server: Where it is.
-        bucket: Its name.
-        prefix: What the tier's names begin with.
-        namespace_digest: 16 bytes.
-    """
+    """A bucket."""
 
     def __init__(self, server: S3Server, bucket: str, prefix: str, namespace_digest: bytes) -> None:
         self._client = server.client()

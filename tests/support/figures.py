@@ -120,25 +120,24 @@ class Figures:
     def lines(self) -> Iterable[str]:
         """Return the table as text."""
         yield f"{'proof':<18} {'of':<22} {'tried':>8} {'passed':>8}  what"
-        for name, proof in PROOFS.items():
-            figure = self._figures.get(name)
-            if figure is None:
-                yield f"{name:<18} {proof.promise:<22} {'-':>8} {'-':>8}  not run: {proof.unit}"
-            else:
-                what = f"{proof.unit} ({figure.note})" if figure.note else proof.unit
-                yield f"{name:<18} {proof.promise:<22} {figure.tried:>8} {figure.passed:>8}  {what}"
+        for name, of, tried, passed, unit, note in self._rows():
+            what = f"{unit} ({note})" if note else unit
+            yield f"{name:<18} {of:<22} {tried:>8} {passed:>8}  {what}"
 
     def markdown(self) -> Iterable[str]:
         """Return the table as `docs/explanation/guarantees.md` shows it."""
         yield "| proof | of | tried | passed | what |"
         yield "| --- | --- | ---: | ---: | --- |"
+        for name, of, tried, passed, unit, note in self._rows():
+            yield f"| `{name}` | {of} | {tried} | {passed} | {unit}{'; ' if note else ''}{note} |"
+
+    def _rows(self) -> Iterable[tuple[str, str, str, str, str, str]]:
         for name, proof in PROOFS.items():
             figure = self._figures.get(name)
             if figure is None:
-                yield f"| `{name}` | {proof.promise} | - | - | {proof.unit}; not run |"
+                yield name, proof.promise, "-", "-", proof.unit, "not run"
             else:
-                what = f"{proof.unit}; {figure.note}" if figure.note else proof.unit
-                yield f"| `{name}` | {proof.promise} | {figure.tried:,} | {figure.passed:,} | {what} |"
+                yield name, proof.promise, f"{figure.tried:,}", f"{figure.passed:,}", proof.unit, figure.note
 
     def write(self, path: Path) -> None:
         """Write the table as JSON, one object a proof."""

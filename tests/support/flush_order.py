@@ -28,10 +28,6 @@ class FlushOrder(Disk):
     - A batch comes after its segment's header is on the device. Otherwise the header of the use before may stand over
       it, and that use's summary may be taken for what the file holds.
     - A summary comes after all batches are on the device. Otherwise it may list payloads that are not there.
-
-    Attributes:
-        problems: What was written too early, for people.
-        headers, batches, summaries: How many of each were written, so that a test can tell that there were any.
     """
 
     def __init__(self) -> None:

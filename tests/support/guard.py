@@ -28,13 +28,6 @@ class GuardedBackend(CPUBackend):
 
     Owned by the manager's thread, like its base. Violations are noted and not raised; a test asserts that there are
     none.
-
-    Args:
-        region: The memory; all of it is overwritten. It stays mapped for as long as this lives.
-
-    Attributes:
-        released_blocks: How often a block became free.
-        violations: What was written to while it was free, the first few.
     """
 
     def __init__(self, region: PrimaryRegion) -> None:

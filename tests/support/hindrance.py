@@ -13,16 +13,7 @@ from tiered_kv.testing.gate import Gate
 
 
 class Hindrance:
-    """Holds up the workers of tiers: each call for a random time, and all of them while `gate` is closed.
-
-    Args:
-        seed: Decides how long each call is held up.
-        delay_max_s: At most, while the gate is open.
-
-    Attributes:
-        held_up: How many calls were.
-        under_way: How many calls have begun, and not ended.
-    """
+    """Holds up the workers of tiers: each call for a random time, and all of them while `gate` is closed."""
 
     def __init__(self, seed: int, delay_max_s: float) -> None:
         self.gate = Gate()

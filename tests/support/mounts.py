@@ -71,12 +71,7 @@ def small_tmpfs(point: Path, size_bytes: int) -> Iterator[Path]:
 
 
 class Ext4Image:
-    """An ext4 file system in a file, mounted while the context is entered.
-
-    Args:
-        image: The file; it is made.
-        point: Where to mount it; it is made.
-    """
+    """An ext4 file system in a file, mounted while the context is entered."""
 
     def __init__(self, image: Path, point: Path) -> None:
         self._image = image

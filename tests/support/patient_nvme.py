@@ -48,14 +48,7 @@ def patient_nvme(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def opening_nvme(entry: Mapping[str, object]) -> OpenTier:
-    """Return what opens nvme tiers whose stores wait for room however long the disk takes to make it.
-
-    Args:
-        entry: The tier's settings, without its type.
-
-    Raises:
-        pydantic.ValidationError: These are no settings of an nvme tier.
-    """
+    """Return what opens nvme tiers whose stores wait for room however long the disk takes to make it."""
     settings = NvmeSettings.model_validate({"job_timeout": 2 * PATIENCE_S, **entry})
 
     def open_tier(spec: TierSpec, view: memoryview) -> NvmeTier:

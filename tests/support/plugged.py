@@ -12,14 +12,7 @@ _NAME = "plugged"
 
 @contextmanager
 def plugged(tier_type: TierType) -> Iterator[None]:
-    """Have a plugin with one tier type within the `with` block, one at a time.
-
-    Args:
-        tier_type: The type; its name must not be taken.
-
-    Raises:
-        ConfigError: The plugin cannot be registered.
-    """
+    """Have a plugin with one tier type within the `with` block, one at a time."""
 
     class Plugin:
         @hookimpl

@@ -33,17 +33,7 @@ _STORES_MAX = 1000
 def race_late_workers(
     config: Mapping[str, object], places: list[tuple[object, str]], *, seed: int, seconds: float
 ) -> tuple[list[str], int]:
-    """Race a scheduler over tiers whose workers come later than the deadlines of their jobs, and than resets.
-
-    Args:
-        config: A stack whose `job_timeout` is about 30 ms.
-        places: The functions in which workers touch blocks of the primary tier, by module or class and name.
-        seed: Decides what is done, and how late the workers are.
-        seconds: How long, or longer until a job has expired.
-
-    Returns:
-        What was wrong, and how many jobs have expired.
-    """
+    """Race a scheduler over tiers whose workers come later than the deadlines of their jobs, and than resets."""
     stack, guard = open_guarded(config)
     hindrance = Hindrance(seed, delay_max_s=0.06)
     with stack:
@@ -71,15 +61,6 @@ def race_late_shutdown(
     """Close a stack while workers of its tiers are held up, let them go on then, and look at the memory.
 
     Once they have ended, the tiers' storage has to be free for the next stack.
-
-    Args:
-        config: A stack.
-        places: As for `race_late_workers`.
-        seed: Decides what is done.
-        seconds: How long the stack works before.
-
-    Returns:
-        What was wrong, and how many workers were held up when the stack was closed.
     """
     stack, guard = open_guarded(config)
     hindrance = Hindrance(seed, delay_max_s=0.001)
@@ -121,17 +102,7 @@ def _expired_jobs(stack: Stack) -> int:
 
 
 def race_damage(config: Mapping[str, object], directory: Path, *, seed: int, seconds: float) -> tuple[list[str], int]:
-    """Race threads on the facade while the files in a tier's directory are damaged, again until a load has met that.
-
-    Args:
-        config: A stack.
-        directory: Where the tier keeps its blocks.
-        seed: Decides the calls and the damage.
-        seconds: How long one round takes.
-
-    Returns:
-        What was wrong, and how many corrupt blocks the tiers have found.
-    """
+    """Race threads on the facade while the files in a tier's directory are damaged, again until a load has met that."""
     stack, guard = open_guarded(config)
     with stack, damaged_files(directory, seed, at_least_bytes=stack.config.block.bytes):
         prompts = Prompts(stack.config.block.bytes, label=f"damage-{seed}")
@@ -146,13 +117,7 @@ def race_damage(config: Mapping[str, object], directory: Path, *, seed: int, sec
 
 @contextmanager
 def damaged_files(directory: Path, seed: int, *, at_least_bytes: int) -> Iterator[None]:
-    """Flip a bit in some file of a directory every two milliseconds, until the end of the block.
-
-    Args:
-        directory: Where, with all that is below.
-        seed: Decides which.
-        at_least_bytes: Smaller files are left alone.
-    """
+    """Flip a bit in some file of a directory every two milliseconds, until the end of the block."""
     stop = threading.Event()
 
     def damage() -> None:
@@ -195,15 +160,6 @@ def race_loads_with_stores(
     """Store blocks in a tier, ask for them all the while, and load them at the very moment the tier says it has them.
 
     That moment is hidden from a whole stack, which finds a block that is being stored in the primary tier.
-
-    Args:
-        open_tier: Opens the tier, which answers lookups at once. It is best raced with a `Hindrance`.
-        seed: Decides the jobs.
-        seconds: How long, or longer until a lookup was answered amid a store.
-        block_bytes: Bytes of a block.
-
-    Returns:
-        What was wrong, and how many lookups were answered while the store was under way.
     """
     chance = random.Random(seed)
     rig = TierRig(open_tier, num_blocks=256, block_bytes=block_bytes, wait_s=_LATE_LIMIT_S)

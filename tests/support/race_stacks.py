@@ -1,8 +1,8 @@
 """What races run on: stacks with hardly any room over real storage, and how their cases are counted.
 
-    from tests.support.race_stacks import entry_of, session_servers
+    from tests.support.race_stacks import entry_of
 
-A test module that imports both fixtures, and those of `redis_servers` and `s3_servers` that they need, has them.
+A test module that imports the fixture, and those of `redis_servers` and `s3_servers` that it needs, has it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.figures import Figures, Profile
 from tiered_kv.testing.redis_servers import RedisServer
-from tiered_kv.testing.s3_servers import S3Server, missing_for_moto
+from tiered_kv.testing.s3_servers import S3Server
 
 BLOCK_BYTES = 4096
 PRIMARY_BLOCKS = 32
@@ -34,13 +34,6 @@ def stack_of(*entries: Mapping[str, object], block_bytes: int = BLOCK_BYTES) -> 
         "primary": {"capacity": PRIMARY_BLOCKS * block_bytes},
         "secondary": list(entries),
     }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def session_servers(request: pytest.FixtureRequest) -> None:
-    """Start what lasts for the session before any test of the module is watched for what it leaves behind."""
-    if not missing_for_moto():
-        request.getfixturevalue("moto_server")
 
 
 @pytest.fixture
@@ -66,12 +59,12 @@ def entry_of(tmp_path: Path, request: pytest.FixtureRequest) -> EntryOf:
     return entry
 
 
-def seconds_of(profile: Profile, short: float = 1.0, full: float = 6.0) -> float:
+def seconds_of(profile: Profile, short: float = 1.0, full: float = 3.0) -> float:
     """Return how long a race takes."""
     return full if profile is Profile.FULL else short
 
 
-def seeds_of(profile: Profile, short: int = 1, full: int = 5) -> range:
+def seeds_of(profile: Profile, short: int = 1, full: int = 3) -> range:
     """Return the seeds that are raced."""
     return range(full if profile is Profile.FULL else short)
 

@@ -40,16 +40,7 @@ _PROBLEMS_SHOWN = 10
 
 
 class Prompts:
-    """Prompts that share beginnings, and the content of their blocks. Any thread may read.
-
-    Args:
-        block_bytes: Bytes of a block.
-        families: Groups of prompts with a common beginning.
-        prompts: Prompts in each group.
-        shared_blocks: Length of the common beginning.
-        own_blocks: What each prompt has after that.
-        label: Distinguishes the keys from those of others.
-    """
+    """Prompts that share beginnings, and the content of their blocks. Any thread may read."""
 
     def __init__(
         self,
@@ -138,17 +129,7 @@ def race_facade(
     calls_min: int = 20,
     until: Callable[[], bool] = lambda: False,
 ) -> Race:
-    """Have threads put, get and flush until the time is over.
-
-    Args:
-        stack: Nobody else uses it. If it is closed meanwhile, the threads end.
-        prompts: What is stored.
-        seed: Decides the calls.
-        threads: How many.
-        seconds: How long.
-        calls_min: Calls that each thread makes, however long that takes.
-        until: Ends the race early once it answers True.
-    """
+    """Have threads put, get and flush until the time is over."""
     races = [Race() for _ in range(threads)]
     end_s = time.monotonic() + seconds
 

@@ -37,14 +37,6 @@ class RacingScheduler:
     """Plays an engine towards a manager: requests that overlap, transfers that take steps, resets in between.
 
     One thread.
-
-    Args:
-        manager: The manager.
-        region: The primary tier's memory.
-        prompts: What is stored.
-        seed: Decides what is done.
-        has_epochs: Whether blocks get new content with each reset, so that one from before it is found; False where
-            others share the tiers.
     """
 
     def __init__(
@@ -67,13 +59,7 @@ class RacingScheduler:
         self._number = 0
 
     def run(self, seconds: float, *, reset_every: int = 0, until: Callable[[], bool] = lambda: False) -> Race:
-        """Make steps until the time is over.
-
-        Args:
-            seconds: How long.
-            reset_every: Reset the cache once in so many steps, at random; 0 for never.
-            until: Ends it early once it answers True.
-        """
+        """Make steps until the time is over."""
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s and not until():
             if reset_every and self._chance.randrange(reset_every) == 0:

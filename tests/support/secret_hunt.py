@@ -55,11 +55,7 @@ def forms_of(marker: str) -> dict[str, str]:
 
 
 class Sheet:
-    """What was shown, searched as it comes. One thread at a time.
-
-    Args:
-        markers: The planted texts, by the names that findings call them.
-    """
+    """What was shown, searched as it comes. One thread at a time."""
 
     def __init__(self, markers: Mapping[str, str]) -> None:
         self._forms = [
@@ -101,17 +97,7 @@ class Sheet:
 def show_running_stack(
     sheet: Sheet, place: str, source: Mapping[str, object], until: Callable[[Stack], bool] = lambda stack: True
 ) -> bool:
-    """Open a stack, use it, close it, and note all that can be seen from outside, the log at level DEBUG included.
-
-    Args:
-        sheet: Where it is noted.
-        place: What findings say of where they are.
-        source: The stack's configuration.
-        until: What is waited for, after the stack was used and before it is closed.
-
-    Returns:
-        Whether it could be opened.
-    """
+    """Open a stack, use it, close it, and note all that can be seen from outside, the log at level DEBUG included."""
     is_open = False
     with _log_of_everything() as log:
         try:

@@ -62,13 +62,7 @@ MISTAKES: dict[str, dict[str, object]] = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting of a model, or of a model in it.
-
-    Args:
-        path: The keys that lead to it.
-        is_secret: Whether its type says that it is one.
-        has_numbers: Whether it has a value for each of several numbers, such as keys by their ids.
-    """
+    """A setting of a model, or of a model in it."""
 
     path: tuple[str, ...]
     is_secret: bool
@@ -90,11 +84,7 @@ def settings_of(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[
 
 
 def entry_of(type_name: str) -> dict[str, object]:
-    """Return an entry of the type that is valid.
-
-    Raises:
-        ConfigError, StopIteration: None was found; `ENTRIES` has to say what the type needs.
-    """
+    """Return an entry of the type that is valid."""
     entry = {"type": type_name, **ENTRIES.get(type_name, {})}
     for name, info in model_of(type_name).model_fields.items():
         if name not in entry and info.is_required():
@@ -209,13 +199,7 @@ def planted_entries(
 
 
 def hunt_in_running_stacks(type_name: str, port: int, directory: Path) -> Sheet:
-    """Plant a marker in each secret setting of the type, and note what is shown of stacks that use them.
-
-    Args:
-        type_name: The tier type.
-        port: Where a server listens that is none, such as a `Parrot`.
-        directory: For files that settings name.
-    """
+    """Plant a marker in each secret setting of the type, and note what is shown of stacks that use them."""
     markers = {".".join(each.path): new_marker() for each in settings_of(model_of(type_name)) if each.is_secret}
     in_file = new_marker()
     file = directory / "file.pem"

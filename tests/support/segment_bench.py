@@ -43,15 +43,7 @@ class Case:
 
 @dataclass
 class SegmentBench:
-    """A directory with one segment of three batches, made by a tier that was closed; opened again for each case.
-
-    Args:
-        path: Where cases take place.
-        pristine: A copy that stays.
-        codec: How the blocks are stored.
-        tried: How many cases there were.
-        failures: What did not hold, by case.
-    """
+    """A directory with one segment of three batches, made by a tier that was closed; opened again for each case."""
 
     path: Path
     pristine: Path

@@ -123,11 +123,7 @@ class Batch:
 
 
 class SegmentMap:
-    """What each byte of a segment is.
-
-    Args:
-        data: The whole file, with or without a summary.
-    """
+    """What each byte of a segment is."""
 
     def __init__(self, data: bytes) -> None:
         assert data[:8] == b"TKVNSEG1", "this is no segment"

@@ -29,11 +29,6 @@ class ShortWrites:
     whole or not at all: they are neither counted nor cut.
 
     `count` and `was_hit` are in memory that a forked child shares. Any thread may write.
-
-    Args:
-        path: What the paths of the files begin with.
-        at: The number of the write that comes short, from 0; -1 for none.
-        ends: Whether the process is killed when the half is written.
     """
 
     def __init__(self, path: str, at: int, *, ends: bool) -> None:

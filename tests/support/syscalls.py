@@ -125,14 +125,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a child ended.
-
-    Args:
-        status: Its exit status; negative for a signal.
-        in_time: Whether it ended by itself, or by its fault, before the time was up.
-        was_hit: Whether the fault happened.
-        error: The traceback of what `work` raised, or an empty string.
-    """
+    """How a child ended."""
 
     status: int
     in_time: bool
@@ -165,17 +158,7 @@ def missing_for_tracing() -> str:
 def record(
     work: Callable[[], None], *, log: Path, names: Sequence[str] = CHANGES, timeout_s: float = 300.0
 ) -> list[Call]:
-    """Have `work` done in a child and return the calls that it made, thread by thread.
-
-    Args:
-        work: What to do.
-        log: Where strace may write.
-        names: Of the calls to record; what this machine does not have is left out.
-        timeout_s: How long it may take.
-
-    Raises:
-        RuntimeError: It failed, or took too long.
-    """
+    """Have `work` done in a child and return the calls that it made, thread by thread."""
     with TracedChild(work, wanted=MAIN, log=log) as child:
         trace = ["-f", "-e", "trace=" + ",".join(f"?{name}" for name in names)]
         with _tracing(child.wait_for_thread(), log, trace):
@@ -188,14 +171,7 @@ def record(
 
 
 def run_with_fault(work: Callable[[], None], fault: Fault, *, log: Path, timeout_s: float = 300.0) -> Ended:
-    """Have `work` done in a child with a fault in it, and return how the child ended.
-
-    Args:
-        work: What to do.
-        fault: What goes wrong.
-        log: Where strace may write.
-        timeout_s: How long it may take; it is killed then.
-    """
+    """Have `work` done in a child with a fault in it, and return how the child ended."""
     log.write_text("")
     with TracedChild(work, wanted=fault.role, log=log) as child:
         tid = child.wait_for_thread(timeout_s)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -37,11 +37,7 @@ _HASH_AS_TEXT = "return table.concat(redis.call('HGETALL', KEYS[1]), ' ')"
 
 
 class Storage(ABC):
-    """Where blocks are kept, as seen by who can read all of it.
-
-    Args:
-        folder: For stacks' files.
-    """
+    """Where blocks are kept, as seen by who can read all of it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -68,13 +64,11 @@ class Storage(ABC):
         return found
 
 
-class UnseenStorage(Storage):
-    """Where nothing can be looked at, such as a server that lies.
+MakeStorage = Callable[[str], Storage]
 
-    Args:
-        folder: For stacks' files.
-        entry: The tier's YAML entry.
-    """
+
+class UnseenStorage(Storage):
+    """Where nothing can be looked at, such as a server that lies."""
 
     def __init__(self, folder: Path, entry: Mapping[str, object]) -> None:
         super().__init__(folder)
@@ -88,12 +82,7 @@ class UnseenStorage(Storage):
 
 
 class DirectoryStorage(Storage):
-    """A directory: of fs one that tenants share, of nvme one for each, as it must be.
-
-    Args:
-        folder: For stacks' files, and the directories.
-        tier_type: "fs" or "nvme".
-    """
+    """A directory: of fs one that tenants share, of nvme one for each, as it must be."""
 
     def __init__(self, folder: Path, tier_type: str) -> None:
         super().__init__(folder)
@@ -114,13 +103,7 @@ class DirectoryStorage(Storage):
 
 
 class RedisStorage(Storage):
-    """Redis servers: one, or the masters of a cluster.
-
-    Args:
-        folder: For stacks' files.
-        servers: All of them.
-        settings: Of the tier's entry.
-    """
+    """Redis servers: one, or the masters of a cluster."""
 
     def __init__(self, folder: Path, servers: Sequence[RedisServer], **settings: object) -> None:
         super().__init__(folder)
@@ -139,14 +122,7 @@ class RedisStorage(Storage):
 
 
 class BucketStorage(Storage):
-    """A bucket, with all the versions that it keeps.
-
-    Args:
-        folder: For stacks' files.
-        server: Where it is.
-        bucket: Its name.
-        settings: Of the tier's entry.
-    """
+    """A bucket, with all the versions that it keeps."""
 
     def __init__(self, folder: Path, server: S3Server, bucket: str, **settings: object) -> None:
         super().__init__(folder)
@@ -172,11 +148,7 @@ class BucketStorage(Storage):
 
 
 class Stored:
-    """What a tenant stores: blocks that can be told from everybody else's, and moved in and out of stacks.
-
-    Args:
-        tenant: The tenant's name.
-    """
+    """What a tenant stores: blocks that can be told from everybody else's, and moved in and out of stacks."""
 
     def __init__(self, tenant: str) -> None:
         self.tenant = tenant
@@ -212,12 +184,7 @@ class Stored:
 
 
 class Tenant(Stored):
-    """One tenant's stacks on a storage.
-
-    Args:
-        name: The tenant.
-        storage: Where its blocks are.
-    """
+    """One tenant's stacks on a storage."""
 
     def __init__(self, name: str, storage: Storage) -> None:
         super().__init__(name)

@@ -11,6 +11,7 @@ import mmap
 import os
 import signal
 import struct
+import sys
 import threading
 import time
 import traceback
@@ -31,17 +32,7 @@ _PR_SET_PTRACER_ANY: Final = ctypes.c_ulong(-1)
 
 
 class TracedChild:
-    """A forked child that does `work`; it is killed at the latest when the context is left.
-
-    Args:
-        work: What it does.
-        wanted: The role of the thread that waits to be let go; empty for none, and then no thread says who it is.
-        log: Where the tracer writes; what `work` raises is written beside it.
-
-    Attributes:
-        status: How it ended, as `os.waitstatus_to_exitcode` has it.
-        in_time: Whether it ended by itself, or was killed by what was to happen to it.
-    """
+    """A forked child that does `work`; it is killed at the latest when the context is left."""
 
     def __init__(self, work: Callable[[], None], *, wanted: str, log: Path) -> None:
         self.status = 0
@@ -179,10 +170,9 @@ class _ThreadRoles:
 
 def _announce_threads(roles: _ThreadRoles) -> None:
     """Have every thread that is started from now on say who it is before it does anything."""
-    run = threading.Thread.run
 
-    def announced_run(thread: threading.Thread) -> None:
-        roles.enter(thread.name.removeprefix("tiered-kv-"))
-        run(thread)
+    def announce(*_: object) -> None:  # called first when the thread enters `run`
+        sys.setprofile(None)
+        roles.enter(threading.current_thread().name.removeprefix("tiered-kv-"))
 
-    threading.Thread.run = announced_run  # type: ignore[method-assign,assignment]  # here alone
+    threading.setprofile(announce)

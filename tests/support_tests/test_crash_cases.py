@@ -1,76 +1,49 @@
-"""Cases of crashes are counted once each, and only those whose fault happened."""
+"""Cases of crashes count only if their fault happened, and the look at what they left notices what must not be."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.support.crash_cases import Case, CaseOutcome, CrashCases, settle
-from tests.support.crash_scenario import CrashScenario
+from tests.support.crash_cases import FS, Case, CaseOutcome, settle
+from tests.support.crash_scenario import CrashScenario, Progress
 from tests.support.figures import Figures
-from tests.support.syscalls import Fault
-
-SCENARIO = CrashScenario({"type": "nvme", "path": "kv"}, tenant="cases", jobs=1)
 
 
-def case(number: int, tenant: str = "cases", what: str = "kill") -> Case:
-    fault = Fault("main", "write", number, what)
-    return Case(dataclasses.replace(SCENARIO, tenant=tenant), {"fault": fault})
+def outcomes(hits: Sequence[bool], problems: Sequence[str] = ()) -> list[CaseOutcome]:
+    return [CaseOutcome(Case(FS, {}), was_hit, 1, 1, problems) for was_hit in hits]
 
 
-def outcome(number: int, tenant: str = "cases", *, was_hit: bool = True, problems: Sequence[str] = ()) -> CaseOutcome:
-    return CaseOutcome(case(number, tenant), was_hit, 1, 1, problems)
-
-
-def test_the_same_call_in_two_runs_counts_once() -> None:
+def test_only_cases_whose_fault_happened_count() -> None:
     figures = Figures()
-    hit = settle("crash/nvme", [outcome(1), outcome(1, "cases-again-1"), outcome(2), outcome(3)], figures)
-    assert [each.case.options["fault"] for each in hit] == [case(number).options["fault"] for number in (1, 2, 3)]
-    assert figures._figures["crash/nvme"].tried == 3
-    assert "1 not reached" in figures._figures["crash/nvme"].note
+    assert len(settle("crash/fs", outcomes([True, True, False]), figures)) == 2
+    (line,) = (line for line in figures.lines() if line.startswith("crash/fs"))
+    assert line.split()[2:4] == ["2", "2"]
+    assert "1 not reached" in line
 
 
-def test_of_two_at_the_same_call_the_one_that_broke_a_promise_counts() -> None:
-    figures = Figures()
+def test_a_proof_fails_that_broke_a_promise_or_reached_a_third_of_its_points() -> None:
     with pytest.raises(AssertionError, match="1 of 1 cases"):
-        settle("crash/nvme", [outcome(1, problems=["wrong bytes"]), outcome(1, "again")], figures)
-    assert (figures._figures["crash/nvme"].tried, figures._figures["crash/nvme"].passed) == (1, 0)
-
-
-def test_a_proof_fails_that_reached_a_third_of_its_points() -> None:
-    missed = [outcome(number, was_hit=False) for number in range(3, 7)]
+        settle("crash/fs", outcomes([True], ["wrong bytes"]), Figures())
     with pytest.raises(AssertionError, match="only 2 of 6"):
-        settle("crash/nvme", [outcome(1), outcome(2), *missed], Figures())
-    with pytest.raises(AssertionError, match="only 1 of 4"):
-        settle("crash/nvme", [outcome(1)] * 4, Figures())
+        settle("crash/fs", outcomes([True] * 2 + [False] * 4), Figures())
 
 
-class Reached(CrashCases):
-    """Runs in which a thread makes 10 calls, and no process that makes them."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, servers=1, program=("-c", "import sys; sys.stdin.read()"))
-        self.tried: list[int] = []
-
-    def _try_one(self, case: Case) -> CaseOutcome:
-        fault = case.options["fault"]
-        assert isinstance(fault, Fault)
-        self.tried.append(fault.number)
-        return CaseOutcome(case, fault.number <= 10, 1, 1, [])
-
-
-def test_a_call_that_did_not_come_is_tried_at_an_earlier_one_that_no_other_case_has(tmp_path: Path) -> None:
-    with Reached(tmp_path / "cases") as cases:
-        found = cases.run([case(number) for number in (1, 9, 12, 13)])
-    assert cases.tried == [1, 9, 12, 8, 13, 7]  # 9 is another's, of both
-    assert len(settle("crash/nvme", found, Figures())) == 4
-
-
-def test_a_call_that_did_not_come_is_tried_again_where_others_have_all_earlier_ones(tmp_path: Path) -> None:
-    with Reached(tmp_path / "cases") as cases:
-        found = cases.run([case(number) for number in range(1, 13)])
-    assert sorted(cases.tried) == [*range(1, 11), 11, 11, 11, 12, 12, 12]
-    assert len(settle("crash/nvme", found, Figures())) == 10
+@pytest.mark.slow
+def test_a_block_that_is_answered_and_does_not_load_is_a_phantom(tmp_path: Path) -> None:
+    entry = {"type": "fs", "path": str(tmp_path / "kv"), "capacity": 4 << 20}
+    scenario = CrashScenario(entry, tenant="look", jobs=4)
+    progress = Progress()
+    scenario.write(progress, strict=True)
+    epoch = max((tmp_path / "kv").glob("*/*/"), key=lambda each: len(list(each.glob("*/*"))))  # not that of before
+    stored = set(epoch.glob("*/*"))  # what the look stores afterwards is not looked at again
+    found = scenario.verify(progress.as_dict(), strict=True, keeps=True)
+    assert found.problems == []
+    assert found.loaded == found.answered == len(scenario.keys)
+    block = next(block for block in epoch.glob("*/*") if block in stored)
+    block.write_bytes(block.read_bytes()[:-1])
+    found = scenario.verify(progress.as_dict(), strict=True, keeps=False)
+    assert found.answered == found.loaded + 1
+    assert any("answered and are damaged" in problem for problem in found.problems), found.problems

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -113,106 +114,81 @@ def test_runs_reach_what_they_are_there_to_reach() -> None:
 # Defects planted on purpose: the simulation must find each, and shrink its history.
 
 
-@pytest.mark.slow
-@pytest.mark.trust("planted-defects")
-def test_a_checksum_that_is_not_checked_is_found() -> None:
-    def unchecked(
-        header: memoryview, payload: memoryview, key: OffloadKey, block: memoryview, namespace_digest: bytes
-    ) -> RecordStatus:
-        if len(payload) != len(block):
-            return RecordStatus.TRUNCATED
-        block[:] = payload
-        return RecordStatus.OK
-
-    with mock.patch.object(simulated_storage, "decode_record", unchecked):
-        assert_found("hold other bytes")
+def unchecked(
+    header: memoryview, payload: memoryview, key: OffloadKey, block: memoryview, namespace_digest: bytes
+) -> RecordStatus:
+    if len(payload) != len(block):
+        return RecordStatus.TRUNCATED
+    block[:] = payload
+    return RecordStatus.OK
 
 
-@pytest.mark.slow
-@pytest.mark.trust("planted-defects")
-def test_a_block_that_is_released_before_its_transfer_ends_is_found() -> None:
-    finish = Promotions.finish
-
-    def release_at_once(promotions: Promotions, job: Job) -> None:
-        for block in job.blocks:
-            promotions._drop(block.key, block)
-            promotions._primary.forget(block)
-            promotions._primary.backend.free(block)
-
-    def ignore_expired(promotions: Promotions, job: Job, result: object) -> object:
-        return [] if job.is_expired else finish(promotions, job, result)  # type: ignore[arg-type]  # passed through
-
-    with (
-        mock.patch.object(Promotions, "expire", release_at_once),
-        mock.patch.object(Promotions, "finish", ignore_expired),
-    ):
-        assert_found("row")
+def finish_early(
+    promotions: Promotions, job: Job, result: JobResult, finish: Callable[..., object] = Promotions.finish
+) -> object:
+    return [] if job.is_expired else finish(promotions, job, result)
 
 
-@pytest.mark.slow
-@pytest.mark.trust("planted-defects")
-def test_a_job_that_never_expires_is_found() -> None:
-    with mock.patch.object(GuardedTier, "expire", return_value=[]):
-        assert_found("outlived its deadline")
+def release_at_once(promotions: Promotions, job: Job) -> None:
+    for block in job.blocks:
+        promotions._drop(block.key, block)
+        promotions._primary.forget(block)
+        promotions._primary.backend.free(block)
 
 
-@pytest.mark.slow
-@pytest.mark.trust("planted-defects")
-def test_a_promotion_that_survives_a_reset_is_found() -> None:
-    with mock.patch.object(Promotions, "reset"):
-        assert_found("")
+def end_of_any(queue: PartQueue, part: Part, end: Callable[..., object] = PartQueue.end) -> bool:
+    end(queue, part)
+    return part.start == 0
 
 
-@pytest.mark.slow
-@pytest.mark.trust("planted-defects")
-def test_a_hold_that_is_never_released_is_found() -> None:
-    with mock.patch.object(Promotions, "release_overdue", return_value=0):
-        assert_found("still pinned")
+def step_in_this_epoch(
+    tier: SimulatedToolkitTier, transfer: Any, step: Callable[..., None] = SimulatedToolkitTier._step
+) -> None:
+    transfer.part.job.epoch = tier.epoch
+    step(tier, transfer)
 
 
-@pytest.mark.slow
-@pytest.mark.trust("planted-defects")
-def test_a_job_that_is_reported_while_parts_of_it_run_is_found() -> None:
-    end = PartQueue.end
+def collect_twice(
+    guarded: GuardedTier, collect: Callable[..., list[tuple[Job, JobResult]]] = GuardedTier.collect
+) -> list[tuple[Job, JobResult]]:
+    return 2 * collect(guarded)
 
-    def end_of_any(queue: PartQueue, part: Part) -> bool:
-        end(queue, part)
-        return part.start == 0
 
-    with mock.patch.object(PartQueue, "end", end_of_any):
-        assert_found("")
+def nothing(*_: object) -> None:
+    """Do nothing."""
+
+
+DEFECTS: dict[str, tuple[list[tuple[object, str, object]], str]] = {
+    "a checksum that is not checked": ([(simulated_storage, "decode_record", unchecked)], "hold other bytes"),
+    "a block that is released before its transfer ends": (
+        [(Promotions, "expire", release_at_once), (Promotions, "finish", finish_early)],
+        "row",
+    ),
+    "a job that never expires": ([(GuardedTier, "expire", lambda *_: [])], "outlived its deadline"),
+    "a promotion that survives a reset": ([(Promotions, "reset", nothing)], ""),
+    "a hold that is never released": ([(Promotions, "release_overdue", lambda *_: 0)], "still pinned"),
+    "a job that is reported while parts of it run": ([(PartQueue, "end", end_of_any)], ""),
+    "a store from before a reset that is published": (
+        [(SimulatedToolkitTier, "_step", step_in_this_epoch)],
+        "is not there to be found",
+    ),
+    "a request that waits without a bound": (
+        [(Search, "_count_wait", nothing)],
+        "answered None after it has waited as long as it may",
+    ),
+    "a job that is reported twice": ([(GuardedTier, "collect", collect_twice)], ""),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.trust("planted-defects")
-def test_a_store_from_before_a_reset_that_is_published_is_found() -> None:
-    move = SimulatedToolkitTier._step
-
-    def step_in_this_epoch(tier: SimulatedToolkitTier, transfer: Any) -> None:
-        transfer.part.job.epoch = tier.epoch
-        move(tier, transfer)
-
-    with mock.patch.object(SimulatedToolkitTier, "_step", step_in_this_epoch):
-        assert_found("is not there to be found")
-
-
-@pytest.mark.slow
-@pytest.mark.trust("planted-defects")
-def test_a_request_that_waits_without_a_bound_is_found() -> None:
-    with mock.patch.object(Search, "_count_wait"):
-        assert_found("answered None after it has waited as long as it may")
-
-
-@pytest.mark.slow
-@pytest.mark.trust("planted-defects")
-def test_a_job_that_is_reported_twice_is_found() -> None:
-    collect = GuardedTier.collect
-
-    def collect_twice(guarded: GuardedTier) -> list[tuple[Job, JobResult]]:
-        return 2 * collect(guarded)
-
-    with mock.patch.object(GuardedTier, "collect", collect_twice):
-        assert_found("")
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_planted_defect_is_found(defect: str) -> None:
+    patches, text = DEFECTS[defect]
+    with ExitStack() as planted:
+        for owner, name, instead in patches:
+            planted.enter_context(mock.patch.object(owner, name, instead))
+        assert_found(text)
 
 
 def assert_found(text: str) -> None:

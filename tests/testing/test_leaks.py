@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-import time
 from pathlib import Path
-from timeit import repeat
 
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.testing.gate import Gate
@@ -62,10 +60,3 @@ def test_shared_memory_that_is_left_is_named(temporary_directory: Path) -> None:
     left = left_behind(before, temporary_directory, grace_s=0)
     region.close()
     assert f"shared memory {path}" in left
-
-
-def test_a_footprint_is_cheap(temporary_directory: Path) -> None:
-    # In time of the processor, system calls included: what others have of it meanwhile is not the footprint's.
-    runs = repeat(lambda: Footprint.take(temporary_directory), number=10, repeat=20, timer=time.thread_time)
-    fastest_s = min(runs) / 10
-    assert fastest_s < 0.001  # two of them frame every test

@@ -2,51 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from tiered_kv.testing.proxied import Connection
+from tests.support.loopback import LoopbackServer
 from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults
 from tiered_kv.testing.waiting import wait_until
 
 DATA = bytes(range(256)) * 1024
 
 
-class EchoServer:
+class EchoServer(LoopbackServer):
     """Sends back what it gets, on every connection, until the client has no more."""
 
-    def __init__(self) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address: tuple[str, int] = self._listener.getsockname()
-        self._threads: list[threading.Thread] = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for thread in self._threads:
-            thread.join(10)
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = self._listener.accept()
-                thread = threading.Thread(target=self._echo, args=(connection,))
-                self._threads.append(thread)
-                thread.start()
-
-    def _echo(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError):
-            while data := connection.recv(65536):
-                connection.sendall(data)
+    def serve(self, sock: socket.socket) -> None:
+        with sock:
+            while data := sock.recv(65536):
+                sock.sendall(data)
 
 
 @pytest.fixture
@@ -58,7 +35,7 @@ def server() -> Iterator[EchoServer]:
 
 @pytest.fixture
 def proxy(server: EchoServer) -> Iterator[FaultProxy]:
-    with FaultProxy(server.address) as proxy:
+    with FaultProxy(("127.0.0.1", server.port)) as proxy:
         yield proxy
 
 
@@ -96,11 +73,6 @@ def exchange(client: socket.socket, data: bytes) -> bytes:
         finally:
             sender.join(10)
     return b""
-
-
-def connect_and_receive(proxy: FaultProxy) -> bytes:
-    with socket.create_connection((proxy.host, proxy.port), timeout=10) as client:
-        return client.recv(1)
 
 
 def send_quietly(client: socket.socket, data: bytes) -> None:
@@ -231,16 +203,19 @@ def test_connections_are_refused_and_taken_again_on_the_same_port(proxy: FaultPr
 
 def test_a_server_that_is_not_there_resets_the_client() -> None:
     # A socket that does not listen refuses, and keeps others from the port.
-    with socket.socket() as nobody, contextlib.ExitStack() as at_end:
+    with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
-        proxy = at_end.enter_context(FaultProxy(nobody.getsockname()))
-        with pytest.raises(ConnectionResetError):
-            connect_and_receive(proxy)
-        assert proxy.counts()["server_refused"] == 1
+        with FaultProxy(nobody.getsockname()) as proxy:
+            with (
+                socket.create_connection((proxy.host, proxy.port), timeout=10) as client,
+                pytest.raises(ConnectionResetError),
+            ):
+                client.recv(1)
+            assert proxy.counts()["server_refused"] == 1
 
 
 def test_it_closes_amid_a_stall_and_leaves_nothing_behind(server: EchoServer) -> None:
-    proxy = FaultProxy(server.address)
+    proxy = FaultProxy(("127.0.0.1", server.port))
     proxy.to_client = Faults(stalls=True)
     with socket.create_connection((proxy.host, proxy.port), 10) as client:
         client.sendall(DATA)
@@ -249,22 +224,3 @@ def test_it_closes_amid_a_stall_and_leaves_nothing_behind(server: EchoServer) ->
         proxy.close()
         with contextlib.suppress(ConnectionResetError):
             assert client.recv(1) == b""
-
-
-def test_a_connection_that_has_just_come_to_its_end_is_not_ended_again(server: EchoServer) -> None:
-    counts: Counter[str] = Counter()
-
-    async def end_and_reset() -> None:
-        with (
-            socket.create_server(("127.0.0.1", 0)) as listener,
-            socket.create_connection(listener.getsockname()) as client,
-        ):
-            accepted, _ = listener.accept()
-            accepted.setblocking(False)
-            connection = Connection(accepted, dict.fromkeys(Direction, NO_FAULTS), counts)
-            client.shutdown(socket.SHUT_WR)
-            await connection.run(server.address)
-            connection.end("reset", by_reset=True)  # as the proxy does until it has forgotten the connection
-
-    asyncio.run(end_and_reset())
-    assert counts["reset"] == 0

@@ -181,14 +181,6 @@ def die(suite: TierUnderWireFaults, bench: WireBench) -> None:
     suite.test_on_a_dead_wire_jobs_end_by_their_deadline_and_lookups_are_answered(bench, LastingFault.DEAD)
 
 
-def reset(suite: TierUnderWireFaults, bench: WireBench) -> None:
-    suite.test_connections_may_end_between_transfers(bench, Blow.RESET)
-
-
-def forget(suite: TierUnderWireFaults, bench: WireBench) -> None:
-    suite.test_a_reset_holds_whatever_the_wire_does(bench, LastingFault.DEAD)
-
-
 def close(suite: TierUnderWireFaults, bench: WireBench) -> None:
     bench.stored(2)
     bench.close()
@@ -199,11 +191,21 @@ FAULTS: list[tuple[str, MakeTier, Check, str]] = [
     ("skips the checksum, on what comes", TrustingTier, flip(Direction.TO_CLIENT), "wrong bytes"),
     ("keeps damaged blocks", KeepingTier, flip(Direction.TO_SERVER), "stay answered True"),
     ("does not learn from loads", RememberingTier, flip(Direction.TO_SERVER), "still answered True"),
-    ("reuses a connection that was cut", ReusingTier, reset, "does not work again"),
+    (
+        "reuses a connection that was cut",
+        ReusingTier,
+        lambda suite, bench: suite.test_connections_may_end_between_transfers(bench, Blow.RESET),
+        "does not work again",
+    ),
     ("waits beyond the deadline", PatientTier, stall, "were not reported"),
     ("reports twice", liar(Lie.REPORTS_TWICE), stall, "reported twice"),
     ("reports no failure", SilentTier, stall, "were not reported"),
-    ("resets nothing", UnforgettingTier, forget, "wrong bytes"),
+    (
+        "resets nothing",
+        UnforgettingTier,
+        lambda suite, bench: suite.test_a_reset_holds_whatever_the_wire_does(bench, LastingFault.DEAD),
+        "wrong bytes",
+    ),
     ("leaves connections open", LeavingTier, close, "open after shutdown"),
     ("never tries again", SulkingTier, die, "does not work again"),
 ]

@@ -7,61 +7,56 @@ damages is met by a tier that was opened after they were done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
-from tests.support.doors import Door, FsDoor, MemoryDoor, RedisDoor, S3Door
+from tests.support.doors import Door
 from tests.support.figures import Figures, Profile
 from tests.support.patient_nvme import patient_nvme
+from tests.support.places import Place
 from tiered_kv.base import OffloadKey
 from tiered_kv.counters import count_of
-from tiered_kv.testing.damage import Damage, Kind, Stored, batches, record_damages
-from tiered_kv.testing.redis_servers import PATIENT as REDIS_PATIENT
+from tiered_kv.testing.damage import RECORD_FIELDS, Damage, Kind, Stored, record_damages, seal_record
 from tiered_kv.testing.redis_servers import redis_server
-from tiered_kv.testing.rig import OpenTier, TierRig, block_content, compressible_content, make_keys
-from tiered_kv.testing.s3_servers import missing_for_moto, moto_server
+from tiered_kv.testing.rig import TierRig, block_content, compressible_content, make_keys
+from tiered_kv.testing.s3_servers import moto_server
 from tiered_kv.tiering.base import TierSpec
 
 __all__ = ["moto_server", "patient_nvme", "redis_server"]
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow, pytest.mark.usefixtures("patient_nvme")]
 
-BLOCK_BYTES = 4096
-PATIENT = {"lookup_timeout": "60s"}
-"""A lookup that is a miss because the machine is busy would look like one that found the damage."""
 BATCH = 24
 NEIGHBOURS = 4
 PARTS = 3
 """So that no test takes minutes in the full profile."""
-SPEC = TierSpec("corruption", BLOCK_BYTES, bytes(range(16)), {"model": "corruption"})
+SPEC = TierSpec("corruption", 4096, bytes(range(16)), {"model": "corruption"})
 OTHER_NAMESPACE = bytes(range(1, 17))
 CODECS = {"raw": block_content, "zstd": compressible_content}
+CORRUPT = ("corrupt_blocks_total",)
+UNREADABLE = {
+    "memory": CORRUPT,
+    "fs": ("unreadable_blocks_total",),
+    "redis": ("failed_blocks_total", "load", "unknown_codec"),
+    "s3": ("unreadable_blocks_total",),
+}
+"""The name and labels of what counts sound records of an unknown codec; by the tier's type."""
+TIERS = tuple(UNREADABLE)
 
 
 @dataclass
 class Bench:
-    """A tier, a door to what it has stored, and what it counts.
+    """A tier, a door to what it has stored, and what the cases came to."""
 
-    Args:
-        rig: The tier on its rig.
-        door: Its storage.
-        unreadable: The name and labels of what counts a sound record of an unknown codec.
-        is_shared: Whether such a record stays where it is, for others who can read it.
-        judge: What the cases came to.
-    """
-
+    kind: str
     rig: TierRig
     door: Door
-    unreadable: tuple[str, ...]
-    is_shared: bool = True
     judge: Judge = field(default_factory=lambda: Judge())
 
-    def counted(self, *path: str) -> int:
-        return count_of(self.rig.tier.stats(), *(path or ("corrupt_blocks_total",)))
+    def counted(self, path: tuple[str, ...] = CORRUPT) -> int:
+        return count_of(self.rig.tier.stats(), *path)
 
 
 @dataclass
@@ -82,87 +77,18 @@ class Judge:
         )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _moto_first(request: pytest.FixtureRequest) -> None:
-    """Start what lasts for the session before a test begins, which would be taken for what it left behind."""
-    if not missing_for_moto():
-        request.getfixturevalue("moto_server")
-
-
 Opened = Callable[[str, str], Bench]
 """Opens a tier of a kind, with a codec, on new storage."""
 
 
 @pytest.fixture
-def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Opened]:
-    with ExitStack() as closing:
+def opened(place_of: Callable[[str], Place]) -> Opened:
+    def open_bench(kind: str, codec: str) -> Bench:
+        place = place_of(kind)
+        rig = place.open(SPEC, CODECS[codec], codec=codec)
+        return Bench(kind, rig, place.door(rig))
 
-        def open_bench(kind: str, codec: str) -> Bench:
-            return _BENCHES[kind](codec, tmp_path / f"{kind}-{codec}", request, closing)
-
-        yield open_bench
-
-
-def rig_of(open_tier: OpenTier, codec: str, closing: ExitStack) -> TierRig:
-    rig = TierRig(open_tier, num_blocks=512, block_bytes=BLOCK_BYTES, wait_s=60.0, spec=SPEC, content=CODECS[codec])
-    closing.callback(rig.close)
-    return rig
-
-
-def memory_bench(codec: str, path: Path, request: pytest.FixtureRequest, closing: ExitStack) -> Bench:
-    from tiered_kv_memory.settings import MemorySettings
-    from tiered_kv_memory.tier import MemoryTier
-
-    settings = MemorySettings.model_validate({"capacity": "64MiB", "codec": codec})
-    rig = rig_of(lambda spec, view: MemoryTier(spec, view, "memory", settings), codec, closing)
-    return Bench(rig, MemoryDoor(rig), ("corrupt_blocks_total",), is_shared=False)
-
-
-def fs_bench(codec: str, path: Path, request: pytest.FixtureRequest, closing: ExitStack) -> Bench:
-    from tiered_kv_fs.settings import FsSettings
-    from tiered_kv_fs.tier import FsTier
-
-    settings = FsSettings.model_validate({"path": str(path), "capacity": "64MiB", "codec": codec, **PATIENT})
-    rig = rig_of(lambda spec, view: FsTier(spec, view, "fs", settings), codec, closing)
-    door = FsDoor(path, SPEC.namespace_digest)
-    return Bench(rig, door, ("unreadable_blocks_total",))
-
-
-def redis_bench(codec: str, path: Path, request: pytest.FixtureRequest, closing: ExitStack) -> Bench:
-    pytest.importorskip("redis", reason="redis-py is not installed")
-    from tiered_kv_redis.settings import RedisSettings
-    from tiered_kv_redis.tier import RedisTier
-
-    server = request.getfixturevalue("redis_server")
-    server.call("FLUSHALL")
-    settings = RedisSettings.model_validate({"url": server.url, "codec": codec, **REDIS_PATIENT})
-    rig = rig_of(lambda spec, view: RedisTier(spec, view, "redis", settings), codec, closing)
-    unreadable = ("failed_blocks_total", "load", "unknown_codec")
-    return Bench(rig, RedisDoor(server, SPEC.namespace_digest), unreadable)
-
-
-def s3_bench(codec: str, path: Path, request: pytest.FixtureRequest, closing: ExitStack) -> Bench:
-    pytest.importorskip("boto3", reason="boto3 is not installed")
-    from tiered_kv_s3.settings import S3Settings
-    from tiered_kv_s3.tier import S3Tier
-
-    server = request.getfixturevalue("moto_server")
-    bucket = server.make_bucket()
-    entry = server.settings(bucket, codec=codec, prefix="kv")
-    settings = S3Settings.model_validate({**entry, "connections": 8, "request_timeout": "30s", **PATIENT})
-    rig = rig_of(lambda spec, view: S3Tier(spec, view, "s3", settings), codec, closing)
-    door = S3Door(server, bucket, "kv", SPEC.namespace_digest)
-    closing.callback(door.close)
-    return Bench(rig, door, ("unreadable_blocks_total",))
-
-
-_BENCHES: dict[str, Callable[[str, Path, pytest.FixtureRequest, ExitStack], Bench]] = {
-    "memory": memory_bench,
-    "fs": fs_bench,
-    "redis": redis_bench,
-    "s3": s3_bench,
-}
-TIERS = tuple(_BENCHES)
+    return open_bench
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -177,7 +103,8 @@ def test_a_damaged_record_is_a_counted_miss_and_is_stored_again(
         damages = damages[list(CODECS).index(codec) :: 2]
     damages = damages[part::PARTS]
     try:
-        for number, batch in enumerate(batches(damages, BATCH)):
+        for number, start in enumerate(range(0, len(damages), BATCH)):
+            batch = damages[start : start + BATCH]
             _try_batch(bench, batch, f"batch {number}", reopens=tier != "memory" and number % 2 == part % 2)
     finally:
         bench.judge.add_to(figures, f"corruption/{tier}", "raw and zstd records")
@@ -193,8 +120,6 @@ def replays(bench: Bench, codec: str) -> list[Damage]:
 
     def of_namespace(stored: Stored) -> bytes:
         """Return the block's own record, sound, as another namespace has it."""
-        from tiered_kv.testing.damage import RECORD_FIELDS, seal_record
-
         digest = next(each for each in RECORD_FIELDS if each.name == "namespace digest")
         return seal_record(digest.written(stored.data, int.from_bytes(OTHER_NAMESPACE, "little")))
 
@@ -243,21 +168,21 @@ def _check_misses(bench: Bench, victims: dict[OffloadKey, Damage]) -> None:
     """Load every victim in a job of its own: none may come, each is counted once."""
     rig, judge = bench.rig, bench.judge
     for group, counters in (
-        ({k: d for k, d in victims.items() if d.kind is Kind.BROKEN}, ("corrupt_blocks_total",)),
-        ({k: d for k, d in victims.items() if d.kind is Kind.UNREADABLE}, bench.unreadable),
+        ({k: d for k, d in victims.items() if d.kind is Kind.BROKEN}, CORRUPT),
+        ({k: d for k, d in victims.items() if d.kind is Kind.UNREADABLE}, UNREADABLE[bench.kind]),
     ):
-        before = bench.counted(*counters)
+        before = bench.counted(counters)
         for key, result in zip(group, rig.wait([rig.submit_load([key]) for key in group]), strict=True):
             if rig.succeeded(result):
                 judge.blame(group[key].name, "it was loaded")
-        counted = bench.counted(*counters) - before
+        counted = bench.counted(counters) - before
         if counted != len(group):
             names = ", ".join(damage.name for damage in group.values())
             judge.blame(names, f"{counted} of {len(group)} were counted as {counters}")
     for key, offered in zip(victims, rig.lookup_all(list(victims)), strict=True):
         if offered:
             judge.blame(victims[key].name, "it is offered again")
-        if bench.is_shared and victims[key].kind is Kind.UNREADABLE and bench.door.read(key) is None:
+        if bench.kind != "memory" and victims[key].kind is Kind.UNREADABLE and bench.door.read(key) is None:
             judge.blame(victims[key].name, "it is gone, and others could have read it")
 
 
@@ -287,11 +212,9 @@ def test_swapped_records_are_two_misses(opened: Opened, tier: str, codec: str, f
     before = bench.counted()
     loaded = bench.rig.load([first, second, third])
     offered = bench.rig.lookup_all([first, second, third])
-    passed = loaded == {third} and bench.counted() == before + 2 and offered == [False, False, True]
-    figures.add(f"corruption/{tier}", 1, int(passed))
-    assert loaded == {third}
-    assert bench.counted() == before + 2
-    assert offered == [False, False, True]
+    found = loaded, bench.counted() - before, offered
+    figures.add(f"corruption/{tier}", 1, int(found == ({third}, 2, [False, False, True])))
+    assert found == ({third}, 2, [False, False, True])
 
 
 @pytest.mark.parametrize("tier", [tier for tier in TIERS if tier != "memory"])
@@ -312,7 +235,6 @@ def test_what_lay_there_before_a_reset_may_be_put_back(opened: Opened, tier: str
     bench.rig.reopen()
     offered.append(bench.rig.lookup_all(keys))
     loaded.append(bench.rig.load(keys))
-    passed = offered == [[True] * 4 + [False] * 4] * 2 and loaded == [set(keys[:4])] * 2
-    figures.add(f"corruption/{tier}", 1, int(passed))
-    assert offered == [[True] * 4 + [False] * 4] * 2
-    assert loaded == [set(keys[:4])] * 2
+    expected = [[True] * 4 + [False] * 4] * 2, [set(keys[:4])] * 2
+    figures.add(f"corruption/{tier}", 1, int((offered, loaded) == expected))
+    assert (offered, loaded) == expected

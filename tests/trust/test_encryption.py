@@ -7,28 +7,24 @@ stands against it. The keys are the one thing that is not known.
 from __future__ import annotations
 
 import struct
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import xxhash
 
-from tests.support.doors import Door, FsDoor, MemoryDoor, RedisDoor, S3Door
 from tests.support.figures import Figures, Profile
 from tests.support.patient_nvme import patient_nvme
+from tests.support.places import Place
 from tests.support.segment_map import BATCH_FIXED_BYTES, ENTRY_BYTES, PAGE_BYTES, SegmentMap, seal
 from tiered_kv.base import OffloadKey
 from tiered_kv.counters import count_of
 from tiered_kv.testing.damage import RECORD_FIELDS, RECORD_HEADER_BYTES, seal_record
 from tiered_kv.testing.redis_servers import redis_server
-from tiered_kv.testing.rig import TierRig, block_content, compressible_content, make_keys
-from tiered_kv.testing.s3_servers import missing_for_moto, moto_server
+from tiered_kv.testing.rig import block_content, compressible_content, make_keys
+from tiered_kv.testing.s3_servers import moto_server
 from tiered_kv.tiering.base import TierSpec
-from tiered_kv.tiering.factory import SecondaryTierFactory
 from tiered_kv.toolkit.codec_set import encrypting_codecs
 from tiered_kv.toolkit.codecs import AES_ID, RAW_ID, ZSTD_AES_ID, ZSTD_ID, ZstdCodec, binding_of
 from tiered_kv.toolkit.encryption import Cipher
@@ -60,39 +56,18 @@ class Planted:
     payload: bytes
 
 
-@dataclass
 class Bench:
-    """A tier that is opened again with other keys, and the attacker's way to its storage.
+    """A tier that is opened again with other keys, and the attacker's way to its storage."""
 
-    Args:
-        kind: The tier's type.
-        entry: Its entry, without codec and keys.
-        rig: The tier on its rig.
-        door: Its storage; none for nvme, whose segment files are written while it is closed.
-        settings: Codec and keys, as the next opening reads them.
-    """
-
-    kind: str
-    entry: Mapping[str, object]
-    settings: dict[str, object]
-    rig: TierRig = field(init=False)
-    door: Door | None = None
-
-    def open(self, closing: ExitStack, content: Callable[[OffloadKey, int, int], bytes]) -> None:
-        self.rig = TierRig(
-            lambda spec, view: SecondaryTierFactory.create(
-                spec, view, {"type": self.kind, **self.entry, **self.settings}
-            ),
-            num_blocks=512,
-            block_bytes=BLOCK_BYTES,
-            wait_s=60.0,
-            spec=SPEC,
-            content=content,
-        )
-        closing.callback(self.rig.close)
+    def __init__(self, place: Place, codec: str, **encryption: object) -> None:
+        self.place = place
+        self.kind = place.kind
+        place.entry |= {"codec": codec, "encryption": encryption}
+        self.rig = place.open(SPEC, CODECS[codec])
+        self.door = None if self.kind == "nvme" else place.door(self.rig)
 
     def reopen(self, codec: str, **encryption: object) -> None:
-        self.settings = {"codec": codec, "encryption": encryption}
+        self.place.entry |= {"codec": codec, "encryption": encryption}
         self.rig.reopen()
 
     def refused(self) -> int:
@@ -136,7 +111,7 @@ class Bench:
             self.door.write(key, seal_record(header + payload))
 
     def _segments(self) -> list[Path]:
-        return sorted(Path(str(self.entry["path"])).glob("segment-*.kv"))
+        return sorted(self.place.path.glob("segment-*.kv"))
 
 
 def _planted_segment(data: bytes, planted: Mapping[OffloadKey, Planted]) -> bytes:
@@ -158,54 +133,13 @@ def _planted_segment(data: bytes, planted: Mapping[OffloadKey, Planted]) -> byte
     return data
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _moto_first(request: pytest.FixtureRequest) -> None:
-    """Start what lasts for the session before a test begins, which would be taken for what it left behind."""
-    if not missing_for_moto():
-        request.getfixturevalue("moto_server")
-
-
 Opened = Callable[[str, str], Bench]
 """Opens a tier of a type with a codec, on new storage, key 1 its only one."""
 
 
 @pytest.fixture
-def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Opened]:
-    with ExitStack() as closing:
-
-        def open_bench(kind: str, codec: str) -> Bench:
-            bench = Bench(kind, {}, {"codec": codec, "encryption": {"keys": {1: KEY_1}}})
-            _place(bench, tmp_path / kind, request, closing)
-            bench.open(closing, CODECS[codec])
-            if kind == "memory":
-                bench.door = MemoryDoor(bench.rig)
-            return bench
-
-        yield open_bench
-
-
-def _place(bench: Bench, path: Path, request: pytest.FixtureRequest, closing: ExitStack) -> None:
-    """Give a bench its storage."""
-    bench.entry = {"path": str(path), "capacity": "64MiB"}
-    if bench.kind == "memory":
-        bench.entry = {"capacity": "64MiB"}
-    elif bench.kind == "nvme":
-        bench.entry = {**bench.entry, "segment": "1MiB"}
-    elif bench.kind == "fs":
-        bench.door = FsDoor(path, SPEC.namespace_digest)
-    elif bench.kind == "redis":
-        pytest.importorskip("redis", reason="redis-py is not installed")
-        server = request.getfixturevalue("redis_server")
-        bench.entry = {"url": server.url, "connect_timeout": "30s", "timeout": "60s"}
-        bench.door = RedisDoor(server, SPEC.namespace_digest)
-    else:
-        pytest.importorskip("boto3", reason="boto3 is not installed")
-        moto = request.getfixturevalue("moto_server")
-        bucket = moto.make_bucket()
-        bench.entry = {**moto.settings(bucket, prefix="kv", presence_ttl=0), "connections": 8, "request_timeout": "30s"}
-        door = S3Door(moto, bucket, "kv", SPEC.namespace_digest)
-        closing.callback(door.close)
-        bench.door = door
+def opened(place_of: Callable[[str], Place]) -> Opened:
+    return lambda kind, codec: Bench(place_of(kind), codec, keys={1: KEY_1})
 
 
 TIERS = ("memory", "nvme", "fs", "redis", "s3")
@@ -340,49 +274,18 @@ def test_processes_in_the_middle_of_a_rotation_read_each_other_s_blocks(
     codec = "aes-256-gcm"
     bench = opened(tier, codec)
     bench.reopen(codec, keys={1: KEY_1, 2: KEY_2}, write_key=1)
-    with ExitStack() as closing:
-        encryption = {"keys": {1: KEY_1, 2: KEY_2}, "write_key": 2}
-        other = Bench(bench.kind, bench.entry, {"codec": codec, "encryption": encryption})
-        other.open(closing, CODECS[codec])
-        common, first, second = make_keys(6, "common"), make_keys(4, "first"), make_keys(4, "second")
-        jobs = [
-            (rig, rig.submit_store([*own, *common[:3]]), rig.submit_store(common[3:]))
-            for rig, own in ((bench.rig, first), (other.rig, second))
-        ]
-        assert all(result.success for rig, *submitted in jobs for result in rig.wait(submitted))
-        keys = [*common, *first, *second]
-        loaded = [rig.load(keys) for rig in (bench.rig, other.rig)]
-        figures.add("encryption", 2 * len(keys), sum(map(len, loaded)), "in the middle of a rotation")
-        assert loaded == [set(keys)] * 2
-        assert bench.refused() == other.refused() == 0
-
-
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("tier", TIERS)
-def test_the_thread_that_calls_a_tier_neither_encrypts_nor_decrypts(
-    opened: Opened, tier: str, codec: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A tier whose methods return at once is called by the scheduler's thread."""
-    worked: dict[str, set[int]] = {"encrypt_into": set(), "decrypt_into": set()}
-
-    def note(name: str) -> None:
-        original = getattr(Cipher, name)
-
-        def noted(*arguments: Any) -> Any:  # Any: as the method that it stands for
-            worked[name].add(threading.get_ident())
-            return original(*arguments)
-
-        monkeypatch.setattr(Cipher, name, noted)
-
-    for name in worked:
-        note(name)
-    bench = opened(tier, codec)
-    assert bench.rig.tier.is_nonblocking
-    keys = make_keys(3)
-    assert bench.rig.store(keys).success
-    assert bench.rig.load(keys) == set(keys)
-    assert all(worked.values()), "blocks were encrypted, and decrypted"
-    assert threading.get_ident() not in worked["encrypt_into"] | worked["decrypt_into"]
+    other = Bench(bench.place, codec, keys={1: KEY_1, 2: KEY_2}, write_key=2)
+    common, first, second = make_keys(6, "common"), make_keys(4, "first"), make_keys(4, "second")
+    jobs = [
+        (rig, rig.submit_store([*own, *common[:3]]), rig.submit_store(common[3:]))
+        for rig, own in ((bench.rig, first), (other.rig, second))
+    ]
+    assert all(result.success for rig, *submitted in jobs for result in rig.wait(submitted))
+    keys = [*common, *first, *second]
+    loaded = [rig.load(keys) for rig in (bench.rig, other.rig)]
+    figures.add("encryption", 2 * len(keys), sum(map(len, loaded)), "in the middle of a rotation")
+    assert loaded == [set(keys)] * 2
+    assert bench.refused() == other.refused() == 0
 
 
 @pytest.mark.parametrize("tier", SHARED)
@@ -393,7 +296,8 @@ def test_without_a_key_at_all_encrypted_blocks_are_misses_that_stay(
     keys = make_keys(2)
     assert bench.rig.store(keys).success
     for codec in ("raw", "zstd"):
-        bench.settings = {"codec": codec}
+        bench.place.entry["codec"] = codec
+        bench.place.entry.pop("encryption", None)
         bench.rig.reopen()
         before = bench.refused()
         loaded = bench.rig.load(keys)

@@ -1,13 +1,7 @@
-"""Inputs that are almost right, for everything that reads bytes from outside: it takes them or says why not.
-
-`fuzz.py`, beside this file, runs the same targets under the coverage guidance of atheris.
-"""
+"""Inputs that are almost right, for everything that reads bytes from outside: it takes them or says why not."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
+from tests.support import fuzzing
 from tests.support.figures import Figures, Profile
-from tests.support.fuzzing import catalogue
-from tests.support.fuzzing.target import Target, inputs
+from tests.support.fuzzing import Target, inputs
 from tiered_kv.config.reading import FILE_BYTES_MAX
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow]
@@ -31,10 +25,10 @@ NEEDS = {"record": "cryptography", "replies": "redis", "answers": "boto3"}
 def target_of(name: str) -> Target:
     if name in NEEDS:
         pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
-    return catalogue.target(name)
+    return fuzzing.target(name)
 
 
-@pytest.mark.parametrize("name", catalogue.NAMES)
+@pytest.mark.parametrize("name", fuzzing.NAMES)
 def test_the_seeds_are_taken(name: str) -> None:
     """A target that refuses what it begins with would look at nothing behind the refusal."""
     target = target_of(name)
@@ -42,7 +36,7 @@ def test_the_seeds_are_taken(name: str) -> None:
         target.run(seed)
 
 
-@pytest.mark.parametrize("name", catalogue.NAMES)
+@pytest.mark.parametrize("name", fuzzing.NAMES)
 def test_no_input_breaks_a_promise(name: str, profile: Profile, figures: Figures) -> None:
     target = target_of(name)
     sizes = FULL_INPUTS if profile is Profile.FULL else SHORT_INPUTS
@@ -116,31 +110,3 @@ try:
 except ConfigError:
     print("refused")
 """
-
-
-@pytest.mark.parametrize("name", catalogue.NAMES)
-def test_no_input_that_coverage_leads_to_breaks_a_promise(
-    name: str, profile: Profile, figures: Figures, tmp_path: Path
-) -> None:
-    """`fuzz.py` runs a target under atheris; where that is not installed it ends with the status of skipped tests."""
-    target = target_of(name)
-    program = Path(__file__).parent / "fuzz.py"
-    environ = {**os.environ, "TMPDIR": str(tmp_path)}  # libFuzzer ends the process, and leaves the seeds there
-    limits = ["-max_total_time=60"] if profile is Profile.FULL else ["-runs=200", "-seed=1"]
-    done = subprocess.run(
-        [sys.executable, str(program), name, *limits],
-        cwd=tmp_path,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    if importlib.util.find_spec("atheris") is None:
-        assert (done.returncode, done.stdout) == (77, "skipped: atheris is not installed (pip install atheris)\n")
-        pytest.skip("atheris is not installed (pip install atheris)")
-    runs = re.search(r"^Done (\d+) runs", done.stderr, re.MULTILINE)
-    tried = int(runs[1]) if runs else 1
-    figures.add(target.proof, tried, tried if done.returncode == 0 else tried - 1, f"{name}, guided by coverage")
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert runs is not None, done.stderr[-2000:]

@@ -8,32 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.crash_cases import Case, CrashCases, kind_of, sample, settle
+from tests.support.crash_cases import FS, NVME, OCCUPIED_BYTES_MAX, Case, CrashCases, kind_of, sample, settle
 from tests.support.crash_scenario import CrashScenario
 from tests.support.figures import Figures, Profile
 from tests.support.syscalls import Call, Fault, missing_for_tracing
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow]
 
-NVME_CAPACITY_BYTES = 424 << 10
-NVME_OCCUPIED_BYTES_MAX = 384 << 10
-"""Five segments of 64 KiB and the small files; the capacity's reserves would hide a sixth."""
-FS_CAPACITY_BYTES = 768 << 10
-NVME = CrashScenario(
-    {"type": "nvme", "path": "kv", "capacity": NVME_CAPACITY_BYTES, "segment": 64 << 10, "threads": 1},
-    tenant="errors",
-    jobs=14,
-)
-FS = CrashScenario({"type": "fs", "path": "kv", "capacity": FS_CAPACITY_BYTES, "threads": 2}, tenant="errors", jobs=14)
-TIERS = pytest.mark.parametrize(
-    ("scenario", "capacity_bytes"), [(NVME, NVME_OCCUPIED_BYTES_MAX), (FS, FS_CAPACITY_BYTES)], ids=["nvme", "fs"]
-)
-CASES_OF_SHORT = 20
-CUTS_OF_SHORT = 10
-READS_OF_FULL = 200
-ONWARDS_OF_FULL = 200
-"""Every call that changes the disk fails once in the full form. Of those that only read, and of disks that fail for
-good, there would be thousands, which wait for their deadlines: hours, to try a few places in the code again."""
+CASES_OF_SHORT, CASES_OF_FULL = 12, 240
+CUTS_OF_SHORT, CUTS_OF_FULL = 6, 40
+READS_OF_FULL = 100
+BROKEN_OF_FULL = 80
+"""Disks that fail for good wait for deadlines. Many calls of fs are alike: an even sample has all kinds of them."""
+TIERS = pytest.mark.parametrize("scenario", [NVME, FS], ids=["nvme", "fs"])
 
 WRITES = ("write", "writev", "pwrite64", "pwritev", "pwritev2")
 FLUSHES = ("fsync", "fdatasync")
@@ -50,18 +37,20 @@ def cases(tmp_path: Path) -> Iterator[CrashCases]:
 
 @TIERS
 def test_whichever_call_fails_the_engine_goes_on(
-    cases: CrashCases, scenario: CrashScenario, capacity_bytes: int, profile: Profile, figures: Figures
+    cases: CrashCases, scenario: CrashScenario, profile: Profile, figures: Figures
 ) -> None:
+    tier = str(scenario.entry["type"])
+    options: dict[str, object] = {"capacity_bytes": OCCUPIED_BYTES_MAX[tier]}
     changes, reads = (cases.record(scenario, kind, kills=False) for kind in ("changes", "reads"))
     calls = [*changes, *sample(reads, Profile.FULL, 0, kind_of, full_count=READS_OF_FULL)]
     faults = [Fault.fail(call, "EIO") for call in calls]
     faults += [Fault.fail(call, "ENOSPC") for call in calls if takes_space(call)]
-    chosen = sample(faults, profile, CASES_OF_SHORT, lambda fault: (fault.name, fault.what))
-    failed = [Case(scenario, {"fault": fault, "capacity_bytes": capacity_bytes}) for fault in chosen]
-    cuts = sample(range(cases.count_writes(scenario)), profile, CUTS_OF_SHORT)
-    short = [Case(scenario, {"cut": cut, "capacity_bytes": capacity_bytes}) for cut in cuts]
+    chosen = sample(faults, profile, CASES_OF_SHORT, lambda fault: (fault.name, fault.what), full_count=CASES_OF_FULL)
+    failed = [Case(scenario, {"fault": fault, **options}) for fault in chosen]
+    cuts = sample(range(cases.count_writes(scenario)), profile, CUTS_OF_SHORT, full_count=CUTS_OF_FULL)
+    short = [Case(scenario, {"cut": cut, **options}) for cut in cuts]
     hit = settle(
-        f"io-errors/{scenario.entry['type']}",
+        f"io-errors/{tier}",
         cases.run([*failed, *short]),
         figures,
         f"EIO and ENOSPC at {len(changes)} calls that change something and {len(calls) - len(changes)} that read, "
@@ -72,13 +61,20 @@ def test_whichever_call_fails_the_engine_goes_on(
 
 @TIERS
 def test_a_disk_that_never_recovers_and_one_that_lies_cost_blocks_only(
-    cases: CrashCases, scenario: CrashScenario, capacity_bytes: int, profile: Profile, figures: Figures
+    cases: CrashCases, scenario: CrashScenario, profile: Profile, figures: Figures
 ) -> None:
+    tier = str(scenario.entry["type"])
     calls = [call for kind in ("changes", "reads") for call in cases.record(scenario, kind, kills=False)]
     broken = [Fault.fail(call, "EIO", onwards=True) for call in calls]
     lied = [Fault.lie(call) for call in calls if call.name in (*WRITES, *FLUSHES) and (call.result or 0) >= 0]
-    broken = sample(broken, Profile.FULL, 0, lambda fault: (fault.role, fault.name), full_count=ONWARDS_OF_FULL)
-    chosen = sample([*broken, *lied], profile, CASES_OF_SHORT, lambda fault: (fault.name, fault.what.partition("=")[0]))
+    broken = sample(broken, Profile.FULL, 0, lambda fault: (fault.role, fault.name), full_count=BROKEN_OF_FULL)
+    chosen = sample(
+        [*broken, *lied],
+        profile,
+        CASES_OF_SHORT,
+        lambda fault: (fault.name, fault.what.partition("=")[0]),
+        full_count=CASES_OF_FULL,
+    )
     told = {(call.role, call.name, call.number): call for call in calls}
     run = [
         Case(
@@ -87,13 +83,13 @@ def test_a_disk_that_never_recovers_and_one_that_lies_cost_blocks_only(
                 "fault": fault,
                 "lies": True,
                 "accepts_old": writes_epoch(told[fault.role, fault.name, fault.number], onwards=fault.onwards),
-                "capacity_bytes": capacity_bytes,
+                "capacity_bytes": OCCUPIED_BYTES_MAX[tier],
             },
         )
         for fault in chosen
     ]
     note = f"{len(broken)} calls that fail for good, {len(lied)} writes and flushes that lie"
-    hit = settle(f"io-errors/{scenario.entry['type']}", cases.run(run), figures, note)
+    hit = settle(f"io-errors/{tier}", cases.run(run), figures, note)
     assert sum(outcome.loaded for outcome in hit) > len(hit), "the cases found hardly any blocks: they prove nothing"
 
 

@@ -12,40 +12,32 @@ from unittest import mock
 
 import pytest
 
-import tiered_kv_fs.blocks
 import tiered_kv_memory.tier
 import tiered_kv_nvme.reader
-from tests.support.crash_cases import Case, CrashCases
+from tests.support.crash_cases import FS, NVME, OCCUPIED_BYTES_MAX, Case, CrashCases
 from tests.support.crash_scenario import CrashScenario
 from tests.support.flush_order import FlushOrder
-from tests.support.hindrance import Hindrance
 from tests.support.mounts import PowerLoss, missing_for_ext4
 from tests.support.race_cases import race_damage, race_late_workers, race_loads_with_stores
 from tests.support.race_stacks import BLOCK_BYTES, stack_of
 from tests.support.races import Prompts, open_guarded, problems_at_rest
 from tests.support.racing_scheduler import RacingScheduler
 from tests.support.syscalls import Fault, missing_for_tracing
-from tiered_kv.base import OffloadKey
+from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.tiering.base import JobResult
+from tiered_kv.tiering.base import JobMetadata
 from tiered_kv.tiering.cascade import Cascade
 from tiered_kv.tiering.guarded import GuardedTier, Job
-from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codec_set import plain_codecs
-from tiered_kv.toolkit.record import RecordStatus
 from tiered_kv_memory.tier import MemoryTier
 from tiered_kv_nvme.disk import Disk
 from tiered_kv_nvme.files import SegmentFiles
-from tiered_kv_nvme.index import place_of
-from tiered_kv_nvme.layout import Entry
-from tiered_kv_nvme.pool import Reservation
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.sizing import Sizing
 from tiered_kv_nvme.store import SegmentStore, StoreOptions
 from tiered_kv_nvme.tier import NvmeTier
-from tiered_kv_nvme.writer import BatchWriter
 
 __all__ = ["redis_server"]
 
@@ -88,25 +80,6 @@ def race_late(seed: int) -> list[str]:
     return race_late_workers(late(MEMORY), MEMORY_PLACES, seed=seed, seconds=SECONDS)[0]
 
 
-def test_a_load_s_blocks_released_before_its_worker_has_ended_are_found_by_late_workers() -> None:
-    finish = Promotions.finish
-
-    def release_at_once(promotions: Promotions, job: Job) -> None:
-        for block in job.blocks:
-            promotions._drop(block.key, block)
-            promotions._primary.forget(block)
-            promotions._primary.backend.free(block)
-
-    def ignore_expired(promotions: Promotions, job: Job, result: JobResult) -> object:
-        return [] if job.is_expired else finish(promotions, job, result)
-
-    with (
-        mock.patch.object(Promotions, "expire", release_at_once),
-        mock.patch.object(Promotions, "finish", ignore_expired),
-    ):
-        assert_found(race_late, "after it had been released")
-
-
 def test_a_store_s_blocks_released_before_its_worker_has_ended_are_found_by_late_workers() -> None:
     expire, finish = GuardedTier.expire, Cascade.finish
     cascades: list[Cascade] = []
@@ -136,44 +109,34 @@ def test_a_store_s_blocks_released_before_its_worker_has_ended_are_found_by_late
         assert_found(race_late, "holds other bytes")
 
 
-def test_an_index_entry_that_is_added_before_its_write_is_found_by_loads_amid_stores(tmp_path: Path) -> None:
-    write = BatchWriter._write_batch
+class EagerTier(NvmeTier):
+    """Says that it has a block as soon as it is to be stored."""
 
-    def publish_first(
-        writer: BatchWriter,
-        reservation: Reservation,
-        keys: Sequence[OffloadKey],
-        payloads: Sequence[object],
-        old_places: Sequence[int] | None,
-    ) -> str:
-        entries, _ = writer._lay_out(reservation, keys, payloads, gather=False)  # type: ignore[arg-type]  # passed on
-        segment = reservation.segment
-        with writer.pool.changed:
-            writer.index.add(keys, place_of(segment.slot, len(segment.table)))
-            segment.table.append(keys, entries)
-        return write(writer, reservation, keys, payloads, old_places)  # type: ignore[arg-type]  # passed on
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        self.promised = frozenset(job_metadata.keys)
+        super().submit_store(job_metadata)
 
-    def published_already(
-        writer: BatchWriter, reservation: Reservation, entries: Sequence[Entry], *rest: object
-    ) -> bool:
-        with writer.pool.changed:
-            return writer.pool.commit(reservation)
+    def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        return [
+            key in self.promised or answer
+            for key, answer in zip(keys, super().lookup_many(keys, req_context), strict=True)
+        ]
 
+    promised: frozenset[OffloadKey] = frozenset()
+
+
+def test_a_block_that_is_answered_before_its_write_is_found_by_loads_amid_stores(tmp_path: Path) -> None:
     settings = NvmeSettings(path=str(tmp_path / "nvme"), capacity=4 << 20, segment=256 << 10)
-    with (
-        mock.patch.object(BatchWriter, "_write_batch", publish_first),
-        mock.patch.object(BatchWriter, "_publish", published_already),
-        Hindrance(SEED, delay_max_s=0.005).before((Disk, "pwritev")),
-    ):
-        assert_found(
-            lambda seed: race_loads_with_stores(
-                lambda spec, view: NvmeTier(spec, view, "nvme", settings),
-                seed=seed,
-                seconds=SECONDS,
-                block_bytes=BLOCK_BYTES,
-            )[0],
-            "could not be loaded",
-        )
+
+    def race(seed: int) -> list[str]:
+        return race_loads_with_stores(
+            lambda spec, view: EagerTier(spec, view, "nvme", settings),
+            seed=seed,
+            seconds=SECONDS,
+            block_bytes=BLOCK_BYTES,
+        )[0]
+
+    assert_found(race, "could not be loaded")
 
 
 def test_a_checksum_that_nvme_does_not_check_is_found_by_damage_amid_loads(tmp_path: Path) -> None:
@@ -194,25 +157,6 @@ def test_a_checksum_that_nvme_does_not_check_is_found_by_damage_amid_loads(tmp_p
         )
 
 
-def test_a_checksum_of_a_record_that_is_not_checked_is_found_by_damage_amid_loads(tmp_path: Path) -> None:
-    entry: dict[str, object] = {"type": "fs", "path": str(tmp_path / "fs"), "capacity": 2 << 20}
-
-    def unchecked(
-        header: memoryview, payload: memoryview, key: OffloadKey, block: memoryview, *rest: object
-    ) -> RecordStatus:
-        if len(payload) != len(block):
-            return RecordStatus.TRUNCATED
-        if payload is not block:
-            block[:] = payload
-        return RecordStatus.OK
-
-    with mock.patch.object(tiered_kv_fs.blocks, "decode_record", unchecked):
-        assert_found(
-            lambda seed: race_damage(stack_of(entry), tmp_path / "fs", seed=seed, seconds=SECONDS)[0],
-            "holds other bytes",
-        )
-
-
 def test_a_tier_that_forgets_nothing_at_a_reset_is_found_by_a_scheduler_that_resets() -> None:
     with mock.patch.object(MemoryTier, "reset_cache", return_value=True):
         stack, guard = open_guarded(stack_of(MEMORY))
@@ -226,12 +170,6 @@ def test_a_tier_that_forgets_nothing_at_a_reset_is_found_by_a_scheduler_that_res
 
 
 # Crashes and failing disks.
-
-NVME = CrashScenario(
-    {"type": "nvme", "path": "kv", "capacity": 424 << 10, "segment": 64 << 10, "threads": 1}, tenant="planted", jobs=14
-)
-NVME_OCCUPIED_BYTES_MAX = 384 << 10
-FS = CrashScenario({"type": "fs", "path": "kv", "capacity": 768 << 10, "threads": 2}, tenant="planted", jobs=14)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +201,7 @@ def test_a_segment_over_the_capacity_is_found_by_a_crash(tmp_path: Path) -> None
         pytest.skip(missing)
     with CrashCases(tmp_path / "crash", program=(str(PROGRAM), "nvme_makes_a_segment_too_many")) as cases:
         last = cases.count_writes(NVME) - 1
-        options = {"cut_ends": True, "capacity_bytes": NVME_OCCUPIED_BYTES_MAX}
+        options = {"cut_ends": True, "capacity_bytes": OCCUPIED_BYTES_MAX["nvme"]}
         said: list[str] = []
         # How far reclaiming has come when the writer ends differs from run to run, so it goes on with earlier writes.
         for start in range(0, min(last, WRITES_TRIED), 4):

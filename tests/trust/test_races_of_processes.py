@@ -30,7 +30,6 @@ from tests.support.race_stacks import (
     entry_of,
     seconds_of,
     seeds_of,
-    session_servers,
     stack_of,
     unless,
 )
@@ -48,7 +47,7 @@ from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.s3_servers import moto_bucket, moto_server
 
-__all__ = ["entry_of", "moto_bucket", "moto_server", "patient_nvme", "redis_server", "session_servers"]
+__all__ = ["entry_of", "moto_bucket", "moto_server", "patient_nvme", "redis_server"]
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow, pytest.mark.usefixtures("patient_nvme")]
 
@@ -68,7 +67,7 @@ def test_a_shutdown_amid_transfers_is_bounded_and_what_is_opened_next_is_sound(
 ) -> None:
     entry = entry_of(tier)
     cases = {}
-    for seed in seeds_of(profile, 4, 20):
+    for seed in seeds_of(profile, 2, 6):
         problems: list[str] = []
         prompts = Prompts(BLOCK_BYTES, label="shutdown")
         stack, guard = open_guarded(stack_of(entry))
@@ -95,7 +94,7 @@ def test_a_stack_that_is_closed_under_its_threads_ends_their_calls(
 ) -> None:
     entry = entry_of(tier)
     cases = {}
-    for seed in seeds_of(profile, 2, 10):
+    for seed in seeds_of(profile, 2, 6):
         stack, _ = open_guarded(stack_of(entry))
         closer = threading.Timer(0.2 + 0.05 * seed, stack.close)
         closer.start()
@@ -109,7 +108,7 @@ def test_a_stack_that_does_not_wait_for_its_threads_is_closed_in_good_order(prof
     """Between any two steps of theirs: the interpreter changes threads as often as it can."""
     config = stack_of({"type": "memory", "capacity": 1 << 20})
     cases = {}
-    for seed in seeds_of(profile, 40, 400):
+    for seed in seeds_of(profile, 20, 200):
         stack, guard = open_guarded(config)
         closer = threading.Timer(0.01 + 0.0005 * (seed % 40), stack.close, (0.0,))
         with switching_often(), no_thread_fails() as failures:
@@ -154,7 +153,7 @@ def test_a_directory_that_a_stack_owns_is_refused_while_it_lives_and_free_right_
     prompts = Prompts(BLOCK_BYTES)
     cases = {}
     stack = open_stack(config)
-    for number in seeds_of(profile, 5, 20):
+    for number in seeds_of(profile, 3, 10):
         problems: list[str] = []
         race = race_facade(stack, prompts, seed=number, threads=2, seconds=0.3, calls_min=5)
         with contextlib.suppress(TierBusyError):
@@ -318,7 +317,7 @@ def test_two_processes_race_on_one_storage(
 def test_a_fork_amid_transfers_disturbs_nobody(
     tier: str, entry_of: EntryOf, profile: Profile, figures: Figures
 ) -> None:
-    forks = 10 if profile is Profile.FULL else 3
+    forks = 5 if profile is Profile.FULL else 2
     result = subprocess.run(
         [sys.executable, str(FORK_PROGRAM), json.dumps(stack_of(entry_of(tier))), str(forks)],
         capture_output=True,

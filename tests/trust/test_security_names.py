@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.tenants import BucketStorage, DirectoryStorage, RedisStorage, Storage, Tenant
+from tests.support.tenants import BucketStorage, MakeStorage, RedisStorage, Storage, Tenant
 from tiered_kv.base import OffloadKey, make_offload_key
+from tiered_kv.cli import main
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.redis_servers import RedisServer, redis_server
-from tiered_kv.testing.s3_servers import S3Server, missing_for_moto, moto_server
+from tiered_kv.testing.s3_servers import moto_server
 
 __all__ = ["moto_server", "redis_server"]
 
@@ -39,48 +39,13 @@ HASHES = [
     b"k" * 4096,
     b"/" * 4096,
 ]
-TENANTS = [
-    "../../../tmp/evil",
-    "/etc",
-    "a/b",
-    "..",
-    "a\0b",
-    "a\nb",
-    "a\r\nFLUSHALL\r\n",
-    "*",
-    "[a-z]*",
-    "${HOME}",
-    "t" * 1024,
-    "☃",
-]
+TENANTS = ["../../../tmp/evil", "a\0b", "a\r\nFLUSHALL\r\n", "[a-z]*", "${HOME}", "t" * 1024]
 NAMES = {
     "nvme": r"lock|epoch|tiered-kv-nvme\.json|segment-[0-9a-f]{8}-\d{6}\.kv",
     "fs": r"tiered-kv-fs\.json|lock|ledger|sweep|namespace\.json|epoch|[0-9a-f]{32}|[0-9a-f]{16}|[0-9a-f]{2}",
     "s3": r"tiered-kv/[0-9a-f]{32}/(namespace\.json|epoch|blocks/[0-9a-f]{16}/[0-9a-f]{2}/[0-9a-f]{32})",
 }
 KINDS = ("nvme", "fs", "redis", "s3")
-MakeStorage = Callable[[str], Storage]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _servers(request: pytest.FixtureRequest) -> None:
-    """Start what lasts for the session before any test of this module takes its footprint."""
-    if not missing_for_moto():
-        request.getfixturevalue("moto_server")
-
-
-@pytest.fixture
-def make_storage(tmp_path: Path, request: pytest.FixtureRequest) -> MakeStorage:
-    def make(kind: str) -> Storage:
-        if kind == "redis":
-            server: RedisServer = request.getfixturevalue("redis_server")
-            return RedisStorage(tmp_path, [server], url=server.url)
-        if kind == "s3":
-            moto: S3Server = request.getfixturevalue("moto_server")
-            return BucketStorage(tmp_path, moto, moto.make_bucket())
-        return DirectoryStorage(tmp_path, kind)
-
-    return make
 
 
 def names_in(storage: Storage) -> set[bytes]:
@@ -138,10 +103,8 @@ def test_whatever_a_key_holds_it_is_part_of_no_path_and_means_nothing_to_a_serve
 @pytest.mark.parametrize("name", TENANTS, ids=repr)
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_a_tenant_is_called_its_name_is_part_of_no_path_and_can_be_purged(
-    kind: str, name: str, make_storage: MakeStorage, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    kind: str, name: str, make_storage: MakeStorage, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tiered_kv.cli import main
-
     storage = make_storage(kind)
     tenant, other = Tenant(name.replace("$", "$$"), storage), Tenant("alice", storage)
     assert (tenant.store(2), other.store(2)) == (2, 2)

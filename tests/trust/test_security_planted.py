@@ -6,13 +6,11 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.support.tenants import BLOCK_BYTES, DirectoryStorage, Tenant
-from tiered_kv.counters import count_of
 from tiered_kv.errors import ConfigError, FormatError, TieredKVError, TierUnavailableError
-from tiered_kv.stack import Stack, open_stack
+from tiered_kv.stack import open_stack
 from tiered_kv.toolkit.codecs import RAW
 from tiered_kv.toolkit.record import encode_record
 from tiered_kv_fs.layout import block_name
@@ -65,28 +63,6 @@ def forge(namespace: Path, tenant: Tenant) -> None:
 
 def _buffer(size: int) -> memoryview:
     return memoryview(bytearray(size))
-
-
-def came(stack: Stack, tenant: Tenant) -> int:
-    """Load the blocks one by one; return how many came. None of them may be wrong."""
-    count, wrong = tenant.wrong(stack, tenant.keys(BLOCKS))
-    assert wrong == 0
-    return count
-
-
-def store(stack: Stack, tenant: Tenant, first: int) -> int:
-    """Store blocks; return how many the tier has written."""
-    before = written(stack)
-    keys = tenant.keys(BLOCKS, first)
-    stack.put(keys, np.frombuffer(b"".join(map(tenant.content, keys)), np.uint8).reshape(len(keys), BLOCK_BYTES))
-    assert stack.flush(30.0)
-    return written(stack) - before
-
-
-def written(stack: Stack) -> int:
-    """Return how many blocks the tier has written so far, those left out that were there."""
-    counters = stack.counters()["fs"]
-    return count_of(counters, "stored_blocks_total") - count_of(counters, "tier", "present_blocks_total")
 
 
 @needs_root
@@ -151,18 +127,10 @@ def test_what_a_process_that_was_killed_before_the_marker_has_left_does_not_keep
     assert alice.load(BLOCKS) == (BLOCKS, 0)
 
 
-def inner(top: Path, tenant: Tenant) -> dict[str, Path]:
-    """Return what an opening looks at below the top."""
-    return {"namespace": top / tenant.digest, "marker": top / "tiered-kv-fs.json"}
-
-
 @needs_root
-@pytest.mark.parametrize("which", ["namespace", "marker"])
-def test_a_stranger_s_entry_in_a_directory_of_ours_is_refused_at_the_opening(
-    alice: Tenant, top: Path, which: str
-) -> None:
+def test_a_stranger_s_namespace_in_a_directory_of_ours_is_refused_at_the_opening(alice: Tenant, top: Path) -> None:
     alice.store(BLOCKS)
-    path = inner(top, alice)[which]
+    path = top / alice.digest
     os.chown(path, STRANGER, STRANGER)
     with pytest.raises(TierUnavailableError, match=rf"{path} belongs to another user \(uid {STRANGER}\)"):
         open_stack(alice.file)
@@ -175,7 +143,7 @@ def test_a_namespace_s_directory_into_which_others_can_write_is_refused_and_says
     alice: Tenant, top: Path, mode: int
 ) -> None:
     alice.store(BLOCKS)
-    path = inner(top, alice)["namespace"]
+    path = top / alice.digest
     path.chmod(mode)
     with pytest.raises(TierUnavailableError, match=rf"{path} can be written to by others \(mode {mode:04o}\)"):
         open_stack(alice.file)
@@ -189,9 +157,8 @@ def test_a_block_of_another_user_is_a_counted_miss_and_is_stored_again(alice: Te
     with open_stack(alice.file) as stack:
         for block in top.glob("*/*/*/*"):
             os.chown(block, STRANGER, STRANGER)
-        assert came(stack, alice) == 0
-    with open_stack(alice.file) as stack:
-        assert store(stack, alice, 0) == BLOCKS
+        assert alice.wrong(stack, alice.keys(BLOCKS)) == (0, 0)
+    assert alice.store(BLOCKS) == BLOCKS
     assert alice.load(BLOCKS) == (BLOCKS, 0)
 
 
@@ -203,5 +170,5 @@ def test_a_shared_directory_without_modes_is_everybody_s(alice: Tenant, top: Pat
         path.chmod(0o777)
     open_to_all(alice)
     with open_stack(alice.file) as stack:
-        assert came(stack, alice) == BLOCKS
-        assert store(stack, alice, 100) == BLOCKS
+        assert alice.wrong(stack, alice.keys(BLOCKS)) == (BLOCKS, 0)
+        assert alice.put(stack, alice.keys(BLOCKS, 100)) == BLOCKS

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 
 from tests.support.disk_use import occupied_bytes
-from tests.support.tenants import BucketStorage, DirectoryStorage, RedisStorage, Storage, Tenant
+from tests.support.tenants import BucketStorage, DirectoryStorage, MakeStorage, RedisStorage, Storage, Tenant
 from tiered_kv.cli import main
 from tiered_kv.stack import open_stack
-from tiered_kv.testing.redis_clusters import RedisClusterServers, redis_cluster
+from tiered_kv.testing.redis_clusters import redis_cluster
 from tiered_kv.testing.redis_sentinels import SERVICE, RedisSentinelServers, redis_sentinel
-from tiered_kv.testing.redis_servers import RedisServer, redis_server
-from tiered_kv.testing.s3_servers import S3Server, missing_for_moto, moto_server
+from tiered_kv.testing.redis_servers import redis_server
+from tiered_kv.testing.s3_servers import moto_server
 from tiered_kv.testing.waiting import wait_until
 
 __all__ = ["moto_server", "redis_cluster", "redis_sentinel", "redis_server"]
 
-pytestmark = [pytest.mark.slow]
+pytestmark = [pytest.mark.trust("security"), pytest.mark.slow]
 
 PROGRAM = Path(__file__).with_name("purge_neighbour_program.py")
 BLOCKS = 16
@@ -35,46 +35,6 @@ ROUNDS = 4
 KINDS = ("nvme", "fs", "redis", "redis-cluster", "redis-sentinel", "s3", "s3-versioned")
 SHARED = ("fs", "redis", "redis-cluster", "s3-versioned")
 WAIT_S = 120.0
-
-MakeStorage = Callable[[str], Storage]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _servers(request: pytest.FixtureRequest) -> None:
-    """Start what lasts for the session before any test of this module takes its footprint."""
-    if not missing_for_moto():
-        request.getfixturevalue("moto_server")
-
-
-@pytest.fixture
-def make_storage(tmp_path: Path, request: pytest.FixtureRequest) -> MakeStorage:
-    def make(kind: str) -> Storage:
-        if kind in ("nvme", "fs"):
-            return DirectoryStorage(tmp_path, kind)
-        if kind == "redis":
-            server: RedisServer = request.getfixturevalue("redis_server")
-            return RedisStorage(tmp_path, [server], url=server.url)
-        if kind == "redis-cluster":
-            cluster: RedisClusterServers = request.getfixturevalue("redis_cluster")
-            cluster.keep_masters()
-            return RedisStorage(tmp_path, cluster.masters(), mode="cluster", nodes=cluster.addresses)
-        if kind == "redis-sentinel":
-            servers: RedisSentinelServers = request.getfixturevalue("redis_sentinel")
-            settings = {"mode": "sentinel", "service": SERVICE, "nodes": [servers.address]}
-            return RedisStorage(tmp_path, [servers.master], **settings)
-        moto: S3Server = request.getfixturevalue("moto_server")
-        return BucketStorage(tmp_path, moto, bucket_of(moto, is_versioned=kind == "s3-versioned"))
-
-    return make
-
-
-def bucket_of(server: S3Server, *, is_versioned: bool) -> str:
-    bucket = server.make_bucket()
-    if is_versioned:
-        client = server.client()
-        client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
-        client.close()
-    return bucket
 
 
 def purge(tenant: Tenant, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, Any]]:
@@ -85,7 +45,6 @@ def purge(tenant: Tenant, capsys: pytest.CaptureFixture[str], *options: str) -> 
     return status, report["tiers"][0]
 
 
-@pytest.mark.trust("security")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_purge_leaves_no_byte_of_the_tenant_and_every_block_of_the_other(
     kind: str, make_storage: MakeStorage, capsys: pytest.CaptureFixture[str]
@@ -131,7 +90,6 @@ def leave_versions(storage: Storage, tenant: Tenant) -> None:
     client.close()
 
 
-@pytest.mark.trust("security")
 @pytest.mark.parametrize("kind", ["fs", "redis", "s3-versioned"])
 def test_what_a_reset_made_unreachable_is_purged_too(
     kind: str, make_storage: MakeStorage, capsys: pytest.CaptureFixture[str]
@@ -188,7 +146,6 @@ def neighbour(tenant: Tenant) -> Iterator[Neighbour]:
         process.communicate()
 
 
-@pytest.mark.trust("security")
 @pytest.mark.parametrize("kind", SHARED)
 def test_a_purge_disturbs_nobody_who_uses_the_same_storage(
     kind: str, make_storage: MakeStorage, capsys: pytest.CaptureFixture[str]
@@ -220,7 +177,6 @@ def test_a_purge_disturbs_nobody_who_uses_the_same_storage(
     assert of_bob
 
 
-@pytest.mark.trust("security")
 def test_a_purge_through_a_sentinel_finds_the_master_that_there_is_now(
     redis_sentinel: RedisSentinelServers, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,7 +195,6 @@ def test_a_purge_through_a_sentinel_finds_the_master_that_there_is_now(
     assert bob.load(BLOCKS) == (BLOCKS, 0)
 
 
-@pytest.mark.trust("security")
 def test_a_sentinel_that_names_no_master_is_an_error_and_nothing_is_said_to_be_gone(
     redis_sentinel: RedisSentinelServers, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -251,7 +206,6 @@ def test_a_sentinel_that_names_no_master_is_an_error_and_nothing_is_said_to_be_g
     assert tier["namespaces"] == []
 
 
-@pytest.mark.trust("security")
 def test_an_nvme_directory_that_is_open_is_not_purged(
     make_storage: MakeStorage, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -266,7 +220,6 @@ def test_an_nvme_directory_that_is_open_is_not_purged(
         owner.go_on(2)
 
 
-@pytest.mark.trust("security")
 def test_a_directory_of_another_namespace_is_not_touched(
     make_storage: MakeStorage, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -281,7 +234,6 @@ def test_a_directory_of_another_namespace_is_not_touched(
     assert {entry.name: entry.read_bytes() for entry in path.iterdir()} == before
 
 
-@pytest.mark.trust("security")
 @pytest.mark.parametrize(("kind", "expected_status"), [("nvme", 1), ("fs", 0)])
 def test_foreign_files_stay_and_the_directory_is_of_use_afterwards(
     kind: str, expected_status: int, make_storage: MakeStorage, capsys: pytest.CaptureFixture[str]
@@ -301,7 +253,6 @@ def test_foreign_files_stay_and_the_directory_is_of_use_afterwards(
     assert alice.store(BLOCKS) == BLOCKS
 
 
-@pytest.mark.trust("security")
 def test_what_is_not_the_tier_s_in_a_namespace_s_directory_is_left_and_told(
     make_storage: MakeStorage, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -324,7 +275,6 @@ def test_what_is_not_the_tier_s_in_a_namespace_s_directory_is_left_and_told(
     assert (victim / ("0" * 32)).read_bytes() == b"precious"
 
 
-@pytest.mark.trust("security")
 def test_a_purge_that_was_cut_off_is_finished_by_the_next(
     make_storage: MakeStorage, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -341,7 +291,6 @@ def test_a_purge_that_was_cut_off_is_finished_by_the_next(
     assert storage.holds(alice.marker) == []
 
 
-@pytest.mark.trust("security")
 def test_bytes_that_were_being_written_when_their_process_was_killed_are_purged(
     make_storage: MakeStorage, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -354,7 +303,6 @@ def test_bytes_that_were_being_written_when_their_process_was_killed_are_purged(
     assert storage.holds(alice.marker) == []
 
 
-@pytest.mark.trust("security")
 def test_the_ledger_gets_back_what_a_purge_has_freed(
     make_storage: MakeStorage, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -373,7 +321,6 @@ def test_the_ledger_gets_back_what_a_purge_has_freed(
     assert total() >= occupied_bytes(tmp_path / "kv")
 
 
-@pytest.mark.trust("security")
 @pytest.mark.parametrize("kind", ["fs", "redis", "s3"])
 def test_a_readable_form_that_names_another_tenant_is_not_believed(
     kind: str, make_storage: MakeStorage, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -409,7 +356,6 @@ def forge(storage: Storage, digest: str, old: bytes, new: bytes) -> None:
         client.close()
 
 
-@pytest.mark.trust("security")
 @pytest.mark.parametrize("kind", ["nvme", "fs", "redis", "s3"])
 def test_a_dry_run_and_an_unanswered_question_remove_nothing(
     kind: str, make_storage: MakeStorage, capsys: pytest.CaptureFixture[str]
@@ -426,7 +372,6 @@ def test_a_dry_run_and_an_unanswered_question_remove_nothing(
     assert alice.load(BLOCKS) == (BLOCKS, 0)
 
 
-@pytest.mark.trust("security")
 def test_an_epoch_survives_a_purge_as_a_new_one_so_that_nothing_from_before_a_reset_is_joined(
     make_storage: MakeStorage, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,12 +1,8 @@
-"""Minutes of load over five tiers while faults come and go: no wrong byte, no limit exceeded, nothing left behind.
+"""Minutes of load over four tiers while faults come and go: no wrong byte, no limit exceeded, nothing left behind.
 
-Of the scheduler's time two things are judged (`tests.support.soak.pace`), so that what else the machine runs does
-not decide them. A step of 512 lookups may take at most four times the processor time under load that it takes idle,
-median against median, both of the same run. And steps may not wait: without what their thread stood in the run queue,
-one in a hundred may take 0.1 s, and those that take longer than 0.25 s may make up 3 % of the time. Calls to storage on
-the scheduler's thread are found so: a look at redis in each step, through a server that is stalled and frozen, made it
-6 %. What is not judged here is performance.md's row, 300 µs by the clock in the 99th percentile: servers, proxies
-and two processes share the processors with the scheduler. Both times by the clock are in the figure's note.
+Of the scheduler's time it is judged whether steps wait (`pace_problems`), so that what else the machine runs does not
+decide it. Calls to storage on the scheduler's thread are found so: a look at redis in each step, through a server that
+is stalled and frozen, made long steps 6 % of the time.
 """
 
 from __future__ import annotations
@@ -51,8 +47,8 @@ def servers() -> None:
 def test_a_soak_keeps_every_promise(tmp_path: Path, profile: Profile, figures: Figures) -> None:
     if profile is Profile.FULL:
         settings = SoakSettings(seconds=600.0, seed=1, kinds_min=12)
-    else:  # each kind of fault once, as far as a busy machine gets
-        settings = SoakSettings(seconds=45.0, seed=1, warm_s=5.0, fault_s=1.5, quiet_s=0.7, kinds_min=4)
+    else:  # with recovery about a minute
+        settings = SoakSettings(seconds=40.0, seed=1, warm_s=5.0, fault_s=1.5, quiet_s=0.7, kinds_min=4)
     report = run(settings, tmp_path)
     text = "\n".join(report.lines())
     seconds = max(1, round(report.seconds))
@@ -60,11 +56,8 @@ def test_a_soak_keeps_every_promise(tmp_path: Path, profile: Profile, figures: F
     print(text)
     assert not report.problems, text
     assert not report.interrupted
-    assert report.pace.idle_cpu.count, text
-    assert report.pace.busy_cpu.count, text
-    assert report.pace.held.count, text
-    assert all(len(samples) > 20 for samples in report.samples.values()), text
-    assert len(report.samples) == settings.processes, text
+    assert report.held_s, text
+    assert [len(samples) > 20 for samples in report.samples] == [True, True], text
     # The faults have really struck: in the full form every kind, in the short one some.
     assert len(report.switched) >= settings.kinds_min, text
     assert report.struck, text
@@ -74,8 +67,7 @@ def test_a_soak_keeps_every_promise(tmp_path: Path, profile: Profile, figures: F
             assert any(kind in name for name in report.struck), text
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_soak_that_is_stopped_ends_in_good_order(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_soak_that_is_stopped_ends_in_good_order(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.soak", "--minutes", "60", "--dir", str(tmp_path / "soak")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -83,7 +75,7 @@ def test_a_soak_that_is_stopped_ends_in_good_order(number: signal.Signals, tmp_p
             assert process.stdout.readline() == "warming up\n"
             children = children_of(process.pid)
             assert len(children) == 3  # a second process, redis-server, moto's server
-            process.send_signal(number)
+            process.send_signal(signal.SIGTERM)
             output, errors = process.communicate(timeout=STOP_LIMIT_S)
         finally:
             if process.poll() is None:  # it will not end what it has started

@@ -79,7 +79,7 @@ def parse_stack_text(text: str | bytes, source: str = "the stack") -> dict[str, 
 def _load(text: str | bytes) -> tuple[object, str]:
     """Return what YAML `text` says, and what is wrong with it, or an empty text."""
     try:
-        return yaml.load(text, _StackLoader), ""
+        return yaml.load(text, _StackLoader), ""  # noqa: S506  # a subclass of SafeLoader
     except yaml.MarkedYAMLError as error:
         return None, _told(error, text)
     except yaml.reader.ReaderError as error:

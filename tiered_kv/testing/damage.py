@@ -10,7 +10,7 @@ reader and its own writer agree on something else.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -261,9 +261,3 @@ def _payload_bytes(stored: Stored) -> int:
 def _at(stored: Stored, part: float) -> int:
     """Return the offset of what lies that far in the payload."""
     return RECORD_HEADER_BYTES + int(part * _payload_bytes(stored))
-
-
-def batches(damages: Sequence[Damage], size: int) -> Iterator[Sequence[Damage]]:
-    """Yield the damages a few at a time, so that each may have a block of its own in one round."""
-    for start in range(0, len(damages), size):
-        yield damages[start : start + size]

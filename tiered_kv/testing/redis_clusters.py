@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.testing.redis_servers import RedisServer, TlsFiles, shared_tls_files
+from tiered_kv.testing.redis_servers import RedisServer, TlsFiles, make_tls_files
 
 CLUSTER_TIMEOUT_S = 120.0
 _POLL_S = 0.005
@@ -102,7 +102,7 @@ def redis_cluster(tmp_path: Path) -> Iterator[RedisClusterServers]:
 def tls_redis_cluster(tmp_path: Path) -> Iterator[RedisClusterServers]:
     """The same with TLS, which wants a client's certificate."""
     directory = _directory(tmp_path)
-    yield from _clustered(RedisClusterServers(directory, tls=shared_tls_files(directory)))
+    yield from _clustered(RedisClusterServers(directory, tls=make_tls_files(directory)))
 
 
 def _clustered(cluster: RedisClusterServers) -> Iterator[RedisClusterServers]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.testing.redis_servers import RedisServer, TlsFiles, free_port, shared_tls_files
+from tiered_kv.testing.redis_servers import RedisServer, TlsFiles, free_port, make_tls_files
 
 SERVICE = "blocks"
 """What the sentinel calls the master."""
@@ -135,7 +135,7 @@ def redis_sentinel(tmp_path: Path) -> Iterator[RedisSentinelServers]:
 @pytest.fixture
 def tls_redis_sentinel(tmp_path: Path) -> Iterator[RedisSentinelServers]:
     """The same with TLS, which wants a client's certificate."""
-    yield from _started(tmp_path, lambda own: RedisSentinelServers(own, tls=shared_tls_files(own)))
+    yield from _started(tmp_path, lambda own: RedisSentinelServers(own, tls=make_tls_files(own)))
 
 
 def _started(tmp_path: Path, make: Callable[[Path], RedisSentinelServers]) -> Iterator[RedisSentinelServers]:

@@ -9,14 +9,12 @@ server has a directory of its own, listens on free ports of 127.0.0.1 only, and 
 from __future__ import annotations
 
 import contextlib
-import functools
 import secrets
 import shutil
 import signal
 import socket
 import ssl
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,10 +35,8 @@ PASSWORD = "a-password-for-tests"
 _PORT_ATTEMPTS = 5
 _BUS_OFFSET = 10_000
 """A cluster's members talk to each other on their port plus this."""
-_GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-"""The first and the last port that the system gives by itself."""
-_PORT_MIN = 10_000
-_PORTS_MIN = 4096
+_PORTS = range(10_000, 32_768 - _BUS_OFFSET)
+"""Linux gives these, and their buses', to nobody by itself: a server that starts again finds its port free."""
 _POLL_S = 0.005
 
 
@@ -225,28 +221,14 @@ class RedisServer:
 
 
 def free_port(*, with_bus: bool = False) -> int:
-    """Return a port that nobody uses now; `with_bus`, nor that of a cluster's bus, which lies above it.
-
-    The system gives it to nobody who asks for any port, or connects to somebody: a server that is started again would
-    find it taken now and then.
-    """
+    """Return a port that nobody uses now; `with_bus`, nor that of a cluster's bus, which lies above it."""
     while True:
-        with socket.socket() as sock, socket.socket() as bus, contextlib.suppress(OSError, OverflowError):
-            sock.bind(("127.0.0.1", secrets.choice(_ports())))
+        with socket.socket() as sock, socket.socket() as bus, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", secrets.choice(_PORTS)))
             port: int = sock.getsockname()[1]
             if with_bus:
                 bus.bind(("127.0.0.1", port + _BUS_OFFSET))
             return port
-
-
-@functools.cache
-def _ports() -> Sequence[int]:
-    """Return the ports that the system gives to nobody by itself, and their buses' neither; 0 where those are few."""
-    with contextlib.suppress(OSError):
-        end = int(_GIVEN_PORTS.read_text().split()[0]) - _BUS_OFFSET
-        if end - _PORT_MIN >= _PORTS_MIN:
-            return range(_PORT_MIN, end)
-    return (0,)
 
 
 def make_tls_files(directory: Path, *names: str) -> TlsFiles:
@@ -272,7 +254,7 @@ def tls_redis_server(tmp_path: Path) -> Iterator[RedisServer]:
     """A redis-server that wants TLS with a client's certificate, and `PASSWORD`."""
     _redis_server()
     directory = _subdirectory(tmp_path)
-    yield from _served(RedisServer(directory, password=PASSWORD, tls=shared_tls_files(directory)))
+    yield from _served(RedisServer(directory, password=PASSWORD, tls=make_tls_files(directory)))
 
 
 @pytest.fixture
@@ -289,22 +271,6 @@ def fake_redis_url() -> Iterator[str]:
         server.shutdown()
         server.server_close()
         thread.join(STOP_TIMEOUT_S)
-
-
-@functools.cache
-def _tls_contents() -> tuple[bytes, bytes, bytes]:
-    """Return what `make_tls_files` makes, made once in this process: servers of one test after another may share it."""
-    with tempfile.TemporaryDirectory() as directory:
-        files = make_tls_files(Path(directory))
-        return files.ca.read_bytes(), files.cert.read_bytes(), files.key.read_bytes()
-
-
-def shared_tls_files(directory: Path) -> TlsFiles:
-    """Write the files of an authority that all servers of this process share; skip where `trustme` is missing."""
-    files = TlsFiles(directory / "ca.pem", directory / "cert.pem", directory / "key.pem")
-    for path, content in zip((files.ca, files.cert, files.key), _tls_contents(), strict=True):
-        path.write_bytes(content)
-    return files
 
 
 def _served(server: RedisServer) -> Iterator[RedisServer]:

@@ -144,11 +144,6 @@ def missing_for_moto() -> str:
     return f"not installed: {', '.join(missing)} (pip install 'moto[server]' boto3)" if missing else ""
 
 
-def missing_for_nginx() -> str:
-    """Return why nginx cannot be started here, or an empty string."""
-    return "" if _nginx() else "nginx is not installed (apt-get install nginx-light)"
-
-
 def start_moto(certificate: tuple[Path, Path] | None = None) -> S3Server:
     """Start moto's server on a free port, and return once it listens.
 
@@ -184,7 +179,7 @@ def start_nginx(folder: Path) -> S3Server:
         RuntimeError: It did not start within `START_S_MAX`.
     """
     program = _nginx()
-    assert program is not None, missing_for_nginx()
+    assert program is not None, "nginx is not installed"
     (folder / "data").mkdir(parents=True, exist_ok=True)
     for _ in range(_NGINX_TRIES):
         port = _free_port()
@@ -225,8 +220,8 @@ def moto_bucket(moto_server: S3Server) -> str:
 @pytest.fixture(scope="session")
 def nginx_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """nginx, for the session."""
-    if missing := missing_for_nginx():
-        pytest.skip(missing)
+    if _nginx() is None:
+        pytest.skip("nginx is not installed (apt-get install nginx-light)")
     server = start_nginx(tmp_path_factory.mktemp("nginx"))
     yield server
     server.stop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 
 def wait_until(
@@ -24,23 +24,3 @@ def wait_until(
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come about within {timeout_s:g} s"
         time.sleep(pause_s)
-
-
-def wait_for_each(
-    conditions: Iterable[Callable[[], object]], timeout_s: float = 300.0, *, what: str = "the condition"
-) -> None:
-    """Return once each of `conditions` has held, one after the other.
-
-    Args:
-        conditions: As for `wait_until`. One that has held is not asked again.
-        timeout_s: How long to wait for all of them together.
-        what: What is waited for, as the error says it.
-
-    Raises:
-        AssertionError: One did not come about in time.
-    """
-    deadline = time.monotonic() + timeout_s
-    for number, condition in enumerate(conditions):
-        left_s = deadline - time.monotonic()
-        assert left_s > 0, f"{number} times {what} took {timeout_s:g} s"
-        wait_until(condition, left_s, what=f"after {number} times, {what}")

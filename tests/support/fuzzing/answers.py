@@ -31,22 +31,12 @@ def answer_target() -> Target:
         _MARK,
     )
     words = (
-        b"\r\n",
-        b"\r\n\r\n",
-        b"content-length: ",
-        b"99999999999",
-        b"transfer-encoding: chunked\r\n",
-        b"FFFFFFFF\r\n",
-        b"0001-01-01T00:00:00",
-        b"9999-12-31T23:59:59.999999-23:59",
-        b"date: Mon, 01 Jan 0001 00:00:00 -0000\r\n",
-        b"date: Fri, 31 Dec 9999 23:59:59 -2359\r\n",
-        b"last-modified: Mon, 01 Jan 0001 00:00:00 +0000\r\n",
-        b"\xff",
-        b"<Code>SlowDown</Code>",
-        "\u0663".encode(),
-    )
-    return Target("answers", "fuzz/replies", seeds, _run, words)
+        b"\r\n", b"\r\n\r\n", b"content-length: ", b"99999999999", b"transfer-encoding: chunked\r\n", b"FFFFFFFF\r\n",
+        b"0001-01-01T00:00:00", b"9999-12-31T23:59:59.999999-23:59", b"date: Mon, 01 Jan 0001 00:00:00 -0000\r\n",
+        b"date: Fri, 31 Dec 9999 23:59:59 -2359\r\n", b"last-modified: Mon, 01 Jan 0001 00:00:00 +0000\r\n", b"\xff",
+        b"<Code>SlowDown</Code>", "\u0663".encode(),
+    )  # fmt: skip
+    return Target("fuzz/replies", seeds, _run, words)
 
 
 class _ScriptedSocket:

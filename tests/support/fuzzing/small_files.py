@@ -24,7 +24,7 @@ def small_files_target() -> Target:
     made = _made()
     seeds = tuple(bytes([number]) + made[kind] for number, kind in enumerate(_KINDS))
     words = (b"null", b"-1", b"1e999", b"{}", b"[]", b'"x"', b"[" * 2000, NAMESPACE.hex().encode(), b"NaN", b"2")
-    return Target("small-files", "fuzz/segment", seeds, _run, words)
+    return Target("fuzz/segment", seeds, _run, words)
 
 
 @cache

@@ -51,56 +51,18 @@ secondary: [{type: redis, mode: cluster, nodes: ["a:1", "b:2"], username: "${PAS
 """,
 )
 _WORDS = (
-    b"${PASSWORD}",
-    b"${",
-    b"$$",
-    b"!!python/object:os.system ",
-    b"!!binary |\n",
-    b"!!int ",
-    b"!!float ",
-    b"!!timestamp ",
-    b"!!set ",
-    b"!!omap ",
-    b"&a ",
-    b"*a",
-    b"<<: ",
-    b"? ",
-    b"- ",
-    b"---\n",
-    b"...\n",
-    b"%YAML 1.1\n",
-    b"%TAG ! x\n",
-    b"[",
-    b"{",
-    b"}",
-    b"]",
-    b"|+2\n",
-    b">-\n",
-    b"1:59:59",
-    b"1:" * 30,
-    b"0x" + b"f" * 40,
-    b"0b1",
-    b"0o7",
-    b".inf",
-    b".nan",
-    b"2001-12-14t21:59:43.10-05:00",
-    b"\xef\xbb\xbf",
-    b"\xff\xfe",
-    b"\0",
-    b"\x85",
-    b"\xe2\x80\xa8",
-    b"~",
-    b"= ",
-    b"password: ",
-    b"url: redis://user:${PASSWORD}@host/0?password=${PASSWORD}\n",
-    b"type: ",
-    b"secondary: ",
-)
+    b"${PASSWORD}", b"${", b"$$", b"!!python/object:os.system ", b"!!binary |\n", b"!!int ", b"!!float ",
+    b"!!timestamp ", b"!!set ", b"!!omap ", b"&a ", b"*a", b"<<: ", b"? ", b"- ", b"---\n", b"...\n", b"%YAML 1.1\n",
+    b"%TAG ! x\n", b"[", b"{", b"}", b"]", b"|+2\n", b">-\n", b"1:59:59", b"1:" * 30, b"0x" + b"f" * 40, b"0b1",
+    b"0o7", b".inf", b".nan", b"2001-12-14t21:59:43.10-05:00", b"\xef\xbb\xbf", b"\xff\xfe", b"\0", b"\x85",
+    b"\xe2\x80\xa8", b"~", b"= ", b"password: ", b"url: redis://user:${PASSWORD}@host/0?password=${PASSWORD}\n",
+    b"type: ", b"secondary: ",
+)  # fmt: skip
 
 
 def stack_file_target() -> Target:
     """Return the target: a stack's file."""
-    return Target("stack-file", "fuzz/stack-file", _SEEDS, _run, _WORDS)
+    return Target("fuzz/stack-file", _SEEDS, _run, _WORDS)
 
 
 def _run(data: bytes) -> None:

@@ -18,23 +18,14 @@ _SEEDS = (
     _LINE.replace(b"46", b"18446744073709551615"),
 )
 _WORDS = (
-    b"NaN",
-    b"Infinity",
-    b"1e999",
-    b"-1",
-    b"true",
-    b"null",
-    b"[" * 40,
-    b'{"a":' * 40,
-    b"\xff",
-    b'"\\ud800"',
+    b"NaN", b"Infinity", b"1e999", b"-1", b"true", b"null", b"[" * 40, b'{"a":' * 40, b"\xff", b'"\\ud800"',
     b"9" * 40,
-)
+)  # fmt: skip
 
 
 def trace_target() -> Target:
     """Return the target: a trace's file."""
-    return Target("trace", "fuzz/trace", _SEEDS, _run, _WORDS)
+    return Target("fuzz/trace", _SEEDS, _run, _WORDS)
 
 
 def _run(data: bytes) -> None:

@@ -13,13 +13,7 @@ _RUNS_MAX = 400
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A scenario in which a promise was broken.
-
-    Args:
-        scenario: The history, up to the action that failed.
-        error: What was broken.
-        trace: Where that was noticed, as text.
-    """
+    """A scenario in which a promise was broken."""
 
     scenario: Scenario
     error: str

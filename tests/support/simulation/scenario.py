@@ -37,12 +37,7 @@ _WEIGHTS = {
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that happens.
-
-    Args:
-        name: A method of `Simulation`.
-        salt: The seed of the chance that the action draws on.
-    """
+    """One thing that happens."""
 
     name: str
     salt: int
@@ -53,12 +48,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A whole history.
-
-    Args:
-        seed: What it was made from; it also decides how the stack is built.
-        actions: What happens, in order.
-    """
+    """A whole history."""
 
     seed: int
     actions: tuple[Action, ...]

@@ -66,11 +66,7 @@ class _Wait:
 
 
 class Simulation:
-    """One stack under one seed.
-
-    Args:
-        seed: Decides how many tiers there are, their room, the policy and the limits.
-    """
+    """One stack under one seed."""
 
     def __init__(self, seed: int) -> None:
         rng = Random(f"stack {seed}")

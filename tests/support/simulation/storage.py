@@ -39,17 +39,7 @@ class Mood:
 
 
 class SimulatedStorage:
-    """Records in a dictionary of limited size, the oldest out first.
-
-    Args:
-        world: Whose chance it draws on.
-        namespace_digest: 16 bytes.
-        records_max: How many records it keeps.
-
-    Attributes:
-        records: What is stored; a scenario may damage it.
-        mood: How it behaves; a scenario may change it.
-    """
+    """Records in a dictionary of limited size, the oldest out first."""
 
     def __init__(self, world: World, namespace_digest: bytes, records_max: int) -> None:
         self.records: dict[OffloadKey, bytearray] = {}

@@ -15,22 +15,7 @@ _REPORTED_KEPT = 8
 
 
 class SimulatedTier(SecondaryTierManager):
-    """A tier written from nothing but the interface, which may break every rule of it that its mood says.
-
-    Args:
-        world: Whose time it lives in.
-        spec: Name and block size.
-        primary_kv_view: The primary region.
-        records_max: How many records it keeps.
-        can_reset: Whether `reset_cache` works; if not, nobody must use the tier after one.
-
-    Attributes:
-        storage: What it keeps, and its mood; a scenario may change both.
-        reset_refused: How often it was asked to forget and could not.
-        used_after_refusal: How many jobs it was given after that.
-        transfers_running: Jobs that have begun and not ended.
-        deadlines_s: Of jobs that have not been reported.
-    """
+    """A tier written from nothing but the interface, which may break every rule of it that its mood says."""
 
     is_nonblocking: ClassVar[bool] = True
 

@@ -20,19 +20,6 @@ class SimulatedToolkitTier(QueuedTier):
     """A `BlockingTier` whose threads are calls that are due at some time.
 
     Each of its workers takes a part, moves block after block, and takes the next.
-
-    Args:
-        world: Whose time it lives in.
-        spec: Name and block size.
-        primary_kv_view: The primary region.
-        records_max: How many records it keeps.
-        lookup_timeout_s: How long a lookup may go unanswered.
-
-    Attributes:
-        storage: What it keeps, and its mood; a scenario may change both.
-        reset_refused, used_after_refusal: As of `SimulatedTier`; always 0.
-        transfers_running: Parts that have begun and not ended.
-        deadlines_s: Of jobs that have not been reported.
     """
 
     def __init__(

@@ -21,13 +21,7 @@ class SimulatedClock(ManualClock):
 
 
 class World:
-    """The clock, and the calls that are due at some time of it, in an order that depends on nothing else.
-
-    Attributes:
-        clock: The time; only `advance` moves it.
-        rng: Where whoever needs chance draws it. Every action brings its own, so that leaving one action out of a
-            history leaves the others as they were.
-    """
+    """The clock, and the calls that are due at some time of it, in an order that depends on nothing else."""
 
     def __init__(self) -> None:
         self.clock = SimulatedClock()

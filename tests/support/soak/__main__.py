@@ -10,8 +10,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-from tests.support.soak.report import SoakSettings
-from tests.support.soak.soak import run
+from tests.support.soak.soak import SoakSettings, run
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -19,7 +18,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.support.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="how long (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="decides chats and faults (default: %(default)s)")
-    parser.add_argument("--processes", type=int, choices=(1, 2), default=2, help="default: %(default)s")
     parser.add_argument("--dir", type=Path, help="where tiers and servers are put; by default a temporary directory")
     options = parser.parse_args(arguments)
     if not options.minutes > 0:
@@ -30,11 +28,8 @@ def main(arguments: list[str] | None = None) -> int:
         signal.signal(number, lambda *_: stop.set())
     if options.dir is not None:
         options.dir.mkdir(parents=True, exist_ok=True)
-    settings = SoakSettings(60 * options.minutes, options.seed, options.processes)
     with tempfile.TemporaryDirectory(prefix="soak-", dir=options.dir) as directory:
-        report = run(
-            settings, Path(directory), should_stop=stop.is_set, on_progress=lambda line: print(line, flush=True)
-        )
+        report = run(SoakSettings(60 * options.minutes, options.seed), Path(directory), should_stop=stop.is_set)
     print("\n".join(report.lines()))
     return 1 if report.problems else 0
 

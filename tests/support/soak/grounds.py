@@ -1,26 +1,32 @@
-"""What a soak stands on: two directories, a Redis server and a bucket, the servers behind fault proxies."""
+"""What a soak stands on: directories, a Redis server and a bucket behind fault proxies; and the chats it replays."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from tiered_kv.testing.proxy import FaultProxy
 from tiered_kv.testing.redis_servers import RedisServer
 from tiered_kv.testing.s3_servers import S3Server, start_moto
+from tiered_kv.workload.generator import ChatWorkload
+from tiered_kv.workload.replay import ReplaySettings
+from tiered_kv.workload.request import Request
 
 BLOCK_BYTES = 16 << 10
-PRIMARY_BLOCKS = 768
-"""Of which 512 are pinned by those who measure lookups."""
+PRIMARY_BLOCKS = 256
 NVME_CAPACITY_BYTES = 4 << 20
 FS_CAPACITY_BYTES = 6 << 20
 REDIS_CAPACITY = "8mb"
 S3_CAPACITY_BYTES = 48 << 20
 JOB_TIMEOUT_S = 4.0
 TIERS = ("nvme", "fs", "redis", "s3")
+CHATS_SETTINGS = ReplaySettings(concurrency=16, request_timeout_s=3.0)
+SAMPLE_S = 0.5
+"""How often each process is looked at."""
 
 _REDIS_OPTIONS = ("--maxmemory", REDIS_CAPACITY, "--maxmemory-policy", "allkeys-lru")
 _BUCKET = "soak"
@@ -30,9 +36,6 @@ class Grounds:
     """The servers and directories. A context manager; its end ends the servers.
 
     Any thread may call, but one at a time may restart servers.
-
-    Args:
-        directory: Where everything is put; must exist.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -120,23 +123,13 @@ class Grounds:
         self.s3_proxy.reset_connections()
 
     def s3_used_bytes(self) -> int:
-        """Return what the objects in the bucket took, at least, at some moment of this call; the server must run.
-
-        A listing has several pages, and what is removed meanwhile may be listed with what took its place. So there are
-        two, and only what is in both counts.
-        """
+        """Return what the objects in the bucket take; the server must run."""
         client = self._s3.client()
         try:
-            before, after = (self._objects(client), self._objects(client))
+            pages = client.get_paginator("list_objects_v2").paginate(Bucket=_BUCKET)
+            return sum(entry["Size"] for page in pages for entry in page.get("Contents", ()))
         finally:
             client.close()
-        return sum(size for name, size in before.items() if name in after)
-
-    def _objects(self, client: Any) -> dict[tuple[str, object], int]:  # Any: boto3's
-        """Return the sizes of all objects, by name and time."""
-        pages = client.get_paginator("list_objects_v2").paginate(Bucket=_BUCKET)
-        entries = [entry for page in pages for entry in page.get("Contents", ())]
-        return {(entry["Key"], entry["LastModified"]): entry["Size"] for entry in entries}
 
     def _make_bucket(self) -> None:
         client = self._s3.client()
@@ -144,3 +137,8 @@ class Grounds:
             client.create_bucket(Bucket=_BUCKET)
         finally:
             client.close()
+
+
+def chats(seed: int) -> Iterator[Request]:
+    """Return requests of chats without end, which go on at once and need several times what any tier but s3 holds."""
+    return ChatWorkload(seed=seed, chats=10**9, active_chats=100, turn_blocks=4).requests()

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from enum import Enum
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
+from tests.support.disk_use import occupied_bytes
 from tests.support.races import problems_at_rest
-from tests.support.soak.gauges import Gauges
-from tests.support.soak.grounds import S3_CAPACITY_BYTES, TIERS, Grounds
-from tests.support.soak.holdings import Holdings, growth_problems, left_problems, rise_problems
-from tests.support.soak.probe import Probe
-from tests.support.soak.report import SoakReport, SoakSettings
-from tests.support.soak.run_queue import RunQueue
-from tests.support.soak.second import Neighbour
+from tests.support.soak.grounds import (
+    BLOCK_BYTES,
+    CHATS_SETTINGS,
+    FS_CAPACITY_BYTES,
+    NVME_CAPACITY_BYTES,
+    PRIMARY_BLOCKS,
+    S3_CAPACITY_BYTES,
+    SAMPLE_S,
+    TIERS,
+    Grounds,
+    chats,
+)
+from tests.support.soak.holdings import Holdings, growth_problems, left_problems
+from tests.support.soak.second import SecondProcess
 from tests.support.soak.troubles import Troubles
-from tests.support.soak.workload import CHATS_SETTINGS, SAMPLE_S, STEP_S, chats
 from tiered_kv.counters import count_of
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.workload.replay import replay
@@ -27,62 +38,143 @@ from tiered_kv.workload.tally import Tally
 
 RECOVERY_LIMIT_S = 120.0
 """How long after the last fault every tier must have come to be hit again, and the quarantine be empty."""
+HELD_P99_MAX_S = 0.1
+"""Five times what it was on two processors with fifteen threads of others that were ready to run, 19 ms."""
+LONG_STEP_S = 0.25
+"""The longest took 0.18 s. Calls to a server that is frozen wait for their timeouts, of a second."""
+LONG_STEPS_SHARE_MAX = 0.03
+COUNTED_S_MAX = 1.0
+"""What a long step counts at most: a machine that stands still makes one of them, a scheduler that waits many."""
 _LONGER_MAX_S = 300.0
 """How much longer than it was asked for a soak may take until there were the faults that it was asked for."""
-_PROBE_S = 0.1
-_IDLE_PROBES = 300
+_STEP_S = 0.003
+"""What a step of the model takes, in which the scheduler sleeps and servers and workers run."""
+_PROBLEMS_SHOWN = 20
+_LOOKS = 3
 
 
-def run(
-    settings: SoakSettings,
-    directory: Path,
-    *,
-    should_stop: Callable[[], bool] = lambda: False,
-    on_progress: Callable[[str], None] = lambda line: None,
-) -> SoakReport:
-    """Run one soak; the calling thread is its scheduler's.
+@dataclass(frozen=True, slots=True)
+class SoakSettings:
+    """How a soak goes.
 
     Args:
-        settings: How.
-        directory: An empty directory for everything.
-        should_stop: Asked before every step; the soak ends in good order once it answers True.
-        on_progress: Told a line when something begins.
-
-    Raises:
-        RuntimeError: A server does not start.
+        seconds: How long, until the last fault is switched off; recovery and the end come on top.
+        seed: Decides the chats, the order of faults, and where they strike.
+        warm_s: How long before the first fault.
+        fault_s: How long each fault is on.
+        quiet_s: How long none is on after it.
+        kinds_min: How many kinds of faults there have to be, one of which has struck. On a busy machine each takes
+            longer, so the soak goes on for up to five minutes more until that is so.
     """
+
+    seconds: float
+    seed: int = 0
+    warm_s: float = 10.0
+    fault_s: float = 3.0
+    quiet_s: float = 1.5
+    kinds_min: int = 0
+
+
+@dataclass
+class SoakReport:
+    """What a soak came to.
+
+    Args:
+        seconds: How long it took, servers' start and end left out.
+        verified_blocks: Blocks that came back, and were compared, in both processes.
+        hits: The first process's, by tier.
+        switched: How often each fault was switched on.
+        struck: How often it has hit something, as far as that can be told.
+        corrupt_found: Blocks that tiers found to be corrupt, and did not give out.
+        held_s: Times of the scheduler's steps, without what its thread stood in the run queue.
+        samples: What each process held, every half second.
+        interrupted: Whether it was stopped before its time.
+        problems: What must not have happened, as sentences.
+    """
+
+    seconds: float = 0.0
+    verified_blocks: int = 0
+    hits: dict[str, int] = field(default_factory=dict)
+    switched: dict[str, int] = field(default_factory=dict)
+    struck: dict[str, int] = field(default_factory=dict)
+    corrupt_found: int = 0
+    held_s: array[float] = field(default_factory=lambda: array("d"))
+    samples: list[list[Holdings]] = field(default_factory=list)
+    interrupted: bool = False
+    problems: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """Return it for a person."""
+        return [
+            f"{self.seconds:.0f} s{', interrupted' if self.interrupted else ''}: {self.note()}; hits {self.hits}",
+            f"{len(self.switched)} kinds of faults: {self.switched}; they struck: {self.struck}; "
+            f"{self.corrupt_found} corrupt blocks found by tiers",
+            *(f"a process, first and last: {each[0]}, {each[-1]}" for each in self.samples if each),
+            *(f"PROBLEM: {problem}" for problem in self.problems),
+            f"{len(self.problems)} problems",
+        ]
+
+    def note(self) -> str:
+        """Return it in a few words, for a table."""
+        p99_s, longest_s = np.percentile(self.held_s, (99, 100)) if self.held_s else (0.0, 0.0)
+        return (
+            f"{self.verified_blocks} blocks verified, {sum(self.switched.values())} faults switched, "
+            f"steps without the run queue p99 {1e3 * p99_s:.1f} ms, max {1e3 * longest_s:.0f} ms"
+        )
+
+
+def run(settings: SoakSettings, directory: Path, *, should_stop: Callable[[], bool] = lambda: False) -> SoakReport:
+    """Run one soak in an empty directory; the calling thread is its scheduler's."""
     report = SoakReport()
     with Grounds(directory) as grounds:
         before = Holdings.now(grounds.foreign_descriptors)
         with ExitStack() as undo:
-            neighbours = [Neighbour(grounds, number, settings.seed) for number in range(1, settings.processes)]
-            for neighbour in neighbours:
-                undo.callback(neighbour.kill)
-                neighbour.wait_until_it_runs()
+            second = SecondProcess(grounds.config(1), settings.seed)
+            undo.callback(second.kill)
             with open_stack(grounds.config(0)) as stack:
                 # As engines do once they are loaded: a full collection over what was imported holds the interpreter,
                 # and with it the scheduler, for 0.1 s.
                 gc.collect()
                 gc.freeze()
                 undo.callback(gc.unfreeze)
-                _Soak(settings, grounds, stack, report, should_stop, on_progress).run()
-            for neighbour in neighbours:
-                neighbour.finish(report)
-        report.problems += left_problems(before, lambda: Holdings.now(grounds.foreign_descriptors))
+                _Soak(settings, grounds, stack, report, should_stop).run()
+            verified, samples, problems = second.finish()
+        report.verified_blocks += verified
+        report.samples.append(samples)
+        report.problems += [*problems, *left_problems(before, lambda: Holdings.now(grounds.foreign_descriptors))]
     return report
 
 
-class _Phase(Enum):
-    """What the soak is at."""
+def pace_problems(held_s: Sequence[float], seconds: float) -> list[str]:
+    """Return whether the scheduler waits for something, in a soak of so many seconds, by the times of its steps."""
+    found = []
+    times_s = np.asarray(held_s)
+    if len(times_s) and (p99_s := np.percentile(times_s, 99)) > HELD_P99_MAX_S:
+        found.append(f"one step in a hundred is held for {p99_s:.3f} s or longer, {HELD_P99_MAX_S} s allowed")
+    long_s = float(np.minimum(times_s[times_s > LONG_STEP_S], COUNTED_S_MAX).sum())
+    if long_s > LONG_STEPS_SHARE_MAX * seconds:
+        found.append(
+            f"{long_s:.1f} s of {seconds:.0f} s passed in steps that were held for more than {LONG_STEP_S} s, "
+            f"{LONG_STEPS_SHARE_MAX:.0%} allowed: the scheduler waits for something"
+        )
+    return found
 
-    WARMING = "warming up"
-    FAULTS = "faults"
-    ENDING = "the last fault"
-    RECOVERY = "recovery"
+
+def run_queue_s() -> float:
+    """Return for how long the calling thread has stood ready while others had the processors.
+
+    The second number of schedstat, in nanoseconds (Linux, Documentation/scheduler/sched-stats.rst). Where the kernel
+    does not have it, it is 0, and times are judged as they are.
+    """
+    try:
+        with open("/proc/thread-self/schedstat", encoding="ascii") as schedstat:
+            return int(schedstat.read().split()[1]) / 1e9
+    except OSError:
+        return 0.0
 
 
 class _Soak:
-    """The phases of a soak, on the scheduler's thread: idle, warming up, faults, recovery."""
+    """The phases of a soak, on the scheduler's thread: warming up, faults, the end of the last one, recovery."""
 
     def __init__(
         self,
@@ -91,38 +183,28 @@ class _Soak:
         stack: Stack,
         report: SoakReport,
         should_stop: Callable[[], bool],
-        on_progress: Callable[[str], None],
     ) -> None:
         self._settings = settings
         self._grounds = grounds
         self._stack = stack
         self._report = report
         self._asked_to_stop = should_stop
-        self._on_progress = on_progress
-        self._gauges = Gauges(grounds, stack.manager, settings.processes)
-        self._probe = Probe(stack)
         self._troubles = Troubles(
             grounds, settings.seed, fault_s=settings.fault_s, quiet_s=settings.quiet_s, on_quiet=self._look_at_bucket
         )
         self._stopper = threading.Thread(target=self._troubles.stop, name="soak-stopper")
-        self._run_queue = RunQueue()
-        self._queued_s = 0.0
-        self._phase = _Phase.WARMING
+        self._samples: list[Holdings] = []
+        self._queued_s = run_queue_s()
+        self._phase = self._warm
         self._hits_then: Mapping[str, int] = {}
-        self._begun_s = self._sampled_s = self._probed_s = self._recovery_begun_s = 0.0
+        self._begun_s = time.monotonic()
+        self._recovery_begun_s = 0.0
         self._is_over = False
 
     def run(self) -> None:
         """Do all of it, and fill the report."""
-        report, manager = self._report, self._stack.manager
-        for _ in range(_IDLE_PROBES):
-            seconds, cpu_s = self._probe.step()
-            report.idle_probe.add(seconds)
-            report.pace.idle_cpu.add(cpu_s)
-            time.sleep(STEP_S)  # as between those under load
-        self._begun_s = time.monotonic()
-        self._queued_s = self._run_queue.waited_s()
-        self._begin(_Phase.WARMING)
+        report, manager, troubles = self._report, self._stack.manager, self._troubles
+        print("warming up", flush=True)
         try:
             replayed = replay(
                 manager,
@@ -133,31 +215,24 @@ class _Soak:
                 on_progress=self._after_step,
             )
         finally:
-            self._troubles.stop()
+            troubles.stop()
             if self._stopper.is_alive():
                 self._stopper.join()
-            self._probe.close()
-            self._run_queue.close()
         report.seconds = time.monotonic() - self._begun_s
-        for problem in problems_at_rest(manager):
-            self._gauges.note(problem)
-        self._gauges.sample()
-        report.samples[0] = self._gauges.samples
-        report.problems += growth_problems(self._gauges.samples, "first")
-        report.problems += rise_problems(self._gauges.samples, "first")
-        report.problems += report.pace.problems(report.seconds)
-        report.requests, report.hits = replayed.requests, dict(replayed.hits)
+        report.problems += problems_at_rest(manager)
+        self._sample()
+        report.samples.append(self._samples)
+        report.problems += growth_problems(self._samples) + pace_problems(report.held_s, report.seconds)
+        report.hits = dict(replayed.hits)
         report.verified_blocks += replayed.verified_blocks
         for block in replayed.corrupt:
-            self._gauges.note(f"block {block.hash_id} from {block.tier} is wrong from byte {block.offset} on")
-        if self._troubles.error is not None:
-            self._gauges.note(f"the faults ended with {self._troubles.error!r}")
-        report.switched, report.struck = dict(self._troubles.switched), dict(self._troubles.struck)
-        counted = manager.counters().values()
-        report.corrupt_found = sum(count_of(counters, "tier", "corrupt_blocks_total") for counters in counted)
-        limits = self._gauges.limits
-        report.late_s_max, report.held_up_s_max = limits.late_s_max, limits.held_up_s_max
-        report.problems += self._gauges.problems
+            self._note(f"block {block.hash_id} from {block.tier} is wrong from byte {block.offset} on")
+        if troubles.error is not None:
+            self._note(f"the faults ended with {troubles.error!r}")
+        report.switched, report.struck = dict(troubles.switched), dict(troubles.struck)
+        report.corrupt_found = sum(
+            count_of(counters, "tier", "corrupt_blocks_total") for counters in manager.counters().values()
+        )
 
     def _should_stop(self) -> bool:
         if self._asked_to_stop():
@@ -166,65 +241,72 @@ class _Soak:
         return self._is_over
 
     def _after_step(self, tally: Tally) -> None:
-        queued_s, self._queued_s = self._queued_s, self._run_queue.waited_s()
-        for seconds in tally.step_s:
-            self._report.steps.add(seconds)
-            self._report.pace.add_step(seconds, self._queued_s - queued_s)
+        queued_s, self._queued_s = self._queued_s, run_queue_s()
+        self._report.held_s.extend(max(0.0, seconds - (self._queued_s - queued_s)) for seconds in tally.step_s)
         del tally.step_s[:]  # they would be kept for ever
         now_s = time.monotonic()
-        if now_s - self._probed_s >= _PROBE_S:
-            self._probed_s = now_s
-            seconds, cpu_s = self._probe.step()
-            self._report.busy_probe.add(seconds)
-            self._report.pace.busy_cpu.add(cpu_s)
-        if now_s - self._sampled_s >= SAMPLE_S:
-            self._sampled_s = now_s
-            self._gauges.sample()
-            self._move_on(tally, now_s - self._begun_s)
-        time.sleep(STEP_S)
+        if not self._samples or now_s - self._samples[-1].at_s >= SAMPLE_S:
+            self._sample()
+            self._phase(tally, now_s - self._begun_s)
+        time.sleep(_STEP_S)
 
-    def _move_on(self, tally: Tally, after_s: float) -> None:
-        """Go to the next phase when it is time."""
-        match self._phase:
-            case _Phase.WARMING:
-                if after_s >= self._settings.warm_s:
-                    self._begin(_Phase.FAULTS)
-                    self._troubles.start()
-            case _Phase.FAULTS:
-                if self._has_had_faults(after_s) or self._troubles.error is not None:
-                    self._begin(_Phase.ENDING)
-                    # Not on this thread: the scheduler goes on while the last fault is switched off.
-                    self._stopper.start()
-            case _Phase.ENDING:
-                if not self._stopper.is_alive():
-                    self._begin(_Phase.RECOVERY)
-                    self._hits_then, self._recovery_begun_s = dict(tally.hits), after_s
-            case _Phase.RECOVERY:
-                self._recover(tally, after_s)
+    # The phases: each is called at every sample, and begins the next when it is time.
 
-    def _has_had_faults(self, after_s: float) -> bool:
+    def _warm(self, tally: Tally, after_s: float) -> None:
+        if after_s >= self._settings.warm_s:
+            self._troubles.start()
+            self._phase = self._fail
+
+    def _fail(self, tally: Tally, after_s: float) -> None:
         settings, troubles = self._settings, self._troubles
-        if after_s < settings.seconds:
-            return False
         is_enough = len(troubles.switched) >= settings.kinds_min and (not settings.kinds_min or troubles.struck)
-        return bool(is_enough) or after_s >= settings.seconds + _LONGER_MAX_S
+        is_late = after_s >= settings.seconds + _LONGER_MAX_S
+        if (after_s >= settings.seconds and (is_enough or is_late)) or troubles.error is not None:
+            self._stopper.start()  # not on this thread: the scheduler goes on while the last fault is switched off
+            self._phase = self._end_fault
 
-    def _begin(self, phase: _Phase) -> None:
-        self._phase = phase
-        self._on_progress(phase.value)
+    def _end_fault(self, tally: Tally, after_s: float) -> None:
+        if not self._stopper.is_alive():
+            self._hits_then, self._recovery_begun_s = dict(tally.hits), after_s
+            self._phase = self._recover
 
     def _recover(self, tally: Tally, after_s: float) -> None:
         """End the soak once every tier is hit again, and nothing is in quarantine."""
         quiet = [name for name in TIERS if tally.hits[name] == self._hits_then[name]]
-        counters = self._stack.manager.counters()
+        counters = self._stack.counters()
         held = [name for name in TIERS if counters[name].get("quarantined_bytes")]
         self._is_over = not quiet and not held
         if not self._is_over and after_s - self._recovery_begun_s > RECOVERY_LIMIT_S:
-            self._gauges.note(f"{RECOVERY_LIMIT_S} s after the faults: no hits in {quiet}, quarantine in {held}")
+            self._note(f"{RECOVERY_LIMIT_S} s after the faults: no hits in {quiet}, quarantine in {held}")
             self._is_over = True
+
+    # What is looked at.
+
+    def _sample(self) -> None:
+        grounds = self._grounds
+        self._samples.append(Holdings.now(grounds.foreign_descriptors))
+        for process in range(2):
+            self._look_at(grounds.nvme_directory(process), NVME_CAPACITY_BYTES)
+        self._look_at(grounds.fs_directory, FS_CAPACITY_BYTES)
+        for name, counters in self._stack.counters().items():
+            jobs, held = counters.get("jobs_in_flight", 0), counters.get("quarantined_bytes", 0)
+            if jobs > PRIMARY_BLOCKS or held > PRIMARY_BLOCKS * BLOCK_BYTES:  # a job pins one block at least
+                self._note(f"{name} has {jobs} jobs in flight and {held} bytes in quarantine")
+
+    def _look_at(self, path: Path, capacity_bytes: int) -> None:
+        """Note a directory that is beyond its capacity at each look: one look may count what goes with what comes."""
+        used_bytes = [occupied_bytes(path)]
+        while min(used_bytes) > capacity_bytes and len(used_bytes) < _LOOKS:
+            used_bytes.append(occupied_bytes(path))
+        if min(used_bytes) > capacity_bytes:
+            self._note(f"{os.path.basename(path)} occupies {min(used_bytes)} of {capacity_bytes} bytes")
 
     def _look_at_bucket(self) -> None:
         """Called by the faults' thread."""
         used_bytes = self._grounds.s3_used_bytes()
         if used_bytes > 2 * S3_CAPACITY_BYTES:  # a sweep is made every two seconds; until then it may be exceeded
-            self._gauges.note(f"the bucket holds {used_bytes} of {S3_CAPACITY_BYTES} bytes")
+            self._note(f"the bucket holds {used_bytes} of {S3_CAPACITY_BYTES} bytes")
+
+    def _note(self, problem: str) -> None:
+        if len(self._report.problems) < _PROBLEMS_SHOWN:
+            self._report.problems.append(problem)  # by any thread: one operation of the interpreter

@@ -19,20 +19,7 @@ _STRIKING = ("stalled", "cut", "flipped", "reset")
 
 
 class Troubles:
-    """A thread that switches faults.
-
-    Args:
-        grounds: What they befall.
-        seed: Decides their order, and the bytes that are hit.
-        fault_s: How long each is on.
-        quiet_s: How long none is on after it.
-        on_quiet: Called at the end of each quiet time, on this thread, with every server running.
-
-    Attributes:
-        switched: How often each fault was switched on, by name.
-        struck: How often each has hit something, as far as that can be told.
-        error: What has ended the thread before its time; None if nothing has.
-    """
+    """A thread that switches faults."""
 
     def __init__(
         self, grounds: Grounds, seed: int, *, fault_s: float, quiet_s: float, on_quiet: Callable[[], None]

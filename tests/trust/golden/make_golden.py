@@ -18,23 +18,23 @@ import json
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.support.doors import RedisDoor, S3Door
+from tests.support.places import Place
 from tiered_kv.testing.redis_servers import RedisServer
-from tiered_kv.testing.rig import Content, OpenTier, TierRig, block_content, compressible_content, make_keys
-from tiered_kv.testing.s3_servers import start_moto
+from tiered_kv.testing.rig import Content, block_content, compressible_content, make_keys
+from tiered_kv.testing.s3_servers import S3Server, start_moto
 from tiered_kv.tiering.base import TierSpec
-from tiered_kv.tiering.keyed_names import KeyedNames
 
 VERSION = 1
-BLOCK_BYTES = 512
-SPEC = TierSpec("golden", BLOCK_BYTES, bytes(range(16)), {"model": "golden", "tenant": "ä"})
+SPEC = TierSpec("golden", 512, bytes(range(16)), {"model": "golden", "tenant": "ä"})
 ENCRYPTION = {"keys": {7: "a7" * 32}, "write_key": 7}
 NAME_KEY = bytes(range(32))
+SMALL: Mapping[str, Mapping[str, object]] = {"nvme": {"capacity": "1MiB", "segment": "32KiB"}}
+"""Settings by the tier's type, so that little is stored."""
 
 
 class Form(NamedTuple):
@@ -58,112 +58,44 @@ FORMS = {
     ),
     "keyed": Form({"raw": block_content}, {}, has_names=True),
 }
-_OF_PROCESSES = ("/lock", "/sweep", "/owners/", "/grants/")
 
 
 def main(names: list[str]) -> int:
-    makers: dict[str, Callable[[Path, ExitStack, Form], Mapping[str, bytes]]] = {
-        "nvme": of_nvme,
-        "fs": of_fs,
-        "redis": of_redis,
-        "s3": of_s3,
-    }
     for name in names:
         tier, _, form = name.partition("-")
-        with tempfile.TemporaryDirectory() as directory, ExitStack() as closing:
-            stored = makers[tier](Path(directory), closing, FORMS[form])
-            texts = {each: base64.b64encode(zlib.compress(data, 9)).decode() for each, data in sorted(stored.items())}
+        stored = made(tier, FORMS[form])
+        texts = {each: base64.b64encode(zlib.compress(data, 9)).decode() for each, data in sorted(stored.items())}
         path = Path(__file__).parent / f"{name}-v{VERSION}.json"
         path.write_text(json.dumps(texts, indent=1) + "\n")
         print(f"{path}: {len(stored)} names")
     return 0
 
 
-def of_nvme(path: Path, closing: ExitStack, form: Form) -> Mapping[str, bytes]:
-    from tiered_kv_nvme.settings import NvmeSettings
-    from tiered_kv_nvme.tier import NvmeTier
+def made(tier: str, form: Form) -> dict[str, bytes]:
+    """Store four blocks with each codec, in a bucket after a reset; return what the storage holds then."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as closing:
 
-    def opener(codec: str) -> OpenTier:
-        entry = {"path": str(path / "kv"), "capacity": "1MiB", "segment": "32KiB", "codec": codec, **form.settings}
-        return lambda spec, view: NvmeTier(spec, view, "nvme", NvmeSettings.model_validate(entry))
+        def started(fixture: str) -> RedisServer | S3Server:
+            if fixture == "moto_server":
+                moto = start_moto()
+                closing.callback(moto.stop)
+                return moto
+            redis = RedisServer(Path(folder))
+            redis.start()
+            closing.callback(redis.kill)
+            return redis
 
-    _store(opener, form)
-    return {name: data for name, data in _files(path / "kv").items() if not _is_empty_segment(name, data)}
-
-
-def of_fs(path: Path, closing: ExitStack, form: Form) -> Mapping[str, bytes]:
-    from tiered_kv_fs.settings import FsSettings
-    from tiered_kv_fs.tier import FsTier
-
-    def opener(codec: str) -> OpenTier:
-        entry = {"path": str(path / "kv"), "capacity": "8MiB", "codec": codec, **form.settings}
-        return lambda spec, view: FsTier(spec, view, "fs", FsSettings.model_validate(entry))
-
-    _store(opener, form)
-    return _files(path / "kv")
-
-
-def of_redis(path: Path, closing: ExitStack, form: Form) -> Mapping[str, bytes]:
-    from tiered_kv_redis.settings import RedisSettings
-    from tiered_kv_redis.tier import RedisTier
-
-    server = RedisServer(path)
-    server.start()
-    closing.callback(server.kill)
-
-    def opener(codec: str) -> OpenTier:
-        entry = {"url": server.url, "codec": codec, **form.settings}
-        return lambda spec, view: RedisTier(spec, view, "redis", RedisSettings.model_validate(entry))
-
-    _store(opener, form)
-    return RedisDoor(server, SPEC.namespace_digest).snapshot()
-
-
-def of_s3(path: Path, closing: ExitStack, form: Form) -> Mapping[str, bytes]:
-    from tiered_kv_s3.settings import S3Settings
-    from tiered_kv_s3.tier import S3Tier
-
-    server = start_moto()
-    closing.callback(server.stop)
-    bucket = server.make_bucket()
-
-    def opener(codec: str) -> OpenTier:
-        entry = server.settings(bucket, codec=codec, prefix="kv", **form.settings)
-        return lambda spec, view: S3Tier(spec, view, "s3", S3Settings.model_validate(entry))
-
-    _store(opener, form, resets=True)
-    door = S3Door(server, bucket, "kv", SPEC.namespace_digest)
-    closing.callback(door.close)
-    return {name: data for name, data in door.snapshot().items() if not any(each in name for each in _OF_PROCESSES)}
-
-
-def _store(opener: Callable[[str], OpenTier], form: Form, *, resets: bool = False) -> None:
-    """Store four blocks with each codec, after a reset where that leaves something to be seen."""
-    for number, (codec, content) in enumerate(form.codecs.items()):
-        open_tier = with_names(opener(codec)) if form.has_names else opener(codec)
-        rig = TierRig(open_tier, num_blocks=16, block_bytes=BLOCK_BYTES, wait_s=60.0, spec=SPEC, content=content)
-        try:
-            if resets and not number:
+        place = Place(tier, Path(folder), started, closing)
+        name_key = NAME_KEY if form.has_names else None
+        for number, (codec, content) in enumerate(form.codecs.items()):
+            settings = {**SMALL.get(tier, {}), "codec": codec, **form.settings}
+            rig = place.open(SPEC, content, num_blocks=16, name_key=name_key, **settings)
+            if tier == "s3" and not number:
                 assert rig.tier.reset_cache()
             assert rig.store(make_keys(4, f"golden {codec}")).success
-        finally:
-            rig.close()
-
-
-def with_names(open_tier: OpenTier) -> OpenTier:
-    """Return what opens the same tier, which is told names in place of keys."""
-    return lambda spec, view: KeyedNames(open_tier(spec, view), NAME_KEY)
-
-
-def _files(directory: Path) -> dict[str, bytes]:
-    files = {str(path.relative_to(directory)): path for path in directory.rglob("*") if path.is_file()}
-    return {
-        name: path.read_bytes() for name, path in files.items() if not any(each in f"/{name}" for each in _OF_PROCESSES)
-    }
-
-
-def _is_empty_segment(name: str, data: bytes) -> bool:
-    return name.startswith("segment-") and b"TKVNBAT1" not in data
+            rig.tier.shutdown()
+        stored = place.stored(rig)
+    return {name: data for name, data in stored.items() if not name.startswith("segment-") or b"TKVNBAT1" in data}
 
 
 if __name__ == "__main__":
