@@ -31,9 +31,11 @@ class BlockingFourMethodTier(FourMethodTier):
         self.open.set()
         self.calls: list[str] = []
         self.can_reset = False
+        self.before_lookup: Callable[[OffloadKey], object] = lambda key: None
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         self._pass("lookup")
+        self.before_lookup(key)
         return super().lookup(key, req_context)
 
     def submit_store(self, job_metadata: JobMetadata) -> None:
@@ -169,6 +171,26 @@ def test_a_lookup_that_hangs_is_a_miss_and_a_failure_in_time(
     assert tier.lookup_failures == 1
     inner.open.set()
     assert answer(tier, key, ReqContext("b")) is True
+
+
+def test_an_answer_does_not_wait_for_a_later_lookup_that_hangs(
+    open_tier: Callable[..., IsolatedTier], inner: BlockingFourMethodTier, clock: ManualClock
+) -> None:
+    tier, (first, second) = open_tier(1.0, clock), keys(1, 2)
+    may_end = threading.Event()
+    inner.blocks[first] = bytes(64)
+    has_ended: list[bool] = []
+    inner.before_lookup = lambda key: key == second and has_ended.append(may_end.wait(WAIT_S / 3))  # type: ignore[func-returns-value]  # append returns None
+    inner.open.clear()
+    tier.submit_store(job(1, keys(3)))
+    eventually(lambda: "submit_store" in inner.calls)
+    assert tier.lookup_many([first, second], ReqContext("a")) == [None, None]
+    inner.open.set()
+    try:
+        assert answer(tier, first, ReqContext("a")) is True
+        assert not has_ended
+    finally:
+        may_end.set()
 
 
 def test_a_lookup_that_raises_is_a_miss_and_a_failure(

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.wrapper import WrapperTier
-from tiered_kv.toolkit.lookups import BatchedLookups
+from tiered_kv.toolkit.lookups import BatchedLookups, Probe
 
 POLL_INTERVAL_S = 0.001
 """How often the tier is polled while it has jobs."""
@@ -205,15 +205,15 @@ class IsolatedTier(WrapperTier):
     def _answer(self) -> None:
         self._has_probe = False
         while (probe := self._lookups.take()) is not None:
-            answers: list[bool | None] = []
-            for key, req_context in zip(probe.keys, probe.req_contexts, strict=True):
+            for question in probe.questions:
                 self._do_urgent()  # lookups may be slow, and loads go first
+                answer: bool | None = False
                 try:
-                    answers.append(self.inner.lookup(key, req_context))
+                    answer = self.inner.lookup(question.key, question.req_context)
                 except BaseException:
                     self._lookup_exceptions += 1
-                    answers.append(False)
-            self._lookups.answer(probe, answers)
+                # Each at once: the next may be slow.
+                self._lookups.answer(Probe([question.key], probe.deadline, [question]), [answer])
 
     def _begin(self, submit: Callable[[JobMetadata], None], job: JobMetadata) -> None:
         reason = ""
