@@ -193,6 +193,26 @@ def test_an_answer_does_not_wait_for_a_later_lookup_that_hangs(
         may_end.set()
 
 
+def test_jobs_are_reported_while_one_lookup_follows_the_other(
+    open_tier: Callable[..., IsolatedTier], inner: BlockingFourMethodTier, clock: ManualClock
+) -> None:
+    tier = open_tier(1.0, clock)
+    has_begun, may_end = threading.Semaphore(0), threading.Semaphore(0)
+    inner.before_lookup = lambda key: has_begun.release() or may_end.acquire(timeout=WAIT_S)  # type: ignore[func-returns-value]  # release returns None
+    tier.lookup(keys(0)[0], ReqContext("a"))
+    tier.submit_load(job(1, keys(99), is_promotion=True))
+    reported: list[JobResult] = []
+    try:
+        for number in range(1, 20):
+            assert has_begun.acquire(timeout=WAIT_S)
+            tier.lookup(keys(number)[0], ReqContext("a"))
+            may_end.release()
+            reported += tier.get_finished()
+        assert reported
+    finally:
+        may_end.release(100)
+
+
 def test_a_lookup_that_raises_is_a_miss_and_a_failure(
     tier: IsolatedTier, inner: BlockingFourMethodTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:

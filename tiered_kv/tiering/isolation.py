@@ -203,17 +203,21 @@ class IsolatedTier(WrapperTier):
             self._attempt(self._urgent.popleft())
 
     def _answer(self) -> None:
+        """Look up what has gathered, one probe a round: jobs are not to wait until nobody asks any more."""
         self._has_probe = False
-        while (probe := self._lookups.take()) is not None:
-            for question in probe.questions:
-                self._do_urgent()  # lookups may be slow, and loads go first
-                answer: bool | None = False
-                try:
-                    answer = self.inner.lookup(question.key, question.req_context)
-                except BaseException:
-                    self._lookup_exceptions += 1
-                # Each at once: the next may be slow.
-                self._lookups.answer(Probe([question.key], probe.deadline, [question]), [answer])
+        probe = self._lookups.take()
+        if probe is None:
+            return
+        for question in probe.questions:
+            self._do_urgent()  # lookups may be slow, and loads go first
+            answer: bool | None = False
+            try:
+                answer = self.inner.lookup(question.key, question.req_context)
+            except BaseException:
+                self._lookup_exceptions += 1
+            # Each at once: the next may be slow.
+            self._lookups.answer(Probe([question.key], probe.deadline, [question]), [answer])
+        self._has_probe = True  # `take` has to be called until it returns None
 
     def _begin(self, submit: Callable[[JobMetadata], None], job: JobMetadata) -> None:
         reason = ""
