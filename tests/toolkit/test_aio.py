@@ -334,6 +334,19 @@ def test_a_lookup_that_hangs_is_a_miss_and_the_next_is_served(make_stage: MakeSt
     wait_until(lambda: stage.rig.lookup(key, ReqContext(f"request at {time.monotonic()}")))
 
 
+def test_a_lookup_is_told_who_asks_for_each_key(make_stage: MakeStage) -> None:
+    stage = make_stage()
+    told: list[str] = []
+
+    async def note(operation: str, keys: Sequence[OffloadKey]) -> None:
+        if operation == "lookup":
+            told.extend(stage.tier.probe_req_ids)
+
+    stage.tier.before = note
+    assert stage.rig.lookup(make_keys(1)[0], ReqContext("somebody")) is False
+    assert told == ["somebody"]
+
+
 def test_shutdown_cancels_what_hangs_and_closes(make_stage: MakeStage) -> None:
     stage = make_stage(shutdown_timeout_s=0.5)
     stage.rig.store(make_keys(1))

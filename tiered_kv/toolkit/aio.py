@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from tiered_kv.base import OffloadKey
 from tiered_kv.tiering.step import give_way
 from tiered_kv.toolkit.jobs import Outcome, Part, checked_answers, checked_outcome
-from tiered_kv.toolkit.queued import PART_DEADLINE, QueuedTier, block_bytes_of
+from tiered_kv.toolkit.queued import PART_DEADLINE, PROBE_REQ_IDS, QueuedTier, block_bytes_of
 
 T = TypeVar("T")
 
@@ -215,6 +215,7 @@ class AsyncTier(QueuedTier):
         while (probe := self._batched_lookups.take()) is not None:
             answers = [False] * len(probe.keys)
             PART_DEADLINE.set(probe.deadline)
+            PROBE_REQ_IDS.set([req_context.req_id for req_context in probe.req_contexts])
             timeout = asyncio.timeout_at(probe.deadline)
             try:
                 async with timeout:
