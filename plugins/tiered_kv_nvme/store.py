@@ -152,6 +152,8 @@ class SegmentStore:
 
     def store(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], epoch: int | None = None) -> Outcome:
         """Store blocks, leaving out those that are here; see `BatchWriter.store`."""
+        if self._forgotten:  # there may have been no thread for the reset
+            self._noting.ask()
         return self._writer.store(keys, blocks, self._pool.epoch if epoch is None else epoch)
 
     def load(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:

@@ -218,6 +218,20 @@ def test_a_reset_whose_write_fails_holds_in_memory_and_is_written_later(
     assert bench.get(bench.open(), old + new) == set(new)
 
 
+def test_a_reset_that_found_no_thread_is_written_at_the_next_store(
+    bench: StoreBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    store = bench.open()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        store.reset()
+    bench.put(store, make_keys(1))
+    bench.wait_until(lambda: f"{store.epoch:016x}".encode() in (bench.path / "epoch").read_bytes())
+
+
 def test_a_reset_does_not_wait_for_a_file_system_that_hangs(bench: StoreBench, monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on = threading.Event()
     write = os.pwrite
