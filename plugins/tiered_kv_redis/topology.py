@@ -11,7 +11,7 @@ from typing import Any
 
 from redis import Redis
 from redis.connection import ConnectionPool
-from redis.crc import key_slot
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
 from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv_redis.endpoint import pool_options, sentinel_options
@@ -183,7 +183,8 @@ def masters_of(ranges: Sequence[Any], member: Address) -> dict[int, Address]:  #
     for first, last, (host, port, *_), *_ in ranges:
         if port:
             name = member.host if host in (None, b"", b"?") else host.decode()
-            masters.update(dict.fromkeys(range(first, last + 1), Address(name, port)))
+            slots = range(max(first, 0), min(last + 1, REDIS_CLUSTER_HASH_SLOTS))  # whatever a member makes up
+            masters.update(dict.fromkeys(slots, Address(name, port)))
     return masters
 
 

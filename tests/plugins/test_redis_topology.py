@@ -36,6 +36,10 @@ def test_a_cluster_s_map_is_read() -> None:
         assert masters_of([[0, 0, [unknown, 7003]]], MEMBER) == {0: Address("10.0.0.9", 7003)}
 
 
+def test_slots_that_no_cluster_has_take_no_memory() -> None:
+    assert set(masters_of([[-(10**6), 10**6, NODE]], MEMBER)) == set(range(16_384))
+
+
 @pytest.mark.parametrize(
     ("ranges", "slots"),
     [
