@@ -138,7 +138,11 @@ class Account:
             return self._fetch
         fetch: Future[Credentials] = Future()
         name = f"tiered-kv-{self._tier}-credentials"
-        threading.Thread(target=self._run_fetch, args=(self._session, fetch), name=name, daemon=True).start()
+        try:
+            threading.Thread(target=self._run_fetch, args=(self._session, fetch), name=name, daemon=True).start()
+        except RuntimeError:  # no thread to be had: the next request tries again
+            fetch.set_exception(self._error("no thread can be had that asks for credentials"))
+            return fetch
         self._fetch, self._fetched_s = fetch, time.monotonic()
         return fetch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import cast
@@ -9,9 +10,10 @@ from typing import cast
 import pytest
 from pydantic import ValidationError
 
-from tiered_kv.errors import TierError
+from tiered_kv.errors import TierError, TierUnavailableError
 from tiered_kv.hooks import TierPlugins
 from tiered_kv.testing.rig import make_keys
+from tiered_kv_s3.account import Account
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import Control, Listed
 from tiered_kv_s3.counters import Counters
@@ -26,6 +28,20 @@ FIRST_EPOCH = "0123456789abcdef"
 
 def soon() -> float:
     return time.monotonic() + 10.0
+
+
+def test_credentials_that_no_thread_can_ask_for_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "key")
+    account = Account(S3Settings(type="s3", bucket="kv"), "s3")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(TierUnavailableError, match="no thread"):
+            account.credentials(soon())
+    assert account.credentials(soon()).access_key_id == "id"
 
 
 def test_names_are_ours_only_if_all_of_them_is() -> None:
