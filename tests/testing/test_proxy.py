@@ -207,8 +207,8 @@ def test_a_server_that_is_not_there_resets_the_client() -> None:
         nobody.bind(("127.0.0.1", 0))
         with FaultProxy(nobody.getsockname()) as proxy:
             with (
-                socket.create_connection((proxy.host, proxy.port), timeout=10) as client,
                 pytest.raises(ConnectionResetError),
+                socket.create_connection((proxy.host, proxy.port), timeout=10) as client,
             ):
                 client.recv(1)
             assert proxy.counts()["server_refused"] == 1

@@ -16,20 +16,53 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import struct
 import threading
-from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
-from functools import partial
-from types import TracebackType
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Final, Self, TypeVar
-
-from tiered_kv.testing.proxied import NO_FAULTS, Connection, Direction, Faults, cancel
-
-__all__ = ["NO_FAULTS", "Direction", "FaultProxy", "Faults"]
 
 T = TypeVar("T")
 
 _CALL_TIMEOUT_S: Final = 60.0
+_CHUNK_BYTES: Final = 64 << 10
+_CHUNKS_ON_THE_WAY_MAX: Final = 64
+_PACE_S: Final = 0.01
+_LINGER_RESET: Final = struct.pack("ii", 1, 0)  # closing sends RST instead of FIN; socket(7)
+_COUNTS: Final = ("connections", "server_refused", "bytes_to_server", "bytes_to_client")
+_COUNTS_OF_FAULTS: Final = ("stalled", "cut", "flipped", "reset", "half_closed", "broken")
+
+
+class Direction(Enum):
+    """Which way bytes go."""
+
+    TO_SERVER = "to_server"
+    TO_CLIENT = "to_client"
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """What is done to the bytes of one direction. Offsets count from when the faults are set, on each connection.
+
+    Args:
+        latency_s: How much later each byte arrives; the bandwidth stays what it was.
+        bytes_per_s: The bandwidth of each connection; None for all there is.
+        stalls: Bytes are taken, and do not arrive until this is switched off.
+        cut_after_bytes: The connection ends when so many bytes have arrived; a new one ends likewise.
+        cut_by_reset: It ends by RST in place of FIN. (TCP itself answers with RST who goes on sending after a FIN.)
+        flip_at_byte: The lowest bit of the byte at this offset is flipped.
+    """
+
+    latency_s: float = 0.0
+    bytes_per_s: float | None = None
+    stalls: bool = False
+    cut_after_bytes: int | None = None
+    cut_by_reset: bool = False
+    flip_at_byte: int | None = None
+
+
+NO_FAULTS: Final = Faults()
 
 
 class FaultProxy:
@@ -49,24 +82,21 @@ class FaultProxy:
         self.server = server
         self.host = "127.0.0.1"
         self._faults: dict[Direction, Faults] = dict.fromkeys(Direction, NO_FAULTS)
-        self._counts: Counter[str] = Counter()
-        self._listener = _bound_socket(self.host, 0)
-        self.port: int = self._listener.getsockname()[1]
+        self._counts = dict.fromkeys(_COUNTS + _COUNTS_OF_FAULTS, 0)
+        self._bound = _bound_socket(self.host, 0)
+        self.port: int = self._bound.getsockname()[1]
         self._loop = asyncio.new_event_loop()
         # Owned by the loop's thread.
-        self._connections: set[Connection] = set()
-        self._accepting: asyncio.Task[None] | None = None
-        self._is_open = True
+        self._connections: set[_Connection] = set()
+        self._listener: asyncio.Server | None = None
         self._thread = threading.Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
         self._thread.start()
-        self._call(self._set_refusing(False))
+        self.refuse_connections(False)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -101,15 +131,10 @@ class FaultProxy:
         """Return what was done so far.
 
         `connections`, `server_refused`, `bytes_to_server`, `bytes_to_client` (that were passed on), `stalled`, `cut`,
-        `flipped` (once a connection and setting), `reset` and `half_closed` (once a connection).
+        `flipped` (once a connection and setting), `reset`, `half_closed` (once a connection), and `broken`: one
+        end reset the connection.
         """
-
-        async def copy() -> dict[str, int]:
-            return dict(self._counts)
-
-        names = ("connections", "server_refused", "bytes_to_server", "bytes_to_client")
-        kinds = ("stalled", "cut", "flipped", "reset", "half_closed")
-        return {**dict.fromkeys(names + kinds, 0), **self._call(copy())}
+        return dict(self._counts)
 
     @property
     def open_connections(self) -> int:
@@ -119,11 +144,11 @@ class FaultProxy:
     @property
     def is_refusing(self) -> bool:
         """Whether new connections are refused."""
-        return self._accepting is None
+        return self._listener is None
 
     def refuse_connections(self, refuses: bool = True) -> None:
         """Have new connections refused, or taken again; the port stays ours. Those that are open stay open."""
-        self._call(self._set_refusing(refuses))
+        self._call(self._refuse(refuses))
 
     def reset_connections(self) -> None:
         """End every connection by RST, on both sides."""
@@ -135,9 +160,8 @@ class FaultProxy:
 
     def close(self) -> None:
         """End every connection and the thread. A second call does nothing."""
-        if not self._is_open:
+        if self._loop.is_closed():
             return
-        self._is_open = False
         self._call(self._stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CALL_TIMEOUT_S)
@@ -148,46 +172,181 @@ class FaultProxy:
 
     # The loop's thread.
 
-    async def _set_refusing(self, refuses: bool) -> None:
-        await cancel(self._accepting)
-        self._accepting = None
-        self._listener.close()
+    async def _refuse(self, refuses: bool) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        self._bound.close()
         # A socket that does not listen keeps the port, and refuses.
-        self._listener = _bound_socket(self.host, self.port)
+        self._bound = _bound_socket(self.host, self.port)
         if not refuses:
-            self._listener.listen(128)
-            self._accepting = self._loop.create_task(self._accept())
+            self._listener = await asyncio.start_server(self._accept, sock=self._bound)
 
-    async def _accept(self) -> None:
-        while True:
-            accepting = asyncio.ensure_future(self._loop.sock_accept(self._listener))
-            try:
-                client, _ = await asyncio.shield(accepting)
-            except asyncio.CancelledError:
-                if not accepting.cancel():  # it has come, and nobody takes it any more
-                    with contextlib.suppress(OSError):
-                        accepting.result()[0].close()
-                raise
-            client.setblocking(False)
-            self._counts["connections"] += 1
-            connection = Connection(client, self._faults, self._counts)
-            self._connections.add(connection)
-            connection.task = self._loop.create_task(connection.run(self.server))
-            connection.task.add_done_callback(partial(self._forget, connection))
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._counts["connections"] += 1
+        connection = _Connection(reader, writer, self._faults, self._counts)
+        connection.task = self._loop.create_task(connection.run(self.server))
+        self._connections.add(connection)
 
-    def _forget(self, connection: Connection, _: asyncio.Task[None]) -> None:
-        self._connections.discard(connection)
+        def forget(_: asyncio.Task[None]) -> None:
+            connection.close()  # here: a task that is cancelled before it has begun closes nothing itself
+            self._connections.discard(connection)
 
-    async def _for_each(self, act: Callable[[Connection], None]) -> None:
+        connection.task.add_done_callback(forget)
+
+    async def _for_each(self, act: Callable[[_Connection], None]) -> None:
         for connection in list(self._connections):
             act(connection)
 
     async def _stop(self) -> None:
-        await cancel(self._accepting)
-        self._listener.close()
-        for connection in list(self._connections):
-            await cancel(connection.task)
-            connection.close()  # a task that is cancelled before it has begun closes nothing itself
+        await self._refuse(True)
+        self._bound.close()
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:  # again: one may have just been accepted
+            await self._for_each(lambda connection: connection.cancel())
+            await asyncio.wait(others)
+
+
+class _Connection:
+    """A client's connection, and the one to the server that belongs to it."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        faults: Mapping[Direction, Faults],
+        counts: dict[str, int],
+    ) -> None:
+        self.task: asyncio.Task[None] | None = None
+        self.pipes = {direction: _Pipe(self, direction, faults[direction], counts) for direction in Direction}
+        self._client = (reader, writer)
+        self._writers = [writer]
+        self._counts = counts
+        self._is_ended = False
+
+    async def run(self, server: tuple[str, int]) -> None:
+        """Pass bytes both ways until both ends are done, or the connection is ended."""
+        try:
+            reader, writer = await asyncio.open_connection(*server)
+        except OSError:
+            self._counts["server_refused"] += 1
+            self.end("reset", by_reset=True)
+            return
+        self._writers.append(writer)
+        for each in self._writers:
+            each.transport.set_write_buffer_limits(high=0)  # so that `drain` returns when the kernel has got all
+        async with asyncio.TaskGroup() as group:
+            for pipe, source, sink in (
+                (self.pipes[Direction.TO_SERVER], self._client[0], writer),
+                (self.pipes[Direction.TO_CLIENT], reader, self._client[1]),
+            ):
+                group.create_task(pipe.read(source))
+                group.create_task(pipe.write(sink))
+
+    def end(self, counted_as: str, *, by_reset: bool) -> None:
+        """End both sides."""
+        if self._is_ended:
+            return
+        self._is_ended = True
+        self._counts[counted_as] += 1
+        for writer in self._writers if by_reset else ():
+            with contextlib.suppress(OSError):  # that side is closed already
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_RESET)
+        self.close()
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Have `run` end."""
+        if self.task is not None:
+            self.task.cancel()
+
+    def close(self) -> None:
+        """Close both sockets."""
+        for writer in self._writers:
+            writer.transport.abort()
+
+
+class _Pipe:
+    """One direction of a connection."""
+
+    def __init__(self, connection: _Connection, direction: Direction, faults: Faults, counts: dict[str, int]) -> None:
+        self._connection = connection
+        self._bytes = f"bytes_{direction.value}"
+        self._counts = counts
+        self._sink: asyncio.StreamWriter | None = None
+        self._is_half_closed = False
+        self._on_the_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_CHUNKS_ON_THE_WAY_MAX)
+        self.switch(faults)
+
+    def switch(self, faults: Faults) -> None:
+        """Go by `faults` from now on; offsets begin at 0."""
+        self._faults = faults
+        self._position = 0
+
+    def half_close(self) -> None:
+        """Send the end of the stream, and drop what comes after it."""
+        if not self._is_half_closed:
+            self._is_half_closed = True
+            self._counts["half_closed"] += 1
+            self._end_stream()
+
+    async def read(self, source: asyncio.StreamReader) -> None:
+        """Take what the source sends, until it has no more."""
+        loop = asyncio.get_running_loop()
+        try:
+            while chunk := await source.read(_CHUNK_BYTES):
+                await self._on_the_way.put((loop.time(), chunk))
+        except OSError:  # the source was reset: so is the sink
+            self._connection.end("broken", by_reset=True)
+        await self._on_the_way.put((loop.time(), b""))
+
+    async def write(self, sink: asyncio.StreamWriter) -> None:
+        """Pass bytes on when they are due; at the end say so to the sink."""
+        self._sink = sink
+        try:
+            while chunk := await self._next_chunk():
+                if not self._is_half_closed:
+                    await self._pass_on(sink, chunk)
+        except OSError:  # the sink was reset: so is the source
+            self._connection.end("broken", by_reset=True)
+        else:
+            self._end_stream()
+
+    def _end_stream(self) -> None:
+        if self._sink is not None:
+            with contextlib.suppress(OSError):
+                self._sink.write_eof()
+
+    async def _next_chunk(self) -> bytes:
+        """Return the next bytes once they are due and nothing stalls, no bytes at the end."""
+        loop = asyncio.get_running_loop()
+        read_at_s, chunk = await self._on_the_way.get()
+        # In steps, since the fault may be switched off meanwhile.
+        while (early_s := read_at_s + self._faults.latency_s - loop.time()) > 0:
+            await asyncio.sleep(min(early_s, _PACE_S))
+        self._counts["stalled"] += self._faults.stalls
+        while self._faults.stalls:
+            await asyncio.sleep(_PACE_S)
+        return chunk
+
+    async def _pass_on(self, sink: asyncio.StreamWriter, chunk: bytes) -> None:
+        while chunk and not self._is_half_closed:
+            faults, begin = self._faults, self._position
+            piece = bytearray(chunk[: max(1, int(faults.bytes_per_s * _PACE_S))] if faults.bytes_per_s else chunk)
+            if faults.cut_after_bytes is not None:
+                del piece[max(0, faults.cut_after_bytes - begin) :]
+            self._position += len(piece)
+            if faults.flip_at_byte is not None and begin <= faults.flip_at_byte < self._position:
+                piece[faults.flip_at_byte - begin] ^= 0x01
+                self._counts["flipped"] += 1
+            self._counts[self._bytes] += len(piece)  # first: who has got them may ask for the number
+            sink.write(piece)
+            await sink.drain()
+            if faults.cut_after_bytes is not None and begin + len(piece) >= faults.cut_after_bytes:
+                self._connection.end("cut", by_reset=faults.cut_by_reset)
+                return
+            chunk = chunk[len(piece) :]
+            if faults.bytes_per_s:
+                await asyncio.sleep(len(piece) / faults.bytes_per_s)
 
 
 def _bound_socket(host: str, port: int) -> socket.socket:
@@ -198,5 +357,4 @@ def _bound_socket(host: str, port: int) -> socket.socket:
     except OSError:
         bound.close()
         raise
-    bound.setblocking(False)
     return bound
