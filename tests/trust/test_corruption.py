@@ -18,7 +18,7 @@ from tests.support.patient_nvme import patient_nvme
 from tests.support.places import Place
 from tiered_kv.base import OffloadKey
 from tiered_kv.counters import count_of
-from tiered_kv.testing.damage import RECORD_FIELDS, Damage, Kind, Stored, record_damages, seal_record
+from tiered_kv.testing.damage import RECORD_FIELDS, Damage, Kind, record_damages, seal_record
 from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.rig import TierRig, block_content, compressible_content, make_keys
 from tiered_kv.testing.s3_servers import moto_server
@@ -118,15 +118,15 @@ def replays(bench: Bench, codec: str) -> list[Damage]:
     assert others is not None
     assert foreign is not None
 
-    def of_namespace(stored: Stored) -> bytes:
+    def of_namespace(data: bytes) -> bytes:
         """Return the block's own record, sound, as another namespace has it."""
         digest = next(each for each in RECORD_FIELDS if each.name == "namespace digest")
-        return seal_record(digest.written(stored.data, int.from_bytes(OTHER_NAMESPACE, "little")))
+        return seal_record(digest.written(data, int.from_bytes(OTHER_NAMESPACE, "little")))
 
     return [
         Damage("another block's record", lambda _: others),
-        Damage("another block's header", lambda stored: others[:128] + stored.data[128:]),
-        Damage("another block's payload", lambda stored: stored.data[:128] + others[128:]),
+        Damage("another block's header", lambda data: others[:128] + data[128:]),
+        Damage("another block's payload", lambda data: data[:128] + others[128:]),
         Damage("the record of a third block", lambda _: foreign),
         Damage("its record in another namespace", of_namespace),
         Damage("another block's record, cut", lambda _: others[:-1]),
@@ -142,7 +142,7 @@ def _try_batch(bench: Bench, batch: Sequence[Damage], label: str, *, reopens: bo
     for key, damage in zip(keys, batch, strict=True):
         data = bench.door.read(key)
         assert data is not None
-        damaged = damage.apply(Stored(key, data))
+        damaged = damage.apply(data)
         if damaged == data:
             continue  # such as a zero set to zero
         bench.door.write(key, damaged)

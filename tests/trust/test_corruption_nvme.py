@@ -30,9 +30,8 @@ from tests.support.segment_map import (
     seal,
     seal_summary,
 )
-from tiered_kv.base import OffloadKey
 from tiered_kv.counters import count_of
-from tiered_kv.testing.damage import SEED, Damage, Field, Stored, field_damages
+from tiered_kv.testing.damage import SEED, Damage, Field, field_damages
 
 __all__ = ["patient_nvme"]
 
@@ -48,7 +47,7 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> SegmentBench:
 
 def case_at(found: SegmentMap, damage: Damage, at: int, *, clean: bool) -> Case | None:
     """Return the case of a damage within one stretch; None if it changes nothing."""
-    data = damage.apply(Stored(OffloadKey(b""), found.data))
+    data = damage.apply(found.data)
     if data == found.data:
         return None
     hit = found.part_at(at)
@@ -187,7 +186,7 @@ def sealed_cases(found: SegmentMap, *, clean: bool) -> Iterator[Case]:
                     continue  # whose block it is: who seals that is believed, see "Checksums" in formats.md
                 if "codec" in each.name and damage.name.rpartition(" = ")[2] not in ("zeros", "ones", "0", "1"):
                     continue  # codecs that want a key: what there is to say of them says the proof of encryption
-                data = sealed(damage.apply(Stored(OffloadKey(b""), found.data)))
+                data = sealed(damage.apply(found.data))
                 if data != found.data:
                     yield Case(f"{'closed' if clean else 'crashed'}, sealed {damage.name}", data, None)
 

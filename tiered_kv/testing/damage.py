@@ -1,7 +1,7 @@
 """The catalogue of damages: what storage, networks and strangers do to a block record, byte by byte.
 
     for damage in record_damages(full=False):
-        write(key, damage.apply(Stored(key, read(key))))    # and the block has to be a counted miss
+        write(key, damage.apply(read(key)))    # and the block has to be a counted miss
 
 The fields are those of the table in `formats.md`, written down a second time: the catalogue has to notice when a
 reader and its own writer agree on something else.
@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 import xxhash
-
-from tiered_kv.base import OffloadKey
 
 SEED = 20
 """Of every random choice here, so that a case is the same one in each run."""
@@ -73,6 +71,9 @@ UNKNOWN_CODEC_ID = 65535
 """Of a sound record that nobody here can read; 0 to 99 are or will be codecs."""
 
 
+Change = Callable[[bytes], bytes]
+
+
 class Kind(Enum):
     """What a damage leaves."""
 
@@ -83,30 +84,17 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A block as it is stored.
-
-    Args:
-        key: The block's key.
-        data: Its record, header and payload.
-    """
-
-    key: OffloadKey
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class Damage:
     """One thing that may happen to a stored record.
 
     Args:
         name: Says which one it is, for whoever has to replay it.
-        apply: Returns the bytes that are stored afterwards.
+        apply: Takes a record, header and payload, and returns the bytes that are stored afterwards.
         kind: What it leaves.
     """
 
     name: str
-    apply: Callable[[Stored], bytes]
+    apply: Change
     kind: Kind = Kind.BROKEN
 
 
@@ -183,17 +171,17 @@ def _cuts(*, full: bool) -> Iterator[Damage]:
     """Yield records that end too early or too late."""
     boundaries = sorted({field.offset for field in RECORD_FIELDS} | {RECORD_HEADER_BYTES})
     for size in range(RECORD_HEADER_BYTES + 1) if full else boundaries:
-        yield Damage(f"cut to {size} bytes", lambda stored, size=size: stored.data[:size])  # type: ignore[misc]
+        yield Damage(f"cut to {size} bytes", lambda data, size=size: data[:size])  # type: ignore[misc]
     for part in (1, 2, 3):
-        yield Damage(f"payload cut to {part}/4", lambda stored, part=part: stored.data[: _at(stored, part / 4)])  # type: ignore[misc]
+        yield Damage(f"payload cut to {part}/4", lambda data, part=part: data[: _at(data, part / 4)])  # type: ignore[misc]
     for count in (1, 2, 16, 4096):
-        yield Damage(f"the last {count} bytes cut off", lambda stored, count=count: stored.data[:-count])  # type: ignore[misc]
-        yield Damage(f"{count} zeros appended", lambda stored, count=count: stored.data + bytes(count))  # type: ignore[misc]
-        yield Damage(f"the first {count} bytes cut off", lambda stored, count=count: stored.data[count:])  # type: ignore[misc]
-        yield Damage(f"{count} zeros before", lambda stored, count=count: bytes(count) + stored.data)  # type: ignore[misc]
-    yield Damage("appended to itself", lambda stored: 2 * stored.data)
-    yield Damage("all zeros", lambda stored: bytes(len(stored.data)))
-    yield Damage("header only zeros", lambda stored: bytes(RECORD_HEADER_BYTES) + stored.data[RECORD_HEADER_BYTES:])
+        yield Damage(f"the last {count} bytes cut off", lambda data, count=count: data[:-count])  # type: ignore[misc]
+        yield Damage(f"{count} zeros appended", lambda data, count=count: data + bytes(count))  # type: ignore[misc]
+        yield Damage(f"the first {count} bytes cut off", lambda data, count=count: data[count:])  # type: ignore[misc]
+        yield Damage(f"{count} zeros before", lambda data, count=count: bytes(count) + data)  # type: ignore[misc]
+    yield Damage("appended to itself", lambda data: 2 * data)
+    yield Damage("all zeros", lambda data: bytes(len(data)))
+    yield Damage("header only zeros", lambda data: bytes(RECORD_HEADER_BYTES) + data[RECORD_HEADER_BYTES:])
 
 
 def _payload_damages(samples: int) -> Iterator[Damage]:
@@ -202,62 +190,54 @@ def _payload_damages(samples: int) -> Iterator[Damage]:
     for label, part in places:
         bit = chance.randrange(8)
         yield Damage(f"payload: bit {bit} of the {label} byte flipped", _payload_flip(part, bit))
-    yield Damage("payload all zeros", lambda stored: stored.data[:RECORD_HEADER_BYTES] + bytes(_payload_bytes(stored)))
-    yield Damage("payload: a page of zeros in it", lambda stored: _overwrite(_at(stored, 0.4), bytes(512))(stored))
+    yield Damage("payload all zeros", lambda data: data[:RECORD_HEADER_BYTES] + bytes(_payload_bytes(data)))
+    yield Damage("payload: a page of zeros in it", lambda data: _overwrite(_at(data, 0.4), bytes(512))(data))
     yield Damage("payload: turned by one byte", _turned)
 
 
-def _flip(bit: int) -> Callable[[Stored], bytes]:
-    def apply(stored: Stored) -> bytes:
-        data = bytearray(stored.data)
-        data[bit // 8] ^= 1 << bit % 8
-        return bytes(data)
-
-    return apply
+def _flip(bit: int) -> Change:
+    return _invert(bit // 8, 1 << bit % 8)
 
 
-def _invert(at: int) -> Callable[[Stored], bytes]:
-    return lambda stored: stored.data[:at] + bytes([stored.data[at] ^ 0xFF]) + stored.data[at + 1 :]
+def _invert(at: int, mask: int = 0xFF) -> Change:
+    return lambda data: data[:at] + bytes([data[at] ^ mask]) + data[at + 1 :]
 
 
-def _overwrite(at: int, piece: bytes) -> Callable[[Stored], bytes]:
-    return lambda stored: (stored.data[:at] + piece + stored.data[at + len(piece) :])[: len(stored.data)]
+def _overwrite(at: int, piece: bytes) -> Change:
+    return lambda data: (data[:at] + piece + data[at + len(piece) :])[: len(data)]
 
 
-def _set(field: Field, value: Callable[[int], int]) -> Callable[[Stored], bytes]:
-    return lambda stored: field.written(stored.data, value(field.read(stored.data)))
+def _set(field: Field, value: Callable[[int], int]) -> Change:
+    return lambda data: field.written(data, value(field.read(data)))
 
 
-def _sealed(change: Callable[[Stored], bytes]) -> Callable[[Stored], bytes]:
-    return lambda stored: seal_record(change(stored))
+def _sealed(change: Change) -> Change:
+    return lambda data: seal_record(change(data))
 
 
-def _in_unknown_codec(stored: Stored) -> bytes:
+def _in_unknown_codec(data: bytes) -> bytes:
     """Return the record as a codec leaves it that makes the block shorter than anything stored here."""
-    shorter = _LENGTHS[1].written(stored.data, _payload_bytes(stored) // 2)
-    return _CODEC.written(shorter, UNKNOWN_CODEC_ID)[: _at(stored, 0) + _payload_bytes(stored) // 2]
+    shorter = _LENGTHS[1].written(data, _payload_bytes(data) // 2)
+    return _CODEC.written(shorter, UNKNOWN_CODEC_ID)[: _at(data, 0) + _payload_bytes(data) // 2]
 
 
-def _resized(step: int, change: Callable[[Stored], bytes]) -> Callable[[Stored], bytes]:
-    return lambda stored: (change(stored) + bytes(max(0, step)))[: len(stored.data) + step]
+def _resized(step: int, change: Change) -> Change:
+    return lambda data: (change(data) + bytes(max(0, step)))[: len(data) + step]
 
 
-def _payload_flip(part: float, bit: int) -> Callable[[Stored], bytes]:
-    def apply(stored: Stored) -> bytes:
-        return _flip(8 * min(_at(stored, part), len(stored.data) - 1) + bit)(stored)
-
-    return apply
+def _payload_flip(part: float, bit: int) -> Change:
+    return lambda data: _flip(8 * min(_at(data, part), len(data) - 1) + bit)(data)
 
 
-def _turned(stored: Stored) -> bytes:
-    payload = stored.data[RECORD_HEADER_BYTES:]
-    return stored.data[:RECORD_HEADER_BYTES] + payload[-1:] + payload[:-1]
+def _turned(data: bytes) -> bytes:
+    payload = data[RECORD_HEADER_BYTES:]
+    return data[:RECORD_HEADER_BYTES] + payload[-1:] + payload[:-1]
 
 
-def _payload_bytes(stored: Stored) -> int:
-    return len(stored.data) - RECORD_HEADER_BYTES
+def _payload_bytes(data: bytes) -> int:
+    return len(data) - RECORD_HEADER_BYTES
 
 
-def _at(stored: Stored, part: float) -> int:
+def _at(data: bytes, part: float) -> int:
     """Return the offset of what lies that far in the payload."""
-    return RECORD_HEADER_BYTES + int(part * _payload_bytes(stored))
+    return RECORD_HEADER_BYTES + int(part * _payload_bytes(data))
