@@ -4,7 +4,7 @@
     tier.failing = True
 
 Nothing here waits or draws lots: what goes wrong, and when it stops, is decided by the test, through an
-attribute, a `Gate` or a `ManualClock`.
+attribute or a `Gate`.
 
 A wrapper that says `is_nonblocking` is called on the scheduler's thread, so what it wraps must return at once
 too. `HangingTier` and `RaisingTier` do not say so: the manager gives them a thread of their own.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from typing import ClassVar
 
 from tiered_kv.base import OffloadKey, ReqContext
@@ -22,7 +23,50 @@ from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierM
 from tiered_kv.tiering.wrapper import WrapperTier
 
 
-class HangingTier(WrapperTier):
+class JobWrapperTier(WrapperTier):
+    """A wrapper that treats stores and loads alike; the base of those that change what happens to jobs."""
+
+    is_nonblocking: ClassVar[bool] = True
+
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        self.submit(job_metadata)
+
+    def submit_load(self, job_metadata: JobMetadata) -> None:
+        self.submit(job_metadata)
+
+    def submit(self, job: JobMetadata) -> None:
+        """Submit a store or a load to the wrapped tier."""
+        (self.inner.submit_load if job.is_promotion else self.inner.submit_store)(job)
+
+
+class _InterruptedTier(WrapperTier):
+    """Something happens before each call that may carry data, and before the shutdown."""
+
+    def _before(self, call: str) -> None:
+        raise NotImplementedError
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        self._before("lookup")
+        return super().lookup(key, req_context)
+
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        self._before("submit_store")
+        super().submit_store(job_metadata)
+
+    def submit_load(self, job_metadata: JobMetadata) -> None:
+        self._before("submit_load")
+        super().submit_load(job_metadata)
+
+    def get_finished(self) -> Iterable[JobResult]:
+        self._before("get_finished")
+        return super().get_finished()
+
+    def shutdown(self) -> None:
+        self._before("shutdown")
+        super().shutdown()
+
+
+class HangingTier(_InterruptedTier):
     """Calls hang in their thread while the gate is closed: a mount that went away, a client without timeouts.
 
     Args:
@@ -41,77 +85,25 @@ class HangingTier(WrapperTier):
         self._gate = gate
         self._calls = frozenset(calls)
 
-    def _hang(self, call: str) -> None:
+    def _before(self, call: str) -> None:
         if call in self._calls:
             self._gate.pass_through()
 
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        self._hang("lookup")
-        return super().lookup(key, req_context)
 
-    def submit_store(self, job_metadata: JobMetadata) -> None:
-        self._hang("submit_store")
-        super().submit_store(job_metadata)
+class RaisingTier(_InterruptedTier):
+    """Every call that may carry data raises OSError while `raising` is set."""
 
-    def submit_load(self, job_metadata: JobMetadata) -> None:
-        self._hang("submit_load")
-        super().submit_load(job_metadata)
+    raising = False
 
-    def get_finished(self) -> Iterable[JobResult]:
-        self._hang("get_finished")
-        return super().get_finished()
-
-    def shutdown(self) -> None:
-        self._hang("shutdown")
-        super().shutdown()
+    def _before(self, call: str) -> None:
+        if self.raising and call != "shutdown":
+            raise OSError("injected")
 
 
-class LateTier(WrapperTier):
-    """Calls return at once, but each job begins late; the base of the two below.
+class HeldJobsTier(JobWrapperTier):
+    """No job begins while the gate is closed; then all do, however late that is.
 
     The load that comes late is the dangerous one: it writes into blocks that the manager gave up long ago.
-    """
-
-    is_nonblocking: ClassVar[bool] = True
-
-    def __init__(self, inner: SecondaryTierManager) -> None:
-        super().__init__(inner)
-        self._late: deque[tuple[float, JobMetadata]] = deque()
-        self._void: set[JobId] = set()
-
-    def _due_s(self) -> float:
-        """Return when a job that is submitted now may begin; unused where `_may_begin` does not look at it."""
-        return 0.0
-
-    def _may_begin(self, due_s: float) -> bool:
-        raise NotImplementedError
-
-    def submit_store(self, job_metadata: JobMetadata) -> None:
-        self._late.append((self._due_s(), job_metadata))
-
-    def submit_load(self, job_metadata: JobMetadata) -> None:
-        self._late.append((self._due_s(), job_metadata))
-
-    def get_finished(self) -> Iterable[JobResult]:
-        void: list[JobResult] = []
-        while self._late and self._may_begin(self._late[0][0]):
-            _, job = self._late.popleft()
-            if job.job_id in self._void:
-                self._void.remove(job.job_id)
-                void.append(JobResult(job.job_id, False, reason="reset"))
-            elif job.is_promotion:
-                self.inner.submit_load(job)
-            else:
-                self.inner.submit_store(job)
-        return void + list(super().get_finished())
-
-    def reset_cache(self) -> bool:
-        self._void |= {job.job_id for _, job in self._late if not job.is_promotion}
-        return super().reset_cache()
-
-
-class HeldJobsTier(LateTier):
-    """No job begins while the gate is closed; then all do, however late that is.
 
     Args:
         inner: The wrapped tier.
@@ -123,104 +115,53 @@ class HeldJobsTier(LateTier):
         super().__init__(inner)
         self._gate = gate
         self._hold_lookups = hold_lookups
-
-    def _may_begin(self, due_s: float) -> bool:
-        return self._gate.is_open
+        self._held: deque[JobMetadata] = deque()
+        self._void: set[JobId] = set()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         if self._hold_lookups and not self._gate.is_open:
             return None
         return super().lookup(key, req_context)
 
+    def submit(self, job: JobMetadata) -> None:
+        self._held.append(job)
 
-class SlowTier(LateTier):
-    """Begins every job, and answers every lookup, `delay_s` late by a clock that the test moves.
+    def get_finished(self) -> Iterable[JobResult]:
+        void: list[JobResult] = []
+        while self._held and self._gate.is_open:
+            job = self._held.popleft()
+            if job.job_id in self._void:
+                self._void.remove(job.job_id)
+                void.append(JobResult(job.job_id, False, reason="reset"))
+            else:
+                super().submit(job)
+        return void + list(super().get_finished())
 
-    Args:
-        inner: The wrapped tier.
-        clock: Seconds, such as a `ManualClock`.
-        delay_s: How late; a test may change it, for what comes after.
-    """
-
-    def __init__(self, inner: SecondaryTierManager, clock: Callable[[], float], delay_s: float) -> None:
-        super().__init__(inner)
-        self.delay_s = delay_s
-        self._clock = clock
-        self._asked_at_s: dict[tuple[str, OffloadKey], float] = {}
-
-    def _due_s(self) -> float:
-        return self._clock() + self.delay_s
-
-    def _may_begin(self, due_s: float) -> bool:
-        return self._clock() >= due_s
-
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        now = self._clock()
-        asked_at_s = self._asked_at_s.setdefault((req_context.req_id, key), now)
-        return None if now < asked_at_s + self.delay_s else super().lookup(key, req_context)
-
-    def on_request_finished(self, req_context: ReqContext) -> None:
-        for asked in [asked for asked in self._asked_at_s if asked[0] == req_context.req_id]:
-            del self._asked_at_s[asked]
-        super().on_request_finished(req_context)
+    def reset_cache(self) -> bool:
+        self._void |= {job.job_id for job in self._held if not job.is_promotion}
+        return super().reset_cache()
 
 
-class FailingTier(WrapperTier):
+class FailingTier(JobWrapperTier):
     """Reports every job as failed, and does none of it, while `failing` is set; lookups stay as they are."""
-
-    is_nonblocking: ClassVar[bool] = True
 
     def __init__(self, inner: SecondaryTierManager, *, failing: bool = False) -> None:
         super().__init__(inner)
         self.failing = failing
         self._failed: list[JobId] = []
 
-    def submit_store(self, job_metadata: JobMetadata) -> None:
+    def submit(self, job: JobMetadata) -> None:
         if self.failing:
-            self._failed.append(job_metadata.job_id)
+            self._failed.append(job.job_id)
         else:
-            super().submit_store(job_metadata)
-
-    def submit_load(self, job_metadata: JobMetadata) -> None:
-        if self.failing:
-            self._failed.append(job_metadata.job_id)
-        else:
-            super().submit_load(job_metadata)
+            super().submit(job)
 
     def get_finished(self) -> Iterable[JobResult]:
         failed, self._failed = self._failed, []
         return [JobResult(job_id, False, reason="injected") for job_id in failed] + list(super().get_finished())
 
 
-class RaisingTier(WrapperTier):
-    """Every call that may carry data raises OSError while `raising` is set."""
-
-    def __init__(self, inner: SecondaryTierManager, *, raising: bool = False) -> None:
-        super().__init__(inner)
-        self.raising = raising
-
-    def _raise(self) -> None:
-        if self.raising:
-            raise OSError("injected")
-
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        self._raise()
-        return super().lookup(key, req_context)
-
-    def submit_store(self, job_metadata: JobMetadata) -> None:
-        self._raise()
-        super().submit_store(job_metadata)
-
-    def submit_load(self, job_metadata: JobMetadata) -> None:
-        self._raise()
-        super().submit_load(job_metadata)
-
-    def get_finished(self) -> Iterable[JobResult]:
-        self._raise()
-        return super().get_finished()
-
-
-class PartialTier(WrapperTier):
+class PartialTier(JobWrapperTier):
     """Only some keys succeed: the others are left out of each job, and reported as failed.
 
     Args:
@@ -228,33 +169,18 @@ class PartialTier(WrapperTier):
         succeeds: Whether a key's part of a job may be done.
     """
 
-    is_nonblocking: ClassVar[bool] = True
-
     def __init__(self, inner: SecondaryTierManager, succeeds: Callable[[OffloadKey], bool]) -> None:
         super().__init__(inner)
         self._succeeds = succeeds
         self._kept: dict[JobId, list[OffloadKey]] = {}
 
-    def submit_store(self, job_metadata: JobMetadata) -> None:
-        self.inner.submit_store(self._part(job_metadata))
-
-    def submit_load(self, job_metadata: JobMetadata) -> None:
-        self.inner.submit_load(self._part(job_metadata))
-
-    def _part(self, job: JobMetadata) -> JobMetadata:
+    def submit(self, job: JobMetadata) -> None:
         kept = [index for index, key in enumerate(job.keys) if self._succeeds(key)]
-        if len(kept) == len(job.keys):
-            return job
-        keys = list(job.keys)
-        self._kept[job.job_id] = [keys[index] for index in kept]
-        return JobMetadata(
-            job.job_id,
-            self._kept[job.job_id],
-            job.block_ids[kept],
-            job.is_promotion,
-            job.req_context,
-            job.deadline,
-        )
+        if len(kept) < len(job.keys):
+            keys = list(job.keys)
+            self._kept[job.job_id] = [keys[index] for index in kept]
+            job = replace(job, keys=self._kept[job.job_id], block_ids=job.block_ids[kept])
+        super().submit(job)
 
     def get_finished(self) -> Iterable[JobResult]:
         return [self._partial(result) for result in super().get_finished()]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import Enum
-from typing import ClassVar
 
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
+from tiered_kv.testing.faults import JobWrapperTier
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
-from tiered_kv.tiering.wrapper import WrapperTier
 
 _UNKNOWN_JOB: JobId = 1 << 60
 _UNASKED_KEY = make_offload_key(b"nobody asked for this", 0)
@@ -40,15 +39,13 @@ DETECTABLE = (
 )
 
 
-class LyingTier(WrapperTier):
+class LyingTier(JobWrapperTier):
     """Tells one lie for as long as `lying` is set.
 
     Args:
         inner: The wrapped tier.
         lie: Which.
     """
-
-    is_nonblocking: ClassVar[bool] = True
 
     def __init__(self, inner: SecondaryTierManager, lie: Lie) -> None:
         super().__init__(inner)
@@ -67,19 +64,12 @@ class LyingTier(WrapperTier):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         return True if self._tells(Lie.HAS_EVERYTHING) else super().lookup(key, req_context)
 
-    def submit_store(self, job_metadata: JobMetadata) -> None:
-        if self._tells(Lie.STORES_NOTHING):
-            self._made_up.append(JobResult(job_metadata.job_id, True))
+    def submit(self, job: JobMetadata) -> None:
+        if self._tells(Lie.LOADS_NOTHING if job.is_promotion else Lie.STORES_NOTHING):
+            self._made_up.append(JobResult(job.job_id, True))
             return
-        self._jobs[job_metadata.job_id] = job_metadata
-        super().submit_store(job_metadata)
-
-    def submit_load(self, job_metadata: JobMetadata) -> None:
-        if self._tells(Lie.LOADS_NOTHING):
-            self._made_up.append(JobResult(job_metadata.job_id, True))
-            return
-        self._jobs[job_metadata.job_id] = job_metadata
-        super().submit_load(job_metadata)
+        self._jobs[job.job_id] = job
+        super().submit(job)
 
     def get_finished(self) -> Iterable[JobResult]:
         results, self._made_up = self._made_up, []

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import ClassVar
+from collections.abc import Iterable
 
 import xxhash
 
+from tiered_kv.testing.faults import JobWrapperTier
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
-from tiered_kv.tiering.wrapper import WrapperTier
 
 
 class RowLedger:
@@ -51,7 +50,7 @@ class RowLedger:
             self.read.subtract(rows)
 
 
-class WatchedTier(WrapperTier):
+class WatchedTier(JobWrapperTier):
     """Notes what the manager does wrong towards the tier that it wraps.
 
     A row must not be used by two jobs of which one writes, and the source of a store must hold still from
@@ -66,8 +65,6 @@ class WatchedTier(WrapperTier):
         load_blocks_peak: The same for loads.
     """
 
-    is_nonblocking: ClassVar[bool] = True
-
     def __init__(self, inner: SecondaryTierManager, ledger: RowLedger) -> None:
         super().__init__(inner)
         shape = inner._primary_kv_view.shape
@@ -76,20 +73,21 @@ class WatchedTier(WrapperTier):
         self._region = inner._primary_kv_view.cast("B")
         self._ledger = ledger
         self._jobs: dict[JobId, tuple[JobMetadata, list[int]]] = {}
-        self._store_blocks = self._load_blocks = 0
         self.store_blocks_peak = self.load_blocks_peak = 0
 
-    def submit_store(self, job_metadata: JobMetadata) -> None:
-        self._begin(job_metadata)
-        self._store_blocks += len(job_metadata.keys)
-        self.store_blocks_peak = max(self.store_blocks_peak, self._store_blocks)
-        self._submit(super().submit_store, job_metadata)
-
-    def submit_load(self, job_metadata: JobMetadata) -> None:
-        self._begin(job_metadata)
-        self._load_blocks += len(job_metadata.keys)
-        self.load_blocks_peak = max(self.load_blocks_peak, self._load_blocks)
-        self._submit(super().submit_load, job_metadata)
+    def submit(self, job: JobMetadata) -> None:
+        self._ledger.begin(job)
+        self._jobs[job.job_id] = (job, [] if job.is_promotion else self._digests(job))
+        blocks = {True: 0, False: 0}
+        for each, _ in self._jobs.values():
+            blocks[each.is_promotion] += len(each.keys)
+        self.load_blocks_peak = max(self.load_blocks_peak, blocks[True])
+        self.store_blocks_peak = max(self.store_blocks_peak, blocks[False])
+        try:
+            super().submit(job)
+        except Exception:  # it has no such job, then
+            self._end(*self._jobs.pop(job.job_id))
+            raise
 
     def get_finished(self) -> Iterable[JobResult]:
         results = list(super().get_finished())
@@ -98,24 +96,9 @@ class WatchedTier(WrapperTier):
                 self._end(*self._jobs.pop(result.job_id))
         return results
 
-    def _submit(self, submit: Callable[[JobMetadata], None], job: JobMetadata) -> None:
-        try:
-            submit(job)
-        except Exception:  # it has no such job, then
-            self._end(*self._jobs.pop(job.job_id))
-            raise
-
-    def _begin(self, job: JobMetadata) -> None:
-        self._ledger.begin(job)
-        self._jobs[job.job_id] = (job, [] if job.is_promotion else self._digests(job))
-
     def _end(self, job: JobMetadata, digests: list[int]) -> None:
         self._ledger.end(job)
-        if job.is_promotion:
-            self._load_blocks -= len(job.keys)
-            return
-        self._store_blocks -= len(job.keys)
-        if self._digests(job) != digests:
+        if not job.is_promotion and self._digests(job) != digests:
             self._ledger.violations.append(f"the source of store {job.job_id} changed while it was in flight")
 
     def _digests(self, job: JobMetadata) -> list[int]:
