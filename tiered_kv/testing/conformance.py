@@ -248,8 +248,7 @@ class TierConformance:
     def test_a_reset_forgets_every_block_and_takes_new_ones(self, rig: TierRig) -> None:
         keys = make_keys(16)
         rig.store(keys)
-        if not rig.tier.reset_cache():
-            pytest.skip("the tier cannot reset: the manager stops using it then")
+        self._reset(rig)
         assert not any(rig.lookup(key) for key in keys)
         assert rig.load(keys) == set()
         rig.epoch = 1
@@ -259,8 +258,7 @@ class TierConformance:
     def test_a_reset_forgets_stores_in_flight(self, rig: TierRig) -> None:
         keys = make_keys(256)
         store = rig.submit_store(keys)
-        if not rig.tier.reset_cache():
-            pytest.skip("the tier cannot reset: the manager stops using it then")
+        self._reset(rig)
         rig.wait([store])
         assert not any(rig.lookup(key) for key in keys)
         assert rig.load(keys) == set()
@@ -278,8 +276,7 @@ class TierConformance:
         self._needs_reopen()
         keys = make_keys(16)
         rig.store(keys)
-        if not rig.tier.reset_cache():
-            pytest.skip("the tier cannot reset: the manager stops using it then")
+        self._reset(rig)
         rig.epoch = 1
         rig.store(keys[:4])
         rig.reopen()
@@ -329,6 +326,10 @@ class TierConformance:
             isinstance(value, int) and {*map(type, path)} == {str} for path, value in flat_counts(rig.tier.stats())
         )
         assert all(isinstance(name, str) for name in rig.tier.describe())
+
+    def _reset(self, rig: TierRig) -> None:
+        if not rig.tier.reset_cache():
+            pytest.skip("the tier cannot reset: the manager stops using it then")
 
     def _needs_reopen(self) -> None:
         if not self.survives_reopen:

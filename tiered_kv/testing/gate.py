@@ -14,7 +14,8 @@ class Gate:
 
     def __init__(self, *, is_open: bool = True) -> None:
         self._opened = threading.Event()
-        self._waiting = 0
+        self.waiting = 0
+        """How many threads stand before the gate; only to be read."""
         self._lock = threading.Lock()
         if is_open:
             self._opened.set()
@@ -23,12 +24,6 @@ class Gate:
     def is_open(self) -> bool:
         """Whether `pass_through` returns at once."""
         return self._opened.is_set()
-
-    @property
-    def waiting(self) -> int:
-        """How many threads stand before the gate."""
-        with self._lock:
-            return self._waiting
 
     def open(self) -> None:
         """Let everybody through, from now on."""
@@ -43,9 +38,9 @@ class Gate:
         if self._opened.is_set():
             return
         with self._lock:
-            self._waiting += 1
+            self.waiting += 1
         try:
             self._opened.wait()
         finally:
             with self._lock:
-                self._waiting -= 1
+                self.waiting -= 1

@@ -9,6 +9,7 @@ A footprint takes about a tenth of a millisecond, so that a fixture can take two
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -17,8 +18,6 @@ from pathlib import Path
 from typing import Self
 
 _SHARED_MEMORY = Path("/dev/shm")
-_SEMAPHORE = "sem."
-"""How the names of POSIX semaphores begin. This project has none: they are those of other programs, come and go."""
 _DESCRIPTORS = "/proc/self/fd"
 _POLL_S = 0.005
 
@@ -29,38 +28,28 @@ class Footprint:
 
     Args:
         threads: Python threads that are alive, by identity.
-        descriptors: Open file descriptors with what each refers to.
-        shared_memory: Names of files in /dev/shm; a directory there is some program's temporary one.
-        temporary: Names in the directory that the process uses for temporary files.
+        shared_memory: Files in /dev/shm.
+        others: Open file descriptors and temporary files, as lines for a person.
     """
 
     threads: frozenset[threading.Thread]
-    descriptors: frozenset[tuple[str, str]]
-    shared_memory: frozenset[str]
-    temporary: frozenset[str]
+    shared_memory: frozenset[Path]
+    others: frozenset[str]
 
     @classmethod
     def take(cls, temporary_directory: Path) -> Self:
-        """Return this process's footprint now."""
-        return cls(
-            threads=frozenset(threading.enumerate()),
-            descriptors=_open_descriptors(),
-            shared_memory=_shared_memory(),
-            temporary=_names_in(temporary_directory),
-        )
+        """Return this process's footprint now; `temporary_directory` is where it has its temporary files."""
+        temporary = os.listdir(temporary_directory) if temporary_directory.exists() else ()
+        others = {f"temporary file {name}" for name in temporary} | _open_descriptors()
+        return cls(frozenset(threading.enumerate()), _shared_memory(), frozenset(others))
 
     def beyond(self, before: Footprint) -> list[str]:
         """Return, as lines for a person, what is in this footprint and was not in `before`."""
         left = [f"thread {thread.name!r}" for thread in self.threads - before.threads]
-        left += [f"file descriptor {fd} of {target}" for fd, target in self.descriptors - before.descriptors]
-        left += [f"shared memory {_SHARED_MEMORY / name}" for name in self._own_shared_memory(before)]
-        left += [f"temporary file {name}" for name in self.temporary - before.temporary]
-        return sorted(left)
-
-    def _own_shared_memory(self, before: Footprint) -> list[str]:
-        """Return the new names that no other process uses: a neighbour's memory is no leak of ours."""
         new = self.shared_memory - before.shared_memory
-        return [name for name in new if not _used_by_another_process(_SHARED_MEMORY / name)] if new else []
+        # A neighbour's memory is no leak of ours.
+        left += [f"shared memory {path}" for path in new if not _used_by_another_process(path)]
+        return sorted(left) + sorted(self.others - before.others)
 
 
 def left_behind(before: Footprint, temporary_directory: Path, grace_s: float = 10.0) -> list[str]:
@@ -76,30 +65,21 @@ def left_behind(before: Footprint, temporary_directory: Path, grace_s: float = 1
     return []
 
 
-def _open_descriptors() -> frozenset[tuple[str, str]]:
+def _open_descriptors() -> set[str]:
     found = set()
     for fd in os.listdir(_DESCRIPTORS):
-        try:
-            found.add((fd, os.readlink(f"{_DESCRIPTORS}/{fd}")))
-        except FileNotFoundError:  # closed meanwhile: the listing's own descriptor, or a thread's
-            continue
-    return frozenset(found)
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile: the listing's own descriptor, or a thread's
+            found.add(f"file descriptor {fd} of {os.readlink(f'{_DESCRIPTORS}/{fd}')}")
+    return found
 
 
-def _shared_memory() -> frozenset[str]:
-    try:
-        with os.scandir(_SHARED_MEMORY) as entries:
-            files = (entry.name for entry in entries if entry.is_file(follow_symlinks=False))
-            return frozenset(name for name in files if not name.startswith(_SEMAPHORE))
-    except FileNotFoundError:
+def _shared_memory() -> frozenset[Path]:
+    """Return the files; POSIX semaphores are other programs', and a directory is some program's temporary one."""
+    if not _SHARED_MEMORY.exists():
         return frozenset()
-
-
-def _names_in(directory: Path) -> frozenset[str]:
-    try:
-        return frozenset(os.listdir(directory))
-    except FileNotFoundError:
-        return frozenset()
+    with os.scandir(_SHARED_MEMORY) as entries:
+        files = (entry.name for entry in entries if entry.is_file(follow_symlinks=False))
+        return frozenset(_SHARED_MEMORY / name for name in files if not name.startswith("sem."))
 
 
 def _used_by_another_process(path: Path) -> bool:

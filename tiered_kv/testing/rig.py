@@ -188,29 +188,20 @@ class TierRig:
         return request
 
     def lookup(self, key: OffloadKey, request: ReqContext | None = None) -> bool:
-        """Return the tier's answer once it is no longer None.
-
-        By default a new request asks, so that no remembered answer is given.
-        """
-        asking = request or self.new_request()
-        end = time.monotonic() + self.wait_s
-        while (answer := self.tier.lookup(key, asking)) is None:
-            self.tier.on_schedule_end()
-            self.poll()
-            assert time.monotonic() < end, f"lookup had no answer within {self.wait_s} s"
-            time.sleep(_POLL_S_MIN)
-        if request is None:
-            self.tier.on_request_finished(asking)
-        return answer
+        """Return the tier's answer once it is not None; by default a new request asks, so that none is remembered."""
+        return self._answers(lambda asking: [self.tier.lookup(key, asking)], request)[0]
 
     def lookup_all(self, keys: Sequence[OffloadKey], request: ReqContext | None = None) -> list[bool]:
         """Return the tier's answers to `lookup_many` once none is None any more; by default a new request asks."""
+        return self._answers(lambda asking: self.tier.lookup_many(keys, asking), request)
+
+    def _answers(self, ask: Callable[[ReqContext], Sequence[bool | None]], request: ReqContext | None) -> list[bool]:
         asking = request or self.new_request()
         end = time.monotonic() + self.wait_s
-        while None in (answers := self.tier.lookup_many(keys, asking)):
+        while None in (answers := ask(asking)):
             self.tier.on_schedule_end()
             self.poll()
-            assert time.monotonic() < end, f"lookup_many had no answer within {self.wait_s} s"
+            assert time.monotonic() < end, f"a lookup had no answer within {self.wait_s} s"
             time.sleep(_POLL_S_MIN)
         if request is None:
             self.tier.on_request_finished(asking)

@@ -39,11 +39,11 @@ class LastingFault(Enum):
 
 
 class Blow(Enum):
-    """What befalls the connections that are open, once; new ones are whole."""
+    """What befalls the connections that are open, once: a reset, or that one direction is half-closed."""
 
-    RESET = "reset"
-    NO_MORE_TO_SERVER = "half-closed to the server"
-    NO_MORE_TO_CLIENT = "half-closed to the client"
+    RESET = None
+    NO_MORE_TO_SERVER = Direction.TO_SERVER
+    NO_MORE_TO_CLIENT = Direction.TO_CLIENT
 
 
 class WireBench:
@@ -80,7 +80,7 @@ class WireBench:
         return keys
 
     @contextlib.contextmanager
-    def bad_wire(self, direction: Direction = Direction.TO_CLIENT, faults: Faults = NO_FAULTS) -> Iterator[None]:
+    def bad_wire(self, direction: Direction, faults: Faults) -> Iterator[None]:
         """Have faults on in a direction, and hold the tier to its deadlines, for the time of a `with` statement."""
         self.rig.job_timeout_s = self.job_timeout_s
         self.rig.wait_s = self.job_timeout_s + self._grace_s
@@ -90,32 +90,26 @@ class WireBench:
         finally:
             self._is_whole_again()
 
-    @contextlib.contextmanager
-    def lasting(self, fault: LastingFault) -> Iterator[None]:
+    def lasting(self, fault: LastingFault) -> contextlib.AbstractContextManager[None]:
         """Have a wire on which nothing arrives, for the time of a `with` statement."""
         match fault:
-            case LastingFault.STALL_TO_SERVER:
-                direction, faults = Direction.TO_SERVER, Faults(stalls=True)
             case LastingFault.STALL_TO_CLIENT:
-                direction, faults = Direction.TO_CLIENT, Faults(stalls=True)
+                return self.bad_wire(Direction.TO_CLIENT, Faults(stalls=True))
+            case LastingFault.STALL_TO_SERVER:
+                return self.bad_wire(Direction.TO_SERVER, Faults(stalls=True))
             case LastingFault.SHORT_LIVED:
-                direction, faults = Direction.TO_SERVER, Faults(cut_after_bytes=1, cut_by_reset=True)
+                return self.bad_wire(Direction.TO_SERVER, Faults(cut_after_bytes=1, cut_by_reset=True))
             case LastingFault.DEAD:
-                direction, faults = Direction.TO_SERVER, NO_FAULTS
                 self.proxy.refuse_connections()
                 self.proxy.reset_connections()
-        with self.bad_wire(direction, faults):
-            yield
+                return self.bad_wire(Direction.TO_SERVER, NO_FAULTS)
 
     def strike(self, blow: Blow) -> None:
         """Deal a blow to the connections that are open."""
-        match blow:
-            case Blow.RESET:
-                self.proxy.reset_connections()
-            case Blow.NO_MORE_TO_SERVER:
-                self.proxy.half_close(Direction.TO_SERVER)
-            case Blow.NO_MORE_TO_CLIENT:
-                self.proxy.half_close(Direction.TO_CLIENT)
+        if blow is Blow.RESET:
+            self.proxy.reset_connections()
+        else:
+            self.proxy.half_close(Direction(blow.value))
 
     def play(self, keys: Sequence[OffloadKey], request: ReqContext | None = None) -> set[OffloadKey]:
         """Look keys up and load those that are found, as a request does; return what was loaded.
