@@ -131,9 +131,8 @@ class Measurements:
         rates = self._ours("s3_rates.py", "--rounds", "1", directory=False)
         for direction in ("store", "load"):
             for unit, name in (("GB/s", "gb_per_s"), ("CPU-s/GB", "cpu_s_per_gb")):
-                what = f"s3 {direction} 1 MiB ({unit})"
-                self._add(what, "ours", rates[f"ours_{direction}"][name])
-                self._add(what, "boto3", rates[f"boto3_{direction}"][name])
+                for whom in ("ours", "boto3"):
+                    self._add(f"s3 {direction} 1 MiB ({unit})", whom, rates[f"{whom}_{direction}_{name}"])
 
     def _ours(self, script: str, *arguments: str, directory: bool = True) -> dict[str, Any]:
         where = [str(self.directory)] if directory else []

@@ -9,127 +9,74 @@ dictionary and finishes every job at once, so that what is measured is the manag
 from __future__ import annotations
 
 import argparse
-import hashlib
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 
-from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
+from tests.performance.bench import InstantTier, block_key
+from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
 REQUEST_KEYS = 512
 BLOCK_BYTES = 4096
 
 
-class InstantTier(SecondaryTierManager):
-    """Remembers keys, moves nothing, and ends every job at once."""
-
-    is_nonblocking = True
-
-    def __init__(self, view: memoryview) -> None:
-        super().__init__(None, view, "instant")
-        self._keys: set[OffloadKey] = set()
-        self._finished: list[JobResult] = []
-
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        return key in self._keys
-
-    def submit_store(self, job_metadata: JobMetadata) -> None:
-        self._keys.update(job_metadata.keys)
-        self._finished.append(JobResult(job_metadata.job_id, True))
-
-    def submit_load(self, job_metadata: JobMetadata) -> None:
-        self._finished.append(JobResult(job_metadata.job_id, True))
-
-    def get_finished(self) -> Iterable[JobResult]:
-        finished, self._finished = self._finished, []
-        return finished
-
-
-class Workload:
-    """The four patterns over a primary tier of `count` blocks."""
-
-    def __init__(self, policy: str, count: int) -> None:
-        self.count = count
-        region = PrimaryRegion(count, BLOCK_BYTES)
-        primary = CPUOffloadingManager(CPUBackend(region), policy)
-        self.manager = TieringOffloadingManager(primary, [InstantTier(region.kv_view)])
-        self.keys = [make_offload_key(hashlib.sha256(i.to_bytes(8, "big")).digest(), 0) for i in range(4 * count)]
-        self._request_ids = itertools.count()
-
-    def requests(self, first: int, last: int) -> Iterator[tuple[list[OffloadKey], ReqContext]]:
-        for start in range(_round_up(first), last - REQUEST_KEYS, REQUEST_KEYS):
-            context = ReqContext(str(next(self._request_ids)))
-            self.manager.on_new_request(context)
-            yield self.keys[start : start + REQUEST_KEYS], context
-            self.manager.on_request_finished(context)
-            self.manager.on_schedule_end()
-
-    def store(self) -> int:
-        """Store twice what fits: the second half evicts."""
-        done = 0
-        for batch, context in self.requests(0, 2 * self.count):
-            output = self.manager.prepare_store(batch, context)
-            assert output is not None
-            self.manager.complete_store(output.keys_to_store, context)
-            done += len(batch)
-        return done
-
-    def lookup_hit(self) -> int:
-        """Look up what the primary tier has."""
-        return self._look_up(self.count + REQUEST_KEYS, 2 * self.count, expected=True)
-
-    def lookup_miss(self) -> int:
-        """Look up what no tier has."""
-        return self._look_up(2 * self.count, 4 * self.count, expected=False)
-
-    def load(self) -> int:
-        """Look up, pin and release what the primary tier has."""
-        done = 0
-        for batch, context in self.requests(self.count + 2 * REQUEST_KEYS, 2 * self.count - REQUEST_KEYS):
-            assert all([self.manager.lookup(key, context) for key in batch])  # noqa: C419  # all keys, as an engine does
-            self.manager.prepare_load(batch, context)
-            self.manager.complete_load(batch, context)
-            done += len(batch)
-        return done
-
-    def _look_up(self, first: int, last: int, *, expected: bool) -> int:
-        done = 0
-        lookup = self.manager.lookup
-        for batch, context in self.requests(first, last):
-            for key in batch:
-                if lookup(key, context) is not expected:
-                    raise AssertionError(f"a lookup was not {expected}")
-            done += len(batch)
-        return done
-
-
-def _round_up(number: int) -> int:
-    """To whole requests, so that every pattern asks for the requests that were stored."""
-    return -(-number // REQUEST_KEYS) * REQUEST_KEYS
+Act = Callable[[list[OffloadKey], ReqContext], None]
 
 
 def measure(policy: str, count: int) -> dict[str, int]:
-    """Return keys per second by pattern."""
-    workload = Workload(policy, count)
-    patterns: dict[str, Callable[[], int]] = {
-        "store": workload.store,
-        "lookup_hit": workload.lookup_hit,
-        "lookup_miss": workload.lookup_miss,
-        "load": workload.load,
-    }
-    rates = {}
-    for name, pattern in patterns.items():
-        start = time.perf_counter()
-        done = pattern()
-        rates[f"{name}_keys_per_s"] = round(done / (time.perf_counter() - start))
-    workload.manager.shutdown()
-    return rates
+    """Return keys per second by pattern, over a primary tier of `count` blocks."""
+    region = PrimaryRegion(count, BLOCK_BYTES)
+    primary = CPUOffloadingManager(CPUBackend(region), policy)
+    manager = TieringOffloadingManager(primary, [InstantTier(region.kv_view)])
+    keys = [block_key(number) for number in range(4 * count)]
+    request_ids = itertools.count()
+    lookup = manager.lookup
+
+    def rate(act: Act, first: int, last: int) -> int:
+        """Act for each request; they begin where those that were stored do, so that the same ones are asked for."""
+        whole, done = -(-first // REQUEST_KEYS) * REQUEST_KEYS, 0
+        begin = time.perf_counter()
+        for start in range(whole, last - REQUEST_KEYS, REQUEST_KEYS):
+            context = ReqContext(str(next(request_ids)))
+            manager.on_new_request(context)
+            act(keys[start : start + REQUEST_KEYS], context)
+            manager.on_request_finished(context)
+            manager.on_schedule_end()
+            done += REQUEST_KEYS
+        return round(done / (time.perf_counter() - begin))
+
+    def store(batch: list[OffloadKey], context: ReqContext) -> None:
+        output = manager.prepare_store(batch, context)
+        assert output is not None
+        manager.complete_store(output.keys_to_store, context)
+
+    def look_up(expected: bool) -> Act:
+        def act(batch: list[OffloadKey], context: ReqContext) -> None:
+            for key in batch:
+                if lookup(key, context) is not expected:
+                    raise AssertionError(f"a lookup was not {expected}")
+
+        return act
+
+    def load(batch: list[OffloadKey], context: ReqContext) -> None:
+        assert all([lookup(key, context) for key in batch])  # noqa: C419  # all keys, as an engine does
+        manager.prepare_load(batch, context)
+        manager.complete_load(batch, context)
+
+    try:
+        return {
+            "store_keys_per_s": rate(store, 0, 2 * count),  # twice what fits: the second half evicts
+            "lookup_hit_keys_per_s": rate(look_up(True), count + REQUEST_KEYS, 2 * count),
+            "lookup_miss_keys_per_s": rate(look_up(False), 2 * count, 4 * count),
+            "load_keys_per_s": rate(load, count + 2 * REQUEST_KEYS, 2 * count - REQUEST_KEYS),
+        }
+    finally:
+        manager.shutdown()
 
 
 def main() -> None:

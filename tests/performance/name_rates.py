@@ -12,10 +12,10 @@ import hmac
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
+from tests.performance.bench import InstantTier
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
-from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.keyed_names import KeyedNames, NameMap
 
 KEYS = 8192
@@ -23,32 +23,10 @@ ROUNDS = 15
 CONTEXT = ReqContext("request")
 
 
-class EmptyTier(SecondaryTierManager):
-    """Has nothing, in a dictionary."""
-
-    is_nonblocking = True
-
-    def __init__(self) -> None:
-        super().__init__(None, memoryview(b""), "empty")
-        self._blocks: dict[OffloadKey, None] = {}
-
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        return key in self._blocks
-
-    def submit_store(self, job_metadata: JobMetadata) -> None:
-        return
-
-    def submit_load(self, job_metadata: JobMetadata) -> None:
-        return
-
-    def get_finished(self) -> Iterable[JobResult]:
-        return ()
-
-
 def measure() -> dict[str, int]:
     """Return nanoseconds a block."""
     keys = [make_offload_key(os.urandom(32), 0) for _ in range(KEYS)]
-    tier = EmptyTier()
+    tier = InstantTier(memoryview(b""))
     keyed = KeyedNames(tier, os.urandom(32))
     names = keyed._name_of
     assert isinstance(names, NameMap)
@@ -65,7 +43,7 @@ def measure() -> dict[str, int]:
     }
 
 
-def _one_by_one(tier: EmptyTier | KeyedNames, keys: list[OffloadKey]) -> Callable[[], object]:
+def _one_by_one(tier: InstantTier | KeyedNames, keys: list[OffloadKey]) -> Callable[[], object]:
     def look_up() -> None:
         lookup = tier.lookup
         for key in keys:

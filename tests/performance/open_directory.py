@@ -16,17 +16,14 @@ import sys
 import tempfile
 import time
 
-import numpy as np
-
-from tiered_kv.base import ReqContext, make_offload_key
+from tests.performance.bench import BlockRows
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.tiering.base import JobMetadata, SecondaryTierManager, TierSpec
+from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
 
 BLOCK_BYTES = 4096
 BATCH = 32
 ROWS = 8192
-JOBS_IN_FLIGHT = 256
 
 
 def open_tier(path: str, region: PrimaryRegion, blocks: int) -> SecondaryTierManager:
@@ -36,22 +33,11 @@ def open_tier(path: str, region: PrimaryRegion, blocks: int) -> SecondaryTierMan
 
 def fill(path: str, blocks: int) -> None:
     """Store `blocks` blocks under keys of 36 bytes."""
-    region = PrimaryRegion(ROWS, BLOCK_BYTES)
-    region.array[:] = np.random.default_rng(0).integers(0, 256, region.array.shape, dtype=np.uint8)
-    tier = open_tier(path, region, blocks)
-    pending = 0
-    for job_id, first in enumerate(range(0, blocks, BATCH)):
-        keys = [make_offload_key(number.to_bytes(32, "big"), 0) for number in range(first, min(first + BATCH, blocks))]
-        rows = (np.arange(len(keys), dtype=np.int64) + first) % ROWS
-        tier.submit_store(JobMetadata(job_id, keys, rows, False, ReqContext("fill")))
-        pending += 1
-        while pending >= (JOBS_IN_FLIGHT if first + BATCH < blocks else 1):
-            for result in tier.get_finished():
-                if not result.success:
-                    raise AssertionError(f"a store failed: {result.reason}")
-                pending -= 1
+    rows = BlockRows(BLOCK_BYTES, ROWS)
+    tier = open_tier(path, rows.region, blocks)
+    rows.store(tier, 0, blocks, BATCH)
     tier.shutdown()
-    region.close()
+    rows.region.close()
 
 
 def time_opening(path: str, blocks: int) -> None:

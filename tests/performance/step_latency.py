@@ -1,7 +1,7 @@
 """Time of a scheduler step, idle and beside a saturated tier, for each built-in tier in turn: one JSON object.
 
     python tests/performance/step_latency.py DIRECTORY --rounds 5
-    python tests/performance/step_latency.py DIRECTORY --tiers memory nvme --block-bytes 1048576 --table
+    python tests/performance/step_latency.py DIRECTORY --tiers memory nvme --block-bytes 1048576
 
 A step is 512 calls of `lookup`, half of them hits in the primary tier and half misses everywhere, `prepare_store` of
 512 new keys, `complete_store` of 32 of them and, as failed, of the others, and `on_schedule_end`. Between steps the
@@ -26,16 +26,15 @@ import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any  # what was measured, as JSON has it
 
 import tiered_kv
+from tests.performance.bench import spread
+from tests.performance.nginx import start_nginx
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.testing.redis_servers import RedisServer
-from tiered_kv.testing.s3_servers import start_nginx
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
 KEYS = 512
@@ -44,7 +43,6 @@ BATCH = 32
 BATCHES = 8
 """Batches stored, and asked for, before each busy step: more than the tier moves between two."""
 MODEL_STEP_S = 0.005
-PHASES = ("idle", "busy")
 TIERS = ("memory", "nvme", "fs", "redis", "s3")
 
 
@@ -60,12 +58,8 @@ def tier_settings(tier: str, folder: Path) -> Iterator[dict[str, object]]:
     elif tier in ("nvme", "fs"):
         yield {"type": tier, "path": str(folder / tier), "capacity": "4GiB"}
     elif tier == "redis":
-        redis = RedisServer(folder, ("--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru"))
-        redis.start()
-        try:
+        with RedisServer(folder, ("--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru")) as redis:
             yield {"type": tier, "url": redis.url}
-        finally:
-            redis.kill()
     else:
         nginx = start_nginx(folder)
         try:
@@ -158,28 +152,11 @@ class Steps:
         return microseconds
 
 
-@dataclass
-class Rounds:
-    """What the rounds of one tier gave."""
-
-    idle: list[dict[str, float]] = field(default_factory=list)
-    busy: list[dict[str, float]] = field(default_factory=list)
-    jobs: list[int] = field(default_factory=list)
-
-    def summary(self) -> dict[str, object]:
-        ratios = [busy["p99"] / idle["p99"] for busy, idle in zip(self.busy, self.idle, strict=True)]
-        return {
-            "idle_step_us": {name: round(statistics.median(each[name] for each in self.idle)) for name in self.idle[0]},
-            "busy_step_us": {name: round(statistics.median(each[name] for each in self.busy)) for name in self.busy[0]},
-            "busy_over_idle_p99": round(statistics.median(ratios), 2),
-            "busy_over_idle_p99_range": [round(min(ratios), 2), round(max(ratios), 2)],
-            "jobs_in_flight_median": statistics.median(self.jobs),
-        }
-
-
 def measure(directory: str, tier: str, block_bytes: int, steps: int, rounds: int) -> dict[str, object]:
     """Return what steps take over one tier, idle and busy."""
-    result = Rounds()
+    idle: list[dict[str, float]] = []
+    busy: list[dict[str, float]] = []
+    jobs: list[int] = []
     with tempfile.TemporaryDirectory(dir=directory) as folder, tier_settings(tier, Path(folder)) as settings:
         config = {
             "version": 1,
@@ -196,25 +173,19 @@ def measure(directory: str, tier: str, block_bytes: int, steps: int, rounds: int
                 scheduler.feed()
                 stack.manager.drain_jobs(60)
             for _ in range(rounds):
-                result.idle.append(percentiles(scheduler.idle(steps)))
-                times, jobs = scheduler.busy(steps)
-                result.busy.append(percentiles(times))
-                result.jobs += jobs
+                idle.append(percentiles(scheduler.idle(steps)))
+                times, in_flight = scheduler.busy(steps)
+                busy.append(percentiles(times))
+                jobs += in_flight
                 stack.manager.drain_jobs(60)
             counters = stack.manager.counters()[str(settings["type"])]
-    moved = {name: counters.get(name, 0) for name in ("stored_blocks_total", "loaded_blocks_total")}
-    return {**result.summary(), **moved}
-
-
-def table(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the results as Markdown."""
-    lines = ["| tier | idle p50 / p99 (us) | busy p50 / p99 (us) | p99 busy / idle | jobs |", "| --- " * 5 + "|"]
-    for tier, result in results.items():
-        idle, busy = (f"{result[f'{what}_step_us']['p50']} / {result[f'{what}_step_us']['p99']}" for what in PHASES)
-        low, high = result["busy_over_idle_p99_range"]
-        ratio = f"{result['busy_over_idle_p99']} ({low} to {high})"
-        lines.append(f"| {tier} | {idle} | {busy} | {ratio} | {result['jobs_in_flight_median']:.0f} |")
-    return "\n".join(lines)
+    return {
+        "idle_step_us": {name: round(statistics.median(each[name] for each in idle)) for name in idle[0]},
+        "busy_step_us": {name: round(statistics.median(each[name] for each in busy)) for name in busy[0]},
+        "busy_over_idle_p99": spread([mine["p99"] / other["p99"] for mine, other in zip(busy, idle, strict=True)]),
+        "jobs_in_flight_median": statistics.median(jobs),
+        **{name: counters.get(name, 0) for name in ("stored_blocks_total", "loaded_blocks_total")},
+    }
 
 
 def percentiles(times: Sequence[float]) -> dict[str, float]:
@@ -229,11 +200,9 @@ def main() -> None:
     parser.add_argument("--block-bytes", type=int, default=64 << 10)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--table", action="store_true", help="print a Markdown table instead of JSON")
     arguments = parser.parse_args()
     sizes = (arguments.block_bytes, arguments.steps, arguments.rounds)
-    results = {tier: measure(arguments.directory, tier, *sizes) for tier in arguments.tiers}
-    print(table(results) if arguments.table else json.dumps(results))
+    print(json.dumps({tier: measure(arguments.directory, tier, *sizes) for tier in arguments.tiers}))
 
 
 if __name__ == "__main__":

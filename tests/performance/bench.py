@@ -1,0 +1,159 @@
+"""What the measuring scripts share: blocks in a region, jobs over them, a tier that costs nothing, and medians."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
+from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
+
+_POLL_S = 0.0002
+
+Sample = Mapping[str, float]
+"""What one side did in one round: rates and costs by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The seconds that some work took: by the clock, and of this process's CPUs."""
+
+    wall_s: float
+    cpu_s: float
+
+
+class BlockRows:
+    """A region whose rows hold distinct blocks; block n belongs in row n modulo the number of rows.
+
+    Args:
+        block_bytes: Bytes of a row.
+        rows: How many.
+    """
+
+    def __init__(self, block_bytes: int, rows: int) -> None:
+        self.block_bytes, self.rows = block_bytes, rows
+        self.region = PrimaryRegion(rows, block_bytes, prefault=True)
+        self._pattern = np.random.default_rng(0).integers(0, 256, block_bytes, dtype=np.uint8)
+        self.region.array[:] = self._pattern
+        self.region.array[:, :8] = np.arange(rows, dtype="<u8").view(np.uint8).reshape(rows, 8)
+        self._job_ids = iter(range(1 << 40))
+
+    def store(self, tier: SecondaryTierManager, first: int, count: int, batch: int) -> Taken:
+        """Store blocks `first` to `first + count` in jobs of `batch`, more than the rows hold in several goes."""
+        goes = [
+            self._run(tier, begin, min(self.rows, first + count - begin), batch, is_promotion=False)
+            for begin in range(first, first + count, self.rows)
+        ]
+        return Taken(sum(go.wall_s for go in goes), sum(go.cpu_s for go in goes))
+
+    def load(self, tier: SecondaryTierManager, first: int, count: int, batch: int) -> Taken:
+        """Load blocks back into their rows, which are cleared before and compared afterwards."""
+        rows = np.arange(first, first + count) % self.rows
+        self.region.array[rows] = 0
+        taken = self._run(tier, first, count, batch, is_promotion=True)
+        self.compare(rows)
+        return taken
+
+    def compare(self, rows: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
+        """Raise `AssertionError` unless each of `rows` holds its block."""
+        for row in rows:
+            found = self.region.array[row]
+            if int(found[:8].view("<u8")[0]) != row or not np.array_equal(found[8:], self._pattern[8:]):
+                raise AssertionError("wrong bytes")
+
+    def _run(self, tier: SecondaryTierManager, first: int, count: int, batch: int, *, is_promotion: bool) -> Taken:
+        """Submit all jobs at once, then poll, as the tiering manager does."""
+        submit, context = tier.submit_load if is_promotion else tier.submit_store, ReqContext("rates")
+        all_keys = [block_key(number) for number in range(first, first + count)]
+
+        def work() -> None:
+            pending = set()
+            for begin in range(0, count, batch):
+                keys = all_keys[begin : begin + batch]
+                rows = np.arange(first + begin, first + begin + len(keys), dtype=np.int64) % self.rows
+                job = JobMetadata(next(self._job_ids), keys, rows, is_promotion, context)
+                pending.add(job.job_id)
+                submit(job)
+            while pending:
+                for result in tier.get_finished():
+                    if not result.success:
+                        raise AssertionError(f"a job failed: {result.reason}")
+                    pending.discard(result.job_id)
+                time.sleep(_POLL_S)
+
+        return timed(work)
+
+
+class InstantTier(SecondaryTierManager):
+    """Remembers keys, moves nothing, and ends every job at once."""
+
+    is_nonblocking = True
+
+    def __init__(self, view: memoryview) -> None:
+        super().__init__(None, view, "instant")
+        self._keys: set[OffloadKey] = set()
+        self._finished: list[JobResult] = []
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        return key in self._keys
+
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        self._keys.update(job_metadata.keys)
+        self._finished.append(JobResult(job_metadata.job_id, True))
+
+    def submit_load(self, job_metadata: JobMetadata) -> None:
+        self._finished.append(JobResult(job_metadata.job_id, True))
+
+    def get_finished(self) -> Iterable[JobResult]:
+        finished, self._finished = self._finished, []
+        return finished
+
+
+def block_key(number: int) -> OffloadKey:
+    return make_offload_key(hashlib.sha256(number.to_bytes(8, "big")).digest(), 0)
+
+
+def timed(work: Callable[[], object]) -> Taken:
+    cpu_s, begin = time.process_time(), time.perf_counter()
+    work()
+    return Taken(time.perf_counter() - begin, time.process_time() - cpu_s)
+
+
+def sample(gigabytes: float, store: Taken, load: Taken) -> Sample:
+    """Return the rates and CPU costs of a store and a load of so many 1e9 bytes."""
+    return {
+        "store_gb_per_s": gigabytes / store.wall_s,
+        "load_gb_per_s": gigabytes / load.wall_s,
+        "store_cpu_s_per_gb": store.cpu_s / gigabytes,
+        "load_cpu_s_per_gb": load.cpu_s / gigabytes,
+    }
+
+
+def summary(samples: Mapping[str, Sequence[Sample]], pairs: Sequence[tuple[str, str]]) -> dict[str, object]:
+    """Return the median of each side's samples, and that of the ratios within a round, with the least and greatest.
+
+    Args:
+        samples: Those of each side, one a round.
+        pairs: The sides to compare; one that has no samples is left out.
+    """
+    result: dict[str, object] = {}
+    for side, taken in samples.items():
+        for name in taken[0]:
+            result[f"{side}_{name}"] = round(statistics.median(each[name] for each in taken), 3)
+    for ours, theirs in pairs:
+        for name in samples[ours][0] if theirs in samples else ():
+            ratios = [mine[name] / other[name] for mine, other in zip(samples[ours], samples[theirs], strict=True)]
+            result[f"{ours}_{name}_over_{theirs}"] = spread(ratios)
+    return result
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the median of values, the least and the greatest."""
+    found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return {name: round(value, 3) for name, value in found.items()}
