@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.plugins.conftest import OpenRedis
+from tests.support.redis_clusters import RedisClusterServers, redis_cluster
+from tests.support.redis_sentinels import SERVICE, RedisSentinelServers, redis_sentinel
 from tiered_kv.counters import count_of
 from tiered_kv.errors import TierUnavailableError
-from tiered_kv.testing.redis_clusters import RedisClusterServers, redis_cluster
-from tiered_kv.testing.redis_sentinels import SERVICE, RedisSentinelServers, redis_sentinel
 from tiered_kv.testing.redis_servers import RedisServer, redis_server
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.waiting import wait_until
@@ -74,7 +74,7 @@ def test_a_killed_master_costs_misses_until_a_replica_leads(
 def one_master(tmp_path: Path) -> Iterator[RedisServer]:
     """A cluster of one master that has only the upper half of the slots, and serves those."""
     options = ("--cluster-enabled", "yes", "--cluster-config-file", "nodes", "--cluster-require-full-coverage", "no")
-    server = RedisServer(tmp_path, options, has_bus=True)
+    server = RedisServer(tmp_path, options)
     server.start()
     try:
         assert server.call("CLUSTER", "ADDSLOTSRANGE", "8192", "16383") == b"+OK\r\n"

@@ -14,9 +14,9 @@ import pytest
 from tests.plugins.conftest import OpenRedis
 from tests.support.loopback import LoopbackServer
 from tests.support.lying_redis import LyingRedis, Storage
+from tests.support.redis_clusters import RedisClusterServers, redis_cluster
 from tiered_kv.base import OffloadKey
 from tiered_kv.stack import Stack, open_stack
-from tiered_kv.testing.redis_clusters import RedisClusterServers, redis_cluster
 from tiered_kv.testing.rig import TierRig, block_content, make_keys
 from tiered_kv.testing.waiting import wait_until
 

@@ -9,9 +9,9 @@ from typing import ClassVar
 import pytest
 
 from tests.support.doors import RedisDoor, codec_id_of
+from tests.support.redis_clusters import RedisClusterServers, redis_cluster
 from tiered_kv.testing.conformance import TierConformance
 from tiered_kv.testing.proxy import FaultProxy, Faults
-from tiered_kv.testing.redis_clusters import RedisClusterServers, redis_cluster
 from tiered_kv.testing.redis_servers import (
     PASSWORD,
     PATIENT,

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from tiered_kv.counters import count_of
-from tiered_kv.testing.redis_servers import RedisServer, free_port
+from tiered_kv.testing.redis_servers import RedisServer
 from tiered_kv.testing.s3_servers import ACCESS_KEY_ID, SECRET_ACCESS_KEY, S3Server, moto_bucket, moto_server
+from tiered_kv.testing.server_process import free_port
 
 __all__ = ["moto_bucket", "moto_server"]
 

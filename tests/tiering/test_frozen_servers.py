@@ -315,7 +315,7 @@ def test_frozen_servers_hold_up_nobody_and_are_used_again(
 ) -> None:
     limits = {"lookup_timeout": LOOKUP_TIMEOUT_S, "job_timeout": JOB_TIMEOUT_S}
     with contextlib.ExitStack() as at_end:
-        at_end.enter_context(ahead_of_others(redis_server.pid, moto_server.process.pid))
+        at_end.enter_context(ahead_of_others(redis_server.pid, moto_server.pid))
         own = {str(entry["type"]): fill(entry) for entry in entries}
         stack = at_end.enter_context(tiered_kv.open_stack(stack_of(entries, **limits)))
         scheduler = Scheduler(stack, own)

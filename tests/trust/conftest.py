@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.places import Place
+from tests.support.redis_sentinels import SERVICE
 from tests.support.tenants import BucketStorage, DirectoryStorage, MakeStorage, RedisStorage, Storage
-from tiered_kv.testing.redis_sentinels import SERVICE
 from tiered_kv.testing.s3_servers import missing_for_moto
 
 

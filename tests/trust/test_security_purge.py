@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from tests.support.disk_use import occupied_bytes
+from tests.support.redis_clusters import redis_cluster
+from tests.support.redis_sentinels import SERVICE, RedisSentinelServers, redis_sentinel
 from tests.support.tenants import BucketStorage, DirectoryStorage, MakeStorage, RedisStorage, Storage, Tenant
 from tiered_kv.cli import main
 from tiered_kv.stack import open_stack
-from tiered_kv.testing.redis_clusters import redis_cluster
-from tiered_kv.testing.redis_sentinels import SERVICE, RedisSentinelServers, redis_sentinel
 from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.s3_servers import moto_server
 from tiered_kv.testing.waiting import wait_until

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.redis_clusters import RedisClusterServers, tls_redis_cluster
+from tests.support.redis_sentinels import SERVICE, RedisSentinelServers, tls_redis_sentinel
 from tests.support.tenants import RedisStorage, Tenant
 from tiered_kv.cli import main
-from tiered_kv.testing.redis_clusters import RedisClusterServers, tls_redis_cluster
-from tiered_kv.testing.redis_sentinels import SERVICE, RedisSentinelServers, tls_redis_sentinel
 from tiered_kv.testing.redis_servers import RedisServer, TlsFiles, make_tls_files
 from tiered_kv.testing.waiting import wait_until
 

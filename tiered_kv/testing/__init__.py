@@ -7,11 +7,11 @@
     faults, lies    tiers that hang, fail, come late or lie, made by wrapping one that does not
     watch           who may touch which row of the primary region, seen from the tiers
     prompt          a wrapper that makes tiers with threads repeatable
-    proxy           a TCP proxy that does to connections what networks do; proxied is one connection
+    proxy           a TCP proxy that does to connections what networks do
     damage          what can happen to the bytes of a stored block record
     leaks           what a test leaves behind
     gate, clock     what tests steer the above with, in place of sleeping; waiting waits for a condition
-    redis_servers, redis_clusters, redis_sentinels, s3_servers
+    server_process, redis_servers, s3_servers
                     fixtures with servers on loopback, and with fakeredis and moto
     four_methods    the smallest tier there can be
     key_value       a small server, and a good tier over the network to it

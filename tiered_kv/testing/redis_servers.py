@@ -8,36 +8,24 @@ server has a directory of its own, listens on free ports of 127.0.0.1 only, and 
 
 from __future__ import annotations
 
-import contextlib
-import secrets
 import shutil
-import signal
 import socket
 import ssl
-import subprocess
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-START_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 30.0
+from tiered_kv.testing.server_process import STOP_S_MAX, ServerProcess
+
 ANSWER_TIMEOUT_S = 30.0
 """For one command of a test's own, also on a machine that holds the server up; one that has ended refuses at once."""
 PATIENT: Mapping[str, object] = {"timeout": "60s", "connect_timeout": "60s", "lookup_timeout": "60s"}
 """Settings of tiers that are not tested for their time-outs: what a busy machine holds up is no failure of theirs."""
 PASSWORD = "a-password-for-tests"
 """Of servers that want one."""
-
-_PORT_ATTEMPTS = 5
-_BUS_OFFSET = 10_000
-"""A cluster's members talk to each other on their port plus this."""
-_PORTS = range(10_000, 32_768 - _BUS_OFFSET)
-"""Linux gives these, and their buses', to nobody by itself: a server that starts again finds its port free."""
-_POLL_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,85 +42,35 @@ class TlsFiles:
     key: Path
 
 
-class RedisServer:
-    """A `redis-server` process. It may be stopped, killed, frozen and started again on the same port.
+class RedisServer(ServerProcess):
+    """A `redis-server` process. Whenever it starts, nothing is left of what it held before.
 
     Args:
         directory: An empty directory for it.
         options: Further arguments, such as `("--maxmemory", "8mb")`.
         password: What it asks for; empty for nothing.
         tls: Listen with TLS only, and ask for a client's certificate.
-        port: Where to listen; by default a free port.
-        has_bus: Whether it is a cluster's, and so listens on a second port, above that one.
     """
 
     def __init__(
-        self,
-        directory: Path,
-        options: Sequence[str] = (),
-        *,
-        password: str = "",
-        tls: TlsFiles | None = None,
-        port: int | None = None,
-        has_bus: bool = False,
+        self, directory: Path, options: Sequence[str] = (), *, password: str = "", tls: TlsFiles | None = None
     ) -> None:
-        self._has_bus = has_bus
-        self.port = free_port(with_bus=has_bus) if port is None else port
+        super().__init__()
         self.password = password
         self.tls = tls
         self._directory = directory
         self._options = tuple(options)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._takes_another_port = port is None
 
     @property
     def url(self) -> str:
         """Where it is, without the password."""
         return f"{'rediss' if self.tls else 'redis'}://127.0.0.1:{self.port}"
 
-    @property
-    def pid(self) -> int:
-        """The id of its process, which runs."""
-        assert self._process is not None, "it does not run"
-        return self._process.pid
-
-    def start(self) -> None:
-        """Start it and return when it answers. Nothing is left of what it held before."""
-        for attempt in range(_PORT_ATTEMPTS):
-            self._process = subprocess.Popen(
-                self._command(), cwd=self._directory, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-            )
-            if self._answers():
-                self._takes_another_port = False
-                return
-            self.kill()
-            if not self._takes_another_port or attempt == _PORT_ATTEMPTS - 1:
-                break
-            self.port = free_port(with_bus=self._has_bus)  # somebody took it first
-        log = self._directory / "log"
-        raise RuntimeError(f"redis-server did not start: {log.read_text()[-2000:] if log.exists() else 'no log'}")
-
-    def stop(self) -> None:
-        """End it in good order."""
-        self._end(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """End it as a crash would."""
-        self._end(signal.SIGKILL)
-
     def restart(self, *options: str) -> None:
         """Kill it and start it again, empty, with further options from now on."""
         self.kill()
         self._options += options
         self.start()
-
-    def freeze(self) -> None:
-        """Stop it from running, with its connections open."""
-        self._signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        """Let it run on."""
-        self._signal(signal.SIGCONT)
 
     def call(self, *arguments: str | bytes) -> bytes:
         """Send one command with `redis-cli`-like plainness, over a connection of its own; return the raw reply."""
@@ -167,29 +105,23 @@ class RedisServer:
                 value[-1] ^= 0x01
                 self.set(name, bytes(value))
 
-    def _command(self) -> list[str]:
+    def command(self) -> list[str]:
         ports = ["--port", str(self.port)]
         if self.tls is not None:
             ports = ["--port", "0", "--tls-port", str(self.port), "--tls-ca-cert-file", str(self.tls.ca)]
             ports += ["--tls-cert-file", str(self.tls.cert), "--tls-key-file", str(self.tls.key)]
         password = ["--requirepass", self.password] if self.password else []
-        quiet = ["--save", "", "--appendonly", "no", "--logfile", "log", "--dir", str(self._directory)]
+        quiet = ["--save", "", "--appendonly", "no", "--dir", str(self._directory)]
         quiet += ["--repl-diskless-sync-delay", "0"]  # replicas are there at once
         return [_redis_server(), *ports, "--bind", "127.0.0.1", *quiet, *password, *self._options]
 
-    def _answers(self) -> bool:
-        assert self._process is not None
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline and self._process.poll() is None:
-            try:
-                if self.call("PING").startswith((b"+PONG", b"-MASTERDOWN")):
-                    return self._process.poll() is None
-            except ssl.SSLCertVerificationError:  # which no waiting changes
-                raise
-            except (OSError, AssertionError):
-                pass
-            time.sleep(_POLL_S)
-        return False
+    def answers(self) -> bool:
+        try:
+            return self.call("PING").startswith((b"+PONG", b"-MASTERDOWN"))
+        except ssl.SSLCertVerificationError:  # which no waiting changes
+            raise
+        except (OSError, AssertionError):
+            return False
 
     def _connect(self) -> socket.socket:
         sock = socket.create_connection(("127.0.0.1", self.port), timeout=ANSWER_TIMEOUT_S)
@@ -202,33 +134,6 @@ class RedisServer:
         except OSError:
             sock.close()
             raise
-
-    def _signal(self, number: signal.Signals) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(number)
-
-    def _end(self, number: signal.Signals) -> None:
-        if self._process is None:
-            return
-        self._signal(signal.SIGCONT)
-        self._signal(number)
-        try:
-            self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(STOP_TIMEOUT_S)
-        self._process = None
-
-
-def free_port(*, with_bus: bool = False) -> int:
-    """Return a port that nobody uses now; `with_bus`, nor that of a cluster's bus, which lies above it."""
-    while True:
-        with socket.socket() as sock, socket.socket() as bus, contextlib.suppress(OSError):
-            sock.bind(("127.0.0.1", secrets.choice(_PORTS)))
-            port: int = sock.getsockname()[1]
-            if with_bus:
-                bus.bind(("127.0.0.1", port + _BUS_OFFSET))
-            return port
 
 
 def make_tls_files(directory: Path, *names: str) -> TlsFiles:
@@ -246,7 +151,8 @@ def make_tls_files(directory: Path, *names: str) -> TlsFiles:
 @pytest.fixture
 def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
     """A plain redis-server."""
-    yield from _served(RedisServer(_subdirectory(tmp_path)))
+    with RedisServer(_subdirectory(tmp_path)) as server:
+        yield server
 
 
 @pytest.fixture
@@ -254,7 +160,8 @@ def tls_redis_server(tmp_path: Path) -> Iterator[RedisServer]:
     """A redis-server that wants TLS with a client's certificate, and `PASSWORD`."""
     _redis_server()
     directory = _subdirectory(tmp_path)
-    yield from _served(RedisServer(directory, password=PASSWORD, tls=make_tls_files(directory)))
+    with RedisServer(directory, password=PASSWORD, tls=make_tls_files(directory)) as server:
+        yield server
 
 
 @pytest.fixture
@@ -270,15 +177,7 @@ def fake_redis_url() -> Iterator[str]:
     finally:
         server.shutdown()
         server.server_close()
-        thread.join(STOP_TIMEOUT_S)
-
-
-def _served(server: RedisServer) -> Iterator[RedisServer]:
-    try:
-        server.start()
-        yield server
-    finally:
-        server.kill()
+        thread.join(STOP_S_MAX)
 
 
 def _redis_server() -> str:

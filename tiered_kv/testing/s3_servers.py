@@ -1,11 +1,7 @@
-"""Servers that speak S3's protocol, on loopback, for tests: moto, in this process or its own, and nginx.
+"""Servers that speak S3's protocol, on loopback, for tests: moto's, in a process of its own.
 
-    server = start_moto()               moto's HTTP server in a process of its own; `server.stop()` ends it
-    server = start_nginx(folder)        moves bytes as fast as a server can: PUT, GET, HEAD and DELETE, unsigned
-
-Each has a fixture, to be imported into a test's module or conftest: `moto_server` and `nginx_server` give a server that
-lasts for the session, `moto_bucket` a new bucket on it, `moto_in_process` boto3 answered without any server. They skip,
-with the reason, where what they need is not installed.
+Import the fixtures into a test's module or conftest: `moto_server` lasts for the session, `moto_bucket` is a new bucket
+on it. They skip, with the reason, where what they need is not installed.
 """
 
 from __future__ import annotations
@@ -14,28 +10,21 @@ import functools
 import importlib.util
 import itertools
 import os
-import select
-import shutil
-import signal
 import socket
-import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-START_S_MAX = 120.0
-STOP_S_MAX = 10.0
+from tiered_kv.testing.server_process import ServerProcess
+
 ACCESS_KEY_ID = "testing-key-id"
 SECRET_ACCESS_KEY = "testing-secret"
 REGION = "us-east-1"
 
-_NGINX_TRIES = 5
 _bucket_numbers = itertools.count(1)
 _making_clients = threading.Lock()
 
@@ -48,23 +37,29 @@ def _session() -> Any:
     return boto3.session.Session()
 
 
-@dataclass(slots=True)
-class S3Server:
-    """A server on loopback.
+class S3Server(ServerProcess):
+    """A server that speaks S3's protocol.
 
     Args:
-        url: Its endpoint, as `endpoint_url` takes it.
-        process: The process.
+        command: Returns the command that listens on a port.
+        scheme: Whether it speaks `http` or `https`.
     """
 
-    url: str
-    process: subprocess.Popen[bytes]
+    def __init__(self, command: Callable[[int], list[str]], scheme: str = "http") -> None:
+        super().__init__()
+        self._command = command
+        self.url = f"{scheme}://127.0.0.1:{self.port}"
+        """Its endpoint, as `endpoint_url` takes it."""
 
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host and port."""
-        host, _, port = self.url.rpartition("/")[2].partition(":")
-        return host, int(port)
+    def command(self) -> list[str]:
+        return self._command(self.port)
+
+    def answers(self) -> bool:
+        try:
+            socket.create_connection(self.address, 1.0).close()
+        except OSError:
+            return False
+        return True
 
     def settings(self, bucket: str, **changes: object) -> dict[str, object]:
         """Return the YAML entry of an s3 tier in one of the server's buckets."""
@@ -117,26 +112,6 @@ class S3Server:
         finally:
             client.close()
 
-    def freeze(self) -> None:
-        """Stop it from running, with its connections open."""
-        self.process.send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        """Let it run on."""
-        self.process.send_signal(signal.SIGCONT)
-
-    def stop(self) -> None:
-        """End the server, by force if it does not end by itself."""
-        self.thaw()
-        self.process.terminate()
-        try:
-            self.process.wait(STOP_S_MAX)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(STOP_S_MAX)
-        if self.process.stdout is not None:
-            self.process.stdout.close()
-
 
 def missing_for_moto() -> str:
     """Return why moto's server cannot be started here, or an empty string."""
@@ -151,51 +126,14 @@ def start_moto(certificate: tuple[Path, Path] | None = None) -> S3Server:
         certificate: A certificate and its key, PEM files, for TLS; plain HTTP without.
 
     Raises:
-        RuntimeError: It did not start within `START_S_MAX`.
+        RuntimeError: It did not start.
     """
     files = [str(path) for path in certificate or ()]
-    process = subprocess.Popen(
-        [sys.executable, "-c", _MOTO_PROGRAM, *files],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+    server = S3Server(
+        lambda port: [sys.executable, "-c", _MOTO_PROGRAM, str(port), *files], "https" if certificate else "http"
     )
-    scheme = "https" if certificate else "http"
-    server = S3Server("", process)
-    try:
-        server.url = f"{scheme}://127.0.0.1:{_printed_port(process)}"
-    except BaseException:
-        server.stop()
-        raise
+    server.start()
     return server
-
-
-def start_nginx(folder: Path) -> S3Server:
-    """Start nginx on a free port, with its files in `folder`, and return once it listens.
-
-    A bucket is a folder that the first PUT makes. It knows neither listings nor signatures.
-
-    Raises:
-        RuntimeError: It did not start within `START_S_MAX`.
-    """
-    program = _nginx()
-    assert program is not None, "nginx is not installed"
-    (folder / "data").mkdir(parents=True, exist_ok=True)
-    for _ in range(_NGINX_TRIES):
-        port = _free_port()
-        configuration = folder / "nginx.conf"
-        configuration.write_text(_NGINX_CONFIGURATION.format(port=port, user="user root;" if os.geteuid() == 0 else ""))
-        process = subprocess.Popen(
-            [program, "-p", str(folder), "-c", str(configuration), "-e", str(folder / "error.log")],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        server = S3Server(f"http://127.0.0.1:{port}", process)
-        if _listens(process, port):
-            return server
-        server.stop()
-    raise RuntimeError("nginx did not start; see its error.log")
 
 
 # Fixtures.
@@ -217,32 +155,6 @@ def moto_bucket(moto_server: S3Server) -> str:
     return moto_server.make_bucket()
 
 
-@pytest.fixture(scope="session")
-def nginx_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """nginx, for the session."""
-    if _nginx() is None:
-        pytest.skip("nginx is not installed (apt-get install nginx-light)")
-    server = start_nginx(tmp_path_factory.mktemp("nginx"))
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-def moto_in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """boto3's client answered by moto within this process: for code that calls boto3, no server and no socket."""
-    if missing := missing_for_moto():
-        pytest.skip(missing)
-    import boto3
-    from moto import mock_aws
-
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY_ID)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_ACCESS_KEY)
-    with mock_aws():
-        client = boto3.session.Session().client("s3", region_name=REGION)
-        yield client
-        client.close()
-
-
 # How they are started.
 
 _MOTO_PROGRAM = """
@@ -255,77 +167,8 @@ class Handler(MotoRequestHandler):
 
 logging.getLogger("werkzeug").setLevel(logging.ERROR)
 server = make_server(
-    "127.0.0.1", 0, DomainDispatcherApplication(create_backend_app), threaded=True, request_handler=Handler,
-    ssl_context=tuple(sys.argv[1:3]) or None,
+    "127.0.0.1", int(sys.argv[1]), DomainDispatcherApplication(create_backend_app), threaded=True,
+    request_handler=Handler, ssl_context=tuple(sys.argv[2:4]) or None,
 )
-print(server.port, flush=True)
 server.serve_forever()
 """
-
-_NGINX_CONFIGURATION = """
-daemon off;
-{user}
-worker_processes 1;
-pid nginx.pid;
-error_log error.log;
-events {{ worker_connections 1024; }}
-http {{
-  access_log off;
-  sendfile on;
-  tcp_nodelay on;
-  keepalive_requests 10000000;
-  client_max_body_size 0;
-  client_body_buffer_size 8m;
-  client_body_temp_path temp_body;
-  proxy_temp_path temp_proxy;
-  fastcgi_temp_path temp_fastcgi;
-  uwsgi_temp_path temp_uwsgi;
-  scgi_temp_path temp_scgi;
-  server {{
-    listen 127.0.0.1:{port};
-    root data;
-    location / {{
-      dav_methods PUT DELETE;
-      create_full_put_path on;
-    }}
-  }}
-}}
-"""
-
-
-def _nginx() -> str | None:
-    return shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
-
-
-def _printed_port(process: subprocess.Popen[bytes]) -> int:
-    """Return the number that the process prints as its first line."""
-    assert process.stdout is not None
-    line = b""
-    end = time.monotonic() + START_S_MAX
-    while not line.endswith(b"\n"):
-        ready, _, _ = select.select([process.stdout], [], [], max(0.0, end - time.monotonic()))
-        received = os.read(process.stdout.fileno(), 16) if ready else b""
-        if not received:
-            raise RuntimeError("moto's server did not start")
-        line += received
-    return int(line)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def _listens(process: subprocess.Popen[bytes], port: int) -> bool:
-    """Return True once something listens on `port`, False if the process has ended or takes too long."""
-    end = time.monotonic() + START_S_MAX
-    while process.poll() is None and time.monotonic() < end:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1.0).close()
-        except OSError:
-            time.sleep(0.01)
-        else:
-            return True
-    return False

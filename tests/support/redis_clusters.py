@@ -1,7 +1,5 @@
 """A Redis Cluster for tests: real servers on loopback.
 
-    from tiered_kv.testing.redis_clusters import redis_cluster
-
 A test module that imports a fixture has it; it skips, with the reason, where `redis-server` or `redis-cli` is not
 installed.
 """
@@ -11,16 +9,15 @@ from __future__ import annotations
 import contextlib
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from tiered_kv.testing.redis_servers import RedisServer, TlsFiles, make_tls_files
+from tiered_kv.testing.waiting import wait_until
 
 CLUSTER_TIMEOUT_S = 120.0
-_POLL_S = 0.005
 
 
 class RedisClusterServers:
@@ -34,13 +31,13 @@ class RedisClusterServers:
     def __init__(self, directory: Path, *, tls: TlsFiles | None = None) -> None:
         self.servers: list[RedisServer] = []
         self.tls = tls
-        secured = () if tls is None else ("--tls-cluster", "yes", "--tls-replication", "yes")
+        options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "2000", "--cluster-config-file", "nodes"]
+        options += ["--cluster-replica-validity-factor", "0"]
+        options += [] if tls is None else ["--tls-cluster", "yes", "--tls-replication", "yes"]
         for number in range(6):
             own = directory / str(number)
             own.mkdir()
-            options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000", "--cluster-config-file", "nodes")
-            options = (*options, "--cluster-replica-validity-factor", "0", *secured)
-            self.servers.append(RedisServer(own, options, tls=tls, has_bus=True))
+            self.servers.append(RedisServer(own, options, tls=tls))
 
     @property
     def addresses(self) -> list[str]:
@@ -56,10 +53,7 @@ class RedisClusterServers:
             create += ["--tls", "--cacert", str(self.tls.ca), "--cert", str(self.tls.cert), "--key", str(self.tls.key)]
         subprocess.run(create, check=True, timeout=CLUSTER_TIMEOUT_S, stdout=subprocess.DEVNULL)
         self.wait_until_whole(self.servers)
-        deadline = time.monotonic() + CLUSTER_TIMEOUT_S
-        while sum(b"master_link_status:up" in server.call("INFO", "replication") for server in self.servers) < 3:
-            assert time.monotonic() < deadline, "the replicas do not follow"
-            time.sleep(_POLL_S)
+        wait_until(lambda: self._followers() == 3, CLUSTER_TIMEOUT_S, what="that the replicas follow")
 
     def masters(self) -> list[RedisServer]:
         """Return those that are masters now, of those that answer."""
@@ -72,11 +66,11 @@ class RedisClusterServers:
 
     def wait_until_whole(self, servers: Sequence[RedisServer]) -> None:
         """Return when each of `servers` says that every slot is served."""
-        deadline = time.monotonic() + CLUSTER_TIMEOUT_S
-        for server in servers:
-            while b"cluster_state:ok" not in server.call("CLUSTER", "INFO"):
-                assert time.monotonic() < deadline, "the cluster does not come together"
-                time.sleep(_POLL_S)
+        wait_until(
+            lambda: all(b"cluster_state:ok" in server.call("CLUSTER", "INFO") for server in servers),
+            CLUSTER_TIMEOUT_S,
+            what="a whole cluster",
+        )
 
     def keep_masters(self) -> None:
         """Have no replica take its master's place because that is slow, from now on: a busy machine holds servers up.
@@ -91,32 +85,29 @@ class RedisClusterServers:
         for server in self.servers:
             server.kill()
 
+    def _followers(self) -> int:
+        return sum(b"master_link_status:up" in server.call("INFO", "replication") for server in self.servers)
+
 
 @pytest.fixture
 def redis_cluster(tmp_path: Path) -> Iterator[RedisClusterServers]:
     """A Redis Cluster of three masters and three replicas; takes seconds to start."""
-    yield from _clustered(RedisClusterServers(_directory(tmp_path)))
+    yield from _clustered(tmp_path / "cluster", with_tls=False)
 
 
 @pytest.fixture
 def tls_redis_cluster(tmp_path: Path) -> Iterator[RedisClusterServers]:
     """The same with TLS, which wants a client's certificate."""
-    directory = _directory(tmp_path)
-    yield from _clustered(RedisClusterServers(directory, tls=make_tls_files(directory)))
+    yield from _clustered(tmp_path / "cluster", with_tls=True)
 
 
-def _clustered(cluster: RedisClusterServers) -> Iterator[RedisClusterServers]:
-    for program in ("redis-server", "redis-cli"):
-        if shutil.which(program) is None:
-            pytest.skip(f"{program} is not installed")
+def _clustered(directory: Path, *, with_tls: bool) -> Iterator[RedisClusterServers]:
+    if shutil.which("redis-cli") is None:
+        pytest.skip("redis-cli is not installed")
+    directory.mkdir()
+    cluster = RedisClusterServers(directory, tls=make_tls_files(directory) if with_tls else None)
     try:
         cluster.start()
         yield cluster
     finally:
         cluster.stop()
-
-
-def _directory(tmp_path: Path) -> Path:
-    directory = tmp_path / "cluster"
-    directory.mkdir()
-    return directory

@@ -1,29 +1,24 @@
 """A Redis master with a replica, and a sentinel that watches both, for tests: real ones on loopback.
 
-    from tiered_kv.testing.redis_sentinels import redis_sentinel
-
-A test module that imports the fixture has it; it skips, with the reason, where `redis-server` is not installed.
+A test module that imports a fixture has it; it skips, with the reason, where `redis-server` is not installed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-import shutil
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tiered_kv.testing.redis_servers import RedisServer, TlsFiles, free_port, make_tls_files
+from tiered_kv.testing.redis_servers import RedisServer, TlsFiles, make_tls_files
+from tiered_kv.testing.waiting import wait_until
 
 SERVICE = "blocks"
 """What the sentinel calls the master."""
 SENTINEL_TIMEOUT_S = 120.0
-_PORT_ATTEMPTS = 5
-_POLL_S = 0.05
 _SLOW_MS = 600_000
 """How long a running server may leave the sentinel without an answer: a busy machine holds one up for a second."""
 _ENDED_MS = 500
@@ -37,7 +32,7 @@ class RedisSentinelServers:
     """A master, its replica, and one sentinel, which makes the replica the master when that was stopped or killed.
 
     Args:
-        directory: An empty directory for them.
+        directory: A directory for them.
         tls: Listen with TLS only, among themselves too, and ask for a client's certificate.
     """
 
@@ -47,11 +42,9 @@ class RedisSentinelServers:
             each.mkdir()
         self.tls = tls
         secured = () if tls is None else ("--tls-replication", "yes")
-        self.master = _Master(own[0], secured, tls=tls, port=free_port())
-        following = ("--replicaof", f"127.0.0.1 {self.master.port}", *secured)
-        self.replica = RedisServer(own[1], following, tls=tls, port=free_port())
-        self._sentinel = _Sentinel(own[2], self.master.port, tls)
-        self.master.sentinel = self._sentinel
+        self.master = _Master(own[0], secured, tls=tls)
+        self.replica = RedisServer(own[1], ("--replicaof", f"127.0.0.1 {self.master.port}", *secured), tls=tls)
+        self._sentinel = self.master.sentinel = _Sentinel(own[2], self.master.port, tls)
 
     @property
     def address(self) -> str:
@@ -65,21 +58,24 @@ class RedisSentinelServers:
 
     def start(self) -> None:
         """Start all of them and return when the replica follows, and the sentinel knows of it."""
-        self.master.start()
-        self.replica.start()
-        self._sentinel.start()
-        deadline = time.monotonic() + SENTINEL_TIMEOUT_S
-        while b"master_link_status:up" not in self.replica.call("INFO", "replication") or self._watched()[1] < 1:
-            assert time.monotonic() < deadline, "the replica does not follow, or the sentinel does not see it"
-            time.sleep(_POLL_S)
+        for server in (self.master, self.replica, self._sentinel):
+            server.start()
+        wait_until(
+            lambda: b"master_link_status:up" in self.replica.call("INFO", "replication") and self._watched()[1],
+            SENTINEL_TIMEOUT_S,
+            what="a replica that follows and that the sentinel sees",
+        )
 
     def fail_over(self) -> None:
         """Kill the master, and return when the replica is the one that the sentinel names, and takes writes."""
         self.master.kill()
-        deadline = time.monotonic() + SENTINEL_TIMEOUT_S
-        while self._watched()[0] != self.replica.port or b"role:master" not in self.replica.call("INFO", "replication"):
-            assert time.monotonic() < deadline, "the sentinel makes nobody the master"
-            time.sleep(_POLL_S)
+        wait_until(
+            lambda: (
+                self._watched()[0] == self.replica.port and b"role:master" in self.replica.call("INFO", "replication")
+            ),
+            SENTINEL_TIMEOUT_S,
+            what="a new master",
+        )
 
     def stop(self) -> None:
         """End all of them."""
@@ -94,25 +90,25 @@ class RedisSentinelServers:
 
 class _Sentinel(RedisServer):
     def __init__(self, directory: Path, master_port: int, tls: TlsFiles | None) -> None:
-        super().__init__(directory, tls=tls, port=free_port())
+        super().__init__(directory, tls=tls)
         self._config = directory / "sentinel.conf"
         listen = f"port {self.port}\n"
         if tls is not None:
             listen = f"port 0\ntls-port {self.port}\ntls-replication yes\ntls-ca-cert-file {tls.ca}\n"
             listen += f"tls-cert-file {tls.cert}\ntls-key-file {tls.key}\n"
         self._config.write_text(
-            f"{listen}bind 127.0.0.1 {_OTHER_HOST}\nlogfile log\ndir {directory}\n"
+            f"{listen}bind 127.0.0.1 {_OTHER_HOST}\ndir {directory}\n"
             f"sentinel monitor {SERVICE} 127.0.0.1 {master_port} 1\n"
             f"sentinel down-after-milliseconds {SERVICE} {_SLOW_MS}\nsentinel failover-timeout {SERVICE} 2000\n"
         )
+
+    def command(self) -> list[str]:
+        return ["redis-server", str(self._config), "--sentinel"]
 
     def expect_no_answer(self) -> None:
         """Take the master for gone as soon as it does not answer, from now on."""
         with contextlib.suppress(OSError):  # it has ended, too
             self.call("SENTINEL", "SET", SERVICE, "down-after-milliseconds", str(_ENDED_MS))
-
-    def _command(self) -> list[str]:
-        return ["redis-server", str(self._config), "--sentinel"]
 
 
 class _Master(RedisServer):
@@ -129,34 +125,20 @@ class _Master(RedisServer):
 @pytest.fixture
 def redis_sentinel(tmp_path: Path) -> Iterator[RedisSentinelServers]:
     """A master with a replica and a sentinel; takes seconds to start."""
-    yield from _started(tmp_path, RedisSentinelServers)
+    yield from _started(tmp_path / "redis", with_tls=False)
 
 
 @pytest.fixture
 def tls_redis_sentinel(tmp_path: Path) -> Iterator[RedisSentinelServers]:
     """The same with TLS, which wants a client's certificate."""
-    yield from _started(tmp_path, lambda own: RedisSentinelServers(own, tls=make_tls_files(own)))
+    yield from _started(tmp_path / "redis", with_tls=True)
 
 
-def _started(tmp_path: Path, make: Callable[[Path], RedisSentinelServers]) -> Iterator[RedisSentinelServers]:
-    if shutil.which("redis-server") is None:
-        pytest.skip("redis-server is not installed")
-    (tmp_path / "redis").mkdir()
-    for attempt in range(_PORT_ATTEMPTS):
-        (own := tmp_path / "redis" / str(attempt)).mkdir()
-        servers = make(own)
-        try:
-            servers.start()
-        except RuntimeError:  # they know each other's ports, of which somebody took one first
-            servers.stop()
-            if attempt == _PORT_ATTEMPTS - 1:
-                raise
-        except BaseException:
-            servers.stop()
-            raise
-        else:
-            break
+def _started(directory: Path, *, with_tls: bool) -> Iterator[RedisSentinelServers]:
+    directory.mkdir()
+    servers = RedisSentinelServers(directory, tls=make_tls_files(directory) if with_tls else None)
     try:
+        servers.start()
         yield servers
     finally:
         servers.stop()
