@@ -38,22 +38,13 @@ def series(seconds: float, what: str = "threads", course: Course = lambda s: 0.0
 @pytest.mark.parametrize(
     ("seconds", "what", "course", "says"),
     [
-        (FULL_S, "memory", lambda s: 8 * s / 60, "bytes of memory"),
-        (FULL_S, "memory", lambda s: 5 * (s // 30), "bytes of memory"),
-        (FULL_S, "threads", lambda s: s / 4, "threads"),
-        (FULL_S, "descriptors", lambda s: s / 4, "descriptors"),
-        (SHORT_S, "memory", lambda s: s * 300 * 16 / 1024, "bytes of memory"),
-        (SHORT_S, "threads", lambda s: 5 * s, "threads"),
-        (SHORT_S, "descriptors", lambda s: 8 * s, "descriptors"),
-    ],
-    ids=[
-        "leak",
-        "leak in steps",
-        "thread leak",
-        "descriptor leak",
-        "copies of blocks",
-        "a thread a job",
-        "a file a job",
+        pytest.param(FULL_S, "memory", lambda s: 8 * s / 60, "bytes of memory", id="leak"),
+        pytest.param(FULL_S, "memory", lambda s: 5 * (s // 30), "bytes of memory", id="leak in steps"),
+        pytest.param(FULL_S, "threads", lambda s: s / 4, "threads", id="thread leak"),
+        pytest.param(FULL_S, "descriptors", lambda s: s / 4, "descriptors", id="descriptor leak"),
+        pytest.param(SHORT_S, "memory", lambda s: s * 300 * 16 / 1024, "bytes of memory", id="copies of blocks"),
+        pytest.param(SHORT_S, "threads", lambda s: 5 * s, "threads", id="a thread a job"),
+        pytest.param(SHORT_S, "descriptors", lambda s: 8 * s, "descriptors", id="a file a job"),
     ],
 )
 def test_what_grows_is_found(seconds: float, what: str, course: Course, says: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 import pytest
@@ -20,7 +20,7 @@ from tiered_kv.testing.rig import TierRig
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.testing.wire_bench import Blow, ByteFault, LastingFault, WireBench
 from tiered_kv.testing.wire_faults import TierUnderWireFaults, a_load, a_store
-from tiered_kv.tiering.base import JobResult, SecondaryTierManager
+from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.toolkit.jobs import Outcome
 from tiered_kv.toolkit.record import HEADER_BYTES
 
@@ -98,13 +98,6 @@ class UnforgettingTier(KeyValueTier):
 
     def reset_cache(self) -> bool:
         return True
-
-
-class SilentTier(KeyValueTier):
-    """Reports no job that fails."""
-
-    def get_finished(self) -> Iterable[JobResult]:
-        return [result for result in super().get_finished() if result.success]
 
 
 class LeavingTier(KeyValueTier):
@@ -199,7 +192,6 @@ FAULTS: list[tuple[str, MakeTier, Check, str]] = [
     ),
     ("waits beyond the deadline", PatientTier, stall, "were not reported"),
     ("reports twice", liar(Lie.REPORTS_TWICE), stall, "reported twice"),
-    ("reports no failure", SilentTier, stall, "were not reported"),
     (
         "resets nothing",
         UnforgettingTier,
