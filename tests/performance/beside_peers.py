@@ -90,14 +90,8 @@ class Measurements:
         self._add(what, "vLLM fs", vllm["store_gb_per_s"])
 
     def _disk_limit(self) -> None:
-        output = subprocess.run(
-            [str(self.bench / "disk_limit.sh"), str(self.directory)],
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-        ).stdout
-        for line in output.splitlines():
+        command = [str(self.bench / "disk_limit.sh"), str(self.directory)]
+        for line in _output(command).splitlines():
             mode, rate, _ = line.split()
             for label in ("64 KiB", "1 MiB"):
                 for what in [f"store {label}", f"store {label} while full"] if mode == "write" else [f"load {label}"]:
@@ -189,21 +183,21 @@ ROWS = (
 
 def _run(command: list[str]) -> dict[str, Any]:
     """Run a script that prints one JSON object, and return it."""
-    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S).stdout
-    answer = json.loads(output.strip().splitlines()[-1])
+    answer = json.loads(_output(command).strip().splitlines()[-1])
     assert isinstance(answer, dict)
     return answer
+
+
+def _output(command: list[str]) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S).stdout
 
 
 def _spread(values: list[float]) -> str:
     if not values:
         return ""
-    middle, low, high = (f"{value:,.3g}" if value < 100 else f"{value:,.0f}" for value in _summary(values))
+    summary = statistics.median(values), min(values), max(values)
+    middle, low, high = (f"{value:,.3g}" if value < 100 else f"{value:,.0f}" for value in summary)
     return f"{middle} ({low} to {high})"
-
-
-def _summary(values: list[float]) -> tuple[float, float, float]:
-    return statistics.median(values), min(values), max(values)
 
 
 def main() -> None:

@@ -141,11 +141,6 @@ class FaultProxy:
         """How many connections there are."""
         return len(self._connections)
 
-    @property
-    def is_refusing(self) -> bool:
-        """Whether new connections are refused."""
-        return self._listener is None
-
     def refuse_connections(self, refuses: bool = True) -> None:
         """Have new connections refused, or taken again; the port stays ours. Those that are open stay open."""
         self._call(self._refuse(refuses))
@@ -174,6 +169,8 @@ class FaultProxy:
 
     async def _refuse(self, refuses: bool) -> None:
         if self._listener is not None:
+            if not refuses:
+                return
             self._listener.close()
             self._listener = None
         self._bound.close()

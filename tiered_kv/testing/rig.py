@@ -209,10 +209,6 @@ class TierRig:
 
     # -- the whole tier ----------------------------------------------------------------------------
 
-    def take_rows(self, count: int) -> list[int]:
-        """Return rows in no order; the same ones come again after `num_blocks` more."""
-        return list(itertools.islice(self._rows, count))
-
     def reopen(self, spec: TierSpec | None = None) -> None:
         """Shut the tier down and open it again on the same storage, for another spec if one is given."""
         self.tier.shutdown()
@@ -239,7 +235,9 @@ class TierRig:
         is_promotion: bool,
         request: ReqContext | None = None,
     ) -> JobMetadata:
-        block_ids: BlockIds = np.array(rows if rows is not None else self.take_rows(len(keys)), dtype=np.int64)
+        if rows is None:  # in no order; the same ones come again after `num_blocks` more
+            rows = list(itertools.islice(self._rows, len(keys)))
+        block_ids: BlockIds = np.array(rows, dtype=np.int64)
         busy = {row for job in self._jobs.values() for row in job.block_ids.tolist()}
         assert not busy & set(block_ids.tolist()), "the test uses a block of a job in flight; give the rig more blocks"
         end = time.monotonic() + self.job_timeout_s if deadline is None else deadline

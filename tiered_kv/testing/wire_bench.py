@@ -163,8 +163,7 @@ class WireBench:
 
     def _is_whole_again(self) -> None:
         self.rig.wait_s = self.rig.job_timeout_s = self._recovery_s
-        if self.proxy.is_refusing:
-            self.proxy.refuse_connections(False)
+        self.proxy.refuse_connections(False)
         for direction in Direction:
             self.proxy.set_faults(direction, NO_FAULTS)
 
