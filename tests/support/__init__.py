@@ -12,6 +12,7 @@ programs that tests start. From a shell, run them in the checkout's root: `pytho
     syscalls        system calls of a program: recorded, failed, killed at (traced_child, short_writes, flush_order)
     mounts          file systems that are small, or lose their power
     fuzzing         inputs that are almost right, for everything that reads bytes from outside
+    redis_clusters  a Redis Cluster on loopback; redis_sentinels is a master with a replica and a sentinel
     doors           the way to stored bytes behind a tier's back
     segment_map     which byte of an nvme segment belongs to what; segment_bench damages them
     secret_hunt     secrets in whatever a stack writes; secret_plants puts them there
