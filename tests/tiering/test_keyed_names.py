@@ -13,6 +13,7 @@ from hypothesis import strategies
 from hypothesis.stateful import run_state_machine_as_test
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, make_offload_key
+from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.stack_config import load_config
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
@@ -32,7 +33,6 @@ from tiered_kv.tiering import keyed_names
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
 from tiered_kv.tiering.keyed_names import KeyedNames, NameMap
-from tiered_kv.tiering.limits import TierLimits
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.tiering.wrapper import WrapperTier
 from tiered_kv_memory.settings import MemorySettings
@@ -106,7 +106,7 @@ def test_a_stack_over_a_keyed_tier_keeps_its_promises() -> None:
         manager = TieringOffloadingManager(
             CPUOffloadingManager(CPUBackend(region)),
             [KeyedNames(WatchedTier(failing, ledger), NAME_KEY)],
-            tier_limits=[TierLimits(store_budget_bytes=8 * BLOCK_BYTES)],
+            settings=[TierSettings(type="tier", store_budget=8 * BLOCK_BYTES)],
             clock=clock,
         )
 

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiered_kv.base import ReqContext
+from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.errors import MissingExtraError
 from tiered_kv.testing.four_methods import FourMethodTier
@@ -22,7 +23,6 @@ from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.base import JobMetadata, JobResult, TierSpec
 from tiered_kv.tiering.breaker import BreakerState
 from tiered_kv.tiering.guarded import GuardedTier
-from tiered_kv.tiering.limits import TierLimits
 from tiered_kv.toolkit import encryption
 from tiered_kv.toolkit.codecs import AES_ID, OVERHEAD_BYTES_MAX, ZSTD_AES_ID, CodecSet, binding_of
 from tiered_kv.toolkit.encryption import SESSIONS_CACHED_MAX, Cipher
@@ -323,7 +323,7 @@ def state_after_failures(reason: str) -> BreakerState:
     """Return what becomes of a tier's breaker when all blocks of a hundred loads fail for a reason."""
     tier = LosingTier(TierSpec("t", 16, bytes(16)), memoryview(bytearray(64)).cast("B", (4, 16)), "losing")
     tier.reason = reason
-    guarded = GuardedTier("t", tier, TierLimits(), 16, 64, lambda: 0.0)
+    guarded = GuardedTier(tier, TierSettings(type="tier"), 16, 64, lambda: 0.0)
     for _ in range(100):
         if guarded.refusal():
             break
