@@ -125,7 +125,6 @@ def _own_region(config: StackConfig) -> PrimaryRegion:
     region = PrimaryRegion(
         config.primary_blocks,
         config.block.bytes,
-        name=settings.shared,
         huge_pages=settings.huge_pages,
         prefault=settings.prefault,
         numa_node=settings.numa_node,
