@@ -119,13 +119,16 @@ class CodecSet:
         """By how much a payload that is written may exceed its block."""
         self._cipher = cipher
         self._write_cipher = cipher if encrypts else None
-        self._write_zstd = Zstd() if codec_id in COMPRESSED_IDS else None
+        self._compresses = codec_id in COMPRESSED_IDS
+        if self._compresses:
+            self._zstd = Zstd()
         self._room = ThreadRoom()
 
     def draft(self, block: memoryview) -> Draft:
         """Return how a block will be stored. Compresses, and does not encrypt yet."""
-        if self._write_zstd is not None:
-            content = self._write_zstd.compress(block)
+        if self._compresses:
+            assert self._zstd is not None, "its library was there"
+            content = self._zstd.compress(block)
             if len(content) + self.overhead_bytes < len(block):
                 codec_id = ZSTD_ID if self._write_cipher is None else ZSTD_AES_ID
                 return Draft(codec_id, len(block), memoryview(content), self._write_cipher)
@@ -173,7 +176,7 @@ class CodecSet:
 
     @functools.cached_property
     def _zstd(self) -> Zstd | None:
-        """What reads compressed blocks, imported when the first one is read; None without its library."""
+        """What compresses; imported when the first compressed block is read if not before, None without its library."""
         try:
             return Zstd()
         except MissingExtraError:
