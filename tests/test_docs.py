@@ -184,7 +184,7 @@ def plain(counters: Mapping[str, Any]) -> set[str]:
     return {name for name, value in counters.items() if not isinstance(value, Mapping)} - AUDITED
 
 
-AUDITED = {"audit_largest_difference_ratio", "audit_mean_difference_ratio", "audit_stopped"}
+AUDITED = {"audit_largest_difference_ratio", "audit_stopped"}
 
 
 def plain_counters(section: str) -> set[str]:

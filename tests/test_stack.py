@@ -317,20 +317,10 @@ class TestOpening:
 
         register("first", First)
         register("second", Second)
-        name = new_name()
-        source = stack_of({"type": "first"}, {"type": "second"}, primary={"shared": name})
+        source = stack_of({"type": "first"}, {"type": "second"})
         with pytest.raises(TierError, match="tier 'second' cannot be opened: OSError: no such disk"):
             open_stack(source)
         assert closed == ["first"]
-        assert not Path("/dev/shm", name).exists()
-
-    def test_a_shared_region_has_its_name_until_the_stack_is_closed(self) -> None:
-        name = new_name()
-        path = Path("/dev/shm", name)
-        with open_stack(stack_of(primary={"shared": name})) as stack:
-            assert path.stat().st_size >= 16 * BLOCK_BYTES
-            assert stack.region.path == path
-        assert not path.exists()
 
 
 class TestClosing:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from pathlib import Path
 
 from tiered_kv.errors import ConfigError
 
@@ -38,7 +39,8 @@ def open_directory(path: str, *, make: bool = True) -> int:
         OSError: It is no directory, is missing, or the file system does not let us.
     """
     if make:
-        _make(path)
+        for each in (*reversed(Path(path).parents), Path(path)):
+            each.mkdir(DIRECTORY_MODE, exist_ok=True)
     try:
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
@@ -61,8 +63,7 @@ def check_directory(fd: int, path: str, *, may_tighten: bool) -> None:
         ConfigError: It is another user's, or others can get at it; the message says what to do.
         OSError: Its mode cannot be set.
     """
-    status = os.fstat(fd)
-    uid = os.geteuid()
+    status, uid = os.fstat(fd), os.geteuid()
     if status.st_uid != uid:
         raise ConfigError(
             f"expected a directory that belongs to this process's user (uid {uid}), found {path} of uid "
@@ -70,9 +71,7 @@ def check_directory(fd: int, path: str, *, may_tighten: bool) -> None:
             f"chown -R {uid} {path}",
             location="path",
         )
-    if not stat.S_IMODE(status.st_mode) & OTHERS:
-        return
-    if may_tighten:
+    if may_tighten and stat.S_IMODE(status.st_mode) & OTHERS:
         os.fchmod(fd, DIRECTORY_MODE)
         status = os.fstat(fd)
     if stat.S_IMODE(status.st_mode) & OTHERS:
@@ -138,20 +137,3 @@ def check_file(fd: int, name: str, *, any_owner: bool = False) -> os.stat_result
     if not any_owner and stat.S_IMODE(status.st_mode) & OTHERS:
         os.fchmod(fd, FILE_MODE)
     return status
-
-
-def _make(path: str) -> None:
-    """Make a directory and those above it that are missing."""
-    try:
-        os.mkdir(path, DIRECTORY_MODE)
-    except FileExistsError:
-        return
-    except FileNotFoundError:
-        parent = os.path.dirname(path)
-        if parent == path:
-            raise
-        _make(parent)
-        try:
-            os.mkdir(path, DIRECTORY_MODE)
-        except FileExistsError:  # another process was first
-            pass

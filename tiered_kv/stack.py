@@ -19,7 +19,7 @@ from tiered_kv.facade import BlockFacade
 from tiered_kv.tiering.audit import AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
-from tiered_kv.tiering.limits import ManagerLimits, TierLimits
+from tiered_kv.tiering.limits import ManagerLimits
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
 _log = logging.getLogger(__name__)
@@ -78,8 +78,7 @@ class Stack(BlockFacade):
             manager = TieringOffloadingManager(
                 self.primary,
                 self.secondary_tiers,
-                names=self.tier_names,
-                tier_limits=[TierLimits.of(tier) for tier in config.secondary],
+                settings=config.secondary,
                 limits=_manager_limits(config),
                 audit=_audit_rules(config),
             )
@@ -126,7 +125,6 @@ def _own_region(config: StackConfig) -> PrimaryRegion:
     region = PrimaryRegion(
         config.primary_blocks,
         config.block.bytes,
-        name=settings.shared,
         huge_pages=settings.huge_pages,
         prefault=settings.prefault,
         numa_node=settings.numa_node,

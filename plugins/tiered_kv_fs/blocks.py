@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.toolkit.codec_set import CodecSet
+from tiered_kv.toolkit.codecs import CodecSet
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record, record_bytes_max
 from tiered_kv.toolkit.room import ThreadRoom
 from tiered_kv.toolkit.small_files import opened, remove, write_all
@@ -146,7 +146,7 @@ class BlockFiles:
             return ""
         if not self.is_granted():
             return "lapsed"
-        parts = encode_record(key, block, self.namespace_digest, self.codecs.writer, self._room.take)
+        parts = encode_record(key, block, self.namespace_digest, self.codecs, self._room.take)
         temporary = temporary_path(path, self.owner)
         charge_bytes = round_up(sum(map(len, parts))) + _ENTRY_BYTES
         try:

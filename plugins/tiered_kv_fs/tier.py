@@ -245,7 +245,7 @@ class FsTier(AsyncTier):
             "layout": "one file a block",
             "namespace": self._directory.namespace,
             "private": self._settings.private,
-            "codec": self._codecs.writer.name,
+            "codec": self._codecs.name,
             "threads": self._settings.threads,
             "capacity_bytes": self._settings.capacity,
             "used_bytes": self._keeper.used_bytes,

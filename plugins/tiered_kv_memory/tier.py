@@ -130,7 +130,7 @@ class MemoryTier(BlockingTier):
         }
 
     def describe(self) -> Mapping[str, object]:
-        return {"medium": "memory", "codec": self._codecs.writer.name, "capacity_bytes": self._capacity_bytes}
+        return {"medium": "memory", "codec": self._codecs.name, "capacity_bytes": self._capacity_bytes}
 
     # Records.
 
@@ -145,7 +145,7 @@ class MemoryTier(BlockingTier):
             self._used_bytes += reserved
         kept = 0
         try:
-            header, payload = encode_record(key, block, self._namespace_digest, self._codecs.writer)
+            header, payload = encode_record(key, block, self._namespace_digest, self._codecs)
             record = _Record(bytearray(HEADER_BYTES + len(payload)))
             record.data[:HEADER_BYTES] = header
             record.data[HEADER_BYTES:] = payload

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.tiering.step import give_way
-from tiered_kv.toolkit.codec_set import CodecSet
-from tiered_kv.toolkit.codecs import ENCRYPTED_IDS, RAW, binding_of
+from tiered_kv.toolkit.codecs import ENCRYPTED_IDS, RAW_ID, CodecSet, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.status import REFUSED, UNREADABLE, RecordStatus
 from tiered_kv_nvme.counters import Counters
@@ -193,7 +192,7 @@ class BlockReader:
         return runs
 
     def _can_scatter(self, entry: Entry) -> bool:
-        raw = entry.codec == RAW.codec_id and entry.stored_bytes == self.block_bytes
+        raw = entry.codec == RAW_ID and entry.stored_bytes == self.block_bytes
         return self.scatter and raw and entry.offset % PAGE_BYTES == 0 and self.codecs.accepts_plain
 
     def _read_scattered(self, run: Run) -> list[RecordStatus]:

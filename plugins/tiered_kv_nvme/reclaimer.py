@@ -260,4 +260,4 @@ class Reclaimer:
 
 def _stored(entry: Entry, data: memoryview) -> Payload:
     """Return the payload of what is stored already: it moves as it is, without a key."""
-    return Payload(Draft(entry.codec, 0, 0, len(data), data, None), entry.checksum)
+    return Payload(Draft(entry.codec, 0, data), entry.checksum)

@@ -15,7 +15,7 @@ from tiered_kv.config.units import rounded_bytes
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv.toolkit.claimed import Identity
-from tiered_kv.toolkit.codec_set import PLAIN, CodecSet
+from tiered_kv.toolkit.codecs import PLAIN, CodecSet
 from tiered_kv.toolkit.jobs import Outcome
 from tiered_kv_nvme.counters import Counters
 from tiered_kv_nvme.directory import Directory
@@ -241,7 +241,7 @@ class SegmentStore:
             "segment_bytes": sizing.segment_bytes,
             "segments_max": sizing.segments_max,
             "foreign_files": listing.foreign_files,
-            "codec": self._options.codecs.writer.name,
+            "codec": self._options.codecs.name,
             "threads": self._options.threads,
             "blocks_found": self.counters["recovered_blocks_total"],
         }

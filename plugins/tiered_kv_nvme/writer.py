@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.tiering.step import give_way
-from tiered_kv.toolkit.codec_set import CodecSet
-from tiered_kv.toolkit.codecs import Draft, binding_of
+from tiered_kv.toolkit.codecs import CodecSet, Draft, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, failure_reason
 from tiered_kv_nvme.counters import Counters
 from tiered_kv_nvme.disk import Disk, Scratch, write_fully
@@ -97,7 +96,7 @@ class BatchWriter:
         if self.codecs.writes_raw:
             return Payload(self.codecs.draft(block), checksum(block))
         draft = self.codecs.draft(block)
-        return Payload(draft, checksum(draft.content) if draft.seal is None else None)
+        return Payload(draft, checksum(draft.content) if draft.cipher is None else None)
 
     def _write(
         self,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.toolkit.codec_set import PLAIN, CodecSet
+from tiered_kv.toolkit.codecs import PLAIN, CodecSet
 from tiered_kv.toolkit.record import encode_record
 from tiered_kv_redis.connection import Link, WireConnection
 from tiered_kv_redis.node import Node
@@ -222,7 +222,7 @@ class Stores(Exchange):
 
     def begin(self, link: Link, deadline: float) -> None:
         keys, names, blocks = self._batch.keys, self._batch.names, self._batch.blocks
-        digest, codec = self._transfer.namespace_digest, self._transfer.codecs.writer
+        digest, codecs = self._transfer.namespace_digest, self._transfer.codecs
         parts: list[Buffer] = []
         size = 0
         ending = b""
@@ -230,7 +230,7 @@ class Stores(Exchange):
         room.clear()
         for at in self.positions:
             name = names[at]
-            header, payload = encode_record(keys[at], blocks[at], digest, codec, room.take)
+            header, payload = encode_record(keys[at], blocks[at], digest, codecs, room.take)
             length = len(header) + len(payload)
             parts.append(b"%b%b$%d\r\n%b\r\n$%d\r\n%b" % (ending, self._opening, len(name), name, length, header))
             parts.append(payload)

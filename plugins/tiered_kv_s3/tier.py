@@ -197,7 +197,7 @@ class S3Tier(BlockingTier):
         if self._presence.known(name) is Verdict.DONE and name not in self._unreadable:
             self._counters.add("present_blocks_total")
             return ""
-        header, payload = encode_record(key, block, self._namespace_digest, self._codecs.writer, self._room.take)
+        header, payload = encode_record(key, block, self._namespace_digest, self._codecs, self._room.take)
         verdict = self._bucket.put(name, [header, payload], deadline)
         if verdict is not Verdict.DONE:
             return verdict

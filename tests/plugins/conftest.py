@@ -17,7 +17,7 @@ from tiered_kv.testing.rig import TierRig, block_content
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.toolkit.claimed import Identity
-from tiered_kv.toolkit.codec_set import plain_codecs
+from tiered_kv.toolkit.codecs import CodecSet
 from tiered_kv.toolkit.epoch import forget_retired
 from tiered_kv.toolkit.jobs import Outcome
 from tiered_kv_nvme.disk import Disk
@@ -55,7 +55,7 @@ class StoreBench:
 
     def open(self, disk: Disk | None = None, **options: object) -> SegmentStore:
         sizing = Sizing.of(self.capacity_bytes, self.block_bytes, self.segment_bytes)
-        codecs = plain_codecs(str(options.pop("codec", "raw")))
+        codecs = CodecSet(str(options.pop("codec", "raw")))
         chosen = StoreOptions(sizing, **{"codecs": codecs, **self.options, **options})  # type: ignore[arg-type]  # by name
         store = SegmentStore(str(self.path), self.identity, chosen, disk=disk)
         self._opened.append(store)

@@ -53,14 +53,10 @@ ENCODERS = {
 def test_a_small_change_is_small_and_other_values_are_far(dtype: str) -> None:
     encode = ENCODERS[dtype]
     stored = encode(VALUES)
-    assert difference_of(stored, stored.copy(), dtype).largest == 0.0
+    assert difference_of(stored, stored.copy(), dtype) == 0.0
     near = difference_of(stored, encode(VALUES * 1.02), dtype)
-    assert near.largest is not None
-    assert 0.0 < near.mean < near.largest < 0.05
-    other = difference_of(stored, encode(VALUES[::-1].copy()), dtype)
-    assert other.largest is not None
-    assert other.mean == pytest.approx(1.0, abs=0.05)
-    assert 1.0 < other.largest < 1.4
+    assert 0.0 < near < 0.05
+    assert 1.0 < difference_of(stored, encode(VALUES[::-1].copy()), dtype) < 1.4
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2"])
@@ -74,8 +70,8 @@ def test_numbers_are_decoded_as_torch_decodes_them(dtype: str) -> None:
         torch.float32
     ).abs().sum()
     found = difference_of(stored, doubled.view(torch.uint8).numpy(), dtype)
-    assert found.mean == pytest.approx(float(expected), rel=1e-5)
-    assert found.mean == pytest.approx(0.5, rel=1e-5)
+    assert found == pytest.approx(float(expected), rel=1e-5)
+    assert found == pytest.approx(0.5, rel=1e-5)
 
 
 def test_one_wrong_stretch_of_a_large_block_is_seen() -> None:
@@ -83,8 +79,7 @@ def test_one_wrong_stretch_of_a_large_block_is_seen() -> None:
     changed = values.copy()
     changed[-256:] *= -1
     found = difference_of(as_float32(values), as_float32(changed), "float32")
-    assert found.largest == pytest.approx(2.0)
-    assert found.mean < 0.001
+    assert found == pytest.approx(2.0)
 
 
 def test_noise_on_values_near_zero_is_measured_against_the_whole_block() -> None:
@@ -93,8 +88,7 @@ def test_noise_on_values_near_zero_is_measured_against_the_whole_block() -> None
     noisy = values.copy()
     noisy[:256] *= -1
     found = difference_of(as_float32(values), as_float32(noisy), "float32")
-    assert found.largest is not None
-    assert found.largest < 1e-4
+    assert found < 1e-4
 
 
 def test_the_same_bits_agree_and_anything_else_that_is_not_finite_does_not() -> None:
@@ -102,18 +96,18 @@ def test_the_same_bits_agree_and_anything_else_that_is_not_finite_does_not() -> 
     values[7] = np.nan
     near = values.copy()
     near[100] *= 1.01
-    assert difference_of(as_float32(values), as_float32(near), "float32").mean < 0.001
+    assert difference_of(as_float32(values), as_float32(near), "float32") < 0.01
     near[100] = np.inf
-    assert difference_of(as_float32(values), as_float32(near), "float32").largest == math.inf
+    assert difference_of(as_float32(values), as_float32(near), "float32") == math.inf
 
 
 @pytest.mark.parametrize("dtype", ["auto", "int4", "fp8_ds_mla"])
 def test_bytes_of_an_unknown_type_are_the_same_or_not(dtype: str) -> None:
     stored = as_float32(VALUES)
-    assert difference_of(stored, stored.copy(), dtype).largest == 0.0
-    assert difference_of(stored, as_float32(VALUES * 1.001), dtype).largest is None
+    assert difference_of(stored, stored.copy(), dtype) == 0.0
+    assert difference_of(stored, as_float32(VALUES * 1.001), dtype) == math.inf
     odd = np.arange(7, dtype=np.uint8)
-    assert difference_of(odd, odd[::-1].copy(), "bfloat16").largest is None
+    assert difference_of(odd, odd[::-1].copy(), "bfloat16") == math.inf
 
 
 @pytest.mark.parametrize("dtype", ENCODERS)
@@ -122,5 +116,4 @@ def test_zeros_of_another_sign_are_zeros(dtype: str) -> None:
     zeros = np.zeros(4096, dtype=np.uint8)
     negative = zeros.copy()
     negative[value_bytes - 1 :: value_bytes] = 0x80
-    difference = difference_of(zeros, negative, dtype)
-    assert (difference.largest, difference.mean) == (0.0, 0.0)
+    assert difference_of(zeros, negative, dtype) == 0.0

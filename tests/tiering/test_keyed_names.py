@@ -13,6 +13,7 @@ from hypothesis import strategies
 from hypothesis.stateful import run_state_machine_as_test
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, make_offload_key
+from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.stack_config import load_config
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
@@ -32,7 +33,6 @@ from tiered_kv.tiering import keyed_names
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
 from tiered_kv.tiering.keyed_names import KeyedNames, NameMap
-from tiered_kv.tiering.limits import TierLimits
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.tiering.wrapper import WrapperTier
 from tiered_kv_memory.settings import MemorySettings
@@ -106,7 +106,7 @@ def test_a_stack_over_a_keyed_tier_keeps_its_promises() -> None:
         manager = TieringOffloadingManager(
             CPUOffloadingManager(CPUBackend(region)),
             [KeyedNames(WatchedTier(failing, ledger), NAME_KEY)],
-            tier_limits=[TierLimits(store_budget_bytes=8 * BLOCK_BYTES)],
+            settings=[TierSettings(type="tier", store_budget=8 * BLOCK_BYTES)],
             clock=clock,
         )
 
@@ -285,36 +285,10 @@ def test_the_job_is_otherwise_the_same_and_the_caller_s_is_not_changed(keyed: Ke
     assert told.req_context is job.req_context
 
 
-def test_events_name_keys_and_those_of_strangers_are_counted(
-    recorder: Recorder, keyed: KeyedNames, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(keyed_names, "EVENT_NAMES_MAX", 6)
-    keys = make_keys(8)
-    keyed.submit_store(job_of(1, keys[:4]))
-    names = recorder.told[0][1]
-    stranger = OffloadKey(b"of an earlier process")
-    recorder.events = [
-        OffloadingEvent(list(names), BLOCK_BYTES, "here", removed=False),
-        OffloadingEvent([stranger, names[1]], BLOCK_BYTES, "here", removed=True),
-        OffloadingEvent([stranger], BLOCK_BYTES, "here", removed=True),
-    ]
-    assert list(keyed.take_events()) == [
-        OffloadingEvent(keys[:4], BLOCK_BYTES, "here", removed=False),
-        OffloadingEvent([keys[1]], BLOCK_BYTES, "here", removed=True),
-    ]
-    assert keyed.stats() == {"blocks": 7, "untold_event_blocks_total": 2}
-    keyed.submit_store(job_of(2, keys[4:]))
-    assert len(keyed._keys_of_events) == 6
-    recorder.events = [OffloadingEvent(names, BLOCK_BYTES, "here", removed=True)]
-    assert [event.keys for event in keyed.take_events()] == [keys[2:4]]  # the first two had to go
-    assert keyed.stats()["untold_event_blocks_total"] == 4
-
-
-def test_a_tier_without_events_costs_no_memory_for_them() -> None:
-    keyed = KeyedNames(FourMethodTier(SPEC, view_of(), "four"), NAME_KEY)
-    keyed.submit_store(job_of(1, make_keys(3)))
-    assert not keyed._keys_of_events
+def test_events_that_name_blocks_by_names_are_dropped(recorder: Recorder, keyed: KeyedNames) -> None:
+    recorder.events = [OffloadingEvent([OffloadKey(b"a name")], BLOCK_BYTES, "here", removed=True)]
     assert list(keyed.take_events()) == []
+    assert not recorder.events, "they pile up"
 
 
 def test_what_has_no_keys_is_passed_on(recorder: Recorder, keyed: KeyedNames) -> None:

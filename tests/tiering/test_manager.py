@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from tiered_kv.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext, make_offload_key
+from tiered_kv.config.settings import TierSettings
 from tiered_kv.counters import count_of
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.testing.clock import ManualClock
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
-from tiered_kv.tiering.limits import ManagerLimits, TierLimits
+from tiered_kv.tiering.limits import ManagerLimits
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
 BLOCK_BYTES = 64
@@ -84,7 +85,7 @@ class Bench:
     """A manager over manual tiers."""
 
     num_blocks: int = 8
-    tier_limits: Sequence[TierLimits] = (TierLimits(store_budget_bytes=1 << 20, load_budget_bytes=1 << 20),)
+    settings: Sequence[TierSettings] = (TierSettings(type="tier", store_budget=1 << 20, load_budget=1 << 20),)
     limits: ManagerLimits = field(default_factory=lambda: ManagerLimits(promotion_blocks_max=6))
     policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL
 
@@ -92,11 +93,15 @@ class Bench:
         self.clock = ManualClock()
         self.region = PrimaryRegion(self.num_blocks, BLOCK_BYTES)
         self.primary = CPUOffloadingManager(CPUBackend(self.region), enable_events=True)
-        self.tiers = [ManualTier(self.region.kv_view, f"tier{index}") for index in range(len(self.tier_limits))]
+        self.tiers = [ManualTier(self.region.kv_view, f"tier{index}") for index in range(len(self.settings))]
+        settings = [
+            each.model_copy(update={"name": tier.tier_type})
+            for each, tier in zip(self.settings, self.tiers, strict=True)
+        ]
         for tier in self.tiers:
             tier.policy = self.policy
         self.manager = TieringOffloadingManager(
-            self.primary, self.tiers, tier_limits=self.tier_limits, limits=self.limits, clock=self.clock
+            self.primary, self.tiers, settings=settings, limits=self.limits, clock=self.clock
         )
 
     @property
@@ -169,7 +174,7 @@ def test_stored_blocks_cascade_and_stay_pinned_until_the_tier_has_them(bench: Be
 
 
 def test_a_tier_over_its_budget_skips_stores_and_pins_nothing(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench(tier_limits=[TierLimits(store_budget_bytes=3 * BLOCK_BYTES)])
+    bench = make_bench(settings=[TierSettings(type="tier", store_budget=3 * BLOCK_BYTES)])
     bench.store(keys(0, 1), bench.request("a"))
     bench.store(keys(2, 3, 4), bench.request("b"))
     bench.store(keys(5), bench.request("c"))
@@ -183,7 +188,9 @@ def test_a_tier_over_its_budget_skips_stores_and_pins_nothing(make_bench: Callab
 
 
 def test_each_tier_gets_what_its_own_budget_allows(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench(tier_limits=[TierLimits(store_budget_bytes=BLOCK_BYTES), TierLimits(store_budget_bytes=1 << 20)])
+    bench = make_bench(
+        settings=[TierSettings(type="tier", store_budget=BLOCK_BYTES), TierSettings(type="tier", store_budget=1 << 20)]
+    )
     bench.store(keys(0, 1, 2), bench.request("a"))
     assert [list(job.keys) for tier in bench.tiers for job in tier.jobs] == [keys(0), keys(0, 1, 2)]
     for tier in bench.tiers:
@@ -193,7 +200,7 @@ def test_each_tier_gets_what_its_own_budget_allows(make_bench: Callable[..., Ben
 
 
 def test_admission_stores_a_block_when_it_is_offered_again(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench(tier_limits=[TierLimits(admit_after=2)])
+    bench = make_bench(settings=[TierSettings(type="tier", admit_after=2)])
     bench.store(keys(0, 1), bench.request("a"))
     assert not bench.tier.jobs
     assert bench.counter("skipped_blocks_total", "admission") == 2
@@ -250,7 +257,7 @@ def test_a_hit_below_is_promoted_once_for_all_who_ask(bench: Bench) -> None:
 
 
 def test_tiers_are_searched_in_order(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench(tier_limits=[TierLimits(), TierLimits()])
+    bench = make_bench(settings=[TierSettings(type="tier"), TierSettings(type="tier")])
     bench.tiers[1].present = dict.fromkeys(keys(1, 2), True)
     bench.tiers[0].present = dict.fromkeys(keys(1), True)
     bench.lookup(keys(1, 2), bench.request("a"))
@@ -347,7 +354,11 @@ def is_on_its_way(bench: Bench) -> None:
 @pytest.fixture
 def patient_bench(make_bench: Callable[..., Bench]) -> Bench:
     """A manager whose tier may take as long as it likes."""
-    return make_bench(tier_limits=[TierLimits(1 << 20, 1 << 20, job_timeout_s=1e6, lookup_timeout_s=1e6)])
+    return make_bench(
+        settings=[
+            TierSettings(type="tier", store_budget=1 << 20, load_budget=1 << 20, job_timeout=86400, lookup_timeout=3600)
+        ]
+    )
 
 
 def ask_on(bench: Bench, wanted: list[OffloadKey], context: ReqContext, seconds: float) -> list[object]:
@@ -437,7 +448,7 @@ def test_an_engine_that_does_not_ask_does_not_wait(patient_bench: Bench) -> None
 
 
 def test_a_tiers_load_budget_bounds_its_loads(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench(tier_limits=[TierLimits(load_budget_bytes=2 * BLOCK_BYTES)])
+    bench = make_bench(settings=[TierSettings(type="tier", load_budget=2 * BLOCK_BYTES)])
     bench.tier.present = dict.fromkeys(keys(1, 2, 3), True)
     context = bench.request("a")
     assert bench.lookup(keys(1, 2, 3), context) == [None] * 3
@@ -451,7 +462,7 @@ def test_a_tiers_load_budget_bounds_its_loads(make_bench: Callable[..., Bench]) 
 
 
 def test_promoted_blocks_fill_the_tiers_above_that_want_them(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench(tier_limits=[TierLimits(fill_on_promotion=True), TierLimits()])
+    bench = make_bench(settings=[TierSettings(type="tier", fill_on_promotion=True), TierSettings(type="tier")])
     bench.tiers[1].present = dict.fromkeys(keys(1), True)
     context = bench.request("a")
     bench.lookup(keys(1), context)
@@ -480,7 +491,7 @@ def test_prefetch_follows_up_answers_that_come_late(bench: Bench) -> None:
 def test_lookup_many_answers_like_lookup(make_bench: Callable[..., Bench], tier_raises: bool) -> None:
     answers: list[object] = []
     for many in (False, True):
-        bench = make_bench(tier_limits=[TierLimits(), TierLimits()])
+        bench = make_bench(settings=[TierSettings(type="tier"), TierSettings(type="tier")])
         bench.store(keys(1), bench.request("a"))
         bench.manager.prepare_store(keys(2), bench.request("a"))
         bench.tiers[0].present.update({**dict.fromkeys(keys(3, 3), True), **dict.fromkeys(keys(4), None)})
@@ -522,7 +533,7 @@ def test_a_load_that_fails_on_one_block_keeps_the_others(bench: Bench) -> None:
 
 
 def test_a_block_that_one_tier_fails_on_is_asked_of_the_next(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench(tier_limits=[TierLimits(), TierLimits()])
+    bench = make_bench(settings=[TierSettings(type="tier"), TierSettings(type="tier")])
     for tier in bench.tiers:
         tier.present = dict.fromkeys(keys(1), True)
     context = bench.request("a")
@@ -543,7 +554,7 @@ def test_blocks_of_an_expired_load_are_not_reused_before_the_tier_lets_go(bench:
     context = bench.request("a")
     bench.lookup(keys(1, 2), context)
     bench.step()
-    bench.clock.advance(TierLimits().job_timeout_s)
+    bench.clock.advance(TierSettings(type="tier").job_timeout)
     bench.step()
     assert bench.lookup(keys(1, 2), context) == [False, False]
     assert bench.counter("expired_jobs_total") == 1
@@ -564,7 +575,7 @@ def test_blocks_of_an_expired_load_are_not_reused_before_the_tier_lets_go(bench:
 def test_blocks_of_an_expired_store_stay_readable_and_pinned(bench: Bench) -> None:
     context = bench.request("a")
     bench.store(keys(*range(8)), context)
-    bench.clock.advance(TierLimits().job_timeout_s)
+    bench.clock.advance(TierSettings(type="tier").job_timeout)
     bench.step()
     assert bench.lookup(keys(0), context) == [True]
     bench.step()
@@ -577,7 +588,7 @@ def test_blocks_of_an_expired_store_stay_readable_and_pinned(bench: Bench) -> No
 def test_a_tier_that_never_reports_takes_its_budget_and_no_more(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(
         num_blocks=16,
-        tier_limits=[TierLimits(store_budget_bytes=4 * BLOCK_BYTES, job_timeout_s=1, breaker_failures=1000)],
+        settings=[TierSettings(type="tier", store_budget=4 * BLOCK_BYTES, job_timeout=1, breaker_failures=1000)],
     )
     for number in range(50):
         bench.store(keys(number), bench.request(f"r{number}"))
@@ -589,8 +600,8 @@ def test_a_tier_that_never_reports_takes_its_budget_and_no_more(make_bench: Call
 
 
 def test_the_breaker_opens_closes_and_lets_one_probe_through(make_bench: Callable[..., Bench]) -> None:
-    limits = TierLimits(breaker_failures=2, breaker_cooldown_s=5)
-    bench = make_bench(num_blocks=16, tier_limits=[limits])
+    limits = TierSettings(type="tier", breaker_failures=2, breaker_cooldown=5)
+    bench = make_bench(num_blocks=16, settings=[limits])
     for number in range(2):
         bench.store(keys(number), bench.request("a"))
         bench.tier.end(success=False, reason="io_error")
@@ -617,13 +628,13 @@ def test_a_lookup_that_is_never_answered_is_a_miss_in_time(bench: Bench) -> None
     bench.tier.present = dict.fromkeys(keys(1, 2), None)
     context = bench.request("a")
     assert bench.lookup(keys(1, 2), context) == [None, None]
-    bench.clock.advance(TierLimits().lookup_timeout_s)
+    bench.clock.advance(TierSettings(type="tier").lookup_timeout)
     assert bench.lookup(keys(1, 2, 3), context) == [False, False, False]
     assert bench.counter("lookup_timeouts_total") == 1
 
 
 def test_lookups_that_a_tier_itself_gives_up_open_its_breaker(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench(tier_limits=[TierLimits(breaker_failures=2)])
+    bench = make_bench(settings=[TierSettings(type="tier", breaker_failures=2)])
     for _ in range(2):
         assert bench.counter("breaker_opened_total") == 0
         bench.tier.failures += 10  # one probe of many keys
@@ -651,7 +662,7 @@ def test_a_tier_that_raises_costs_hits_and_nothing_else(
 
 
 def test_a_load_budget_full_of_wedged_loads_is_a_miss_at_once(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench(tier_limits=[TierLimits(load_budget_bytes=2 * BLOCK_BYTES, job_timeout_s=1)])
+    bench = make_bench(settings=[TierSettings(type="tier", load_budget=2 * BLOCK_BYTES, job_timeout=1)])
     bench.tier.present = dict.fromkeys(keys(1, 2, 3), True)
     bench.lookup(keys(1, 2), bench.request("a"))
     bench.step()
@@ -677,7 +688,7 @@ def test_a_request_does_not_wait_again_for_a_tier_that_failed_it(bench: Bench) -
 def test_a_request_without_an_id_asks_in_vain_for_a_while_only(bench: Bench) -> None:
     bench.tier.present = dict.fromkeys(keys(1), None)
     assert bench.lookup(keys(1), ReqContext()) == [None]
-    bench.clock.advance(TierLimits().lookup_timeout_s)
+    bench.clock.advance(TierSettings(type="tier").lookup_timeout)
     assert bench.lookup(keys(1), ReqContext()) == [False]
     bench.tier.present = dict.fromkeys(keys(2), True)
     bench.clock.advance(2 * bench.limits.wait_max_s)
@@ -759,7 +770,7 @@ def test_an_engine_does_not_free_a_row_that_a_reset_left_to_a_tier(bench: Bench)
 
 
 def test_a_block_that_is_loaded_again_is_admitted(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench(tier_limits=[TierLimits(admit_after=2)])
+    bench = make_bench(settings=[TierSettings(type="tier", admit_after=2)])
     context = bench.request("a")
     bench.store(keys(1, 2), context)
     assert not bench.tier.jobs
@@ -833,7 +844,7 @@ def test_shutdown_keeps_the_memory_that_a_tier_may_still_write_to(bench: Bench) 
 def test_a_promotion_that_ends_while_the_tiers_are_closed_is_passed_on_to_none(
     make_bench: Callable[..., Bench],
 ) -> None:
-    bench = make_bench(tier_limits=[TierLimits(fill_on_promotion=True), TierLimits()])
+    bench = make_bench(settings=[TierSettings(type="tier", fill_on_promotion=True), TierSettings(type="tier")])
     bench.tiers[1].present = dict.fromkeys(keys(1), True)
     bench.lookup(keys(1), bench.request("a"))
     bench.step()

@@ -10,13 +10,13 @@ from tests.support.simulation.storage import SimulatedStorage
 from tests.support.simulation.tier import SimulatedTier
 from tests.support.simulation.world import World
 from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.testing.model import StackModel, StackUnderTest
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.base import TierSpec
-from tiered_kv.tiering.limits import TierLimits
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
 BLOCK_BYTES = 64
@@ -72,9 +72,9 @@ def share_found(reason: str) -> tuple[float, int]:
     world, spec, rng = World(), TierSpec("servers", BLOCK_BYTES), Random(7)
     region = PrimaryRegion(48, BLOCK_BYTES)
     tier = ServersTier(world, spec, region)
-    limits = TierLimits(store_budget_bytes=32 * BLOCK_BYTES, load_budget_bytes=32 * BLOCK_BYTES)
+    limits = TierSettings(type="servers", store_budget=32 * BLOCK_BYTES, load_budget=32 * BLOCK_BYTES)
     primary = CPUOffloadingManager(CPUBackend(region), "lru")
-    manager = TieringOffloadingManager(primary, [tier], tier_limits=[limits], clock=world.clock)
+    manager = TieringOffloadingManager(primary, [tier], settings=[limits], clock=world.clock)
     model = StackModel(StackUnderTest(manager, world.clock))
 
     def end_step(seconds: float) -> None:

@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 from hypothesis.stateful import run_state_machine_as_test
 
+from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
@@ -29,7 +30,6 @@ from tiered_kv.testing.state_machine import OpenStack, make_state_machine
 from tiered_kv.testing.watch import RowLedger, WatchedTier
 from tiered_kv.tiering.audit import AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
-from tiered_kv.tiering.limits import TierLimits
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.toolkit.record import HEADER_BYTES
 from tiered_kv_fs.settings import FsSettings
@@ -119,8 +119,8 @@ def open_stack_over(
         manager = TieringOffloadingManager(
             CPUOffloadingManager(CPUBackend(region), policy),
             tiers,
-            tier_limits=[
-                TierLimits(store_budget_bytes=8 * BLOCK_BYTES, fill_on_promotion=number == 0)
+            settings=[
+                TierSettings(type=f"tier-{number}", store_budget=8 * BLOCK_BYTES, fill_on_promotion=number == 0)
                 for number in range(len(tiers))
             ],
             audit=audit,
@@ -142,7 +142,7 @@ def open_stack_over_blocking_tier(directory: Path) -> StackUnderTest:
     manager = TieringOffloadingManager(
         CPUOffloadingManager(CPUBackend(region)),
         [HangingTier(raising, gate)],
-        tier_limits=[TierLimits(store_budget_bytes=8 * BLOCK_BYTES)],
+        settings=[TierSettings(type="tier", store_budget=8 * BLOCK_BYTES)],
         clock=clock,
     )
     return StackUnderTest(

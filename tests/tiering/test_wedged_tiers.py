@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.config.settings import TierSettings
 from tiered_kv.counters import count_of
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
@@ -27,7 +28,6 @@ from tiered_kv.testing.lies import DETECTABLE, Lie, LyingTier
 from tiered_kv.testing.rig import block_content, make_keys
 from tiered_kv.testing.watch import RowLedger, WatchedTier
 from tiered_kv.tiering.base import SecondaryTierManager
-from tiered_kv.tiering.limits import TierLimits
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
 NUM_BLOCKS = 32
@@ -36,9 +36,10 @@ CALL_LIMIT_S = 0.05
 HELD_UP_CALLS_MAX = 5
 """Calls of one test that the machine may hold up."""
 WAIT_S = 60.0
-LIMITS = TierLimits(
-    job_timeout_s=10.0, lookup_timeout_s=1.0, breaker_failures=3, breaker_cooldown_s=2.0,
-    store_budget_bytes=8 * BLOCK_BYTES, load_budget_bytes=8 * BLOCK_BYTES,
+LIMITS = TierSettings(
+    type="tier",
+    job_timeout=10.0, lookup_timeout=1.0, breaker_failures=3, breaker_cooldown=2.0,
+    store_budget=8 * BLOCK_BYTES, load_budget=8 * BLOCK_BYTES,
 )  # fmt: skip
 
 Returned = TypeVar("Returned")
@@ -55,7 +56,7 @@ class Engine:
         self.manager = TieringOffloadingManager(
             CPUOffloadingManager(CPUBackend(self.region)),
             [make_tier(self.storage)],
-            tier_limits=[LIMITS],
+            settings=[LIMITS],
             clock=self.clock,
         )
         self.took_s: list[float] = []

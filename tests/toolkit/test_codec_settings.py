@@ -13,9 +13,8 @@ from tiered_kv.config.secret_keys import parse_key
 from tiered_kv.config.stack_config import load_config, tier_settings
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import tier_plugins
-from tiered_kv.toolkit.codec_set import CodecSet
 from tiered_kv.toolkit.codec_settings import CodecSettings
-from tiered_kv.toolkit.codecs import AES_ID, binding_of
+from tiered_kv.toolkit.codecs import AES_ID, CodecSet, binding_of
 from tiered_kv.toolkit.status import RecordStatus
 
 HEX = "a1" * 32
@@ -79,7 +78,7 @@ def test_keys_come_from_variables_and_files(key_file: Path) -> None:
     tier = config.secondary[0]
     assert isinstance(tier, CodecSettings)
     codecs = tier.open_codecs()
-    assert codecs.writer.name == "aes-256-gcm"
+    assert codecs.name == "aes-256-gcm"
     assert codecs.draft(memoryview(b"block")).key_id == 2
     payload = payload_of(codecs)
     assert reads(settings_of(keys={2: BASE64}).open_codecs(), payload) is RecordStatus.OK
@@ -95,7 +94,7 @@ def test_keys_come_from_variables_and_files(key_file: Path) -> None:
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
 def test_encryption_is_turned_off_by_the_codec_and_its_keys_stay(codec: str) -> None:
     codecs = settings_of(codec, keys={1: HEX}).open_codecs()
-    assert codecs.writer.name == codec
+    assert codecs.name == codec
     assert codecs.accepts_plain
     assert reads(codecs, payload_of(settings_of(keys={1: HEX}).open_codecs())) is RecordStatus.OK
 
@@ -180,7 +179,7 @@ def test_a_key_file_that_others_can_read_is_refused(key_file: Path) -> None:
     assert raised.value.__cause__ is None
     assert raised.value.__context__ is None
     key_file.chmod(0o600)
-    assert settings.open_codecs().writer.name == "aes-256-gcm"
+    assert settings.open_codecs().name == "aes-256-gcm"
     key_file.write_text("something else")
     with pytest.raises(ConfigError, match="holds no key") as raised:
         settings.open_codecs()

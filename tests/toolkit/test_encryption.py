@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiered_kv.base import ReqContext
+from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.errors import MissingExtraError
 from tiered_kv.testing.four_methods import FourMethodTier
@@ -22,11 +23,9 @@ from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.base import JobMetadata, JobResult, TierSpec
 from tiered_kv.tiering.breaker import BreakerState
 from tiered_kv.tiering.guarded import GuardedTier
-from tiered_kv.tiering.limits import TierLimits
 from tiered_kv.toolkit import encryption
-from tiered_kv.toolkit.codec_set import CodecSet, encrypting_codecs
-from tiered_kv.toolkit.codecs import AES_ID, OVERHEAD_BYTES_MAX, RAW, ZSTD_AES_ID, Codec, binding_of
-from tiered_kv.toolkit.encryption import SESSIONS_CACHED_MAX, AesGcmCodec, Cipher, ZstdAesGcmCodec
+from tiered_kv.toolkit.codecs import AES_ID, OVERHEAD_BYTES_MAX, ZSTD_AES_ID, CodecSet, binding_of
+from tiered_kv.toolkit.encryption import SESSIONS_CACHED_MAX, Cipher
 from tiered_kv.toolkit.room import ThreadRoom
 from tiered_kv.toolkit.status import RecordStatus
 
@@ -34,12 +33,11 @@ SECRET = bytes(range(32))
 BLOCK = b"".join(value.to_bytes(2, "little") for value in range(256))
 BINDING = binding_of(bytes(range(16)), b"a block's key")
 HEAD_BYTES = 40
+NAMES = {AES_ID: "aes-256-gcm", ZSTD_AES_ID: "zstd+aes-256-gcm"}
 
 
 def sealed(cipher: Cipher, block: bytes = BLOCK, binding: bytes = BINDING, codec_id: int = AES_ID) -> bytes:
-    codec = encrypting_codecs(cipher)[codec_id]
-    assert not isinstance(codec, RecordStatus)
-    draft = codec.draft(memoryview(block))
+    draft = CodecSet(NAMES[codec_id], cipher).draft(memoryview(block))
     target = bytearray(draft.payload_bytes)
     draft.write_into(memoryview(target), binding)
     return bytes(target)
@@ -49,7 +47,7 @@ def opened(
     cipher: Cipher, payload: bytes, size: int = len(BLOCK), binding: bytes = BINDING, codec_id: int = AES_ID
 ) -> tuple[RecordStatus, bytes]:
     block = bytearray(size)
-    return CodecSet(RAW, cipher).decode(codec_id, memoryview(payload), memoryview(block), binding), bytes(block)
+    return CodecSet("raw", cipher).decode(codec_id, memoryview(payload), memoryview(block), binding), bytes(block)
 
 
 def hkdf(key: bytes, salt: bytes, info: bytes, size: int) -> bytes:
@@ -88,9 +86,8 @@ def test_the_cipher_is_aes_256_gcm() -> None:
         "8cb08e48590dbb3da7b08b1056828838c5f61e6393ba7a0abcc9f662"
         "76fc6ece0f4e1768cddf8853bb2d551b"
     )
-    _, aead_of, _ = encryption._import_cryptography()
     target = bytearray(len(sealed_text))
-    aead_of(key).encrypt_into(bytes.fromhex("cafebabefacedbaddecaf888"), text, associated, target)
+    Cipher({}, None)._aead_of(key).encrypt_into(bytes.fromhex("cafebabefacedbaddecaf888"), text, associated, target)
     assert target == sealed_text
 
 
@@ -98,16 +95,14 @@ def test_the_cipher_is_aes_256_gcm() -> None:
 def test_what_was_encrypted_comes_back(block: bytes, binding: bytes, codec_id: int) -> None:
     cipher = Cipher({1: SECRET}, 1)
     for content in (block, block * 20):
-        codec = encrypting_codecs(cipher)[codec_id]
-        assert not isinstance(codec, RecordStatus)
-        written = codec.draft(memoryview(content)).codec_id
+        written = CodecSet(NAMES[codec_id], cipher).draft(memoryview(content)).codec_id
         payload = sealed(cipher, content, binding, codec_id)
         assert opened(cipher, payload, len(content), binding, written) == (RecordStatus.OK, content)
 
 
 def test_compression_comes_before_encryption_and_only_where_it_helps() -> None:
     cipher = Cipher({1: SECRET}, 1)
-    codec = ZstdAesGcmCodec(cipher)
+    codec = CodecSet("zstd+aes-256-gcm", cipher)
     short = codec.draft(memoryview(bytes(4096)))
     assert (short.codec_id, short.key_id) == (ZSTD_AES_ID, 1)
     assert short.payload_bytes < 200
@@ -275,16 +270,15 @@ def test_a_room_is_used_again_and_is_each_thread_s_own() -> None:
 
 def test_a_set_that_encrypts_refuses_what_is_plain() -> None:
     cipher = Cipher({1: SECRET}, 1)
-    encrypting = CodecSet(AesGcmCodec(cipher), cipher)
+    encrypting = CodecSet("aes-256-gcm", cipher)
     assert not encrypting.accepts_plain
     for codec_id in (0, 1):
-        assert encrypting.reader(codec_id) is RecordStatus.UNENCRYPTED
-    assert encrypting.reader(65_000) is RecordStatus.UNKNOWN_CODEC
-    for codecs in (CodecSet(AesGcmCodec(cipher), cipher, accept_plain=True), CodecSet(RAW, cipher)):
+        assert encrypting.refusal(codec_id) is RecordStatus.UNENCRYPTED
+    assert encrypting.refusal(65_000) is RecordStatus.UNKNOWN_CODEC
+    for codecs in (CodecSet("aes-256-gcm", cipher, accept_plain=True), CodecSet("raw", cipher)):
         assert codecs.accepts_plain
-        assert codecs.reader(0) is RAW
-        assert isinstance(codecs.reader(AES_ID), AesGcmCodec)
-    assert CodecSet(RAW).reader(AES_ID) is CodecSet(RAW).reader(ZSTD_AES_ID) is RecordStatus.UNKNOWN_KEY
+        assert codecs.refusal(0) is codecs.refusal(AES_ID) is RecordStatus.OK
+    assert CodecSet().refusal(AES_ID) is CodecSet().refusal(ZSTD_AES_ID) is RecordStatus.UNKNOWN_KEY
 
 
 @pytest.mark.parametrize("missing", ["cryptography", "an older release"])
@@ -299,9 +293,9 @@ def test_without_its_library_encryption_names_the_extra(missing: str, monkeypatc
 
 def test_without_zstandard_only_compressed_blocks_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    codecs: dict[int, Codec | RecordStatus] = encrypting_codecs(Cipher({1: SECRET}, 1))
-    assert isinstance(codecs[AES_ID], AesGcmCodec)
-    assert codecs[ZSTD_AES_ID] is RecordStatus.UNKNOWN_CODEC
+    codecs = CodecSet("aes-256-gcm", Cipher({1: SECRET}, 1))
+    assert codecs.refusal(AES_ID) is RecordStatus.OK
+    assert codecs.refusal(ZSTD_AES_ID) is RecordStatus.UNKNOWN_CODEC
 
 
 def test_no_record_that_is_read_opens_the_breaker() -> None:
@@ -329,7 +323,7 @@ def state_after_failures(reason: str) -> BreakerState:
     """Return what becomes of a tier's breaker when all blocks of a hundred loads fail for a reason."""
     tier = LosingTier(TierSpec("t", 16, bytes(16)), memoryview(bytearray(64)).cast("B", (4, 16)), "losing")
     tier.reason = reason
-    guarded = GuardedTier("t", tier, TierLimits(), 16, 64, lambda: 0.0)
+    guarded = GuardedTier(tier, TierSettings(type="tier"), 16, 64, lambda: 0.0)
     for _ in range(100):
         if guarded.refusal():
             break
@@ -340,6 +334,6 @@ def state_after_failures(reason: str) -> BreakerState:
 
 def test_no_key_is_shown() -> None:
     cipher = Cipher({1: SECRET}, 1)
-    for each in (cipher, CodecSet(AesGcmCodec(cipher), cipher), AesGcmCodec(cipher)):
+    for each in (cipher, CodecSet("aes-256-gcm", cipher)):
         assert SECRET.hex() not in repr(each)
-        assert repr(SECRET) not in repr(each) + repr(vars(each).get("_encrypted"))
+        assert repr(SECRET) not in repr(each)

@@ -57,6 +57,12 @@ def stored_token(storage: Storage) -> str:
     return mark.token
 
 
+def check(epoch: Epoch) -> None:
+    """Have the epoch look at the storage now."""
+    epoch.doubt()
+    epoch.token(NEVER)
+
+
 def test_who_opens_later_joins(storage: Storage) -> None:
     first = Epoch(storage).saved_token(NEVER)
     assert Epoch(storage).token(NEVER) == first == stored_token(storage)
@@ -93,7 +99,7 @@ def test_a_reset_is_joined_by_who_opens_later_and_by_nobody_else(storage: Storag
     after = resetting.saved_token(NEVER)
     assert resetting.is_saved
     assert after != before
-    running.check(NEVER)
+    check(running)
     assert running.saved_token(NEVER) == before
     assert Epoch(storage).saved_token(NEVER) == after == stored_token(storage)
 
@@ -122,7 +128,7 @@ def test_a_mark_that_is_lost_while_a_process_runs_is_written_again(storage: Stor
     epoch = Epoch(storage)
     token = epoch.saved_token(NEVER)
     storage.data = found
-    epoch.check(NEVER)
+    check(epoch)
     assert stored_token(storage) == token
     assert epoch.repairs == 1
 
@@ -134,7 +140,7 @@ def test_a_storage_that_falls_back_is_repaired(storage: Storage) -> None:
     new = epoch.saved_token(NEVER)
     storage.data = storage.history[0]
     assert stored_token(storage) == old
-    epoch.check(NEVER)
+    check(epoch)
     assert stored_token(storage) == new
 
 
@@ -146,7 +152,7 @@ def test_a_process_that_opened_after_the_reset_repairs_it_too(storage: Storage) 
     opened_later = Epoch(storage)  # it has never seen the old mark
     new = opened_later.saved_token(NEVER)
     storage.data = storage.history[0]
-    opened_later.check(NEVER)
+    check(opened_later)
     assert stored_token(storage) == new
 
 
@@ -166,7 +172,7 @@ def test_an_epoch_that_another_process_retired_is_not_joined_again_either(storag
     old = running.saved_token(NEVER)
     resetting.renew()
     resetting.saved_token(NEVER)
-    running.check(NEVER)  # it sees the other's reset
+    check(running)  # it sees the other's reset
     storage.data = storage.history[0]
     assert Epoch(storage).saved_token(NEVER) != old
 
@@ -203,7 +209,7 @@ def test_a_reset_whose_write_was_done_and_not_answered_stays_done(storage: Stora
     unanswered.is_answered = True
     token = resetting.saved_token(NEVER)
     forget_retired()  # the other process has seen nothing of it
-    running.check(NEVER)
+    check(running)
     assert stored_token(storage) == token
 
 
@@ -220,13 +226,13 @@ def test_a_process_that_was_idle_does_not_undo_a_reset_that_came_after_a_fall_ba
     resetting.renew()
     third = resetting.saved_token(NEVER)
     forget_retired()
-    idle.check(NEVER)
+    check(idle)
     assert idle.token(NEVER) == second
     forget_retired()  # who opens later
     assert Epoch(storage).saved_token(NEVER) not in (first, second)
     after = stored_token(storage)
     for epoch in (resetting, idle, resetting, idle):
-        epoch.check(NEVER)
+        check(epoch)
     assert stored_token(storage) == after
     assert resetting.token(NEVER) == third
 
@@ -237,9 +243,9 @@ def test_a_process_whose_epoch_is_over_does_not_bring_it_back(storage: Storage, 
     old = running.saved_token(NEVER)
     resetting.renew()
     resetting.saved_token(NEVER)
-    running.check(NEVER)  # it sees the other's reset
+    check(running)  # it sees the other's reset
     storage.data = {"nothing": None, "damaged": b"nonsense", "its own": storage.history[0]}[found]
-    running.check(NEVER)
+    check(running)
     forget_retired()  # who opens later is another process
     assert Epoch(storage).saved_token(NEVER) != old
 
@@ -251,7 +257,7 @@ def test_a_later_reset_wins_over_an_earlier_one(storage: Storage) -> None:
     first.renew()
     first.saved_token(NEVER)
     token = second.saved_token(NEVER)
-    first.check(NEVER)
+    check(first)
     assert stored_token(storage) == token
 
 
@@ -391,7 +397,7 @@ class Processes(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 2))
     def check(self, index: int) -> None:
-        self.epochs[index].check(NEVER)
+        check(self.epochs[index])
 
     @rule(back=st.integers(0, 10))
     def fall_back(self, back: int) -> None:
@@ -406,7 +412,7 @@ class Processes(RuleBasedStateMachine):
     def a_storage_that_everybody_has_looked_at_has_a_mark_that_is_in_use(self) -> None:
         for epoch in self.epochs * 2:
             epoch.saved_token(NEVER)
-            epoch.check(NEVER)
+            check(epoch)
         assert stored_token(self.storage) not in self.retired
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiered_kv.base import OffloadKey, make_offload_key
-from tiered_kv.toolkit.codec_set import CodecSet, encrypting_codecs
-from tiered_kv.toolkit.codecs import AES_ID, RAW, ZSTD_AES_ID, Codec, RawCodec, codec_by_name
+from tiered_kv.testing.damage import seal_record
+from tiered_kv.toolkit.codecs import AES_ID, CODEC_IDS, ENCRYPTED_IDS, PLAIN, RAW_ID, ZSTD_AES_ID, CodecSet
 from tiered_kv.toolkit.encryption import Cipher
 from tiered_kv.toolkit.record import (
     FORMAT_VERSION,
@@ -32,13 +32,12 @@ OTHER_KEY = make_offload_key(bytes(range(32)), 4)
 BLOCK = b"".join(value.to_bytes(2, "little") for value in range(256))  # 512 bytes, compressible in planes
 SECRET = bytes(range(100, 132))
 CIPHER = Cipher({7: SECRET}, 7)
-ENCRYPTING = {codec.name: codec for codec in encrypting_codecs(CIPHER).values() if not isinstance(codec, RecordStatus)}
-CODECS: dict[str, Codec] = {name: codec_by_name(name) for name in ("raw", "zstd")} | ENCRYPTING
-READERS = CodecSet(RAW, CIPHER)  # reads them all
+CODECS = {name: CodecSet(name, CIPHER) for name in CODEC_IDS}
+READERS = CODECS["raw"]  # reads them all
 
 
-def record_of(block: bytes, codec: Codec, key: OffloadKey = KEY, namespace: bytes = NAMESPACE) -> bytes:
-    header, payload = encode_record(key, memoryview(block), namespace, codec)
+def record_of(block: bytes, codecs: CodecSet = PLAIN, key: OffloadKey = KEY, namespace: bytes = NAMESPACE) -> bytes:
+    header, payload = encode_record(key, memoryview(block), namespace, codecs)
     return header + bytes(payload)
 
 
@@ -106,14 +105,14 @@ def test_a_truncated_record_is_noticed(name: str) -> None:
 
 
 def test_a_record_with_a_tail_is_refused() -> None:
-    assert decode(record_of(BLOCK, RAW) + b"x")[0] is RecordStatus.BAD_LENGTH
+    assert decode(record_of(BLOCK) + b"x")[0] is RecordStatus.BAD_LENGTH
 
 
 def test_another_blocks_record_is_refused() -> None:
-    assert decode(record_of(BLOCK, RAW, OTHER_KEY))[0] is RecordStatus.WRONG_KEY
-    assert decode(record_of(BLOCK, RAW, namespace=bytes(16)))[0] is RecordStatus.WRONG_NAMESPACE
-    assert decode(record_of(BLOCK[:-1], RAW))[0] is RecordStatus.BAD_LENGTH
-    one, other = record_of(BLOCK, RAW), record_of(BLOCK[::-1], RAW, OTHER_KEY)
+    assert decode(record_of(BLOCK, PLAIN, OTHER_KEY))[0] is RecordStatus.WRONG_KEY
+    assert decode(record_of(BLOCK, namespace=bytes(16)))[0] is RecordStatus.WRONG_NAMESPACE
+    assert decode(record_of(BLOCK[:-1]))[0] is RecordStatus.BAD_LENGTH
+    one, other = record_of(BLOCK), record_of(BLOCK[::-1], PLAIN, OTHER_KEY)
     assert decode(one[:HEADER_BYTES] + other[HEADER_BYTES:])[0] is RecordStatus.BAD_CHECKSUM
     assert decode(other[:HEADER_BYTES] + one[HEADER_BYTES:])[0] is RecordStatus.WRONG_KEY
 
@@ -139,18 +138,16 @@ def test_another_blocks_record_is_refused() -> None:
     ],
 )
 def test_each_field_has_its_place_and_its_verdict(offset: int, status: RecordStatus) -> None:
-    record = bytearray(record_of(BLOCK, RAW))
+    record = bytearray(record_of(BLOCK))
     record[offset] ^= 0x01
     assert decode(bytes(record))[0] is status
 
 
 def test_only_a_sound_record_is_of_an_unknown_codec() -> None:
     """Else a flipped bit of the codec's number would make of a damaged record one that others may read."""
-
-    class LaterCodec(RawCodec):
-        codec_id = 65_000
-
-    record = bytearray(record_of(BLOCK, LaterCodec()))
+    record = bytearray(record_of(BLOCK))
+    record[10:12] = (65_000).to_bytes(2, "little")
+    record = bytearray(seal_record(bytes(record)))
     assert decode(bytes(record))[0] is RecordStatus.UNKNOWN_CODEC
     record[-1] ^= 0x01
     assert decode(bytes(record))[0] is RecordStatus.BAD_CHECKSUM
@@ -168,15 +165,15 @@ def test_a_raw_payload_is_verified_where_it_landed() -> None:
 
 def test_a_block_that_does_not_compress_is_kept_raw() -> None:
     noise = np.random.default_rng(3).bytes(256)
-    header, payload = encode_record(KEY, memoryview(noise), NAMESPACE, codec_by_name("zstd"))
+    header, payload = encode_record(KEY, memoryview(noise), NAMESPACE, CODECS["zstd"])
     parsed = read_header(header)
     assert isinstance(parsed, RecordHeader)
-    assert parsed.codec_id == RAW.codec_id
+    assert parsed.codec_id == RAW_ID
     assert payload == noise
 
 
 def test_a_checked_header_bounds_what_a_reader_fetches() -> None:
-    header, _ = encode_record(KEY, memoryview(BLOCK), NAMESPACE, codec_by_name("zstd"))
+    header, _ = encode_record(KEY, memoryview(BLOCK), NAMESPACE, CODECS["zstd"])
     parsed = read_header(header)
     assert isinstance(parsed, RecordHeader)
     assert check_header(parsed, KEY, len(BLOCK), NAMESPACE) is RecordStatus.OK
@@ -198,7 +195,7 @@ def test_only_a_raw_payload_is_as_long_as_its_block(name: str) -> None:
         record = record_of(block, CODECS[name])
         parsed = read_header(record[:HEADER_BYTES])
         assert isinstance(parsed, RecordHeader)
-        assert (parsed.payload_bytes == len(block)) == (parsed.codec_id == RAW.codec_id)
+        assert (parsed.payload_bytes == len(block)) == (parsed.codec_id == RAW_ID)
         assert len(record) <= record_bytes_max(len(block))
         assert decode(record, len(block)) == (RecordStatus.OK, block)
 
@@ -208,7 +205,7 @@ def test_only_a_raw_payload_is_as_long_as_its_block(name: str) -> None:
 @pytest.mark.parametrize("raw_bytes", [0, 512, (1 << 64) - 1])
 def test_no_length_is_believed(codec_id: int, payload_bytes: int, raw_bytes: int) -> None:
     """A header that is sound says what the payload's length is, and no more is taken than a block has room for."""
-    record = bytearray(record_of(BLOCK, RAW))
+    record = bytearray(record_of(BLOCK))
     record[10:12] = codec_id.to_bytes(2, "little")
     record[16:20] = int(codec_id in (AES_ID, ZSTD_AES_ID)).to_bytes(4, "little")
     record[24:32], record[32:40] = raw_bytes.to_bytes(8, "little"), payload_bytes.to_bytes(8, "little")
@@ -219,10 +216,11 @@ def test_no_length_is_believed(codec_id: int, payload_bytes: int, raw_bytes: int
 
 
 def test_a_key_id_stands_where_there_is_a_key() -> None:
-    for name, codec in CODECS.items():
-        record = bytearray(record_of(BLOCK, codec))
+    for name, codecs in CODECS.items():
+        is_encrypted = CODEC_IDS[name] in ENCRYPTED_IDS
+        record = bytearray(record_of(BLOCK, codecs))
         parsed = read_header(record)
         assert isinstance(parsed, RecordHeader)
-        assert parsed.key_id == (7 if name in ENCRYPTING else 0)
-        record[16:20] = bytes(4) if name in ENCRYPTING else b"\x07\0\0\0"
+        assert parsed.key_id == (7 if is_encrypted else 0)
+        record[16:20] = bytes(4) if is_encrypted else b"\x07\0\0\0"
         assert read_header(record) is RecordStatus.BAD_HEADER

@@ -25,10 +25,9 @@ from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.rig import block_content, compressible_content, make_keys
 from tiered_kv.testing.s3_servers import moto_server
 from tiered_kv.tiering.base import TierSpec
-from tiered_kv.toolkit.codec_set import encrypting_codecs
-from tiered_kv.toolkit.codecs import AES_ID, RAW_ID, ZSTD_AES_ID, ZSTD_ID, ZstdCodec, binding_of
+from tiered_kv.toolkit.codecs import AES_ID, RAW_ID, ZSTD_AES_ID, ZSTD_ID, CodecSet, binding_of
+from tiered_kv.toolkit.compression import Zstd
 from tiered_kv.toolkit.encryption import Cipher
-from tiered_kv.toolkit.status import RecordStatus
 
 __all__ = ["moto_server", "patient_nvme", "redis_server"]
 
@@ -179,19 +178,16 @@ def attacks_on(key: OffloadKey, other: bytes, codec_id: int) -> list[Callable[[b
 
 def _sealed(key: OffloadKey, namespace_digest: bytes, codec_id: int, secret: str, key_id: int) -> bytes:
     """Return a block of zeros, encrypted for a namespace with a secret; with random bytes where they get compressed."""
-    codec = encrypting_codecs(Cipher({key_id: bytes.fromhex(secret)}, key_id))[codec_id]
-    assert not isinstance(codec, RecordStatus)
-    content = CODECS[codec.name](key, BLOCK_BYTES, 0)
-    draft = codec.draft(memoryview(content))
+    name = "aes-256-gcm" if codec_id == AES_ID else "zstd+aes-256-gcm"
+    content = CODECS[name](key, BLOCK_BYTES, 0)
+    draft = CodecSet(name, Cipher({key_id: bytes.fromhex(secret)}, key_id)).draft(memoryview(content))
     target = bytearray(draft.payload_bytes)
     draft.write_into(memoryview(target), binding_of(namespace_digest, key))
     return bytes(target)
 
 
 def _zstd() -> bytes:
-    payload = ZstdCodec().encode(memoryview(bytes(BLOCK_BYTES)))
-    assert payload is not None
-    return bytes(payload)
+    return Zstd().compress(memoryview(bytes(BLOCK_BYTES)))
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -30,7 +30,6 @@ from tiered_kv.tiering.base import JobMetadata
 from tiered_kv.tiering.cascade import Cascade
 from tiered_kv.tiering.guarded import GuardedTier, Job
 from tiered_kv.toolkit.claimed import Identity
-from tiered_kv.toolkit.codec_set import plain_codecs
 from tiered_kv_memory.tier import MemoryTier
 from tiered_kv_nvme.disk import Disk
 from tiered_kv_nvme.files import SegmentFiles
@@ -281,7 +280,7 @@ def test_a_flush_of_a_segment_that_is_left_out_is_found_by_the_order_of_its_writ
         store = SegmentStore(
             str(tmp_path / "kv"),
             Identity(bytes(16), {"model": "planted"}, BLOCK_BYTES),
-            StoreOptions(sizing, want_direct=False, codecs=plain_codecs("raw"), threads=1),
+            StoreOptions(sizing, want_direct=False, threads=1),
             disk=disk,
         )
         for number in range(ORDERED_BATCHES):

@@ -13,7 +13,6 @@ import pytest
 from tests.support.tenants import BLOCK_BYTES, DirectoryStorage, Tenant
 from tiered_kv.cli import main
 from tiered_kv.cpu.geometry import Geometry
-from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, TieredKVError, TierUnavailableError
 from tiered_kv.stack import open_stack
 from tiered_kv.worker.shared_file import SharedFile
@@ -222,63 +221,43 @@ def test_where_a_file_system_keeps_no_modes_the_check_can_be_turned_off_and_chec
 def shared_name() -> Iterator[str]:
     name = f"tiered-kv-test-{os.getpid()}"
     yield name
-    for path in (Path("/dev/shm") / name, Path("/dev/shm") / f"{name}+workers"):
-        if path.is_dir():
-            path.rmdir()
-        else:
-            path.unlink(missing_ok=True)
+    path = Path("/dev/shm") / f"{name}+workers"
+    if path.is_dir():
+        path.rmdir()
+    else:
+        path.unlink(missing_ok=True)
 
 
 def join(name: str) -> None:
     SharedRegion.join(SharedFile(name, "a", ["a"]), Geometry(2, BLOCK_BYTES)).close()
 
 
-def create(name: str) -> None:
-    PrimaryRegion(2, BLOCK_BYTES, name=name).close()
-
-
-def attach(name: str) -> None:
-    PrimaryRegion.attach(f"/dev/shm/{name}", 2, BLOCK_BYTES).close()
-
-
-REGIONS = {"create": (create, ""), "attach": (attach, ""), "join": (join, "+workers")}
-
-
-@pytest.mark.parametrize("how", REGIONS)
 @pytest.mark.parametrize("plant", [symbolic_link, hard_link, pipe, directory])
-def test_what_is_planted_in_the_place_of_a_region_is_refused(
-    how: str, plant: Plant, shared_name: str, tmp_path: Path
-) -> None:
-    use, suffix = REGIONS[how]
+def test_what_is_planted_in_the_place_of_a_region_is_refused(plant: Plant, shared_name: str, tmp_path: Path) -> None:
     victim = Path("/dev/shm") / f"{shared_name}-victim"  # a hard link needs the same file system
     victim.write_bytes(bytes(2 * BLOCK_BYTES))
     try:
-        plant(Path("/dev/shm") / f"{shared_name}{suffix}", victim)
+        plant(Path("/dev/shm") / f"{shared_name}+workers", victim)
         with pytest.raises(ConfigError):
-            use(shared_name)
+            join(shared_name)
         assert victim.read_bytes() == bytes(2 * BLOCK_BYTES)
     finally:
         victim.unlink()
 
 
 @needs_root
-@pytest.mark.parametrize("how", ["attach", "join"])
-def test_another_user_s_region_is_refused(how: str, shared_name: str) -> None:
-    use, suffix = REGIONS[how]
-    path = Path("/dev/shm") / f"{shared_name}{suffix}"
+def test_another_user_s_region_is_refused(shared_name: str) -> None:
+    path = Path("/dev/shm") / f"{shared_name}+workers"
     path.write_bytes(bytes(2 * BLOCK_BYTES))
     os.chown(path, STRANGER, STRANGER)
     with pytest.raises(ConfigError, match="belongs to another user"):
-        use(shared_name)
+        join(shared_name)
 
 
 def test_a_region_is_its_owner_s_alone_whatever_the_umask(shared_name: str) -> None:
     with umask(0):
-        region = PrimaryRegion(2, BLOCK_BYTES, name=shared_name)
         joined = SharedRegion.join(SharedFile(shared_name, "a", ["a", "b"]), Geometry(2, BLOCK_BYTES))
     try:
-        paths = [Path("/dev/shm") / shared_name, Path("/dev/shm") / f"{shared_name}+workers"]
-        assert [mode_of(path) for path in paths] == [0o600, 0o600]
+        assert mode_of(Path("/dev/shm") / f"{shared_name}+workers") == 0o600
     finally:
-        region.close()
         joined.close()

@@ -11,7 +11,7 @@ import pytest
 from tests.support.tenants import BLOCK_BYTES, DirectoryStorage, Tenant
 from tiered_kv.errors import ConfigError, FormatError, TieredKVError, TierUnavailableError
 from tiered_kv.stack import open_stack
-from tiered_kv.toolkit.codecs import RAW
+from tiered_kv.toolkit.codecs import PLAIN
 from tiered_kv.toolkit.record import encode_record
 from tiered_kv_fs.layout import block_name
 
@@ -58,7 +58,7 @@ def forge(namespace: Path, tenant: Tenant) -> None:
         path = namespace / EPOCH / name[:2] / name
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         forged = memoryview(bytes([0x66]) * BLOCK_BYTES)
-        path.write_bytes(b"".join(encode_record(key, forged, bytes.fromhex(tenant.digest), RAW, _buffer)))
+        path.write_bytes(b"".join(encode_record(key, forged, bytes.fromhex(tenant.digest), PLAIN, _buffer)))
 
 
 def _buffer(size: int) -> memoryview:

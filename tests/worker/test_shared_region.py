@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tiered_kv.cpu import region as region_module
 from tiered_kv.cpu.geometry import ROWS_OFFSET, Geometry
-from tiered_kv.cpu.region import SHARED_MEMORY_DIRECTORY, PrimaryRegion
+from tiered_kv.cpu.region import SHARED_MEMORY_DIRECTORY
 from tiered_kv.errors import ConfigError
 from tiered_kv.worker import shared_file
 from tiered_kv.worker.shared_file import SharedFile
@@ -182,15 +183,6 @@ def test_a_restarted_worker_does_not_pass_for_the_one_before(name: str) -> None:
         region.close()
 
 
-def test_a_file_of_a_single_process_is_not_taken_for_a_shared_one(name: str) -> None:
-    private = PrimaryRegion(4, 4096, name=name)
-    shared = join(name, "worker 0")
-    shared.array[0, 0] = 1
-    assert not private.array.any()
-    shared.close()
-    private.close()
-
-
 def test_a_neighbour_that_does_not_finish_its_turn_is_waited_for_in_bounds(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +192,21 @@ def test_a_neighbour_that_does_not_finish_its_turn_is_waited_for_in_bounds(
         join(name, "scheduler")
     os.close(fd)
     join(name, "scheduler").close()
+
+
+def test_more_than_the_shared_memory_has_is_an_error_that_leaves_nothing(name: str) -> None:
+    status = os.statvfs(SHARED_MEMORY_DIRECTORY)
+    with pytest.raises(ConfigError, match=r"free and the region needs"):
+        join(name, "scheduler", rows=status.f_blocks * status.f_frsize // 4096 + 1)
+
+
+def test_memory_is_bound_to_its_node_before_it_has_pages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages: list[int] = []
+    monkeypatch.setattr(region_module, "_bind_to_node", lambda *_: pages.append(file_of(name).stat().st_blocks))
+    without = SharedFile(name, "scheduler", PARTIES)
+    pages.append(file_of(name).stat().st_blocks)
+    SharedRegion.join(without, Geometry(4, 4096), numa_node=0).close()
+    assert pages[0] == pages[1], "rows had pages before they were bound"
 
 
 def test_a_file_of_another_user_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

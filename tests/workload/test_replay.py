@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
@@ -70,7 +71,9 @@ def open_rig() -> Iterator[OpenRig]:
         region = PrimaryRegion(NUM_BLOCKS, BLOCK_BYTES)
         below = AtOnceTier(None, region.kv_view, "below")
         below.blocks.update(blocks or {})
-        manager = TieringOffloadingManager(CPUOffloadingManager(CPUBackend(region)), [wrap(below)], names=["below"])
+        manager = TieringOffloadingManager(
+            CPUOffloadingManager(CPUBackend(region)), [wrap(below)], settings=[TierSettings(type="below")]
+        )
         rigs.append(Rig(region, below, manager))
         return rigs[-1]
 

@@ -75,7 +75,6 @@ def _check_primary(config: StackConfig) -> tuple[TierCheck, PrimaryRegion]:
         region = PrimaryRegion(
             config.primary_blocks,
             config.block.bytes,
-            name=settings.shared,
             huge_pages=settings.huge_pages,
             prefault=settings.prefault,
             numa_node=settings.numa_node,
@@ -86,7 +85,6 @@ def _check_primary(config: StackConfig) -> tuple[TierCheck, PrimaryRegion]:
         "capacity_bytes": region.num_blocks * region.block_bytes,
         "blocks": region.num_blocks,
         "policy": settings.policy,
-        "memory": f"/dev/shm/{settings.shared}" if settings.shared else "private",
         "huge_pages": region.has_huge_pages,
     }
     return TierCheck("cpu", "cpu", True, details=details), region

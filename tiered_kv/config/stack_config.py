@@ -50,7 +50,7 @@ class PrimarySettings(StrictModel):
     shared: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}$",
-        description="Name of a file in /dev/shm that workers map too; private memory without it.",
+        description="Name of the file in /dev/shm that the processes of an engine map, where the engine gives none.",
     )
     huge_pages: bool = Field(default=True, description="Ask the kernel for transparent huge pages; it may decline.")
     prefault: bool = Field(default=False, description="Touch every page when the stack is opened.")

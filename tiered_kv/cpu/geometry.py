@@ -83,18 +83,12 @@ def check_header(fd: int, path: str | os.PathLike[str], wanted: Geometry) -> Non
     try:
         found = json.loads(os.pread(fd, HEADER_BYTES, 0).rstrip(b"\0"))
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise ConfigError(f"the file {Path(path)} has no header of a region; expected {_listed(wanted.described())}")
+        found = {}
     described = wanted.described()
     differing = [name for name in described if found.get(name) != described[name]]
     if differing:
         raise ConfigError(
-            f"expected {_listed({name: described[name] for name in differing})} in the region {Path(path)}, found "
-            f"{_listed({name: found.get(name) for name in differing})}; every process that maps it must be configured "
-            "alike"
+            f"expected {', '.join(f'{name} {described[name]}' for name in differing)} in the region {Path(path)}, "
+            f"found {', '.join(f'{name} {found.get(name)}' for name in differing)}; every process that maps it must be "
+            "configured alike"
         )
-
-
-def _listed(numbers: dict[str, int | None] | dict[str, int]) -> str:
-    return ", ".join(f"{name} {number}" for name, number in numbers.items())

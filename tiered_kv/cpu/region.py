@@ -18,9 +18,9 @@ from typing import Any, Self
 import numpy as np
 
 from tiered_kv.config.units import format_bytes, rounded_bytes
-from tiered_kv.cpu.geometry import ROWS_OFFSET, Geometry, check_header, write_header
+from tiered_kv.cpu.geometry import ROWS_OFFSET, Geometry
 from tiered_kv.errors import ConfigError
-from tiered_kv.permissions import FILE_MODE, NotPrivateError, check_file
+from tiered_kv.permissions import NotPrivateError, check_file
 
 SHARED_MEMORY_DIRECTORY = Path("/dev/shm")
 
@@ -31,13 +31,11 @@ _NODES_MAX = 1024
 
 
 class PrimaryRegion:
-    """`num_blocks` rows of `block_bytes`, in private memory or in a file that other processes can map.
+    """`num_blocks` rows of `block_bytes`, in private memory or in a file that other processes map (`map_file`).
 
     Args:
         num_blocks: Rows, at least 1.
         block_bytes: Bytes of a row, at least 1.
-        name: None for private memory; otherwise the name of a file to create in /dev/shm, mode 0600. Call
-            `unlink` once every worker has attached, so that a killed process leaves nothing behind.
         huge_pages: Ask the kernel for transparent huge pages; it may decline. A disk moves blocks in them up to half
             as fast again, since one request then covers megabytes and not a list of single pages.
         prefault: Touch every page now, so that the first stores do not pay for it.
@@ -54,49 +52,22 @@ class PrimaryRegion:
         num_blocks: int,
         block_bytes: int,
         *,
-        name: str | None = None,
         huge_pages: bool = True,
         prefault: bool = False,
         numa_node: int | None = None,
     ) -> None:
-        geometry = Geometry(num_blocks, block_bytes)
-        size_bytes = geometry.size_bytes
-        self.path = None if name is None else _shared_path(name)
-        if self.path is None:
-            self._adopt(_map_private(size_bytes), num_blocks, block_bytes)
-            self._place(huge_pages, numa_node)
-        else:
-            fd, mapping = _create_shared(self.path, size_bytes)
-            try:
-                self._adopt(mapping, num_blocks, block_bytes)
-                self._place(huge_pages, numa_node)
-                size_shared(fd, self.path, size_bytes)  # pages go where the mapping was bound to
-                write_header(fd, geometry)
-            except BaseException:
-                self.close()
-                raise
-            finally:
-                os.close(fd)
+        size_bytes = Geometry(num_blocks, block_bytes).size_bytes
+        try:
+            mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "that is more than there can be"
+            raise ConfigError(
+                f"cannot map {rounded_bytes(size_bytes)} of memory: {reason}; lower it", location="primary.capacity"
+            ) from error
+        self._adopt(mapping, num_blocks, block_bytes)
+        self._place(huge_pages, numa_node)
         if prefault:
             self.flat[:: mmap.PAGESIZE] = bytes(len(range(0, size_bytes, mmap.PAGESIZE)))
-
-    @classmethod
-    def attach(cls, path: str | os.PathLike[str], num_blocks: int, block_bytes: int) -> Self:
-        """Map the file of a region that another process created; all arguments as they were there.
-
-        Raises:
-            ConfigError: There is no such file, it is another user's, or its header tells other rows.
-        """
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError as error:
-            raise ConfigError(f"cannot attach to the region {path}: {error.strerror}") from error
-        try:
-            _check_private(fd, path)
-            check_header(fd, path, Geometry(num_blocks, block_bytes))
-            return cls.map_file(fd, path, num_blocks, block_bytes, offset=ROWS_OFFSET)
-        finally:
-            os.close(fd)
 
     @classmethod
     def map_file(
@@ -132,7 +103,6 @@ class PrimaryRegion:
                 f"{format_bytes(wanted)}, found one of {format_bytes(found)}"
             )
         region = cls.__new__(cls)
-        region.path = None  # the creator unlinks
         region._adopt(mmap.mmap(fd, wanted - offset, offset=offset), num_blocks, block_bytes)
         region._place(huge_pages, numa_node)
         return region
@@ -184,10 +154,8 @@ class PrimaryRegion:
         return self.is_pinned
 
     def unlink(self) -> None:
-        """Remove the region's name; mappings stay. Does nothing for private memory or a second time."""
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
-            self.path = None
+        """Remove the region's name, if it has one; mappings stay. A second call does nothing."""
+        return
 
     def close(self) -> bool:
         """Unmap the region.
@@ -213,48 +181,6 @@ class PrimaryRegion:
             return False
         self._mapping = None
         return True
-
-
-def _map_private(size_bytes: int) -> mmap.mmap:
-    try:
-        return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"cannot map {rounded_bytes(size_bytes)} of memory: {_reason(error)}; lower it",
-            location="primary.capacity",
-        ) from error
-
-
-def _reason(error: OSError | OverflowError) -> str:
-    return (error.strerror or str(error)) if isinstance(error, OSError) else "that is more than there can be"
-
-
-def _shared_path(name: str) -> Path:
-    if not name or "/" in name or name in (".", ".."):
-        raise ConfigError(f"{name!r} is not a file name; give a plain name for a file in {SHARED_MEMORY_DIRECTORY}")
-    return SHARED_MEMORY_DIRECTORY / name
-
-
-def _create_shared(path: Path, size_bytes: int) -> tuple[int, mmap.mmap]:
-    """Create and map the file; return its descriptor and the mapping, whose pages are yet to be allocated."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
-    except FileExistsError as error:
-        raise ConfigError(
-            f"{path} exists: another process uses this name, or one that was killed left it; "
-            "delete it if no process uses it"
-        ) from error
-    except OSError as error:
-        raise ConfigError(f"cannot create {path}: {error.strerror}") from error
-    try:
-        os.ftruncate(fd, ROWS_OFFSET + size_bytes)
-        return fd, mmap.mmap(fd, size_bytes, offset=ROWS_OFFSET)
-    except BaseException as error:
-        path.unlink(missing_ok=True)
-        os.close(fd)
-        if isinstance(error, (OSError, OverflowError)):
-            raise ConfigError(f"cannot map {path}: {_reason(error)}") from error
-        raise
 
 
 def _check_private(fd: int, path: str | os.PathLike[str]) -> int:

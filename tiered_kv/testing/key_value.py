@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.toolkit.blocking import BlockingTier
-from tiered_kv.toolkit.codecs import RAW
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record
 
@@ -122,7 +121,7 @@ class KeyValueTier(BlockingTier):
         deadline = self.deadline()
         with self.connection(deadline) as connection:
             for key, block in zip(keys, blocks, strict=True):
-                header, payload = encode_record(key, block, NAMESPACE, RAW)
+                header, payload = encode_record(key, block, NAMESPACE)
                 record = bytes(header) + bytes(payload)
                 answer = connection.ask(b"PUT %b %d\n%b" % (wire_name(key), len(record), record), deadline)
                 if answer != b"OK":

@@ -25,7 +25,7 @@ from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.tiering.audited import Audited, is_chosen, log_name
 from tiered_kv.tiering.base import JobResult
-from tiered_kv.tiering.comparison import IDENTICAL, Difference, is_known
+from tiered_kv.tiering.comparison import is_known
 from tiered_kv.tiering.guarded import GuardedTier, Job
 from tiered_kv.tiering.spare_rows import BLOCKS_MAX, Pair, SpareRows
 
@@ -36,7 +36,7 @@ DURATION_MAX_S: Final = 60.0
 LOGGED_KEYS_MAX: Final = 8
 
 _SHOWN_MAX: Final = 1e3
-"""The largest difference that a counter shows; values that are not finite differ by more."""
+"""The largest difference that a counter shows; values that are not finite, or of an unknown type, differ by more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class AuditRules:
 
     Args:
         share: Share of the requests that are audited, above 0 and up to 1.
-        tolerance: The largest relative difference of a stretch of values that is still close; see `difference_of`.
+        tolerance: The largest difference that is still close; see `difference_of`.
         stops: Whether a tier whose block differs is not used any more.
         dtype: The type of the blocks' values, as the namespace names it.
     """
@@ -88,8 +88,6 @@ class Audit:
             ("audited_blocks_total", "audit_abandoned_blocks_total"),
         )
         self._gauges: defaultdict[str, dict[str, float]] = defaultdict(dict)  # by tier
-        self._num_compared: defaultdict[str, int] = defaultdict(int)  # by tier
-        self._sums_of_means: defaultdict[str, float] = defaultdict(float)
         self.is_active = False
         """Whether lookups have to ask `withholds`."""
         self.stopped: set[str] = set()
@@ -324,30 +322,19 @@ class Audit:
         if pair.audited is self._current:  # what ended with its audit has been counted there
             self._abandon(reason, 1)
 
-    def _judge(self, audited: Audited, tier: str, key: OffloadKey, difference: Difference) -> None:
-        largest, mean = difference.largest, difference.mean
+    def _judge(self, audited: Audited, tier: str, key: OffloadKey, difference: float) -> None:
         audited.compared += 1
-        if difference is IDENTICAL:
-            verdict = "identical"
-        elif largest is not None and largest <= self._rules.tolerance:
-            verdict = "close"
-        else:
-            verdict = "different"
+        audited.largest = max(audited.largest, difference)
+        gauges = self._gauges[tier]
+        shown = round(min(difference, _SHOWN_MAX), 6)
+        gauges["audit_largest_difference_ratio"] = max(gauges.get("audit_largest_difference_ratio", 0.0), shown)
+        verdict = "identical" if not difference else "close" if difference <= self._rules.tolerance else "different"
+        self._counters[tier].add("audited_blocks_total", verdict)
+        if verdict == "different":
             audited.different.append(key)
             if self._rules.stops:
                 self.stopped.add(tier)
-                self._gauges[tier]["audit_stopped"] = 1
-        self._counters[tier].add("audited_blocks_total", verdict)
-        self._note_size(tier, audited, largest or 0.0, mean)
-
-    def _note_size(self, tier: str, audited: Audited, largest: float, mean: float) -> None:
-        audited.largest, audited.mean = max(audited.largest, largest), max(audited.mean, mean)
-        self._num_compared[tier] += 1
-        self._sums_of_means[tier] += min(mean, _SHOWN_MAX)
-        shown = round(min(largest, _SHOWN_MAX), 6)
-        gauges = self._gauges[tier]
-        gauges["audit_largest_difference_ratio"] = max(gauges.get("audit_largest_difference_ratio", 0.0), shown)
-        gauges["audit_mean_difference_ratio"] = round(self._sums_of_means[tier] / self._num_compared[tier], 6)
+                gauges["audit_stopped"] = 1
 
     def _set_active(self, is_active: bool) -> None:
         self.is_active = is_active
@@ -371,12 +358,11 @@ class Audit:
             shown = [log_name(key) for key in audited.different[:LOGGED_KEYS_MAX]]
             logger.error(
                 "audit: %d of %d stored blocks differ from what the engine computed for request %s; largest difference "
-                "%.3g of the values, of a whole block %.3g, tolerance %.3g, type %s; blocks %s%s%s",
+                "%.3g of the values, tolerance %.3g, type %s; blocks %s%s%s",
                 len(audited.different),
                 audited.compared,
                 log_name(audited.req_id),
                 audited.largest,
-                audited.mean,
                 self._rules.tolerance,
                 self._rules.dtype if is_known(self._rules.dtype) else f"{self._rules.dtype}, compared as bytes",
                 " ".join(shown),

@@ -28,7 +28,7 @@ class Audited:
         pending: Copies that have been found and not been compared.
         compared: Copies that have been.
         different: Keys of those that differ.
-        largest, mean: The largest difference of a stretch, and of a whole block, so far.
+        largest: The largest difference so far.
     """
 
     req_id: str
@@ -44,7 +44,6 @@ class Audited:
     compared: int = 0
     different: list[OffloadKey] = field(default_factory=list)
     largest: float = 0.0
-    mean: float = 0.0
 
     def is_stored_by(self, req_id: str, keys: Collection[OffloadKey]) -> bool:
         """Return whether a request that stores `keys` stores what this one has computed."""

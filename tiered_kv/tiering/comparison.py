@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -18,48 +17,33 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Values = np.ndarray[Any, np.dtype[np.float32]]
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """How far two copies of a block differ, relative to their values: 0 if they agree, about 1 if unrelated.
+def difference_of(stored: Bytes, computed: Bytes, dtype: str) -> float:
+    """Return how far two copies of a block differ, each a contiguous array of the same length.
+
+    The difference of a stretch of 256 values is the sum of |stored - computed| over the sum of the larger magnitudes.
+    A value that is not finite agrees with the same bits only.
 
     Args:
-        largest: Of the stretch that differs most; None where the bytes differ, and their type is not known.
-        mean: Of the whole block.
-    """
+        dtype: The values' type, as a namespace names it; bytes of an unknown type agree, or differ infinitely.
 
-    largest: float | None
-    mean: float
-
-
-IDENTICAL: Final = Difference(0.0, 0.0)
-UNKNOWN: Final = Difference(None, 0.0)
-
-
-def difference_of(stored: Bytes, computed: Bytes, dtype: str) -> Difference:
-    """Compare two copies of a block, each a contiguous array of the same length.
-
-    For each stretch of 256 values, and for the whole block, this is the sum of |stored - computed| over the sum of the
-    larger magnitudes. A value that is not finite agrees with the same bits only.
-
-    Args:
-        dtype: The values' type, as a namespace names it; bytes of an unknown type are identical, or not.
+    Returns:
+        That of the stretch that differs most: 0 if all values agree, about 1 if they are unrelated.
     """
     if np.array_equal(stored, computed):
-        return IDENTICAL
+        return 0.0
     known = _TYPES.get(dtype.lower().removeprefix("torch."))
     if known is None or len(stored) % known.bytes:
-        return UNKNOWN
+        return float("inf")
     sums = [
         _sums_of_stretches(stored[first : first + _PIECE_BYTES], computed[first : first + _PIECE_BYTES], known)
         for first in range(0, len(stored), _PIECE_BYTES)
     ]
     differences, magnitudes = (np.concatenate(parts) for parts in zip(*sums, strict=True))
     if not np.isfinite(differences).all():
-        return Difference(float("inf"), float("inf"))
+        return float("inf")
     if not magnitudes.any():  # zeros that differ in their sign
-        return Difference(0.0, 0.0)
-    largest = (differences / np.maximum(magnitudes, SCALE_SHARE * magnitudes.mean())).max()
-    return Difference(float(largest), float(differences.sum() / magnitudes.sum()))
+        return 0.0
+    return float((differences / np.maximum(magnitudes, SCALE_SHARE * magnitudes.mean())).max())
 
 
 def is_known(dtype: str) -> bool:
@@ -67,8 +51,7 @@ def is_known(dtype: str) -> bool:
     return dtype.lower().removeprefix("torch.") in _TYPES
 
 
-@dataclass(frozen=True, slots=True)
-class _Type:
+class _Type(NamedTuple):
     """A type of values: how long one is, and how an array of bytes becomes float32."""
 
     bytes: int

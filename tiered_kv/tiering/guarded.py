@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
+from tiered_kv.config.settings import TierSettings
 from tiered_kv.counters import Counters
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.errors import TierError
@@ -19,7 +20,6 @@ from tiered_kv.tiering.admission import Admission
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.breaker import Breaker, BreakerState
 from tiered_kv.tiering.isolation import IsolatedTier
-from tiered_kv.tiering.limits import TierLimits
 from tiered_kv.toolkit.status import RecordStatus
 
 logger = logging.getLogger(__name__)
@@ -86,25 +86,24 @@ class GuardedTier:
 
     def __init__(
         self,
-        name: str,
         tier: SecondaryTierManager,
-        limits: TierLimits,
+        settings: TierSettings,
         block_bytes: int,
         region_bytes: int,
         clock: Callable[[], float],
     ) -> None:
-        self.name = name
-        self.tier = tier if tier.is_nonblocking else IsolatedTier(tier, limits.lookup_timeout_s, clock)
-        self.limits = limits
-        self.breaker = Breaker(limits.breaker_failures, limits.breaker_cooldown_s)
-        self.admission = Admission(limits.admit_after)
+        self.name = settings.name
+        self.tier = tier if tier.is_nonblocking else IsolatedTier(tier, settings.lookup_timeout, clock)
+        self.settings = settings
+        self.breaker = Breaker(settings.breaker_failures, settings.breaker_cooldown)
+        self.admission = Admission(settings.admit_after)
         self.counters = Counters(_NAMES, _LABELLED)
         self.jobs: dict[JobId, Job] = {}
         self.is_disabled = False
         """Set for good when the tier can't forget blocks that are no longer valid."""
         default_budget = max(region_bytes // 4, block_bytes)
-        self.store_blocks_max = _blocks(limits.store_budget_bytes, default_budget, block_bytes)
-        self.load_blocks_max = _blocks(limits.load_budget_bytes, default_budget, block_bytes)
+        self.store_blocks_max = _blocks(settings.store_budget, default_budget, block_bytes)
+        self.load_blocks_max = _blocks(settings.load_budget, default_budget, block_bytes)
         self.store_blocks = 0
         self.load_blocks = 0
         self.load_blocks_reserved = 0
@@ -192,7 +191,7 @@ class GuardedTier:
             The job, named `job_id` or by a new number; None where the tier refuses it with an exception.
         """
         block_ids = np.array([block.block_id for block in blocks], dtype=np.int64)
-        deadline = self._clock() + self.limits.job_timeout_s
+        deadline = self._clock() + self.settings.job_timeout
         job_id = next(_job_ids) if job_id is None else job_id
         job = Job(JobMetadata(job_id, keys, block_ids, is_promotion, req_context, deadline), blocks)
         try:

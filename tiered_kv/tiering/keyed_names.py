@@ -19,8 +19,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
-from typing import Any
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
@@ -28,8 +26,6 @@ from tiered_kv.tiering.wrapper import WrapperTier
 
 NAMES_MAX = 1 << 15
 """Keys whose names are remembered; a request asks for, stores and touches the same ones. At most about 8 MB."""
-EVENT_NAMES_MAX = 1 << 16
-"""Names whose keys are remembered for events, those first submitted go first. At most about 16 MB."""
 
 _PERSON = b"tiered-kv-name-1"
 _NAME_BYTES = 32
@@ -55,8 +51,7 @@ class NameMap(dict[OffloadKey, OffloadKey]):
         mac = hashlib.blake2b(prefix, digest_size=_NAME_BYTES, key=name_key, person=_PERSON)
         self._new_mac = mac.copy
 
-    # On the scheduler's thread, for each block: nothing in these two that can be avoided, a NewType's call included.
-
+    # On the scheduler's thread, for each block: nothing that can be avoided, a NewType's call included.
     def __missing__(self, key: OffloadKey) -> OffloadKey:
         if len(self) >= NAMES_MAX:
             self.clear()
@@ -67,18 +62,7 @@ class NameMap(dict[OffloadKey, OffloadKey]):
 
     def of(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
         """Return the names of `keys`, in order."""
-        if len(self) >= NAMES_MAX:
-            self.clear()
-        get, new_mac = self.get, self._new_mac
-        names: list[OffloadKey] = []
-        for key in keys:
-            name = get(key)
-            if name is None:
-                mac = new_mac()
-                mac.update(key)
-                self[key] = name = mac.digest() + key[-_GROUP_BYTES:]  # type: ignore[assignment]
-            names.append(name)  # type: ignore[arg-type]
-        return names
+        return [self[key] for key in keys]
 
     def __repr__(self) -> str:
         return f"<{len(self)} names>"  # and not what is stored, and under what
@@ -89,8 +73,7 @@ class KeyedNames(WrapperTier):
 
     Calls are as cheap and as thread-bound as those of the wrapped tier.
 
-    Events: the key of a name is known for the last `EVENT_NAMES_MAX` blocks that this process stored or loaded. Others,
-    such as those that an earlier process stored, are left out of events, and counted in `untold_event_blocks_total`.
+    The tier's events are dropped: they name blocks whose keys may not be known, such as those of earlier processes.
 
     Args:
         inner: The tier, opened; it is shut down with this one.
@@ -102,11 +85,8 @@ class KeyedNames(WrapperTier):
         self.is_nonblocking = inner.is_nonblocking  # type: ignore[misc]  # what a class says, an instance may say too
         self._name_of = NameMap(name_key, getattr(inner._offloading_spec, "namespace_digest", bytes(16)))
         self._lookup = inner.lookup
-        # Keys and names of each job in flight, as many as its guarded lets in.
+        # Keys and names of each job in flight, as many as its guarded tier lets in.
         self._jobs: dict[JobId, tuple[Collection[OffloadKey], list[OffloadKey]]] = {}
-        self._has_events = type(inner).take_events is not SecondaryTierManager.take_events
-        self._keys_of_events: dict[OffloadKey, OffloadKey] = {}  # by name, the first that was submitted first
-        self._untold_event_blocks = 0
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         return self._lookup(self._name_of[key], req_context)
@@ -128,10 +108,8 @@ class KeyedNames(WrapperTier):
         return map(self._end, results) if results else ()  # one by one: the next may not come
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        return [told for event in self.inner.take_events() if (told := self._tell(event)).keys]
-
-    def stats(self) -> Mapping[str, Any]:
-        return {**self.inner.stats(), "untold_event_blocks_total": self._untold_event_blocks}
+        list(self.inner.take_events())  # so that they do not pile up
+        return ()
 
     def describe(self) -> Mapping[str, object]:
         return {**self.inner.describe(), "names": "keyed"}
@@ -144,14 +122,9 @@ class KeyedNames(WrapperTier):
         except BaseException:
             self._jobs.pop(job.job_id, None)
             raise
-        if self._has_events:
-            keys_of = self._keys_of_events
-            keys_of.update(zip(names, job.keys, strict=True))
-            for name in list(islice(keys_of, max(len(keys_of) - EVENT_NAMES_MAX, 0))):
-                del keys_of[name]
 
     def _end(self, result: JobResult) -> JobResult:
-        """Return a result in terms of keys; nonsense, and that of nobody's job, as it is: the guarded judges."""
+        """Return a result in terms of keys; nonsense, and that of nobody's job, as it is: the guarded tier judges."""
         try:
             job = self._jobs.pop(result.job_id, None) if isinstance(result, JobResult) else None
             if job is None or result.successful_keys is None:
@@ -162,10 +135,3 @@ class KeyedNames(WrapperTier):
         except Exception:
             return result
         return replace(result, successful_keys=keys)
-
-    def _tell(self, event: OffloadingEvent) -> OffloadingEvent:
-        """Return an event in terms of those of its keys that are known."""
-        found = [self._keys_of_events.get(name) for name in event.keys]
-        keys = [key for key in found if key is not None]
-        self._untold_event_blocks += len(found) - len(keys)
-        return replace(event, keys=keys)

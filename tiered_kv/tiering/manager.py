@@ -15,6 +15,7 @@ from tiered_kv.base import (
     ReqContext,
     RequestOffloadingContext,
 )
+from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.mediums import CPULoadStoreSpec
@@ -22,7 +23,7 @@ from tiered_kv.tiering.audit import Audit, AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.cascade import Cascade
 from tiered_kv.tiering.guarded import GuardedTier
-from tiered_kv.tiering.limits import ManagerLimits, TierLimits
+from tiered_kv.tiering.limits import ManagerLimits
 from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.requests import RequestState, RequestTable
 from tiered_kv.tiering.search import Search
@@ -41,8 +42,7 @@ class TieringOffloadingManager(OffloadingManager):
         primary: The primary tier.
         secondary_tiers: The tiers below it, in the order they are searched. One whose class does not say
             `is_nonblocking` gets a thread of its own.
-        names: Their names in counters; by default their `tier_type`.
-        tier_limits: The limits of each; defaults where None.
+        settings: The limits of each, and its name in counters; by default those of its `tier_type`.
         limits: The limits of all together.
         audit: Which requests are computed anew to compare their blocks; None for none.
         clock: Seconds of a monotonic clock; deadlines given to tiers are in its time.
@@ -53,8 +53,7 @@ class TieringOffloadingManager(OffloadingManager):
         primary: CPUOffloadingManager,
         secondary_tiers: Sequence[SecondaryTierManager] = (),
         *,
-        names: Sequence[str] | None = None,
-        tier_limits: Sequence[TierLimits] | None = None,
+        settings: Sequence[TierSettings] | None = None,
         limits: ManagerLimits | None = None,
         audit: AuditRules | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -63,12 +62,11 @@ class TieringOffloadingManager(OffloadingManager):
         self.secondary_tiers = list(secondary_tiers)
         self.limits = limits or ManagerLimits()
         self._clock = clock
-        names = names or [tier.tier_type for tier in self.secondary_tiers]
-        tier_limits = tier_limits or [TierLimits()] * len(self.secondary_tiers)
+        settings = settings or [TierSettings(type=tier.tier_type) for tier in self.secondary_tiers]
         backend = primary.backend
         self._tiers = tuple(
             GuardedTier(*tier, backend.block_size, backend.block_size * backend.num_blocks, clock)
-            for tier in zip(names, self.secondary_tiers, tier_limits, strict=True)
+            for tier in zip(self.secondary_tiers, settings, strict=True)
         )
         self._cascade = Cascade(primary)
         blocks_max = self.limits.promotion_blocks_max or max(backend.num_blocks // 2, 1)
@@ -400,6 +398,6 @@ class TieringOffloadingManager(OffloadingManager):
     def _fill(self, source: GuardedTier, ready: list[CPUBlock]) -> None:
         """Offer blocks that were promoted from `source` to the tiers above it that want them."""
         above = self._tiers[: self._tiers.index(source)]
-        tiers = [guarded for guarded in above if guarded.limits.fill_on_promotion]
+        tiers = [guarded for guarded in above if guarded.settings.fill_on_promotion]
         if tiers:
             self._cascade.offer(ready, tiers, ReqContext())

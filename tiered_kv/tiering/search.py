@@ -154,7 +154,7 @@ class Search:
     def _judge(self, key: OffloadKey, answer: bool | None, guarded: GuardedTier, state: RequestState) -> _Verdict:
         if answer is None:
             now_s = self._clock()
-            if now_s - state.unanswered.setdefault((key, guarded), now_s) < guarded.limits.lookup_timeout_s:
+            if now_s - state.unanswered.setdefault((key, guarded), now_s) < guarded.settings.lookup_timeout:
                 state.asked_s = self._now_s
                 return _Verdict.WAIT
             guarded.counters.add("lookup_timeouts_total")

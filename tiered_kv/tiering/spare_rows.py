@@ -13,7 +13,7 @@ from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import PROMOTION, CPUBlock
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.tiering.audited import Audited
-from tiered_kv.tiering.comparison import Difference, difference_of
+from tiered_kv.tiering.comparison import difference_of
 
 BLOCKS_MAX: Final = 64
 """Spare rows at one time, and blocks of one request that are compared."""
@@ -59,7 +59,7 @@ class SpareRows:
         self._primary = primary
         self._dtype = dtype
         self._thread = ThreadPoolExecutor(1, "tiered-kv-audit")  # begins with the first comparison
-        self._comparing: deque[tuple[Pair, Future[Difference]]] = deque()
+        self._comparing: deque[tuple[Pair, Future[float]]] = deque()
         self._rows_max = max(min(BLOCKS_MAX, primary.backend.num_blocks // ROWS_SHARE), 1)
         self._rows = 0
         self._numbers = itertools.count()
@@ -106,9 +106,9 @@ class SpareRows:
         stored_row, computed_row = rows if pair.writer is None else reversed(rows)
         self._comparing.append((pair, self._thread.submit(self._difference, stored_row, computed_row)))
 
-    def take(self) -> list[tuple[Pair, Difference | None]]:
+    def take(self) -> list[tuple[Pair, float | None]]:
         """Return what has been compared since the last call, released; None where that was not possible."""
-        compared: list[tuple[Pair, Difference | None]] = []
+        compared: list[tuple[Pair, float | None]] = []
         while self._comparing and self._comparing[0][1].done():
             pair, future = self._comparing.popleft()
             self.release(pair)
@@ -136,7 +136,7 @@ class SpareRows:
         running = wait([future for _, future in self._comparing], timeout_s).not_done
         self._thread.shutdown(wait=not running)
 
-    def _difference(self, stored_row: int, computed_row: int) -> Difference:
+    def _difference(self, stored_row: int, computed_row: int) -> float:
         region = self._primary.backend.region  # no array is kept beyond the next line: it would keep the memory mapped
         return difference_of(region.array[stored_row], region.array[computed_row], self._dtype)
 

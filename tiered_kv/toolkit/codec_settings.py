@@ -12,16 +12,12 @@ from tiered_kv.config.secret_keys import is_key_for_path, parse_key, read_key_fi
 from tiered_kv.config.settings import StrictModel, TierSettings
 from tiered_kv.config.units import Count
 from tiered_kv.errors import ConfigError
-from tiered_kv.toolkit.codec_set import CodecSet, encrypting_codecs
-from tiered_kv.toolkit.codecs import codec_by_name
-from tiered_kv.toolkit.encryption import KEY_ID_MAX, AesGcmCodec, Cipher, ZstdAesGcmCodec
-from tiered_kv.toolkit.status import RecordStatus
+from tiered_kv.toolkit.codecs import CODEC_IDS, ENCRYPTED_IDS, CodecSet
+from tiered_kv.toolkit.encryption import KEY_ID_MAX, Cipher
 
 KEYS_MAX = 64
 
 KeyId = Annotated[Count, Field(ge=1, le=KEY_ID_MAX)]
-
-_IDS_OF_ENCRYPTING = {kind.name: kind.codec_id for kind in (AesGcmCodec, ZstdAesGcmCodec)}
 
 
 class EncryptionSettings(StrictModel):
@@ -124,7 +120,7 @@ class CodecSettings(TierSettings):
 
     @model_validator(mode="after")
     def _has_keys(self) -> Self:
-        if self.codec in _IDS_OF_ENCRYPTING and self.encryption is None:
+        if CODEC_IDS[self.codec] in ENCRYPTED_IDS and self.encryption is None:
             raise ValueError(f"codec '{self.codec}' needs 'encryption' with a key, keys: {{1: \"${{KV_KEY_1}}\"}}")
         return self
 
@@ -137,16 +133,11 @@ class CodecSettings(TierSettings):
         """
         settings = self.encryption
         if settings is None:
-            return CodecSet(codec_by_name(self.codec))
-        keys = settings.read_keys()
-        if self.codec not in _IDS_OF_ENCRYPTING:
-            return CodecSet(codec_by_name(self.codec), Cipher(keys, None))
-        if self.codec == ZstdAesGcmCodec.name:
-            codec_by_name("zstd")  # an error if it is not installed
-        cipher = Cipher(keys, settings.write_key if settings.write_key is not None else next(iter(keys)))
-        writer = encrypting_codecs(cipher)[_IDS_OF_ENCRYPTING[self.codec]]
-        assert not isinstance(writer, RecordStatus), "its library is there"
-        return CodecSet(writer, cipher, accept_plain=settings.accept_plain)
+            return CodecSet(self.codec)
+        keys, write_key = settings.read_keys(), None
+        if CODEC_IDS[self.codec] in ENCRYPTED_IDS:
+            write_key = settings.write_key if settings.write_key is not None else next(iter(keys))
+        return CodecSet(self.codec, Cipher(keys, write_key), accept_plain=settings.accept_plain)
 
 
 def _is_id(name: object) -> bool:

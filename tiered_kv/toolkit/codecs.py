@@ -1,38 +1,31 @@
-"""What may be done to a block's bytes on their way into storage. Every codec is lossless.
+"""What may be done to a block's bytes on their way into storage: compression, encryption, both, or nothing.
 
 A record names its codec by number; a configuration names it by word. `formats.md` has both, and the form of
-each payload. Those that encrypt are in `tiered_kv.toolkit.encryption`; what one tier reads and writes is its
-`CodecSet`.
+each payload.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from types import ModuleType
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
-import numpy as np
-
-from tiered_kv.errors import ConfigError, MissingExtraError
+from tiered_kv.errors import MissingExtraError
+from tiered_kv.toolkit.compression import Zstd
+from tiered_kv.toolkit.encryption import ENVELOPE_BYTES, Cipher
+from tiered_kv.toolkit.room import ThreadRoom
 from tiered_kv.toolkit.status import RecordStatus
-
-_ZSTD_LEVEL = 1
-"""Higher levels gain nothing on key/value blocks, whose mantissas are noise, and take up to three times as long."""
-
-_WINDOW_BYTES_MIN = 1 << 20
-_FRAME_LENGTH_BYTES = 4
-
 
 RAW_ID: Final = 0
 ZSTD_ID: Final = 1
 AES_ID: Final = 2
 ZSTD_AES_ID: Final = 3
-
+CODEC_IDS: Final = {"raw": RAW_ID, "zstd": ZSTD_ID, "aes-256-gcm": AES_ID, "zstd+aes-256-gcm": ZSTD_AES_ID}
+"""By name. A number, 0 to 65535, is never given to another codec."""
+COMPRESSED_IDS: Final = frozenset({ZSTD_ID, ZSTD_AES_ID})
 ENCRYPTED_IDS: Final = frozenset({AES_ID, ZSTD_AES_ID})
 
-OVERHEAD_BYTES_MAX: Final = 56
-"""By how much a payload may exceed its block, whatever the codec: an envelope of `tiered_kv.toolkit.encryption`."""
+OVERHEAD_BYTES_MAX: Final = ENVELOPE_BYTES
+"""By how much a payload may exceed its block, whatever the codec."""
 
 
 def payload_bytes_range(codec_id: int, raw_bytes: int) -> range:
@@ -45,54 +38,10 @@ def payload_bytes_range(codec_id: int, raw_bytes: int) -> range:
     if codec_id == ZSTD_ID:
         return range(raw_bytes)
     if codec_id == AES_ID:
-        return range(raw_bytes + OVERHEAD_BYTES_MAX, raw_bytes + OVERHEAD_BYTES_MAX + 1)
+        return range(raw_bytes + ENVELOPE_BYTES, raw_bytes + ENVELOPE_BYTES + 1)
     if codec_id == ZSTD_AES_ID:
-        return range(OVERHEAD_BYTES_MAX, raw_bytes)
+        return range(ENVELOPE_BYTES, raw_bytes)
     return range(raw_bytes + OVERHEAD_BYTES_MAX + 1)
-
-
-class Seal(Protocol):
-    """Encrypts what a draft holds."""
-
-    def encrypt_into(self, draft: Draft, target: memoryview, binding: bytes) -> None:
-        """Write the draft's payload into `target`, which is `draft.payload_bytes` long."""
-
-
-class Draft(NamedTuple):
-    """A block on its way into storage: its payload's length is known, and where it is encrypted, no byte of it yet.
-
-    Args:
-        codec_id: What the record will name.
-        key_id: Which key encrypts it; 0 for none.
-        raw_bytes: Bytes of the block.
-        payload_bytes: Bytes of the payload.
-        content: The payload, or what will be encrypted. It may be the block itself, not a copy.
-        seal: What encrypts it; None where `content` is the payload.
-    """
-
-    codec_id: int
-    key_id: int
-    raw_bytes: int
-    payload_bytes: int
-    content: memoryview
-    seal: Seal | None
-
-    @classmethod
-    def plain(cls, codec_id: int, content: memoryview, raw_bytes: int) -> Draft:
-        """Return a draft whose payload is `content`."""
-        return cls(codec_id, 0, raw_bytes, len(content), content, None)
-
-    def write_into(self, target: memoryview, binding: bytes) -> None:
-        """Write the payload.
-
-        Args:
-            target: Memory of `payload_bytes`, apart from `content`.
-            binding: What the payload belongs to; see `binding_of`.
-        """
-        if self.seal is None:
-            target[:] = self.content
-        else:
-            self.seal.encrypt_into(self, target, binding)
 
 
 def binding_of(namespace_digest: bytes, key: bytes) -> bytes:
@@ -105,143 +54,134 @@ def binding_of(namespace_digest: bytes, key: bytes) -> bytes:
     return namespace_digest + key
 
 
-class Codec(Protocol):
-    """One way to write a block. Any thread may call, several at once."""
+class Draft(NamedTuple):
+    """A block on its way into storage: its payload's length is known, and where it is encrypted, no byte of it yet.
+
+    Args:
+        codec_id: What the record will name.
+        raw_bytes: Bytes of the block.
+        content: The payload, or what will be encrypted. It may be the block itself, not a copy.
+        cipher: What encrypts it; None where `content` is the payload.
+    """
+
+    codec_id: int
+    raw_bytes: int
+    content: memoryview
+    cipher: Cipher | None = None
 
     @property
-    def codec_id(self) -> int:
-        """The codec's number in a record, 0 to 65535; never given to another codec."""
+    def key_id(self) -> int:
+        """Which key encrypts it; 0 for none."""
+        return 0 if self.cipher is None else self.cipher.write_key
 
     @property
-    def name(self) -> str:
-        """The codec's name in a configuration."""
+    def payload_bytes(self) -> int:
+        """Bytes of the payload."""
+        return len(self.content) if self.cipher is None else len(self.content) + ENVELOPE_BYTES
 
-    @property
-    def overhead_bytes(self) -> int:
-        """By how much a payload that it writes may exceed its block."""
+    def write_into(self, target: memoryview, binding: bytes) -> None:
+        """Write the payload.
+
+        Args:
+            target: Memory of `payload_bytes`, apart from `content`.
+            binding: What the payload belongs to; see `binding_of`.
+        """
+        if self.cipher is None:
+            target[:] = self.content
+        else:
+            self.cipher.encrypt_into(self.content, target, self.codec_id, self.raw_bytes, binding)
+
+
+class CodecSet:
+    """What a tier does to blocks: the codec that it writes with, and those that it reads. Any thread may call.
+
+    Every codec that is here is read, whatever is written, so that the setting can be changed at any time. But where
+    blocks are encrypted, others are refused: who can write into the storage could plant them.
+
+    Args:
+        name: How blocks are written, one of `CODEC_IDS`. One that would not get shorter is not compressed.
+        cipher: The keys, if there are any.
+        accept_plain: Whether to read what is not encrypted even if `name` encrypts.
+
+    Raises:
+        MissingExtraError: The library that `name` needs is not installed.
+    """
+
+    def __init__(self, name: str = "raw", cipher: Cipher | None = None, *, accept_plain: bool = False) -> None:
+        codec_id = CODEC_IDS[name]
+        self.name = name
+        self.writes_raw = codec_id == RAW_ID
+        """Whether blocks are stored as they are, so that nothing has to be done to them."""
+        encrypts = codec_id in ENCRYPTED_IDS
+        assert cipher is not None or not encrypts, "there is a key to write with"
+        self.accepts_plain = accept_plain or not encrypts
+        self.overhead_bytes = ENVELOPE_BYTES if encrypts else 0
+        """By how much a payload that is written may exceed its block."""
+        self._cipher = cipher
+        self._write_cipher = cipher if encrypts else None
+        self._compresses = codec_id in COMPRESSED_IDS
+        if self._compresses:
+            self._zstd = Zstd()
+        self._room = ThreadRoom()
 
     def draft(self, block: memoryview) -> Draft:
         """Return how a block will be stored. Compresses, and does not encrypt yet."""
+        if self._compresses:
+            assert self._zstd is not None, "its library was there"
+            content = self._zstd.compress(block)
+            if len(content) + self.overhead_bytes < len(block):
+                codec_id = ZSTD_ID if self._write_cipher is None else ZSTD_AES_ID
+                return Draft(codec_id, len(block), memoryview(content), self._write_cipher)
+        return Draft(RAW_ID if self._write_cipher is None else AES_ID, len(block), block, self._write_cipher)
 
-    def decode(self, payload: memoryview, block: memoryview, binding: bytes) -> RecordStatus:
-        """Write the block that `payload` stands for into `block`; return why not, and leave anything in it then.
+    def refusal(self, codec_id: int) -> RecordStatus:
+        """Return why a sound record of this codec is not read, or OK."""
+        is_encrypted = codec_id in ENCRYPTED_IDS
+        if is_encrypted and self._cipher is None:
+            return RecordStatus.UNKNOWN_KEY
+        if codec_id not in CODEC_IDS.values() or (codec_id in COMPRESSED_IDS and self._zstd is None):
+            return RecordStatus.UNKNOWN_CODEC
+        return RecordStatus.OK if is_encrypted or self.accepts_plain else RecordStatus.UNENCRYPTED
+
+    def decode(self, codec_id: int, payload: memoryview, block: memoryview, binding: bytes) -> RecordStatus:
+        """Write the block that a payload stands for into `block`; return why not, and leave anything in it then.
 
         The payload may be hostile: nothing is allocated that is much larger than `block`.
+
+        Args:
+            codec_id: What the record names.
+            payload: The payload. The caller has verified its checksum, unless it is encrypted: then the tag answers for
+                it, and the checksum may be asked afterwards.
+            block: Where the block belongs.
+            binding: As in `Draft.write_into`.
         """
-
-
-class RawCodec:
-    """The block itself."""
-
-    codec_id = RAW_ID
-    name = "raw"
-    overhead_bytes = 0
-
-    def draft(self, block: memoryview) -> Draft:
-        return Draft(self.codec_id, 0, len(block), len(block), block, None)
-
-    def decode(self, payload: memoryview, block: memoryview, binding: bytes) -> RecordStatus:
-        if len(payload) != len(block):
+        status = self.refusal(codec_id)
+        if status is not RecordStatus.OK:
+            return status
+        if len(payload) not in payload_bytes_range(codec_id, len(block)):
             return RecordStatus.BAD_PAYLOAD
-        block[:] = payload
+        if codec_id in ENCRYPTED_IDS:
+            assert self._cipher is not None, "it was not refused"
+            content = self._room.take(len(payload) - ENVELOPE_BYTES) if codec_id in COMPRESSED_IDS else block
+            status = self._cipher.decrypt_into(payload, content, codec_id, len(block), binding)
+            if status is not RecordStatus.OK:
+                return status
+            payload = content
+        if codec_id in COMPRESSED_IDS:
+            assert self._zstd is not None, "it was not refused"
+            return self._zstd.decompress(payload, block)
+        if payload is not block:
+            block[:] = payload
         return RecordStatus.OK
 
-
-class ZstdCodec:
-    """Zstandard over the block's two byte planes: the bytes at even offsets, and those at odd ones.
-
-    In 16-bit floats one byte holds the exponent, which compresses, and the other mantissa, which does not. Apart,
-    each with a Huffman table of its own, they take about a tenth of the block less than together.
-
-    Raises:
-        MissingExtraError: The zstandard library is not installed.
-    """
-
-    codec_id = ZSTD_ID
-    name = "zstd"
-    overhead_bytes = 0
-
-    def __init__(self) -> None:
-        self._zstandard = _import_zstandard()
-
-    def draft(self, block: memoryview) -> Draft:
-        payload = self.encode(block)
-        return RAW.draft(block) if payload is None else Draft.plain(self.codec_id, payload, len(block))
-
-    def encode(self, block: memoryview) -> memoryview | None:
-        """Return the payload for a block, or None if it would not be shorter than the block."""
-        values = np.frombuffer(block, dtype=np.uint8)
-        compressor = self._zstandard.ZstdCompressor(level=_ZSTD_LEVEL)
-        evens: bytes = compressor.compress(np.ascontiguousarray(values[0::2]).data)
-        odds: bytes = compressor.compress(np.ascontiguousarray(values[1::2]).data)
-        payload = b"".join((len(evens).to_bytes(_FRAME_LENGTH_BYTES, "little"), evens, odds))
-        return memoryview(payload) if len(payload) < len(block) else None
-
-    def decode(self, payload: memoryview, block: memoryview, binding: bytes) -> RecordStatus:
-        first = _FRAME_LENGTH_BYTES + int.from_bytes(payload[:_FRAME_LENGTH_BYTES], "little")
-        pairs = len(block) // 2
-        evens = self._decompress(payload[_FRAME_LENGTH_BYTES:first], len(block) - pairs)
-        odds = self._decompress(payload[first:], pairs)
-        if evens is None or odds is None:
-            return RecordStatus.BAD_PAYLOAD
-        # One pass over 16-bit words is three times as fast as two strided ones over bytes.
-        words = np.frombuffer(block, dtype="<u2", count=pairs)
-        words[:] = odds
-        words <<= 8
-        words |= evens[:pairs]
-        if len(evens) > pairs:
-            block[-1] = int(evens[-1])
-        return RecordStatus.OK
-
-    def _decompress(self, frame: memoryview, size: int) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
+    @functools.cached_property
+    def _zstd(self) -> Zstd | None:
+        """What compresses; imported when the first compressed block is read if not before, None without its library."""
         try:
-            # The library allocates what a frame claims to hold, so the claim is checked first.
-            if self._zstandard.frame_content_size(frame) != size:
-                return None
-            decompressor = self._zstandard.ZstdDecompressor(max_window_size=max(_WINDOW_BYTES_MIN, size))
-            plane = np.frombuffer(decompressor.decompress(frame, allow_extra_data=False), dtype=np.uint8)
-        except self._zstandard.ZstdError:
+            return Zstd()
+        except MissingExtraError:
             return None
-        return plane if len(plane) == size else None
 
 
-RAW: Codec = RawCodec()
-
-_BY_NAME: Mapping[str, tuple[int, Callable[[], Codec]]] = {
-    RawCodec.name: (RAW_ID, lambda: RAW),
-    ZstdCodec.name: (ZSTD_ID, ZstdCodec),
-}
-
-
-def codec_names() -> list[str]:
-    """Return the names of the codecs that need no keys."""
-    return list(_BY_NAME)
-
-
-@functools.cache
-def codec_by_name(name: str) -> Codec:
-    """Return the codec that a configuration calls `name`, one of those that need no keys.
-
-    Raises:
-        ConfigError: There is no such codec.
-        MissingExtraError: The library that it needs is not installed.
-    """
-    if name not in _BY_NAME:
-        raise ConfigError(f"there is no codec {name!r}; there are {', '.join(codec_names())}")
-    return _BY_NAME[name][1]()
-
-
-def codec_by_id(codec_id: int) -> Codec | None:
-    """Return the codec that a record calls `codec_id`; None if it is unknown, needs keys, or its library is missing."""
-    try:
-        return next((codec_by_name(name) for name, (number, _) in _BY_NAME.items() if number == codec_id), None)
-    except MissingExtraError:
-        return None
-
-
-def _import_zstandard() -> ModuleType:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise MissingExtraError("codec 'zstd'", "zstd") from error
-    return zstandard
+PLAIN = CodecSet()
+"""Blocks written as they are."""

@@ -19,19 +19,11 @@ import functools
 import os
 import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from tiered_kv.config.secret_keys import KEY_BYTES
 from tiered_kv.errors import MissingExtraError
-from tiered_kv.toolkit.codecs import (
-    AES_ID,
-    OVERHEAD_BYTES_MAX,
-    ZSTD_AES_ID,
-    Draft,
-    ZstdCodec,
-)
-from tiered_kv.toolkit.room import ThreadRoom
 from tiered_kv.toolkit.status import RecordStatus
 
 if TYPE_CHECKING:
@@ -51,7 +43,8 @@ _SALT_BYTES = 16
 _NONCE_BYTES = 12
 _CHECK_BYTES = 8
 _TAG_BYTES = 16
-assert _HEAD.size + _TAG_BYTES == OVERHEAD_BYTES_MAX
+ENVELOPE_BYTES: Final = _HEAD.size + _TAG_BYTES
+"""By how much an envelope is longer than what it holds."""
 
 # What else is derived from a key some day gets another text.
 _SESSION_INFO = b"tiered-kv aes-256-gcm session 1"
@@ -101,20 +94,35 @@ class Cipher:
 
     def __init__(self, keys: Mapping[int, bytes], write_key: int | None) -> None:
         assert all(0 < key_id <= KEY_ID_MAX and len(key) == KEY_BYTES for key_id, key in keys.items())
-        self._derive, self._aead_of, self._invalid_tag = _import_cryptography()
+        try:
+            from cryptography.exceptions import InvalidTag
+            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+            from cryptography.hazmat.primitives.hashes import SHA256
+            from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+        except ImportError as error:
+            raise MissingExtraError("codec 'aes-256-gcm'", "crypto") from error
+        if not hasattr(AESGCM, "encrypt_into"):  # before version 47
+            raise MissingExtraError("codec 'aes-256-gcm'", "crypto")
+
+        def derive(key: bytes, salt: bytes | None, info: bytes, size_bytes: int) -> bytes:
+            return HKDF(SHA256(), size_bytes, salt, info).derive(key)
+
+        self._aead_of, self._invalid_tag, self._derive = AESGCM, InvalidTag, derive
         self._keys = dict(keys)
         self._checks = {key_id: self._derive(key, None, _CHECK_INFO, _CHECK_BYTES) for key_id, key in keys.items()}
         self._session_of = functools.lru_cache(SESSIONS_CACHED_MAX)(self._session_key)
         self.write_key = write_key or 0
         self._session = self._new_session() if write_key is not None else None
 
-    def encrypt_into(self, draft: Draft, target: memoryview, binding: bytes) -> None:
-        """Write the envelope of a draft into `target`, which is as long as it."""
+    def encrypt_into(
+        self, content: memoryview, target: memoryview, codec_id: int, raw_bytes: int, binding: bytes
+    ) -> None:
+        """Write the envelope of `content` into `target`, which is `ENVELOPE_BYTES` longer; the rest as below."""
         session, nonce = self._take_nonce()
         head = _HEAD.pack(*session.fields, nonce)
         target[: _HEAD.size] = head
-        associated = head + _CONTEXT.pack(draft.codec_id, draft.raw_bytes) + binding
-        session.aead.encrypt_into(nonce, draft.content, associated, target[_HEAD.size :])
+        associated = head + _CONTEXT.pack(codec_id, raw_bytes) + binding
+        session.aead.encrypt_into(nonce, content, associated, target[_HEAD.size :])
 
     def decrypt_into(
         self, payload: memoryview, target: memoryview, codec_id: int, raw_bytes: int, binding: bytes
@@ -123,12 +131,10 @@ class Cipher:
 
         Args:
             payload: The envelope.
-            target: `content_bytes_of(payload)` of memory, apart from `payload`.
+            target: Memory, apart from `payload` and `ENVELOPE_BYTES` shorter.
             codec_id, raw_bytes: What the record says.
-            binding: As in `Draft.write_into`.
+            binding: What the payload belongs to.
         """
-        if len(payload) != len(target) + OVERHEAD_BYTES_MAX:
-            return RecordStatus.BAD_PAYLOAD
         head = bytes(payload[: _HEAD.size])
         key_id, check, salt, nonce = _HEAD.unpack(head)
         if self._checks.get(key_id) != check:
@@ -160,84 +166,6 @@ class Cipher:
         return self._aead_of(self._derive(self._keys[key_id], salt, _SESSION_INFO, KEY_BYTES))
 
 
-class AesGcmCodec:
-    """Blocks encrypted.
-
-    Args:
-        cipher: The keys.
-    """
-
-    codec_id = AES_ID
-    name = "aes-256-gcm"
-    overhead_bytes = OVERHEAD_BYTES_MAX
-
-    def __init__(self, cipher: Cipher) -> None:
-        self._cipher = cipher
-
-    def draft(self, block: memoryview) -> Draft:
-        size = len(block)
-        return Draft(self.codec_id, self._cipher.write_key, size, size + OVERHEAD_BYTES_MAX, block, self._cipher)
-
-    def decode(self, payload: memoryview, block: memoryview, binding: bytes) -> RecordStatus:
-        return self._cipher.decrypt_into(payload, block, self.codec_id, len(block), binding)
-
-
-class ZstdAesGcmCodec:
-    """Blocks compressed, then encrypted; one that would not get shorter than it was is only encrypted.
-
-    Args:
-        cipher: The keys.
-
-    Raises:
-        MissingExtraError: The zstandard library is not installed.
-    """
-
-    codec_id = ZSTD_AES_ID
-    name = "zstd+aes-256-gcm"
-    overhead_bytes = OVERHEAD_BYTES_MAX
-
-    def __init__(self, cipher: Cipher) -> None:
-        self._cipher = cipher
-        self._zstd = ZstdCodec()
-        self._plain = AesGcmCodec(cipher)
-        self._room = ThreadRoom()
-
-    def draft(self, block: memoryview) -> Draft:
-        content = self._zstd.encode(block)
-        if content is None or len(content) + OVERHEAD_BYTES_MAX >= len(block):
-            return self._plain.draft(block)
-        size = len(content) + OVERHEAD_BYTES_MAX
-        return Draft(self.codec_id, self._cipher.write_key, len(block), size, content, self._cipher)
-
-    def decode(self, payload: memoryview, block: memoryview, binding: bytes) -> RecordStatus:
-        if len(payload) not in range(OVERHEAD_BYTES_MAX, len(block)):
-            return RecordStatus.BAD_PAYLOAD
-        content = self._room.take(len(payload) - OVERHEAD_BYTES_MAX)
-        status = self._cipher.decrypt_into(payload, content, self.codec_id, len(block), binding)
-        return self._zstd.decode(content, block, binding) if status is RecordStatus.OK else status
-
-
 def key_id_of(payload: memoryview) -> int:
     """Return which key an envelope says it was encrypted with; 0 where it is none."""
-    return int.from_bytes(payload[:4], "little") if len(payload) >= OVERHEAD_BYTES_MAX else 0
-
-
-Derive = Callable[[bytes, bytes | None, bytes, int], bytes]
-"""From a key, a salt and a text, so many bytes."""
-
-
-def _import_cryptography() -> tuple[Derive, type[AESGCM], type[Exception]]:
-    try:
-        from cryptography.exceptions import InvalidTag
-        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-        from cryptography.hazmat.primitives.hashes import SHA256
-        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-    except ImportError as error:
-        raise MissingExtraError(f"codec '{AesGcmCodec.name}'", "crypto") from error
-    if not hasattr(AESGCM, "encrypt_into"):  # before version 47
-        raise MissingExtraError(f"codec '{AesGcmCodec.name}'", "crypto")
-
-    def derive(key: bytes, salt: bytes | None, info: bytes, size_bytes: int) -> bytes:
-        return HKDF(SHA256(), size_bytes, salt, info).derive(key)
-
-    return derive, AESGCM, InvalidTag
+    return int.from_bytes(payload[:4], "little") if len(payload) >= ENVELOPE_BYTES else 0

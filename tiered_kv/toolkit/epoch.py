@@ -165,32 +165,26 @@ class Epoch:
         Raises:
             As `token`.
         """
-        with self._lock:
-            mark, is_saved = self._mark, self._is_saved
-        if mark is not None and is_saved:
+        mark = self._saved_mark()
+        if mark is not None:
             self._check_if_due(deadline)
             return mark.token
-        self._take_io_lock(deadline)
+        if not self._io_lock.acquire(timeout=min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)):
+            raise TimeoutError("another thread is reading or writing the epoch's mark")
         try:
             return self._settle(deadline)
         finally:
             self._io_lock.release()
 
-    def check(self, deadline: float) -> None:
-        """Look whether the storage still has the mark, and repair it where it was lost or fell back.
+    def _saved_mark(self) -> EpochMark | None:
+        """Return this process's mark if the storage has it."""
+        with self._lock:
+            return self._mark if self._is_saved else None
 
-        Raises:
-            As `token`.
-        """
-        self._take_io_lock(deadline)
-        try:
-            self._check(deadline)
-        finally:
-            self._io_lock.release()
-
-    def _take_io_lock(self, deadline: float) -> None:
-        if not self._io_lock.acquire(timeout=min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)):
-            raise TimeoutError("another thread is reading or writing the epoch's mark")
+    def _read(self, deadline: float) -> tuple[bytes | None, EpochMark | None]:
+        """Return what is stored, and the mark in it."""
+        data = self._store.read(deadline)
+        return data, None if data is None else EpochMark.decode(data)
 
     def _check_if_due(self, deadline: float) -> None:
         """Check now and then. Whoever comes meanwhile goes on, and so does a job whose check fails."""
@@ -210,13 +204,12 @@ class Epoch:
             self._io_lock.release()
 
     def _check(self, deadline: float) -> None:
+        """Look whether the storage still has the mark, and repair it where it was lost or fell back."""
         self._is_doubted = False
-        with self._lock:
-            mark, is_saved = self._mark, self._is_saved
-        if mark is None or not is_saved:
+        mark = self._saved_mark()
+        if mark is None:
             return  # the next use joins, or writes
-        data = self._store.read(deadline)
-        found = EpochMark.decode(data) if data is not None else None
+        data, found = self._read(deadline)
         is_over = _is_retired(mark.token)  # another process was reset after this one
         if found is not None and not _is_retired(found.token):
             if found.token == mark.token:
@@ -235,18 +228,16 @@ class Epoch:
 
     def _settle(self, deadline: float) -> str:
         """Join the stored epoch, or write this process's own."""
-        with self._lock:
-            mark, is_saved = self._mark, self._is_saved
-        if mark is not None and is_saved:  # another thread was first
-            return mark.token
-        data = self._store.read(deadline)
-        found = EpochMark.decode(data) if data is not None else None
+        saved, mark = self._saved_mark(), self._mark
+        if saved is not None:  # another thread was first
+            return saved.token
+        data, found = self._read(deadline)
         if mark is None:
             settled = self._joined(data, found, deadline)
         else:
             settled = mark
+            is_another = found is not None and found.token != mark.token  # not where an unanswered write was done
             if found is not None:
-                is_another = found.token != mark.token  # the same, where a write that was not answered was done
                 settled = EpochMark(max(mark.number, found.number + is_another), mark.token)
             self._store.write(settled.encode(), deadline)
             if found is not None and is_another:
@@ -265,8 +256,7 @@ class Epoch:
             self._store.write(drawn.encode(), deadline)
             return drawn
         self._store.create(drawn.encode(), deadline)
-        data = self._store.read(deadline)  # another process may have been faster
-        found = EpochMark.decode(data) if data is not None else None
+        _, found = self._read(deadline)  # another process may have been faster
         return drawn if found is None or _is_retired(found.token) else found
 
 

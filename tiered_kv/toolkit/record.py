@@ -15,13 +15,13 @@ import xxhash
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.tiering.step import give_way
-from tiered_kv.toolkit.codec_set import PLAIN, CodecSet
 from tiered_kv.toolkit.codecs import (
     ENCRYPTED_IDS,
     OVERHEAD_BYTES_MAX,
-    RAW,
+    PLAIN,
+    RAW_ID,
     ZSTD_ID,
-    Codec,
+    CodecSet,
     binding_of,
     payload_bytes_range,
 )
@@ -55,7 +55,7 @@ _NO_CHECKSUM = bytes(DIGEST_BYTES)
 _RESERVED = bytes(40)
 assert _LAYOUT.size == HEADER_BYTES
 
-_PLAIN_IDS = (RAW.codec_id, ZSTD_ID)
+_PLAIN_IDS = (RAW_ID, ZSTD_ID)
 
 Bytes = bytes | bytearray | memoryview
 Room = Callable[[int], memoryview]
@@ -102,7 +102,7 @@ def _new_room(size_bytes: int) -> memoryview:
 
 
 def encode_record(
-    key: OffloadKey, block: memoryview, namespace_digest: bytes, codec: Codec = RAW, room: Room = _new_room
+    key: OffloadKey, block: memoryview, namespace_digest: bytes, codecs: CodecSet = PLAIN, room: Room = _new_room
 ) -> tuple[bytes, memoryview]:
     """Return a block's header and payload, to be written one after the other.
 
@@ -112,15 +112,15 @@ def encode_record(
         key: The block's key.
         block: The block's bytes, one-dimensional.
         namespace_digest: 16 bytes.
-        codec: How to write the payload; `CodecSet.writer` of a tier.
+        codecs: How to write the payload.
         room: Where an encrypted payload goes; by default into memory of its own.
     """
     give_way()
-    draft = codec.draft(block)
+    draft = codecs.draft(block)
     payload = draft.content
-    if draft.seal is not None:
+    if draft.cipher is not None:
         payload = room(draft.payload_bytes)
-        draft.seal.encrypt_into(draft, payload, binding_of(namespace_digest, key))
+        draft.write_into(payload, binding_of(namespace_digest, key))
     return _header(key, draft.codec_id, draft.key_id, len(block), payload, namespace_digest), payload
 
 
@@ -178,7 +178,7 @@ def decode_record(
     """
     give_way()
     is_expected = payload is block and codecs.accepts_plain
-    if is_expected and header == _header(key, RAW.codec_id, 0, len(block), block, namespace_digest):
+    if is_expected and header == _header(key, RAW_ID, 0, len(block), block, namespace_digest):
         return RecordStatus.OK  # it has the one header that a raw block has; what follows finds out why another has not
     parsed = read_header(header)
     if isinstance(parsed, RecordStatus):
@@ -188,7 +188,7 @@ def decode_record(
         return status
     if len(payload) != parsed.payload_bytes:
         return RecordStatus.TRUNCATED if len(payload) < parsed.payload_bytes else RecordStatus.BAD_LENGTH
-    is_raw = parsed.codec_id == RAW.codec_id
+    is_raw = parsed.codec_id == RAW_ID
     if is_raw:
         if payload is not block:
             block[:] = payload

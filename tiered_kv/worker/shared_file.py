@@ -60,7 +60,6 @@ class SharedFile:
                 f"expected at most {_PARTIES_MAX} processes and notes of {NOTE_BYTES} bytes, found {len(parties)} "
                 f"processes and a note of {len(note)} bytes"
             )
-        # A name that no `primary.shared` can have: without locks, such a file might be in use all the same.
         self.path = SHARED_MEMORY_DIRECTORY / f"{name}+workers"
         self.party = party
         self.parties = tuple(parties)

@@ -9,8 +9,7 @@ from typing import cast
 
 from tests.support.fuzzing.target import Target
 from tiered_kv.testing.rig import block_content, compressible_content, make_keys
-from tiered_kv.toolkit.codec_set import plain_codecs
-from tiered_kv.toolkit.codecs import codec_by_name
+from tiered_kv.toolkit.codecs import CodecSet
 from tiered_kv.toolkit.record import encode_record
 from tiered_kv_redis.connection import Link
 from tiered_kv_redis.exchange import Batch, Transfer
@@ -46,7 +45,7 @@ def reply_target() -> Target:
 def _record(number: int, codec: str) -> bytes:
     content = block_content if codec == "raw" else compressible_content
     block = content(KEYS[number], BLOCK_BYTES)
-    header, payload = encode_record(KEYS[number], memoryview(block), NAMESPACE, codec_by_name(codec))
+    header, payload = encode_record(KEYS[number], memoryview(block), NAMESPACE, CodecSet(codec))
     return header + bytes(payload)
 
 
@@ -120,7 +119,7 @@ def _load(link: _ScriptedLink, codec: str) -> None:
         range(len(KEYS)),
         {},
         Batch(KEYS, [bytes(key) for key in KEYS], [memoryview(block) for block in memory], _soon()),
-        Transfer(NAMESPACE, plain_codecs(codec), pipeline_bytes=2 * BLOCK_BYTES),
+        Transfer(NAMESPACE, CodecSet(codec), pipeline_bytes=2 * BLOCK_BYTES),
     )
     try:
         loads.begin(cast(Link, link), _soon())

@@ -16,7 +16,7 @@ from tiered_kv.counters import count_of
 from tiered_kv.errors import TierError
 from tiered_kv.testing.rig import block_content, compressible_content, make_keys
 from tiered_kv.toolkit.claimed import Identity
-from tiered_kv.toolkit.codec_set import plain_codecs
+from tiered_kv.toolkit.codecs import CodecSet
 from tiered_kv.toolkit.epoch import EpochMark
 from tiered_kv_nvme.disk import Disk
 from tiered_kv_nvme.sizing import Sizing
@@ -81,7 +81,7 @@ class _Opened:
 
     def __init__(self, path: Path, codec: str = "raw") -> None:
         sizing = Sizing.of(8 * SEGMENT_BYTES + (128 << 10), BLOCK_BYTES, SEGMENT_BYTES)
-        options = StoreOptions(sizing, want_direct=False, codecs=plain_codecs(codec), threads=1)
+        options = StoreOptions(sizing, want_direct=False, codecs=CodecSet(codec), threads=1)
         self._store = SegmentStore(
             str(path), Identity(NAMESPACE, {"model": "fuzz"}, BLOCK_BYTES), options, disk=_BoundedDisk()
         )

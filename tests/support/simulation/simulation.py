@@ -14,6 +14,7 @@ from tests.support.simulation.tier import SimulatedTier
 from tests.support.simulation.toolkit_tier import SimulatedToolkitTier
 from tests.support.simulation.world import World
 from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
@@ -21,7 +22,7 @@ from tiered_kv.testing.model import StackModel, StackUnderTest
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.watch import RowLedger, WatchedTier
 from tiered_kv.tiering.base import TierSpec
-from tiered_kv.tiering.limits import ManagerLimits, TierLimits
+from tiered_kv.tiering.limits import ManagerLimits
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.tiering.search import PAUSE_S_MAX
 
@@ -248,22 +249,23 @@ class Simulation:
             self.tiers.append(tier)
             self._watched.append(WatchedTier(tier, self._ledger))
             limits.append(
-                TierLimits(
-                    store_budget_bytes=rng.choice((4, 8, 12)) * BLOCK_BYTES,
-                    load_budget_bytes=rng.choice((2, 8, 12)) * BLOCK_BYTES,
-                    job_timeout_s=JOB_TIMEOUT_S,
-                    lookup_timeout_s=LOOKUP_TIMEOUT_S,
+                TierSettings(
+                    type=spec.name,
+                    store_budget=rng.choice((4, 8, 12)) * BLOCK_BYTES,
+                    load_budget=rng.choice((2, 8, 12)) * BLOCK_BYTES,
+                    job_timeout=JOB_TIMEOUT_S,
+                    lookup_timeout=LOOKUP_TIMEOUT_S,
                     admit_after=rng.choice((1, 1, 1, 2)),
                     fill_on_promotion=rng.random() < 0.5,
                     breaker_failures=rng.choice((1, 3, 5)),
-                    breaker_cooldown_s=0.3,
+                    breaker_cooldown=0.3,
                 )
             )
         self._limits = limits
         return TieringOffloadingManager(
             primary,
             self._watched,
-            tier_limits=limits,
+            settings=limits,
             limits=ManagerLimits(
                 promotion_blocks_max=rng.choice((None, 3, 8)),
                 hold_s=HOLD_S,
@@ -369,10 +371,10 @@ class Simulation:
 
     def _check_limits(self) -> None:
         for watched, limits in zip(self._watched, self._limits, strict=True):
-            assert limits.store_budget_bytes is not None
-            assert limits.load_budget_bytes is not None
-            assert watched.store_blocks_peak * BLOCK_BYTES <= limits.store_budget_bytes, "a store budget was exceeded"
-            assert watched.load_blocks_peak * BLOCK_BYTES <= limits.load_budget_bytes, "a load budget was exceeded"
+            assert limits.store_budget is not None
+            assert limits.load_budget is not None
+            assert watched.store_blocks_peak * BLOCK_BYTES <= limits.store_budget, "a store budget was exceeded"
+            assert watched.load_blocks_peak * BLOCK_BYTES <= limits.load_budget, "a load budget was exceeded"
 
     def _check_expiry(self) -> None:
         """As of the last poll, exactly those jobs count as expired that are late and have not been reported."""

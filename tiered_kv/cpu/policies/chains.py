@@ -119,12 +119,9 @@ class ChainOrder:
     def restore(self, blocks: Sequence[CPUBlock]) -> None:
         """Put blocks back that `pop` removed, in the order in which they came, as the first to go again."""
         for block in reversed(blocks):
-            chain = block.chain
-            assert chain is not None
-            is_new = chain not in self._stacks
-            self._insert(block)
-            if is_new:
-                self._stacks.move_to_end(chain, last=False)
+            self.add((block,))
+            assert block.chain is not None
+            self._stacks.move_to_end(block.chain, last=False)
 
     def end_step(self) -> None:
         """Take back the blocks that were set aside."""
@@ -132,12 +129,3 @@ class ChainOrder:
             held, self._held = self._held, {}
             self._size -= len(held)
             self.add(held.values())
-
-    def _insert(self, block: CPUBlock) -> None:
-        chain = block.chain
-        assert chain is not None
-        stack = self._stacks.setdefault(chain, _Stack())
-        stack.blocks[block.position] = block
-        stack.is_sorted = False
-        stack.top = max(stack.top, block.position)
-        self._size += 1

@@ -29,7 +29,6 @@ from tiered_kv.tiering.base import JobResult as OurResult
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
 from tiered_kv.tiering.guarded import GuardedTier, Job
-from tiered_kv.tiering.limits import TierLimits
 
 _log = logging.getLogger(__name__)
 
@@ -117,9 +116,8 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         self._info = {"tiered_kv_type": settings.type, "tiered_kv_namespace": identity.digest.hex()}
         self._tells_events = offloading_spec.kv_events_config.enable_kv_cache_events
         self._guarded = GuardedTier(
-            settings.name,
             opened,
-            TierLimits.of(settings),
+            settings,
             self._block_bytes,
             self._block_bytes * num_blocks,
             time.monotonic,
@@ -143,7 +141,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
             guarded.note_exception("lookup")
             return self._give_up(notes)
         if answer is None:
-            if notes.may_wait(key, time.monotonic(), guarded.limits.lookup_timeout_s):
+            if notes.may_wait(key, time.monotonic(), guarded.settings.lookup_timeout):
                 return LookupResult.RETRY
             guarded.counters.add("lookup_timeouts_total")
             return self._give_up(notes)
