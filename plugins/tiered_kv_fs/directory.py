@@ -24,8 +24,7 @@ from tiered_kv_fs.layout import (
 
 def claimed(path: str, tier: str, *, private: bool) -> ClaimedDirectory:
     """Return the directory at `path` as this type of tier claims it."""
-    own_names = frozenset({LOCK_NAME, LEDGER_NAME, SWEEP_NAME})
-    return ClaimedDirectory(absolute(path), MARKER_NAME, FORMAT_VERSION, own_names, tier, private)
+    return ClaimedDirectory(absolute(path), MARKER_NAME, FORMAT_VERSION, frozenset(), tier, private)
 
 
 class Directory:
