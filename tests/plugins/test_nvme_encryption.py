@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,9 +36,10 @@ def shares_eight_bytes(clear: bytes, stored: bytes) -> bool:
     return any(bool((pieces[np.searchsorted(pieces[:-1], window)] == window).any()) for window in windows)
 
 
-@pytest.mark.parametrize("codec_id", [AES_ID, ZSTD_AES_ID])
-@pytest.mark.parametrize("want_direct", [True, False])
-@pytest.mark.parametrize("block_bytes", [4096, 1000, 70_000])
+@pytest.mark.parametrize(
+    ("codec_id", "want_direct", "block_bytes"),
+    [(AES_ID, True, 70_000), (AES_ID, False, 1000), (ZSTD_AES_ID, True, 4096)],
+)
 def test_what_is_stored_comes_back_and_is_nowhere_in_clear(
     bench: StoreBench, codec_id: int, want_direct: bool, block_bytes: int
 ) -> None:
@@ -95,22 +95,6 @@ def test_what_encryption_refuses_is_counted_by_reason_and_stored_again(bench: St
     assert bench.get(store, [*old, *plain]) == {*old, *plain[:3]}, "the last had not been found out yet"
     bench.put(store, plain)
     assert bench.get(store, [*old, *plain]) == {*old, *plain}
-
-
-def test_a_rotten_byte_is_told_from_a_changed_one(bench: StoreBench) -> None:
-    keys = make_keys(2)
-    store = bench.open(codecs=codecs())
-    bench.put(store, keys)
-    (segment,) = [path for path in bench.segments if path.stat().st_size and b"TKVNBAT1" in path.read_bytes()]
-    at = 2 * mmap.PAGESIZE + 100  # within the first payload, behind the segment's header and the batch's
-    with segment.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte[0] ^ 1]))
-    outcome = store.load(keys, bench.memory(2))
-    assert (list(outcome.successful_keys or ()), outcome.reason) == (keys[1:], "checksum")
-    assert store.stats()["corrupt_blocks_total"] == {"checksum": 1}
 
 
 def test_batches_without_a_summary_are_recovered_without_a_key(bench: StoreBench) -> None:
