@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.faulty_disk import FaultyDisk, fail, in_peace
+from tests.support.faulty_disk import FaultyDisk, fail, full_after, in_peace
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys
 from tiered_kv_nvme.index import slot_of
@@ -18,16 +18,6 @@ from tiered_kv_nvme.index import slot_of
 if TYPE_CHECKING:
     from tests.plugins.conftest import StoreBench
     from tiered_kv_nvme.store import SegmentStore
-
-
-def full_after(allocations: int) -> Callable[[], None]:
-    allowed = iter(range(allocations))
-
-    def allocate() -> None:
-        if next(allowed, None) is None:
-            raise OSError(errno.ENOSPC, "injected")
-
-    return allocate
 
 
 def opened(bench: StoreBench, disk: FaultyDisk, **options: object) -> SegmentStore:

@@ -10,17 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.plugins.conftest import OpenRedis
-from tiered_kv.errors import FormatError
-from tiered_kv.testing.redis_servers import PATIENT, RedisServer, fake_redis_url, redis_server
+from tiered_kv.testing.redis_servers import PATIENT, RedisServer, redis_server
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.testing.waiting import wait_until
 from tiered_kv.toolkit.epoch import EpochMark
 
 pytest.importorskip("redis", reason="redis-py is not installed")
 
-import redis
-
-__all__ = ["fake_redis_url", "redis_server"]
+__all__ = ["redis_server"]
 
 ROOT = Path(__file__).parents[2]
 BLOCK_BYTES = 512
@@ -83,39 +79,3 @@ def test_after_flushall_the_running_process_goes_on_and_writes_its_mark_again(
     redis_server.call("CLIENT", "KILL", "TYPE", "normal")  # so that it connects anew
     assert rig.load(OLD) == set()
     assert mark_of(redis_server) == before
-
-
-@pytest.mark.parametrize("stored", [None, b"", b"nonsense", b"x" * 3000])
-def test_a_mark_that_is_gone_or_damaged_is_drawn_anew(
-    stored: bytes | None, fake_redis_url: str, open_redis: OpenRedis
-) -> None:
-    open_redis(BLOCK_BYTES, url=fake_redis_url).store(OLD)
-    with redis.Redis.from_url(fake_redis_url) as client:
-        before = client.get(MARK)
-        client.delete(MARK)
-        if stored is not None:
-            client.set(MARK, stored)
-        rig = open_redis(BLOCK_BYTES, url=fake_redis_url)
-        assert rig.load(OLD) == set()
-        wait_until(lambda: rig.store(NEW).success)
-        mark = EpochMark.decode(client.get(MARK))
-        assert mark is not None
-        assert mark != EpochMark.decode(before)
-
-
-def test_a_reset_is_joined_by_who_opens_later(fake_redis_url: str, open_redis: OpenRedis) -> None:
-    rig, running = open_redis(BLOCK_BYTES, url=fake_redis_url), open_redis(BLOCK_BYTES, url=fake_redis_url)
-    assert rig.store(OLD).success
-    rig.tier.reset_cache()
-    assert rig.store(NEW).success
-    later = open_redis(BLOCK_BYTES, url=fake_redis_url)
-    assert (later.load(OLD), later.load(NEW)) == (set(), set(NEW))
-    assert (running.load(OLD), running.load(NEW)) == (set(OLD), set())
-
-
-def test_a_mark_of_another_version_is_an_error_that_says_what_to_do(fake_redis_url: str, open_redis: OpenRedis) -> None:
-    with redis.Redis.from_url(fake_redis_url) as client:
-        client.set(MARK, b"tiered-kv epoch 2 of a later release\n")
-        with pytest.raises(FormatError, match="use the release that wrote it"):
-            open_redis(BLOCK_BYTES, url=fake_redis_url)
-        assert client.get(MARK) == b"tiered-kv epoch 2 of a later release\n"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-import sys
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
     Encoding,
@@ -15,14 +16,12 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from tiered_kv.config.validation import validate
-from tiered_kv.errors import ConfigError, MissingExtraError, TieredKVError, TierUnavailableError
+from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.testing.redis_servers import PASSWORD, PATIENT, RedisServer, redis_server, tls_redis_server
 from tiered_kv.testing.rig import TierRig, make_keys
-from tiered_kv.toolkit import certificates
 
 pytest.importorskip("redis", reason="redis-py is not installed")
 
-import tiered_kv_redis
 from tiered_kv_redis.settings import Address, RedisSettings
 from tiered_kv_redis.tier import RedisTier
 
@@ -164,17 +163,6 @@ def test_the_commands_that_the_page_names_are_enough(redis_server: RedisServer) 
         rig.close()
 
 
-def test_a_server_whose_certificate_nobody_vouches_for_is_an_error(
-    tls_redis_server: RedisServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(certificates, "_logged", {})
-    with pytest.raises(TierUnavailableError, match=r"certificate.*the log says more"):
-        rig_of(read(url=tls_redis_server.url, password=PASSWORD))
-    refused = [record.getMessage() for record in caplog.records if "certificate was refused" in record.getMessage()]
-    assert len(refused) == 1, "once, with what is wrong"
-    assert "Name a file with the authority that signed it" in refused[0]
-
-
 def test_a_certificate_or_key_that_cannot_be_used_is_said_when_it_is_opened(
     tls_redis_server: RedisServer, tmp_path: Path
 ) -> None:
@@ -223,13 +211,8 @@ def test_a_password_in_a_host_is_refused_and_not_repeated(name: str, host: str) 
     assert SECRET not in str(raised.value)
 
 
-def test_a_missing_client_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "redis", None)
-    (tier_type,) = tiered_kv_redis.tiered_kv_register_tiers()
-    with pytest.raises(MissingExtraError, match=r"tiered-kv\[redis\]"):
-        tier_type.load()
-
-
-def test_every_error_is_of_this_project(redis_server: RedisServer) -> None:
-    with pytest.raises(TieredKVError):
-        rig_of(read(url=redis_server.url, db=4711))
+def test_the_entries_on_the_page_are_accepted() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "redis.md").read_text()
+    (block,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    for entry in yaml.safe_load(block)["secondary"]:
+        assert RedisSettings.model_validate(entry).addresses

@@ -91,22 +91,6 @@ def test_a_prompt_of_a_thousand_blocks_takes_few_requests_and_an_own_store_needs
     assert rig.lookup_all([keys[300]]) == [True]
 
 
-def test_the_prompts_of_two_requests_are_searched_each_by_itself(make_rig: MakeRig) -> None:
-    prompts = [make_keys(100, "one"), make_keys(100, "two")]
-    rig = make_rig(presence_ttl=0)
-    rig.store([*prompts[0][:60], *prompts[1][:30]])
-    requests = [rig.new_request() for _ in prompts]
-    found: list[int] = []
-
-    def are_answered() -> bool:
-        answers = [rig.tier.lookup_many(keys, request) for keys, request in zip(prompts, requests, strict=True)]
-        found[:] = [each.count(True) for each in answers]
-        return not any(None in each for each in answers)
-
-    wait_until(are_answered, WAIT_S, what="answers")
-    assert found == [60, 30]
-
-
 def test_a_sweep_returns_to_the_capacity_that_was_exceeded_meanwhile(
     client: Any, moto_bucket: str, make_rig: MakeRig
 ) -> None:

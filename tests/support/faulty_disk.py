@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Sequence
 
@@ -66,3 +67,14 @@ def fail(code: int, offsets: Sequence[int] | None = None) -> Interfere:
         return None
 
     return raise_error
+
+
+def full_after(allocations: int) -> Callable[[], None]:
+    """Return what refuses allocations after some, as a full file system does."""
+    allowed = iter(range(allocations))
+
+    def allocate() -> None:
+        if next(allowed, None) is None:
+            raise OSError(errno.ENOSPC, "injected")
+
+    return allocate
