@@ -87,8 +87,8 @@ def test_the_capacity_holds_while_threads_store_load_and_reset(make_rig: MakeRig
         stop.set()
         watcher.join()
     assert not over
-    assert isinstance(tier, MemoryTier)
-    assert tier._used_bytes == sum(len(record.data) for record in tier._records.values())
+    kept = sum(found(rig, [key for number in range(9) for key in make_keys(6, f"batch-{number}")]))
+    assert tier.stats()["used_bytes"] == kept * RECORD_BYTES
 
 
 def test_events_tell_what_came_and_went(make_rig: MakeRig) -> None:
