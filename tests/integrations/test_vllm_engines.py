@@ -27,6 +27,7 @@ from tests.support.vllm_programs import (
     Program,
     environment_of_programs,
     interpreter,
+    our_spec,
     running,
 )
 from tiered_kv.counters import count_of
@@ -83,20 +84,6 @@ def tokens_of_the_engine_alone(model: Path) -> list[list[list[int]]]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     interpreter("0.32.0")
     return tmp_path_factory.mktemp("vllm") / "model"
-
-
-def our_spec(primary_bytes: int, tiers: list[Mapping[str, object]]) -> Message:
-    stack = {"primary": {"capacity": primary_bytes}, "secondary": tiers}
-    return {
-        "kv_connector": "TieredKVConnector",
-        "kv_connector_module_path": "tiered_kv.integrations.vllm",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": "TieredKVOffloadingSpec",
-            "spec_module_path": "tiered_kv.integrations.vllm",
-            "stack": stack,
-        },
-    }
 
 
 def vllm_tiering(primary_bytes: int, tiers: list[Mapping[str, object]]) -> Message:
