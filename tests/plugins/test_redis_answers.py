@@ -203,16 +203,16 @@ def test_each_reply_to_a_store_is_its_own_blocks(open_rig: OpenRedis, liar: Liar
 @pytest.mark.parametrize("verb", [b"GET", b"SET"])
 def test_a_reply_too_many_is_not_left_for_the_next_job(open_rig: OpenRedis, liar: Liar, verb: bytes) -> None:
     rig = open_rig()
-    keys = make_keys(8)
+    keys, new = make_keys(8), make_keys(4, "new")
     rig.store(keys)
     liar.verb, liar.hold = verb, 4
-    last = keys[3] if verb == b"GET" else make_keys(4, "new")[3]
-    liar.replies = {last: liar.storage.values[next(n for n in liar.storage.values if n.endswith(keys[3]))]}
-    liar.replies = {last: (b"$1128\r\n%b\r\n" % liar.replies[last] if verb == b"GET" else b"+OK\r\n") + b"+OK\r\n"}
     if verb == b"GET":
+        record = next(value for name, value in liar.storage.values.items() if name.endswith(keys[3]))
+        liar.replies = {keys[3]: b"$1128\r\n%b\r\n+OK\r\n" % record}
         rig.load(keys[:4])
     else:
-        rig.store(make_keys(4, "new"))
+        liar.replies = {new[3]: b"+OK\r\n+OK\r\n"}
+        rig.store(new)
     liar.be_honest()
     wait_until(lambda: rig.load(keys) == set(keys))
     assert rig.store(make_keys(4, "newer")).success

@@ -42,11 +42,11 @@ class Cause:
 
     def open_pair(self, storage: SharedStorage) -> tuple[TierRig, TierRig]:
         """Return the writer and the stranger."""
-        writer = storage.open(**self.writer)
+        writer = storage.open(self.writer)
         with pytest.MonkeyPatch.context() as patch:
             if self.lacks_zstandard:
                 patch.setitem(sys.modules, "zstandard", None)
-            return writer, storage.open(**self.stranger)
+            return writer, storage.open(self.stranger)
 
 
 UNKNOWN_KEY = Cause(
@@ -145,7 +145,7 @@ def test_a_block_that_could_not_be_read_before_a_reset_is_stored_after_it_like_a
 def test_a_capacity_holds_while_processes_replace_each_other_s_blocks(storage: SharedStorage, tmp_path: Path) -> None:
     limit_bytes, block_bytes = 8 << 20, 65_536
     settings = [{"codec": "aes-256-gcm", "encryption": {"keys": {number: KEY_1}}} for number in (1, 2)]
-    rigs = [storage.open(block_bytes=block_bytes, capacity=limit_bytes, **each) for each in settings]
+    rigs = [storage.open({**each, "capacity": limit_bytes}, block_bytes=block_bytes) for each in settings]
     keys = make_keys(16)
 
     def replace(rig: TierRig) -> bool:
@@ -161,7 +161,7 @@ def test_a_capacity_holds_while_processes_replace_each_other_s_blocks(storage: S
 
 
 def test_a_damaged_block_that_may_not_be_deleted_is_offered_no_more_and_replaced(storage: SharedStorage) -> None:
-    rig, door = storage.open(codec="raw"), storage.door
+    rig, door = storage.open({"codec": "raw"}), storage.door
     (key,) = make_keys(1, "undeletable")
     rig.store([key])
     stored = door.read(key)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,8 +63,8 @@ class SharedStorage:
     refuse_deletions: Callable[[], object]
     rigs: list[TierRig] = field(default_factory=list)
 
-    def open(self, *, block_bytes: int = BLOCK_BYTES, **settings: object) -> TierRig:
-        entry = {**self.entry, "lookup_timeout": "60s", **settings}
+    def open(self, settings: Mapping[str, object] | None = None, *, block_bytes: int = BLOCK_BYTES) -> TierRig:
+        entry = {**self.entry, "lookup_timeout": "60s", **(settings or {})}
         rig = TierRig(
             lambda spec, view: SecondaryTierFactory.create(spec, view, entry),
             num_blocks=64,
