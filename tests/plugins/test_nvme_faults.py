@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.faulty_disk import FaultyDisk, fail, full_after, in_peace
+from tests.support.faulty_disk import FaultyDisk, fail, full_after, hold, in_peace
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys
 from tiered_kv_nvme.index import slot_of
@@ -95,9 +95,9 @@ def test_a_write_that_hangs_keeps_the_directory_locked_after_closing(bench: Stor
     bench.put(store, kept)
     bench.wait_until_ready(store)
 
-    disk.on_write = lambda buffers, offset: gate.pass_through()
+    disk.on_write = hold(gate, "writer")
     gate.close()
-    thread = threading.Thread(target=bench.put, args=(store, make_keys(5)))
+    thread = threading.Thread(target=bench.put, args=(store, make_keys(5)), name="writer")
     thread.start()
     bench.wait_until(lambda: gate.waiting)
     assert not store.close(timeout_s=1.0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.faulty_disk import FaultyDisk
+from tests.support.faulty_disk import FaultyDisk, hold
 from tiered_kv.base import OffloadKey
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys
@@ -16,8 +16,6 @@ from tiered_kv_nvme.directory import DIRECTORY_RESERVE_BYTES, SEGMENT_RESERVE_BY
 from tiered_kv_nvme.segment import segment_bytes_min
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from tests.plugins.conftest import StoreBench
     from tiered_kv_nvme.store import SegmentStore
 
@@ -155,13 +153,7 @@ def test_the_least_capacity_works(bench: StoreBench, block_bytes: int) -> None:
 def holding(gate: Gate) -> FaultyDisk:
     """Return a disk whose reads of threads that are called "reader" wait at a gate."""
     disk = FaultyDisk()
-
-    def hold(buffers: Sequence[memoryview], offset: int) -> int | None:
-        if threading.current_thread().name == "reader":
-            gate.pass_through()
-        return None
-
-    disk.on_read = hold
+    disk.on_read = hold(gate, "reader")
     gate.close()
     return disk
 

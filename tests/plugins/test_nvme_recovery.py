@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.faulty_disk import FaultyDisk, fail, in_peace
+from tests.support.faulty_disk import FaultyDisk, fail, hold, in_peace
 from tests.support.segment_map import SegmentMap
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TierUnavailableError
@@ -147,11 +147,11 @@ def test_a_store_that_was_offered_before_a_reset_stores_nothing(bench: StoreBenc
     disk = FaultyDisk()
     store = bench.open(disk)
     bench.wait_until_ready(store)
-    disk.on_write = lambda buffers, offset: gate.pass_through()
+    disk.on_write = hold(gate, "writer")
     written, late = make_keys(5, "in flight"), make_keys(5, "late")
     reasons: list[str] = []
     gate.close()
-    writer = threading.Thread(target=lambda: reasons.append(bench.put(store, written).reason))
+    writer = threading.Thread(target=lambda: reasons.append(bench.put(store, written).reason), name="writer")
     writer.start()
     bench.wait_until(lambda: gate.waiting)
     store.reset()
@@ -167,13 +167,13 @@ def test_a_store_that_was_offered_before_a_reset_stores_nothing(bench: StoreBenc
 
 def test_a_load_that_a_reset_overtakes_fails(bench: StoreBench, gate: Gate) -> None:
     disk = FaultyDisk()
-    disk.on_read = lambda buffers, offset: gate.pass_through()
+    disk.on_read = hold(gate, "reader")
     store = bench.open(disk)
     keys = make_keys(5)
     bench.put(store, keys)
     loaded: list[set[OffloadKey]] = []
     gate.close()
-    reader = threading.Thread(target=lambda: loaded.append(bench.get(store, keys)))
+    reader = threading.Thread(target=lambda: loaded.append(bench.get(store, keys)), name="reader")
     reader.start()
     bench.wait_until(lambda: gate.waiting)
     store.reset()

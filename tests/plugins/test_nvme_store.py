@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.faulty_disk import FaultyDisk, fail, in_peace
+from tests.support.faulty_disk import FaultyDisk, fail, hold, in_peace
 from tests.support.segment_map import SegmentMap
 from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.testing.gate import Gate
@@ -97,12 +97,12 @@ def test_a_block_is_found_only_after_its_batch_is_written(bench: StoreBench, gat
     disk = FaultyDisk()
     store = bench.open(disk)
     bench.wait_until_ready(store)
-    disk.on_write = lambda buffers, offset: gate.pass_through()
+    disk.on_write = hold(gate, "writer")
     keys = make_keys(4)
     gate.close()
-    writer = threading.Thread(target=bench.put, args=(store, keys))
+    writer = threading.Thread(target=bench.put, args=(store, keys), name="writer")
     writer.start()
-    bench.wait_until(lambda: gate.waiting == 1)
+    bench.wait_until(lambda: gate.waiting)
     assert store.contains(keys) == [False] * 4
     assert bench.get(store, keys) == set()
     gate.open()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable, Sequence
 
+from tiered_kv.testing.gate import Gate
 from tiered_kv_nvme.disk import Disk
 
 Interfere = Callable[[Sequence[memoryview], int], int | None]
@@ -67,6 +69,17 @@ def fail(code: int, offsets: Sequence[int] | None = None) -> Interfere:
         return None
 
     return raise_error
+
+
+def hold(gate: Gate, thread: str) -> Interfere:
+    """Return what has the calls of a thread wait at a gate; those of others go on."""
+
+    def wait(buffers: Sequence[memoryview], offset: int) -> int | None:
+        if threading.current_thread().name == thread:
+            gate.pass_through()
+        return None
+
+    return wait
 
 
 def full_after(allocations: int) -> Callable[[], None]:
