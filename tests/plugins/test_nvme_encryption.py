@@ -13,6 +13,7 @@ from tiered_kv.toolkit.codecs import AES_ID, RAW, ZSTD_AES_ID
 from tiered_kv.toolkit.encryption import Cipher
 from tiered_kv.toolkit.status import RecordStatus
 from tiered_kv_nvme.disk import Scratch
+from tiered_kv_nvme.layout import PAGE_BYTES
 
 if TYPE_CHECKING:
     from tests.plugins.conftest import StoreBench
@@ -95,6 +96,21 @@ def test_what_encryption_refuses_is_counted_by_reason_and_stored_again(bench: St
     assert bench.get(store, [*old, *plain]) == {*old, *plain[:3]}, "the last had not been found out yet"
     bench.put(store, plain)
     assert bench.get(store, [*old, *plain]) == {*old, *plain}
+
+
+def test_a_rotten_byte_is_told_from_a_changed_one(bench: StoreBench) -> None:
+    """Whoever changes a block on purpose writes a right checksum: see tests/trust/test_encryption.py."""
+    keys = make_keys(2)
+    store = bench.open(codecs=codecs())
+    bench.put(store, keys)
+    with bench.segments[0].open("r+b") as file:
+        file.seek(2 * PAGE_BYTES + 100)  # within the first payload, behind the segment's header and the batch's
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+    outcome = store.load(keys, bench.memory(2))
+    assert (list(outcome.successful_keys or ()), outcome.reason) == (keys[1:], "checksum")
+    assert store.stats()["corrupt_blocks_total"] == {"checksum": 1}
 
 
 def test_batches_without_a_summary_are_recovered_without_a_key(bench: StoreBench) -> None:

@@ -44,15 +44,15 @@ def test_blocks_come_back_in_any_form_and_after_reopening(
     assert bench.get(store, keys) == set(keys)
 
 
-def test_a_key_that_is_too_long_fails_alone(bench: StoreBench) -> None:
+def test_keys_of_any_length_are_found_again_and_one_that_is_too_long_fails_alone(bench: StoreBench) -> None:
     store = bench.open()
-    longest, too_long = OffloadKey(b"k" * KEY_BYTES_MAX), OffloadKey(b"k" * (KEY_BYTES_MAX + 1))
-    outcome = bench.put(store, [longest, too_long])
-    assert outcome.successful_keys == [longest]
+    *kept, too_long = [OffloadKey(b"k" * size) for size in (1, 7, 100, KEY_BYTES_MAX, KEY_BYTES_MAX + 1)]
+    outcome = bench.put(store, [*kept, too_long])
+    assert outcome.successful_keys == kept
     assert outcome.reason == "key_size"
-    assert store.contains([longest, too_long]) == [True, False]
+    assert store.contains([*kept, too_long]) == [True] * 4 + [False]
     store.close()
-    assert bench.get(bench.open(), [longest]) == {longest}
+    assert bench.get(bench.open(), kept) == set(kept)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from tiered_kv.config.validation import validate
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.testing.redis_servers import PASSWORD, RedisServer, redis_server, tls_redis_server
 from tiered_kv.testing.rig import make_keys
+from tiered_kv.toolkit import certificates
 
 pytest.importorskip("redis", reason="redis-py is not installed")
 
@@ -130,6 +131,19 @@ def test_the_commands_that_the_page_names_are_enough(redis_server: RedisServer, 
     assert rig.tier.reset_cache()
     assert rig.store(keys).success
     assert str(rig.tier.describe()["maxmemory"]).startswith("unknown"), "INFO is not among them"
+
+
+def test_why_a_certificate_is_refused_is_logged_once(
+    tls_redis_server: RedisServer,
+    open_redis: OpenRedis,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(certificates, "_logged", {})  # what an earlier test has logged
+    with pytest.raises(TierUnavailableError, match=r"certificate.*the log says more"):
+        open_redis(url=tls_redis_server.url, password=PASSWORD)
+    (refused,) = [text for text in caplog.messages if "certificate was refused" in text]
+    assert "Name a file with the authority that signed it" in refused
 
 
 def test_a_certificate_or_key_that_cannot_be_used_is_said_when_it_is_opened(
