@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.permissions import check_inner_directory, open_directory
@@ -78,6 +79,8 @@ class Directory:
         finally:
             os.close(fd)
         self._device = device
+        # If the directory is removed while it is open, keepers may make these anew before its marker.
+        self._claimed = replace(self._claimed, own_names=frozenset({LOCK_NAME, LEDGER_NAME, SWEEP_NAME}))
         self._make_namespace()
 
     def unavailable(self, error: OSError) -> TierUnavailableError:

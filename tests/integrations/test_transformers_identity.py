@@ -55,10 +55,6 @@ class TestTokenHashes:
         assert not set(one[2:]) & set(other)
         assert len(set(one)) == 8
 
-    def test_a_partial_block_has_no_key(self) -> None:
-        for count, blocks in [(0, 0), (3, 0), (4, 1), (11, 2)]:
-            assert len(block_keys(np.arange(count), 4)) == blocks
-
 
 class TestDigests:
     def test_a_configuration_s_digest_never_changes(self) -> None:
@@ -147,16 +143,6 @@ class TestLayout:
                 for token in range(5)
             )
             assert row.tobytes() == expected
-
-    def test_scattered_blocks_are_where_they_were(self) -> None:
-        layout = BlockLayout(layers=2, kv_heads=3, head_dim=4, block_tokens=5, dtype=torch.bfloat16)
-        states = [tuple(torch.randn(1, 3, 23, 4).to(torch.bfloat16) for _ in range(2)) for _ in range(2)]
-        out = layout.empty_states(4, torch.device("cpu"))
-        layout.scatter(layout.gather(states, 0, 1), out, 0)
-        layout.scatter(layout.gather(states, 1, 3), out, 1)
-        for pair, expected in zip(out, states, strict=True):
-            for tensor, original in zip(pair, expected, strict=True):
-                assert torch.equal(tensor, original[:, :, :20])
 
 
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

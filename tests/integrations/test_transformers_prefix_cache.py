@@ -130,18 +130,6 @@ class TestRoundTrip:
             assert prefixes.stack.counters()["nvme"]["loaded_blocks_total"] == 7
         assert same(states(cache, 56), states(original, 56))
 
-    def test_logits_over_a_restored_cache_are_those_over_the_original(self, model: Any) -> None:
-        ids, suffix = prompt(64), prompt(9, seed=1)
-        original = computed(model, ids)
-        whole = torch.cat([ids, suffix], dim=1)
-        with open_cache(model) as prefixes, torch.no_grad():
-            prefixes.save(ids, original)
-            assert prefixes.flush()
-            cache, tokens = prefixes.restore(whole)
-            assert tokens == 64
-            expected = model(suffix, past_key_values=original).logits
-            assert torch.equal(model(whole[:, tokens:], past_key_values=cache).logits, expected)
-
     def test_blocks_larger_than_a_part_come_in_several(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         ids = prompt(200)
         original = computed(model, ids)
@@ -181,14 +169,6 @@ class TestWhatIsCovered:
             assert prefixes.save(ids[:, :7], computed(model, ids)) == 0
             assert prefixes.save(ids[:, :23], computed(model, ids)) == 2
             assert prefixes.save(ids, computed(model, ids[:, :39])) == 4
-
-    def test_prompts_share_what_they_have_in_common(self, model: Any) -> None:
-        ids = prompt(48)
-        other = torch.cat([ids[:, :30], prompt(30, seed=5)], dim=1)
-        with open_cache(model) as prefixes:
-            prefixes.save(ids, computed(model, ids))
-            assert prefixes.flush()
-            assert prefixes.restore(other).tokens == 24
 
     def test_a_conversation_copies_each_block_once(self, model: Any) -> None:
         ids = prompt(100)

@@ -81,7 +81,6 @@ class TestModels:
         [
             ("Mistral", {"sliding_window": 16}, "MistralForCausalLM: not all .*DynamicSlidingWindowLayer"),
             ("Gemma2", {"head_dim": 8, "sliding_window": 16}, "not all of its layers keep every token"),
-            ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "type dynamic"),
             ("Gemma", {"head_dim": 8, "use_bidirectional_attention": True}, "not causal"),
             ("Mamba", {"state_size": 4}, "not all of its layers keep every token|a cache of a kind of its own"),
         ],
@@ -111,14 +110,6 @@ class TestModels:
         config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=1)
         with pytest.raises(ValueError, match="more than text"):
             layout_of(transformers.LlavaForConditionalGeneration(config).eval(), 4)
-
-    def test_a_model_that_changes_is_refused(self, llama: Any) -> None:
-        with pytest.raises(ValueError, match=r"call model\.eval\(\)"):
-            layout_of(transformers.LlamaForCausalLM(llama.config).train(), 4)
-        adapted = model_of("Llama")
-        adapted.peft_config = {"default": object()}
-        with pytest.raises(ValueError, match="merge it first"):
-            layout_of(adapted, 4)
 
     @pytest.mark.parametrize("change", [{"num_key_value_heads": [2, 1]}, {"num_attention_heads": None}])
     def test_a_configuration_that_does_not_tell_the_heads_is_refused(self, change: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ from tests.support.vllm_programs import (
     Program,
     environment_of_programs,
     interpreter,
+    our_spec,
     running,
 )
 from tiered_kv.counters import count_of
@@ -57,7 +58,7 @@ def test_vllm_s_own_manager_is_served_by_our_tiers(
     with running(version, HERE / "vllm_manager_program.py", str(tmp_path / "tiers"), json.dumps(remote)) as program:
         results = list(program.messages())
     assert {result["check"]: result["error"] for result in results if result["error"]} == {}
-    assert len(results) >= 14
+    assert len(results) >= 13
 
 
 @pytest.mark.parametrize("version", VARIABLES)
@@ -66,26 +67,6 @@ def test_our_spec_serves_vllm_s_scheduler_and_workers(version: str, tmp_path: Pa
         results = list(program.messages())
     assert {result["check"]: result["error"] for result in results if result["error"]} == {}
     assert len(results) >= 8
-
-
-@pytest.mark.parametrize("version", VARIABLES)
-def test_pipeline_stages_of_unequal_layers_read_back_their_own_bytes(version: str, tmp_path: Path) -> None:
-    digests = set()
-    for layers in [(4, 1, 3), (4, 3, 1)]:  # what the scheduler sees of them is the same
-        done = subprocess.run(
-            [interpreter(version), str(HERE / "vllm_stages_program.py"), *map(str, layers)],
-            env=environment_of_programs(tmp_path),
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        report = json.loads(done.stdout.splitlines()[-1])
-        assert report["found"] == [[[stage]] * count for stage, count in enumerate(layers)]
-        ((row_bytes, digest),) = {tuple(each) for each in report["known"]}
-        assert row_bytes == len(layers) * max(layers) * 4096, "room for the largest stage, in every process"
-        digests.add(digest)
-    assert len(digests) == 2, "no other cut of the model has the same namespace"
 
 
 # The whole engine.
@@ -103,20 +84,6 @@ def tokens_of_the_engine_alone(model: Path) -> list[list[list[int]]]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     interpreter("0.32.0")
     return tmp_path_factory.mktemp("vllm") / "model"
-
-
-def our_spec(primary_bytes: int, tiers: list[Mapping[str, object]]) -> Message:
-    stack = {"primary": {"capacity": primary_bytes}, "secondary": tiers}
-    return {
-        "kv_connector": "TieredKVConnector",
-        "kv_connector_module_path": "tiered_kv.integrations.vllm",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": "TieredKVOffloadingSpec",
-            "spec_module_path": "tiered_kv.integrations.vllm",
-            "stack": stack,
-        },
-    }
 
 
 def vllm_tiering(primary_bytes: int, tiers: list[Mapping[str, object]]) -> Message:
@@ -190,7 +157,7 @@ def audited(model: Path, tier: Mapping[str, object], **options: object) -> tuple
     """Return what an engine tells whose requests are all audited, and its log."""
     config = our_spec(8 * MIB, [tier])
     config["kv_connector_extra_config"]["stack"] |= {"audit": 1.0, "audit_action": "stop"}
-    settings = {"mode": "audit", "threads": 1, "prompts": 3, "rounds": 1, "other_weights": False, "keys": []}
+    settings = {"mode": "audit", "threads": 1, "prompts": 3, "rounds": 1, "other_weights_from": None, "keys": []}
     log = model.with_suffix(".errors")
     before = log.stat().st_size if log.exists() else 0
     told = json.dumps({**settings, **options, "kv_transfer_config": config})
@@ -205,10 +172,10 @@ def test_the_audit_is_quiet_about_an_engine_and_catches_another_in_its_namespace
     first, second, third, *again = same["keys"]
     assert (len(first), len(second), len(third), again) == (6, 6, 6, [[], [], []])
     assert same["counters"]["cpu"]["audited_blocks_total"]["identical"] == 18
-    restarted, more_log = audited(model, tier)
-    assert restarted["counters"]["nvme"]["audited_blocks_total"]["identical"] == 18
-    assert "audit:" not in log + more_log
-    other, log = audited(model, tier, keys=third, prompts=2, other_weights=True)
+    assert "audit:" not in log
+    # After the first prompt, which is served as before the restart, the model computes something else.
+    other, log = audited(model, tier, keys=third, prompts=2, other_weights_from=1)
+    assert other["counters"]["nvme"]["audited_blocks_total"]["identical"] == 6
     assert other["counters"]["nvme"]["audited_blocks_total"]["different"] > 0
     assert other["counters"]["nvme"]["audit_stopped"] == 1
     assert log.count("audit:") == 1

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.vllm_programs import TIMEOUT_S, VARIABLES, environment_of_programs, interpreter, running
+from tests.support.vllm_programs import TIMEOUT_S, VARIABLES, environment_of_programs, interpreter, our_spec, running
 
 pytestmark = pytest.mark.slow
 
@@ -88,17 +88,7 @@ def test_what_vllm_does_not_tell_is_asked_for(name: str, says: str, engines: Eng
 
 def test_scheduler_and_worker_are_of_one_namespace(tmp_path: Path) -> None:
     nvme = {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "64MiB"}
-    transfer = {
-        "kv_connector": "TieredKVConnector",
-        "kv_connector_module_path": "tiered_kv.integrations.vllm",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": "TieredKVOffloadingSpec",
-            "spec_module_path": "tiered_kv.integrations.vllm",
-            "stack": {"primary": {"capacity": "1MiB"}, "secondary": [nvme]},
-        },
-    }
-    options = {"mode": "namespaces", "threads": 1, "kv_transfer_config": transfer}
+    options = {"mode": "namespaces", "threads": 1, "kv_transfer_config": our_spec(1 << 20, [nvme])}
     program = PROGRAM.with_name("vllm_engine_program.py")
     with running("0.32.0", program, str(tmp_path / "model"), json.dumps(options)) as engine:
         (result,) = engine.messages()

@@ -4,9 +4,9 @@
 
 `chat` plays conversations of several turns that share system prompts, and drops the engine's own prefix cache after
 each batch of requests; `first_token` measures how long prompts take to their first token; `namespaces` says those of
-the engine's processes; `audit` serves prompts one by one, with other weights if told so, and looks up the keys that it
-is given before and after. Prints lines of JSON, the last one the result; after {"pause": true} it waits for a line on
-its standard input. A test reads and writes them.
+the engine's processes; `audit` serves prompts one by one, with other weights from one of them on if told so,
+and looks up the keys that it is given before and after. Prints lines of JSON, the last one the result; after
+{"pause": true} it waits for a line on its standard input. A test reads and writes them.
 """
 
 from __future__ import annotations
@@ -180,8 +180,6 @@ def audit(engine: Any, options: dict[str, Any]) -> None:
     """Serve `prompts` one by one, `rounds` times; look `keys` up before, after, and then in the first tier alone."""
     from tiered_kv.base import OffloadKey, ReqContext
 
-    if options["other_weights"]:
-        engine.apply_model(change_weights)
     random_numbers = random.Random(0)
     prompts = [[random_numbers.randrange(512) for _ in range(200)] for _ in range(options["prompts"])]
     stack, known = manager_of(engine)._stack, set()
@@ -190,7 +188,9 @@ def audit(engine: Any, options: dict[str, Any]) -> None:
     before = [stack.manager.lookup(key, probe) for key in asked]
     stack.manager.on_request_finished(probe)
     stack.manager.drain_jobs(10.0)
-    for prompt in prompts * options["rounds"]:
+    for number, prompt in enumerate(prompts * options["rounds"]):
+        if number == options["other_weights_from"]:
+            engine.apply_model(change_weights)
         generate(engine, [prompt], 1)
         assert engine.reset_prefix_cache()
         for _ in range(3):  # steps, in which blocks are stored, loaded and judged; shorter than a block

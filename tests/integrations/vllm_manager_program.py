@@ -27,7 +27,6 @@ from vllm_program_parts import (  # type: ignore[import-not-found]  # found besi
     Scheduler,
     config_with,
     keys_of,
-    refusal_of,
     run_checks,
     small_engine,
     tells_of,
@@ -36,7 +35,6 @@ from vllm_program_parts import (  # type: ignore[import-not-found]  # found besi
 
 import tiered_kv.integrations.vllm.tier as tier_module
 from tiered_kv.counters import count_of
-from tiered_kv.errors import FormatError
 from tiered_kv.integrations.vllm.metrics import COUNTER_METRIC
 from tiered_kv.testing.four_methods import FourMethodTier
 
@@ -305,12 +303,6 @@ class Checks:
             assert not stats.is_empty()
             if hasattr(engine.manager, "config_info"):
                 assert engine.manager.config_info()[1]["tiered_kv_type"] == "memory"
-
-    def another_model_is_refused(self) -> None:
-        with engine_on([self._nvme("model")]):
-            pass
-        message = refusal_of(lambda: Engine([self._nvme("model")], model="another"), FormatError)
-        assert "another" in message, message
 
     def a_name_key_hides_the_keys_of_what_is_stored(self) -> None:
         for name, more in (("plain", {}), ("keyed", {"name_key": "5a" * 32})):

@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,7 +42,6 @@ from vllm_program_parts import (  # type: ignore[import-not-found]  # found besi
     refusal_of,
     run_checks,
     small_engine,
-    tells_of,
     wait_for,
 )
 
@@ -68,20 +69,41 @@ def config_of(stack: object, rank: int = 0, *, engine_id: str, replica: int = 0,
     )
 
 
-class Engine(Scheduler):  # type: ignore[misc]  # found beside this program when it runs
-    """A scheduler and two workers; each device block holds random bytes."""
+def stage_of(config: Any, rank: int, layers: Sequence[int]) -> Any:
+    """Return the configuration of a process that knows the layers of one pipeline stage."""
+    first = sum(layers[:rank])
+    names = tuple(f"layer.{number}" for number in range(first, first + layers[rank]))
+    return dataclasses.replace(
+        config,
+        parallel=dataclasses.replace(
+            config.parallel, rank=rank, world_size=len(layers), tp_size=1, pp_size=len(layers)
+        ),
+        worker_kv_bytes_per_block=layers[rank] * PAGE_BYTES,
+        groups=(dataclasses.replace(config.groups[0], layer_names=names),),
+    )
 
-    def __init__(self, stack: object, *, enable_events: bool = False) -> None:
+
+class Engine(Scheduler):  # type: ignore[misc]  # found beside this program when it runs
+    """A scheduler and two workers, or one for each pipeline stage; each device block holds random bytes."""
+
+    def __init__(self, stack: object, *, enable_events: bool = False, stages: Sequence[int] = ()) -> None:
         super().__init__()
         options: dict[str, Any] = {"engine_id": f"test-{uuid.uuid4().hex}", "enable_events": enable_events}
-        specs = [OffloadingSpecFactory.create_spec(config_of(stack, rank, **options)) for rank in (0, 0, 1)]
+        ranks = [0, *range(len(stages) or WORKERS)]
+        configs = [config_of(stack, rank, **options) for rank in ranks]
+        if stages:
+            configs = [stage_of(config, rank, stages) for config, rank in zip(configs, ranks, strict=True)]
+        self.specs = [OffloadingSpecFactory.create_spec(config) for config in configs]
         self.caches = [
-            [torch.randint(-128, 128, (DEVICE_BLOCKS, PAGE_BYTES), dtype=torch.int8) for _ in range(LAYERS)]
-            for _ in range(WORKERS)
+            [torch.randint(-128, 128, (DEVICE_BLOCKS, PAGE_BYTES), dtype=torch.int8) for _ in range(layers)]
+            for layers in stages or [LAYERS] * WORKERS
         ]
-        # As in vLLM: the workers come first.
-        self.workers = [spec.get_worker(canonical(layers)) for spec, layers in zip(specs[1:], self.caches, strict=True)]
-        self.spec = specs[0]
+        # As in vLLM: the workers come first, and at the same time.
+        with ThreadPoolExecutor(len(self.caches)) as pool:
+            self.workers = list(
+                pool.map(lambda spec, layers: spec.get_worker(canonical(layers)), self.specs[1:], self.caches)
+            )
+        self.spec = self.specs[0]
         self.manager = self.spec.get_manager()
 
     def transfer(self, verb: str, source: object, destination: object) -> None:
@@ -174,16 +196,25 @@ class Checks:
             assert engine.load(keys, 16) == 8
             assert all(map(torch.equal, engine.blocks(16, 8), expected))
 
-    def a_name_key_hides_the_keys_of_what_is_stored(self) -> None:
-        for name in ("plain", "keyed"):
-            stack, keys = self._stack(name), keys_of(name, 4)
-            stack["secondary"][0] |= {"name_key": "5a" * 32} if name == "keyed" else {}
-            with engine_with(stack) as engine:
+    def pipeline_stages_of_unequal_layers_read_back_their_own_bytes(self) -> None:
+        digests, keys = set(), keys_of("stages", 4)
+        for stages in ((4, 1, 3), (4, 3, 1)):  # what the scheduler sees of them is the same
+            # A multiple of the rows that each stage would compute by itself, so that the sizes of the regions agree.
+            stack = {"primary": {"capacity": 1 << 20}}
+            with engine_with(stack, stages=stages) as engine:
                 engine.store(keys, 0)
-                engine.settle()
-            with engine_with(stack) as engine:
-                assert engine.load(keys, 0) == 4
-            assert tells_of(self.directory / name, keys) is (name == "plain")
+                expected = engine.blocks(0, 4)
+                for layer in itertools.chain(*engine.caches):
+                    layer.zero_()
+                assert engine.load(keys, 20) == 4
+                assert all(map(torch.equal, engine.blocks(20, 4), expected))
+                known = {
+                    (each._shared.config.block.bytes, each._shared.config.identity.digest) for each in engine.specs
+                }
+            ((row_bytes, digest),) = known
+            assert row_bytes == len(stages) * max(stages) * PAGE_BYTES, "room for the largest stage, in every process"
+            digests.add(digest)
+        assert len(digests) == 2, "no other cut of the model has the same namespace"
 
     def a_reset_forgets_all_and_keeps_rows_until_the_workers_let_go(self) -> None:
         keys = keys_of("reset", 4)

@@ -15,7 +15,6 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.testing.redis_servers import PATIENT
 from tiered_kv.testing.rig import TierRig, block_content
 from tiered_kv.testing.waiting import wait_until
-from tiered_kv.tiering.base import TierSpec
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codecs import CodecSet
 from tiered_kv.toolkit.epoch import forget_retired
@@ -136,21 +135,9 @@ def open_redis() -> Iterator[OpenRedis]:
     """Return a callable that opens a redis tier by its settings, closed at the end of the test."""
     rigs: list[TierRig] = []
 
-    def open_(block_bytes: int = 16 << 10, digest: bytes = bytes(range(16)), **settings: object) -> TierRig:
-        from tiered_kv_redis.settings import RedisSettings
-        from tiered_kv_redis.tier import RedisTier
-
-        checked = RedisSettings.model_validate({**PATIENT, **settings})
-        spec = TierSpec("redis", block_bytes, digest, {"model": "bench"})
-        rigs.append(
-            TierRig(
-                lambda spec, view: RedisTier(spec, view, "redis", checked),
-                num_blocks=(8 << 20) // block_bytes,
-                block_bytes=block_bytes,
-                wait_s=60.0,
-                spec=spec,
-            )
-        )
+    def open_(block_bytes: int = 16 << 10, digest: bytes = DIGEST, **settings: object) -> TierRig:
+        entry = {"type": "redis", **PATIENT, **settings}
+        rigs.append(rig_of(entry, block_bytes=block_bytes, num_blocks=(8 << 20) // block_bytes, namespace=digest))
         return rigs[-1]
 
     yield open_

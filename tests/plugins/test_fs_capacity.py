@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.disk_use import fs_blocks, occupied_bytes
+from tests.support.disk_use import fs_blocks, fs_ledger, occupied_bytes
 from tests.support.entries import OpenRig
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.waiting import wait_until
@@ -18,11 +16,6 @@ from tiered_kv_fs.layout import TEMPORARY_BLOCK
 BLOCK_BYTES = 65_536
 CAPACITY_BYTES = 8 << 20
 DIGEST = bytes(range(16))
-
-
-def ledger_of(path: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((path / "ledger").read_bytes())
-    return state
 
 
 def test_stores_that_wait_for_room_together_all_get_it(open_rig: OpenRig, path: Path) -> None:
@@ -38,9 +31,9 @@ def test_what_is_not_used_is_given_back_to_the_others(open_rig: OpenRig, path: P
     for rig in (first, second):
         assert rig.store(make_keys(2)).success
     first.tier.shutdown()
-    assert len(ledger_of(path)["holders"]) == 1
+    assert len(fs_ledger(path)["holders"]) == 1
     second.tier.shutdown()
-    state = ledger_of(path)
+    state = fs_ledger(path)
     assert state["holders"] == {}
     assert occupied_bytes(path) <= state["total_bytes"] < occupied_bytes(path) + (256 << 10)
 
@@ -119,7 +112,7 @@ def test_a_ledger_that_is_lost_while_tiers_are_open_is_counted_anew(open_rig: Op
         for rig in (first, second):
             wait_until(lambda: rig.store(make_keys(8, f"batch-{number}")).success)  # noqa: B023  # called at once
     assert occupied_bytes(path) <= CAPACITY_BYTES
-    assert ledger_of(path)["total_bytes"] >= occupied_bytes(path)
+    assert fs_ledger(path)["total_bytes"] >= occupied_bytes(path)
 
 
 def test_foreign_files_that_leave_no_room_fail_stores_at_once(open_rig: OpenRig, path: Path) -> None:

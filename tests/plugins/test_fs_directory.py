@@ -10,10 +10,8 @@ import pytest
 
 from tests.support.disk_use import fs_blocks, occupied_bytes
 from tests.support.entries import OpenRig
-from tiered_kv.base import make_offload_key
 from tiered_kv.errors import ConfigError, FormatError
 from tiered_kv.testing.rig import make_keys
-from tiered_kv_fs.layout import block_name
 
 BLOCK_BYTES = 4096
 CAPACITY_BYTES = 4 << 20
@@ -25,14 +23,6 @@ def test_the_directory_says_in_readable_form_whose_it_is(open_rig: OpenRig, path
     namespace = json.loads((path / bytes(range(16)).hex() / "namespace.json").read_text())
     assert namespace["namespace"] == {"model": "bench"}
     assert namespace["block_bytes"] == BLOCK_BYTES
-
-
-def test_a_key_from_outside_is_never_part_of_a_path(open_rig: OpenRig, path: Path) -> None:
-    keys = [make_offload_key(name, 0) for name in (b"../../../../tmp/evil", b"/etc/passwd", b"a\0b", b"\n")]
-    rig = open_rig()
-    assert rig.store(keys).success
-    assert rig.load(keys) == set(keys)
-    assert {entry.name for entry in fs_blocks(path)} == {block_name(key, bytes(range(16))) for key in keys}
 
 
 def test_one_namespace_has_one_block_size(open_rig: OpenRig, path: Path) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
-from tests.support.disk_use import occupied_bytes
+from tests.support.disk_use import fs_ledger, occupied_bytes
 from tests.support.entries import rig_of
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.waiting import wait_until
@@ -45,20 +43,15 @@ def purge(path: Path) -> Purged:
     return FsAdministration(settings).purge(PURGED.hex(), time.monotonic() + 60)
 
 
-def ledger_of(path: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((path / "ledger").read_bytes())
-    return state
-
-
 def test_what_a_killed_process_has_noted_of_itself_is_purged_too(tmp_path: Path) -> None:
     path = tmp_path / "kv"
     be_killed(path, PURGED)
     be_killed(path, OTHER)
-    assert len(ledger_of(path)["holders"]) == 2
+    assert len(fs_ledger(path)["holders"]) == 2
     purged = purge(path)
     assert (purged.blocks, purged.left) == (1, ())
     assert [each for each in path.rglob("*") if each.is_file() and PURGED.hex().encode() in each.read_bytes()] == []
-    (other,) = ledger_of(path)["holders"].values()
+    (other,) = fs_ledger(path)["holders"].values()
     assert other["namespace"] == OTHER.hex()
 
 
@@ -70,6 +63,6 @@ def test_the_grant_of_a_killed_process_does_not_stay_in_the_total(tmp_path: Path
     try:
         assert not other.lookup(make_keys(1)[0])
         wait_until(lambda: other.tier.stats()["surveys_total"])
-        assert occupied_bytes(path) <= ledger_of(path)["total_bytes"] <= occupied_bytes(path) + (128 << 10)
+        assert occupied_bytes(path) <= fs_ledger(path)["total_bytes"] <= occupied_bytes(path) + (128 << 10)
     finally:
         other.close()

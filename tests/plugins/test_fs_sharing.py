@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.disk_use import fs_blocks, occupied_bytes
+from tests.support.disk_use import fs_blocks, fs_ledger, occupied_bytes
 from tests.support.entries import rig_of
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.testing.waiting import wait_until
@@ -38,12 +37,6 @@ for line in sys.stdin:
     keys = make_keys(int(count), label)
     if verb == "store":
         answer = len(rig.succeeded(rig.wait([rig.submit_store(keys)])[0]))
-    elif verb == "load":
-        answer = len(rig.load(keys))
-    elif verb == "find":
-        answer = sum(rig.lookup(key) for key in keys)
-    elif verb == "reset":
-        answer = rig.tier.reset_cache()
     elif verb == "store_for_ever":
         print("begun", flush=True)
         for number in range(10**9):
@@ -125,24 +118,6 @@ def lapse(path: Path) -> None:
             os.utime(entry, (1, 1))
 
 
-def ledger_of(path: Path) -> dict[str, Any]:
-    """Return what the ledger says."""
-    with locked(str(path / "lock"), 60.0):
-        state: dict[str, Any] = json.loads((path / "ledger").read_bytes())
-    return state
-
-
-@pytest.mark.slow
-def test_two_processes_load_each_other_s_blocks(start: Start) -> None:
-    first, second = start(), start()
-    assert first.count("store", "a", 8) == 8
-    assert second.count("find", "a", 8) == 8
-    assert second.count("load", "a", 8) == 8
-    assert second.count("store", "b", 8) == 8
-    assert first.count("load", "b", 8) == 8
-    assert [first.end(), second.end()] == [0, 0]
-
-
 @pytest.mark.slow
 def test_processes_that_store_more_than_fits_keep_the_capacity_together(start: Start, path: Path) -> None:
     writers = [start() for _ in range(2)]
@@ -173,7 +148,7 @@ def test_what_a_killed_writer_left_is_swept_and_its_grant_is_free_again(start: S
     assert rig.store(make_keys(8, "reopened")).success
     wait_until(lambda: rig.tier.stats()["surveys_total"])
     assert [entry for entry in path.rglob("*") if TEMPORARY_BLOCK.fullmatch(entry.name)] == []
-    assert len(ledger_of(path)["holders"]) == 1, "those of the killed are gone"
+    assert len(fs_ledger(path)["holders"]) == 1, "those of the killed are gone"
     for number in range(40):
         assert rig.store(make_keys(8, f"after-{number}")).success
     assert occupied_bytes(path) <= CAPACITY_BYTES
@@ -194,22 +169,7 @@ def test_a_process_that_lapsed_and_goes_on_stores_within_a_new_grant(start: Star
     wait_until(lambda: stopped.count("store", "later", 8) == 8)
     assert occupied_bytes(path) <= CAPACITY_BYTES
     assert [stopped.end(), other.end()] == [0, 0]
-    assert ledger_of(path)["holders"] == {}
-
-
-@pytest.mark.slow
-def test_a_process_that_was_reset_never_finds_what_others_stored_before_or_go_on_storing(
-    start: Start, rig: TierRig
-) -> None:
-    other = start()
-    assert other.count("store", "before", 4) == 4
-    assert rig.load(make_keys(4, "before"))
-    assert rig.tier.reset_cache()
-    assert other.count("store", "after", 4) == 4
-    assert not any(rig.lookup(key) for key in [*make_keys(4, "before"), *make_keys(4, "after")])
-    rig.reopen()
-    assert not any(rig.lookup(key) for key in [*make_keys(4, "before"), *make_keys(4, "after")])
-    assert other.count("load", "after", 4) == 4  # it was not reset, and keeps what it has
+    assert fs_ledger(path)["holders"] == {}
 
 
 @pytest.mark.slow

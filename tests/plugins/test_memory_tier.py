@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.support.entries import rig_of
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ConfigError
-from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
+from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.toolkit.record import HEADER_BYTES
-from tiered_kv_memory.settings import MemorySettings
-from tiered_kv_memory.tier import MemoryTier
 
 BLOCK_BYTES = 4096
 RECORD_BYTES = HEADER_BYTES + BLOCK_BYTES
@@ -21,17 +20,12 @@ RECORD_BYTES = HEADER_BYTES + BLOCK_BYTES
 MakeRig = Callable[..., TierRig]
 
 
-def open_with(**settings: object) -> OpenTier:
-    model = MemorySettings.model_validate({"capacity": "64MiB", **settings})
-    return lambda spec, view: MemoryTier(spec, view, "memory", model)
-
-
 @pytest.fixture
 def make_rig() -> Iterator[MakeRig]:
     rigs: list[TierRig] = []
 
     def make(**settings: object) -> TierRig:
-        rigs.append(TierRig(open_with(**settings), num_blocks=64, block_bytes=BLOCK_BYTES, wait_s=60.0))
+        rigs.append(rig_of({"type": "memory", **settings}, block_bytes=BLOCK_BYTES, num_blocks=64))
         return rigs[-1]
 
     yield make
@@ -87,8 +81,8 @@ def test_the_capacity_holds_while_threads_store_load_and_reset(make_rig: MakeRig
         stop.set()
         watcher.join()
     assert not over
-    assert isinstance(tier, MemoryTier)
-    assert tier._used_bytes == sum(len(record.data) for record in tier._records.values())
+    kept = sum(found(rig, [key for number in range(9) for key in make_keys(6, f"batch-{number}")]))
+    assert tier.stats()["used_bytes"] == kept * RECORD_BYTES
 
 
 def test_events_tell_what_came_and_went(make_rig: MakeRig) -> None:
@@ -105,6 +99,6 @@ def test_events_tell_what_came_and_went(make_rig: MakeRig) -> None:
     assert event.block_size == BLOCK_BYTES
 
 
-def test_a_capacity_below_one_record_is_refused() -> None:
+def test_a_capacity_below_one_record_is_refused(make_rig: MakeRig) -> None:
     with pytest.raises(ConfigError, match="do not hold one record of 4224 bytes"):
-        TierRig(open_with(capacity=RECORD_BYTES - 1), num_blocks=4, block_bytes=BLOCK_BYTES, wait_s=1.0)
+        make_rig(capacity=RECORD_BYTES - 1)

@@ -10,22 +10,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.faulty_disk import FaultyDisk, full_after
 from tiered_kv.errors import FormatError, TierUnavailableError
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv_nvme.directory import Directory
-from tiered_kv_nvme.disk import Disk
 from tiered_kv_nvme.files import SegmentFiles
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.plugins.conftest import StoreBench
-
-
-class FullDisk(Disk):
-    def fallocate(self, fd: int, size_bytes: int) -> None:
-        raise OSError(errno.ENOSPC, "injected")
 
 
 def test_a_second_process_is_refused_and_told_who_owns_it(bench: StoreBench) -> None:
@@ -87,7 +82,9 @@ def test_a_capacity_that_the_disk_cannot_give_is_told(bench: StoreBench) -> None
     store.close()
     bench.capacity_bytes, bench.segment_bytes = 1 << 60, None
     bench.path = bench.path.with_name("larger")
-    described = bench.open(FullDisk()).describe()
+    disk = FaultyDisk()
+    disk.on_allocate = full_after(0)
+    described = bench.open(disk).describe()
     assert "of the capacity can be had" in str(described["warning"])
 
 

@@ -6,58 +6,23 @@ import errno
 import os
 import shutil
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiered_kv.base import OffloadKey, make_offload_key
+from tests.support.faulty_disk import FaultyDisk, fail, hold, in_peace
+from tests.support.segment_map import SegmentMap
+from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.toolkit.epoch import forget_retired
-from tiered_kv_nvme.disk import Disk
-from tiered_kv_nvme.layout import PAGE_BYTES, SegmentHeader
+from tiered_kv_nvme.layout import PAGE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from tests.plugins.conftest import StoreBench
-    from tiered_kv_nvme.store import SegmentStore
-
-GOLDEN = Path(__file__).parent / "golden_nvme"
-
-
-def test_a_batch_that_was_cut_off_ends_its_segment(bench: StoreBench) -> None:
-    class CrashingDisk(Disk):
-        crashed = False
-
-        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            if self.crashed:  # as if the process had been killed within the call
-                super().pwritev(fd, buffers[:3], offset)
-                raise OSError(5, "crashed")
-            return super().pwritev(fd, buffers, offset)
-
-    disk = CrashingDisk()
-    store = bench.open(disk)
-    written, cut_off = make_keys(12, "written"), make_keys(12, "cut off")
-    bench.put(store, written[:6])
-    bench.put(store, written[6:])
-    bench.wait_until_ready(store)
-    disk.crashed = True
-    bench.put(store, cut_off)
-    snapshot = shutil.copytree(bench.path, bench.path.with_name("crashed"))
-    store.close()
-    bench.path = snapshot
-    store = bench.open()
-    assert store.contains(written + cut_off) == [True] * 12 + [False] * 12
-    assert bench.get(store, written) == set(written)
-    bench.put(store, cut_off)  # goes where the cut-off batch was
-    assert len(store._pool.segments[0].table) == 24
-    store.close()
-    assert bench.get(bench.open(), written + cut_off) == {*written, *cut_off}
 
 
 def test_blocks_of_the_last_use_of_a_file_do_not_come_back(bench: StoreBench) -> None:
@@ -68,96 +33,13 @@ def test_blocks_of_the_last_use_of_a_file_do_not_come_back(bench: StoreBench) ->
         bench.put(store, make_keys(40, f"batch {number}"))
     bench.put(store, new)
     here = store.contains(old)
-    snapshot = shutil.copytree(bench.path, bench.path.with_name("crashed"))  # nothing was closed
+    copy_as_a_crash(bench)
     store.close()
-    bench.path = snapshot
     store = bench.open()
     assert store.contains(old) == here == [False] * 40
     found = list(store.index.places)
     assert bench.get(store, found) == set(found)
     assert set(new) <= set(found)
-
-
-def test_a_reset_cache_is_empty_at_once_and_stays_so_after_a_crash(bench: StoreBench) -> None:
-    store = bench.open()
-    old, new = make_keys(200, "old"), make_keys(50, "new")
-    bench.put(store, old)
-    bench.reset(store)
-    assert store.contains(old) == [False] * 200
-    after_reset = shutil.copytree(bench.path, bench.path.with_name("after reset"))
-    bench.put(store, new)
-    assert bench.get(store, old + new) == set(new)
-    after_store = shutil.copytree(bench.path, bench.path.with_name("after store"))
-    store.close()
-    for path, expected in ((bench.path, new), (after_reset, []), (after_store, new)):
-        bench.path = path
-        store = bench.open()
-        assert bench.get(store, old + new) == set(expected)
-        assert store.stats()["blocks"] == len(expected)
-        store.close()
-
-
-def test_a_store_that_was_offered_before_a_reset_stores_nothing(bench: StoreBench, gate: Gate) -> None:
-    class SlowDisk(Disk):
-        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            if len(buffers) > 1:
-                gate.pass_through()
-            return super().pwritev(fd, buffers, offset)
-
-    store = bench.open(SlowDisk())
-    written, late = make_keys(5, "in flight"), make_keys(5, "late")
-    reasons: list[str] = []
-    gate.close()
-    writer = threading.Thread(target=lambda: reasons.append(bench.put(store, written).reason))
-    writer.start()
-    bench.wait_until(lambda: gate.waiting)
-    store.reset()
-    gate.open()
-    writer.join()
-    reasons.append(bench.put(store, late, resets=0).reason)  # it waited in a queue
-    assert reasons == ["reset", "reset"]
-    assert store.contains(written + late) == [False] * 10
-    bench.put(store, late)
-    store.close()
-    assert bench.open().contains(written + late) == [False] * 5 + [True] * 5
-
-
-def test_a_load_that_a_reset_overtakes_fails(bench: StoreBench, gate: Gate) -> None:
-    class SlowDisk(Disk):
-        def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            gate.pass_through()
-            return super().preadv(fd, buffers, offset)
-
-    store = bench.open(SlowDisk())
-    keys = make_keys(5)
-    bench.put(store, keys)
-    loaded: list[set[OffloadKey]] = []
-    gate.close()
-    reader = threading.Thread(target=lambda: loaded.append(bench.get(store, keys)))
-    reader.start()
-    bench.wait_until(lambda: gate.waiting)
-    store.reset()
-    gate.open()
-    reader.join()
-    assert loaded == [set()]
-
-
-def test_version_1_of_the_format_opens_and_loads(bench: StoreBench) -> None:
-    """The directory was written once, by the release that this format version came with."""
-    shutil.copytree(GOLDEN, bench.path)
-    bench.path.chmod(0o700)  # a clone has modes of its own
-    bench.block_bytes = 512
-    bench.segment_bytes = 32 << 10
-    bench.capacity_bytes = 256 << 10
-    keys = [make_offload_key(bytes([length]) * length, length) for length in range(1, 9)]
-    store = bench.open()
-    assert store.stats()["blocks"] == 8
-    assert bench.get(store, keys) == set(keys)
-    table = store._pool.segments[0].table
-    assert set(table.codecs) == {0}
-    page = memoryview(bytearray(PAGE_BYTES))
-    SegmentHeader(bytes(range(16)), 1, 32 << 10, 512).encode(page)
-    assert (GOLDEN / "segment-00010203-000000.kv").read_bytes()[:PAGE_BYTES] == page
 
 
 def test_closing_and_opening_at_any_moment_finds_what_was_stored(bench: StoreBench) -> None:
@@ -197,27 +79,6 @@ def test_closing_and_opening_at_any_moment_finds_what_was_stored(bench: StoreBen
     check()
 
 
-def test_a_reset_whose_write_fails_holds_in_memory_and_is_written_later(
-    bench: StoreBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(fd: int, data: bytes, offset: int) -> int:
-        raise OSError(errno.EIO, "injected")
-
-    store = bench.open()
-    old, new = make_keys(20, "old"), make_keys(20, "new")
-    bench.put(store, old)
-    before = store.stats()["io_errors_total"]
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", fail)
-        store.reset()
-        bench.wait_until(lambda: store.stats()["io_errors_total"] > before)
-    assert store.stats()["resets_total"] == 1
-    assert bench.get(store, old) == set()
-    bench.put(store, new)
-    store.close()
-    assert bench.get(bench.open(), old + new) == set(new)
-
-
 def test_a_reset_that_found_no_thread_is_written_at_the_next_store(
     bench: StoreBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,17 +116,121 @@ def test_a_reset_does_not_wait_for_a_file_system_that_hangs(bench: StoreBench, m
     assert bench.get(bench.open(), old) == set()
 
 
-class UnreadableDisk(Disk):
-    """Fails reads of segments that begin at one of `offsets`."""
+def copy_as_a_crash(bench: StoreBench) -> None:
+    """Have the bench go on with a copy of its directory, as it is before anything is closed."""
+    bench.path = shutil.copytree(bench.path, bench.path.with_name("crashed"))
 
-    def __init__(self, code: int, offsets: set[int]) -> None:
-        self.code = code
-        self.offsets = offsets
 
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        if offset in self.offsets:
-            raise OSError(self.code, os.strerror(self.code))
-        return super().preadv(fd, buffers, offset)
+def test_a_batch_that_was_cut_off_ends_its_segment(bench: StoreBench) -> None:
+    disk = FaultyDisk()
+    store = bench.open(disk)
+    written, cut_off = make_keys(12, "written"), make_keys(12, "cut off")
+    bench.put(store, written[:6])
+    bench.put(store, written[6:])
+    bench.wait_until_ready(store)
+    writes = iter([lambda buffers, offset: sum(map(len, buffers[:3])), fail(errno.EIO)])  # as if it had been killed
+    disk.on_write = lambda buffers, offset: next(writes)(buffers, offset)
+    bench.put(store, cut_off)
+    disk.on_write = in_peace
+    copy_as_a_crash(bench)
+    store.close()
+    store = bench.open()
+    assert store.contains(written + cut_off) == [True] * 12 + [False] * 12
+    bench.put(store, cut_off)
+    store.close()
+    found = SegmentMap(bench.segments[0].read_bytes())
+    assert sum(len(each.entries) for each in found.batches) == 24, "it did not go where the cut-off batch was"
+    assert bench.get(bench.open(), written + cut_off) == {*written, *cut_off}
+
+
+def test_a_store_that_was_offered_before_a_reset_stores_nothing(bench: StoreBench, gate: Gate) -> None:
+    disk = FaultyDisk()
+    store = bench.open(disk)
+    bench.wait_until_ready(store)
+    disk.on_write = hold(gate, "writer")
+    written, late = make_keys(5, "in flight"), make_keys(5, "late")
+    reasons: list[str] = []
+    gate.close()
+    writer = threading.Thread(target=lambda: reasons.append(bench.put(store, written).reason), name="writer")
+    writer.start()
+    bench.wait_until(lambda: gate.waiting)
+    store.reset()
+    gate.open()
+    writer.join()
+    reasons.append(bench.put(store, late, resets=0).reason)  # it waited in a queue
+    assert reasons == ["reset", "reset"]
+    assert store.contains(written + late) == [False] * 10
+    bench.put(store, late)
+    store.close()
+    assert bench.open().contains(written + late) == [False] * 5 + [True] * 5
+
+
+def test_a_load_that_a_reset_overtakes_fails(bench: StoreBench, gate: Gate) -> None:
+    disk = FaultyDisk()
+    disk.on_read = hold(gate, "reader")
+    store = bench.open(disk)
+    keys = make_keys(5)
+    bench.put(store, keys)
+    loaded: list[set[OffloadKey]] = []
+    gate.close()
+    reader = threading.Thread(target=lambda: loaded.append(bench.get(store, keys)), name="reader")
+    reader.start()
+    bench.wait_until(lambda: gate.waiting)
+    store.reset()
+    gate.open()
+    reader.join()
+    assert loaded == [set()]
+
+
+@pytest.mark.parametrize(("call", "recovers"), [("pwrite", True), ("pwrite", False), ("fdatasync", False)])
+def test_a_reset_that_cannot_be_written_holds_at_once_and_after_closing(
+    bench: StoreBench, monkeypatch: pytest.MonkeyPatch, call: str, recovers: bool
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EIO, "injected")
+
+    store = bench.open()
+    old, new = make_keys(20, "old"), make_keys(20, "new")
+    bench.put(store, old)
+    before = store.stats()["io_errors_total"]
+    monkeypatch.setattr(os, call, refuse)
+    store.reset()
+    bench.wait_until(lambda: store.stats()["io_errors_total"] > before)
+    assert bench.get(store, old) == set()
+    if recovers:
+        monkeypatch.undo()
+        bench.put(store, new)
+    store.close()
+    monkeypatch.undo()
+    store = bench.open()
+    assert not any(store.contains(old))
+    assert bench.get(store, new) == (set(new) if recovers else set())
+    bench.put(store, old)
+    store.close()
+    assert bench.get(bench.open(), old) == set(old)
+
+
+def test_a_reset_that_was_never_flushed_holds_after_a_loss_of_power(
+    bench: StoreBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int) -> None:
+        raise OSError(errno.EIO, "injected")
+
+    store = bench.open()
+    keys = make_keys(20)
+    bench.put(store, keys)
+    before = (bench.path / "epoch").read_bytes()
+    monkeypatch.setattr(os, "fdatasync", refuse)
+    failures = store.stats()["io_errors_total"]
+    store.reset()
+    bench.wait_until(lambda: store.stats()["io_errors_total"] > failures)
+    store.stop_stores()  # it is not tried again
+    assert store._noting.join(60.0)
+    (bench.path / "epoch").write_bytes(before)  # as if the page that could not be written had been dropped
+    store.close()
+    monkeypatch.undo()
+    forget_retired()
+    assert not any(bench.open().contains(keys))
 
 
 def test_what_was_read_before_a_read_error_stays_and_the_rest_is_found_later(bench: StoreBench) -> None:
@@ -273,13 +238,13 @@ def test_what_was_read_before_a_read_error_stays_and_the_rest_is_found_later(ben
     keys = make_keys(20)
     for start in range(0, 20, 5):
         bench.put(store, keys[start : start + 5])
-    crashed = shutil.copytree(bench.path, bench.path.with_name("crashed"))  # there is no summary
+    copy_as_a_crash(bench)  # there is no summary
     store.close()
-    bench.path = crashed
-    disk = UnreadableDisk(errno.EIO, {13 * PAGE_BYTES})  # the third batch
+    disk = FaultyDisk()
+    disk.on_read = fail(errno.EIO, offsets=[13 * PAGE_BYTES])  # the third batch
     store = bench.open(disk)
     assert store.contains(keys) == [True] * 10 + [False] * 10
-    disk.offsets = set()
+    disk.on_read = in_peace
     assert bench.get(store, keys) == set(keys[:10])
     assert store.stats()["discarded_segments_total"] == 0
     store.close()
@@ -291,12 +256,13 @@ def test_want_of_memory_while_opening_deletes_nothing(bench: StoreBench, offset:
     store = bench.open()
     keys = make_keys(20)
     bench.put(store, keys)
-    crashed = shutil.copytree(bench.path, bench.path.with_name("crashed"))
+    copy_as_a_crash(bench)
     store.close()
-    bench.path = crashed
     descriptors = len(os.listdir("/proc/self/fd"))
+    disk = FaultyDisk()
+    disk.on_read = fail(errno.ENOMEM, offsets=[offset])
     with pytest.raises(TierUnavailableError, match=os.strerror(errno.ENOMEM)):
-        bench.open(UnreadableDisk(errno.ENOMEM, {offset}))
+        bench.open(disk)
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert bench.get(bench.open(), keys) == set(keys)
 
@@ -307,62 +273,14 @@ def test_a_header_that_cannot_be_read_now_is_found_when_the_disk_has_recovered(b
     bench.put(store, keys)
     store.close()
     files = bench.segments
-    disk = UnreadableDisk(errno.EIO, {0})
+    disk = FaultyDisk()
+    disk.on_read = fail(errno.EIO, offsets=[0])
     store = bench.open(disk)
     assert not any(store.contains(keys))
     assert store.stats()["io_errors_total"] >= len(files)
     assert store.stats()["discarded_segments_total"] == 0
-    disk.offsets = set()
+    disk.on_read = in_peace
     bench.put(store, make_keys(4, "meanwhile"))
     store.close()
     assert set(files) <= set(bench.segments)
     assert bench.get(bench.open(), keys) == set(keys)
-
-
-def test_a_reset_that_can_never_be_written_holds_after_closing(
-    bench: StoreBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(fd: int, data: bytes, offset: int) -> int:
-        raise OSError(errno.EIO, "injected")
-
-    store = bench.open()
-    keys = make_keys(20)
-    bench.put(store, keys)
-    monkeypatch.setattr(os, "pwrite", fail)
-    store.reset()
-    store.close()
-    monkeypatch.undo()
-    store = bench.open()
-    assert not any(store.contains(keys))
-    bench.put(store, keys)
-    store.close()
-    assert bench.get(bench.open(), keys) == set(keys)
-
-
-def stored_before_a_reset(bench: StoreBench) -> tuple[SegmentStore, list[OffloadKey], bytes]:
-    """Return an open store, the blocks in it, and what its epoch file says."""
-    store = bench.open()
-    keys = make_keys(20)
-    bench.put(store, keys)
-    return store, keys, (bench.path / "epoch").read_bytes()
-
-
-def fail_to_flush(fd: int) -> None:
-    raise OSError(errno.EIO, "injected")
-
-
-def test_a_reset_that_can_never_be_flushed_holds_after_closing_and_a_loss_of_power(
-    bench: StoreBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, keys, before = stored_before_a_reset(bench)
-    monkeypatch.setattr(os, "fdatasync", fail_to_flush)
-    failures = store.stats()["io_errors_total"]
-    store.reset()
-    bench.wait_until(lambda: store.stats()["io_errors_total"] > failures)
-    store.stop_stores()  # it is not tried again
-    assert store._noting.join(60.0)
-    (bench.path / "epoch").write_bytes(before)  # as if the page that could not be written had been dropped
-    store.close()
-    monkeypatch.undo()
-    forget_retired()
-    assert not any(bench.open().contains(keys))

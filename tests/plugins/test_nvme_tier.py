@@ -1,4 +1,4 @@
-"""The nvme tier keeps the contract of a secondary tier, and its settings say what they accept."""
+"""What the nvme tier accepts, and what it says of itself."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import pytest
 
 from tests.support.patient_nvme import PATIENCE_S, opening_nvme, patient_nvme
 from tiered_kv.errors import ConfigError
-from tiered_kv.testing.conformance import TierConformance
 from tiered_kv.testing.rig import OpenTier, TierRig
-from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv_nvme.disk import DirectIO, Disk
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.sizing import Sizing
@@ -24,32 +22,6 @@ pytestmark = pytest.mark.usefixtures("patient_nvme")
 
 def open_with(path: Path, **settings: object) -> OpenTier:
     return opening_nvme({"path": str(path), "capacity": "64MiB", **settings})
-
-
-class TestNvmeTier(TierConformance):
-    survives_reopen = True
-    wait_s = 2 * PATIENCE_S
-
-    @pytest.fixture(params=["raw", "zstd", "buffered"])
-    def open_tier(self, request: pytest.FixtureRequest, tmp_path: Path) -> OpenTier:
-        if request.param == "buffered":
-            return open_with(tmp_path / "kv", direct="off")
-        return open_with(tmp_path / "kv", codec=request.param)
-
-    def corrupt(self, tier: SecondaryTierManager) -> bool:
-        assert isinstance(tier, NvmeTier)
-        store = tier._store
-        with store._pool.changed:
-            segments = list(store._pool.segments.values())
-        for segment in segments:
-            name = store._directory.segment_name(segment.slot)
-            with open(f"{store._directory.path}/{name}", "r+b") as file:
-                for offset in segment.table.offsets:
-                    file.seek(offset)
-                    byte = file.read(1)[0]
-                    file.seek(offset)
-                    file.write(bytes([byte ^ 0x10]))
-        return True
 
 
 def test_an_engine_that_passes_no_spec_is_served(tmp_path: Path) -> None:

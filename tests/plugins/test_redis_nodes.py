@@ -13,7 +13,7 @@ import pytest
 
 from tests.plugins.conftest import OpenRedis
 from tests.support.loopback import LoopbackServer
-from tests.support.lying_redis import LyingRedis, Storage
+from tests.support.lying_redis import LyingRedis, Slots, Storage, slots_reply
 from tests.support.redis_clusters import RedisClusterServers, redis_cluster
 from tiered_kv.base import OffloadKey
 from tiered_kv.stack import Stack, open_stack
@@ -39,7 +39,7 @@ class Member:
         ranges: What it says of its cluster: the first and last slot of each master, and its address.
     """
 
-    def __init__(self, ranges: Callable[[], list[tuple[int, int, str, int]]] = list) -> None:
+    def __init__(self, ranges: Callable[[], list[Slots]] = list) -> None:
         self.error = b""
         self.heard: list[list[bytes]] = []
         self._storage = Storage()
@@ -52,16 +52,7 @@ class Member:
     def _answer(self, command: list[bytes]) -> Iterable[bytes]:
         self.heard.append(command)
         if command[0] == b"CLUSTER":
-            ranges = self._ranges()
-            yield b"*%d\r\n" % len(ranges)
-            for first, last, host, port in ranges:
-                yield b"*3\r\n:%d\r\n:%d\r\n*2\r\n$%d\r\n%b\r\n:%d\r\n" % (
-                    first,
-                    last,
-                    len(host),
-                    host.encode(),
-                    port,
-                )
+            yield slots_reply(self._ranges())
         elif self.error and command[0] in (b"GET", b"SET", b"STRLEN"):
             yield self.error
         else:
@@ -73,7 +64,7 @@ def two_masters() -> Iterator[list[Member]]:
     """A cluster of two masters, each with half of the slots."""
     members: list[Member] = []
 
-    def ranges() -> list[tuple[int, int, str, int]]:
+    def ranges() -> list[Slots]:
         half = SLOTS // 2
         ports = [member.server.port for member in members]
         return [(0, half - 1, "127.0.0.1", ports[0]), (half, SLOTS - 1, "127.0.0.1", ports[1])]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-import sys
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
     Encoding,
@@ -14,17 +15,16 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
+from tests.plugins.conftest import OpenRedis
 from tiered_kv.config.validation import validate
-from tiered_kv.errors import ConfigError, MissingExtraError, TieredKVError, TierUnavailableError
-from tiered_kv.testing.redis_servers import PASSWORD, PATIENT, RedisServer, redis_server, tls_redis_server
-from tiered_kv.testing.rig import TierRig, make_keys
+from tiered_kv.errors import ConfigError, TierUnavailableError
+from tiered_kv.testing.redis_servers import PASSWORD, RedisServer, redis_server, tls_redis_server
+from tiered_kv.testing.rig import make_keys
 from tiered_kv.toolkit import certificates
 
 pytest.importorskip("redis", reason="redis-py is not installed")
 
-import tiered_kv_redis
 from tiered_kv_redis.settings import Address, RedisSettings
-from tiered_kv_redis.tier import RedisTier
 
 __all__ = ["redis_server", "tls_redis_server"]
 
@@ -33,13 +33,6 @@ SECRET = "pl4nted-s3cret"
 
 def read(**entry: object) -> RedisSettings:
     return RedisSettings.model_validate({"type": "redis", **entry})
-
-
-def rig_of(settings: RedisSettings) -> TierRig:
-    patient = settings.model_copy(update=dict.fromkeys(PATIENT, 60.0))
-    return TierRig(
-        lambda spec, view: RedisTier(spec, view, "redis", patient), num_blocks=64, block_bytes=4096, wait_s=60.0
-    )
 
 
 def test_a_url_says_host_port_database_tls_user_and_password() -> None:
@@ -88,41 +81,23 @@ def test_what_cannot_be_used_is_said(entry: dict[str, object], message: str) -> 
         read(**entry)
 
 
-def test_no_setting_shows_its_secret(caplog: pytest.LogCaptureFixture) -> None:
-    entry = {
-        "url": f"redis://{SECRET}:{SECRET}@127.0.0.1:1/0",
-        "sentinel_password": SECRET,
-        "tls": True,
-        "tls_cert": "cert.pem",
-        "tls_key": "key.pem",
-        "tls_key_password": SECRET,
-    }
-    settings = read(**entry)
-    assert SECRET not in f"{settings!r} {settings} {settings.public_dict()} {settings.model_dump_json()}"
-    for wrong in ({"db": -1}, {"port": SECRET}, {"nodes": [SECRET]}, {"url": f"redis://x:{SECRET}@h/{SECRET}"}):
-        with pytest.raises(ValueError) as raised:  # noqa: PT011  what matters is what it does not say
-            read(**{**entry, **wrong})
-        assert SECRET not in str(raised.value).replace(f"input_value='{SECRET}'", "")
-    assert SECRET not in caplog.text
-
-
 def test_a_wrong_password_is_an_error_that_does_not_repeat_it(
-    redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture, open_redis: OpenRedis
 ) -> None:
     caplog.set_level(logging.DEBUG)
     redis_server.call("CONFIG", "SET", "requirepass", "the right one")
     for entry in ({"password": SECRET}, {"username": "someone", "password": SECRET}, {}):
         with pytest.raises(TierUnavailableError, match="refuses the user or password") as raised:
-            rig_of(read(url=redis_server.url, **entry))
+            open_redis(url=redis_server.url, **entry)
         shown = f"{raised.value!r} {raised.value} {raised.value.__cause__!r} {raised.value.__context__!r}"
         assert SECRET not in shown
     assert SECRET not in caplog.text
 
 
-def test_a_user_that_may_not_do_what_is_needed_is_an_error(redis_server: RedisServer) -> None:
+def test_a_user_that_may_not_do_what_is_needed_is_an_error(redis_server: RedisServer, open_redis: OpenRedis) -> None:
     redis_server.call("ACL", "SETUSER", "reader", "on", f">{SECRET}", "~*", "+ping", "+client")
     with pytest.raises(TierUnavailableError, match="does not permit"):
-        rig_of(read(url=redis_server.url, username="reader", password=SECRET))
+        open_redis(url=redis_server.url, username="reader", password=SECRET)
 
 
 @pytest.mark.parametrize("name", ["capacity", "quota"])
@@ -136,47 +111,43 @@ def test_a_limit_of_its_own_is_an_unknown_key_and_the_message_names_the_server_s
     [("0", "allkeys-lru", "maxmemory is 0"), ("64mb", "noeviction", "noeviction"), ("64mb", "allkeys-lru", None)],
 )
 def test_describe_shows_the_server_s_limit_and_warns_where_there_is_none(
-    redis_server: RedisServer, memory: str, policy: str, warning: str | None
+    redis_server: RedisServer, memory: str, policy: str, warning: str | None, open_redis: OpenRedis
 ) -> None:
     redis_server.call("CONFIG", "SET", "maxmemory", memory, "maxmemory-policy", policy)
-    rig = rig_of(read(url=redis_server.url))
-    try:
-        told = rig.tier.describe()
-    finally:
-        rig.close()
+    rig = open_redis(url=redis_server.url)
+    told = rig.tier.describe()
     assert (told["maxmemory"], told["maxmemory_policy"]) == ("64MiB" if memory == "64mb" else "0B", policy)
     assert (warning is None) == ("warning" not in told)
     assert str(warning or "") in str(told.get("warning", ""))
 
 
-def test_the_commands_that_the_page_names_are_enough(redis_server: RedisServer) -> None:
+def test_the_commands_that_the_page_names_are_enough(redis_server: RedisServer, open_redis: OpenRedis) -> None:
     rights = ["+get", "+set", "+strlen", "+unlink"]
     redis_server.call("ACL", "SETUSER", "tier", "on", f">{SECRET}", "~tkv1:*", *rights)
-    rig = rig_of(read(url=redis_server.url, username="tier", password=SECRET))
+    rig = open_redis(url=redis_server.url, username="tier", password=SECRET)
     keys = make_keys(4)
-    try:
-        assert rig.store(keys).success
-        assert rig.load(keys) == set(keys)
-        assert rig.tier.reset_cache()
-        assert rig.store(keys).success
-        assert str(rig.tier.describe()["maxmemory"]).startswith("unknown"), "INFO is not among them"
-    finally:
-        rig.close()
+    assert rig.store(keys).success
+    assert rig.load(keys) == set(keys)
+    assert rig.tier.reset_cache()
+    assert rig.store(keys).success
+    assert str(rig.tier.describe()["maxmemory"]).startswith("unknown"), "INFO is not among them"
 
 
-def test_a_server_whose_certificate_nobody_vouches_for_is_an_error(
-    tls_redis_server: RedisServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_why_a_certificate_is_refused_is_logged_once(
+    tls_redis_server: RedisServer,
+    open_redis: OpenRedis,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(certificates, "_logged", {})
+    monkeypatch.setattr(certificates, "_logged", {})  # what an earlier test has logged
     with pytest.raises(TierUnavailableError, match=r"certificate.*the log says more"):
-        rig_of(read(url=tls_redis_server.url, password=PASSWORD))
-    refused = [record.getMessage() for record in caplog.records if "certificate was refused" in record.getMessage()]
-    assert len(refused) == 1, "once, with what is wrong"
-    assert "Name a file with the authority that signed it" in refused[0]
+        open_redis(url=tls_redis_server.url, password=PASSWORD)
+    (refused,) = [text for text in caplog.messages if "certificate was refused" in text]
+    assert "Name a file with the authority that signed it" in refused
 
 
 def test_a_certificate_or_key_that_cannot_be_used_is_said_when_it_is_opened(
-    tls_redis_server: RedisServer, tmp_path: Path
+    tls_redis_server: RedisServer, tmp_path: Path, open_redis: OpenRedis
 ) -> None:
     tls = tls_redis_server.tls
     assert tls is not None
@@ -188,14 +159,14 @@ def test_a_certificate_or_key_that_cannot_be_used_is_said_when_it_is_opened(
             if name != "tls_key" and wrong is tmp_path:
                 why = ""  # what OpenSSL says of a directory differs between versions
             with pytest.raises(ConfigError, match=f"'{name}': expected .*{wrong}.*{why}"):
-                rig_of(read(url=tls_redis_server.url, password=PASSWORD, **{**good, name: str(wrong)}))
+                open_redis(url=tls_redis_server.url, password=PASSWORD, **{**good, name: str(wrong)})
     with pytest.raises(ConfigError, match="'tls_key': expected"):  # a key, but another one's
-        rig_of(
-            read(url=tls_redis_server.url, password=PASSWORD, **{**good, "tls_key": str(tls.ca.with_suffix(".key"))})
-        )
+        open_redis(url=tls_redis_server.url, password=PASSWORD, **{**good, "tls_key": str(tls.ca.with_suffix(".key"))})
 
 
-def test_an_encrypted_key_needs_its_password_and_asks_nobody(tls_redis_server: RedisServer, tmp_path: Path) -> None:
+def test_an_encrypted_key_needs_its_password_and_asks_nobody(
+    tls_redis_server: RedisServer, tmp_path: Path, open_redis: OpenRedis
+) -> None:
     tls = tls_redis_server.tls
     assert tls is not None
     locked = tmp_path / "locked.pem"
@@ -204,32 +175,13 @@ def test_an_encrypted_key_needs_its_password_and_asks_nobody(tls_redis_server: R
     entry = {"tls_ca": str(tls.ca), "tls_cert": str(tls.cert), "tls_key": str(locked), "password": PASSWORD}
     for wrong in ({}, {"tls_key_password": "another"}):
         with pytest.raises(ConfigError, match="'tls_key_password'"):
-            rig_of(read(url=tls_redis_server.url, **entry, **wrong))
-    rig = rig_of(read(url=tls_redis_server.url, **entry, tls_key_password=SECRET))
-    try:
-        assert rig.store(make_keys(2)).success
-    finally:
-        rig.close()
+            open_redis(url=tls_redis_server.url, **entry, **wrong)
+    rig = open_redis(url=tls_redis_server.url, **entry, tls_key_password=SECRET)
+    assert rig.store(make_keys(2)).success
 
 
-@pytest.mark.parametrize(
-    "host", [f"redis://u:{SECRET}@h", f"u:{SECRET}@h", f":{SECRET}@h", f"{SECRET}@h", f"h:{SECRET}"]
-)
-@pytest.mark.parametrize("name", ["host", "nodes"])
-def test_a_password_in_a_host_is_refused_and_not_repeated(name: str, host: str) -> None:
-    entry: dict[str, dict[str, object]] = {"host": {"host": host}, "nodes": {"mode": "cluster", "nodes": [f"{host}:1"]}}
-    with pytest.raises(ConfigError) as raised:
-        validate(RedisSettings, {"type": "redis", **entry[name]})
-    assert SECRET not in str(raised.value)
-
-
-def test_a_missing_client_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "redis", None)
-    (tier_type,) = tiered_kv_redis.tiered_kv_register_tiers()
-    with pytest.raises(MissingExtraError, match=r"tiered-kv\[redis\]"):
-        tier_type.load()
-
-
-def test_every_error_is_of_this_project(redis_server: RedisServer) -> None:
-    with pytest.raises(TieredKVError):
-        rig_of(read(url=redis_server.url, db=4711))
+def test_the_entries_on_the_page_are_accepted() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "redis.md").read_text()
+    (block,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    for entry in yaml.safe_load(block)["secondary"]:
+        assert RedisSettings.model_validate(entry).addresses

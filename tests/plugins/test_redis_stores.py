@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from tests.plugins.conftest import OpenRedis
 from tiered_kv.testing.redis_servers import RedisServer, redis_server
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.testing.waiting import wait_until
 
 pytest.importorskip("redis", reason="redis-py is not installed")
 
@@ -79,16 +76,3 @@ def test_what_cannot_be_a_block_is_replaced_by_the_store_that_finds_it(
         redis_server.set(name, damaged)
     assert rig.store(keys).success
     assert values(redis_server) == stored
-
-
-def test_a_transfer_ends_with_its_jobs_deadline(redis_server: RedisServer, open_redis: OpenRedis) -> None:
-    # For its connection a transfer may take longer than its deadline. Nobody waits for `timeout`, the rig for a minute.
-    rig = open_redis(url=redis_server.url, timeout="3600s", connect_timeout="300ms")
-    keys = make_keys(8)
-    wait_until(lambda: rig.store(keys).success)
-    redis_server.freeze()
-    soon = time.monotonic() + 0.4
-    jobs = [rig.submit_load(keys, deadline=soon), rig.submit_store(make_keys(8, "new"), deadline=soon)]
-    results = rig.wait(jobs)
-    assert not any(result.success for result in results)
-    redis_server.thaw()

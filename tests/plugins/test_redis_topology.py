@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.plugins.conftest import OpenRedis
-from tests.support.lying_redis import LyingRedis
+from tests.support.lying_redis import LyingRedis, slots_reply
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.testing.waiting import wait_until
 
@@ -72,10 +72,6 @@ def start() -> Iterator[Start]:
         server.close()
 
 
-def range_of(first: int, last: int, port: int) -> bytes:
-    return b"*1\r\n*3\r\n:%d\r\n:%d\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % (first, last, port)
-
-
 @pytest.mark.parametrize("answer", [b"-ERR no\r\n", b"+OK\r\n", b"*1\r\n*1\r\n:7\r\n", b"*0\r\n"])
 def test_another_member_is_asked_after_one_that_talks_nonsense(
     answer: bytes, start: Start, open_redis: OpenRedis
@@ -84,7 +80,7 @@ def test_another_member_is_asked_after_one_that_talks_nonsense(
 
     def be_honest(command: list[bytes]) -> Iterable[bytes]:
         asked.append(command[0])
-        yield range_of(0, SLOTS - 1, honest.port) if command[0] == b"CLUSTER" else b"+OK\r\n"
+        yield slots_reply([(0, SLOTS - 1, "127.0.0.1", honest.port)]) if command[0] == b"CLUSTER" else b"+OK\r\n"
 
     honest = start(be_honest)
     useless = start(lambda command: [answer if command[0] == b"CLUSTER" else b"+OK\r\n"])

@@ -32,7 +32,6 @@ from tiered_kv.errors import TierUnavailableError
 from tiered_kv.testing.clock import ManualClock
 from tiered_kv.testing.rig import block_content, make_keys
 from tiered_kv.testing.waiting import wait_until
-from tiered_kv.toolkit.epoch import MARK_BYTES_MAX
 from tiered_kv.toolkit.record import encode_record
 from tiered_kv.toolkit.resolver import Addresses, addresses_of
 from tiered_kv_s3 import connection as connection_module
@@ -124,16 +123,6 @@ def test_a_server_without_conditional_writes_gets_a_mark_all_the_same(server: Fa
     server.reply = lambda request: error(501, "NotImplemented") if "if-none-match" in request.headers else None
     assert open_rig().store(make_keys(1)).success
     assert [target for target in server.objects if target.endswith("/epoch")]
-
-
-def test_a_mark_that_is_too_long_is_damaged_and_drawn_anew(server: FakeS3, open_rig: OpenRig) -> None:
-    server.has_mark = False
-    assert open_rig().store(make_keys(1)).success
-    (mark,) = (target for target in server.objects if target.endswith("/epoch"))
-    server.objects[mark] += bytes(MARK_BYTES_MAX)
-    rig = open_rig()
-    assert rig.load(make_keys(1)) == set()
-    assert len(server.objects[mark]) <= MARK_BYTES_MAX
 
 
 def test_credentials_that_have_expired_are_read_anew(server: FakeS3, open_rig: OpenRig, profile: Path) -> None:

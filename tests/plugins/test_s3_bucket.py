@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.entries import rig_of
 from tiered_kv.counters import count_of
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.testing.rig import TierRig, make_keys
@@ -20,8 +21,6 @@ from tiered_kv_s3.control import Control
 from tiered_kv_s3.settings import S3Settings
 
 pytest.importorskip("boto3", reason="boto3 is not installed")
-
-from tiered_kv_s3.tier import S3Tier
 
 __all__ = ["moto_bucket", "moto_server"]
 
@@ -41,16 +40,8 @@ def make_rig(moto_server: S3Server, moto_bucket: str) -> Iterator[MakeRig]:
     rigs: list[TierRig] = []
 
     def make(**changes: object) -> TierRig:
-        entry = moto_server.settings(moto_bucket, connections=4, **PATIENCE)
-        settings = S3Settings.model_validate({**entry, **changes})
-        rigs.append(
-            TierRig(
-                lambda spec, view: S3Tier(spec, view, "s3", settings),
-                num_blocks=1024,
-                block_bytes=BLOCK_BYTES,
-                wait_s=2 * WAIT_S,
-            )
-        )
+        entry = {**moto_server.settings(moto_bucket, connections=4, **PATIENCE), **changes}
+        rigs.append(rig_of(entry, block_bytes=BLOCK_BYTES, num_blocks=1024, wait_s=2 * WAIT_S))
         return rigs[-1]
 
     yield make
@@ -76,7 +67,7 @@ def test_the_namespace_is_readable_beside_the_blocks(client: Any, moto_bucket: s
     assert all(found.startswith("prod/kv/") for found in names)
     name = f"prod/kv/{rig.spec.namespace_digest.hex()}/namespace.json"
     text = client.get_object(Bucket=moto_bucket, Key=name)["Body"].read()
-    assert json.loads(text)["namespace"] == {"model": "conformance"}
+    assert json.loads(text)["namespace"] == {"model": "bench"}
 
 
 def test_a_prompt_of_a_thousand_blocks_takes_few_requests_and_an_own_store_needs_none(make_rig: MakeRig) -> None:
@@ -89,22 +80,6 @@ def test_a_prompt_of_a_thousand_blocks_takes_few_requests_and_an_own_store_needs
     assert rig.store([keys[0], keys[300]]).success
     assert rig.tier.stats()["present_blocks_total"] == 1
     assert rig.lookup_all([keys[300]]) == [True]
-
-
-def test_the_prompts_of_two_requests_are_searched_each_by_itself(make_rig: MakeRig) -> None:
-    prompts = [make_keys(100, "one"), make_keys(100, "two")]
-    rig = make_rig(presence_ttl=0)
-    rig.store([*prompts[0][:60], *prompts[1][:30]])
-    requests = [rig.new_request() for _ in prompts]
-    found: list[int] = []
-
-    def are_answered() -> bool:
-        answers = [rig.tier.lookup_many(keys, request) for keys, request in zip(prompts, requests, strict=True)]
-        found[:] = [each.count(True) for each in answers]
-        return not any(None in each for each in answers)
-
-    wait_until(are_answered, WAIT_S, what="answers")
-    assert found == [60, 30]
 
 
 def test_a_sweep_returns_to_the_capacity_that_was_exceeded_meanwhile(

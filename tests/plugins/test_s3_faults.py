@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 
 import numpy as np
@@ -210,26 +209,3 @@ def test_a_region_that_is_none_is_a_refusal(server: FakeS3, open_rig: OpenRig, r
     rig = open_rig()
     (failed,) = rig.wait([rig.submit_load(make_keys(1))])
     assert failed.reason == "refused"
-
-
-def test_without_a_server_everything_is_a_miss_and_nothing_waits(open_rig: OpenRig) -> None:
-    with socket.socket() as silent:  # which has its port, so that nobody else's server gets it, and does not listen
-        silent.bind(("127.0.0.1", 0))
-        rig = open_rig(attempts=2, endpoint_url=f"http://127.0.0.1:{silent.getsockname()[1]}")
-        keys = make_keys(4)
-        (result,) = rig.wait([rig.submit_store(keys)])
-        assert (result.success, result.reason) == (False, "unavailable")
-        assert not any(rig.lookup(key) for key in keys)
-        assert rig.load(keys) == set()
-
-
-def test_shutdown_ends_transfers_that_hang(server: FakeS3, open_rig: OpenRig) -> None:
-    rig = open_rig(request_timeout=5 * WAIT_S)
-    (key,) = make_keys(1)
-    rig.store([key])
-    server.always["GET"] = "stall"
-    job = rig.submit_load([key])
-    wait_until(lambda: server.count("GET"), what="the transfer that hangs")
-    rig.tier.shutdown()
-    (result,) = rig.wait([job])
-    assert not result.success

@@ -11,7 +11,6 @@ import pytest
 from pydantic import ValidationError
 
 from tiered_kv.errors import TierError, TierUnavailableError
-from tiered_kv.hooks import TierPlugins
 from tiered_kv.testing.rig import make_keys
 from tiered_kv_s3.account import Account
 from tiered_kv_s3.bucket import Bucket
@@ -82,15 +81,6 @@ def test_settings_are_strict(wrong: dict[str, object]) -> None:
     S3Settings.model_validate({"bucket": "kv-blocks"})
     with pytest.raises(ValidationError):
         S3Settings.model_validate({"bucket": "kv-blocks", **wrong})
-
-
-def test_the_plugin_registers_the_tier_type() -> None:
-    import tiered_kv_s3
-
-    plugins = TierPlugins()
-    plugins.register(tiered_kv_s3)
-    (report,) = plugins.reports()
-    assert [tier.name for tier in report.tiers] == ["s3"]
 
 
 class FakeBucket:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tiered_kv_fs.layout import BLOCK
 
@@ -29,6 +31,12 @@ def occupied_bytes(directory: Path) -> int:
 def fs_blocks(directory: Path) -> list[Path]:
     """Return the files of blocks in an fs tier's directory."""
     return sorted(entry for entry in directory.rglob("*") if BLOCK.fullmatch(entry.name) and entry.is_file())
+
+
+def fs_ledger(directory: Path) -> dict[str, Any]:
+    """Return what the ledger of an fs tier's directory says; it is replaced as a whole when it is written."""
+    state: dict[str, Any] = json.loads((directory / "ledger").read_bytes())
+    return state
 
 
 def bucket_bytes(entry: Mapping[str, object], prefix: str) -> int:

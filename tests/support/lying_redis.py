@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import BinaryIO
 
@@ -56,6 +56,19 @@ class Storage:
                 return b"$-1\r\n"
             self.values[name] = command[2]
         return b"+OK\r\n"
+
+
+Slots = tuple[int, int, str, int]
+"""The first and the last of a master's slots, its host and its port."""
+
+
+def slots_reply(ranges: Sequence[Slots]) -> bytes:
+    """Return the reply to CLUSTER SLOTS that names each master."""
+    masters = (
+        b"*3\r\n:%d\r\n:%d\r\n*2\r\n$%d\r\n%b\r\n:%d\r\n" % (first, last, len(host), host.encode(), port)
+        for first, last, host, port in ranges
+    )
+    return b"*%d\r\n" % len(ranges) + b"".join(masters)
 
 
 def _command(heard: BinaryIO) -> list[bytes]:

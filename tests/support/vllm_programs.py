@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -93,3 +93,18 @@ def running(version: str, path: Path, *arguments: str) -> Iterator[Program]:
         yield program
     finally:
         program.close()
+
+
+def our_spec(primary_bytes: int, tiers: Sequence[Mapping[str, object]]) -> Message:
+    """Return what vLLM is told of its connector: our stack, with these secondary tiers."""
+    stack = {"primary": {"capacity": primary_bytes}, "secondary": list(tiers)}
+    return {
+        "kv_connector": "TieredKVConnector",
+        "kv_connector_module_path": "tiered_kv.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "TieredKVOffloadingSpec",
+            "spec_module_path": "tiered_kv.integrations.vllm",
+            "stack": stack,
+        },
+    }

@@ -1,0 +1,150 @@
+"""A storage that tiers of one kind share: a directory, a redis-server, or a small S3; and what lies in it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.support.doors import FsDoor, RedisDoor
+from tests.support.entries import NAMESPACE
+from tests.support.fake_s3 import FakeS3
+from tiered_kv.base import OffloadKey
+from tiered_kv.testing.redis_servers import PATIENT, RedisServer
+from tiered_kv.testing.rig import TierRig, compressible_content
+from tiered_kv.tiering.base import TierSpec
+from tiered_kv.tiering.factory import SecondaryTierFactory
+from tiered_kv.toolkit.record import digest_of
+
+BLOCK_BYTES = 4096
+KINDS = ("fs", "redis", "s3", "s3 that remembers")
+"""The last answers lookups from what it has heard before."""
+_USER, _PASSWORD = "tier", "to-be-seen"
+
+
+class FakeS3Door:
+    """The objects of a `FakeS3`."""
+
+    def __init__(self, server: FakeS3) -> None:
+        self._objects = server.objects
+
+    def name_of(self, key: OffloadKey) -> str | None:
+        """Return what a block is called that is there."""
+        return next((name for name in self._objects if name.endswith(f"/{digest_of(key).hex()}")), None)
+
+    def read(self, key: OffloadKey) -> bytes | None:
+        return self._objects.get(self.name_of(key) or "")
+
+    def write(self, key: OffloadKey, data: bytes) -> None:
+        self._objects[self.name_of(key) or ""] = data
+
+
+@dataclass
+class SharedStorage:
+    """Opens tiers on one storage.
+
+    Args:
+        kind: One of `KINDS`.
+        entry: A tier's entry.
+        door: To the blocks.
+        read_mark, write_mark: The mark of the epoch; None where there is none.
+        refuse_deletions: From then on nothing may be deleted.
+        rigs: Those that were opened; they are closed at the end of the test.
+    """
+
+    kind: str
+    entry: dict[str, object]
+    door: FsDoor | RedisDoor | FakeS3Door
+    read_mark: Callable[[], bytes | None]
+    write_mark: Callable[[bytes | None], object]
+    refuse_deletions: Callable[[], object]
+    rigs: list[TierRig] = field(default_factory=list)
+
+    def open(self, settings: Mapping[str, object] | None = None, *, block_bytes: int = BLOCK_BYTES) -> TierRig:
+        entry = {**self.entry, "lookup_timeout": "60s", **(settings or {})}
+        rig = TierRig(
+            lambda spec, view: SecondaryTierFactory.create(spec, view, entry),
+            num_blocks=64,
+            block_bytes=block_bytes,
+            wait_s=60.0,
+            spec=TierSpec("shared", block_bytes, NAMESPACE, {"model": "shared"}),
+            content=compressible_content,
+        )
+        self.rigs.append(rig)
+        return rig
+
+
+@pytest.fixture(params=KINDS)
+def storage(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SharedStorage]:
+    """A storage of each kind; a test may name one by `parametrize(..., indirect=True)`."""
+    kind = str(request.param)
+    with contextlib.ExitStack() as stack:
+        if kind == "fs":
+            storage = _directory(tmp_path / "kv", monkeypatch)
+        elif kind == "redis":
+            storage = _redis(request.getfixturevalue("redis_server"))
+        else:
+            pytest.importorskip("boto3", reason="boto3 is not installed")
+            server = FakeS3()
+            stack.callback(server.stop)
+            storage = _bucket(server, kind)
+        yield storage
+        for rig in storage.rigs:
+            rig.close()
+
+
+def _directory(path: Path, monkeypatch: pytest.MonkeyPatch) -> SharedStorage:
+    mark = path / NAMESPACE.hex() / "epoch"
+
+    def refuse(name: str, **options: int) -> None:
+        raise PermissionError(1, "Operation not permitted", name)
+
+    return SharedStorage(
+        "fs",
+        {"type": "fs", "path": str(path), "capacity": "64MiB"},
+        FsDoor(path, NAMESPACE),
+        lambda: mark.read_bytes() if mark.exists() else None,
+        lambda data: mark.unlink() if data is None else mark.write_bytes(data),
+        lambda: monkeypatch.setattr("os.unlink", refuse),
+    )
+
+
+def _redis(server: RedisServer) -> SharedStorage:
+    pytest.importorskip("redis", reason="redis-py is not installed")
+    server.call("ACL", "SETUSER", _USER, "reset", "on", f">{_PASSWORD}", "~*", "+@all")
+    mark = f"tkv1:{NAMESPACE.hex()}:epoch".encode()
+    return SharedStorage(
+        "redis",
+        {"type": "redis", **PATIENT, "url": server.url, "username": _USER, "password": _PASSWORD},
+        RedisDoor(server, NAMESPACE),
+        lambda: server.get(mark) if mark in server.keys("*") else None,
+        lambda data: server.call("DEL", mark) if data is None else server.set(mark, data),
+        lambda: server.call("ACL", "SETUSER", _USER, "-unlink", "-del"),
+    )
+
+
+def _bucket(server: FakeS3, kind: str) -> SharedStorage:
+    server.has_mark = False  # of its own
+
+    def name_of_mark() -> str:
+        return next((name for name in server.objects if name.endswith("/epoch")), "")
+
+    def write_mark(data: bytes | None) -> None:
+        if data is None:
+            del server.objects[name_of_mark()]
+        else:
+            server.objects[name_of_mark()] = data
+
+    entry = {"type": "s3", "bucket": "bucket", "endpoint_url": server.url, "connections": 4}
+    secrets = {"access_key_id": "id", "secret_access_key": "secret"}
+    return SharedStorage(
+        kind,
+        {**entry, **secrets, "request_timeout": "60s", "presence_ttl": "1h" if "remembers" in kind else 0},
+        FakeS3Door(server),
+        lambda: server.objects.get(name_of_mark()),
+        write_mark,
+        lambda: server.always.update(DELETE="denied"),
+    )
