@@ -15,7 +15,7 @@ import errno
 import os
 import re
 from collections.abc import Iterator, Mapping, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -179,6 +179,32 @@ class ClaimedDirectory:
                 "give an empty or a new directory"
             )
         return names
+
+
+def walk(root: str) -> Iterator[list[tuple[str, os.stat_result]]]:
+    """Yield what each directory below `root` holds, a list each, outer ones first; no symbolic link is followed.
+
+    What vanishes meanwhile is left out, and so is what another user does not let this process see. Entries are paths
+    below `root`, and their status.
+    """
+    waiting = [""]
+    while waiting:
+        above = waiting.pop()
+        found: list[tuple[str, os.stat_result]] = []
+        try:
+            with os.scandir(f"{root}/{above}") as entries:
+                for entry in entries:
+                    path = f"{above}/{entry.name}" if above else entry.name
+                    with suppress(FileNotFoundError):
+                        found.append((path, entry.stat(follow_symlinks=False)))
+                        if entry.is_dir(follow_symlinks=False):
+                            waiting.append(path)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except PermissionError:
+            if os.lstat(f"{root}/{above}").st_uid == os.geteuid():
+                raise  # it may hold blocks of ours, which count
+        yield found
 
 
 def absolute(path: str) -> str:
