@@ -172,13 +172,23 @@ class ClaimedDirectory:
     def _refuse_foreign(self, fd: int) -> set[str]:
         """Refuse a directory that holds foreign files and no marker; return the names in it."""
         names = set(os.listdir(fd)) - {LOST_AND_FOUND}
-        strangers = sorted(name for name in names - self.own_names if not TEMPORARY.fullmatch(name))
-        if self.marker_name not in names and strangers:
+        if self.marker_name in names:
+            return names
+        ours = {name for name in names if name in self.own_names or TEMPORARY.fullmatch(name)}
+        if strangers := sorted(names - {name for name in ours if not self.private or _is_own(name, fd)}):
             raise self.format_error(
                 f"{self.path} is not empty and not a directory of this tier (it holds {strangers[0]!r}); "
                 "give an empty or a new directory"
             )
         return names
+
+
+def _is_own(name: str, directory_fd: int) -> bool:
+    """Return whether an entry is this user's; also where it has vanished."""
+    try:
+        return os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_uid == os.geteuid()
+    except FileNotFoundError:
+        return True
 
 
 def walk(root: str) -> Iterator[list[tuple[str, os.stat_result]]]:
