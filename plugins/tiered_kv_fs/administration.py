@@ -27,10 +27,10 @@ from tiered_kv.tiering.administration import (
     TierAdministration,
     believed,
 )
-from tiered_kv.toolkit.claimed import TEMPORARY
+from tiered_kv.toolkit.claimed import TEMPORARY, walk
 from tiered_kv.toolkit.small_files import fields_of, read_file
 from tiered_kv_fs.directory import claimed
-from tiered_kv_fs.files import Found, locked, occupied_bytes, walk
+from tiered_kv_fs.files import locked, occupied_bytes
 from tiered_kv_fs.layout import (
     BLOCK,
     EPOCH,
@@ -54,11 +54,7 @@ _OURS: Final = re.compile(
 
 
 class FsAdministration(TierAdministration):
-    """The directory of an fs tier, which other processes may be using.
-
-    Args:
-        settings: The tier's YAML entry.
-    """
+    """The directory of an fs tier, which other processes may be using."""
 
     def __init__(self, settings: FsSettings) -> None:
         self._claimed = claimed(settings.path, settings.name, private=settings.private)
@@ -83,9 +79,6 @@ class FsAdministration(TierAdministration):
                 return Purged(0, 0)
             with locked(f"{self._path}/{SWEEP_NAME}", deadline - time.monotonic()):
                 return self._purge(fd, digest, deadline)
-
-    def close(self) -> None:
-        return  # nothing is kept open
 
     def _purge(self, fd: int, digest: str, deadline: float) -> Purged:
         with suppress(FileNotFoundError):
@@ -161,7 +154,7 @@ def _count(path: str, deadline: float) -> tuple[int, int]:
     return sum(_is_block(inner) for inner, _ in files), sum(occupied_bytes(status) for _, status in files)
 
 
-def _entries(path: str, deadline: float) -> Iterator[Found]:
+def _entries(path: str, deadline: float) -> Iterator[tuple[str, os.stat_result]]:
     for found in walk(path):
         if time.monotonic() >= deadline:
             raise TimeoutError(None, f"looking through {path} takes too long")

@@ -6,7 +6,6 @@ import errno
 import os
 from dataclasses import replace
 
-from tiered_kv.errors import TierUnavailableError
 from tiered_kv.permissions import check_inner_directory, open_directory
 from tiered_kv.toolkit.claimed import ClaimedDirectory, Identity, absolute
 from tiered_kv.toolkit.epoch import MARK_BYTES_MAX
@@ -29,9 +28,10 @@ def claimed(path: str, tier: str, *, private: bool) -> ClaimedDirectory:
 
 
 class Directory:
-    """The directory as one tier has it open. It is made if it is missing, and refused if it is someone else's.
+    """The directory as one tier has it open, and the `EpochStore` of its namespace's mark.
 
-    Any thread may call, except the scheduler's: all calls may wait for the file system.
+    It is made if it is missing, and refused if it is someone else's. Any thread may call, except the scheduler's: all
+    calls may wait for the file system.
 
     Args:
         path: Where it is.
@@ -46,12 +46,13 @@ class Directory:
     """
 
     def __init__(self, path: str, identity: Identity, *, tier: str = "", private: bool = True) -> None:
-        self._claimed = claimed(path, tier, private=private)
+        self.claimed = claimed(path, tier, private=private)
         self._identity = identity
         self._device: int | None = None
-        self.path = self._claimed.path
+        self.path = self.claimed.path
         self.namespace = identity.digest.hex()
         self.namespace_path = f"{self.path}/{self.namespace}"
+        self._epoch_path = f"{self.namespace_path}/{EPOCH_NAME}"
         self.lock_path = f"{self.path}/{LOCK_NAME}"
         self.ledger_path = f"{self.path}/{LEDGER_NAME}"
         self.sweep_path = f"{self.path}/{SWEEP_NAME}"
@@ -59,7 +60,7 @@ class Directory:
             os.close(open_directory(self.path))  # with the directories above it
             self.make()
         except OSError as error:
-            raise self.unavailable(error) from error
+            raise self.claimed.unavailable(error) from error
 
     def make(self) -> None:
         """Check the directory, and make what is missing in it.
@@ -74,25 +75,21 @@ class Directory:
             device = os.fstat(fd).st_dev
             if self._device not in (None, device):
                 raise OSError(errno.ENODEV, "another file system is mounted there now", self.path)
-            self._claimed.check(fd)
-            self._claimed.mark(fd, {"tier": "fs"})
+            self.claimed.check(fd)
+            self.claimed.mark(fd, {"tier": "fs"})
         finally:
             os.close(fd)
         self._device = device
         # If the directory is removed while it is open, keepers may make these anew before its marker.
-        self._claimed = replace(self._claimed, own_names=frozenset({LOCK_NAME, LEDGER_NAME, SWEEP_NAME}))
+        self.claimed = replace(self.claimed, own_names=frozenset({LOCK_NAME, LEDGER_NAME, SWEEP_NAME}))
         self._make_namespace()
-
-    def unavailable(self, error: OSError) -> TierUnavailableError:
-        """Return what to raise where the directory cannot be opened."""
-        return self._claimed.unavailable(error)
 
     def _make_namespace(self) -> None:
         """Make the namespace's directory, and note beside the blocks whose they are."""
         make_directory(self.namespace_path)
         if os.path.islink(self.namespace_path):
-            raise self._claimed.format_error(f"{self.namespace_path} is a symbolic link; remove it")
-        if self._claimed.private:
+            raise self.claimed.format_error(f"{self.namespace_path} is a symbolic link; remove it")
+        if self.claimed.private:
             fd = open_directory(self.namespace_path, make=False)
             try:
                 check_inner_directory(fd, self.namespace_path)
@@ -103,33 +100,21 @@ class Directory:
         if found is None:
             replace_file(path, as_text(self._identity.fields()))
         elif found != self._identity.block_bytes:
-            raise self._claimed.format_error(
+            raise self.claimed.format_error(
                 f"{self.namespace_path} holds blocks of {found} bytes, and these have {self._identity.block_bytes}; "
                 "give blocks of another size another namespace or another directory"
             )
 
-
-class EpochFile:
-    """Where a directory keeps the mark of its namespace's epoch; a file store for `tiered_kv.toolkit.epoch`.
-
-    A file system that hangs holds up its caller beyond the deadline: nothing ends such a call.
-
-    Args:
-        directory: The directory.
-    """
-
-    def __init__(self, directory: Directory) -> None:
-        self._directory = directory
-        self._path = f"{directory.namespace_path}/{EPOCH_NAME}"
+    # The epoch's store. A file system that hangs holds up its caller beyond the deadline: nothing ends such a call.
 
     def read(self, deadline: float) -> bytes | None:
-        data = read_file(self._path, MARK_BYTES_MAX)
-        return b"" if data is None and os.path.lexists(self._path) else data
+        data = read_file(self._epoch_path, MARK_BYTES_MAX)
+        return b"" if data is None and os.path.lexists(self._epoch_path) else data
 
     def create(self, data: bytes, deadline: float) -> None:
-        self._directory.make()
-        replace_file(self._path, data, only_new=True)
+        self.make()
+        replace_file(self._epoch_path, data, only_new=True)
 
     def write(self, data: bytes, deadline: float) -> None:
-        self._directory.make()
-        replace_file(self._path, data)
+        self.make()
+        replace_file(self._epoch_path, data)

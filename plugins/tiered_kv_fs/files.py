@@ -8,7 +8,7 @@ import os
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Final
 
 from tiered_kv.permissions import DIRECTORY_MODE
@@ -29,9 +29,6 @@ _REASONS: Final = {
     errno.EISDIR: "not_a_file",
     errno.ENOTDIR: "not_a_file",
 }
-Found = tuple[str, os.stat_result]
-"""An entry's path below a directory, and its status."""
-
 _LOCK_POLL_S: Final = 0.002
 _LOCK_POLL_MAX_S: Final = 0.05
 
@@ -106,35 +103,7 @@ def read_all(fd: int, views: list[memoryview]) -> int:
     return position
 
 
-def walk(root: str) -> Iterator[list[Found]]:
-    """Yield what each directory below `root` holds, a list each, outer ones first; no symbolic link is followed.
-
-    What vanishes meanwhile is left out, and so is what another user does not let this process see.
-    """
-    waiting = [""]
-    while waiting:
-        above = waiting.pop()
-        files: list[Found] = []
-        try:
-            with os.scandir(f"{root}/{above}") as entries:
-                for entry in entries:
-                    path = f"{above}/{entry.name}" if above else entry.name
-                    with suppress(FileNotFoundError):
-                        status = entry.stat(follow_symlinks=False)
-                        files.append((path, status))
-                        if stat.S_ISDIR(status.st_mode):
-                            waiting.append(path)
-        except OSError as error:
-            reason = reason_of(error)
-            if reason not in ("missing", "permission", "not_a_file"):
-                raise
-            if reason == "permission" and os.lstat(f"{root}/{above}").st_uid == os.geteuid():
-                raise  # it may hold blocks of ours, which count
-        yield files
-
-
 def _is_linked(fd: int, path: str) -> bool:
-    """Return whether `path` still names the open file."""
     try:
         return os.path.samestat(os.fstat(fd), os.lstat(path))
     except OSError as error:

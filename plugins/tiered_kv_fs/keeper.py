@@ -232,7 +232,7 @@ class Keeper:
                 self._sweep_after_s = time.monotonic() + max(_REFUSAL_S, 10 * (time.monotonic() - begin_s))
 
     async def _make_room(self) -> None:
-        outcome = await self.call(self._sweeper.make_room, 2 * self.grant_bytes, lambda: bool(self._waiting))
+        outcome = await self.call(self._sweeper.make_room, 2 * self.grant_bytes)
         self._is_full = outcome is Sweep.FULL
         if outcome is not Sweep.BUSY or self._waiting:  # else the next tick tries again
             self._is_asked.set()

@@ -10,19 +10,18 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
 from tiered_kv.errors import FormatError
-from tiered_kv.toolkit.claimed import TEMPORARY
+from tiered_kv.toolkit.claimed import TEMPORARY, walk
 from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, EpochMark
 from tiered_kv.toolkit.small_files import read_file, remove
 from tiered_kv_fs.counters import Counters
 from tiered_kv_fs.directory import Directory
-from tiered_kv_fs.files import Found, locked, occupied_bytes, walk
+from tiered_kv_fs.files import locked, occupied_bytes
 from tiered_kv_fs.layout import BLOCK, EPOCH, EPOCH_NAME, NAMESPACE, SHARD, TEMPORARY_BLOCK
 from tiered_kv_fs.ledger import LAPSE_S, Ledger, LedgerState
 
@@ -58,7 +57,7 @@ class _Survey:
 
     used_bytes: int = 0
     oldest: list[tuple[int, str, int, int]] = field(default_factory=list)
-    temporaries: list[Found] = field(default_factory=list)
+    temporaries: list[tuple[str, os.stat_result]] = field(default_factory=list)
     epochs: list[str] = field(default_factory=list)
 
 
@@ -89,12 +88,8 @@ class Sweeper:
         """Have what runs end soon, without its outcome; any thread."""
         self._is_stopped.set()
 
-    def make_room(self, wanted_bytes: int, is_urgent: Callable[[], bool]) -> Sweep:
+    def make_room(self, wanted_bytes: int) -> Sweep:
         """Remove files until `wanted_bytes` more fit into the capacity; survey first if that is due.
-
-        Args:
-            wanted_bytes: How much.
-            is_urgent: Says whether a store waits for it. Otherwise a survey leaves the file system half of the time.
 
         Raises:
             OSError: The file system does not let us.
@@ -115,7 +110,7 @@ class Sweeper:
                     if has_surveyed:  # what has been counted a moment ago has nothing more to give
                         return Sweep.FULL
                     has_surveyed = True
-                    self._survey(is_urgent)
+                    self._survey()
                 else:
                     self._evict(missing_bytes)
                 missing_bytes = self._missing_bytes(wanted_bytes)
@@ -128,7 +123,7 @@ class Sweeper:
                 return None
             return max(0, state.total_bytes + wanted_bytes - self.capacity_bytes)
 
-    def _survey(self, is_urgent: Callable[[], bool]) -> None:
+    def _survey(self) -> None:
         """Count the directory and correct the ledger.
 
         What is written meanwhile comes out of the grants that are pending. So the count and those grants are at least
@@ -141,7 +136,7 @@ class Sweeper:
             state.pending_bytes = sum(holder.granted_bytes for holder in state.holders.values())
             live = {f"{holder.namespace}/{holder.epoch}" for holder in state.holders.values()}
             now_s = state.now_s
-        found = self._count(live, is_urgent)
+        found = self._count(live)
         if found is None:
             return
         for path, status in found.temporaries:
@@ -160,10 +155,9 @@ class Sweeper:
         self.counters.add("surveys_total")
         self._remove_dead_epochs(found.epochs, live)
 
-    def _count(self, live: set[str], is_urgent: Callable[[], bool]) -> _Survey | None:
+    def _count(self, live: set[str]) -> _Survey | None:
         """Look at everything; return None if that was stopped."""
         found = _Survey(occupied_bytes(os.lstat(self._root)))
-        begin_s = time.monotonic()
         for files in walk(self._root):
             for path, status in files:
                 found.used_bytes += occupied_bytes(status)
@@ -172,10 +166,8 @@ class Sweeper:
                 elif _EPOCH_PATH.fullmatch(path) and stat.S_ISDIR(status.st_mode):
                     found.epochs.append(path)
                     self._note_live(path, live)
-            pause_s = 0.0 if is_urgent() else time.monotonic() - begin_s
-            if self._is_stopped.wait(pause_s) if pause_s else self._is_stopped.is_set():
+            if self._is_stopped.is_set():
                 return None
-            begin_s = time.monotonic()
         return found
 
     def _note_file(self, path: str, status: os.stat_result, live: set[str], found: _Survey) -> None:

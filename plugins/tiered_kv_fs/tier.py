@@ -17,7 +17,7 @@ from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
 from tiered_kv_fs.blocks import BlockFiles, Moved, room_bytes_of
 from tiered_kv_fs.counters import Counters
-from tiered_kv_fs.directory import Directory, EpochFile
+from tiered_kv_fs.directory import Directory
 from tiered_kv_fs.keeper import OPENING_BYTES, Keeper
 from tiered_kv_fs.settings import FsSettings
 from tiered_kv_fs.threads import DaemonThreads
@@ -116,7 +116,7 @@ class FsTier(AsyncTier):
         identity = Identity(digest, getattr(offloading_spec, "namespace", {}), block_bytes)
         self._directory = Directory(settings.path, identity, tier=name, private=settings.private)
         self._counters = Counters()
-        self._cache_epoch = Epoch(EpochFile(self._directory))
+        self._cache_epoch = Epoch(self._directory)
         self._saving = BackgroundTask(self._save_epoch, f"tiered-kv-{name}-reset")
         try:
             self._cache_epoch.token(time.monotonic() + _OPEN_TIMEOUT_S)
@@ -130,7 +130,7 @@ class FsTier(AsyncTier):
                 room_timeout_s=min(_ROOM_TIMEOUT_MAX_S, settings.job_timeout / 2),
             )
         except OSError as error:
-            raise self._directory.unavailable(error) from error
+            raise self._directory.claimed.unavailable(error) from error
         self._files = BlockFiles(
             self._directory.namespace_path,
             digest,

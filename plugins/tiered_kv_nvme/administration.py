@@ -26,11 +26,7 @@ _NAMED_MAX: Final = 8
 
 
 class NvmeAdministration(TierAdministration):
-    """The directory of an nvme tier. It is looked at without its lock, and purged with it.
-
-    Args:
-        settings: The tier's YAML entry.
-    """
+    """The directory of an nvme tier. It is looked at without its lock, and purged with it."""
 
     def __init__(self, settings: NvmeSettings) -> None:
         self._claimed = claimed(settings.path, settings.name)
@@ -55,9 +51,6 @@ class NvmeAdministration(TierAdministration):
                 return self._purge(fd, digest, deadline) if found == digest else Purged(0, 0)
             finally:
                 give_back(lock_fd)
-
-    def close(self) -> None:
-        return  # nothing is kept open
 
     def _purge(self, fd: int, digest: str, deadline: float) -> Purged:
         size_bytes = 0
@@ -103,7 +96,6 @@ class NvmeAdministration(TierAdministration):
 
 
 def _segments(fd: int, digest: str) -> list[tuple[str, os.stat_result]]:
-    """Return the segment files of a namespace, by name."""
     pattern = re.compile(rf"segment-{digest[:8]}-\d{{6}}\.kv")
     return [
         (name, os.stat(name, dir_fd=fd, follow_symlinks=False))

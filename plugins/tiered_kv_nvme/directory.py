@@ -16,12 +16,11 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
-from tiered_kv.errors import TierBusyError, TierUnavailableError
+from tiered_kv.errors import TierBusyError
 from tiered_kv.permissions import check_file, open_directory
-from tiered_kv.toolkit.claimed import TEMPORARY, ClaimedDirectory, Identity, absolute
+from tiered_kv.toolkit.claimed import TEMPORARY, ClaimedDirectory, Identity, absolute, walk
 from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS, PROBE_NAME
 from tiered_kv_nvme.epoch import EPOCH_NAME
 from tiered_kv_nvme.layout import FORMAT_VERSION
@@ -34,24 +33,19 @@ DIRECTORY_RESERVE_BYTES: Final = 64 << 10
 SEGMENT_RESERVE_BYTES: Final = 8 << 10
 """Kept free beside each segment: blocks in which the file system notes the file's extents."""
 
-_OWN_NAMES: Final = frozenset({LOCK_NAME, EPOCH_NAME, PROBE_NAME})
+_OWN_NAMES: Final = frozenset({LOCK_NAME, MARKER_NAME, EPOCH_NAME, PROBE_NAME})
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
-    """What lies in a directory.
+class Listing(NamedTuple):
+    """What lies in a directory: the slots of its segment files, and what everything in it takes.
 
-    Args:
-        segments: Slot of each segment file.
-        used_bytes: What all of it occupies on the device, the directory itself included.
-        claimed_bytes: What it may come to occupy without another file being made: holes filled, reserves used.
-        foreign_files: How many entries are not this tier's.
+    `used_bytes` is what all of it occupies on the device; `claimed_bytes`, what it may come to occupy without another
+    file being made: holes filled, reserves used.
     """
 
-    segments: tuple[int, ...]
+    segments: list[int]
     used_bytes: int
     claimed_bytes: int
-    foreign_files: int
 
 
 def claimed(path: str, tier: str) -> ClaimedDirectory:
@@ -75,8 +69,8 @@ class Directory:
     """
 
     def __init__(self, path: str, identity: Identity, *, tier: str = "") -> None:
-        self._claimed = claimed(path, tier)
-        self.path = self._claimed.path
+        self.claimed = claimed(path, tier)
+        self.path = self.claimed.path
         self.identity = identity
         self.foreign_files = 0
         """How many entries were not this tier's when they were last listed."""
@@ -85,14 +79,14 @@ class Directory:
             with ExitStack() as undo:
                 self.fd = open_directory(self.path)
                 undo.callback(os.close, self.fd)
-                self._claimed.check(self.fd)
+                self.claimed.check(self.fd)
                 self._lock_fd = take_lock(self.fd, self.path, tier)
                 undo.callback(give_back, self._lock_fd)
                 remove_leftovers(self.fd)
                 self._check_marker()
                 undo.pop_all()
         except OSError as error:
-            raise self.unavailable(error) from error
+            raise self.claimed.unavailable(error) from error
 
     def segment_name(self, slot: int) -> str:
         """Return the file name of the segment in `slot`."""
@@ -107,45 +101,35 @@ class Directory:
         segments: list[int] = []
         own_bytes = os.fstat(self.fd).st_blocks * 512
         segment_bytes = claimed_bytes = foreign_bytes = foreign_files = 0
-        # A descriptor of its own: two listings at once would share the position of `self.fd`.
-        fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
-        try:
-            with os.scandir(fd) as entries:
-                for entry in entries:
-                    size_bytes, occupied_bytes = _sizes(entry, fd)
-                    match = self._pattern.fullmatch(entry.name)
-                    if match:
-                        segments.append(int(match[1]))
-                        segment_bytes += occupied_bytes
-                        claimed_bytes += max(size_bytes + SEGMENT_RESERVE_BYTES, occupied_bytes)
-                    elif entry.name == MARKER_NAME or entry.name in _OWN_NAMES:
-                        own_bytes += occupied_bytes
-                    else:
-                        foreign_files += 1
-                        foreign_bytes += occupied_bytes
-        finally:
-            os.close(fd)
+        for entries in walk(f"/proc/self/fd/{self.fd}"):
+            for name, status in entries:
+                occupied_bytes = status.st_blocks * 512
+                if match := self._pattern.fullmatch(name):
+                    segments.append(int(match[1]))
+                    segment_bytes += occupied_bytes
+                    claimed_bytes += max(status.st_size + SEGMENT_RESERVE_BYTES, occupied_bytes)
+                elif name in _OWN_NAMES:
+                    own_bytes += occupied_bytes
+                else:
+                    foreign_files += "/" not in name
+                    foreign_bytes += occupied_bytes
         self.foreign_files = foreign_files
         claimed_bytes += foreign_bytes + max(own_bytes, DIRECTORY_RESERVE_BYTES)
         used_bytes = segment_bytes + foreign_bytes + own_bytes
-        return Listing(tuple(sorted(segments)), used_bytes, claimed_bytes, foreign_files)
+        return Listing(sorted(segments), used_bytes, claimed_bytes)
 
     def close(self) -> None:
         """Give the directory up."""
         give_back(self._lock_fd)
         os.close(self.fd)
 
-    def unavailable(self, error: OSError) -> TierUnavailableError:
-        """Return what to raise where the directory cannot be opened."""
-        return self._claimed.unavailable(error)
-
     def _check_marker(self) -> None:
         wanted = self.identity.fields()
-        found = self._claimed.mark(self.fd, wanted)
+        found = self.claimed.mark(self.fd, wanted)
         if found is None:
             os.fsync(self.fd)
         elif any(found.get(name) != wanted[name] for name in ("namespace_digest", "block_bytes")):
-            raise self._claimed.format_error(
+            raise self.claimed.format_error(
                 f"{self.path} holds blocks of another namespace ({_difference(found, wanted)}); "
                 "give each namespace its own directory"
             )
@@ -193,13 +177,8 @@ def remove_leftovers(directory_fd: int) -> None:
 
 def _busy(lock_fd: int, path: str, tier: str) -> TierBusyError:
     owner = os.pread(lock_fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
-    if owner == str(os.getpid()):
-        message = (
-            f"{path} is in use by another tier of this process, or by process {owner} of another "
-            "container; give each tier its own directory"
-        )
-    else:
-        message = f"{path} is in use by process {owner}; stop it, or give this stack its own directory"
+    whose = "another tier of this process, or by process" if owner == str(os.getpid()) else "process"
+    message = f"{path} is in use by {whose} {owner}; give each tier its own directory"
     return TierBusyError(message, tier=tier, operation="open")
 
 
@@ -218,33 +197,3 @@ def _leaves(fields: Mapping[str, object], prefix: str = "") -> Iterator[tuple[st
             yield from _leaves(value, prefix if name == "namespace" else f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
-
-
-def _sizes(entry: os.DirEntry[str], directory_fd: int) -> tuple[int, int]:
-    """Return the size of an entry and what it occupies, a directory with all that is in it; 0 for what has vanished.
-
-    Raises:
-        OSError: It is there, and its size cannot be known: it must not be taken for nothing.
-    """
-    try:
-        status = entry.stat(follow_symlinks=False)
-    except FileNotFoundError:
-        return 0, 0
-    occupied_bytes = status.st_blocks * 512
-    if entry.is_dir(follow_symlinks=False):
-        inside_bytes = 0
-        try:
-            for _, _, names, fd in os.fwalk(entry.name, dir_fd=directory_fd):
-                inside_bytes += os.fstat(fd).st_blocks * 512 + sum(_occupied_bytes(name, fd) for name in names)
-        except (FileNotFoundError, PermissionError):
-            pass  # it has vanished, or is not ours to look into: what was seen of it counts
-        occupied_bytes = max(occupied_bytes, inside_bytes)
-    return status.st_size, occupied_bytes
-
-
-def _occupied_bytes(name: str, directory_fd: int) -> int:
-    """Return what a file occupies; 0 if it has vanished, or is not ours to look at."""
-    try:
-        return os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_blocks * 512
-    except (FileNotFoundError, PermissionError):
-        return 0

@@ -9,9 +9,9 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -103,6 +103,13 @@ class Scratch:
         return self._memory[:size_bytes]
 
 
+class ThreadScratch(threading.local):
+    """A `scratch` for each thread."""
+
+    def __init__(self) -> None:
+        self.scratch = Scratch()
+
+
 def _map(size_bytes: int) -> memoryview:
     """Return fresh memory, in huge pages where it is large enough and the kernel has them."""
     if size_bytes < _HUGE_PAGE_BYTES:
@@ -114,59 +121,25 @@ def _map(size_bytes: int) -> memoryview:
     return memoryview(mapping)[start : start + size_bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class DirectIO:
-    """Whether segments are opened with O_DIRECT.
-
-    Args:
-        enabled: Whether they are.
-        reason: Why not; empty where they are.
-    """
-
-    enabled: bool
-    reason: str = ""
-
-    @property
-    def flag(self) -> int:
-        """The flag to open segment files with."""
-        return os.O_DIRECT if self.enabled else 0
-
-
-def probe_direct(disk: Disk, directory_fd: int) -> DirectIO:
-    """Return whether the file system takes direct I/O, found out by one real write and read of a page."""
+def refusal_of_direct(disk: Disk, directory_fd: int) -> str:
+    """Return why the file system takes no direct I/O, or an empty string; asked by a real write and read of a page."""
     flags = OPEN_FLAGS | os.O_CREAT | os.O_DIRECT
     page = Scratch().take(PAGE_BYTES)
     try:
         fd = os.open(PROBE_NAME, flags, FILE_MODE, dir_fd=directory_fd)
     except OSError as error:
         _unlink_quietly(directory_fd)
-        return DirectIO(False, f"the file system refuses O_DIRECT ({error.strerror})")
+        return f"the file system refuses O_DIRECT ({error.strerror})"
     try:
         write_fully(disk, fd, [page], 0)
         if read_fully(disk, fd, [page], 0) != PAGE_BYTES:
-            return DirectIO(False, "a page written with O_DIRECT cannot be read back")
+            return "a page written with O_DIRECT cannot be read back"
     except OSError as error:
-        return DirectIO(False, f"a direct write fails here ({error.strerror})")
+        return f"a direct write fails here ({error.strerror})"
     finally:
         os.close(fd)
         _unlink_quietly(directory_fd)
-    return DirectIO(True)
-
-
-def file_system_of(path: str) -> str:
-    """Return the type of the file system that holds `path`, such as "ext4"; empty if it cannot be told."""
-    best, kind = "", ""
-    try:
-        with open("/proc/self/mounts", encoding="utf-8") as mounts:
-            for line in mounts:
-                _, point, fs_type = line.split(" ", 3)[:3]
-                point = point.replace("\\040", " ")
-                inside = path == point or path.startswith(point.rstrip("/") + "/")
-                if inside and len(point) >= len(best):
-                    best, kind = point, fs_type
-    except OSError:
-        return ""
-    return kind
+    return ""
 
 
 def _rest(buffers: Sequence[memoryview], done: int) -> list[memoryview]:

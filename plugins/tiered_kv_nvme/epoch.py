@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import math
 import os
-import threading
+from contextlib import suppress
 
 from tiered_kv.permissions import check_file
 from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, Epoch
@@ -20,9 +20,10 @@ EPOCH_NAME = "epoch"
 
 
 class DirectoryEpoch:
-    """The epoch of a directory that this process owns, and the file that keeps its mark.
+    """The epoch of a directory that this process owns, and the file that keeps its mark, an `EpochStore`.
 
-    Any thread may call, but `renew` belongs to the scheduler's.
+    The file is one page, preallocated, so that a full disk does not refuse it. `renew` belongs to the scheduler's
+    thread; one other thread at a time calls the rest.
 
     Args:
         directory_fd: The directory, open.
@@ -33,41 +34,33 @@ class DirectoryEpoch:
     """
 
     def __init__(self, directory_fd: int) -> None:
-        self._lock = threading.Lock()  # for the order of writes and flushes; `renew` does not take it
         self._directory_fd = directory_fd
-        self._file = _MarkFile(directory_fd)
+        self._fd = os.open(EPOCH_NAME, OPEN_FLAGS | os.O_CREAT, FILE_MODE, dir_fd=directory_fd)
+        self._epoch = Epoch(self)
         self._flushed: int | None = None  # what the file says after a loss of power, as far as is known
-        self._epoch = Epoch(self._file)
         try:
-            was_found = self._file.read(math.inf)
-            self.value = self.write()
+            if check_file(self._fd, EPOCH_NAME).st_size != PAGE_BYTES:
+                os.ftruncate(self._fd, 0)
+                os.posix_fallocate(self._fd, 0, PAGE_BYTES)
+            self.value = self.save()
             """The epoch of what is stored now."""
-            is_new = self._file.read(math.inf) != was_found
-            try:
-                self.sync()  # a process that was killed may not have come to it
-            except OSError:
-                if is_new:
-                    raise
+            self.sync()  # a process that was killed may not have come to it
         except BaseException:
-            self._file.close()
+            os.close(self._fd)
             raise
 
     def renew(self) -> int:
-        """Void everything that was stored before, and return the new epoch; `write` puts it down. No I/O."""
+        """Void everything that was stored before, and return the new epoch; `save` writes it. No I/O."""
         self.value = int(self._epoch.renew(), 16)
         return self.value
 
-    def write(self) -> int:
-        """Put the epoch down where a process that is killed does not lose it: one small buffered write.
-
-        Returns:
-            What was written.
+    def save(self) -> int:
+        """Write the epoch where a process that is killed does not lose it, one small buffered write; return it.
 
         Raises:
             OSError: It is not in the file; the next call tries again.
         """
-        with self._lock:
-            return int(self._epoch.saved_token(math.inf), 16)
+        return int(self._epoch.saved_token(math.inf), 16)
 
     def sync(self) -> None:
         """Wait until the epoch is on the device.
@@ -75,44 +68,29 @@ class DirectoryEpoch:
         Raises:
             OSError: It is not.
         """
-        value = self.write()
+        value = self.save()
         try:
-            self._file.flush()
+            os.fdatasync(self._fd)
         except OSError:
             self._epoch.save_again()  # the kernel may have dropped the page
             raise
         self._flushed = value
 
-    def discard(self) -> None:
-        """Remove a file that still says an epoch that is over, as none can be written: who opens next begins a new one.
+    def close(self) -> None:
+        """Close the file. Where the epoch cannot be flushed, remove the file: who opens next begins a new epoch.
 
         Raises:
-            OSError: It cannot be removed either, or not for certain. Then what was reset may come back.
+            OSError: It cannot be removed, or not for certain. Then what was reset may come back.
         """
-        with self._lock:
-            if self._flushed != self.value:
-                os.unlink(EPOCH_NAME, dir_fd=self._directory_fd)
-                os.fsync(self._directory_fd)
-                self._flushed = self.value  # there is nothing left that says another
+        if self._flushed != self.value:
+            with suppress(OSError):
+                self.sync()
+        os.close(self._fd)
+        if self._flushed != self.value:
+            os.unlink(EPOCH_NAME, dir_fd=self._directory_fd)
+            os.fsync(self._directory_fd)
 
-    def close(self) -> None:
-        """Close the file."""
-        with self._lock:
-            self._file.close()
-
-
-class _MarkFile:
-    """The file, as the store of an epoch's mark: one page, preallocated, so that a full disk does not refuse it."""
-
-    def __init__(self, directory_fd: int) -> None:
-        self._fd = os.open(EPOCH_NAME, OPEN_FLAGS | os.O_CREAT, FILE_MODE, dir_fd=directory_fd)
-        try:
-            if check_file(self._fd, EPOCH_NAME).st_size != PAGE_BYTES:
-                os.ftruncate(self._fd, 0)
-                os.posix_fallocate(self._fd, 0, PAGE_BYTES)
-        except BaseException:
-            os.close(self._fd)
-            raise
+    # The epoch's store.
 
     def read(self, deadline: float) -> bytes:
         return os.pread(self._fd, MARK_BYTES_MAX, 0).rstrip(b"\0")
@@ -123,11 +101,3 @@ class _MarkFile:
     def write(self, data: bytes, deadline: float) -> None:
         if os.pwrite(self._fd, data.ljust(MARK_BYTES_MAX, b"\0"), 0) != MARK_BYTES_MAX:
             raise OSError(errno.EIO, "the epoch was written in part")
-
-    def flush(self) -> None:
-        os.fdatasync(self._fd)
-
-    def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)

@@ -12,7 +12,7 @@ from enum import Enum
 from tiered_kv.permissions import check_file
 from tiered_kv_nvme.counters import Counters
 from tiered_kv_nvme.directory import SEGMENT_RESERVE_BYTES, Directory
-from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS, DirectIO, Disk, Scratch, write_fully
+from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS, Disk, Scratch, write_fully
 from tiered_kv_nvme.layout import PAGE_BYTES, SegmentHeader, Summary, checksum, pages
 from tiered_kv_nvme.segment import Segment
 
@@ -32,7 +32,7 @@ class SegmentFiles:
     Args:
         disk: System calls.
         directory: Where they are.
-        direct: Whether they are opened for direct I/O.
+        is_direct: Whether they are opened for direct I/O.
         counters: The store's.
         segment_bytes: Size of the files made from now on.
         capacity_bytes: What the directory may occupy with everything in it.
@@ -40,7 +40,7 @@ class SegmentFiles:
 
     disk: Disk
     directory: Directory
-    direct: DirectIO
+    is_direct: bool
     counters: Counters
     segment_bytes: int
     capacity_bytes: int
@@ -53,7 +53,7 @@ class SegmentFiles:
             generation: The segment's.
         """
         slot = -1
-        flags = OPEN_FLAGS | os.O_CREAT | os.O_EXCL | self.direct.flag
+        flags = OPEN_FLAGS | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if self.is_direct else 0)
         fd = -1
         try:
             listing = self.directory.list()
@@ -83,7 +83,8 @@ class SegmentFiles:
     def open(self, slot: int) -> int:
         """Open an existing segment file and return its descriptor."""
         name = self.directory.segment_name(slot)
-        fd = os.open(name, OPEN_FLAGS | os.O_NONBLOCK | self.direct.flag, dir_fd=self.directory.fd)
+        flags = OPEN_FLAGS | os.O_NONBLOCK | (os.O_DIRECT if self.is_direct else 0)
+        fd = os.open(name, flags, dir_fd=self.directory.fd)
         try:
             check_file(fd, name)
         except BaseException:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -58,8 +57,7 @@ def summary_bytes(count: int, key_bytes: int) -> int:
     return pages(count * ENTRY_BYTES + key_bytes) + PAGE_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentHeader:
+class SegmentHeader(NamedTuple):
     """The first page of a segment; the fields are those of docs/reference/formats-nvme.md."""
 
     digest: bytes
@@ -69,8 +67,7 @@ class SegmentHeader:
 
     def encode(self, page: memoryview) -> None:
         """Write the header into `page`, which is `PAGE_BYTES` long."""
-        fields = (self.digest, self.generation, self.segment_bytes, self.block_bytes)
-        _fill(page, _SEGMENT_MAGIC, _SEGMENT.pack(FORMAT_VERSION, PAGE_BYTES, *fields))
+        _fill(page, _SEGMENT_MAGIC, _SEGMENT.pack(FORMAT_VERSION, PAGE_BYTES, *self))
 
     @classmethod
     def decode(cls, page: memoryview) -> SegmentHeader | None:
@@ -85,12 +82,11 @@ class SegmentHeader:
         return header if fits and header.generation < _NUMBER_MAX else None
 
 
-@dataclass(frozen=True, slots=True)
-class BatchHeader:
+class BatchHeader(NamedTuple):
     """What stands before a batch's entries; the fields are those of docs/reference/formats-nvme.md."""
 
     header_bytes: int
-    count: int
+    entry_count: int
     digest: bytes
     generation: int
     epoch: int
@@ -104,9 +100,7 @@ class BatchHeader:
         table = [
             pack(e.offset, e.stored_bytes, len(k), e.codec, e.checksum) for e, k in zip(entries, keys, strict=True)
         ]
-        fields = (self.generation, self.epoch, self.sequence, self.offset, self.batch_bytes)
-        fixed = _BATCH.pack(self.header_bytes, self.count, self.digest, *fields)
-        _fill(header, _BATCH_MAGIC, b"".join((fixed, *table, *keys)))
+        _fill(header, _BATCH_MAGIC, b"".join((_BATCH.pack(*self), *table, *keys)))
 
     @classmethod
     def peek(cls, page: memoryview) -> BatchHeader | None:
@@ -115,15 +109,15 @@ class BatchHeader:
             return None
         return cls(*_BATCH.unpack_from(page, _PROLOGUE.size))
 
-    def decode_entries(self, header: memoryview, room: EntryBounds) -> EntryTable | None:
+    def decode_entries(self, header: memoryview, stored_bytes_max: int) -> EntryTable | None:
         """Return the entries in `header`, all `header_bytes` of it, or None if it is damaged."""
         if not _intact(header, _BATCH_MAGIC):
             return None
-        return EntryTable.decode(header[_BATCH_TABLE_OFFSET:], self.count, room)
+        end_offset = self.offset + self.batch_bytes
+        return EntryTable.decode(header[_BATCH_TABLE_OFFSET:], self.entry_count, stored_bytes_max, end_offset)
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
+class Summary(NamedTuple):
     """The footer of a segment's summary; the fields are those of docs/reference/formats-nvme.md.
 
     It answers for the batches before `end_offset`, so that recovery need not read their headers; batches
@@ -131,7 +125,7 @@ class Summary:
     """
 
     table_bytes: int
-    count: int
+    entry_count: int
     digest: bytes
     generation: int
     epoch: int
@@ -142,9 +136,7 @@ class Summary:
 
     def encode(self, page: memoryview) -> None:
         """Write the footer into `page`, which is `PAGE_BYTES` long."""
-        fields = (self.generation, self.epoch, self.sequence, self.end_offset, self.segment_bytes)
-        fixed = _SUMMARY.pack(self.table_bytes, self.count, self.digest, *fields, self.table_checksum)
-        _fill(page, _SUMMARY_MAGIC, fixed)
+        _fill(page, _SUMMARY_MAGIC, _SUMMARY.pack(*self))
 
     @classmethod
     def decode(cls, page: memoryview) -> Summary | None:
@@ -166,14 +158,6 @@ class Entry(NamedTuple):
     stored_bytes: int
     codec: int
     checksum: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class EntryBounds:
-    """What the entries of a sound table cannot exceed: payload sizes and where payloads may lie."""
-
-    stored_bytes_max: int
-    end_offset_max: int
 
 
 class EntryTable:
@@ -241,8 +225,11 @@ class EntryTable:
         return columns.tobytes() + b"".join(self.keys)
 
     @classmethod
-    def decode(cls, table: memoryview, count: int, bounds: EntryBounds) -> EntryTable | None:
-        """Return the table of `count` entries at the start of `table`, or None if it cannot be one."""
+    def decode(cls, table: memoryview, count: int, stored_bytes_max: int, end_offset_max: int) -> EntryTable | None:
+        """Return the table of `count` entries at the start of `table`.
+
+        None if it cannot be one: no payload exceeds `stored_bytes_max`, or ends behind `end_offset_max`.
+        """
         keys_offset = count * ENTRY_BYTES
         if keys_offset > len(table):
             return None
@@ -252,10 +239,10 @@ class EntryTable:
         ends = offsets + columns["stored"]
         if (
             int(lengths.sum(dtype=np.int64)) > len(table) - keys_offset
-            or (columns["stored"] > bounds.stored_bytes_max).any()
+            or (columns["stored"] > stored_bytes_max).any()
             or ((lengths == 0) | (lengths > KEY_BYTES_MAX)).any()
-            or (offsets > bounds.end_offset_max).any()  # for itself too: the sum may have overflowed
-            or (ends > bounds.end_offset_max).any()
+            or (offsets > end_offset_max).any()  # for itself too: the sum may have overflowed
+            or (ends > end_offset_max).any()
         ):
             return None
         decoded = cls()

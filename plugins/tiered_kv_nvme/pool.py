@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from tiered_kv_nvme.layout import batch_header_bytes
+from tiered_kv_nvme.index import Index
+from tiered_kv_nvme.layout import BatchHeader, batch_header_bytes
 from tiered_kv_nvme.segment import Demand, Segment, SegmentState
 
 SEGMENTS_TO_RELOCATE = 3
@@ -35,36 +36,33 @@ class Stream(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Room for one batch, which its holder must `commit` or `abandon`, and what the batch's header will say.
+    """Room for one batch, which its holder must `commit` or `abandon`; the header says where, and for how many blocks.
 
-    `count` is how many blocks of the demand it is for. Its segment is neither sealed nor reclaimed before it ends.
+    Its segment is neither sealed nor reclaimed before it ends.
     """
 
     segment: Segment
-    offset: int
-    count: int
+    header: BatchHeader
     key_bytes: int
-    header_bytes: int
-    batch_bytes: int
-    generation: int
-    epoch: int
-    sequence: int
 
 
 class SegmentPool:
     """All segments of a directory.
 
     Args:
+        digest: The namespace's.
         epoch: The directory's epoch.
         free_target: How many free segments the reclaimer keeps ready.
     """
 
-    def __init__(self, epoch: int, free_target: int) -> None:
+    def __init__(self, digest: bytes, epoch: int, free_target: int) -> None:
         self.changed = threading.Condition(threading.Lock())
+        self.digest = digest
         self.epoch = epoch
         self.closed = False
         self.free_target = free_target
         self.segments: dict[int, Segment] = {}
+        self.index = Index()
         self.generation = 0
         """The greatest generation that was given out."""
         self._growth_refused = False
@@ -106,7 +104,7 @@ class SegmentPool:
     def commit(self, reservation: Reservation) -> bool:
         """Locked. End a reservation whose batch is written; return whether its blocks are still valid."""
         self._end_write(reservation.segment)
-        return reservation.epoch == self.epoch and not self.closed
+        return reservation.header.epoch == self.epoch and not self.closed
 
     def abandon(self, reservation: Reservation) -> None:
         """Locked. End a reservation whose batch was not completely written.
@@ -114,11 +112,11 @@ class SegmentPool:
         If nothing was reserved after it the room is used again. Otherwise it is a hole that a scan cannot see
         past, so no more is added to the segment, and its summary will tell what lies beyond.
         """
-        segment = reservation.segment
-        if segment.end_offset == reservation.offset + reservation.batch_bytes:
-            segment.end_offset = reservation.offset
-            segment.sequence = reservation.sequence
-            segment.reserved_blocks -= reservation.count
+        segment, header = reservation.segment, reservation.header
+        if segment.end_offset == header.offset + header.batch_bytes:
+            segment.end_offset = header.offset
+            segment.sequence = header.sequence
+            segment.reserved_blocks -= header.entry_count
             segment.key_bytes -= reservation.key_bytes
         else:
             for stream in [stream for stream, active in self._active.items() if active is segment]:
@@ -127,24 +125,22 @@ class SegmentPool:
 
     def _take(self, segment: Segment, demand: Demand, count: int) -> Reservation:
         key_bytes = demand.key_ends[count - 1]
-        header_bytes = batch_header_bytes(count, key_bytes)
-        reservation = Reservation(
-            segment,
-            segment.end_offset,
+        header = BatchHeader(
+            batch_header_bytes(count, key_bytes),
             count,
-            key_bytes,
-            header_bytes,
-            demand.batch_bytes(count),
+            self.digest,
             segment.generation,
             segment.epoch,
             segment.sequence,
+            segment.end_offset,
+            demand.batch_bytes(count),
         )
-        segment.end_offset += reservation.batch_bytes
+        segment.end_offset += header.batch_bytes
         segment.sequence += 1
         segment.reserved_blocks += count
         segment.key_bytes += key_bytes
         segment.writers += 1
-        return reservation
+        return Reservation(segment, header, key_bytes)
 
     def _activate(self, segment: Segment, stream: Stream) -> None:
         assert segment.state is SegmentState.FREE

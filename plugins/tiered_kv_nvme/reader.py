@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,8 +12,8 @@ from tiered_kv.toolkit.codecs import ENCRYPTED_IDS, RAW_ID, CodecSet, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.status import REFUSED, UNREADABLE, RecordStatus
 from tiered_kv_nvme.counters import Counters
-from tiered_kv_nvme.disk import Disk, Scratch, read_fully
-from tiered_kv_nvme.index import Index, ordinal_of, place_of, slot_of
+from tiered_kv_nvme.disk import Disk, Scratch, ThreadScratch, read_fully
+from tiered_kv_nvme.index import ordinal_of, place_of, slot_of
 from tiered_kv_nvme.layout import PAGE_BYTES, Entry, checksum, pages
 from tiered_kv_nvme.pool import SegmentPool
 from tiered_kv_nvme.segment import Segment
@@ -78,24 +77,21 @@ class BlockReader:
 
     Args:
         disk: System calls.
-        digest: The namespace's digest.
-        pool, index, counters: The store's.
+        pool, counters: The store's.
         block_bytes: Size of a block.
         codecs: What may be read.
         scatter: Whether blocks may be read straight into the caller's memory, as `gather` of `BatchWriter`.
     """
 
     disk: Disk
-    digest: bytes
     pool: SegmentPool
-    index: Index
     counters: Counters
     block_bytes: int
     codecs: CodecSet
     scatter: bool
 
     def __post_init__(self) -> None:
-        self._local = threading.local()
+        self._local = ThreadScratch()
 
     def load(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
         """Load blocks.
@@ -158,7 +154,7 @@ class BlockReader:
         wanted: list[Wanted] = []
         pool = self.pool
         with pool.changed:
-            places = self.index.places
+            places = self.pool.index.places
             for key, block in zip(keys, blocks, strict=True):
                 place = places.get(key)
                 if place is not None:
@@ -172,7 +168,7 @@ class BlockReader:
         dropped: list[RecordStatus] = []
         with self.pool.changed:
             for item, status in lost:
-                if self.index.drop(item.key, place_of(item.segment.slot, item.ordinal)):
+                if self.pool.index.drop(item.key, place_of(item.segment.slot, item.ordinal)):
                     dropped.append(status)
             self.pool.unpin(slots)
             still_valid = self.pool.epoch == epoch
@@ -182,7 +178,6 @@ class BlockReader:
         return still_valid
 
     def _runs(self, wanted: list[Wanted]) -> list[Run]:
-        """Return the blocks as runs."""
         wanted.sort(key=lambda item: (item.segment.slot, item.entry.offset))
         runs: list[Run] = []
         for item in wanted:
@@ -200,7 +195,7 @@ class BlockReader:
         at = run.offset
         for item in run.blocks:
             if item.entry.offset > at:
-                buffers.append(self._scratch().take(GAP_BYTES_MAX)[: item.entry.offset - at])
+                buffers.append(self._local.scratch.take(GAP_BYTES_MAX)[: item.entry.offset - at])
             buffers.append(item.block)
             at = _end(item.entry)
         came = read_fully(self.disk, run.blocks[0].segment.fd, buffers, run.offset)
@@ -213,7 +208,7 @@ class BlockReader:
 
     def _read_buffered(self, run: Run) -> list[RecordStatus]:
         start = run.offset // PAGE_BYTES * PAGE_BYTES
-        span = self._scratch().take(pages(run.end_offset) - start)
+        span = self._local.scratch.take(pages(run.end_offset) - start)
         came = read_fully(self.disk, run.blocks[0].segment.fd, [span], start)
         statuses: list[RecordStatus] = []
         for item in run.blocks:
@@ -231,16 +226,10 @@ class BlockReader:
         entry = item.entry
         if entry.codec not in ENCRYPTED_IDS and not _is_sound(payload, entry):
             return RecordStatus.BAD_CHECKSUM
-        status = self.codecs.decode(entry.codec, payload, item.block, binding_of(self.digest, item.key))
+        status = self.codecs.decode(entry.codec, payload, item.block, binding_of(self.pool.digest, item.key))
         if entry.codec in ENCRYPTED_IDS and status is not RecordStatus.OK and not _is_sound(payload, entry):
             return RecordStatus.BAD_CHECKSUM
         return status
-
-    def _scratch(self) -> Scratch:
-        scratch: Scratch | None = getattr(self._local, "scratch", None)
-        if scratch is None:
-            scratch = self._local.scratch = Scratch()
-        return scratch
 
 
 def _end(entry: Entry) -> int:

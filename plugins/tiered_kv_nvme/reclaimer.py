@@ -12,7 +12,7 @@ from tiered_kv.toolkit.codecs import Draft
 from tiered_kv_nvme.counters import Counters
 from tiered_kv_nvme.disk import Scratch
 from tiered_kv_nvme.files import NoSegment, SegmentFiles
-from tiered_kv_nvme.index import CHUNK_KEYS, PAUSE_S, Index, place_of
+from tiered_kv_nvme.index import CHUNK_KEYS, PAUSE_S, place_of
 from tiered_kv_nvme.layout import Entry
 from tiered_kv_nvme.pool import SegmentPool
 from tiered_kv_nvme.reader import BlockReader
@@ -36,13 +36,12 @@ class Reclaimer:
     """Keeps `pool.free_target` segments free: new ones up to the capacity, then the oldest one's room.
 
     Args:
-        files, pool, index, counters, reader, writer: The store's.
+        files, pool, counters, reader, writer: The store's.
         name: The thread's name.
     """
 
     files: SegmentFiles
     pool: SegmentPool
-    index: Index
     counters: Counters
     reader: BlockReader
     writer: BatchWriter
@@ -82,7 +81,7 @@ class Reclaimer:
             _log.error("reclaiming failed; further errors of this kind are not logged", exc_info=error)
 
     def _work(self) -> bool:
-        """Do what is most wanted; return whether anything could be done."""
+        """Make room or seal; return whether anything could be done."""
         with self.pool.changed:
             missing = self.pool.free_missing
         return (missing > 0 and self._make_room()) or self._seal()
@@ -183,7 +182,7 @@ class Reclaimer:
 
     def _survivors(self, segment: Segment, budget_bytes: int) -> Iterator[list[int]]:
         """Yield the ordinals of blocks that shall move, near neighbours together."""
-        table, places = segment.table, self.index.places
+        table, places = segment.table, self.pool.index.places
         near: list[int] = []
         ordinal = table.used.find(1)
         while ordinal >= 0:
@@ -202,8 +201,7 @@ class Reclaimer:
             yield near
 
     def _drop(self, segment: Segment) -> None:
-        """Forget the blocks that are still in `segment`."""
-        keys, drop = segment.table.keys, self.index.drop
+        keys, drop = segment.table.keys, self.pool.index.drop
         for start in range(0, len(keys), CHUNK_KEYS):
             chunk = keys[start : start + CHUNK_KEYS]
             first_place = place_of(segment.slot, start)

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from tiered_kv.toolkit.codecs import OVERHEAD_BYTES_MAX
 from tiered_kv_nvme.disk import Disk, Scratch, read_fully
 from tiered_kv_nvme.files import SegmentFiles
-from tiered_kv_nvme.index import Index, place_of
+from tiered_kv_nvme.index import place_of
 from tiered_kv_nvme.layout import (
     PAGE_BYTES,
     BatchHeader,
-    EntryBounds,
     EntryTable,
     SegmentHeader,
     Summary,
@@ -30,12 +29,12 @@ from tiered_kv_nvme.pool import SegmentPool
 from tiered_kv_nvme.segment import Segment, SegmentState
 
 
-def recover(files: SegmentFiles, pool: SegmentPool, index: Index, *, threads: int) -> None:
-    """Fill `pool` and `index` from the directory; unusable segments, and those over the capacity, are deleted.
+def recover(files: SegmentFiles, pool: SegmentPool, *, threads: int) -> None:
+    """Fill `pool` and its index from the directory; unusable segments, and those over the capacity, are deleted.
 
     Args:
         files: The directory's segment files.
-        pool, index: Empty; nobody else uses them yet.
+        pool: Empty; nobody else uses it yet.
         threads: How many segments are read at once.
 
     Raises:
@@ -44,23 +43,24 @@ def recover(files: SegmentFiles, pool: SegmentPool, index: Index, *, threads: in
     slots = files.directory.list().segments
     with ThreadPoolExecutor(threads, thread_name_prefix="tiered-kv-nvme-recovery") as executor:
         scans = [executor.submit(_Scan(files, slot, pool.epoch).run) for slot in slots]
-    found = sorted(_results(scans), key=_newest_last(pool.epoch))
+    # In the order in which they are given up: free ones first (of epoch 0), then those of a reset, then the oldest.
+    found = sorted(_results(scans), key=lambda each: (each.epoch == pool.epoch, each.epoch > 0, each.generation))
     try:
         _delete_excess(files, found)
-        _adopt(found, pool, index)
+        _adopt(found, pool)
     except BaseException:
         _close(found)
         raise
-    files.counters.add("recovered_blocks_total", count=len(index.places))
+    files.counters.add("recovered_blocks_total", count=len(pool.index.places))
 
 
-def _adopt(found: Sequence[Segment], pool: SegmentPool, index: Index) -> None:
+def _adopt(found: Sequence[Segment], pool: SegmentPool) -> None:
     """Add segments, the oldest first, and go on with the newest that has room."""
     resumable: Segment | None = None
     with pool.changed:
         for segment in found:
             pool.adopt(segment)
-            index.add(segment.table.keys, place_of(segment.slot, 0))
+            pool.index.add(segment.table.keys, place_of(segment.slot, 0))
             if len(segment.table) and not segment.damaged:
                 resumable = segment
         if resumable is not None:
@@ -78,6 +78,7 @@ class _Scan:
     def __post_init__(self) -> None:
         self._disk: Disk = self.files.disk
         self._identity = self.files.directory.identity
+        self._stored_bytes_max = self._identity.block_bytes + OVERHEAD_BYTES_MAX
         self._scratch = Scratch()
         self._file_bytes = 0
 
@@ -161,7 +162,7 @@ class _Scan:
         came = read_fully(self._disk, segment.fd, [table], footer_offset - summary.table_bytes)
         if came != len(table) or checksum(table) != summary.table_checksum:
             return None
-        entries = EntryTable.decode(table, summary.count, self._bounds(summary.end_offset))
+        entries = EntryTable.decode(table, summary.entry_count, self._stored_bytes_max, summary.end_offset)
         if entries is None:
             return None
         segment.end_offset = summary.end_offset
@@ -196,7 +197,7 @@ class _Scan:
         batch = batch[: read_fully(self._disk, segment.fd, [batch], offset)]
         if len(batch) < header.header_bytes:
             return None
-        entries = header.decode_entries(batch[: header.header_bytes], self._bounds(offset + header.batch_bytes))
+        entries = header.decode_entries(batch[: header.header_bytes], self._stored_bytes_max)
         if entries is None or not _all_sound(batch, entries, offset):
             return None
         return header, entries
@@ -213,9 +214,6 @@ class _Scan:
             and 0 < header.header_bytes <= header.batch_bytes <= room_bytes
             and header.header_bytes % PAGE_BYTES == header.batch_bytes % PAGE_BYTES == 0
         )
-
-    def _bounds(self, end_offset: int) -> EntryBounds:
-        return EntryBounds(self._identity.block_bytes + OVERHEAD_BYTES_MAX, end_offset)
 
 
 def _all_sound(batch: memoryview, entries: EntryTable, offset: int) -> bool:
@@ -249,12 +247,3 @@ def _delete_excess(files: SegmentFiles, found: list[Segment]) -> None:
 def _close(segments: Sequence[Segment]) -> None:
     for segment in segments:
         os.close(segment.fd)
-
-
-def _newest_last(epoch: int) -> Callable[[Segment], tuple[bool, bool, int]]:
-    """Return the order in which segments are given up: free and reset ones first, then the oldest."""
-    return lambda segment: (
-        segment.state is not SegmentState.FREE and segment.epoch == epoch,
-        segment.state is not SegmentState.FREE,
-        segment.generation,
-    )

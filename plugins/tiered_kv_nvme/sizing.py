@@ -37,7 +37,7 @@ class Sizing:
     @property
     def segments_max(self) -> int:
         """How many segments the capacity has room for."""
-        return _segments(self.capacity_bytes, self.segment_bytes)
+        return (self.capacity_bytes - DIRECTORY_RESERVE_BYTES) // (self.segment_bytes + SEGMENT_RESERVE_BYTES)
 
     @classmethod
     def of(
@@ -64,7 +64,7 @@ class Sizing:
                     f"at least {format_bytes(least_bytes)}",
                     location="segment",
                 )
-            if _segments(capacity_bytes, segment_bytes) > SEGMENTS_MAX:
+            if cls(capacity_bytes, segment_bytes).segments_max > SEGMENTS_MAX:
                 raise ConfigError(
                     f"a capacity of {format_bytes(capacity_bytes)} in segments of {format_bytes(segment_bytes)} "
                     f"makes more than {SEGMENTS_MAX} open files: it takes at least "
@@ -80,25 +80,13 @@ class Sizing:
                 + f": it takes at least {format_bytes(capacity_min)}",
                 location="capacity",
             )
-        return cls(capacity_bytes, segment_bytes or _choose(capacity_bytes, stored_bytes))
+        comfortable_bytes = segment_bytes_min(stored_bytes, KEY_BYTES_MAX, _BLOCKS_COMFORTABLE)
+        return cls(capacity_bytes, segment_bytes or _choose(capacity_bytes, least_bytes, comfortable_bytes))
 
 
-def _choose(capacity_bytes: int, stored_bytes: int) -> int:
+def _choose(capacity_bytes: int, least_bytes: int, comfortable_bytes: int) -> int:
     """Return a segment size: small beside the capacity, so that little is dropped at once, but several blocks."""
     wanted = min(max(capacity_bytes // _SEGMENTS_WANTED, _SEGMENT_BYTES_FLOOR), _SEGMENT_BYTES_CEILING)
-    wanted = max(
-        pages(max(wanted, capacity_bytes // SEGMENTS_MAX)),
-        segment_bytes_min(stored_bytes, KEY_BYTES_MAX, _BLOCKS_COMFORTABLE),
-    )
-    for count in (_SEGMENTS_COMFORTABLE, SEGMENTS_MIN):
-        if _segments(capacity_bytes, wanted) >= count:
-            return wanted
-        share = (capacity_bytes - DIRECTORY_RESERVE_BYTES) // count - SEGMENT_RESERVE_BYTES
-        share = share // PAGE_BYTES * PAGE_BYTES
-        if share >= segment_bytes_min(stored_bytes, KEY_BYTES_MAX, 1):
-            return share
-    raise AssertionError("the least capacity holds SEGMENTS_MIN of the least segments")
-
-
-def _segments(capacity_bytes: int, segment_bytes: int) -> int:
-    return (capacity_bytes - DIRECTORY_RESERVE_BYTES) // (segment_bytes + SEGMENT_RESERVE_BYTES)
+    wanted = max(pages(max(wanted, capacity_bytes // SEGMENTS_MAX)), comfortable_bytes)
+    share = (capacity_bytes - DIRECTORY_RESERVE_BYTES) // _SEGMENTS_COMFORTABLE - SEGMENT_RESERVE_BYTES
+    return max(least_bytes, min(wanted, share // PAGE_BYTES * PAGE_BYTES))

@@ -19,10 +19,10 @@ from tiered_kv.toolkit.codecs import PLAIN, CodecSet
 from tiered_kv.toolkit.jobs import Outcome
 from tiered_kv_nvme.counters import Counters
 from tiered_kv_nvme.directory import Directory
-from tiered_kv_nvme.disk import DirectIO, Disk, file_system_of, probe_direct
+from tiered_kv_nvme.disk import Disk, refusal_of_direct
 from tiered_kv_nvme.epoch import DirectoryEpoch
 from tiered_kv_nvme.files import SegmentFiles
-from tiered_kv_nvme.index import Index, ordinal_of, slot_of, take_apart
+from tiered_kv_nvme.index import ordinal_of, slot_of, take_apart
 from tiered_kv_nvme.layout import PAGE_BYTES
 from tiered_kv_nvme.pool import SegmentPool
 from tiered_kv_nvme.reader import BlockReader
@@ -100,20 +100,22 @@ class SegmentStore:
         """Make everything that works on the directory; what `undo` then holds gives it up again."""
         options = self._options
         try:
-            off = DirectIO(False, "turned off by the setting 'direct'")
-            self.direct = probe_direct(disk, self._directory.fd) if options.want_direct else off
+            self.not_direct = "turned off by the setting 'direct'"
+            """Why segments are not opened for direct I/O; empty if they are."""
+            if options.want_direct:
+                self.not_direct = refusal_of_direct(disk, self._directory.fd)
             self._epoch = DirectoryEpoch(self._directory.fd)
         except OSError as error:
-            raise self._directory.unavailable(error) from error
+            raise self._directory.claimed.unavailable(error) from error
         undo.callback(self._epoch.close)
         sizing = options.sizing
         self._files = SegmentFiles(
-            disk, self._directory, self.direct, self.counters, sizing.segment_bytes, sizing.capacity_bytes
+            disk, self._directory, not self.not_direct, self.counters, sizing.segment_bytes, sizing.capacity_bytes
         )
-        self.index = Index()
-        self._pool = SegmentPool(self._epoch.value, FREE_SEGMENTS)
+        self._pool = SegmentPool(identity.digest, self._epoch.value, FREE_SEGMENTS)
+        self.index = self._pool.index
         try:
-            recover(self._files, self._pool, self.index, threads=options.threads)
+            recover(self._files, self._pool, threads=options.threads)
         except OSError as error:
             raise TierUnavailableError(
                 f"a segment in {path} cannot be opened: {error.strerror}", tier=tier, operation="open"
@@ -124,25 +126,26 @@ class SegmentStore:
 
         # Memory that is not aligned, or payloads that are not whole pages, take the way through a buffer.
         whole_pages = identity.block_bytes % PAGE_BYTES == 0
-        straight = whole_pages and (options.aligned or not self.direct.enabled)
-        shared = (self._pool, self.index, self.counters)
+        straight = whole_pages and (options.aligned or bool(self.not_direct))
         self._reader = BlockReader(
             disk,
-            identity.digest,
-            *shared,
+            self._pool,
+            self.counters,
             block_bytes=identity.block_bytes,
             codecs=options.codecs,
             scatter=straight,
         )
         self._writer = BatchWriter(
             disk,
-            identity.digest,
-            *shared,
+            self._pool,
+            self.counters,
             codecs=options.codecs,
             gather=straight and options.codecs.writes_raw,
             room_timeout_s=options.room_timeout_s,
         )
-        self._reclaimer = Reclaimer(self._files, *shared, self._reader, self._writer, name=f"{self._name}-reclaimer")
+        self._reclaimer = Reclaimer(
+            self._files, self._pool, self.counters, self._reader, self._writer, name=f"{self._name}-reclaimer"
+        )
         self._released = False
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
@@ -197,7 +200,6 @@ class SegmentStore:
         """Write the epoch, flush it, and take the old index apart; try again until that is done or the store closes."""
         while count := len(self._forgotten):
             try:
-                self._epoch.write()
                 self._epoch.sync()
             except OSError:
                 self.counters.add("io_errors_total")
@@ -232,15 +234,14 @@ class SegmentStore:
         short = f"only {rounded_bytes(room_bytes)} of the capacity can be had: its disk has no more free space"
         return {
             "path": self._directory.path,
-            "file_system": file_system_of(os.path.realpath(self._directory.path)),
-            "direct_io": "yes" if self.direct.enabled else f"no: {self.direct.reason}",
+            "direct_io": f"no: {self.not_direct}" if self.not_direct else "yes",
             "capacity_bytes": sizing.capacity_bytes,
             "used_bytes": listing.used_bytes,
             "free_bytes": free_bytes,
             **({"warning": short} if room_bytes < sizing.capacity_bytes else {}),
             "segment_bytes": sizing.segment_bytes,
             "segments_max": sizing.segments_max,
-            "foreign_files": listing.foreign_files,
+            "foreign_files": self._directory.foreign_files,
             "codec": self._options.codecs.name,
             "threads": self._options.threads,
             "blocks_found": self.counters["recovered_blocks_total"],
@@ -288,11 +289,8 @@ class SegmentStore:
         self._released = True
         with ExitStack() as release:
             release.callback(self._directory.close)
-            release.callback(self._epoch.close)
-            for note in (self._epoch.sync, self._epoch.discard):  # discard, so that nobody takes an old epoch for this
-                try:
-                    note()
-                    break
-                except OSError:
-                    self.counters.add("io_errors_total")
+            try:
+                self._epoch.close()
+            except OSError:
+                self.counters.add("io_errors_total")
         return True

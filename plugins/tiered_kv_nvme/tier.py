@@ -109,7 +109,6 @@ def _open_store(
     tier_type: str,
     settings: NvmeSettings,
 ) -> SegmentStore:
-    """Open the directory for the blocks of the region."""
     assert primary_kv_view.shape is not None
     block_bytes = primary_kv_view.shape[-1]
     identity = Identity(
@@ -128,9 +127,9 @@ def _open_store(
     )
     tier = getattr(offloading_spec, "name", None) or tier_type
     store = SegmentStore(settings.path, identity, options, tier=tier)
-    if settings.direct == "on" and not store.direct.enabled:
+    if settings.direct == "on" and store.not_direct:
         store.close()
-        raise ConfigError(f"{store.direct.reason}; write 'direct: auto' to use the page cache then", location="direct")
+        raise ConfigError(f"{store.not_direct}; write 'direct: auto' to use the page cache then", location="direct")
     return store
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,8 +11,8 @@ from tiered_kv.tiering.step import give_way
 from tiered_kv.toolkit.codecs import CodecSet, Draft, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, failure_reason
 from tiered_kv_nvme.counters import Counters
-from tiered_kv_nvme.disk import Disk, Scratch, write_fully
-from tiered_kv_nvme.index import Index, place_of
+from tiered_kv_nvme.disk import Disk, ThreadScratch, write_fully
+from tiered_kv_nvme.index import place_of
 from tiered_kv_nvme.layout import KEY_BYTES_MAX, BatchHeader, Entry, checksum
 from tiered_kv_nvme.pool import Reservation, SegmentPool, Stream
 from tiered_kv_nvme.segment import Demand
@@ -36,8 +35,7 @@ class BatchWriter:
 
     Args:
         disk: System calls.
-        digest: The namespace's digest.
-        pool, index, counters: The store's.
+        pool, counters: The store's.
         codecs: What is done to blocks.
         gather: Whether payloads go to the disk from where they lie. Otherwise they are copied into an aligned
             buffer first, which direct I/O needs unless blocks are whole pages on page boundaries.
@@ -45,16 +43,14 @@ class BatchWriter:
     """
 
     disk: Disk
-    digest: bytes
     pool: SegmentPool
-    index: Index
     counters: Counters
     codecs: CodecSet
     gather: bool
     room_timeout_s: float
 
     def __post_init__(self) -> None:
-        self._local = threading.local()
+        self._local = ThreadScratch()
 
     def store(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], epoch: int) -> Outcome:
         """Store blocks, leaving out those that are here.
@@ -67,7 +63,7 @@ class BatchWriter:
         Returns:
             The keys that are here now, and if they are not all, why.
         """
-        here = self.index.places
+        here = self.pool.index.places
         wanted = {key: block for key, block in zip(keys, blocks, strict=True) if key not in here}
         if not wanted:
             return ALL_DONE
@@ -122,7 +118,7 @@ class BatchWriter:
                         starved = self.pool.is_starved
                     self.counters.add("refused_stores_total" if starved else "room_timeouts_total")
                 return done, "no_space"
-            end = done + reservation.count
+            end = done + reservation.header.entry_count
             places = old_places[done:end] if old_places is not None else None
             failure = self._write_batch(reservation, keys[done:end], payloads[done:end], places)
             if failure:
@@ -138,84 +134,57 @@ class BatchWriter:
         old_places: Sequence[int] | None,
     ) -> str:
         """Write a batch where there is room for it and make its blocks known; return what failed."""
-        written = False
+        segment, header = reservation.segment, reservation.header
         try:
-            gather = self.gather and old_places is None
-            entries, buffers = self._lay_out(reservation, keys, payloads, gather=gather)
-            write_fully(self.disk, reservation.segment.fd, buffers, reservation.offset)
-            written = True
-        except OSError as error:
+            entries, buffers = self._lay_out(header, keys, payloads, gather=self.gather and old_places is None)
+            write_fully(self.disk, segment.fd, buffers, header.offset)
+        except BaseException as error:
+            with self.pool.changed:
+                self.pool.abandon(reservation)
+            if not isinstance(error, OSError):
+                raise
             self.counters.add("io_errors_total")
             return failure_reason(error)
-        finally:
-            if not written:
-                with self.pool.changed:
-                    self.pool.abandon(reservation)
         self.counters.add("stored_batches_total")
-        return "" if self._publish(reservation, entries, keys, old_places) else "reset"
-
-    def _publish(
-        self,
-        reservation: Reservation,
-        entries: Sequence[Entry],
-        keys: Sequence[OffloadKey],
-        old_places: Sequence[int] | None,
-    ) -> bool:
-        """Make the blocks of a batch that is completely written known, unless the cache was reset meanwhile."""
-        segment = reservation.segment
         with self.pool.changed:
             if not self.pool.commit(reservation):
-                return False
+                return "reset"
             first_place = place_of(segment.slot, len(segment.table))
             segment.table.append(keys, entries)
             if old_places is None:
-                self.index.add(keys, first_place)
+                self.pool.index.add(keys, first_place)
             else:
-                self.index.move(keys, old_places, first_place)
-        return True
+                self.pool.index.move(keys, old_places, first_place)
+        return ""
 
     def _lay_out(
-        self, reservation: Reservation, keys: Sequence[OffloadKey], payloads: Sequence[Payload], *, gather: bool
+        self, header: BatchHeader, keys: Sequence[OffloadKey], payloads: Sequence[Payload], *, gather: bool
     ) -> tuple[list[Entry], list[memoryview]]:
         """Return a batch's entries and what to write: its header, and the payloads where they lie or all in one buffer.
 
         Blocks are encrypted straight into that buffer.
         """
-        scratch: Scratch | None = getattr(self._local, "scratch", None)
-        if scratch is None:
-            scratch = self._local.scratch = Scratch()
-        batch = scratch.take(reservation.header_bytes if gather else reservation.batch_bytes)
+        batch = self._local.scratch.take(header.header_bytes if gather else header.batch_bytes)
         entries: list[Entry] = []
-        at = reservation.header_bytes
+        at = header.header_bytes
         for key, (draft, known_checksum) in zip(keys, payloads, strict=True):
             end = at + draft.payload_bytes
             if not gather:
                 known_checksum = self._put(draft, known_checksum, batch[at:end], key)
             assert known_checksum is not None, "what is encrypted has just been put into the batch"
-            entries.append(Entry(reservation.offset + at, draft.payload_bytes, draft.codec_id, known_checksum))
+            entries.append(Entry(header.offset + at, draft.payload_bytes, draft.codec_id, known_checksum))
             at = end
-        header = BatchHeader(
-            reservation.header_bytes,
-            reservation.count,
-            self.digest,
-            reservation.generation,
-            reservation.epoch,
-            reservation.sequence,
-            reservation.offset,
-            reservation.batch_bytes,
-        )
-        header.encode(batch[: reservation.header_bytes], entries, keys)
+        header.encode(batch[: header.header_bytes], entries, keys)
         if gather:
             return entries, [batch, *[payload.draft.content for payload in payloads]]
         batch[at:] = bytes(len(batch) - at)
         return entries, [batch]
 
     def _put(self, draft: Draft, known_checksum: bytes | None, target: memoryview, key: OffloadKey) -> bytes:
-        """Put a payload into its place in a batch, and return its checksum."""
         if known_checksum is not None:
             target[:] = draft.content
             return known_checksum
-        draft.write_into(target, binding_of(self.digest, key))
+        draft.write_into(target, binding_of(self.pool.digest, key))
         return checksum(target)
 
 

@@ -49,9 +49,6 @@ _NO_PERMISSION: Final = (
 class RedisAdministration(TierAdministration):
     """The servers of a redis tier.
 
-    Args:
-        settings: The tier's YAML entry.
-
     Raises:
         ConfigError: A file of certificates or keys cannot be used.
     """
@@ -125,7 +122,6 @@ class RedisAdministration(TierAdministration):
 
     @contextmanager
     def _told(self, operation: str) -> Iterator[None]:
-        """Turn what redis-py raises into an error that says what to do."""
         try:
             yield
         except (NodeError, RedisError, OSError) as error:

@@ -12,7 +12,7 @@ import time
 
 from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
 
-from tiered_kv.toolkit.resolver import addresses_of
+from tiered_kv.toolkit.resolver import connect
 from tiered_kv_redis.replies import ReplyReader
 from tiered_kv_redis.stream import stream_of
 
@@ -87,18 +87,9 @@ class _BoundedConnection(Connection):
         timeout_s = self.socket_connect_timeout
         assert timeout_s is not None, "endpoint.py sets it"
         deadline = time.monotonic() + timeout_s
-        failure = OSError(f"{self.host} has no address")
-        for *_, address in addresses_of(self.host, self.port, timeout_s):
-            try:
-                left_s = max(_CONNECT_MIN_S, deadline - time.monotonic())
-                sock = socket.create_connection(address[:2], left_s)
-            except OSError as error:
-                failure = error
-            else:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                sock.settimeout(self.socket_timeout)
-                return sock
-        raise failure
+        sock = connect(self.host, self.port, lambda: max(_CONNECT_MIN_S, deadline - time.monotonic()))
+        sock.settimeout(self.socket_timeout)
+        return sock
 
 
 class TcpConnection(_HoldsLink, _BoundedConnection):

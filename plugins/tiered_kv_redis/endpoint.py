@@ -16,13 +16,14 @@ from tiered_kv_redis.settings import Address, RedisSettings
 
 Options = dict[str, Any]  # Any: redis-py's keyword arguments
 
-_CONNECTIONS_MAX = 1 << 16
+_OTHER_CALLERS_MAX = 16
+"""Threads that may have a connection to a server besides those for transfers: for lookups, a description, closing."""
 
 
 def pool_options(settings: RedisSettings, address: Address | None) -> Options:
     """Return the arguments of a `ConnectionPool` for the server at `address`, or on the Unix socket."""
-    # Each thread has one connection at most, so nothing has to limit them.
-    options = {**common_options(settings), "max_connections": _CONNECTIONS_MAX, "db": settings.db}
+    connections_max = settings.connections + _OTHER_CALLERS_MAX
+    options = {**common_options(settings), "max_connections": connections_max, "db": settings.db}
     if address is None:
         return {**options, "path": settings.socket, "connection_class": UnixConnection}
     kind = TlsConnection if settings.tls else TcpConnection
@@ -70,29 +71,19 @@ def check_tls_files(settings: RedisSettings) -> None:
         ConfigError: One cannot be read, or is not what it should be.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    certificates = (("tls_ca", settings.tls_ca, "CA certificates"), ("tls_cert", settings.tls_cert, "a certificate"))
-    for name, path, what in certificates:
-        if path is not None:
-            try:
-                context.load_verify_locations(path)
-            except OSError as error:
-                raise _unusable(name, path, f"a file of {what} in PEM format", error) from None
-    if settings.tls_cert is None:
-        return
-    name, path = ("tls_key", settings.tls_key) if settings.tls_key else ("tls_cert", settings.tls_cert)
+    setting, what = "tls_ca", "a file of CA certificates in PEM format"
     try:
-        open(path, "rb").close()  # OpenSSL does not say which of the two files is missing
-        context.load_cert_chain(settings.tls_cert, settings.tls_key, _text_of(settings.tls_key_password))
+        if settings.tls_ca is not None:
+            context.load_verify_locations(settings.tls_ca)
+        if settings.tls_cert is not None:
+            setting, what = "tls_cert", "a file with a certificate in PEM format"
+            context.load_verify_locations(settings.tls_cert)
+            setting = "tls_key" if settings.tls_key else "tls_cert"
+            what = "a file with the certificate's private key in PEM format, and its 'tls_key_password' if it has one"
+            context.load_cert_chain(settings.tls_cert, settings.tls_key, _text_of(settings.tls_key_password))
     except OSError as error:
-        wanted = "a file with the certificate's private key in PEM format, and its 'tls_key_password' if it has one"
-        raise _unusable(name, path, wanted, error) from None
-
-
-def _unusable(name: str, path: str, wanted: str, error: OSError) -> ConfigError:
-    is_read = isinstance(error, ssl.SSLError) or error.strerror is None
-    return ConfigError(
-        f"'{name}': expected {wanted}, found {path}: {'not usable as such' if is_read else error.strerror}"
-    )
+        why = "not usable as such" if isinstance(error, ssl.SSLError) else error.strerror
+        raise ConfigError(f"'{setting}': expected {what}, found {getattr(settings, setting)}: {why}") from None
 
 
 def _credentials(username: SecretStr | None, password: SecretStr | None) -> UsernamePasswordCredentialProvider | None:

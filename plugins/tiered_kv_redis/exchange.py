@@ -166,12 +166,7 @@ def _guarded(exchange: Exchange, link: Link, step: Callable[[Link, float], None]
 
 
 class Calls(Exchange):
-    """Small commands, whose replies are a word, a number, or nothing.
-
-    Args:
-        node, positions, failures: As of an `Exchange`.
-        commands: As `replies.command` makes them, one for each position.
-    """
+    """Small commands, one for each position, whose replies are a word, a number, or nothing."""
 
     def __init__(self, node: Node, positions: Sequence[int], failures: Failures, commands: Sequence[bytes]) -> None:
         super().__init__(node, positions, failures)
@@ -194,8 +189,6 @@ class Stores(Exchange):
     """Blocks to be stored, sent from where they lie.
 
     Args:
-        node, positions, failures: As of an `Exchange`.
-        batch, transfer: The blocks, and how to store them.
         overwrite: Whether to replace what lies there; if not, the server says where something does.
     """
 

@@ -26,10 +26,6 @@ class Loads(Exchange):
     The reply to a fetch is expected to be a raw record of the block's size. So the memory for all replies under way
     is laid out as they should come, and one call receives many of them. Where a reply turns out to be another, such
     as nil, what was received from its beginning on is put back and read from there, until nothing is left of it.
-
-    Args:
-        node, positions, failures: As of an `Exchange`.
-        batch, transfer: The blocks, where they belong, and how to load them.
     """
 
     def __init__(
@@ -76,7 +72,6 @@ class Loads(Exchange):
             self._verify()
 
     def _ask(self, link: Link, deadline: float) -> None:
-        """Ask for as many blocks as may be under way."""
         end = min(self.count, self._received + self._under_way_max)
         if end <= self._sent:
             return
@@ -131,7 +126,6 @@ class Loads(Exchange):
         return self._received % self._slots * (self._head_bytes + len(_CRLF))
 
     def _verify(self) -> None:
-        """Verify the expected replies that are there."""
         for number in range(self.answered, self._received):
             start = number % self._slots * (self._head_bytes + len(_CRLF)) + len(self._opening)
             self._judge(number, self._heads[start : start + HEADER_BYTES], self._blocks[number])

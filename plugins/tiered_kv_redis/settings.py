@@ -132,26 +132,23 @@ class RedisSettings(CodecSettings):
 
     @model_validator(mode="after")
     def _names_a_server(self) -> RedisSettings:
-        if self.socket is not None and (self.host is not None or self.nodes or self.tls):
-            raise ValueError("a Unix socket has no 'host', 'nodes' or 'tls'")
-        if self.mode != "standalone" and self.socket is not None:
-            raise ValueError(f"mode '{self.mode}' needs servers on the network, not a Unix socket")
-        if self.mode == "standalone" and (self.host is None) == (self.socket is None):
-            raise ValueError(f"expected 'url' ({_URL_ACCEPTED}), or 'host', or 'socket'")
-        if self.mode == "standalone" and self.nodes:
-            raise ValueError("'nodes' is for mode 'cluster' or 'sentinel'")
-        if self.mode != "standalone" and not self.addresses:
-            raise ValueError(f"mode '{self.mode}' needs 'nodes' or 'url'")
-        if (self.mode == "sentinel") != (self.service is not None):
-            raise ValueError("'service' and mode 'sentinel' belong together")
-        if self.mode == "cluster" and self.db:
-            raise ValueError("a cluster has no database but 0")
-        if self.tls_key is not None and self.tls_cert is None:
-            raise ValueError("'tls_key' without 'tls_cert'")
-        if self.tls_key_password is not None and self.tls_key is None:
-            raise ValueError("'tls_key_password' without 'tls_key'")
-        if not self.tls and (self.tls_ca or self.tls_cert or self.tls_key):
-            raise ValueError("'tls_ca', 'tls_cert' and 'tls_key' need 'tls: true' or a rediss:// URL")
+        is_single, is_socket = self.mode == "standalone", self.socket is not None
+        problems = {
+            "a Unix socket has no 'host', 'nodes' or 'tls'": is_socket and (self.host or self.nodes or self.tls),
+            f"mode '{self.mode}' needs servers on the network, not a Unix socket": is_socket and not is_single,
+            f"expected 'url' ({_URL_ACCEPTED}), or 'host', or 'socket'": is_single and (not self.host) != is_socket,
+            "'nodes' is for mode 'cluster' or 'sentinel'": is_single and self.nodes,
+            f"mode '{self.mode}' needs 'nodes' or 'url'": not (is_single or self.addresses),
+            "'service' and mode 'sentinel' belong together": (self.mode == "sentinel") != (self.service is not None),
+            "a cluster has no database but 0": self.mode == "cluster" and self.db,
+            "'tls_key' without 'tls_cert'": self.tls_key and not self.tls_cert,
+            "'tls_key_password' without 'tls_key'": self.tls_key_password and not self.tls_key,
+            "'tls_ca', 'tls_cert' and 'tls_key' need 'tls: true' or a rediss:// URL": not self.tls
+            and (self.tls_ca or self.tls_cert or self.tls_key),
+        }
+        for problem, is_there in problems.items():
+            if is_there:
+                raise ValueError(problem)
         return self
 
 

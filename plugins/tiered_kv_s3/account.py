@@ -173,7 +173,6 @@ class Account:
 
 
 def _explicit(settings: S3Settings) -> Credentials | None:
-    """Return the credentials that stand in the settings."""
     if settings.access_key_id is None or settings.secret_access_key is None:
         return None
     token = settings.session_token.get_secret_value() if settings.session_token is not None else ""

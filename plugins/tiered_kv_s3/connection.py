@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tiered_kv.toolkit.resolver import addresses_of
+from tiered_kv.toolkit.resolver import connect
 from tiered_kv_s3.endpoint import Endpoint, Proxy
 
 HEAD_BYTES_MAX = 64 << 10
@@ -70,9 +70,9 @@ class Connection:
         self.endpoint = endpoint
         self.is_reusable = False
         """Whether the last answer was read to its end and the server keeps the connection."""
-        plain = _connected(endpoint, patience)
+        where = endpoint.proxy or endpoint
+        plain = connect(where.host, where.port, patience.next_timeout_s)
         try:
-            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if endpoint.proxy is not None and tls is not None:
                 _open_tunnel(plain, endpoint, endpoint.proxy, patience)
             plain.settimeout(patience.next_timeout_s())
@@ -184,31 +184,7 @@ class Connection:
             position += received
 
 
-def _connected(endpoint: Endpoint, patience: Patience) -> socket.socket:
-    """Return a socket that is connected to the first of the server's addresses that answers.
-
-    All of them together, and the look-up of the name, get the time that the request has.
-    """
-    where = endpoint.proxy or endpoint
-    failure: OSError = OSError(f"{where.host} has no address")
-    for family, kind, protocol, _, address in addresses_of(where.host, where.port, patience.next_timeout_s()):
-        plain = socket.socket(family, kind, protocol)
-        try:
-            plain.settimeout(patience.next_timeout_s())
-            plain.connect(address)
-        except OSError as error:
-            plain.close()
-            failure = error
-        except BaseException:
-            plain.close()
-            raise
-        else:
-            return plain
-    raise failure
-
-
 def _open_tunnel(plain: socket.socket, endpoint: Endpoint, proxy: Proxy, patience: Patience) -> None:
-    """Have a proxy connect to the server."""
     host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
     authority = f"{host}:{endpoint.port}"
     plain.settimeout(patience.next_timeout_s())

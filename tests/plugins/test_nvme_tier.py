@@ -10,7 +10,7 @@ import pytest
 from tests.support.patient_nvme import PATIENCE_S, opening_nvme, patient_nvme
 from tiered_kv.errors import ConfigError
 from tiered_kv.testing.rig import OpenTier, TierRig
-from tiered_kv_nvme.disk import DirectIO, Disk
+from tiered_kv_nvme.disk import Disk
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.sizing import Sizing
 from tiered_kv_nvme.tier import NvmeTier
@@ -44,10 +44,10 @@ def test_what_it_can_do_here_is_described(tmp_path: Path) -> None:
 def test_direct_io_that_is_demanded_and_not_to_be_had_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(disk: Disk, directory_fd: int) -> DirectIO:
-        return DirectIO(False, "the file system refuses O_DIRECT (Invalid argument)")
+    def refuse(disk: Disk, directory_fd: int) -> str:
+        return "the file system refuses O_DIRECT (Invalid argument)"
 
-    monkeypatch.setattr("tiered_kv_nvme.store.probe_direct", refuse)
+    monkeypatch.setattr("tiered_kv_nvme.store.refusal_of_direct", refuse)
     with pytest.raises(ConfigError, match="direct: the file system refuses O_DIRECT"):
         TierRig(open_with(tmp_path / "kv", direct="on"), num_blocks=8, block_bytes=4096, wait_s=PATIENCE_S)
 

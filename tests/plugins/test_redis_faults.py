@@ -30,7 +30,11 @@ def test_a_full_server_refuses_blocks_and_gives_those_it_has(redis_server: Redis
     kept, refused = make_keys(8, "kept"), make_keys(8, "refused")
     rig.store(kept)
     redis_server.call("CONFIG", "SET", "maxmemory", "1")
+    redis_server.call("CONFIG", "RESETSTAT")
     result = rig.store(refused)
+    statistics = redis_server.call("INFO", "commandstats")
+    assert re.search(rb"cmdstat_set:.*rejected_calls=8,", statistics), "a block that is refused is sent once"
+    assert b"cmdstat_strlen" not in statistics, "and nothing else is asked"
     assert not result.success
     assert result.reason == "no_space"
     assert not result.successful_keys
@@ -40,6 +44,16 @@ def test_a_full_server_refuses_blocks_and_gives_those_it_has(redis_server: Redis
     wait_until(lambda: rig.store(refused).success)
     assert rig.load(refused) == set(refused)
     assert count_of(rig.tier.stats(), "failed_blocks_total", "store", "no_space") >= 8
+
+
+def test_a_server_gets_one_connection_a_thread(redis_server: RedisServer, open_redis: OpenRedis) -> None:
+    rig = open_redis(url=redis_server.url, connections=2, timeout=60)
+    keys = make_keys(400)
+    jobs = [rig.submit_store(keys[start : start + 10]) for start in range(0, 400, 10)]
+    rig.lookup_all(make_keys(50, "absent"))
+    assert all(result.success for result in rig.wait(jobs))
+    opened = redis_server.call("CLIENT", "LIST", "TYPE", "normal").count(b"cmd=") - 1  # this question's own
+    assert 1 <= opened <= 2 + 1, "two threads for transfers, one for lookups"
 
 
 def test_a_read_only_replica_gives_blocks_and_takes_none(

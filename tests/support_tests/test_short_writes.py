@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.short_writes import ShortWrites, kept_bytes
-from tiered_kv_nvme.disk import Disk, Scratch, probe_direct
+from tiered_kv_nvme.disk import Disk, Scratch, refusal_of_direct
 
 PAGE = mmap.PAGESIZE
 
@@ -19,11 +19,11 @@ PAGE = mmap.PAGESIZE
 def direct_or_skip(folder: Path) -> None:
     fd = os.open(folder, os.O_RDONLY)
     try:
-        direct = probe_direct(Disk(), fd)
+        refusal = refusal_of_direct(Disk(), fd)
     finally:
         os.close(fd)
-    if not direct.enabled:
-        pytest.skip(direct.reason)
+    if refusal:
+        pytest.skip(refusal)
 
 
 def written_to(path: Path, work: Callable[[int], None], flags: int = 0) -> bytes:

@@ -15,7 +15,7 @@ import errno
 import os
 import re
 from collections.abc import Iterator, Mapping, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -172,13 +172,49 @@ class ClaimedDirectory:
     def _refuse_foreign(self, fd: int) -> set[str]:
         """Refuse a directory that holds foreign files and no marker; return the names in it."""
         names = set(os.listdir(fd)) - {LOST_AND_FOUND}
-        strangers = sorted(name for name in names - self.own_names if not TEMPORARY.fullmatch(name))
-        if self.marker_name not in names and strangers:
+        if self.marker_name in names:
+            return names
+        ours = {name for name in names if name in self.own_names or TEMPORARY.fullmatch(name)}
+        if strangers := sorted(names - {name for name in ours if not self.private or _is_own(name, fd)}):
             raise self.format_error(
                 f"{self.path} is not empty and not a directory of this tier (it holds {strangers[0]!r}); "
                 "give an empty or a new directory"
             )
         return names
+
+
+def _is_own(name: str, directory_fd: int) -> bool:
+    """Return whether an entry is this user's; also where it has vanished."""
+    try:
+        return os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_uid == os.geteuid()
+    except FileNotFoundError:
+        return True
+
+
+def walk(root: str) -> Iterator[list[tuple[str, os.stat_result]]]:
+    """Yield what each directory below `root` holds, a list each, outer ones first; no symbolic link is followed.
+
+    What vanishes meanwhile is left out, and so is what another user does not let this process see. Entries are paths
+    below `root`, and their status.
+    """
+    waiting = [""]
+    while waiting:
+        above = waiting.pop()
+        found: list[tuple[str, os.stat_result]] = []
+        try:
+            with os.scandir(f"{root}/{above}") as entries:
+                for entry in entries:
+                    path = f"{above}/{entry.name}" if above else entry.name
+                    with suppress(FileNotFoundError):
+                        found.append((path, entry.stat(follow_symlinks=False)))
+                        if entry.is_dir(follow_symlinks=False):
+                            waiting.append(path)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except PermissionError:
+            if os.lstat(f"{root}/{above}").st_uid == os.geteuid():
+                raise  # it may hold blocks of ours, which count
+        yield found
 
 
 def absolute(path: str) -> str:

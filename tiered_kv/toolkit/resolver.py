@@ -1,10 +1,10 @@
-"""Looking up a server's name within a deadline, which the system's resolver does not know."""
+"""Connecting to a server within a deadline, the look-up of its name included, which the system does not bound."""
 
 from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -40,6 +40,30 @@ def addresses_of(host: str, port: int, timeout_s: float) -> Addresses:
                 del _lookups[host, port]
                 raise OSError(f"{host} cannot be looked up: {error}") from None
     return lookup.result(timeout_s)
+
+
+def connect(host: str, port: int, next_timeout_s: Callable[[], float]) -> socket.socket:
+    """Return a socket that is connected to the first of a server's addresses that answers. Any thread.
+
+    Args:
+        host, port: The server.
+        next_timeout_s: Returns how long the next step may take; raises `TimeoutError` where no time is left.
+
+    Raises:
+        OSError: None answers.
+    """
+    failure = OSError(f"{host} has no address")
+    for family, kind, protocol, _, address in addresses_of(host, port, next_timeout_s()):
+        connected = socket.socket(family, kind, protocol)
+        try:
+            connected.settimeout(next_timeout_s())
+            connected.connect(address)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return connected
+        except OSError as error:
+            connected.close()
+            failure = error
+    raise failure
 
 
 def _look_up(host: str, port: int, lookup: Future[Addresses]) -> None:

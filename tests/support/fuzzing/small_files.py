@@ -11,7 +11,7 @@ from tests.support.fuzzing.target import Target
 from tiered_kv.errors import TierError
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.epoch import Epoch
-from tiered_kv_fs.directory import Directory, EpochFile
+from tiered_kv_fs.directory import Directory
 from tiered_kv_fs.layout import EPOCH_NAME, LEDGER_NAME, MARKER_NAME, NAMESPACE_NAME
 from tiered_kv_fs.ledger import Holder, Ledger
 
@@ -64,7 +64,7 @@ def _run(data: bytes) -> None:
 
 def _open(path: Path) -> Directory:
     directory = Directory(str(path), Identity(NAMESPACE, {"model": "fuzz"}, 512))
-    token = Epoch(EpochFile(directory)).token(time.monotonic() + 60.0)
+    token = Epoch(directory).token(time.monotonic() + 60.0)
     assert len(token) == 16
     assert set(token) <= set("0123456789abcdef")
     return directory
