@@ -126,7 +126,7 @@ def test_importing_the_package_is_fast_and_loads_nothing_heavy() -> None:
         assert isinstance(run, list)
         seconds, modules = run
         times.append(seconds)
-        assert not set(modules) & (EXTRAS | {"numpy", "pydantic", "rich", "asyncio", "yaml"})
+        assert not set(modules) & (EXTRAS | {"numpy", "pydantic", "asyncio", "yaml"})
     # In time of the processor, and of the fastest: what other programs do meanwhile is not the package's.
     assert min(times) < IMPORT_LIMIT_S
 
@@ -139,7 +139,7 @@ def test_every_public_name_is_there_and_needs_no_extra() -> None:
     )
     modules = run_fresh(program)
     assert isinstance(modules, list)
-    assert not set(modules) & (EXTRAS | {"rich", "asyncio"})
+    assert not set(modules) & (EXTRAS | {"asyncio"})
 
 
 def test_the_public_names_are_sorted_and_complete() -> None:

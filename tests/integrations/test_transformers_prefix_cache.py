@@ -388,7 +388,7 @@ class TestOpening:
             "groups": ("full attention, 2 heads of 16",),
             "layout": "layer,kv,head,token,dim",
         }
-        with PrefixCache.open(model, config.public_dict()) as prefixes:  # and may say it
+        with PrefixCache.open(model, config.model_dump()) as prefixes:  # and may say it
             assert prefixes.stack.config == config
 
     @pytest.mark.parametrize(

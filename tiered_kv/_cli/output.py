@@ -1,23 +1,22 @@
 """How the command answers: exit statuses, JSON for machines, tables for people, progress where somebody watches.
 
-Results go to standard output; errors and progress to standard error. rich is imported only here, and only when
-a table or a progress bar is really drawn.
+Results go to standard output; errors and progress to standard error.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
+import textwrap
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
+from itertools import zip_longest
 from types import FrameType
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 class Status(IntEnum):
@@ -36,9 +35,10 @@ class Status(IntEnum):
 
 _PLAIN_WIDTH = 120
 """Columns of a table that goes to a file or a pipe."""
-_WIDTH_MAX = 10_000
 _FOLDED_WIDTH_MIN = 24
 """Columns that a folded text has at least."""
+_GAP = "  "
+_PROGRESS_INTERVAL_S = 0.1
 
 
 class OutputError(Exception):
@@ -70,34 +70,25 @@ def print_table(
         title: Stands above the table.
         numbers: Whether all columns but the first hold numbers, which are aligned to the right.
     """
-    from rich import box
-    from rich.measure import Measurement
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, column in enumerate(columns):
-        is_folded = not numbers and index == len(columns) - 1
-        table.add_column(
-            column,
-            justify="right" if numbers and index > 0 else "left",
-            overflow="fold",
-            no_wrap=not is_folded,
-            min_width=_FOLDED_WIDTH_MIN if is_folded else max(len(row[index]) for row in [columns, *rows]),
-        )
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    console = _console()
-    # A narrow terminal breaks lines; rich would leave numbers out.
-    console.width = max(
-        console.width, Measurement.get(console, console.options.update(width=_WIDTH_MAX), table).minimum
-    )
-    with console.capture() as captured:
-        if title:
-            console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
-        console.print(table)
-    lines = [line.rstrip() for line in captured.get().splitlines()]
-    _write("\n".join(lines).lstrip("\n") + "\n")
+    cells = [[cell.splitlines() or [""] for cell in row] for row in [columns, *rows]]
+    widths = [max(len(line) for cell in column for line in cell) for column in zip(*cells, strict=True)]
+    if not numbers:
+        room = shutil.get_terminal_size().columns if sys.stdout.isatty() else _PLAIN_WIDTH
+        room -= sum(widths[:-1]) + len(_GAP) * len(widths[:-1])
+        widths[-1] = min(widths[-1], max(room, _FOLDED_WIDTH_MIN))
+        for row in cells:
+            row[-1] = [folded for line in row[-1] for folded in textwrap.wrap(line, widths[-1]) or [""]]
+    lines = [title] if title else []
+    for number, row in enumerate(cells):
+        for parts in zip_longest(*row, fillvalue=""):
+            padded = [
+                part.rjust(width) if numbers and index else part.ljust(width)
+                for index, (part, width) in enumerate(zip(parts, widths, strict=True))
+            ]
+            lines.append(_GAP.join(padded).rstrip())
+        if number == 0:
+            lines.append(_GAP.join("-" * width for width in widths))
+    _write("\n".join(lines) + "\n\n")
 
 
 def flush_output() -> None:
@@ -137,13 +128,16 @@ def progress(title: str, total: int | None) -> Iterator[Callable[[int], None]]:
     if not sys.stderr.isatty():
         yield lambda done: None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    next_s = 0.0
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda done: bar.update(task, completed=done)
+    def show(done: int) -> None:
+        nonlocal next_s
+        if time.monotonic() >= next_s:
+            next_s = time.monotonic() + _PROGRESS_INTERVAL_S
+            print(f"\r{title}: {done:,}" + (f" of {total:,}" if total else ""), end="", file=sys.stderr, flush=True)
+
+    yield show
+    print(file=sys.stderr)
 
 
 @contextmanager
@@ -166,9 +160,3 @@ def interrupt_flag() -> Iterator[Callable[[], bool]]:
         yield lambda: pressed
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tiered_kv._cli.arguments import positive_int, seconds, whole_number
+from tiered_kv._cli.arguments import positive_int, seconds
 from tiered_kv._cli.output import Status, interrupt_flag, print_json, print_table, print_text, progress
 from tiered_kv.config.units import format_bytes
 from tiered_kv.counters import flat_counts
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, about in _CHAT_OPTIONS.items():
         default = getattr(ChatWorkload(), name)
         about = f"{about} (default: {default})"
-        chats.add_argument(f"--{name.replace('_', '-')}", metavar="N", type=whole_number, help=about)
+        chats.add_argument(f"--{name.replace('_', '-')}", metavar="N", type=int, help=about)
 
 
 @dataclass(frozen=True, slots=True)
