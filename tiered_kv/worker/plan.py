@@ -12,9 +12,12 @@ from typing import Protocol
 
 import numpy as np
 
-from tiered_kv.base import TransferSpec, TransferType
-from tiered_kv.worker.base import LOAD, STORE
+from tiered_kv.base import GPULoadStoreSpec, TransferSpec, TransferType
+from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.worker.layout import BlockLayout, GroupLayout, Int64Array
+
+STORE: TransferType = (GPULoadStoreSpec.medium(), CPULoadStoreSpec.medium())
+LOAD: TransferType = (CPULoadStoreSpec.medium(), GPULoadStoreSpec.medium())
 
 
 @dataclass(frozen=True, slots=True)
