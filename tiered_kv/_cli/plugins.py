@@ -22,7 +22,17 @@ def run(args: argparse.Namespace) -> Status:
     if args.json:
         print_json(
             {
-                "tiers": [_tier_json(tier, report) for report in reports for tier in report.tiers],
+                "tiers": [
+                    {
+                        "name": tier.name,
+                        "description": tier.description,
+                        "plugin": report.plugin,
+                        "distribution": report.distribution,
+                        "settings": _settings(tier),
+                    }
+                    for report in reports
+                    for tier in report.tiers
+                ],
                 "broken": [
                     {"plugin": report.plugin, "distribution": report.distribution, "error": report.error}
                     for report in broken
@@ -36,16 +46,6 @@ def run(args: argparse.Namespace) -> Status:
         for report in broken:
             print_text(f"broken: {report.origin}: {report.error}")
     return Status.FOUND if broken else Status.OK
-
-
-def _tier_json(tier: TierType, report: PluginReport) -> dict[str, object]:
-    return {
-        "name": tier.name,
-        "description": tier.description,
-        "plugin": report.plugin,
-        "distribution": report.distribution,
-        "settings": _settings(tier),
-    }
 
 
 def _settings(tier: TierType) -> list[dict[str, object]]:

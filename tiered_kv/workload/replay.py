@@ -198,8 +198,11 @@ class _Replay:
             if prefix_blocks:
                 self._begin_load(running, prefix_blocks)
                 return True
+        elif running.phase is _Phase.LOAD:
+            self._timed(self._manager.complete_load, running.transfer_keys, running.context)
         else:
-            self._complete_transfer(running)
+            self._timed(self._manager.complete_store, running.transfer_keys, running.context)
+            self._tally.stored_blocks += len(running.transfer_keys)
         self._begin_store(running)
         return True
 
@@ -261,14 +264,6 @@ class _Replay:
                 return
         self._timed(self._manager.on_request_finished, running.context)
         running.phase = _Phase.DONE
-
-    def _complete_transfer(self, running: _Running) -> None:
-        """Tell the manager that the worker has finished with what it had in hand."""
-        if running.phase is _Phase.LOAD:
-            self._timed(self._manager.complete_load, running.transfer_keys, running.context)
-        else:
-            self._timed(self._manager.complete_store, running.transfer_keys, running.context)
-            self._tally.stored_blocks += len(running.transfer_keys)
 
     def _transfer(self, running: _Running) -> None:
         """Do the worker's part: check what is being loaded, or write what is being stored."""
