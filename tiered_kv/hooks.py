@@ -238,8 +238,6 @@ def tier_plugins() -> TierPlugins:
 
 
 class _Hooks:
-    """The hook specification, as pluggy wants it."""
-
     @staticmethod
     @hookspec
     def tiered_kv_register_tiers() -> Iterable[TierType]:

@@ -49,7 +49,6 @@ def run(args: argparse.Namespace) -> Status:
 
 
 def _settings(tier: TierType) -> list[dict[str, object]]:
-    """Return each setting's name, what it accepts, its default, and what it is for."""
     schema = tier.settings.model_json_schema()
     required = schema.get("required", [])
     return [

@@ -108,7 +108,6 @@ def _look(settings: TierSettings, digest: str | None, tenant: str | None, timeou
 
 
 def _purge(settings: TierSettings, tier: TierPurge, timeout_s: float) -> None:
-    """Remove what was found in one tier."""
     deadline = time.monotonic() + timeout_s
     for found in tier.namespaces:  # what is stored is not what has been removed, should something fail on the way
         found.blocks = found.size_bytes = None

@@ -19,7 +19,7 @@ from tiered_kv.stack import open_stack
 from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.replay import ReplaySettings, replay
 from tiered_kv.workload.request import Request
-from tiered_kv.workload.tally import GB, ReplayReport, Tally
+from tiered_kv.workload.tally import GB, ReplayReport
 from tiered_kv.workload.trace import read_trace
 
 _CHAT_OPTIONS = {
@@ -80,12 +80,13 @@ def run(args: argparse.Namespace) -> Status:
         interrupt_flag() as interrupted,
         progress("requests", workload.total) as advance,
     ):
-
-        def show(tally: Tally) -> None:
-            advance(tally.requests)
-
         report = replay(
-            stack.manager, stack.kv_view, workload.requests, settings, should_stop=interrupted, on_progress=show
+            stack.manager,
+            stack.kv_view,
+            workload.requests,
+            settings,
+            should_stop=interrupted,
+            on_progress=lambda tally: advance(tally.requests),
         )
     if args.json:
         print_json({"stack": args.stack, "workload": workload.described, **asdict(report)})

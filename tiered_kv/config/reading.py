@@ -91,7 +91,6 @@ def _load(text: str | bytes) -> tuple[object, str]:
 
 
 def _told(error: yaml.MarkedYAMLError, text: str | bytes) -> str:
-    """Return where and what is wrong."""
     mark = error.problem_mark or error.context_mark
     where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
     problem = _without_quotations(error)

@@ -103,35 +103,16 @@ def _number(expected: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-Bytes = Annotated[
-    int,
-    BeforeValidator(parse_bytes),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "integer", "minimum": 0},
-                {"type": "string", "pattern": r"^\s*[0-9]+(\.[0-9]+)?\s*([kKMGTP]?B|[KMGTP]iB)?\s*$|\$\{"},
-            ],
-            "description": _SIZE_ACCEPTED,
-            "format": "size",
-        }
-    ),
-]
+def _schema(number: str, units: str, accepted: str, name: str) -> WithJsonSchema:
+    text = {"type": "string", "pattern": rf"^\s*[0-9]+(\.[0-9]+)?\s*({units})?\s*$|\$\{{"}
+    return WithJsonSchema({"anyOf": [{"type": number, "minimum": 0}, text], "description": accepted, "format": name})
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), _schema("integer", "[kKMGTP]?B|[KMGTP]iB", _SIZE_ACCEPTED, "size")]
 """A size in bytes; in YAML an int, "64MiB" or "1.5GB"."""
 
 Seconds = Annotated[
-    float,
-    BeforeValidator(parse_seconds),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "number", "minimum": 0},
-                {"type": "string", "pattern": r"^\s*[0-9]+(\.[0-9]+)?\s*(us|ms|s|m|min|h|d)?\s*$|\$\{"},
-            ],
-            "description": _DURATION_ACCEPTED,
-            "format": "duration",
-        }
-    ),
+    float, BeforeValidator(parse_seconds), _schema("number", "us|ms|s|m|min|h|d", _DURATION_ACCEPTED, "duration")
 ]
 """A duration in seconds; in YAML a number, "250ms", "30s" or "1h"."""
 

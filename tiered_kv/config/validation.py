@@ -113,7 +113,6 @@ def _message(model: type[BaseModel], detail: ErrorDetails) -> str:
 
 
 def _reworded(message: str) -> str:
-    """Return pydantic's `message` in the words of this project's."""
     for prefix in ("Value error, ", "Assertion failed, "):
         message = message.removeprefix(prefix)
     for prefix, ours in _REWORDED.items():
@@ -155,7 +154,6 @@ def _fields_at(model: type[BaseModel], location: Location) -> tuple[type[BaseMod
 
 
 def _types_in(annotation: object) -> Iterator[Any]:  # Any: whatever a field is annotated with
-    """Yield `annotation`, and every type that it is made of."""
     yield annotation
     for argument in get_args(annotation):
         yield from _types_in(argument)

@@ -153,7 +153,6 @@ def _groups_of(spec: object, num_ids: int, num_groups: int) -> tuple[Sequence[in
 
 
 def _check_whole(sizes: Sequence[int], skips: Sequence[int], factor: int) -> None:
-    """Refuse a store that leaves out device blocks of an offloaded block."""
     for group, (size, skip) in enumerate(zip(sizes, skips, strict=True)):
         if size and (skip or size % factor):
             raise ValueError(

@@ -162,7 +162,6 @@ class SharedFile:
 
 
 def _open_exclusively(path: Path) -> int:
-    """Open the file, or create it, and take the exclusive lock."""
     end_s = time.monotonic() + JOIN_TIMEOUT_S
     while True:
         try:

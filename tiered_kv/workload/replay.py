@@ -172,7 +172,6 @@ class _Replay:
         return self._admitted > before
 
     def _step(self) -> None:
-        """Run one scheduler step, then the transfers that it asked for."""
         all_wait = True
         for running in self._running:
             all_wait &= not self._advance(running)
@@ -207,7 +206,6 @@ class _Replay:
         return True
 
     def _timed(self, call: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
-        """Make one of the manager's calls, and count the time."""
         started_s = time.perf_counter()
         try:
             return call(*args, **kwargs)
@@ -277,7 +275,6 @@ class _Replay:
             self._content.fill(self._rows, running.transfer_rows, running.transfer_ids)
 
     def _abandon(self) -> None:
-        """Release what requests still hold, after an interruption or an error."""
         for running in self._running:
             if running.phase is _Phase.LOAD:
                 self._manager.complete_load(running.transfer_keys, running.context)
