@@ -137,7 +137,7 @@ def progress(title: str, total: int | None) -> Iterator[Callable[[int], None]]:
             print(f"\r{title}: {done:,}" + (f" of {total:,}" if total else ""), end="", file=sys.stderr, flush=True)
 
     yield show
-    print(file=sys.stderr)
+    print("\r\033[K", end="", file=sys.stderr)  # ECMA-48: to the line's beginning, and clear it
 
 
 @contextmanager
