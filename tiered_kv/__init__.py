@@ -79,35 +79,21 @@ __all__ = [
 ]
 
 _MODULES = {
-    "tiered_kv.base": (
-        "OffloadKey",
-        "OffloadingManager",
-        "ReqContext",
-        "get_offload_block_hash",
-        "get_offload_group_idx",
-        "make_offload_key",
-    ),
-    "tiered_kv.config.namespace": ("Namespace",),
-    "tiered_kv.config.schema": ("stack_schema",),
-    "tiered_kv.config.settings": ("TierSettings",),
-    "tiered_kv.config.stack_config": ("StackConfig", "load_config"),
-    "tiered_kv.errors": (
-        "ConfigError",
-        "FormatError",
-        "MissingExtraError",
-        "ShutdownError",
-        "TierBusyError",
-        "TierError",
-        "TierUnavailableError",
-        "TieredKVError",
-    ),
-    "tiered_kv.hooks": ("TierType", "hookimpl", "tier_plugins"),
-    "tiered_kv.stack": ("Stack", "open_stack"),
-    "tiered_kv.tiering.base": ("JobMetadata", "JobResult", "SecondaryTierManager", "TierSpec"),
-    "tiered_kv.tiering.factory": ("SecondaryTierFactory",),
-    "tiered_kv.tiering.wrapper": ("WrapperTier",),
+    "tiered_kv.base": "OffloadKey OffloadingManager ReqContext get_offload_block_hash get_offload_group_idx "
+    "make_offload_key",
+    "tiered_kv.config.namespace": "Namespace",
+    "tiered_kv.config.schema": "stack_schema",
+    "tiered_kv.config.settings": "TierSettings",
+    "tiered_kv.config.stack_config": "StackConfig load_config",
+    "tiered_kv.errors": "ConfigError FormatError MissingExtraError ShutdownError TierBusyError TierError "
+    "TierUnavailableError TieredKVError",
+    "tiered_kv.hooks": "TierType hookimpl tier_plugins",
+    "tiered_kv.stack": "Stack open_stack",
+    "tiered_kv.tiering.base": "JobMetadata JobResult SecondaryTierManager TierSpec",
+    "tiered_kv.tiering.factory": "SecondaryTierFactory",
+    "tiered_kv.tiering.wrapper": "WrapperTier",
 }
-_HOME = {name: module for module, names in _MODULES.items() for name in names}
+_HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> object:

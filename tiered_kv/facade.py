@@ -11,7 +11,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -146,7 +146,7 @@ class BlockFacade:
             ShutdownError: The stack is closed, or was opened before a fork by another process.
         """
         with self._call():
-            return self._wait_for_jobs(time.monotonic() + timeout)
+            return self._wait(lambda: not self.manager.jobs_in_flight, time.monotonic() + timeout)
 
     def close(self, timeout: float = 5.0) -> None:
         """Wait for calls and for transfers, `timeout` seconds each at most, and close every tier.
@@ -224,25 +224,21 @@ class BlockFacade:
             self.manager.on_schedule_end()
             return self.manager.jobs_in_flight
 
-    def _wait_for_jobs(self, end_s: float) -> bool:
-        pause_s = _PAUSE_MIN_S
-        while self._step():
-            if time.monotonic() >= end_s:
-                return False
-            pause_s = _pause(pause_s)
-        return True
-
     def _wait_for_room(self, num_blocks: int, end_s: float) -> None:
         """Wait until every tier that takes stores would take `num_blocks`; what comes earlier it would skip."""
+        self._wait(lambda: self.manager.store_room() >= num_blocks, end_s)
+
+    def _wait(self, is_over: Callable[[], bool], end_s: float) -> bool:
+        """Step until `is_over`, which is asked under the lock; return whether that came in time."""
         pause_s = _PAUSE_MIN_S
         while True:
             with self._lock:
                 self._raise_if_closed()
-                if self.manager.store_room() >= num_blocks:
-                    return
+                if is_over():
+                    return True
                 self.manager.on_schedule_end()
             if time.monotonic() >= end_s:
-                return
+                return False
             pause_s = _pause(pause_s)
 
     # Calls and their arguments.

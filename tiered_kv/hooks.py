@@ -70,13 +70,9 @@ class TierType:
             )
         if not (isinstance(self.settings, type) and issubclass(self.settings, TierSettings)):
             raise ConfigError(f"tier type '{self.name}' needs a subclass of TierSettings, not {self.settings!r}")
-        if not callable(self.load):
-            raise ConfigError(f"tier type '{self.name}' needs a callable that returns its class, not {self.load!r}")
-        if self.administration is not None and not callable(self.administration):
-            raise ConfigError(
-                f"the administration of tier type '{self.name}' is a callable that returns a class, or None, not "
-                f"{self.administration!r}"
-            )
+        for given in (self.load, self.administration or self.load):
+            if not callable(given):
+                raise ConfigError(f"tier type '{self.name}' needs a callable that returns a class, not {given!r}")
 
 
 def tier_type_of_class(name: str, tier_class: type[SecondaryTierManager]) -> TierType:
@@ -119,19 +115,21 @@ class TierPlugins:
     def load_installed(self) -> None:
         """Load every installed plugin that is not here yet; one that fails is logged, reported, left out."""
         for entry_point in importlib.metadata.entry_points(group=PROJECT):
-            distribution = _distribution_of(entry_point)
+            name, found_in = entry_point.name, entry_point.dist
+            distribution = f"{found_in.name} {found_in.version}" if found_in else ""
             # An editable installation may be found twice, by its own path and by PYTHONPATH.
-            if (entry_point.name, distribution) in {(each.plugin, each.distribution) for each in self._reports}:
+            if any((each.plugin, each.distribution) == (name, distribution) for each in self._reports):
                 continue
             try:
-                tiers = self._tiers_of(entry_point.load(), f"{distribution}:{entry_point.name}")
+                tiers = self._tiers_of(entry_point.load(), f"{distribution}:{name}")
             except Exception as error:  # whatever a stranger's module raises when it is imported
-                reason = f"{type(error).__name__}: {error}"
-                report = PluginReport(entry_point.name, distribution, (), reason)
-                _log.warning("%s cannot be loaded and is left out: %s", report.origin, reason)
-                self._reports.append(report)
+                report = PluginReport(name, distribution, (), f"{type(error).__name__}: {error}")
+                _log.warning("%s cannot be loaded and is left out: %s", report.origin, report.error)
             else:
-                self._add(PluginReport(entry_point.name, distribution, tiers))
+                report = PluginReport(name, distribution, tiers)
+            self._reports.append(report)
+            if conflicts := self._conflicts(report):
+                _log.warning("%s", conflicts)
 
     def register(self, plugin: object, name: str | None = None) -> PluginReport:
         """Add a plugin of the program's own.
@@ -150,12 +148,10 @@ class TierPlugins:
         except ConfigError as error:
             raise ConfigError(f"plugin '{label}' cannot be used: {error}") from error
         report = PluginReport(label, "", tiers)
-        for tier_type in tiers:
-            owners = self._owners(tier_type.name)
-            if owners:
-                self._manager.unregister(plugin)
-                raise ConfigError(_conflict(tier_type.name, [*owners, report]))
-        self._add(report)
+        self._reports.append(report)
+        if conflicts := self._conflicts(report):
+            self.unregister(label)
+            raise ConfigError(conflicts)
         return report
 
     def unregister(self, name: str) -> None:
@@ -165,12 +161,12 @@ class TierPlugins:
 
     def reports(self) -> list[PluginReport]:
         """Return what became of every plugin, in the order they were found, conflicts included."""
-        return [self._with_conflicts(report) for report in self._reports]
+        return [dataclasses.replace(each, error=each.error or self._conflicts(each)) for each in self._reports]
 
     def tier_types(self) -> dict[str, TierType]:
         """Return the usable tier types by name, sorted; a name that two plugins claim is not usable."""
         tiers = {tier.name: tier for report in self._reports for tier in report.tiers}
-        return {name: tiers[name] for name in sorted(tiers) if len(self._owners(name)) == 1}
+        return {name: tiers[name] for name in sorted(tiers) if not self._conflict(name)}
 
     def resolve(self, name: str) -> TierType:
         """Return the tier type called `name`, or the one that `name` points to as "module:attribute".
@@ -190,9 +186,8 @@ class TierPlugins:
 
     def _explain(self, name: str) -> str:
         """Return why no tier type called `name` can be used, and what to do."""
-        owners = self._owners(name)
-        if len(owners) > 1:
-            return _conflict(name, owners)
+        if conflict := self._conflict(name):
+            return conflict
         broken = [f"; {each.origin} cannot be loaded: {each.error}" for each in self._reports if each.error]
         known, note = list(self.tier_types()), "".join(broken)
         return (
@@ -223,21 +218,15 @@ class TierPlugins:
             raise
         return tiers
 
-    def _add(self, report: PluginReport) -> None:
-        self._reports.append(report)
-        conflicts = self._with_conflicts(report).error
-        if conflicts:
-            _log.warning("%s", conflicts)
+    def _conflict(self, name: str) -> str:
+        """Return which plugins give a tier type of that name, if there are several, or an empty text."""
+        origins = [each.origin for each in self._reports if any(tier.name == name for tier in each.tiers)]
+        if len(origins) < 2:
+            return ""
+        return f"tier type '{name}' is registered by {' and '.join(origins)}; uninstall one of them"
 
-    def _owners(self, name: str) -> list[PluginReport]:
-        """Return the plugins that give a tier type of that name."""
-        return [report for report in self._reports if any(tier.name == name for tier in report.tiers)]
-
-    def _with_conflicts(self, report: PluginReport) -> PluginReport:
-        conflicts = [
-            _conflict(tier.name, owners) for tier in report.tiers if len(owners := self._owners(tier.name)) > 1
-        ]
-        return dataclasses.replace(report, error="; ".join(conflicts)) if conflicts else report
+    def _conflicts(self, report: PluginReport) -> str:
+        return "; ".join(filter(None, (self._conflict(tier.name) for tier in report.tiers)))
 
 
 @functools.cache
@@ -249,8 +238,6 @@ def tier_plugins() -> TierPlugins:
 
 
 class _Hooks:
-    """The hook specification, as pluggy wants it."""
-
     @staticmethod
     @hookspec
     def tiered_kv_register_tiers() -> Iterable[TierType]:
@@ -271,14 +258,3 @@ def _from_reference(reference: str) -> TierType:
     if not isinstance(target, type):
         raise ConfigError(f"'{reference}' is {target!r}; expected a tier's class or a TierType")
     return tier_type_of_class(target.__name__.lstrip("_"), target)
-
-
-def _distribution_of(entry_point: importlib.metadata.EntryPoint) -> str:
-    if entry_point.dist is None:
-        return ""
-    return f"{entry_point.dist.name} {entry_point.dist.version}"
-
-
-def _conflict(name: str, owners: list[PluginReport]) -> str:
-    origins = " and ".join(report.origin for report in owners)
-    return f"tier type '{name}' is registered by {origins}; uninstall one of them"

@@ -6,9 +6,8 @@ import logging
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from types import TracebackType
 
-from tiered_kv.config.redaction import scrub
+from tiered_kv.config.redaction import told
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.cpu.backend import CPUBackend
@@ -66,7 +65,7 @@ class Stack(BlockFacade):
     def __init__(self, config: StackConfig, *, backend: CPUBackend | None = None, enable_events: bool = False) -> None:
         self.config = config
         with ExitStack() as undo:
-            backend = backend or CPUBackend(_own_region(config))
+            backend = backend or CPUBackend(open_region(config))
             undo.callback(backend.region.close)
             self.kv_view = backend.region.kv_view
             self.primary = CPUOffloadingManager(backend, config.primary.policy, enable_events=enable_events)
@@ -75,11 +74,17 @@ class Stack(BlockFacade):
             for settings in config.secondary:
                 self.secondary_tiers.append(open_tier(config, settings, self.kv_view))
             self.tier_names = [tier.name for tier in config.secondary]
+            budget_bytes = config.primary.promotion_budget
+            limits = ManagerLimits(
+                promotion_blocks_max=None if budget_bytes is None else budget_bytes // config.block.bytes,
+                hold_s=config.primary.promotion_hold,
+                wait_max_s=config.primary.request_wait,
+            )
             manager = TieringOffloadingManager(
                 self.primary,
                 self.secondary_tiers,
                 settings=config.secondary,
-                limits=_manager_limits(config),
+                limits=limits,
                 audit=_audit_rules(config),
             )
             super().__init__(manager, backend.region, _batch_blocks(config))
@@ -88,12 +93,7 @@ class Stack(BlockFacade):
     def __enter__(self) -> Stack:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -120,7 +120,8 @@ def open_tier(config: StackConfig, settings: TierSettings, kv_view: memoryview) 
         raise ConfigError(message, location=".".join(filter(None, ("secondary", index, error.location)))) from error
 
 
-def _own_region(config: StackConfig) -> PrimaryRegion:
+def open_region(config: StackConfig) -> PrimaryRegion:
+    """Return the primary tier's memory, pinned where this process has a GPU; the caller closes it."""
     settings = config.primary
     region = PrimaryRegion(
         config.primary_blocks,
@@ -149,17 +150,7 @@ def _shut_down(tiers: list[SecondaryTierManager], config: StackConfig) -> None:
             tier.shutdown()
         except Exception as error:  # whatever a stranger's tier raises
             # The text, since the error keeps the tier with its traceback.
-            reason = f"{type(error).__name__}: {scrub(str(error), config.secret_texts())}"
-            _log.warning("a '%s' tier failed to shut down: %s", tier.tier_type, reason)
-
-
-def _manager_limits(config: StackConfig) -> ManagerLimits:
-    budget_bytes = config.primary.promotion_budget
-    return ManagerLimits(
-        promotion_blocks_max=None if budget_bytes is None else budget_bytes // config.block.bytes,
-        hold_s=config.primary.promotion_hold,
-        wait_max_s=config.primary.request_wait,
-    )
+            _log.warning("a '%s' tier failed to shut down: %s", tier.tier_type, told(error, config.secret_texts()))
 
 
 def _audit_rules(config: StackConfig) -> AuditRules | None:

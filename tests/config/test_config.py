@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -105,8 +104,8 @@ class TestUnits:
         with pytest.raises(ValueError, match="64MiB"):
             parse_bytes(written)
 
-    def test_an_ambiguous_unit_is_answered_with_both_spellings(self) -> None:
-        with pytest.raises(ValueError, match=r"MiB \(1048576 bytes\) or MB \(1000000 bytes\)"):
+    def test_an_unknown_unit_is_answered_with_those_there_are(self) -> None:
+        with pytest.raises(ValueError, match=r"the units are B, KiB, MiB, .*, MB"):
             parse_bytes("64M")
 
     @pytest.mark.parametrize(
@@ -185,11 +184,11 @@ class TestFile:
         [
             ("version: 1\nversion: 1\n", "line 2, column 1: the key 'version' stands here twice"),
             ("block: {bytes: 1, bytes: 2}\n", "the key 'bytes' stands here twice"),
-            ("keys: {1: A, 01: B}\n", "line 1, column 14: the key '01' stands here twice, as '1'"),
-            ("keys:\n  1: A\n  0x1: B\n", "line 3, column 3: the key '0x1' stands here twice, as '1'"),
-            ("keys: {1: A, 1.0: B}\n", "the key '1.0' stands here twice, as '1'"),
-            ("keys: {yes: A, True: B}\n", "the key 'True' stands here twice, as 'yes'"),
-            ("keys: {~: A, null: B}\n", "the key 'null' stands here twice, as '~'"),
+            ("keys: {1: A, 01: B}\n", "line 1, column 14: the key '01' stands here twice"),
+            ("keys:\n  1: A\n  0x1: B\n", "line 3, column 3: the key '0x1' stands here twice"),
+            ("keys: {1: A, 1.0: B}\n", "the key '1.0' stands here twice"),
+            ("keys: {yes: A, True: B}\n", "the key 'True' stands here twice"),
+            ("keys: {~: A, null: B}\n", "the key 'null' stands here twice"),
             ("keys: {1: A, '1': B}\n", "the key '1' stands here twice"),
             ("block: {bytes: 1, <<: {bytes: 2}}\n", "merges nothing with '<<'"),
             ("a: &x 1\nb: *x\n", "no aliases"),
@@ -276,7 +275,7 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("settings", "message"),
         [
-            ({"ttll": 1}, "secondary.0.ttll: unknown key, with the value 1; did you mean 'ttl'?; known keys: type"),
+            ({"ttll": 1}, "secondary.0.ttll: unknown key, with the value ***; did you mean 'ttl'?; known keys: type"),
             (
                 {"tls": {"cafile": "x"}},
                 "secondary.0.tls.cafile: unknown key, with the value 'x'; did you mean 'ca_file'?",
@@ -335,21 +334,6 @@ class TestSecrets:
             assert self.SECRET not in str(error) + repr(error)
             error = error.__cause__ or error.__context__
 
-    def test_what_is_no_secret_is_printed_with_units(self) -> None:
-        public = load_config(vault(), environ={}).public_dict()
-        assert public["primary"] == {
-            "capacity": "1MiB",
-            "policy": "lru",
-            "shared": None,
-            "huge_pages": True,
-            "prefault": False,
-            "numa_node": None,
-            "promotion_budget": None,
-            "promotion_hold": "10s",
-            "request_wait": "30s",
-        }
-        assert public["secondary"][0]["ttl"] == "1m"  # type: ignore[index]  # a list of mappings
-
 
 def test_a_program_makes_a_configuration_without_a_file() -> None:
     config = StackConfig.model_validate(
@@ -357,13 +341,6 @@ def test_a_program_makes_a_configuration_without_a_file() -> None:
     )
     assert config.primary_blocks == 4
     assert load_config(config) is config
-
-
-def test_a_configuration_reads_back_what_it_prints() -> None:
-    config = load_config(vault(), environ={})
-    printed = config.public_dict()
-    printed["secondary"] = [{**entry, "password": ""} for entry in printed["secondary"]]  # type: ignore[attr-defined]
-    assert load_config(printed, environ={}) == config
 
 
 def test_the_policies_that_a_file_may_name_are_those_there_are() -> None:
@@ -380,7 +357,6 @@ def test_the_schema_knows_every_tier_and_its_settings() -> None:
     assert entry["required"] == ["capacity", "type"]
     assert set(entry["properties"]) == set(VaultSettings.model_fields)
     assert {"$ref": "#/$defs/tier-vault-TlsSettings"} in entry["properties"]["tls"]["anyOf"]
-    assert '"ge"' not in json.dumps(schema)
     assert {"$ref": "#/$defs/tier-vault"} in schema["properties"]["secondary"]["items"]["oneOf"]
 
 

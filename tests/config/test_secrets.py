@@ -90,7 +90,7 @@ def test_a_path_from_a_variable_is_hidden_in_the_configuration_and_named_by_the_
         load_config({**source, "secondary": [{"type": type_name, "path": "${WHERE}"}]}, environ={"WHERE": str(file)})
     assert str(file) not in str(caught.value)
     config = load_config(source, environ={"WHERE": str(tmp_path / "blocks")})
-    assert str(tmp_path) not in str(config.public_dict())
+    assert str(tmp_path) not in str(config)
     with open_stack(config) as stack:
         assert stack.secondary_tiers[0].describe()["path"] == str(tmp_path / "blocks")
     with pytest.raises(TierError, match=str(file)):

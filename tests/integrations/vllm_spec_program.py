@@ -47,7 +47,7 @@ from vllm_program_parts import (  # type: ignore[import-not-found]  # found besi
 
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.integrations.vllm.metrics import COUNTER_METRIC
-from tiered_kv.integrations.vllm.stackconfig import stack_config
+from tiered_kv.integrations.vllm.spec import stack_config
 from tiered_kv.integrations.vllm.tier import TieredKVTier
 from tiered_kv.mediums import CPULoadStoreSpec
 

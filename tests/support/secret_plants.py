@@ -9,7 +9,6 @@ what its model requires, the first candidates that the model takes.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +112,7 @@ def show_config(sheet: Sheet, place: str, source: Mapping[str, object], planted:
     except TieredKVError as error:
         sheet.note_error(place, error)
         return None
-    sheet.note(place, config, *config.secondary, config.public_dict(), json.dumps(config.public_dict()))
+    sheet.note(place, config, *config.secondary)
     return config
 
 

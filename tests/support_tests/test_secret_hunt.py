@@ -93,8 +93,8 @@ def test_settings_that_print_their_secret_are_found_out() -> None:
     class TalkativeSettings(TierSettings):
         sauce: SecretStr = SecretStr("")
 
-        def public_dict(self) -> dict[str, object]:
-            return {**super().public_dict(), "sauce": self.sauce.get_secret_value()}
+        def __repr__(self) -> str:
+            return f"TalkativeSettings(sauce={self.sauce.get_secret_value()})"
 
     with plugged(TierType("talkative", TalkativeSettings, lambda: FourMethodTier)):
         findings = hunt_in_configuration("talkative", QUICK, secret_only=True).findings()

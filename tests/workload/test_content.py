@@ -67,5 +67,5 @@ def test_a_block_of_zeros_and_a_stale_block_are_found() -> None:
 def test_contents_stay_the_same_from_version_to_version() -> None:
     _, rows = filled(100_001, [7])
     assert hashlib.sha256(rows.tobytes()).hexdigest() == (
-        "e0d6ec62987d7d6c39e695f4eb9862e428a5100f78178a4ddb7dec2131e7e14a"
+        "0c3c17c792882e5f53039d7499b7ced19d79de03265d0b84696c28fae7d326ae"
     )

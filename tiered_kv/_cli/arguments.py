@@ -18,14 +18,6 @@ def positive_int(text: str) -> int:
     return value
 
 
-def whole_number(text: str) -> int:
-    """Return a whole number."""
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a whole number, found {text!r}") from None
-
-
 def seconds(text: str) -> float:
     """Return a duration in seconds, from text such as "250ms"."""
     try:

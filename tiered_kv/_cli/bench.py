@@ -44,10 +44,12 @@ def run(args: argparse.Namespace) -> Status:
     tiers = _chosen(config, args.tier)
     blocks = args.blocks or max(args.batch, _ROUND_BYTES // config.block.bytes)
     settings = BenchSettings(blocks=blocks, batch=args.batch, rounds=args.rounds)
+    results: list[TierBench] = []
     with progress("rounds", len(tiers) * settings.rounds) as advance:
-        results = [
-            _bench(config, tier, settings, _after(index * settings.rounds, advance)) for index, tier in enumerate(tiers)
-        ]
+        for tier in tiers:
+            results.append(
+                _bench(config, tier, settings, lambda rounds: advance(len(results) * settings.rounds + rounds))
+            )
     if args.json:
         print_json({"tiers": [asdict(result) for result in results]})
     else:
@@ -56,7 +58,6 @@ def run(args: argparse.Namespace) -> Status:
 
 
 def _chosen(config: StackConfig, name: str | None) -> list[TierSettings]:
-    """Return the tiers to measure."""
     names = ", ".join(tier.name for tier in config.secondary)
     if not names:
         raise ConfigError("the stack has no secondary tier to measure", location="secondary")
@@ -64,10 +65,6 @@ def _chosen(config: StackConfig, name: str | None) -> list[TierSettings]:
     if not tiers:
         raise ConfigError(f"the stack has no secondary tier '{name}'; it has {names}", location="--tier")
     return tiers
-
-
-def _after(rounds_before: int, advance: Callable[[int], None]) -> Callable[[int], None]:
-    return lambda rounds: advance(rounds_before + rounds)
 
 
 def _bench(

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 
 from tiered_kv._cli.output import Status, print_json, print_table, print_text
-from tiered_kv.config.redaction import scrub, secrets_in
+from tiered_kv.config.redaction import scrub, told
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.cpu.policies import make_policy
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.errors import ConfigError, TieredKVError
-from tiered_kv.stack import open_tier
+from tiered_kv.stack import open_region, open_tier
 
 _PROBE_BLOCKS = 2
 """Size of the region that tiers are opened over where the primary tier's own cannot be had."""
@@ -71,16 +69,11 @@ def _check_all(config: StackConfig) -> list[TierCheck]:
 def _check_primary(config: StackConfig) -> tuple[TierCheck, PrimaryRegion]:
     settings = config.primary
     try:
-        _build_policy(settings.policy, config.primary_blocks)
-        region = PrimaryRegion(
-            config.primary_blocks,
-            config.block.bytes,
-            huge_pages=settings.huge_pages,
-            prefault=settings.prefault,
-            numa_node=settings.numa_node,
-        )
-    except TieredKVError as error:
-        return TierCheck("cpu", "cpu", False, str(error)), PrimaryRegion(_PROBE_BLOCKS, config.block.bytes)
+        make_policy(settings.policy, config.primary_blocks)
+        region = open_region(config)
+    except Exception as error:  # whatever a stranger's policy raises
+        reason = told(error, config.secret_texts())
+        return TierCheck("cpu", "cpu", False, reason), PrimaryRegion(_PROBE_BLOCKS, config.block.bytes)
     details: dict[str, object] = {
         "capacity_bytes": region.num_blocks * region.block_bytes,
         "blocks": region.num_blocks,
@@ -90,32 +83,16 @@ def _check_primary(config: StackConfig) -> tuple[TierCheck, PrimaryRegion]:
     return TierCheck("cpu", "cpu", True, details=details), region
 
 
-def _build_policy(policy: str, blocks: int) -> None:
-    try:
-        make_policy(policy, blocks)
-    except TieredKVError:
-        raise
-    except Exception as error:  # whatever a stranger's policy raises
-        reason = f"the policy {policy!r} cannot be made: {type(error).__name__}: {error}"
-        raise ConfigError(reason, location="primary.policy") from error
-
-
 def _check_tier(config: StackConfig, settings: TierSettings, region: PrimaryRegion, opened: ExitStack) -> TierCheck:
-    secrets = secrets_in(dict(settings))
+    secrets = settings.secret_texts()
     try:
         tier = open_tier(config, settings, region.kv_view)
         opened.callback(tier.shutdown)
-        return TierCheck(settings.name, settings.type, True, details=_public(tier.describe(), secrets))
-    except TieredKVError as error:
-        return TierCheck(settings.name, settings.type, False, scrub(str(error), secrets))
+        described = tier.describe()
+        details = {name: scrub(each, secrets) if isinstance(each, str) else each for name, each in described.items()}
+        return TierCheck(settings.name, settings.type, True, details=details)
     except Exception as error:  # whatever a stranger's tier raises
-        reason = f"it cannot be described: {type(error).__name__}: {scrub(str(error), secrets)}"
-        return TierCheck(settings.name, settings.type, False, reason)
-
-
-def _public(details: Mapping[str, object], secrets: set[str]) -> dict[str, object]:
-    """Return what a tier says of itself, without what it should have kept to itself."""
-    return {name: scrub(value, secrets) if isinstance(value, str) else value for name, value in details.items()}
+        return TierCheck(settings.name, settings.type, False, told(error, secrets))
 
 
 def _show(stack: str, config: StackConfig, checks: list[TierCheck]) -> None:

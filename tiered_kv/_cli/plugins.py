@@ -11,9 +11,6 @@ from tiered_kv.hooks import PluginReport, TierType, tier_plugins
 
 Schema = dict[str, Any]  # Any: JSON
 
-# A unit that only the texts of one quantity may end with, as its JSON schema's pattern has it.
-_QUANTITIES = {"iB": "size", "ms": "duration"}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "List every tier type that a stack's file can name, and the settings of its entry."
@@ -25,7 +22,17 @@ def run(args: argparse.Namespace) -> Status:
     if args.json:
         print_json(
             {
-                "tiers": [_tier_json(tier, report) for report in reports for tier in report.tiers],
+                "tiers": [
+                    {
+                        "name": tier.name,
+                        "description": tier.description,
+                        "plugin": report.plugin,
+                        "distribution": report.distribution,
+                        "settings": _settings(tier),
+                    }
+                    for report in reports
+                    for tier in report.tiers
+                ],
                 "broken": [
                     {"plugin": report.plugin, "distribution": report.distribution, "error": report.error}
                     for report in broken
@@ -41,18 +48,7 @@ def run(args: argparse.Namespace) -> Status:
     return Status.FOUND if broken else Status.OK
 
 
-def _tier_json(tier: TierType, report: PluginReport) -> dict[str, object]:
-    return {
-        "name": tier.name,
-        "description": tier.description,
-        "plugin": report.plugin,
-        "distribution": report.distribution,
-        "settings": _settings(tier),
-    }
-
-
 def _settings(tier: TierType) -> list[dict[str, object]]:
-    """Return each setting's name, what it accepts, its default, and what it is for."""
     schema = tier.settings.model_json_schema()
     required = schema.get("required", [])
     return [
@@ -70,20 +66,10 @@ def _settings(tier: TierType) -> list[dict[str, object]]:
 
 def _accepts(field: Schema) -> str:
     """Return in a word or two what a setting's JSON schema accepts."""
-    choices = [choice for choice in field.get("anyOf", [field]) if choice != {"type": "null"}]
-    if len(choices) == 1 and choices != [field]:
-        return _accepts(choices[0])
-    pattern = "".join(str(choice.get("pattern", "")) for choice in choices)
-    for unit, quantity in _QUANTITIES.items():
-        if unit in pattern:
-            return quantity
-    return " | ".join(dict.fromkeys(word for choice in choices for word in _words(choice)))
-
-
-def _words(choice: Schema) -> list[str]:
-    if "const" in choice:
-        return [str(choice["const"])]
-    return [str(word) for word in choice.get("enum") or [choice.get("type", "mapping")]]
+    if "anyOf" in field and "format" not in field:
+        return " | ".join(_accepts(choice) for choice in field["anyOf"] if choice != {"type": "null"})
+    words = [field["const"]] if "const" in field else field.get("enum")
+    return " | ".join(map(str, words or [field.get("format") or field.get("type", "mapping")]))
 
 
 def _show(tier: TierType, report: PluginReport) -> None:

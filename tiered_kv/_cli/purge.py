@@ -11,31 +11,20 @@ from dataclasses import asdict, dataclass, field
 
 from tiered_kv._cli.arguments import seconds
 from tiered_kv._cli.output import Status, print_json, print_table, print_text
-from tiered_kv.config.redaction import scrub, secrets_in
+from tiered_kv.config.redaction import told
 from tiered_kv.config.settings import TierSettings
-from tiered_kv.config.stack_config import StackConfig, load_config
+from tiered_kv.config.stack_config import load_config
 from tiered_kv.config.units import rounded_bytes
-from tiered_kv.errors import ConfigError, TieredKVError
+from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import tier_plugins
 from tiered_kv.tiering.administration import DIGEST_HEX, TierAdministration
 
 _TIMEOUT_S = 600.0
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Which namespaces are meant: the one with this digest, or where that is empty those of the tenant."""
-
-    digest: str
-    tenant: str = ""
-
-    def __str__(self) -> str:
-        return f"tenant '{self.tenant}'" if self.tenant else f"namespace {self.digest}"
-
-
 @dataclass(slots=True)
 class NamespacePurge:
-    """One namespace in one tier; `docs/command.md` describes each field."""
+    """One namespace in one tier; `docs/reference/command.md` describes each field."""
 
     namespace: str
     tenant: str | None
@@ -48,7 +37,7 @@ class NamespacePurge:
 
 @dataclass(slots=True)
 class TierPurge:
-    """What was found in one tier, and what became of it; `docs/command.md` describes each field."""
+    """What was found in one tier, and what became of it; `docs/reference/command.md` describes each field."""
 
     name: str
     type: str
@@ -68,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("stack", metavar="STACK", help="the stack's YAML file")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--tenant", metavar="NAME", type=_tenant, help="every namespace of this tenant in those tiers")
+    which.add_argument("--tenant", metavar="NAME", help="every namespace of this tenant in those tiers")
     which.add_argument("--namespace", metavar="DIGEST", type=_digest, help="the namespace with this digest")
     parser.add_argument("--dry-run", action="store_true", help="show what would be removed")
     parser.add_argument("--yes", action="store_true", help="do not ask")
@@ -77,10 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Status:
     config = load_config(args.stack)
-    choice = _choice(args, config)
-    tiers = [_look(settings, choice, args.timeout) for settings in config.secondary]
+    digest = None if args.tenant is not None else args.namespace or config.identity.digest.hex()
+    meant = f"tenant '{args.tenant}'" if digest is None else f"namespace {digest}"
+    tiers = [_look(settings, digest, args.tenant, args.timeout) for settings in config.secondary]
     if not args.json:
-        print_text(f"{args.stack}: {choice}\n")
+        print_text(f"{args.stack}: {meant}\n")
         _show(tiers, "stored")
     if not args.dry_run and any(tier.namespaces for tier in tiers):
         if not args.yes:
@@ -92,14 +82,8 @@ def run(args: argparse.Namespace) -> Status:
     ok = all(tier.ok for tier in tiers)
     if args.json:
         described = [{**asdict(tier), "ok": tier.ok} for tier in tiers]
-        print_json({"stack": args.stack, "of": str(choice), "dry_run": args.dry_run, "ok": ok, "tiers": described})
+        print_json({"stack": args.stack, "of": meant, "dry_run": args.dry_run, "ok": ok, "tiers": described})
     return Status.OK if ok else Status.FOUND
-
-
-def _tenant(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("expected a tenant's name, found an empty text")
-    return text
 
 
 def _digest(text: str) -> str:
@@ -108,29 +92,22 @@ def _digest(text: str) -> str:
     return text
 
 
-def _choice(args: argparse.Namespace, config: StackConfig) -> Choice:
-    if args.tenant is not None:
-        return Choice("", args.tenant)
-    return Choice(args.namespace or config.identity.digest.hex())
-
-
-def _look(settings: TierSettings, choice: Choice, timeout_s: float) -> TierPurge:
-    """Find what is meant in one tier."""
+def _look(settings: TierSettings, digest: str | None, tenant: str | None, timeout_s: float) -> TierPurge:
+    """Find the namespace with this digest in one tier, or those of the tenant."""
     tier = TierPurge(settings.name, settings.type)
 
     def look(administration: TierAdministration) -> None:
-        for stored in administration.namespaces(time.monotonic() + timeout_s, choice.digest or None):
-            if choice.tenant and stored.tenant is None:
-                tier.unknown.append(stored.digest)
-            elif choice.tenant in ("", stored.tenant):
+        for stored in administration.namespaces(time.monotonic() + timeout_s, digest):
+            if tenant is None or stored.tenant == tenant:
                 tier.namespaces.append(NamespacePurge(stored.digest, stored.tenant, stored.blocks, stored.size_bytes))
+            elif stored.tenant is None:
+                tier.unknown.append(stored.digest)
 
     _administer(settings, tier, look)
     return tier
 
 
 def _purge(settings: TierSettings, tier: TierPurge, timeout_s: float) -> None:
-    """Remove what was found in one tier."""
     deadline = time.monotonic() + timeout_s
     for found in tier.namespaces:  # what is stored is not what has been removed, should something fail on the way
         found.blocks = found.size_bytes = None
@@ -148,7 +125,6 @@ def _purge(settings: TierSettings, tier: TierPurge, timeout_s: float) -> None:
 
 def _administer(settings: TierSettings, tier: TierPurge, work: Callable[[TierAdministration], None]) -> None:
     """Do something with a tier's administration; what goes wrong is noted as the tier's error."""
-    secrets = secrets_in(dict(settings))
     try:
         load = tier_plugins().resolve(settings.type).administration
         if load is None:
@@ -156,10 +132,8 @@ def _administer(settings: TierSettings, tier: TierPurge, work: Callable[[TierAdm
             return
         with closing(load()(settings)) as administration:
             work(administration)
-    except TieredKVError as error:
-        tier.error = scrub(str(error), secrets)
     except Exception as error:  # whatever a stranger's administration raises
-        tier.error = f"{type(error).__name__}: {scrub(str(error), secrets)}"
+        tier.error = told(error, settings.secret_texts())
 
 
 def _ask(tiers: Sequence[TierPurge]) -> None:

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tiered_kv._cli.arguments import positive_int, seconds, whole_number
+from tiered_kv._cli.arguments import positive_int, seconds
 from tiered_kv._cli.output import Status, interrupt_flag, print_json, print_table, print_text, progress
 from tiered_kv.config.units import format_bytes
 from tiered_kv.counters import flat_counts
@@ -19,7 +19,7 @@ from tiered_kv.stack import open_stack
 from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.replay import ReplaySettings, replay
 from tiered_kv.workload.request import Request
-from tiered_kv.workload.tally import GB, ReplayReport, Tally
+from tiered_kv.workload.tally import GB, ReplayReport
 from tiered_kv.workload.trace import read_trace
 
 _CHAT_OPTIONS = {
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, about in _CHAT_OPTIONS.items():
         default = getattr(ChatWorkload(), name)
         about = f"{about} (default: {default})"
-        chats.add_argument(f"--{name.replace('_', '-')}", metavar="N", type=whole_number, help=about)
+        chats.add_argument(f"--{name.replace('_', '-')}", metavar="N", type=int, help=about)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +80,13 @@ def run(args: argparse.Namespace) -> Status:
         interrupt_flag() as interrupted,
         progress("requests", workload.total) as advance,
     ):
-
-        def show(tally: Tally) -> None:
-            advance(tally.requests)
-
         report = replay(
-            stack.manager, stack.kv_view, workload.requests, settings, should_stop=interrupted, on_progress=show
+            stack.manager,
+            stack.kv_view,
+            workload.requests,
+            settings,
+            should_stop=interrupted,
+            on_progress=lambda tally: advance(tally.requests),
         )
     if args.json:
         print_json({"stack": args.stack, "workload": workload.described, **asdict(report)})

@@ -19,9 +19,8 @@ from tiered_kv.config.units import format_bytes
 from tiered_kv.errors import ConfigError
 
 FILE_BYTES_MAX = 1 << 20
-_NUMBER_CHARACTERS_MAX = 64
-"""YAML also writes numbers to the base of 60, "1:30:00"; a long one takes as long as the square of its length."""
-_NUMBER_BITS_MAX = 4 * _NUMBER_CHARACTERS_MAX
+_NUMBER_BITS_MAX = 256
+"""A longer number fits no setting, and no message could hold it."""
 
 Result = TypeVar("Result")
 
@@ -86,13 +85,12 @@ def _load(text: str | bytes) -> tuple[object, str]:
         return None, f"this is not YAML: {error.reason}, at position {error.position}"
     except RecursionError:
         return None, "this is nested too deeply"
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError) as error:
-        # The last four are how PyYAML fails on a value that is not of the type that its tag says.
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:
+        # The last five are how PyYAML fails on a value that is not of the type that its tag says.
         return None, f"this is not YAML: a value cannot be read ({type(error).__name__})"
 
 
 def _told(error: yaml.MarkedYAMLError, text: str | bytes) -> str:
-    """Return where and what is wrong."""
     mark = error.problem_mark or error.context_mark
     where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
     problem = _without_quotations(error)
@@ -132,7 +130,7 @@ def _fill(value: object, location: str, environ: Mapping[str, str]) -> object:
         return {key: _fill(item, f"{location}.{key}", environ) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_fill(item, f"{location}.{index}", environ) for index, item in enumerate(value)]
-    if isinstance(value, int) and value.bit_length() > _NUMBER_BITS_MAX:  # no message could hold it
+    if isinstance(value, int) and value.bit_length() > _NUMBER_BITS_MAX:
         raise ConfigError("expected a number of a usual size, found one of hundreds of digits", location=location)
     return _fill_text(value, location, environ) if isinstance(value, str) and "$" in value else value
 
@@ -165,57 +163,34 @@ def _fill_text(text: str, location: str, environ: Mapping[str, str]) -> str:
 class _StackFileError(yaml.MarkedYAMLError):
     """What YAML allows and a stack's file does not."""
 
+    def __init__(self, problem: str, mark: yaml.Mark) -> None:
+        super().__init__(problem=problem, problem_mark=mark)
+
 
 class _StackLoader(yaml.SafeLoader):
     """The safe loader, without aliases, merges, duplicate keys, and keys alone."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            raise _StackFileError(
-                problem="a stack's file has no aliases: write the value again", problem_mark=self.get_mark()
-            )
+            raise _StackFileError("a stack's file has no aliases: write the value again", self.get_mark())
         return super().compose_node(parent, index)
 
-    def construct_number(self, node: yaml.ScalarNode) -> int | float:
-        """Return a number, unless it is one that takes long, or that no other number can be compared with."""
-        if len(node.value) > _NUMBER_CHARACTERS_MAX:
-            raise _StackFileError(
-                problem=f"a number has at most {_NUMBER_CHARACTERS_MAX} characters: put a text in quotes",
-                problem_mark=node.start_mark,
-            )
-        is_float = node.tag == _FLOAT_TAG
-        number: int | float = self.construct_yaml_float(node) if is_float else self.construct_yaml_int(node)
-        return number
-
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
-        seen: dict[Hashable, str] = {}  # the texts by the keys that they stand for: 1, 01 and 0x1 are one
-        texts: set[str] = set()
+        seen: set[Hashable] = set()  # the keys, and their texts: 1, 01 and "1" are one
         for key_node, value_node in node.value:
+            mark = key_node.start_mark
             if not isinstance(key_node, yaml.ScalarNode):
-                raise _StackFileError(problem="a key must be a text", problem_mark=key_node.start_mark)
+                raise _StackFileError("a key must be a text", mark)
             if node.flow_style and value_node.start_mark.index == value_node.end_mark.index:
                 # The rest of a password with a comma in it looks like this: it is not repeated.
-                raise _StackFileError(
-                    problem="a key has no value; within {...}, put a text with a comma in quotes",
-                    problem_mark=key_node.start_mark,
-                )
+                raise _StackFileError("a key has no value; within {...}, put a text with a comma in quotes", mark)
             if key_node.tag == _MERGE_TAG:
-                raise _StackFileError(
-                    problem="a stack's file merges nothing with '<<': write the keys here",
-                    problem_mark=key_node.start_mark,
-                )
-            text, key = key_node.value, self.construct_object(key_node, deep=True)
-            if key in seen or text in texts:
-                same = f", as '{seen[key]}'" if seen.get(key, text) != text else ""
-                raise _StackFileError(
-                    problem=f"the key '{text}' stands here twice{same}", problem_mark=key_node.start_mark
-                )
-            seen[key] = text
-            texts.add(text)
+                raise _StackFileError("a stack's file merges nothing with '<<': write the keys here", mark)
+            same = {key_node.value, self.construct_object(key_node, deep=True)}
+            if not seen.isdisjoint(same):
+                raise _StackFileError(f"the key '{key_node.value}' stands here twice", mark)
+            seen |= same
         return super().construct_mapping(node, deep)
 
 
-_FLOAT_TAG = "tag:yaml.org,2002:float"
 _MERGE_TAG = "tag:yaml.org,2002:merge"
-_StackLoader.add_constructor("tag:yaml.org,2002:int", _StackLoader.construct_number)
-_StackLoader.add_constructor(_FLOAT_TAG, _StackLoader.construct_number)

@@ -7,10 +7,12 @@ setting that holds it is named like one. User, password, query and fragment of a
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from urllib.parse import quote, unquote
 
 from pydantic import SecretBytes, SecretStr
+
+from tiered_kv.errors import TieredKVError
 
 HIDDEN = "***"
 
@@ -42,11 +44,7 @@ def is_secret_name(name: str) -> bool:
 
 def has_environment_text(value: object) -> bool:
     """Return whether `value`, or anything in it, was taken from an environment variable."""
-    if isinstance(value, Mapping):
-        return any(map(has_environment_text, value.values()))
-    if isinstance(value, (list, tuple)):
-        return any(map(has_environment_text, value))
-    return isinstance(value, EnvironmentText)
+    return any(isinstance(leaf, EnvironmentText) for _, leaf in _leaves(value))
 
 
 def redact(value: object, name: str = "") -> object:
@@ -68,27 +66,13 @@ def redact(value: object, name: str = "") -> object:
 
 def secrets_in(value: object, name: str = "") -> set[str]:
     """Return every secret text in `value`, which stands under the key `name`, for use with `scrub`."""
-    if isinstance(value, Mapping):
-        return set().union(*(secrets_in(item, str(key)) for key, item in value.items()))
-    if isinstance(value, (list, tuple)):
-        return set().union(*(secrets_in(item, name) for item in value))
-    if isinstance(value, SecretStr):
-        return {value.get_secret_value()}
-    if isinstance(value, SecretBytes):
-        return {value.get_secret_value().decode("utf-8", "replace")}
-    if isinstance(value, EnvironmentText) or (is_secret_name(name) and not isinstance(value, bool)):
-        return texts_in(value)
-    password = _PASSWORD.match(value) if isinstance(value, str) else None
-    return {password[1], unquote(password[1])} if password else set()
+    return set().union(*(_secrets_of(leaf, key) for key, leaf in _leaves(value, name)))
 
 
 def texts_in(value: object) -> set[str]:
     """Return every text and number in `value`, as texts."""
-    if isinstance(value, Mapping):
-        return set().union(*map(texts_in, value.values()))
-    if isinstance(value, (list, tuple)):
-        return set().union(*map(texts_in, value))
-    return {str(value)} if isinstance(value, (str, int, float)) and not isinstance(value, bool) else set()
+    leaves = (leaf for _, leaf in _leaves(value))
+    return {str(leaf) for leaf in leaves if isinstance(leaf, (str, int, float)) and not isinstance(leaf, bool)}
 
 
 def scrub(text: str, secrets: set[str]) -> str:
@@ -97,3 +81,32 @@ def scrub(text: str, secrets: set[str]) -> str:
         if secret:
             text = text.replace(secret, HIDDEN).replace(quote(secret, safe=""), HIDDEN)
     return _QUERY.sub(rf"\1{HIDDEN}", _USERINFO_IN_TEXT.sub(rf"\1{HIDDEN}@", text))
+
+
+def told(error: Exception, secrets: set[str]) -> str:
+    """Return what an error says, without any of `secrets`: a stranger's says too what it is."""
+    text = scrub(str(error), secrets)
+    return text if isinstance(error, TieredKVError) else f"{type(error).__name__}: {text}"
+
+
+def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
+    """Yield all that `value` is made of, each with the key that it stands under."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, str(key))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item, name)
+    else:
+        yield name, value
+
+
+def _secrets_of(leaf: object, name: str) -> set[str]:
+    if isinstance(leaf, SecretStr):
+        return {leaf.get_secret_value()}
+    if isinstance(leaf, SecretBytes):
+        return {leaf.get_secret_value().decode("utf-8", "replace")}
+    if isinstance(leaf, EnvironmentText) or is_secret_name(name):
+        return texts_in(leaf)
+    password = _PASSWORD.match(leaf) if isinstance(leaf, str) else None
+    return {password[1], unquote(password[1])} if password else set()

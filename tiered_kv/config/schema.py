@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from tiered_kv.config.settings import ClassArguments
@@ -10,9 +9,6 @@ from tiered_kv.config.stack_config import StackConfig
 from tiered_kv.hooks import TierType, tier_plugins
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-
-# What pydantic leaves of a bound that stands on a size or a duration; no keywords of JSON Schema.
-_NOT_KEYWORDS = frozenset({"ge", "gt", "le", "lt"})
 
 Schema = dict[str, Any]  # Any: JSON
 
@@ -36,9 +32,7 @@ def stack_schema() -> Schema:
     schema["properties"]["secondary"]["items"] = {"oneOf": entries}
     schema["$schema"] = DIALECT
     schema["title"] = "tiered-kv stack"
-    cleaned = _without(schema, _NOT_KEYWORDS)
-    assert isinstance(cleaned, dict)
-    return cleaned
+    return schema
 
 
 def _entry_schema(tier_type: TierType, definitions: Schema) -> Schema:
@@ -56,18 +50,3 @@ def _entry_schema(tier_type: TierType, definitions: Schema) -> Schema:
     entry["required"] = sorted({"type", *entry.get("required", ())})
     definitions[prefix] = entry
     return {"$ref": f"#/$defs/{prefix}"}
-
-
-def _without(value: object, keywords: frozenset[str]) -> object:
-    """Return `value` with `keywords` left out of every schema in it, names of properties untouched."""
-    if isinstance(value, Mapping):
-        return {
-            key: {name: _without(item, keywords) for name, item in inner.items()}
-            if key in ("properties", "$defs") and isinstance(inner, Mapping)
-            else _without(inner, keywords)
-            for key, inner in value.items()
-            if key not in keywords
-        }
-    if isinstance(value, list):
-        return [_without(item, keywords) for item in value]
-    return value

@@ -17,6 +17,7 @@ import stat
 from tiered_kv.config.redaction import redact
 from tiered_kv.config.units import format_bytes
 from tiered_kv.errors import ConfigError
+from tiered_kv.permissions import OTHERS
 
 KEY_BYTES = 32
 KEY_FILE_BYTES_MAX = 1024
@@ -25,7 +26,6 @@ KEY_FILE_BYTES_MAX = 1024
 _HEX = re.compile(r"[0-9A-Fa-f]{64}")
 _BASE64 = re.compile(r"[A-Za-z0-9+/_-]{43}=?")
 _ACCEPTED = f"{KEY_BYTES} bytes as 64 hexadecimal digits or as base64, such as `openssl rand -hex {KEY_BYTES}` prints"
-_READABLE_BY_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def parse_key(text: str) -> bytes:
@@ -83,33 +83,22 @@ def read_key_file(path: str | os.PathLike[str]) -> bytes:
         ConfigError: The file cannot be read, belongs to another user, may be used by its group or by others, is larger
             than `KEY_FILE_BYTES_MAX`, or holds no key. The message has the path, and nothing of what the file holds.
     """
-    shown = f"the key file '{redact(os.fspath(path))}'"
-    content, problem = _read(path)
-    if problem:
-        raise ConfigError(f"{shown} {problem}")
-    text = content.decode("ascii", "replace")
-    if problem := problem_of_key(text):
-        raise ConfigError(f"{shown} holds no key: {problem}")
-    return parse_key(text)
-
-
-def _read(path: str | os.PathLike[str]) -> tuple[bytes, str]:
-    """Return what the file holds, and why it cannot be used, or an empty text."""
+    text = ""
     try:
         # Not blocking, so that a pipe in the file's place is refused instead of waited for.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        try:
+            problem = _refusal(os.fstat(descriptor))  # of the file that was opened, whoever replaces it meanwhile
+            if not problem:
+                text = os.read(descriptor, KEY_FILE_BYTES_MAX).decode("ascii", "replace")
+                problem = problem_of_key(text) and f"holds no key: {problem_of_key(text)}"
+        finally:
+            os.close(descriptor)
     except (OSError, ValueError) as error:  # a path with a null character is a ValueError
-        return b"", f"cannot be opened: {getattr(error, 'strerror', None) or 'this is no path'}"
-    try:
-        problem = _refusal(os.fstat(descriptor))  # of the file that was opened, whoever replaces it meanwhile
-        content = b"" if problem else os.read(descriptor, KEY_FILE_BYTES_MAX + 1)
-    except OSError as error:
-        return b"", f"cannot be read: {error.strerror}"
-    finally:
-        os.close(descriptor)
-    if len(content) > KEY_FILE_BYTES_MAX:
-        return b"", f"is larger than {format_bytes(KEY_FILE_BYTES_MAX)}: expected a key and nothing else"
-    return content, problem
+        problem = f"cannot be opened: {getattr(error, 'strerror', None) or 'this is no path'}"
+    if problem:
+        raise ConfigError(f"the key file '{redact(os.fspath(path))}' {problem}")
+    return parse_key(text)
 
 
 def _refusal(status: os.stat_result) -> str:
@@ -118,6 +107,8 @@ def _refusal(status: os.stat_result) -> str:
         return "is no regular file"
     if status.st_uid != os.geteuid():
         return f"belongs to user {status.st_uid}, and this process is user {os.geteuid()}: it must be the process's own"
-    if status.st_mode & _READABLE_BY_OTHERS:
+    if status.st_mode & OTHERS:
         return f"has mode {stat.S_IMODE(status.st_mode):04o}: expected one that is closed to others, as by chmod 600"
+    if status.st_size > KEY_FILE_BYTES_MAX:
+        return f"is larger than {format_bytes(KEY_FILE_BYTES_MAX)}: expected a key and nothing else"
     return ""

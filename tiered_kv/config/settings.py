@@ -32,11 +32,6 @@ class StrictModel(BaseModel):
     _from_environment: frozenset[str] = PrivateAttr(default=frozenset())
     """Settings whose text a variable brought."""
 
-    def public_dict(self) -> dict[str, object]:
-        """Return the settings as YAML would have them, sizes and durations with units, secrets as `***`."""
-        dumped = self.model_dump(mode="json")
-        return {name: self._public(name, getattr(self, name), plain) for name, plain in dumped.items()}
-
     def secret_texts(self) -> set[str]:
         """Return every secret text in the settings, for use with `redaction.scrub`."""
         found: set[str] = set()
@@ -53,13 +48,6 @@ class StrictModel(BaseModel):
             (name, HIDDEN if name in self._from_environment else redact(value, name or ""))
             for name, value in super().__repr_args__()
         ]
-
-    def _public(self, name: str, value: object, dumped: object) -> object:
-        if isinstance(value, StrictModel):
-            return value.public_dict()
-        if isinstance(value, tuple) and value and isinstance(value[0], StrictModel):
-            return [item.public_dict() for item in value]
-        return HIDDEN if name in self._from_environment else redact(dumped, name)
 
     @model_validator(mode="wrap")
     @classmethod

@@ -13,7 +13,7 @@ import re
 from decimal import Decimal
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 BYTES_MAX = 2**63 - 1
 
@@ -37,8 +37,7 @@ def parse_bytes(value: object) -> int:
     """
     number, unit = _split(value, _SIZE_ACCEPTED)
     if unit not in _SIZES and unit:
-        hint = f"; for '{unit}' write {_spelling(unit)}" if _spelling(unit) else ""
-        raise ValueError(f"expected {_SIZE_ACCEPTED}{hint}")
+        raise ValueError(f"expected {_SIZE_ACCEPTED}; the units are {', '.join(_SIZES)}")
     size = number * _SIZES[unit or "B"]
     if size != int(size):
         raise ValueError(f"expected {_SIZE_ACCEPTED}; this is a fraction of a byte")
@@ -104,35 +103,16 @@ def _number(expected: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-Bytes = Annotated[
-    int,
-    BeforeValidator(parse_bytes),
-    PlainSerializer(format_bytes, return_type=str, when_used="json"),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "integer", "minimum": 0},
-                {"type": "string", "pattern": r"^\s*[0-9]+(\.[0-9]+)?\s*([kKMGTP]?B|[KMGTP]iB)?\s*$|\$\{"},
-            ],
-            "description": _SIZE_ACCEPTED,
-        }
-    ),
-]
+def _schema(number: str, units: str, accepted: str, name: str) -> WithJsonSchema:
+    text = {"type": "string", "pattern": rf"^\s*[0-9]+(\.[0-9]+)?\s*({units})?\s*$|\$\{{"}
+    return WithJsonSchema({"anyOf": [{"type": number, "minimum": 0}, text], "description": accepted, "format": name})
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), _schema("integer", "[kKMGTP]?B|[KMGTP]iB", _SIZE_ACCEPTED, "size")]
 """A size in bytes; in YAML an int, "64MiB" or "1.5GB"."""
 
 Seconds = Annotated[
-    float,
-    BeforeValidator(parse_seconds),
-    PlainSerializer(format_seconds, return_type=str, when_used="json"),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "number", "minimum": 0},
-                {"type": "string", "pattern": r"^\s*[0-9]+(\.[0-9]+)?\s*(us|ms|s|m|min|h|d)?\s*$|\$\{"},
-            ],
-            "description": _DURATION_ACCEPTED,
-        }
-    ),
+    float, BeforeValidator(parse_seconds), _schema("number", "us|ms|s|m|min|h|d", _DURATION_ACCEPTED, "duration")
 ]
 """A duration in seconds; in YAML a number, "250ms", "30s" or "1h"."""
 
@@ -154,13 +134,3 @@ def _split(value: object, accepted: str) -> tuple[Decimal, str]:
     if match is None:
         raise ValueError(f"expected {accepted}")
     return Decimal(match["number"]), match["unit"]
-
-
-def _spelling(unit: str) -> str:
-    """Return how the size unit that `unit` seems to mean is written, or an empty string."""
-    letter = unit[:1].upper()
-    binary = f"{letter}iB"
-    if binary not in _BINARY or len(unit) > len(binary):
-        return ""
-    decimal = "kB" if letter == "K" else f"{letter}B"
-    return f"{binary} ({_BINARY[binary]} bytes) or {decimal} ({_DECIMAL[decimal]} bytes)"

@@ -7,14 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, SecretBytes, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from tiered_kv.config.redaction import HIDDEN, is_secret_name, redact, scrub, secrets_in, texts_in
+from tiered_kv.config.redaction import HIDDEN, is_secret_name, redact, scrub, secrets_in
 from tiered_kv.errors import ConfigError
 
 _SHOWN_CHARACTERS_MAX = 80
-_SURELY_MEANT = 0.75
-"""How similar an unknown key is, from 0 to 1, to the one that it is a misspelling of without much doubt."""
 
 # The first that fits, so the general one is last.
 _REWORDED = {
@@ -65,7 +64,7 @@ def check(model: type[Model], data: object, location: Location = ()) -> Model | 
         return [error]
     except ValidationError as error:
         # What pydantic says is reworded and not chained: it may hold what must not be shown.
-        secrets = secrets_in(data) | _declared_secrets(model, data)
+        secrets = secrets_in(data)
         return [
             ConfigError(scrub(_message(model, detail), secrets), location=dotted((*location, *detail["loc"])))
             for detail in error.errors(include_url=False)
@@ -93,27 +92,27 @@ def suggestion(word: str, known: Sequence[str]) -> str:
 
 def _message(model: type[BaseModel], detail: ErrorDetails) -> str:
     location, value = detail["loc"], detail["input"]
-    parent = _model_at(model, location[:-1])
     name = str(location[-1]) if location else ""
-    field = parent.model_fields.get(name) if parent else None
+    owner, fields = _fields_at(model, location)
     if detail["type"] == "missing":
+        field = fields[-1]
         return "this key is required" + (f": {field.description}" if field and field.description else "")
     if detail["type"] == "extra_forbidden":
-        known = list(parent.model_fields) if parent else []
-        accepted = f"{suggestion(name, known)}; known keys: {', '.join(known)}" if known else ""
-        found = HIDDEN if parent and _may_be_a_secret(parent, name) else _shown(value, name)
-        hint = getattr(parent, "unknown_key_hints", {}).get(name)
+        known = owner.model_fields if owner else {}
+        # The key may be a misspelling of a secret's.
+        found = HIDDEN if any(map(_is_secret, known.values())) else _shown(value, name)
+        hint = getattr(owner, "unknown_key_hints", {}).get(name)
+        accepted = f"{suggestion(name, list(known))}; known keys: {', '.join(known)}" if known else ""
         return f"unknown key, with the value {found}{f'; {hint}' if hint else accepted}"
     if detail["type"] == "string_type" and isinstance(value, (bool, int, float)) and not is_secret_name(name):
         return f"expected a text; put it in quotes: '{_shown(value, name)}'"
     wanted = _reworded(detail["msg"])
     if isinstance(value, Mapping) and detail["type"] == "value_error":  # a check of several settings together
         return wanted
-    return f"{wanted}, found {HIDDEN if _leads_to_a_secret(model, location) else _shown(value, name)}"
+    return f"{wanted}, found {HIDDEN if any(map(_is_secret, fields)) else _shown(value, name)}"
 
 
 def _reworded(message: str) -> str:
-    """Return pydantic's `message` in the words of this project's."""
     for prefix in ("Value error, ", "Assertion failed, "):
         message = message.removeprefix(prefix)
     for prefix, ours in _REWORDED.items():
@@ -125,40 +124,8 @@ def _reworded(message: str) -> str:
     return message
 
 
-def _may_be_a_secret(model: type[BaseModel], unknown: str) -> bool:
-    """Return whether the key `unknown` may be meant for a secret: not where it looks like a setting that is none."""
-    fields = model.model_fields
-    if not any(_is_secret(field.annotation) for field in fields.values()):
-        return False
-    near = difflib.get_close_matches(unknown, fields, n=1, cutoff=_SURELY_MEANT)
-    return not near or _is_secret(fields[near[0]].annotation)
-
-
-def _declared_secrets(model: type[BaseModel], data: Mapping[str, object]) -> set[str]:
-    """Return the texts in `data` that are meant for settings of a secret type, whatever they are called."""
-    found: set[str] = set()
-    for name, field in model.model_fields.items():
-        value = data.get(name)
-        if _is_secret(field.annotation):
-            found |= texts_in(value)
-        for item in value if isinstance(value, (list, tuple)) else (value,):
-            for inner in filter(_is_model, _types_in(field.annotation)):
-                found |= _declared_secrets(inner, item) if isinstance(item, Mapping) else set()
-    return found
-
-
-def _leads_to_a_secret(model: type[BaseModel], location: Location) -> bool:
-    """Return whether a setting of a secret type stands at `location`, or around it."""
-    for depth in range(len(location)):
-        parent = _model_at(model, location[:depth])
-        field = parent.model_fields.get(str(location[depth])) if parent else None
-        if field and _is_secret(field.annotation):
-            return True
-    return False
-
-
-def _is_secret(annotation: object) -> bool:
-    return not {SecretStr, SecretBytes}.isdisjoint(_types_in(annotation))
+def _is_secret(field: FieldInfo | None) -> bool:
+    return field is not None and not {SecretStr, SecretBytes}.isdisjoint(_types_in(field.annotation))
 
 
 def _shown(value: object, name: str) -> str:
@@ -173,19 +140,20 @@ def _shown(value: object, name: str) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS_MAX else f"{text[:_SHOWN_CHARACTERS_MAX]}…"
 
 
-def _model_at(model: type[BaseModel], location: Location) -> type[BaseModel] | None:
-    """Return the model of the mapping at `location` within a `model`, where a plain path leads to one."""
+def _fields_at(model: type[BaseModel], location: Location) -> tuple[type[BaseModel] | None, list[FieldInfo | None]]:
+    """Return the model that has the last key of `location`, and each key's field, where a plain path leads there."""
+    inner: type[BaseModel] | None = model
+    owner, fields = inner, []
     for part in location:
-        field = model.model_fields.get(part) if isinstance(part, str) else None
-        inner = [item for item in _types_in(field.annotation) if _is_model(item)] if field else []
-        if len(inner) != 1:
-            return None
-        model = inner[0]
-    return model
+        owner = inner
+        field = owner.model_fields.get(str(part)) if owner else None
+        fields.append(field)
+        models = [each for each in _types_in(field.annotation) if _is_model(each)] if field else []
+        inner = models[0] if len(models) == 1 else None
+    return owner, fields
 
 
 def _types_in(annotation: object) -> Iterator[Any]:  # Any: whatever a field is annotated with
-    """Yield `annotation`, and every type that it is made of."""
     yield annotation
     for argument in get_args(annotation):
         yield from _types_in(argument)

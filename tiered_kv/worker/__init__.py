@@ -15,8 +15,7 @@ from tiered_kv.base import (
     TransferSpec,
     TransferType,
 )
-from tiered_kv.worker.base import WorkerHandlers
-from tiered_kv.worker.handlers import open_handlers
+from tiered_kv.worker.handlers import WorkerHandlers, open_handlers
 from tiered_kv.worker.shared import SharedStack
 from tiered_kv.worker.spec import TieredOffloadingSpec
 

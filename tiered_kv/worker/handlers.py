@@ -4,17 +4,50 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from tiered_kv.base import CanonicalKVCaches, OffloadingHandler, TransferResult, TransferSpec, TransferType
+from tiered_kv.base import (
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingHandler,
+    TransferResult,
+    TransferSpec,
+    TransferType,
+)
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ShutdownError
-from tiered_kv.worker.base import LOAD, STORE, WorkerHandlers
+from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.worker.cuda import CudaCopier
 from tiered_kv.worker.host import HostCopier
 from tiered_kv.worker.layout import BlockLayout, device_of, lay_out
-from tiered_kv.worker.plan import Copier, Copy, plan_transfer
+from tiered_kv.worker.plan import LOAD, STORE, Copier, Copy, plan_transfer
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHandlers:
+    """A worker's two directions.
+
+    Args:
+        store: From the device's KV cache to the primary tier's region.
+        load: From the region to the device.
+    """
+
+    store: OffloadingHandler
+    load: OffloadingHandler
+
+    def triples(self) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]:
+        """Yield (source spec type, destination spec type, handler), as `OffloadingSpec.get_handlers` does."""
+        yield GPULoadStoreSpec, CPULoadStoreSpec, self.store
+        yield CPULoadStoreSpec, GPULoadStoreSpec, self.load
+
+    def shutdown(self) -> None:
+        """Shut both down, the second also where the first fails."""
+        try:
+            self.store.shutdown()
+        finally:
+            self.load.shutdown()
 
 
 def open_handlers(

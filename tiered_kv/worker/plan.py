@@ -12,9 +12,12 @@ from typing import Protocol
 
 import numpy as np
 
-from tiered_kv.base import TransferSpec, TransferType
-from tiered_kv.worker.base import LOAD, STORE
+from tiered_kv.base import GPULoadStoreSpec, TransferSpec, TransferType
+from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.worker.layout import BlockLayout, GroupLayout, Int64Array
+
+STORE: TransferType = (GPULoadStoreSpec.medium(), CPULoadStoreSpec.medium())
+LOAD: TransferType = (CPULoadStoreSpec.medium(), GPULoadStoreSpec.medium())
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +153,6 @@ def _groups_of(spec: object, num_ids: int, num_groups: int) -> tuple[Sequence[in
 
 
 def _check_whole(sizes: Sequence[int], skips: Sequence[int], factor: int) -> None:
-    """Refuse a store that leaves out device blocks of an offloaded block."""
     for group, (size, skip) in enumerate(zip(sizes, skips, strict=True)):
         if size and (skip or size % factor):
             raise ValueError(

@@ -14,8 +14,7 @@ from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.geometry import Geometry
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.stack import Stack
-from tiered_kv.worker.base import WorkerHandlers
-from tiered_kv.worker.handlers import open_handlers
+from tiered_kv.worker.handlers import WorkerHandlers, open_handlers
 from tiered_kv.worker.shared_file import SharedFile
 from tiered_kv.worker.shared_region import SharedRegion
 

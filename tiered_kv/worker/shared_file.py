@@ -90,8 +90,7 @@ class SharedFile:
         Raises:
             ConfigError: Another party has held the lock for too long.
         """
-        end_s = time.monotonic() + JOIN_TIMEOUT_S
-        if not _lock_exclusively(self.fd, end_s):
+        if not _lock_exclusively(self.fd, time.monotonic() + JOIN_TIMEOUT_S):
             raise _timeout(self.path)
         try:
             yield
@@ -143,27 +142,26 @@ class SharedFile:
             self._close(is_locked=_lock_exclusively(self.fd, time.monotonic() + JOIN_TIMEOUT_S))
 
     def _close(self, *, is_locked: bool) -> None:
-        fd, self._fd = self.fd, None
-        if is_locked and os.fstat(fd).st_nlink and not _locked(fd, len(self.parties)):
+        if is_locked and os.fstat(self.fd).st_nlink and not self._others():
             self.path.unlink()
-        os.close(fd)
+        os.close(self.fd)
+        self._fd = None
 
     def _is_marked(self) -> bool:
         return stat.S_IMODE(os.fstat(self.fd).st_mode) == _COMPLETE_MODE
 
     def _others(self) -> list[str]:
-        return [self.parties[index] for index in _locked(self.fd, len(self.parties))]
+        """Return the other parties that have joined: one's own lock is no obstacle to oneself, and does not show."""
+        return [party for index, party in enumerate(self.parties) if _is_locked(self.fd, index)]
 
     def _missing(self) -> list[str]:
-        present = {self.party, *self._others()}
-        return [party for party in self.parties if party not in present]
+        return [party for party in self.parties if party not in {self.party, *self._others()}]
 
     def _note_offset(self, party: str) -> int:
         return HEADER_BYTES + self.parties.index(party) * NOTE_BYTES
 
 
 def _open_exclusively(path: Path) -> int:
-    """Open the file, or create it, and take the exclusive lock."""
     end_s = time.monotonic() + JOIN_TIMEOUT_S
     while True:
         try:
@@ -192,11 +190,6 @@ def _lock_exclusively(fd: int, end_s: float) -> bool:
 
 def _timeout(path: Path) -> ConfigError:
     return ConfigError(f"another process has been mapping {path} for {JOIN_TIMEOUT_S:.0f} s; see what holds it")
-
-
-def _locked(fd: int, parties: int) -> list[int]:
-    """Return which parties others hold the lock of; one's own lock is no obstacle to oneself, and does not show."""
-    return [index for index in range(parties) if _is_locked(fd, index)]
 
 
 def _try_lock(fd: int, byte: int) -> bool:

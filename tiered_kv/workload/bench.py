@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from statistics import median
 
@@ -22,7 +22,7 @@ from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.tiering.base import JobMetadata, SecondaryTierManager
 from tiered_kv.workload.content import BlockContent
 from tiered_kv.workload.request import require_at_least
-from tiered_kv.workload.tally import GB, LatencyUs
+from tiered_kv.workload.tally import GB, NO_LATENCY, LatencyUs
 
 _POLL_S = 0.0002
 _LOOKUPS_MAX = 2000
@@ -62,24 +62,24 @@ class Round:
     load_gb_per_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TierBench:
-    """What was measured of one tier; `docs/command.md` describes each field."""
+    """What was measured of one tier; `docs/reference/command.md` describes each field."""
 
     name: str
     type: str
     block_bytes: int
     batch: int
     blocks: int
-    store_gb_per_s: float
-    load_gb_per_s: float
-    lookup_us: LatencyUs
-    rounds: list[Round]
-    verified_blocks: int
-    corrupt_blocks: int
-    failed_stores: int
-    failed_loads: int
-    reasons: dict[str, int]
+    store_gb_per_s: float = 0.0
+    load_gb_per_s: float = 0.0
+    lookup_us: LatencyUs = NO_LATENCY
+    rounds: list[Round] = field(default_factory=list)
+    verified_blocks: int = 0
+    corrupt_blocks: int = 0
+    failed_stores: int = 0
+    failed_loads: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
 
 
 def bench_tier(
@@ -115,16 +115,13 @@ class _Bench:
 
     def __init__(self, tier: SecondaryTierManager, name: str, kv_view: memoryview, settings: BenchSettings) -> None:
         self._tier = tier
-        self._name = name
         self._settings = settings
         self._rows = np.asarray(kv_view)
         self._content = BlockContent(self._rows.shape[1])
         self._job_ids = count()
         self._token = os.urandom(8)
-        self._rounds: list[Round] = []
         self._lookup_s: list[float] = []
-        self._reasons: dict[str, int] = {}
-        self._verified = self._corrupt = self._failed_stores = self._failed_loads = 0
+        self._result = TierBench(name, tier.tier_type, self._rows.shape[1], settings.batch, settings.blocks)
 
     def run_round(self, number: int) -> None:
         """Store, look up, load and check `blocks` new blocks."""
@@ -136,37 +133,26 @@ class _Bench:
         self._tier.on_new_request(context)
         self._content.fill(self._rows, range(blocks), ids)
         stored, store_s = self._transfer(self._tier.submit_store, keys, range(blocks), context, is_load=False)
-        self._failed_stores += blocks - len(stored)
+        self._result.failed_stores += blocks - len(stored)
         self._measure_lookups([keys[row] for row in stored[:: max(1, len(stored) // _LOOKUPS_MAX)]], context)
         # What the store left in the region must not be mistaken for what the load brought.
         self._rows[:blocks] = 0
         loaded, load_s = self._transfer(
             self._tier.submit_load, [keys[row] for row in stored], stored, context, is_load=True
         )
-        self._failed_loads += len(stored) - len(loaded)
+        self._result.failed_loads += len(stored) - len(loaded)
         wrong = self._content.check(self._rows, loaded, [ids[row] for row in loaded])
-        self._corrupt += len(wrong)
-        self._verified += len(loaded) - len(wrong)
+        self._result.corrupt_blocks += len(wrong)
+        self._result.verified_blocks += len(loaded) - len(wrong)
         self._tier.on_request_finished(context)
-        self._rounds.append(Round(self._rate(stored, store_s), self._rate(loaded, load_s)))
+        self._result.rounds.append(Round(self._rate(stored, store_s), self._rate(loaded, load_s)))
 
     def result(self) -> TierBench:
-        return TierBench(
-            name=self._name,
-            type=self._tier.tier_type,
-            block_bytes=self._rows.shape[1],
-            batch=self._settings.batch,
-            blocks=self._settings.blocks,
-            store_gb_per_s=median(each.store_gb_per_s for each in self._rounds),
-            load_gb_per_s=median(each.load_gb_per_s for each in self._rounds),
-            lookup_us=LatencyUs.of_seconds(self._lookup_s),
-            rounds=list(self._rounds),
-            verified_blocks=self._verified,
-            corrupt_blocks=self._corrupt,
-            failed_stores=self._failed_stores,
-            failed_loads=self._failed_loads,
-            reasons=dict(self._reasons),
-        )
+        result = self._result
+        result.store_gb_per_s = median(each.store_gb_per_s for each in result.rounds)
+        result.load_gb_per_s = median(each.load_gb_per_s for each in result.rounds)
+        result.lookup_us = LatencyUs.of_seconds(self._lookup_s)
+        return result
 
     def _key(self, number: int, index: int) -> OffloadKey:
         place = number.to_bytes(8, "little") + index.to_bytes(8, "little")
@@ -184,7 +170,11 @@ class _Bench:
     ) -> tuple[list[int], float]:
         """Submit all blocks as jobs and wait; return the rows that succeeded, and the time in seconds."""
         deadline_s = time.monotonic() + self._settings.timeout_s
-        jobs = list(self._jobs(keys, rows, context, deadline_s, is_load))
+        jobs = []
+        for first in range(0, len(keys), self._settings.batch):
+            chunk = slice(first, first + self._settings.batch)
+            block_ids = np.array(rows[chunk], dtype=np.int64)
+            jobs.append(JobMetadata(next(self._job_ids), keys[chunk], block_ids, is_load, context, deadline_s))
         succeeded: list[int] = []
         started_s = time.perf_counter()
         for job in jobs:
@@ -197,25 +187,13 @@ class _Bench:
                 if result.success:
                     succeeded += job.block_ids.tolist()
                     continue
-                self._reasons[result.reason or "unknown"] = self._reasons.get(result.reason or "unknown", 0) + 1
+                reason = result.reason or "unknown"
+                self._result.reasons[reason] = self._result.reasons.get(reason, 0) + 1
                 good = set(result.successful_keys or ())
                 succeeded += [int(row) for key, row in zip(job.keys, job.block_ids, strict=True) if key in good]
             if pending:
                 self._wait_until(deadline_s, "load" if is_load else "store", f"{len(pending)} jobs")
         return succeeded, time.perf_counter() - started_s
-
-    def _jobs(
-        self,
-        keys: Sequence[OffloadKey],
-        rows: Sequence[int],
-        context: ReqContext,
-        deadline_s: float,
-        is_load: bool,
-    ) -> Iterator[JobMetadata]:
-        for first in range(0, len(keys), self._settings.batch):
-            chunk = slice(first, first + self._settings.batch)
-            block_ids = np.array(rows[chunk], dtype=np.int64)
-            yield JobMetadata(next(self._job_ids), keys[chunk], block_ids, is_load, context, deadline_s)
 
     def _measure_lookups(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
         """Ask for one key after the other, each until it is answered."""
@@ -230,7 +208,7 @@ class _Bench:
     def _wait_until(self, deadline_s: float, operation: str, what: str) -> None:
         if time.monotonic() > deadline_s:
             raise TierUnavailableError(
-                f"{what} did not end in {self._settings.timeout_s:g} s", tier=self._name, operation=operation
+                f"{what} did not end in {self._settings.timeout_s:g} s", tier=self._result.name, operation=operation
             )
         time.sleep(_POLL_S)
 

@@ -1,9 +1,7 @@
 """Block contents that are cheap to write and to check: a function of the block's id and the offset in it.
 
-A block is cut into chunks of 64 KiB. A chunk is one fixed random tile, each of its 64-bit words XORed with a
-word that is mixed from the block's id and the chunk's number. So a flipped bit differs in its word; a block,
-or any sector of one, that belongs to another id or another place differs in every word; and so do zeros.
-Both directions run at memory speed, because the tile and the scratch stay in the processor's cache.
+A block is fixed random words, each XORed with a word that is mixed from the block's id. So a flipped bit differs in its
+word; a block, or any sector of one, that belongs to another id or another place differs in every word; and so do zeros.
 """
 
 from __future__ import annotations
@@ -14,13 +12,10 @@ from typing import Any
 import numpy as np
 
 Rows = np.ndarray[Any, np.dtype[np.uint8]]
-Words = np.ndarray[Any, np.dtype[np.uint64]]
-Cells = Rows | Words
 
-_CHUNK_BYTES = 64 << 10
 _WORD_BYTES = 8
 # Any seed would do, but it must never change: the blocks of an earlier run are checked against it.
-_TILE_SEED = 0x7469657265646B76
+_SEED = 0x7469657265646B76
 
 
 class BlockContent:
@@ -32,15 +27,9 @@ class BlockContent:
 
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
-        # Blocks of whole words, which is all that matter for speed, are handled as words, others as bytes.
-        self._cell = np.dtype(np.uint8 if block_bytes % _WORD_BYTES else np.uint64)
-        self._cells_per_chunk = _CHUNK_BYTES // self._cell.itemsize
-        counters = np.arange(_TILE_SEED, _TILE_SEED + _CHUNK_BYTES // _WORD_BYTES, dtype=np.uint64)
-        self._tile = _mix(counters)
-        self._scratch = np.empty_like(self._tile)
-        self._expected: Cells = self._scratch.view(self._cell)
-        chunks = -(-block_bytes // _CHUNK_BYTES)
-        self._chunk_numbers = np.arange(chunks, dtype=np.uint64)
+        words = -(-block_bytes // _WORD_BYTES)
+        self._fixed = _mix(np.arange(_SEED, _SEED + words, dtype=np.uint64))
+        self._expected = np.empty_like(self._fixed)
 
     def fill(self, rows: Rows, row_ids: Sequence[int], block_ids: Sequence[int]) -> None:
         """Write the content of each block into its row.
@@ -50,12 +39,8 @@ class BlockContent:
             row_ids: The rows to write.
             block_ids: Whose content goes there, 0 to 2**64 - 1 each, in the order of `row_ids`.
         """
-        cells: Cells = rows.view(self._cell)
-        for row_id, masks in zip(row_ids, self._masks(block_ids), strict=True):
-            row = cells[row_id]
-            for number, mask in enumerate(masks):
-                chunk = self._chunk(row, number)
-                chunk[:] = self._expect(mask, len(chunk))
+        for row_id, block_id in zip(row_ids, block_ids, strict=True):
+            rows[row_id] = self._expect(block_id)
 
     def check(self, rows: Rows, row_ids: Sequence[int], block_ids: Sequence[int]) -> list[tuple[int, int]]:
         """Compare each row with the content of its block; the arguments are those of `fill`.
@@ -63,35 +48,19 @@ class BlockContent:
         Returns:
             For each row that differs, its position in `row_ids` and the offset of its first wrong byte.
         """
-        cells: Cells = rows.view(self._cell)
         wrong: list[tuple[int, int]] = []
-        for position, (row_id, masks) in enumerate(zip(row_ids, self._masks(block_ids), strict=True)):
-            row = cells[row_id]
-            for number, mask in enumerate(masks):
-                chunk = self._chunk(row, number)
-                expected = self._expect(mask, len(chunk))
-                if not (chunk == expected).all():
-                    differs = chunk.view(np.uint8) != expected.view(np.uint8)
-                    wrong.append((position, number * _CHUNK_BYTES + int(differs.argmax())))
-                    break
+        for position, (row_id, block_id) in enumerate(zip(row_ids, block_ids, strict=True)):
+            differs = rows[row_id] != self._expect(block_id)
+            if differs.any():
+                wrong.append((position, int(differs.argmax())))
         return wrong
 
-    def _masks(self, block_ids: Sequence[int]) -> Words:
-        """Return the word of each chunk of each block, of shape (len(block_ids), chunks)."""
-        ids = np.array(block_ids, dtype=np.uint64)
-        return _mix(_mix(ids)[:, np.newaxis] + self._chunk_numbers)
-
-    def _chunk(self, row: Cells, number: int) -> Cells:
-        first = number * self._cells_per_chunk
-        return row[first : first + self._cells_per_chunk]
-
-    def _expect(self, mask: np.uint64, cells: int) -> Cells:
-        words = -(-cells * self._cell.itemsize // _WORD_BYTES)
-        np.bitwise_xor(self._tile[:words], mask, out=self._scratch[:words])
-        return self._expected[:cells]
+    def _expect(self, block_id: int) -> Rows:
+        np.bitwise_xor(self._fixed, _mix(np.array([block_id], dtype=np.uint64)), out=self._expected)
+        return self._expected.view(np.uint8)[: self.block_bytes]
 
 
-def _mix(values: Words) -> Words:
+def _mix(values: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """Return `values` mixed one-to-one over 64 bits (the finalizer of SplitMix64, Steele et al., 2014)."""
     mixed = values + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -13,6 +13,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from tiered_kv.workload.request import Request, require_at_least
 
@@ -57,43 +58,27 @@ class ChatWorkload:
     def requests(self) -> Iterator[Request]:
         """Yield the requests, in order of arrival: ten in a second."""
         chance = random.Random(self.seed)
-        waiting = iter(range(self.chats))
-        active = [self._begin(chat, chance) for _, chat in zip(range(self.active_chats), waiting, strict=False)]
+        waiting = (self._chat(number, chance) for number in range(self.chats))
+        active = list(islice(waiting, self.active_chats))
         timestamp_ms = 0
         while active:
-            slot = chance.randrange(len(active))
-            chat = active[slot]
-            request = chat.next_turn(chance, self.turn_blocks, timestamp_ms)
-            timestamp_ms += 100
-            if chat.turns_taken == self.turns:
-                successor = next(waiting, None)
-                if successor is None:
-                    active.pop(slot)
-                else:
-                    active[slot] = self._begin(successor, chance)
-            yield request
+            chat = chance.choice(active)
+            ids = next(chat, None)
+            if ids is None:
+                active.remove(chat)
+                active += islice(waiting, 1)
+            else:
+                yield Request(timestamp_ms, len(ids) * BLOCK_TOKENS, BLOCK_TOKENS, ids)
+                timestamp_ms += 100
 
-    def _begin(self, number: int, chance: random.Random) -> _Chat:
+    def _chat(self, number: int, chance: random.Random) -> Iterator[tuple[int, ...]]:
+        """Yield the blocks of each prompt of a chat."""
         prompt = chance.randrange(self.system_prompts)
-        system = [_block_id(self.seed, "system", prompt, index) for index in range(self.system_blocks)]
-        return _Chat(self.seed, number, system)
-
-
-class _Chat:
-    """One chat and the ids of its prompt so far."""
-
-    def __init__(self, seed: int, number: int, system_ids: list[int]) -> None:
-        self.turns_taken = 0
-        self._seed = seed
-        self._number = number
-        self._ids = system_ids
-
-    def next_turn(self, chance: random.Random, turn_blocks: int, timestamp_ms: int) -> Request:
-        added = chance.randint(1, 2 * turn_blocks - 1)
-        first = len(self._ids)
-        self._ids += [_block_id(self._seed, "chat", self._number, first + index) for index in range(added)]
-        self.turns_taken += 1
-        return Request(timestamp_ms, len(self._ids) * BLOCK_TOKENS, BLOCK_TOKENS, tuple(self._ids))
+        ids = [_block_id(self.seed, "system", prompt, index) for index in range(self.system_blocks)]
+        for _ in range(self.turns):
+            added = chance.randint(1, 2 * self.turn_blocks - 1)
+            ids += [_block_id(self.seed, "chat", number, index) for index in range(len(ids), len(ids) + added)]
+            yield tuple(ids)
 
 
 def _block_id(*parts: int | str) -> int:

@@ -172,7 +172,6 @@ class _Replay:
         return self._admitted > before
 
     def _step(self) -> None:
-        """Run one scheduler step, then the transfers that it asked for."""
         all_wait = True
         for running in self._running:
             all_wait &= not self._advance(running)
@@ -198,13 +197,15 @@ class _Replay:
             if prefix_blocks:
                 self._begin_load(running, prefix_blocks)
                 return True
+        elif running.phase is _Phase.LOAD:
+            self._timed(self._manager.complete_load, running.transfer_keys, running.context)
         else:
-            self._complete_transfer(running)
+            self._timed(self._manager.complete_store, running.transfer_keys, running.context)
+            self._tally.stored_blocks += len(running.transfer_keys)
         self._begin_store(running)
         return True
 
     def _timed(self, call: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
-        """Make one of the manager's calls, and count the time."""
         started_s = time.perf_counter()
         try:
             return call(*args, **kwargs)
@@ -262,14 +263,6 @@ class _Replay:
         self._timed(self._manager.on_request_finished, running.context)
         running.phase = _Phase.DONE
 
-    def _complete_transfer(self, running: _Running) -> None:
-        """Tell the manager that the worker has finished with what it had in hand."""
-        if running.phase is _Phase.LOAD:
-            self._timed(self._manager.complete_load, running.transfer_keys, running.context)
-        else:
-            self._timed(self._manager.complete_store, running.transfer_keys, running.context)
-            self._tally.stored_blocks += len(running.transfer_keys)
-
     def _transfer(self, running: _Running) -> None:
         """Do the worker's part: check what is being loaded, or write what is being stored."""
         if running.phase is _Phase.LOAD:
@@ -282,7 +275,6 @@ class _Replay:
             self._content.fill(self._rows, running.transfer_rows, running.transfer_ids)
 
     def _abandon(self) -> None:
-        """Release what requests still hold, after an interruption or an error."""
         for running in self._running:
             if running.phase is _Phase.LOAD:
                 self._manager.complete_load(running.transfer_keys, running.context)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -26,9 +26,12 @@ class LatencyUs:
     def of_seconds(cls, samples_s: Sequence[float]) -> LatencyUs:
         """Sum up samples in seconds; all zero where there are none."""
         if not len(samples_s):
-            return cls(0.0, 0.0, 0.0)
+            return NO_LATENCY
         p50, p99, greatest = np.percentile(np.asarray(samples_s), [50, 99, 100]) * _US_PER_S
         return cls(round(float(p50), 1), round(float(p99), 1), round(float(greatest), 1))
+
+
+NO_LATENCY = LatencyUs(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,34 +55,9 @@ class TierTraffic:
     counters: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayReport:
-    """The outcome of a replay; `docs/command.md` describes each field."""
-
-    requests: int
-    blocks: int
-    hits: dict[str, int]
-    misses: int
-    hit_rate: float
-    verified_blocks: int
-    corrupt_blocks: int
-    stored_blocks: int
-    skipped_stores: int
-    seconds: float
-    step_us: LatencyUs
-    steps: int
-    block_bytes: int
-    first_request_hits: int
-    timed_out_requests: int
-    interrupted: bool
-    drained: bool
-    tiers: dict[str, TierTraffic]
-    corrupt: list[CorruptBlock]
-
-
-@dataclass(slots=True)
-class Tally:
-    """The running counts of a replay; their meaning is that of `ReplayReport`."""
+@dataclass(slots=True, kw_only=True)
+class Counts:
+    """What is counted while a replay runs; `docs/reference/command.md` describes each field."""
 
     hits: dict[str, int]
     requests: int = 0
@@ -90,8 +68,29 @@ class Tally:
     skipped_stores: int = 0
     first_request_hits: int = 0
     timed_out_requests: int = 0
-    step_s: array[float] = field(default_factory=lambda: array("d"))
     corrupt: list[CorruptBlock] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class ReplayReport(Counts):
+    """The outcome of a replay; `docs/reference/command.md` describes each field."""
+
+    misses: int
+    hit_rate: float
+    seconds: float
+    step_us: LatencyUs
+    steps: int
+    block_bytes: int
+    interrupted: bool
+    drained: bool
+    tiers: dict[str, TierTraffic]
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally(Counts):
+    """The counts of a replay that runs, and how long each step has taken."""
+
+    step_s: array[float] = field(default_factory=lambda: array("d"))
 
     def note_corrupt(self, block: CorruptBlock) -> None:
         """Count a corrupt block, and keep the first few."""
@@ -111,25 +110,16 @@ class Tally:
         """Return the report; `counters` are the manager's, by tier."""
         hits = sum(self.hits.values())
         return ReplayReport(
-            requests=self.requests,
-            blocks=self.blocks,
-            hits=dict(self.hits),
+            **{each.name: getattr(self, each.name) for each in fields(Counts)},
             misses=self.blocks - hits,
             hit_rate=round(hits / self.blocks, 6) if self.blocks else 0.0,
-            verified_blocks=self.verified_blocks,
-            corrupt_blocks=self.corrupt_blocks,
-            stored_blocks=self.stored_blocks,
-            skipped_stores=self.skipped_stores,
             seconds=round(seconds, 3),
             step_us=LatencyUs.of_seconds(self.step_s),
             steps=len(self.step_s),
             block_bytes=block_bytes,
-            first_request_hits=self.first_request_hits,
-            timed_out_requests=self.timed_out_requests,
             interrupted=interrupted,
             drained=drained,
             tiers={name: _traffic(tier_hits, counters.get(name, {}), seconds) for name, tier_hits in self.hits.items()},
-            corrupt=list(self.corrupt),
         )
 
 

@@ -9,16 +9,34 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, Field
 
 from tiered_kv.config.units import format_bytes
+from tiered_kv.config.validation import check
 from tiered_kv.errors import ConfigError
 from tiered_kv.workload.request import HASH_ID_MAX, Request
 
 LINE_BYTES_MAX = 4 << 20
 """A longer line is an error; a prompt of a hundred thousand blocks fits."""
 
-_SHOWN_CHARACTERS = 60
+_Whole = Annotated[int, Field(strict=True, ge=0)]
+
+
+def _without_repetition(ids: tuple[int, ...]) -> tuple[int, ...]:
+    if len(set(ids)) != len(ids):
+        raise ValueError("an id stands for a block with all before it, so it cannot be repeated")
+    return ids
+
+
+class _Line(BaseModel):
+    timestamp: _Whole
+    input_length: _Whole
+    output_length: _Whole
+    hash_ids: Annotated[
+        tuple[Annotated[int, Field(strict=True, ge=0, le=HASH_ID_MAX)], ...], AfterValidator(_without_repetition)
+    ]
 
 
 def read_trace(path: Path, *, requests_max: int | None = None) -> Iterator[Request]:
@@ -41,9 +59,10 @@ def read_trace(path: Path, *, requests_max: int | None = None) -> Iterator[Reque
                     break
                 number += 1
                 if len(line) > LINE_BYTES_MAX:
-                    _reject(path, number, f"the line is longer than {format_bytes(LINE_BYTES_MAX)}")
+                    problem = f"the line is longer than {format_bytes(LINE_BYTES_MAX)}"
+                    raise ConfigError(problem, location=f"{path}:{number}")
                 if line.strip():
-                    yield _parse(path, number, line)
+                    yield _parse(line, f"{path}:{number}")
                     count += 1
             if not count and requests_max != 0:
                 raise ConfigError("the trace is empty: expected a request in each line", location=str(path))
@@ -51,52 +70,12 @@ def read_trace(path: Path, *, requests_max: int | None = None) -> Iterator[Reque
         raise ConfigError(f"cannot read the trace {path}: {error.strerror}") from error
 
 
-def _parse(path: Path, number: int, line: bytes) -> Request:
+def _parse(line: bytes, where: str) -> Request:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
-        _reject(path, number, f"not a JSON object: {error}")
-    if not isinstance(entry, dict):
-        _reject(path, number, f"expected a JSON object, found {_shown(entry)}")
-    return Request(
-        timestamp_ms=_whole(path, number, entry, "timestamp"),
-        input_length=_whole(path, number, entry, "input_length"),
-        output_length=_whole(path, number, entry, "output_length"),
-        hash_ids=_hash_ids(path, number, entry),
-    )
-
-
-def _whole(path: Path, number: int, entry: dict[str, object], name: str) -> int:
-    value = _field(path, number, entry, name)
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        _reject(path, number, f"'{name}' must be a whole number, 0 or more, and is {_shown(value)}")
-    return value
-
-
-def _hash_ids(path: Path, number: int, entry: dict[str, object]) -> tuple[int, ...]:
-    ids = _field(path, number, entry, "hash_ids")
-    if not isinstance(ids, list):
-        _reject(path, number, f"'hash_ids' must be a list of numbers, and is {_shown(ids)}")
-    for hash_id in ids:
-        if type(hash_id) is not int or not 0 <= hash_id <= HASH_ID_MAX:
-            _reject(path, number, f"'hash_ids' must hold numbers from 0 to 2**64 - 1, and holds {_shown(hash_id)}")
-    if len(set(ids)) != len(ids):
-        _reject(path, number, "'hash_ids' repeats an id, but an id stands for a block with all before it")
-    return tuple(ids)
-
-
-def _field(path: Path, number: int, entry: dict[str, object], name: str) -> object:
-    if name not in entry:
-        _reject(path, number, f"'{name}' is missing")
-    return entry[name]
-
-
-def _shown(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
-
-
-def _reject(path: Path, number: int, problem: str) -> NoReturn:
-    raise ConfigError(problem, location=f"{path}:{number}")
+        raise ConfigError(f"not a JSON object: {error}", location=where) from error
+    checked = check(_Line, entry)
+    if isinstance(checked, list):
+        raise ConfigError(str(checked[0]), location=where)
+    return Request(checked.timestamp, checked.input_length, checked.output_length, checked.hash_ids)

@@ -9,16 +9,16 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import MissingExtraError
+from tiered_kv.facade import Blocks
 from tiered_kv.integrations.transformers.identity import Weights
 from tiered_kv.integrations.transformers.layout import BlockLayout, States
-from tiered_kv.integrations.transformers.saver import Saver, Snapshot
+from tiered_kv.integrations.transformers.saver import Saver
 from tiered_kv.integrations.transformers.stack_source import complete
 from tiered_kv.integrations.transformers.support import states_of, token_count
 from tiered_kv.integrations.transformers.token_hash import block_keys
@@ -171,19 +171,14 @@ class PrefixCache:
         states = states_of(cache, self.layout)
         keys = block_keys(token_ids[: token_count(states)], self.layout.block_tokens, self._seed)
         first = self._kept_blocks(cache, keys)
-        blocks = self._saver.reserve(len(keys) - first)
-        if not blocks:
-            return 0
-        try:
+
+        def copy_blocks(blocks: int) -> Blocks:
             rows = self.layout.gather(states, first, blocks)
-        except BaseException:
-            self._saver.release(blocks)
-            raise
-        last = keys[first + blocks - 1]
-        with self._lock:
-            self._kept[cache] = last
-        on_loss = functools.partial(self._forget, weakref.ref(cache))
-        return blocks if self._saver.submit(Snapshot(keys[first : first + blocks], rows, on_loss)) else 0
+            with self._lock:
+                self._kept[cache] = keys[first + blocks - 1]
+            return rows
+
+        return self._saver.save(keys[first:], copy_blocks, functools.partial(self._forget, weakref.ref(cache)))
 
     def flush(self, timeout: float = 10.0) -> bool:
         """Wait until everything that was saved has reached every tier, and return whether it has in time.
@@ -212,12 +207,7 @@ class PrefixCache:
     def __enter__(self) -> PrefixCache:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _kept_blocks(self, cache: DynamicCache, keys: Sequence[OffloadKey]) -> int:

@@ -1,12 +1,11 @@
-"""Stores snapshots of blocks in a stack, on a thread of its own."""
+"""Stores copies of blocks in a stack, on a thread of its own."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ShutdownError
@@ -16,22 +15,13 @@ from tiered_kv.stack import Stack
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """Consecutive blocks of one prompt; `on_loss` is called, by any thread, if not all of them could be stored."""
-
-    keys: Sequence[OffloadKey]
-    rows: Blocks
-    on_loss: Callable[[], None]
-
-
 class Saver:
-    """Stores snapshots one after the other, bounded in blocks. Any thread may call any method.
+    """Stores blocks of prompts one after the other, bounded in blocks. Any thread may call any method.
 
     Args:
         stack: Where the blocks go.
-        blocks_max: Blocks that may be promised or queued at one time.
-        put_timeout_s: How long one snapshot may wait for room in the stack.
+        blocks_max: Blocks that may be copied or queued at one time.
+        put_timeout_s: How long the blocks of one prompt may wait for room in the stack.
     """
 
     def __init__(self, stack: Stack, blocks_max: int, put_timeout_s: float) -> None:
@@ -46,10 +36,18 @@ class Saver:
         self._stored_blocks = 0
         self._dropped_blocks = 0
 
-    def reserve(self, blocks: int) -> int:
-        """Promise room for a snapshot that is yet to be taken; return for how many blocks, the others being dropped.
+    def save(
+        self, keys: Sequence[OffloadKey], copy_blocks: Callable[[int], Blocks], on_loss: Callable[[], None]
+    ) -> int:
+        """Queue as many of one prompt's next blocks as there is room for; the others are dropped.
 
-        What was promised is to be given to `submit`, or back to `release`.
+        Args:
+            keys: In the order of their prefix.
+            copy_blocks: Returns the bytes of the first n of them; called here, for those that have room.
+            on_loss: Called, by any thread, if not all that were queued could be stored.
+
+        Returns:
+            How many blocks were queued.
 
         Raises:
             ShutdownError: The saver was stopped.
@@ -57,26 +55,25 @@ class Saver:
         with self._changed:
             if self._is_stopped:
                 raise ShutdownError("the prefix cache is closed")
-            granted = min(blocks, self._blocks_max - self._pending_blocks)
+            granted = min(len(keys), self._blocks_max - self._pending_blocks)
             self._pending_blocks += granted
-            self._dropped_blocks += blocks - granted
-            return granted
+            self._dropped_blocks += len(keys) - granted
+        if not granted:
+            return 0
+        try:
+            future = self._submit(keys[:granted], copy_blocks(granted))
+        except BaseException:
+            self._end(granted, 0)
+            raise
 
-    def release(self, blocks: int) -> None:
-        """Give back room that `reserve` promised."""
-        with self._changed:
-            self._pending_blocks -= blocks
-            self._changed.notify_all()
+        def end(future: Future[int]) -> None:
+            stored = 0 if future.cancelled() else future.result()
+            if stored < granted:
+                on_loss()
+            self._end(granted, stored)
 
-    def submit(self, snapshot: Snapshot) -> bool:
-        """Queue a snapshot that has its room; return False, and drop it, where the saver was stopped meanwhile."""
-        with self._changed:
-            if self._is_stopped:
-                self._end(snapshot, 0)
-                return False
-            future = self._pool.submit(self._put, snapshot)
-        future.add_done_callback(lambda future: self._end(snapshot, 0 if future.cancelled() else future.result()))
-        return True
+        future.add_done_callback(end)
+        return granted
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until nothing is pending, and return whether that came in time."""
@@ -95,20 +92,24 @@ class Saver:
         with self._changed:
             return self._stored_blocks, self._dropped_blocks, self._pending_blocks
 
-    def _put(self, snapshot: Snapshot) -> int:
+    def _submit(self, keys: Sequence[OffloadKey], rows: Blocks) -> Future[int]:
         try:
-            return self._stack.put(snapshot.keys, snapshot.rows, timeout=self._put_timeout_s)
+            return self._pool.submit(self._put, keys, rows)
+        except RuntimeError as error:  # the pool was shut down meanwhile
+            raise ShutdownError("the prefix cache is closed") from error
+
+    def _put(self, keys: Sequence[OffloadKey], rows: Blocks) -> int:
+        try:
+            return self._stack.put(keys, rows, timeout=self._put_timeout_s)
         except ShutdownError:
             return 0
         except Exception:  # whatever it is, it costs these blocks and not those to come
-            _log.exception("%d blocks of a prompt could not be stored", len(snapshot.keys))
+            _log.exception("%d blocks of a prompt could not be stored", len(keys))
             return 0
 
-    def _end(self, snapshot: Snapshot, stored: int) -> None:
-        if stored < len(snapshot.keys):
-            snapshot.on_loss()
+    def _end(self, blocks: int, stored: int) -> None:
         with self._changed:
-            self._pending_blocks -= len(snapshot.keys)
+            self._pending_blocks -= blocks
             self._stored_blocks += stored
-            self._dropped_blocks += len(snapshot.keys) - stored
+            self._dropped_blocks += blocks - stored
             self._changed.notify_all()

@@ -9,7 +9,6 @@ from typing import Any
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.reading import from_source
 from tiered_kv.config.stack_config import StackConfig, load_config
-from tiered_kv.config.units import format_bytes
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.transformers.identity import Weights, namespace_fields
 from tiered_kv.integrations.transformers.layout import BlockLayout
@@ -30,7 +29,7 @@ def complete(
     Args:
         source: The path of a stack's file, or a mapping of the same form. `block` and `namespace` may be left out, or
             may have what the model does not say: `block.tokens`, and the namespace's `model`, `revision`,
-            `tenant`, `hash_seed`, `extra`. Whatever else they have must agree with the model.
+            `tenant`, `hash_seed`, `extra`.
         model, block_tokens, weights: As in `PrefixCache.open`.
 
     Raises:
@@ -51,18 +50,13 @@ def _complete(
             location=f"namespace.{missing[0]}",
         )
     names = {"model": str(getattr(getattr(model, "config", None), "model_type", "")) or "model", **given_names}
+    if "bytes" in given_block:
+        raise ConfigError("the model says this; leave it out", location="block.bytes")
     # Read with blocks of one byte, which fit everywhere; then once more, as it stands, with those of the model.
     draft = load_config({**raw, "block": {"bytes": 1, **given_block}, "namespace": names})
-    tokens = _block_tokens(draft.block.tokens if "tokens" in given_block else None, block_tokens)
-    layout = layout_of(model, tokens)
-    if "bytes" in given_block and draft.block.bytes != layout.block_bytes:
-        raise ConfigError(
-            f"a block of {tokens} tokens of this model has {format_bytes(layout.block_bytes)}, "
-            f"found {format_bytes(draft.block.bytes)}; leave it out, or change block.tokens",
-            location="block.bytes",
-        )
+    layout = layout_of(model, _block_tokens(draft.block.tokens if "tokens" in given_block else None, block_tokens))
     namespace = _namespace(draft.namespace, given_names, namespace_fields(model, layout, weights))
-    block = {"bytes": layout.block_bytes, "tokens": tokens}
+    block = {"bytes": layout.block_bytes, "tokens": layout.block_tokens}
     parts = {name: getattr(draft, name) for name in StackConfig.model_fields if name not in ("namespace", "block")}
     return load_config({"namespace": namespace, "block": block, **parts}), layout
 
@@ -84,17 +78,10 @@ def _block_tokens(in_file: int | None, asked: int | None) -> int:
     return in_file or asked or BLOCK_TOKENS
 
 
-def _namespace(draft: Namespace, given: Mapping[str, object], fields: Mapping[str, object]) -> Namespace:
-    """Return the namespace of the file with the model's `fields`; none of them may be given with another value."""
-    extra = fields["extra"]
-    assert isinstance(extra, dict)
-    wanted = {f"extra.{name}": value for name, value in extra.items()}
-    wanted |= {name: value for name, value in fields.items() if name != "extra"}
-    found: dict[str, object] = {f"extra.{name}": value for name, value in draft.extra.items()}
-    found |= {name: getattr(draft, name) for name in given if name in fields and name != "extra"}
-    for name, value in wanted.items():
-        if name in found and found[name] != value:
-            raise ConfigError(
-                f"the model says {value!r}, found {found[name]!r}; leave it out", location=f"namespace.{name}"
-            )
-    return draft.model_copy(update={**fields, "extra": {**draft.extra, **extra}})
+def _namespace(draft: Namespace, given: Mapping[str, object], fields: Mapping[str, Any]) -> Namespace:
+    """Return the namespace of the file with the model's `fields`, of which the file has none."""
+    told = [name for name in fields if name != "extra" and name in given]
+    told += [f"extra.{name}" for name in fields["extra"] if name in draft.extra]
+    if told:
+        raise ConfigError("the model says this; leave it out", location=f"namespace.{told[0]}")
+    return draft.model_copy(update={**fields, "extra": {**draft.extra, **fields["extra"]}})

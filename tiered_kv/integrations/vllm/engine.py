@@ -246,7 +246,6 @@ def _draft_weights(config: Any, load_config: Any, said: Mapping[str, object], lo
 
 
 def _weights(model: Any, load: Any, said: Mapping[str, object], location: str) -> str:
-    """Return what tells a model's weights from others."""
     load_format = str(load.load_format)
     if load_format == "dummy":
         return f"dummy {model.seed}"

@@ -1,17 +1,21 @@
-"""Our whole stack as vLLM's offloading spec."""
+"""Our whole stack as vLLM's offloading spec: what the user's file says, completed by what vLLM knows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from contextvars import copy_context
 from typing import Any
 
 from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec
 
+from tiered_kv.config.reading import fill_variables, from_source
+from tiered_kv.config.stack_config import StackConfig, load_config
+from tiered_kv.errors import ConfigError
+from tiered_kv.integrations.vllm.identity import ROW_LAYOUT, chunk_tokens, environment, namespace_of
 from tiered_kv.integrations.vllm.manager import INFO_KEYS, TieredKVManager
 from tiered_kv.integrations.vllm.metrics import metric_definitions
-from tiered_kv.integrations.vllm.ranks import Rank, exchange, rank_of
-from tiered_kv.integrations.vllm.stackconfig import stack_config
+from tiered_kv.integrations.vllm.ranks import Rank, exchange, rank_of, stages_of
 from tiered_kv.integrations.vllm.support import check_chunks
 from tiered_kv.integrations.vllm.worker import HandlerWorker, our_caches
 from tiered_kv.worker.shared import SCHEDULER, SharedStack, worker_party
@@ -21,6 +25,10 @@ _VLLM_TELLS_OF_FLUSHES = hasattr(OffloadingManager, "on_reset_flushed")
 """From 0.33 on."""
 _STEPS_AHEAD = 4
 """Steps that a scheduler may be ahead of its workers, beyond one for each pipeline stage."""
+ROW_ALIGNMENT_BYTES = 4096
+"""Rows are whole pages, so that disks read and write them directly."""
+
+_EXTRA = "kv_connector_extra_config"
 
 
 class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is not there when types are checked
@@ -106,3 +114,38 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
             file.leave()
             raise
         return file
+
+
+def stack_config(config: Any, ranks: Sequence[Rank] = ()) -> StackConfig:  # Any: vLLM's OffloadingConfig
+    """Return the stack of a vLLM engine, the same in its scheduler and its workers.
+
+    Args:
+        config: What vLLM tells this process.
+        ranks: All workers in their order; by default all are like that of `config`.
+
+    Raises:
+        ConfigError: The file, or a setting in it, cannot be used.
+    """
+    source = config.extra_config.get("stack")
+    if not isinstance(source, (str, os.PathLike, Mapping)):
+        raise ConfigError(
+            f"expected the path of a stack's file, or a stack, found {source!r}", location=f"{_EXTRA}.stack"
+        )
+    ranks = ranks or [rank_of(config)] * config.parallel.world_size
+    return from_source(source, lambda raw: _completed(raw, config, ranks))
+
+
+def _completed(raw: Mapping[str, object], config: Any, ranks: Sequence[Rank]) -> StackConfig:
+    if "block" in raw:
+        raise ConfigError("vLLM tells the size of a block; leave this out", location="block")
+    if config.canonical_layout:
+        raise ConfigError("canonical_layout is for vLLM's own worker; leave it out", location=_EXTRA)
+    if raw.get("audit") and len(config.groups) > 1:
+        # A group whose blocks are smaller leaves the rest of a row as it was, and rows would seem to differ.
+        raise ConfigError("a model with several KV cache groups cannot be audited; leave this out", location="audit")
+    environ = environment(config)
+    said = fill_variables({"namespace": raw.get("namespace")}, environ)["namespace"]
+    row_bytes = max(rank.chunk_bytes for rank in ranks) * len(ranks)
+    block = {"bytes": -(-row_bytes // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES, "tokens": chunk_tokens(config)}
+    namespace = namespace_of(config, said, row_layout=ROW_LAYOUT, stages=stages_of(ranks))
+    return load_config({**raw, "namespace": namespace, "block": block}, environ=environ)

@@ -38,5 +38,4 @@ def check_version() -> str:
 
 
 def _release(version: str) -> tuple[str, ...]:
-    """Return the major and minor number of a version."""
     return tuple(re.split(r"[.+]", version)[:2])

@@ -8,7 +8,7 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 from tiered_kv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from tiered_kv.errors import TieredKVError
-from tiered_kv.worker.base import WorkerHandlers
+from tiered_kv.worker.handlers import WorkerHandlers
 
 
 def our_caches(kv_caches: Any) -> CanonicalKVCaches:  # Any: vLLM's CanonicalKVCaches
