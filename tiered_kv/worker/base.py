@@ -30,7 +30,7 @@ class WorkerHandlers:
         yield CPULoadStoreSpec, GPULoadStoreSpec, self.load
 
     def shutdown(self) -> None:
-        """Shut both down, the second also where the first fails."""
+        """Shut both down; the second even if the first raises."""
         try:
             self.store.shutdown()
         finally:

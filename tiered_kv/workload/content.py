@@ -1,8 +1,8 @@
 """Block contents that are cheap to write and to check: a function of the block's id and the offset in it.
 
 A block is cut into chunks of 64 KiB. A chunk is one fixed random tile, each of its 64-bit words XORed with a
-word that is mixed from the block's id and the chunk's number. So a flipped bit differs in its word; a block,
-or any sector of one, that belongs to another id or another place differs in every word; and so do zeros.
+word that is mixed from the block's id and the chunk's number. So a flipped bit makes its word differ. A block,
+or a sector, of another id or another place differs in every word, and so do zeros.
 Both directions run at memory speed, because the tile and the scratch stay in the processor's cache.
 """
 
@@ -19,7 +19,7 @@ Cells = Rows | Words
 
 _CHUNK_BYTES = 64 << 10
 _WORD_BYTES = 8
-# Any seed would do, but it must never change: the blocks of an earlier run are checked against it.
+# The seed is arbitrary, but must never change: the blocks of an earlier run are checked against it.
 _TILE_SEED = 0x7469657265646B76
 
 
@@ -32,7 +32,7 @@ class BlockContent:
 
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
-        # Blocks of whole words, which is all that matter for speed, are handled as words, others as bytes.
+        # Blocks of whole words are handled as words, which is fast; others as bytes.
         self._cell = np.dtype(np.uint8 if block_bytes % _WORD_BYTES else np.uint64)
         self._cells_per_chunk = _CHUNK_BYTES // self._cell.itemsize
         counters = np.arange(_TILE_SEED, _TILE_SEED + _CHUNK_BYTES // _WORD_BYTES, dtype=np.uint64)
@@ -48,7 +48,7 @@ class BlockContent:
         Args:
             rows: C-contiguous uint8 array of shape (n, block_bytes).
             row_ids: The rows to write.
-            block_ids: Whose content goes there, 0 to 2**64 - 1 each, in the order of `row_ids`.
+            block_ids: The blocks whose content is written, 0 to 2**64 - 1 each, in the order of `row_ids`.
         """
         cells: Cells = rows.view(self._cell)
         for row_id, masks in zip(row_ids, self._masks(block_ids), strict=True):
