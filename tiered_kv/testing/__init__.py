@@ -1,22 +1,22 @@
-"""What a tier's author tests a tier with. This project tests its own tiers with it too.
+"""Tools for authors of tiers to test their tiers. This project tests its own tiers with them too.
 
     conformance     a pytest class to subclass: the contract of a secondary tier, check by check
     wire_faults     a pytest class to subclass: a tier whose server is behind a bad network (its bench: wire_bench)
     state_machine   a Hypothesis state machine over a whole stack, against the dictionary in `model`
-    rig             a tier on a test bench, with known bytes in every block
-    faults, lies    tiers that hang, fail, come late or lie, made by wrapping one that does not
-    watch           who may touch which row of the primary region, seen from the tiers
-    prompt          a wrapper that makes tiers with threads repeatable
-    proxy           a TCP proxy that does to connections what networks do; proxied is one connection
-    damage          what can happen to the bytes of a stored block record
-    leaks           what a test leaves behind
-    gate, clock     what tests steer the above with, in place of sleeping; waiting waits for a condition
+    rig             drives a tier, with known bytes in every block
+    faults, lies    wrappers that make a good tier hang, fail, answer late or answer wrongly
+    watch           checks which job uses which row of the primary region, from the tiers' side
+    prompt          a wrapper that makes runs of tiers with threads repeatable
+    proxy           a TCP proxy with the faults of networks; `proxied` is one connection of it
+    damage          the damages that the bytes of a stored block record may suffer
+    leaks           threads, descriptors, shared memory and files that a test leaves behind
+    gate, clock     let a test control the wrappers without sleeping; `waiting` waits for a condition
     redis_servers, redis_clusters, redis_sentinels, s3_servers
                     fixtures with servers on loopback, and with fakeredis and moto
-    four_methods    the smallest tier there can be
+    four_methods    the smallest possible tier
     key_value       a small server, and a good tier over the network to it
 
-The extra `test` brings pytest and Hypothesis. Import the modules by name.
+The extra `test` installs pytest and Hypothesis. Import the modules by name.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Tiers that misbehave, made by wrapping a tier that does not.
+"""Wrappers that make a good tier misbehave.
 
     tier = FailingTier(MemoryTier(spec, view, "memory"))
     tier.failing = True
 
-Nothing here waits or draws lots: what goes wrong, and when it stops, is decided by the test, through an
+No wrapper waits for a time or chooses at random. The test decides what fails, and until when, through an
 attribute, a `Gate` or a `ManualClock`.
 
-A wrapper that says `is_nonblocking` is called on the scheduler's thread, so what it wraps must return at once
-too. `HangingTier` and `RaisingTier` do not say so: the manager gives them a thread of their own.
+A wrapper that says `is_nonblocking` is called on the scheduler's thread, so the wrapped tier must return at once
+too. `HangingTier` and `RaisingTier` do not say so, and the manager gives them a thread of their own.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tiered_kv.tiering.wrapper import WrapperTier
 
 
 class HangingTier(WrapperTier):
-    """Calls hang in their thread while the gate is closed: a mount that went away, a client without timeouts.
+    """Calls hang in their thread while the gate is closed, as with a lost mount or a client without timeouts.
 
     Args:
         inner: The wrapped tier.
-        gate: Closed while the calls shall hang.
+        gate: Calls hang while it is closed.
         calls: Names of the methods that hang.
     """
 
@@ -69,7 +69,7 @@ class HangingTier(WrapperTier):
 class LateTier(WrapperTier):
     """Calls return at once, but each job begins late; the base of the two below.
 
-    The load that comes late is the dangerous one: it writes into blocks that the manager gave up long ago.
+    A late load is the dangerous case: it writes into blocks of a job that expired long ago.
     """
 
     is_nonblocking: ClassVar[bool] = True
@@ -111,12 +111,12 @@ class LateTier(WrapperTier):
 
 
 class HeldJobsTier(LateTier):
-    """No job begins while the gate is closed; then all do, however late that is.
+    """No job begins while the gate is closed. When it opens, all begin, however late that is.
 
     Args:
         inner: The wrapped tier.
-        gate: Closed while jobs shall be held.
-        hold_lookups: Also answer every lookup with None meanwhile.
+        gate: Jobs are held while it is closed.
+        hold_lookups: Also answer every lookup with None while it is closed.
     """
 
     def __init__(self, inner: SecondaryTierManager, gate: Gate, *, hold_lookups: bool = False) -> None:
@@ -139,7 +139,7 @@ class SlowTier(LateTier):
     Args:
         inner: The wrapped tier.
         clock: Seconds, such as a `ManualClock`.
-        delay_s: How late; a test may change it, for what comes after.
+        delay_s: The delay; a test may change it for later calls.
     """
 
     def __init__(self, inner: SecondaryTierManager, clock: Callable[[], float], delay_s: float) -> None:
@@ -166,7 +166,7 @@ class SlowTier(LateTier):
 
 
 class FailingTier(WrapperTier):
-    """Reports every job as failed, and does none of it, while `failing` is set; lookups stay as they are."""
+    """Reports every job as failed, without executing it, while `failing` is set. Lookups work as before."""
 
     is_nonblocking: ClassVar[bool] = True
 
@@ -221,11 +221,11 @@ class RaisingTier(WrapperTier):
 
 
 class PartialTier(WrapperTier):
-    """Only some keys succeed: the others are left out of each job, and reported as failed.
+    """Only some keys succeed. The others are removed from each job, and reported as failed.
 
     Args:
         inner: The wrapped tier.
-        succeeds: Whether a key's part of a job may be done.
+        succeeds: Whether a key may succeed.
     """
 
     is_nonblocking: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""What a piece of code leaves behind in its process: threads, file descriptors, shared memory, files.
+"""Detection of what code leaves behind in its process: threads, file descriptors, shared memory, files.
 
     before = Footprint.take(temporary_directory)
     ...
@@ -18,19 +18,19 @@ from typing import Self
 
 _SHARED_MEMORY = Path("/dev/shm")
 _SEMAPHORE = "sem."
-"""How the names of POSIX semaphores begin. This project has none: they are those of other programs, come and go."""
+"""Prefix of the names of POSIX semaphores. This project has none; other programs make and remove them."""
 _DESCRIPTORS = "/proc/self/fd"
 _POLL_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a process holds at one moment.
+    """The resources of a process at one moment.
 
     Args:
         threads: Python threads that are alive, by identity.
         descriptors: Open file descriptors with what each refers to.
-        shared_memory: Names of files in /dev/shm; a directory there is some program's temporary one.
+        shared_memory: Names of files in /dev/shm, without directories, which are other programs' temporary ones.
         temporary: Names in the directory that the process uses for temporary files.
     """
 
@@ -50,7 +50,7 @@ class Footprint:
         )
 
     def beyond(self, before: Footprint) -> list[str]:
-        """Return, as lines for a person, what is in this footprint and was not in `before`."""
+        """Return, as readable lines, what this footprint has beyond `before`."""
         left = [f"thread {thread.name!r}" for thread in self.threads - before.threads]
         left += [f"file descriptor {fd} of {target}" for fd, target in self.descriptors - before.descriptors]
         left += [f"shared memory {_SHARED_MEMORY / name}" for name in self._own_shared_memory(before)]
@@ -58,15 +58,15 @@ class Footprint:
         return sorted(left)
 
     def _own_shared_memory(self, before: Footprint) -> list[str]:
-        """Return the new names that no other process uses: a neighbour's memory is no leak of ours."""
+        """Return the new names that no other process uses: those would be no leak of this process."""
         new = self.shared_memory - before.shared_memory
         return [name for name in new if not _used_by_another_process(_SHARED_MEMORY / name)] if new else []
 
 
 def left_behind(before: Footprint, temporary_directory: Path, grace_s: float = 10.0) -> list[str]:
-    """Return what is left beyond `before`, after at most `grace_s` for what is about to end.
+    """Return what is left beyond `before`, after waiting at most `grace_s` for threads that are about to end.
 
-    A thread that a tier has left behind at its shutdown ends by itself, and on a busy machine late.
+    A thread that a tier's shutdown did not wait for ends by itself, and on a busy machine late.
     """
     end = time.monotonic() + grace_s
     while left := Footprint.take(temporary_directory).beyond(before):
@@ -81,7 +81,7 @@ def _open_descriptors() -> frozenset[tuple[str, str]]:
     for fd in os.listdir(_DESCRIPTORS):
         try:
             found.add((fd, os.readlink(f"{_DESCRIPTORS}/{fd}")))
-        except FileNotFoundError:  # closed meanwhile: the listing's own descriptor, or a thread's
+        except FileNotFoundError:  # closed meanwhile: the descriptor of the listing, or of another thread
             continue
     return frozenset(found)
 
@@ -113,6 +113,6 @@ def _used_by_another_process(path: Path) -> bool:
             with os.scandir(f"/proc/{process}/fd") as descriptors:
                 if any(os.readlink(each) == str(path) for each in descriptors):
                     return True
-        except OSError:  # it ended, or is not ours to look at
+        except OSError:  # it ended, or belongs to another user
             continue
     return False

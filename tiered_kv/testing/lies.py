@@ -1,4 +1,4 @@
-"""A tier that lies: the wrapper that shows what a check, or the manager, does about an untruth."""
+"""A wrapper that gives wrong answers, to show how a check or the manager reacts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNASKED_KEY = make_offload_key(b"nobody asked for this", 0)
 
 
 class Lie(Enum):
-    """What a `LyingTier` says or does against the truth."""
+    """What a `LyingTier` answers or does wrongly."""
 
     HAS_EVERYTHING = "lookup is True for every key"
     STORES_NOTHING = "stores are reported as done, and not done"
@@ -41,11 +41,11 @@ DETECTABLE = (
 
 
 class LyingTier(WrapperTier):
-    """Tells one lie for as long as `lying` is set.
+    """Answers wrongly in one way while `lying` is set.
 
     Args:
         inner: The wrapped tier.
-        lie: Which.
+        lie: The way.
     """
 
     is_nonblocking: ClassVar[bool] = True

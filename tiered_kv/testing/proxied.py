@@ -30,11 +30,11 @@ class Faults:
     """What is done to the bytes of one direction. Offsets count from when the faults are set, on each connection.
 
     Args:
-        latency_s: How much later each byte arrives; the bandwidth stays what it was.
-        bytes_per_s: The bandwidth of each connection; None for all there is.
-        stalls: Bytes are taken, and do not arrive until this is switched off.
+        latency_s: How much later each byte arrives; the bandwidth does not change.
+        bytes_per_s: The bandwidth of each connection; None for no limit.
+        stalls: Bytes are accepted, but do not arrive until this is switched off.
         cut_after_bytes: The connection ends when so many bytes have arrived; a new one ends likewise.
-        cut_by_reset: It ends by RST in place of FIN. (TCP itself answers with RST who goes on sending after a FIN.)
+        cut_by_reset: It ends by RST in place of FIN. (TCP itself sends RST to an end that sends after a FIN.)
         flip_at_byte: The lowest bit of the byte at this offset is flipped.
     """
 
@@ -89,7 +89,7 @@ class Connection:
             self.close()
 
     def close(self) -> None:
-        """Close both sockets; there is nothing left to end after that."""
+        """Close both sockets."""
         self._ended.set()
         self._client.close()
         self._server.close()
@@ -128,13 +128,13 @@ class _Pipe:
         self.switch(faults)
 
     def switch(self, faults: Faults) -> None:
-        """Go by `faults` from now on; offsets begin at 0."""
+        """Apply `faults` from now on; offsets begin at 0."""
         self._faults = faults
         self._position = 0
         (self._is_moving.clear if faults.stalls else self._is_moving.set)()
 
     def half_close(self) -> None:
-        """Send the end of the stream, and drop what comes after it."""
+        """Send the end of the stream, and discard later bytes."""
         if not self._is_half_closed:
             self._is_half_closed = True
             self._counts["half_closed"] += 1
@@ -142,7 +142,7 @@ class _Pipe:
                 self._sink.shutdown(socket.SHUT_WR)
 
     async def run(self) -> None:
-        """Pass bytes on until the source has no more; then say so to the sink."""
+        """Pass bytes on until the source ends; then end the sink's stream."""
         reader = asyncio.ensure_future(self._read())
         try:
             while (chunk := await self._next_chunk()) is not None:
@@ -198,7 +198,7 @@ class _Pipe:
             data = bytearray(piece)
             data[flip_at] ^= 0x01
             self._counts["flipped"] += 1
-        self._counts[f"bytes_{self._name}"] += len(piece)  # first: who has got them may ask for the number
+        self._counts[f"bytes_{self._name}"] += len(piece)  # first: the receiver may ask for the count
         await asyncio.get_running_loop().sock_sendall(self._sink, data)
 
 

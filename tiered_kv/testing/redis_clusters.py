@@ -2,7 +2,7 @@
 
     from tiered_kv.testing.redis_clusters import redis_cluster
 
-A test module that imports a fixture has it; it skips, with the reason, where `redis-server` or `redis-cli` is not
+Import a fixture into a test module to use it. It skips, with the reason, if `redis-server` or `redis-cli` is not
 installed.
 """
 
@@ -28,7 +28,7 @@ class RedisClusterServers:
 
     Args:
         directory: An empty directory for them.
-        tls: Listen with TLS only, among themselves too, and ask for a client's certificate.
+        tls: Listen with TLS only, for each other too, and require a client's certificate.
     """
 
     def __init__(self, directory: Path, *, tls: TlsFiles | None = None) -> None:
@@ -62,7 +62,7 @@ class RedisClusterServers:
             time.sleep(_POLL_S)
 
     def masters(self) -> list[RedisServer]:
-        """Return those that are masters now, of those that answer."""
+        """Return the servers that answer and are masters now."""
         found = []
         for server in self.servers:
             with contextlib.suppress(OSError):
@@ -79,9 +79,9 @@ class RedisClusterServers:
                 time.sleep(_POLL_S)
 
     def keep_masters(self) -> None:
-        """Have no replica take its master's place because that is slow, from now on: a busy machine holds servers up.
+        """From now on no replica replaces a slow master: a busy machine delays servers.
 
-        Without it a member that does not answer for two seconds is replaced, as tests of that want it.
+        Without it a member that does not answer for two seconds is replaced, as tests of failovers need it.
         """
         for server in self.servers:
             assert server.call("CONFIG", "SET", "cluster-node-timeout", "600000") == b"+OK\r\n"
@@ -100,7 +100,7 @@ def redis_cluster(tmp_path: Path) -> Iterator[RedisClusterServers]:
 
 @pytest.fixture
 def tls_redis_cluster(tmp_path: Path) -> Iterator[RedisClusterServers]:
-    """The same with TLS, which wants a client's certificate."""
+    """The same with TLS, which requires a client's certificate."""
     directory = _directory(tmp_path)
     yield from _clustered(RedisClusterServers(directory, tls=make_tls_files(directory)))
 

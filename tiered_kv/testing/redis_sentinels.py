@@ -2,7 +2,7 @@
 
     from tiered_kv.testing.redis_sentinels import redis_sentinel
 
-A test module that imports the fixture has it; it skips, with the reason, where `redis-server` is not installed.
+Import the fixture into a test module to use it. It skips, with the reason, if `redis-server` is not installed.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ import pytest
 from tiered_kv.testing.redis_servers import RedisServer, TlsFiles, free_port, make_tls_files
 
 SERVICE = "blocks"
-"""What the sentinel calls the master."""
+"""The sentinel's name of the master."""
 SENTINEL_TIMEOUT_S = 120.0
 _PORT_ATTEMPTS = 5
 _POLL_S = 0.05
 _SLOW_MS = 600_000
-"""How long a running server may leave the sentinel without an answer: a busy machine holds one up for a second."""
+"""How long a running server may fail to answer the sentinel: a busy machine delays one for a second."""
 _ENDED_MS = 500
 """The same once the master has been ended."""
 _OTHER_HOST = "127.0.0.2"
-"""Loopback, too."""
+"""Another address of loopback."""
 _ADDRESS = re.compile(rb"address=127\.0\.0\.1:(\d+),slaves=(\d+)")
 
 
 class RedisSentinelServers:
-    """A master, its replica, and one sentinel, which makes the replica the master when that was stopped or killed.
+    """A master, its replica, and one sentinel. It promotes the replica when the master was stopped or killed.
 
     Args:
         directory: An empty directory for them.
-        tls: Listen with TLS only, among themselves too, and ask for a client's certificate.
+        tls: Listen with TLS only, for each other too, and require a client's certificate.
     """
 
     def __init__(self, directory: Path, *, tls: TlsFiles | None = None) -> None:
@@ -74,7 +74,7 @@ class RedisSentinelServers:
             time.sleep(_POLL_S)
 
     def fail_over(self) -> None:
-        """Kill the master, and return when the replica is the one that the sentinel names, and takes writes."""
+        """Kill the master, and return when the sentinel names the replica as master, and it accepts writes."""
         self.master.kill()
         deadline = time.monotonic() + SENTINEL_TIMEOUT_S
         while self._watched()[0] != self.replica.port or b"role:master" not in self.replica.call("INFO", "replication"):
@@ -87,7 +87,7 @@ class RedisSentinelServers:
             server.kill()
 
     def _watched(self) -> tuple[int, int]:
-        """Return the port of the master that the sentinel names, and of how many replicas it knows."""
+        """Return the port of the sentinel's master, and how many replicas the sentinel knows."""
         found = _ADDRESS.search(self._sentinel.call("INFO", "sentinel"))
         return (int(found[1]), int(found[2])) if found else (0, 0)
 
@@ -107,8 +107,8 @@ class _Sentinel(RedisServer):
         )
 
     def expect_no_answer(self) -> None:
-        """Take the master for gone as soon as it does not answer, from now on."""
-        with contextlib.suppress(OSError):  # it has ended, too
+        """From now on the sentinel replaces the master as soon as it does not answer."""
+        with contextlib.suppress(OSError):  # the sentinel has ended, too
             self.call("SENTINEL", "SET", SERVICE, "down-after-milliseconds", str(_ENDED_MS))
 
     def _command(self) -> list[str]:
@@ -116,7 +116,7 @@ class _Sentinel(RedisServer):
 
 
 class _Master(RedisServer):
-    """A master whose end its sentinel is told of, so that it need not suspect one that is only slow."""
+    """A master that tells its sentinel when it is ended, so that the sentinel need not replace a slow one."""
 
     sentinel: _Sentinel | None = None
 
@@ -147,7 +147,7 @@ def _started(tmp_path: Path, make: Callable[[Path], RedisSentinelServers]) -> It
         servers = make(own)
         try:
             servers.start()
-        except RuntimeError:  # they know each other's ports, of which somebody took one first
+        except RuntimeError:  # they know each other's ports, and another program took one
             servers.stop()
             if attempt == _PORT_ATTEMPTS - 1:
                 raise

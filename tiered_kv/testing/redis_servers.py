@@ -2,7 +2,7 @@
 
     from tiered_kv.testing.redis_servers import redis_server, tls_redis_server
 
-A test module that imports a fixture has it; each skips, with the reason, where what it needs is not installed. Every
+Import a fixture into a test module to use it. It skips, with the reason, if a program or library is missing. Every
 server has a directory of its own, listens on free ports of 127.0.0.1 only, and is ended with the test.
 """
 
@@ -26,11 +26,11 @@ import pytest
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
 ANSWER_TIMEOUT_S = 30.0
-"""For one command of a test's own, also on a machine that holds the server up; one that has ended refuses at once."""
+"""Timeout of one command of a test, even on a busy machine. A server that has ended refuses at once."""
 PATIENT: Mapping[str, object] = {"timeout": "60s", "connect_timeout": "60s", "lookup_timeout": "60s"}
-"""Settings of tiers that are not tested for their time-outs: what a busy machine holds up is no failure of theirs."""
+"""Settings of tiers whose timeouts are not tested: a delay by a busy machine is no failure."""
 PASSWORD = "a-password-for-tests"
-"""Of servers that want one."""
+"""The password of servers that require one."""
 
 _PORT_ATTEMPTS = 5
 _BUS_OFFSET = 10_000
@@ -42,7 +42,7 @@ _POLL_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """A certificate authority and what it signed, for 127.0.0.1 and localhost.
+    """A certificate authority and a certificate that it signed, for 127.0.0.1 and localhost.
 
     Args:
         ca: The authority's certificate.
@@ -60,10 +60,10 @@ class RedisServer:
     Args:
         directory: An empty directory for it.
         options: Further arguments, such as `("--maxmemory", "8mb")`.
-        password: What it asks for; empty for nothing.
-        tls: Listen with TLS only, and ask for a client's certificate.
+        password: The password that it requires; empty for none.
+        tls: Listen with TLS only, and require a client's certificate.
         port: Where to listen; by default a free port.
-        has_bus: Whether it is a cluster's, and so listens on a second port, above that one.
+        has_bus: Whether it is a cluster's member, which also listens on a second, higher port.
     """
 
     def __init__(
@@ -87,17 +87,17 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        """Where it is, without the password."""
+        """Its URL, without the password."""
         return f"{'rediss' if self.tls else 'redis'}://127.0.0.1:{self.port}"
 
     @property
     def pid(self) -> int:
-        """The id of its process, which runs."""
+        """The id of its running process."""
         assert self._process is not None, "it does not run"
         return self._process.pid
 
     def start(self) -> None:
-        """Start it and return when it answers. Nothing is left of what it held before."""
+        """Start it, empty, and return when it answers."""
         for attempt in range(_PORT_ATTEMPTS):
             self._process = subprocess.Popen(
                 self._command(), cwd=self._directory, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -108,7 +108,7 @@ class RedisServer:
             self.kill()
             if not self._takes_another_port or attempt == _PORT_ATTEMPTS - 1:
                 break
-            self.port = free_port(with_bus=self._has_bus)  # somebody took it first
+            self.port = free_port(with_bus=self._has_bus)  # another program took the port
         log = self._directory / "log"
         raise RuntimeError(f"redis-server did not start: {log.read_text()[-2000:] if log.exists() else 'no log'}")
 
@@ -121,21 +121,21 @@ class RedisServer:
         self._end(signal.SIGKILL)
 
     def restart(self, *options: str) -> None:
-        """Kill it and start it again, empty, with further options from now on."""
+        """Kill it and start it again, empty, with additional options from now on."""
         self.kill()
         self._options += options
         self.start()
 
     def freeze(self) -> None:
-        """Stop it from running, with its connections open."""
+        """Stop the process (SIGSTOP), with its connections open."""
         self._signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Let it run on."""
+        """Continue the process (SIGCONT)."""
         self._signal(signal.SIGCONT)
 
     def call(self, *arguments: str | bytes) -> bytes:
-        """Send one command with `redis-cli`-like plainness, over a connection of its own; return the raw reply."""
+        """Send one command, over a connection of its own, and return the raw reply."""
         with self._connect() as sock:
             reply = b""
             if self.password:
@@ -148,7 +148,7 @@ class RedisServer:
         assert self.call("SET", key, value) == b"+OK\r\n"
 
     def get(self, key: bytes) -> bytes:
-        """Return a value that is there."""
+        """Return an existing value."""
         reply = self.call("GET", key)
         assert reply.startswith(b"$"), reply[:80]
         return reply[reply.index(b"\r\n") + 2 : -2]
@@ -251,7 +251,7 @@ def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
 
 @pytest.fixture
 def tls_redis_server(tmp_path: Path) -> Iterator[RedisServer]:
-    """A redis-server that wants TLS with a client's certificate, and `PASSWORD`."""
+    """A redis-server that requires TLS with a client's certificate, and `PASSWORD`."""
     _redis_server()
     directory = _subdirectory(tmp_path)
     yield from _served(RedisServer(directory, password=PASSWORD, tls=make_tls_files(directory)))
@@ -295,7 +295,7 @@ def _subdirectory(tmp_path: Path) -> Path:
 
 
 def _exchange(sock: socket.socket, arguments: Sequence[str | bytes]) -> bytes:
-    """Send a command and return its reply as it came."""
+    """Send a command and return its raw reply."""
     encoded = [argument.encode() if isinstance(argument, str) else argument for argument in arguments]
     parts = [b"*%d\r\n" % len(encoded)] + [b"$%d\r\n%b\r\n" % (len(each), each) for each in encoded]
     sock.sendall(b"".join(parts))

@@ -5,7 +5,7 @@
 
 Each has a fixture, to be imported into a test's module or conftest: `moto_server` and `nginx_server` give a server that
 lasts for the session, `moto_bucket` a new bucket on it, `moto_in_process` boto3 answered without any server. They skip,
-with the reason, where what they need is not installed.
+with the reason, if a program or library is missing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _making_clients = threading.Lock()
 
 @functools.cache
 def _session() -> Any:
-    """Return boto3's session for tests. A new one reads megabytes of JSON, and holds the interpreter meanwhile."""
+    """Return boto3's session for tests. A new one reads megabytes of JSON, and holds the interpreter lock meanwhile."""
     import boto3
 
     return boto3.session.Session()
@@ -82,7 +82,7 @@ class S3Server:
     def client(self, verify: str | bool | None = None) -> Any:
         """Return boto3's client for the server; `verify` is a file of authorities for TLS, or False.
 
-        It is of no class that a type checker could know: boto3 makes it when it is asked for.
+        boto3 makes its class at run time, so a type checker does not know it.
         """
         with _making_clients:  # a session is for one thread at a time
             return _session().client(
@@ -118,11 +118,11 @@ class S3Server:
             client.close()
 
     def freeze(self) -> None:
-        """Stop it from running, with its connections open."""
+        """Stop the process (SIGSTOP), with its connections open."""
         self.process.send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Let it run on."""
+        """Continue the process (SIGCONT)."""
         self.process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
@@ -243,7 +243,7 @@ def moto_in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         client.close()
 
 
-# How they are started.
+# Starting them.
 
 _MOTO_PROGRAM = """
 import logging, sys
@@ -319,7 +319,7 @@ def _free_port() -> int:
 
 
 def _listens(process: subprocess.Popen[bytes], port: int) -> bool:
-    """Return True once something listens on `port`, False if the process has ended or takes too long."""
+    """Return True once a process listens on `port`, False if the process has ended or takes too long."""
     end = time.monotonic() + START_S_MAX
     while process.poll() is None and time.monotonic() < end:
         try:

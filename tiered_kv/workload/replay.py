@@ -101,7 +101,7 @@ class _Running:
     """A request that has been admitted.
 
     Args:
-        done_blocks: How many of its blocks have been loaded, or given to the store.
+        done_blocks: Number of its blocks that were loaded, or submitted to be stored.
         transfer_keys: The blocks that the worker has in hand; likewise their ids, rows, and where loads were found.
     """
 
