@@ -35,7 +35,7 @@ class Choice:
 
 @dataclass(slots=True)
 class NamespacePurge:
-    """One namespace in one tier; `docs/command.md` describes each field."""
+    """One namespace in one tier; `docs/reference/command.md` describes each field."""
 
     namespace: str
     tenant: str | None
@@ -48,7 +48,7 @@ class NamespacePurge:
 
 @dataclass(slots=True)
 class TierPurge:
-    """What was found in one tier, and what became of it; `docs/command.md` describes each field."""
+    """What was found in one tier, and what became of it; `docs/reference/command.md` describes each field."""
 
     name: str
     type: str

@@ -38,13 +38,13 @@ class PrimaryRegion:
         block_bytes: Bytes of a row, at least 1.
         name: None for private memory; otherwise the name of a file to create in /dev/shm, mode 0600. Call
             `unlink` once every worker has attached, so that a killed process leaves nothing behind.
-        huge_pages: Ask the kernel for transparent huge pages; it may decline. A disk moves blocks in them up to half
-            as fast again, since one request then covers megabytes and not a list of single pages.
+        huge_pages: Ask the kernel for transparent huge pages; it may decline. A disk then moves blocks up to 1.5
+            times as fast, because one request covers megabytes and not a list of single pages.
         prefault: Touch every page now, so that the first stores do not pay for it.
         numa_node: Bind the memory to this node.
 
     Raises:
-        ConfigError: The memory cannot be had as asked, and what to do.
+        ConfigError: The memory cannot be allocated as requested; the message says what to do.
 
     Any thread may read the attributes; create and close on one thread.
     """
@@ -70,7 +70,7 @@ class PrimaryRegion:
             try:
                 self._adopt(mapping, num_blocks, block_bytes)
                 self._place(huge_pages, numa_node)
-                size_shared(fd, self.path, size_bytes)  # pages go where the mapping was bound to
+                size_shared(fd, self.path, size_bytes)  # pages are allocated where the mapping was bound
                 write_header(fd, geometry)
             except BaseException:
                 self.close()
@@ -82,10 +82,10 @@ class PrimaryRegion:
 
     @classmethod
     def attach(cls, path: str | os.PathLike[str], num_blocks: int, block_bytes: int) -> Self:
-        """Map the file of a region that another process created; all arguments as they were there.
+        """Map the file of a region that another process created with the same arguments.
 
         Raises:
-            ConfigError: There is no such file, it is another user's, or its header tells other rows.
+            ConfigError: There is no such file, it is another user's, or its header has another geometry.
         """
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -110,10 +110,10 @@ class PrimaryRegion:
         huge_pages: bool = False,
         numa_node: int | None = None,
     ) -> Self:
-        """Map rows of a file that somebody else made, and removes.
+        """Map rows of a file that the caller made and removes.
 
         Args:
-            fd: The open file, which stays the caller's.
+            fd: The open file, which still belongs to the caller.
             path: Its name, for messages.
             num_blocks: Rows, at least 1.
             block_bytes: Bytes of a row, at least 1.
@@ -170,7 +170,7 @@ class PrimaryRegion:
             Whether the region is pinned now.
 
         Raises:
-            ConfigError: CUDA refuses.
+            ConfigError: CUDA refuses to pin it.
         """
         cudart = _cuda_runtime()
         if cudart is not None and not self.is_pinned:
@@ -193,8 +193,8 @@ class PrimaryRegion:
         """Unmap the region.
 
         Returns:
-            False if somebody still holds a view of it; the memory then stays mapped until the last view is gone,
-            since to unmap it below a transfer would crash the process.
+            False if a view of it still exists. Then the memory stays mapped until the last view is gone:
+            unmapping it during a transfer would crash the process.
         """
         self.unlink()
         if self._mapping is None:
@@ -258,7 +258,7 @@ def _create_shared(path: Path, size_bytes: int) -> tuple[int, mmap.mmap]:
 
 
 def _check_private(fd: int, path: str | os.PathLike[str]) -> int:
-    """Return the size of a file of this user's; anybody may make files in /dev/shm."""
+    """Return the size of a file, which must be this user's: any user may make files in /dev/shm."""
     try:
         return check_file(fd, str(path)).st_size
     except NotPrivateError as error:
@@ -269,7 +269,7 @@ def size_shared(fd: int, path: Path, size_bytes: int) -> None:
     """Allocate the pages of all rows of a file in shared memory now: a full one would kill a writer later (SIGBUS).
 
     Raises:
-        ConfigError: There is not so much.
+        ConfigError: There is too little shared memory.
     """
     status = os.fstatvfs(fd)
     free = status.f_bavail * status.f_frsize

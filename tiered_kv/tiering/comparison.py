@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 STRETCH_VALUES: Final = 256
-"""Values whose differences are added up: about one token of one head."""
+"""Values in a stretch: about one token of one head."""
 SCALE_SHARE: Final = 0.1
 """A stretch of smaller values than this share of the block's average is measured against that share."""
 _PIECE_BYTES: Final = 1 << 18
@@ -23,7 +23,7 @@ class Difference:
     """How far two copies of a block differ, relative to their values: 0 if they agree, about 1 if unrelated.
 
     Args:
-        largest: Of the stretch that differs most; None where the bytes differ, and their type is not known.
+        largest: Of the stretch that differs most; None if the bytes differ and their type is unknown.
         mean: Of the whole block.
     """
 
@@ -69,7 +69,7 @@ def is_known(dtype: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Type:
-    """A type of values: how long one is, and how an array of bytes becomes float32."""
+    """A type of values: its length, and the conversion of bytes to float32."""
 
     bytes: int
     decode: Callable[[Bytes], Values]

@@ -1,17 +1,17 @@
-"""Keyed names: what a tier's storage is told instead of a block's key.
+"""Keyed names: the names of blocks in a tier's storage, in place of their keys.
 
-A key is a hash of tokens. Whoever knows a prompt can compute it, and who reads a bucket, a directory or a server could
-then tell whether somebody has asked that prompt. With a *name key* a tier never sees a key. It sees a name:
+A key is a hash of tokens. An attacker who knows a prompt can compute it. If the attacker also reads the tier's storage,
+the key shows whether the prompt was used. With a *name key* a tier never sees a key. It sees a name:
 
     BLAKE2b(key = name key, person = "tiered-kv-name-1", digest's length (1 byte) || namespace digest || block's key),
     32 bytes || group index
 
-BLAKE2b (RFC 7693) in its keyed mode is a MAC: without the name key nobody can compute a name, or tell which of two keys
-it stands for. A name has the form of an `OffloadKey`, and
-keeps the group's index, which says nothing of the tokens.
+BLAKE2b (RFC 7693) in its keyed mode is a MAC. Without the name key nobody can compute a name, or decide which of two
+keys it stands for. A name has the form of an `OffloadKey`. It keeps the group's index, which reveals nothing about the
+tokens.
 
-BLAKE2b takes about 0.4 of the time of HMAC-SHA256 (`performance.md`), since the state that has absorbed the name
-key and the digest is copied for each block, and what is left fits one compression.
+BLAKE2b takes about 0.4 of the time of HMAC-SHA256 (`performance.md`). The state after the name key and the digest is
+copied for each block, and the rest fits one compression.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tiered_kv.tiering.wrapper import WrapperTier
 NAMES_MAX = 1 << 15
 """Keys whose names are remembered; a request asks for, stores and touches the same ones. At most about 8 MB."""
 EVENT_NAMES_MAX = 1 << 16
-"""Names whose keys are remembered for events, those first submitted go first. At most about 16 MB."""
+"""Names whose keys are remembered for events; the first submitted is forgotten first. At most about 16 MB."""
 
 _PERSON = b"tiered-kv-name-1"
 _NAME_BYTES = 32
@@ -39,8 +39,8 @@ _GROUP_BYTES = 4
 class NameMap(dict[OffloadKey, OffloadKey]):
     """The name of each key, computed when it is first asked for. One thread.
 
-    A dictionary, so that what is known is found without a call in Python. It is emptied when it is full: to find out
-    which entry was used last would cost more than to compute it again.
+    A dictionary, so that a known name is found without a call in Python. It is cleared when it is full: to track
+    the use of entries would cost more than to compute them again.
 
     Args:
         name_key: 32 bytes, secret.
@@ -51,11 +51,11 @@ class NameMap(dict[OffloadKey, OffloadKey]):
 
     def __init__(self, name_key: bytes, namespace_digest: bytes) -> None:
         super().__init__()
-        prefix = bytes([len(namespace_digest)]) + namespace_digest  # with the length, no digest and key run together
+        prefix = bytes([len(namespace_digest)]) + namespace_digest  # with the length, digest and key cannot be confused
         mac = hashlib.blake2b(prefix, digest_size=_NAME_BYTES, key=name_key, person=_PERSON)
         self._new_mac = mac.copy
 
-    # On the scheduler's thread, for each block: nothing in these two that can be avoided, a NewType's call included.
+    # On the scheduler's thread, for each block: these two avoid all needless work, even a NewType's call.
 
     def __missing__(self, key: OffloadKey) -> OffloadKey:
         if len(self) >= NAMES_MAX:
@@ -85,7 +85,7 @@ class NameMap(dict[OffloadKey, OffloadKey]):
 
 
 class KeyedNames(WrapperTier):
-    """A tier that is told names instead of keys, wrapped so that its callers see keys.
+    """Wraps a tier, which gets names instead of keys, so that its callers see keys.
 
     Calls are as cheap and as thread-bound as those of the wrapped tier.
 
@@ -125,7 +125,7 @@ class KeyedNames(WrapperTier):
 
     def get_finished(self) -> Iterable[JobResult]:
         results = self.inner.get_finished()
-        return map(self._end, results) if results else ()  # one by one: the next may not come
+        return map(self._end, results) if results else ()  # one by one: the next may raise
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         return [told for event in self.inner.take_events() if (told := self._tell(event)).keys]
@@ -151,20 +151,20 @@ class KeyedNames(WrapperTier):
                 del keys_of[name]
 
     def _end(self, result: JobResult) -> JobResult:
-        """Return a result in terms of keys; nonsense, and that of nobody's job, as it is: the guarded judges."""
+        """Return a result in terms of keys; an invalid or unknown one as it is, for the guarded tier to reject."""
         try:
             job = self._jobs.pop(result.job_id, None) if isinstance(result, JobResult) else None
             if job is None or result.successful_keys is None:
                 return result
             key_of = dict(zip(job[1], job[0], strict=True))
-            # A name that was not in the job is one more thing that did not succeed.
+            # A name that was not in the job counts as failed.
             keys = [key_of[name] for name in result.successful_keys if name in key_of]
         except Exception:
             return result
         return replace(result, successful_keys=keys)
 
     def _tell(self, event: OffloadingEvent) -> OffloadingEvent:
-        """Return an event in terms of those of its keys that are known."""
+        """Return an event with those of its keys that are known."""
         found = [self._keys_of_events.get(name) for name in event.keys]
         keys = [key for key in found if key is not None]
         self._untold_event_blocks += len(found) - len(keys)

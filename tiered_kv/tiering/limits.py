@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TierLimits:
-    """What one secondary tier may take from the server.
+    """The limits of one secondary tier.
 
     Args:
         store_budget_bytes: Primary memory that stores to this tier may pin at one time; None for a quarter of the
@@ -36,7 +36,7 @@ class TierLimits:
 
     @classmethod
     def of(cls, settings: TierSettings) -> Self:
-        """Return the limits that a tier's entry tells."""
+        """Return the limits in a tier's entry."""
         return cls(
             store_budget_bytes=settings.store_budget,
             load_budget_bytes=settings.load_budget,
@@ -51,14 +51,14 @@ class TierLimits:
 
 @dataclass(frozen=True, slots=True)
 class ManagerLimits:
-    """What all secondary tiers together may take.
+    """The limits of all secondary tiers together.
 
     Args:
         promotion_blocks_max: Primary blocks that may be promoted, or kept for a request that waits for them, at one
             time; None for half of the primary tier.
-        hold_s: How long a promoted block is kept for a request that does not come to load it.
+        hold_s: How long a promoted block is kept for a request that does not load it.
         wait_max_s: How long a request may be answered None, whatever it waits for, until it loads a block that it
-            waited for. At the bound, what is not ready is a miss for it until it ends.
+            waited for. At the bound, blocks that are not ready are misses for it until it ends.
         requests_max: Requests whose state is kept; the oldest is forgotten first.
     """
 

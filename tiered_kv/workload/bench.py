@@ -64,7 +64,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class TierBench:
-    """What was measured of one tier; `docs/command.md` describes each field."""
+    """The figures of one tier; `docs/reference/command.md` describes each field."""
 
     name: str
     type: str

@@ -54,7 +54,7 @@ class TierTraffic:
 
 @dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """The outcome of a replay; `docs/command.md` describes each field."""
+    """The outcome of a replay; `docs/reference/command.md` describes each field."""
 
     requests: int
     blocks: int
