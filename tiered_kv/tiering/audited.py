@@ -18,8 +18,8 @@ class Audited:
         req_id: Its id.
         context: The audit's own towards the tiers, so that their answers outlive the request.
         until_s: When the audit is given up.
-        first_key: The first key that was withheld. An engine looks up blocks that it has neither computed nor kept. So the
-            blocks that it stores from this key on, in the same group, are computed anew.
+        first_key: The first key that was withheld. An engine looks up blocks that it has neither computed nor kept. So
+            the blocks that it stores from this key on, in the same group, are computed anew.
         storer: The request that stores `first_key`. A program's `get` and `put` are two requests.
         is_finished: Whether the request has ended; only then may another be the storer.
         is_taking: Whether further blocks are compared.

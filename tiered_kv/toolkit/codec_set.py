@@ -9,15 +9,15 @@ from tiered_kv.toolkit.status import RecordStatus
 
 
 class CodecSet:
-    """What a tier may do to blocks. Any thread may call, several at once.
+    """The codecs of a tier. Any thread may call, several at once.
 
-    Every codec that is here is read, whatever is written, so that the setting can be changed at any time. But where
-    blocks are encrypted, others are refused: who can write into the storage could plant them.
+    Every installed codec is read, whatever is written, so that the setting can be changed at any time. But where
+    blocks are encrypted, plain ones are refused: an attacker who can write into the storage could plant them.
 
     Args:
         writer: How blocks are written.
         cipher: The keys, if there are any.
-        accept_plain: Whether to read what is not encrypted even if `writer` encrypts.
+        accept_plain: Whether to read plain blocks even if `writer` encrypts.
     """
 
     def __init__(self, writer: Codec, cipher: Cipher | None = None, *, accept_plain: bool = False) -> None:
@@ -29,12 +29,12 @@ class CodecSet:
 
     @property
     def writes_raw(self) -> bool:
-        """Whether blocks are stored as they are, so that nothing has to be done to them."""
+        """Whether blocks are stored unchanged."""
         return self.writer is RAW
 
     @property
     def overhead_bytes(self) -> int:
-        """By how much a payload that is written may exceed its block."""
+        """By how many bytes a written payload may exceed its block."""
         return self.writer.overhead_bytes
 
     def draft(self, block: memoryview) -> Draft:
@@ -51,13 +51,13 @@ class CodecSet:
         return codec if self.accepts_plain else RecordStatus.UNENCRYPTED
 
     def decode(self, codec_id: int, payload: memoryview, block: memoryview, binding: bytes) -> RecordStatus:
-        """Write the block that a payload stands for into `block`; return why not, and leave anything in it then.
+        """Decode a payload into `block`; return why not, and then `block` is undefined.
 
         Args:
-            codec_id: What the record names.
-            payload: The payload. The caller has verified its checksum, unless it is encrypted: then the tag answers for
-                it, and the checksum may be asked afterwards.
-            block: Where the block belongs.
+            codec_id: The codec that the record names.
+            payload: The payload. The caller has verified its checksum, unless it is encrypted: then the tag
+                authenticates it, and the checksum may be verified afterwards.
+            block: The block's place.
             binding: As in `Draft.write_into`.
         """
         codec = self.reader(codec_id)
@@ -85,4 +85,4 @@ def plain_codecs(name: str = "raw") -> CodecSet:
 
 
 PLAIN = CodecSet(RAW)
-"""Blocks written as they are."""
+"""Codecs that write blocks unchanged."""

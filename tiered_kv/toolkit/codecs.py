@@ -1,7 +1,7 @@
-"""What may be done to a block's bytes on their way into storage. Every codec is lossless.
+"""Codecs: lossless transformations of a block's bytes for storage.
 
 A record names its codec by number; a configuration names it by word. `formats.md` has both, and the form of
-each payload. Those that encrypt are in `tiered_kv.toolkit.encryption`; what one tier reads and writes is its
+each payload. Those that encrypt are in `tiered_kv.toolkit.encryption`. A tier has its
 `CodecSet`.
 """
 
@@ -32,13 +32,13 @@ ZSTD_AES_ID: Final = 3
 ENCRYPTED_IDS: Final = frozenset({AES_ID, ZSTD_AES_ID})
 
 OVERHEAD_BYTES_MAX: Final = 56
-"""By how much a payload may exceed its block, whatever the codec: an envelope of `tiered_kv.toolkit.encryption`."""
+"""Bytes by which a payload of any codec may exceed its block: an envelope of `tiered_kv.toolkit.encryption`."""
 
 
 def payload_bytes_range(codec_id: int, raw_bytes: int) -> range:
-    """Return how long a payload of a block of `raw_bytes` may be; of a codec that is not known here, any length.
+    """Return the possible lengths of a payload of a block of `raw_bytes`; all lengths for an unknown codec.
 
-    Only `raw` has the length of the block, so a reader may put what has it straight into the block's place.
+    Only `raw` has the length of the block, so a reader may read a payload of that length into the block's place.
     """
     if codec_id == RAW_ID:
         return range(raw_bytes, raw_bytes + 1)
@@ -52,22 +52,22 @@ def payload_bytes_range(codec_id: int, raw_bytes: int) -> range:
 
 
 class Seal(Protocol):
-    """Encrypts what a draft holds."""
+    """Encrypts a draft's content."""
 
     def encrypt_into(self, draft: Draft, target: memoryview, binding: bytes) -> None:
         """Write the draft's payload into `target`, which is `draft.payload_bytes` long."""
 
 
 class Draft(NamedTuple):
-    """A block on its way into storage: its payload's length is known, and where it is encrypted, no byte of it yet.
+    """A block that will be stored. Its payload's length is known; an encrypted payload does not exist yet.
 
     Args:
-        codec_id: What the record will name.
+        codec_id: The codec that the record will name.
         key_id: Which key encrypts it; 0 for none.
         raw_bytes: Bytes of the block.
         payload_bytes: Bytes of the payload.
-        content: The payload, or what will be encrypted. It may be the block itself, not a copy.
-        seal: What encrypts it; None where `content` is the payload.
+        content: The payload, or the plain text of an encrypted one. It may be the block itself, not a copy.
+        seal: Encrypts it; None if `content` is the payload.
     """
 
     codec_id: int
@@ -87,7 +87,7 @@ class Draft(NamedTuple):
 
         Args:
             target: Memory of `payload_bytes`, apart from `content`.
-            binding: What the payload belongs to; see `binding_of`.
+            binding: The payload's namespace and block; see `binding_of`.
         """
         if self.seal is None:
             target[:] = self.content
@@ -96,7 +96,7 @@ class Draft(NamedTuple):
 
 
 def binding_of(namespace_digest: bytes, key: bytes) -> bytes:
-    """Return what an encrypted payload is bound to, so that it is worth nothing elsewhere: namespace and block.
+    """Return the namespace and block as bytes. An encrypted payload is bound to them, and is a miss elsewhere.
 
     Args:
         namespace_digest: 16 bytes, so that no two pairs give the same.
@@ -118,13 +118,13 @@ class Codec(Protocol):
 
     @property
     def overhead_bytes(self) -> int:
-        """By how much a payload that it writes may exceed its block."""
+        """By how many bytes a payload that it writes may exceed its block."""
 
     def draft(self, block: memoryview) -> Draft:
         """Return how a block will be stored. Compresses, and does not encrypt yet."""
 
     def decode(self, payload: memoryview, block: memoryview, binding: bytes) -> RecordStatus:
-        """Write the block that `payload` stands for into `block`; return why not, and leave anything in it then.
+        """Decode `payload` into `block`; return why not, and then `block` is undefined.
 
         The payload may be hostile: nothing is allocated that is much larger than `block`.
         """
@@ -150,8 +150,8 @@ class RawCodec:
 class ZstdCodec:
     """Zstandard over the block's two byte planes: the bytes at even offsets, and those at odd ones.
 
-    In 16-bit floats one byte holds the exponent, which compresses, and the other mantissa, which does not. Apart,
-    each with a Huffman table of its own, they take about a tenth of the block less than together.
+    In 16-bit floats one byte holds the exponent, which compresses, and the other mantissa, which does not. As two
+    frames, each with its own Huffman table, they take about a tenth of the block less than as one.
 
     Raises:
         MissingExtraError: The zstandard library is not installed.

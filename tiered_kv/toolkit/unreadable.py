@@ -1,19 +1,19 @@
-"""What lies in a shared storage and this process can neither read nor delete: not offered here, and replaced.
+"""Records in shared storage that this process can neither read nor delete: they are not offered, and are replaced.
 
-A record may be in a codec that is not installed here, or encrypted with a key that is not here. Others may be able to
-read it, so a failed load does not delete it. A damaged one nobody can read, and it is deleted; but the storage may
-refuse that. As long as either were taken for the block, every load of it would fail, and no store would end that,
-since a block that is there is not stored again. So a tier whose storage is shared keeps this memory:
+A record may have a codec or a key that this process lacks. Other processes may be able to read it, so a failed load
+does not delete it. A damaged record is deleted, but the storage may refuse that. If such a record counted as the block,
+every load would fail. No store would end that, because an existing block is not stored again. So a tier with shared
+storage remembers the names of such records:
 
 - a load that finds a record of others, or cannot delete a damaged one, notes its name;
 - a lookup answers False for a name that is noted;
-- a store of such a block replaces what lies there, and forgets the name. So does a load that succeeds.
+- a store of such a block replaces the record, and removes the name. A load that succeeds removes it, too.
 
-A fleet in the middle of a change of keys or codecs converges by that: who stores writes what those who were changed
-last can read. Who has wrong keys, and only loads, removes nothing.
+So a fleet converges during a change of keys or codecs: each store writes records that the processes with
+the new settings can read. A process with wrong keys that only loads deletes nothing.
 
-The memory is bounded. A name that is dropped, by age or for want of room, costs one more load that fails, if what
-lies there is still the same. That is also when a record is found that another process has put in its place meanwhile.
+The number of names is bounded. A name that is removed, by age or for lack of room, costs one more failed load, if the
+record is still the same. If another process has replaced the record meanwhile, this load finds the new one.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from typing import Final, Generic, TypeVar
 Name = TypeVar("Name", bound=Hashable)
 
 NAMES_MAX: Final = 65_536
-"""Names that are kept, the ones that were noted last; some 19 MB where each has 90 characters (by tracemalloc)."""
+"""Names that are kept, the latest ones; about 19 MB if each has 90 characters (by tracemalloc)."""
 LIFETIME_S: Final = 300.0
-"""How long a name is kept, in seconds. A hot block that nobody stores fails one load in that time, and one that another
-process has replaced is found after it at the latest."""
+"""How long a name is kept, in seconds. A hot block that no process stores fails one load in that time. One that another
+process has replaced is found after that time."""
 
 
 class Unreadable(Generic[Name]):
-    """The names of records that this process could not read, and that are still there. Any thread may call.
+    """The names of stored records that this process could not read. Any thread may call.
 
-    A name stands for one place in the storage, in one epoch: after a reset the same block has another one. Where a
-    load and a store of one block end at the same time, a name may be noted that has just been made good. It is a miss
-    until it is dropped, or the block is stored again.
+    A name stands for one place in the storage, in one epoch: after a reset the same block has another one. If a
+    load and a store of one block end at the same time, the name of a good record may be noted. It is a miss
+    until the name is removed, or the block is stored again.
 
     Args:
         names_max: As `NAMES_MAX`, at least 1.
@@ -59,7 +59,7 @@ class Unreadable(Generic[Name]):
         self._lifetime_s = lifetime_s
         self._clock = clock
         self._lock = threading.Lock()  # guards the names; held for a few steps in the dictionary, never across I/O
-        self._until_s: OrderedDict[Name, float] = OrderedDict()  # the one that was noted longest ago first
+        self._until_s: OrderedDict[Name, float] = OrderedDict()  # the oldest first
 
     def note(self, names: Iterable[Name]) -> None:
         """Keep names of records that could not be read."""
@@ -72,7 +72,7 @@ class Unreadable(Generic[Name]):
                     self._until_s.popitem(last=False)
 
     def forget(self, names: Iterable[Name]) -> None:
-        """Drop names of records that can be read now; the names are not looked at where none is kept."""
+        """Remove names of records that can be read now; `names` is not evaluated if none is kept."""
         if not self._until_s:
             return
         with self._lock:
