@@ -29,20 +29,20 @@ def claimed(path: str, tier: str, *, private: bool) -> ClaimedDirectory:
 
 
 class Directory:
-    """The directory as one tier has it open. It is made if it is missing, and refused if it is someone else's.
+    """The directory, opened by one tier. It is made if it is missing, and refused if it is another owner's.
 
     Any thread may call, except the scheduler's: all calls may wait for the file system.
 
     Args:
-        path: Where it is.
-        identity: Whose blocks the tier stores.
+        path: Its path.
+        identity: The identity of the tier's blocks.
         tier: The tier's name, for messages.
-        private: Refuse a directory that others can get at; see `tiered_kv.permissions`.
+        private: Refuse a directory that other users can access; see `tiered_kv.permissions`.
 
     Raises:
         ConfigError: It is a symbolic link, another user's, or open to others.
         FormatError: It is of another format version, or holds files and is not this tier's at all.
-        TierUnavailableError: The file system does not let us.
+        TierUnavailableError: The file system refuses.
     """
 
     def __init__(self, path: str, identity: Identity, *, tier: str = "", private: bool = True) -> None:
@@ -62,11 +62,11 @@ class Directory:
             raise self.unavailable(error) from error
 
     def make(self) -> None:
-        """Check the directory, and make what is missing in it.
+        """Check the directory, and make missing files in it.
 
         Raises:
             ConfigError, FormatError: As the constructor.
-            OSError: The file system does not let us, or another file system is mounted there now.
+            OSError: The file system refuses, or another file system is mounted there now.
         """
         make_directory(self.path)
         fd = open_directory(self.path, make=False)
@@ -82,11 +82,11 @@ class Directory:
         self._make_namespace()
 
     def unavailable(self, error: OSError) -> TierUnavailableError:
-        """Return what to raise where the directory cannot be opened."""
+        """Return the error for a directory that cannot be opened."""
         return self._claimed.unavailable(error)
 
     def _make_namespace(self) -> None:
-        """Make the namespace's directory, and note beside the blocks whose they are."""
+        """Make the namespace's directory, and write the namespace's readable form beside the blocks."""
         make_directory(self.namespace_path)
         if os.path.islink(self.namespace_path):
             raise self._claimed.format_error(f"{self.namespace_path} is a symbolic link; remove it")
@@ -108,9 +108,9 @@ class Directory:
 
 
 class EpochFile:
-    """Where a directory keeps the mark of its namespace's epoch; a file store for `tiered_kv.toolkit.epoch`.
+    """Keeps the mark of the namespace's epoch in the directory; a file store for `tiered_kv.toolkit.epoch`.
 
-    A file system that hangs holds up its caller beyond the deadline: nothing ends such a call.
+    A file system that hangs delays its caller beyond the deadline: such a call cannot be ended.
 
     Args:
         directory: The directory.

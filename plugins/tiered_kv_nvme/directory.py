@@ -1,11 +1,11 @@
-"""The directory of a tier: who owns it, whose blocks it holds, and what lies in it.
+"""The directory of a tier: its owner, its namespace, and its files.
 
     lock                          held with flock(2) by the owner; holds its process id
     tiered-kv-nvme.json           format version, namespace, block size
     epoch                         see epoch.py
     segment-<digest>-<slot>.kv    see layout.py; <digest> is the start of the namespace's digest
 
-Anything else is foreign: never touched, but counted against the capacity.
+All other files are foreign: never changed, but counted against the capacity.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _OWN_NAMES: Final = frozenset({LOCK_NAME, EPOCH_NAME, PROBE_NAME})
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What lies in a directory.
+    """The content of a directory.
 
     Args:
         segments: Slot of each segment file.
-        used_bytes: What all of it occupies on the device, the directory itself included.
-        claimed_bytes: What it may come to occupy without another file being made: holes filled, reserves used.
+        used_bytes: What all entries occupy on the device, the directory itself included.
+        claimed_bytes: What they may occupy later without new files: with holes filled, and reserves used.
         foreign_files: How many entries are not this tier's.
     """
 
@@ -60,18 +60,18 @@ def claimed(path: str, tier: str) -> ClaimedDirectory:
 
 
 class Directory:
-    """An owned directory. It is made if it is missing, claimed if it is empty, and refused if it is someone else's.
+    """An owned directory. It is made if it is missing, claimed if it is empty, and refused if it is another owner's.
 
     Args:
-        path: Where it is.
-        identity: Whose blocks it shall hold.
+        path: Its path.
+        identity: The identity of the tier's blocks.
         tier: The tier's name, for messages.
 
     Raises:
         ConfigError: It is a symbolic link, another user's, or open to others; see `tiered_kv.permissions`.
         TierBusyError: Another process owns it.
         FormatError: It is of another format version or namespace, or holds files and is not this tier's at all.
-        TierUnavailableError: The file system does not let us.
+        TierUnavailableError: The file system refuses.
     """
 
     def __init__(self, path: str, identity: Identity, *, tier: str = "") -> None:
@@ -79,7 +79,7 @@ class Directory:
         self.path = self._claimed.path
         self.identity = identity
         self.foreign_files = 0
-        """How many entries were not this tier's when they were last listed."""
+        """How many entries were foreign in the last listing."""
         self._pattern = re.compile(rf"segment-{identity.digest[:4].hex()}-(\d{{6}})\.kv")
         try:
             with ExitStack() as undo:
@@ -99,10 +99,10 @@ class Directory:
         return f"segment-{self.identity.digest[:4].hex()}-{slot:06d}.kv"
 
     def list(self) -> Listing:
-        """Return what lies here now. Any thread may call.
+        """Return the current content. Any thread may call.
 
         Raises:
-            OSError: It cannot be known.
+            OSError: It cannot be listed.
         """
         segments: list[int] = []
         own_bytes = os.fstat(self.fd).st_blocks * 512
@@ -131,12 +131,12 @@ class Directory:
         return Listing(tuple(sorted(segments)), used_bytes, claimed_bytes, foreign_files)
 
     def close(self) -> None:
-        """Give the directory up."""
+        """Release the directory."""
         give_back(self._lock_fd)
         os.close(self.fd)
 
     def unavailable(self, error: OSError) -> TierUnavailableError:
-        """Return what to raise where the directory cannot be opened."""
+        """Return the error for a directory that cannot be opened."""
         return self._claimed.unavailable(error)
 
     def _check_marker(self) -> None:
@@ -164,8 +164,8 @@ def take_lock(directory_fd: int, path: str, tier: str) -> int:
     """
     fd = os.open(LOCK_NAME, OPEN_FLAGS | os.O_NONBLOCK | os.O_CREAT, FILE_MODE, dir_fd=directory_fd)
     with ExitStack() as undo:
-        undo.callback(os.close, fd)  # a descriptor that is forgotten here would hold the lock for ever
-        check_file(fd, f"{path}/{LOCK_NAME}")  # before anything is written to it
+        undo.callback(os.close, fd)  # a descriptor that is not closed would hold the lock for ever
+        check_file(fd, f"{path}/{LOCK_NAME}")  # before the first write to it
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -184,7 +184,7 @@ def give_back(lock_fd: int) -> None:
 
 
 def remove_leftovers(directory_fd: int) -> None:
-    """Remove what a crash while opening may have left; by the owner."""
+    """Remove files that a crash during an opening may have left; only the owner calls."""
     for name in os.listdir(directory_fd):
         if name == PROBE_NAME or (TEMPORARY.fullmatch(name) and MARKER_NAME in name):
             with suppress(FileNotFoundError):
@@ -204,7 +204,7 @@ def _busy(lock_fd: int, path: str, tier: str) -> TierBusyError:
 
 
 def _difference(found: Mapping[str, object], wanted: Mapping[str, object]) -> str:
-    """Return what differs between two markers, for people: the digest only where nothing else does."""
+    """Return the differences of two markers, for an error; the digest only if no other field differs."""
     there, here = (dict(_leaves(json.loads(json.dumps(dict(fields), default=str)))) for fields in (found, wanted))
     names = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
     shown = [name for name in names if name not in ("format", "namespace_digest")] or names[-1:]
@@ -212,7 +212,7 @@ def _difference(found: Mapping[str, object], wanted: Mapping[str, object]) -> st
 
 
 def _leaves(fields: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the innermost fields of nested mappings; all stands in a namespace, so that is not named."""
+    """Yield the innermost fields of nested mappings; the common prefix `namespace` is left out."""
     for name, value in fields.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, prefix if name == "namespace" else f"{prefix}{name}.")
@@ -221,10 +221,10 @@ def _leaves(fields: Mapping[str, object], prefix: str = "") -> Iterator[tuple[st
 
 
 def _sizes(entry: os.DirEntry[str], directory_fd: int) -> tuple[int, int]:
-    """Return the size of an entry and what it occupies, a directory with all that is in it; 0 for what has vanished.
+    """Return an entry's size and the space that it occupies, a directory with its content; 0 for a vanished entry.
 
     Raises:
-        OSError: It is there, and its size cannot be known: it must not be taken for nothing.
+        OSError: It exists, but its size cannot be read: it must not count as 0.
     """
     try:
         status = entry.stat(follow_symlinks=False)
@@ -237,13 +237,13 @@ def _sizes(entry: os.DirEntry[str], directory_fd: int) -> tuple[int, int]:
             for _, _, names, fd in os.fwalk(entry.name, dir_fd=directory_fd):
                 inside_bytes += os.fstat(fd).st_blocks * 512 + sum(_occupied_bytes(name, fd) for name in names)
         except (FileNotFoundError, PermissionError):
-            pass  # it has vanished, or is not ours to look into: what was seen of it counts
+            pass  # it has vanished, or must not be read: the part that was read counts
         occupied_bytes = max(occupied_bytes, inside_bytes)
     return status.st_size, occupied_bytes
 
 
 def _occupied_bytes(name: str, directory_fd: int) -> int:
-    """Return what a file occupies; 0 if it has vanished, or is not ours to look at."""
+    """Return the space that a file occupies; 0 if it has vanished, or must not be read."""
     try:
         return os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_blocks * 512
     except (FileNotFoundError, PermissionError):

@@ -1,7 +1,7 @@
 """The epoch of a directory: a number that every batch carries; see `tiered_kv.toolkit.epoch`.
 
-A batch whose epoch is not the directory's holds nothing. So a reset of the cache is one small write to a file. It is
-buffered: what is in the kernel's page cache survives the process, and `sync` makes it survive a power failure.
+A batch whose epoch is not the directory's holds no valid block. So a reset of the cache is one small write to a file.
+It is buffered: the kernel's page cache survives the process, and `sync` makes the write survive a power failure.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class DirectoryEpoch:
         self._lock = threading.Lock()  # for the order of writes and flushes; `renew` does not take it
         self._directory_fd = directory_fd
         self._file = _MarkFile(directory_fd)
-        self._flushed: int | None = None  # what the file says after a loss of power, as far as is known
+        self._flushed: int | None = None  # the file's content after a loss of power, as far as is known
         self._epoch = Epoch(self._file)
         try:
             was_found = self._file.read(math.inf)
             self.value = self.write()
-            """The epoch of what is stored now."""
+            """The epoch of new blocks."""
             is_new = self._file.read(math.inf) != was_found
             try:
-                self.sync()  # a process that was killed may not have come to it
+                self.sync()  # a process that was killed may not have flushed it
             except OSError:
                 if is_new:
                     raise
@@ -53,15 +53,15 @@ class DirectoryEpoch:
             raise
 
     def renew(self) -> int:
-        """Void everything that was stored before, and return the new epoch; `write` puts it down. No I/O."""
+        """Make all stored blocks invalid, and return the new epoch; `write` stores it. No I/O."""
         self.value = int(self._epoch.renew(), 16)
         return self.value
 
     def write(self) -> int:
-        """Put the epoch down where a process that is killed does not lose it: one small buffered write.
+        """Store the epoch so that it survives the process: one small buffered write.
 
         Returns:
-            What was written.
+            The epoch that was written.
 
         Raises:
             OSError: It is not in the file; the next call tries again.
@@ -84,16 +84,16 @@ class DirectoryEpoch:
         self._flushed = value
 
     def discard(self) -> None:
-        """Remove a file that still says an epoch that is over, as none can be written: who opens next begins a new one.
+        """Remove a file whose old epoch cannot be overwritten: the next opening begins a new epoch.
 
         Raises:
-            OSError: It cannot be removed either, or not for certain. Then what was reset may come back.
+            OSError: It may not have been removed. Then blocks from before the reset may come back.
         """
         with self._lock:
             if self._flushed != self.value:
                 os.unlink(EPOCH_NAME, dir_fd=self._directory_fd)
                 os.fsync(self._directory_fd)
-                self._flushed = self.value  # there is nothing left that says another
+                self._flushed = self.value  # no file is left with another epoch
 
     def close(self) -> None:
         """Close the file."""

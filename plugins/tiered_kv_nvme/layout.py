@@ -24,7 +24,7 @@ PAGE_BYTES = 4096
 KEY_BYTES_MAX = 1024
 CHECKSUM_BYTES = 16
 _NUMBER_MAX = (1 << 63) - 1
-"""No size, offset or number that is read is greater: it is an offset for the system, and one more can be written."""
+"""The greatest size, offset or number that is accepted: it is a valid offset, and one more can be written."""
 
 _SEGMENT_MAGIC = b"TKVNSEG1"
 _BATCH_MAGIC = b"TKVNBAT1"
@@ -87,7 +87,7 @@ class SegmentHeader:
 
 @dataclass(frozen=True, slots=True)
 class BatchHeader:
-    """What stands before a batch's entries; the fields are those of docs/reference/formats-nvme.md."""
+    """The fields before a batch's entries, as in docs/reference/formats-nvme.md."""
 
     header_bytes: int
     count: int
@@ -126,8 +126,8 @@ class BatchHeader:
 class Summary:
     """The footer of a segment's summary; the fields are those of docs/reference/formats-nvme.md.
 
-    It answers for the batches before `end_offset`, so that recovery need not read their headers; batches
-    that were written after it follow there.
+    It replaces the headers of the batches before `end_offset`, so that recovery need not read these. Later
+    batches follow there.
     """
 
     table_bytes: int
@@ -170,7 +170,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EntryBounds:
-    """What the entries of a sound table cannot exceed: payload sizes and where payloads may lie."""
+    """The limits of the entries of a sound table: payload sizes and offsets."""
 
     stored_bytes_max: int
     end_offset_max: int
@@ -191,7 +191,7 @@ class EntryTable:
         self.codecs = array("H")
         self.checksums = bytearray()
         self.used = bytearray()
-        """1 for a block that was asked for since it was written here."""
+        """1 for a block that was requested since it was written here."""
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -231,7 +231,7 @@ class EntryTable:
         self.used += other.used
 
     def encode(self) -> bytes:
-        """Return the table as it stands in a summary: the entries, then their keys."""
+        """Return the table's form in a summary: the entries, then their keys."""
         columns = np.zeros(len(self), dtype=_ENTRY_COLUMNS)
         columns["offset"] = np.frombuffer(self.offsets, dtype=np.uint64)
         columns["stored"] = np.frombuffer(self.stored_bytes, dtype=np.uint32)
@@ -242,7 +242,7 @@ class EntryTable:
 
     @classmethod
     def decode(cls, table: memoryview, count: int, bounds: EntryBounds) -> EntryTable | None:
-        """Return the table of `count` entries at the start of `table`, or None if it cannot be one."""
+        """Return the table of `count` entries at the start of `table`, or None if it is invalid."""
         keys_offset = count * ENTRY_BYTES
         if keys_offset > len(table):
             return None
@@ -254,7 +254,7 @@ class EntryTable:
             int(lengths.sum(dtype=np.int64)) > len(table) - keys_offset
             or (columns["stored"] > bounds.stored_bytes_max).any()
             or ((lengths == 0) | (lengths > KEY_BYTES_MAX)).any()
-            or (offsets > bounds.end_offset_max).any()  # for itself too: the sum may have overflowed
+            or (offsets > bounds.end_offset_max).any()  # also alone: the sum may have overflowed
             or (ends > bounds.end_offset_max).any()
         ):
             return None
@@ -269,7 +269,7 @@ class EntryTable:
 
 
 def _split(blob: bytes, lengths: list[int]) -> list[OffloadKey]:
-    """Return the keys that stand in `blob` one after the other."""
+    """Return the consecutive keys in `blob`."""
     if not lengths:
         return []
     size = lengths[0]
