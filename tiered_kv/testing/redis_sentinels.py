@@ -134,7 +134,7 @@ def redis_sentinel(tmp_path: Path) -> Iterator[RedisSentinelServers]:
 
 @pytest.fixture
 def tls_redis_sentinel(tmp_path: Path) -> Iterator[RedisSentinelServers]:
-    """The same with TLS, which wants a client's certificate."""
+    """The same with TLS, which requires a client's certificate."""
     yield from _started(tmp_path, lambda own: RedisSentinelServers(own, tls=make_tls_files(own)))
 
 

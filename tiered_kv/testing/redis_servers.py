@@ -221,7 +221,7 @@ class RedisServer:
 
 
 def free_port(*, with_bus: bool = False) -> int:
-    """Return a port that nobody uses now; `with_bus`, nor that of a cluster's bus, which lies above it."""
+    """Return a free port; `with_bus`, one whose cluster bus port is free too."""
     while True:
         with socket.socket() as sock, socket.socket() as bus, contextlib.suppress(OSError):
             sock.bind(("127.0.0.1", secrets.choice(_PORTS)))
