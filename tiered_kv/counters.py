@@ -1,7 +1,7 @@
-"""Counts of what happened, kept by whichever thread it happened on.
+"""Counts of events. Any thread may count.
 
-A counter's name is a noun that ends with its unit, and with `_total` after that where it only grows. What could be told
-apart, such as directions or reasons, are labels: the counts stand in a dictionary by the first label, then by the next.
+A counter's name is a noun that ends with its unit, followed by `_total` if it only grows. Directions, reasons and the
+like are labels: the counts stand in a dictionary by the first label, then by the next.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 class Counters:
     """Counts of events by name and labels. Any thread may call.
 
-    A plugin derives its own, which says what its names mean, and hands `snapshot()` on in `stats`.
+    A plugin derives its own class, which explains its names, and returns `snapshot()` from `stats`.
 
     Args:
-        names: What is counted without labels, and shown from the start.
-        labelled: What is counted by labels, and shown once it has been counted.
+        names: Counters without labels, shown from the start.
+        labelled: Counters with labels. A label is shown once it has been counted.
     """
 
     def __init__(self, names: Iterable[str], labelled: Iterable[str] = ()) -> None:
@@ -30,7 +30,7 @@ class Counters:
         """Count `count` more events of the kind `name`.
 
         Raises:
-            KeyError: There is no such name, or it has labels and none are given, or the reverse.
+            KeyError: The name is unknown, it has labels and none are given, or it has none and some are given.
         """
         path = (name, *labels)
         with self._lock:

@@ -13,7 +13,7 @@ from tiered_kv_fs.settings import FsSettings
 def _load() -> type[SecondaryTierManager]:
     from tiered_kv_fs.tier import FsTier, carrier
 
-    carrier()  # a missing aiofiles is told here, before anything is opened
+    carrier()  # a missing aiofiles is reported here, before the directory is opened
     return FsTier
 
 

@@ -1,11 +1,11 @@
-"""A shared directory without a stack: whose blocks it holds, and removing them while others use it.
+"""Administration of a shared directory without a stack: list its namespaces, and delete one while others use it.
 
 A purge takes these steps, and holds the sweep lock meanwhile:
 
-1. Rename the namespace's directory to `.<namespace>.<n>.purged`. From then on all in it is a miss, and a process that
+1. Rename the namespace's directory to `.<namespace>.<n>.purged`. From then on its blocks are misses, and a process that
    stores makes a new directory.
 2. Remove the namespace's holders from the ledger.
-3. Delete what was renamed, also by an earlier purge that did not finish.
+3. Delete the renamed directories, including those of an interrupted purge.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class FsAdministration(TierAdministration):
         ledger = Ledger(f"{self._path}/{LEDGER_NAME}", f"{self._path}/{LOCK_NAME}")
         with ledger.locked() as state:
             users = [name for name, holder in state.holders.items() if holder.namespace == digest]
-            for name in users:  # a living one registers again; of the others nothing may be left
+            for name in users:  # a running one registers again; the others must not stay
                 del state.holders[name]
         deleted = _Deleted()
         try:
@@ -96,7 +96,7 @@ class FsAdministration(TierAdministration):
         finally:
             with ledger.locked() as state:
                 state.take_off(deleted.size_bytes)
-                if users:  # what they have filled of their grants, only a survey can tell
+                if users:  # only a survey can find out how much of their grants they have used
                     state.surveyed_s = 0.0
         left = deleted.left[:_NAMED_MAX]
         if len(deleted.left) > _NAMED_MAX:
@@ -110,10 +110,10 @@ class FsAdministration(TierAdministration):
         return Purged(deleted.blocks, deleted.size_bytes, tuple(left), (note,) if users else ())
 
     def _directories(self, fd: int | None, only: str | None, *, only_moved: bool = False) -> list[tuple[str, str]]:
-        """Return digest and path of each namespace's directory, those that a purge has renamed included."""
+        """Return digest and path of each namespace's directory, with those that a purge has renamed."""
         if fd is None or self._claimed.marker(fd) is None:
             return []
-        self._claimed.check(fd)  # what root made in another user's, that user's stacks would refuse
+        self._claimed.check(fd)  # the user's stacks would refuse files that root made in the directory
         matches = [match for name in sorted(os.listdir(fd)) if (match := _TOP.fullmatch(name))]
         return [
             (match["digest"], f"{self._path}/{match[0]}")
@@ -124,14 +124,14 @@ class FsAdministration(TierAdministration):
 
 @dataclass(slots=True)
 class _Deleted:
-    """What was deleted, and what was left."""
+    """The deleted files, and those that were left."""
 
     blocks: int = 0
     size_bytes: int = 0
     left: list[str] = field(default_factory=list)
 
     def delete(self, path: str, deadline: float) -> None:
-        """Delete what is this tier's in a directory, and the directory."""
+        """Delete this tier's files in a directory, and the directory."""
         directories = [path]
         for inner, status in _entries(path, deadline):
             if not _OURS.fullmatch(inner) or stat.S_ISLNK(status.st_mode):
@@ -144,12 +144,12 @@ class _Deleted:
                     self.size_bytes += occupied_bytes(status)
                     self.blocks += _is_block(inner)
         for directory in reversed(directories):
-            with suppress(OSError):  # something is left in it, or was added meanwhile
+            with suppress(OSError):  # it is not empty, or files were added meanwhile
                 os.rmdir(directory)
 
 
 def _count(path: str, deadline: float) -> tuple[int, int]:
-    """Return the blocks below a directory, and what all files there occupy."""
+    """Return the blocks below a directory, and the space of all files there."""
     files = [each for each in _entries(path, deadline) if not stat.S_ISDIR(each[1].st_mode)]
     return sum(_is_block(inner) for inner, _ in files), sum(occupied_bytes(status) for _, status in files)
 

@@ -1,4 +1,4 @@
-"""The files of one namespace: written, read and looked for, a block at a time. Any thread that may wait calls."""
+"""The block files of one namespace: writes, reads and lookups. Any thread that may wait calls."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from tiered_kv_fs.files import ALLOCATION_BYTES, make_directory, read_all, reaso
 from tiered_kv_fs.layout import block_name, block_path, temporary_path
 
 TOUCH_INTERVAL_S: Final = 60.0
-"""A block that is used is marked as used at most this often: a mark is a call to the server."""
+"""How often a used block is marked as used, at most: a mark is a call to the server."""
 
 _ENTRY_BYTES: Final = 512
-"""What a file may make its directory grow by."""
+"""By how many bytes a file may make its directory grow."""
 
 
 @dataclass(slots=True)
 class Moved:
-    """What became of some blocks.
+    """The result for a batch of blocks.
 
     Args:
         done: The keys that succeeded.
@@ -50,11 +50,11 @@ class BlockFiles:
     Args:
         namespace_path: The namespace's directory.
         namespace_digest: 16 bytes.
-        owner: Whose files they are until they are in place; 16 hexadecimal digits.
+        owner: The owner of unfinished files; 16 hexadecimal digits.
         block_bytes: Bytes of one block.
         codecs: How blocks are written and read.
         counters: Where to count.
-        is_granted: Says whether the grant that is being filled still holds.
+        is_granted: Whether the grant in use is still valid.
         private: Read no file of another user.
     """
 
@@ -73,10 +73,10 @@ class BlockFiles:
         self._unreadable: Unreadable[str] = Unreadable()  # by path
 
     def store(self, epoch: str, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Moved:
-        """Write the blocks that are not there yet, or that are there and cannot be read here.
+        """Write the blocks that are missing, or that this process cannot read.
 
         Args:
-            epoch: The directory to write to.
+            epoch: Name of the directory to write to.
             keys, blocks: As in `AsyncTier.store_blocks`.
         """
         moved = Moved([])
@@ -96,7 +96,7 @@ class BlockFiles:
     def load(self, epoch: str, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Moved:
         """Read blocks into place and verify them.
 
-        A damaged one is deleted. One that cannot be read is not offered again before it is stored again, or for long.
+        A damaged block is deleted. One that this process cannot read is not offered for a while, or until it is stored.
         """
         moved = Moved([])
         for key, block in zip(reversed(keys), reversed(blocks), strict=True):
@@ -117,10 +117,10 @@ class BlockFiles:
         return moved
 
     def contains(self, epoch: str, keys: Sequence[OffloadKey]) -> list[bool]:
-        """Return for each key whether a file of a possible size is there that was not found to be unreadable here.
+        """Return for each key whether a file of a possible size exists that is not known to be unreadable here.
 
         Raises:
-            OSError: The directory cannot be asked.
+            OSError: The directory cannot be read.
         """
         return [self._contains_one(self._path_of(epoch, key)) for key in keys]
 
@@ -140,7 +140,7 @@ class BlockFiles:
         return is_sized and stat.S_ISREG(status.st_mode) and self._uid in (None, status.st_uid)
 
     def _store_one(self, path: str, key: OffloadKey, block: memoryview, moved: Moved) -> str:
-        """Write one block, unless it is there and can be read; return why not, or an empty string."""
+        """Write one block, unless it exists and can be read; return why not, or an empty string."""
         if path not in self._unreadable and self._is_there(path):
             self.counters.add("present_blocks_total")
             return ""
@@ -155,7 +155,7 @@ class BlockFiles:
             except FileNotFoundError:
                 moved.used_bytes += _make_above(temporary)
                 _write(temporary, parts)
-            if not self.is_granted():  # this process stood still: what it holds may have been granted to others
+            if not self.is_granted():  # this process was stopped: its grant may have been given to others
                 raise TimeoutError(None, "the grant has lapsed")
             os.replace(temporary, path)
         except OSError:
@@ -191,7 +191,7 @@ class BlockFiles:
             if verdict is RecordStatus.OK:
                 self._unreadable.forget((path,))
                 if _is_due(status):
-                    with suppress(OSError):  # read-only: the block is good all the same
+                    with suppress(OSError):  # read-only: the block is still good
                         os.utime(fd)
                 return ""
         if verdict in UNREADABLE:
@@ -216,7 +216,7 @@ class BlockFiles:
         return decode_record(header, payload, key, block, self.namespace_digest, self.codecs)
 
     def _delete_damaged(self, path: str, damaged: os.stat_result) -> None:
-        """Delete a file, unless another has taken its place; where that is refused, offer it no more."""
+        """Delete a file, unless another has replaced it. If deleting is refused, do not offer it any more."""
         try:
             if os.path.samestat(os.lstat(path), damaged):
                 os.unlink(path)
@@ -233,14 +233,14 @@ def room_bytes_of(stored_bytes: int) -> int:
 
 def _write(path: str, parts: Sequence[bytes | memoryview]) -> None:
     with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
-        write_all(fd, parts)  # closing it is when a network file system tells of a full disk
+        write_all(fd, parts)  # a network file system may report a full disk only here
 
 
 def _make_above(path: str) -> int:
-    """Make the shard's directory of a file, and its epoch's; return what the shard's occupies if it was made here.
+    """Make the directories of a file's epoch and shard; return the space of the shard's if it was made here.
 
     Raises:
-        FileNotFoundError: The namespace's directory is missing: the keeper makes it, which checks whose it is.
+        FileNotFoundError: The namespace's directory is missing. The keeper makes it, and checks its owner.
     """
     shard = os.path.dirname(path)
     make_directory(os.path.dirname(shard))

@@ -34,15 +34,15 @@ class Directory:
     calls may wait for the file system.
 
     Args:
-        path: Where it is.
-        identity: Whose blocks the tier stores.
+        path: Its path.
+        identity: The identity of the tier's blocks.
         tier: The tier's name, for messages.
-        private: Refuse a directory that others can get at; see `tiered_kv.permissions`.
+        private: Refuse a directory that other users can access; see `tiered_kv.permissions`.
 
     Raises:
         ConfigError: It is a symbolic link, another user's, or open to others.
         FormatError: It is of another format version, or holds files and is not this tier's at all.
-        TierUnavailableError: The file system does not let us.
+        TierUnavailableError: The file system refuses.
     """
 
     def __init__(self, path: str, identity: Identity, *, tier: str = "", private: bool = True) -> None:
@@ -63,11 +63,11 @@ class Directory:
             raise self.claimed.unavailable(error) from error
 
     def make(self) -> None:
-        """Check the directory, and make what is missing in it.
+        """Check the directory, and make missing files in it.
 
         Raises:
             ConfigError, FormatError: As the constructor.
-            OSError: The file system does not let us, or another file system is mounted there now.
+            OSError: The file system refuses, or another file system is mounted there now.
         """
         make_directory(self.path)
         fd = open_directory(self.path, make=False)
@@ -85,7 +85,7 @@ class Directory:
         self._make_namespace()
 
     def _make_namespace(self) -> None:
-        """Make the namespace's directory, and note beside the blocks whose they are."""
+        """Make the namespace's directory, and write the namespace's readable form beside the blocks."""
         make_directory(self.namespace_path)
         if os.path.islink(self.namespace_path):
             raise self.claimed.format_error(f"{self.namespace_path} is a symbolic link; remove it")

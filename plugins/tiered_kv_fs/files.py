@@ -1,4 +1,4 @@
-"""Calls to a file system that others use too. Any thread may call, except the scheduler's: all of them may wait."""
+"""Calls to a shared file system. Any thread may call, except the scheduler's: all of them may wait."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LOCK_POLL_MAX_S: Final = 0.05
 
 
 def reason_of(error: OSError) -> str:
-    """Return the one word that counters file a failed call under."""
+    """Return the word for a failed call in the counters."""
     return "timeout" if isinstance(error, TimeoutError) else _REASONS.get(error.errno or 0, "io_error")
 
 
@@ -44,7 +44,7 @@ def round_up(size_bytes: int) -> int:
 
 
 def occupied_bytes(status: os.stat_result) -> int:
-    """Return what an entry occupies, or will once the file system has allocated it."""
+    """Return the space of an entry, also if the file system has not allocated it yet."""
     if not stat.S_ISREG(status.st_mode):
         return status.st_blocks * 512
     return max(status.st_blocks * 512, round_up(status.st_size))
@@ -54,11 +54,11 @@ def occupied_bytes(status: os.stat_result) -> int:
 def locked(path: str, timeout_s: float) -> Iterator[float]:
     """Hold the lock of the file at `path`, which is made if it is missing; yield the time of the file server's clock.
 
-    flock(2), which Linux carries out over NFS too. The kernel takes the lock from a process that ends.
+    flock(2), which Linux supports over NFS too. The kernel releases the lock of a process that ends.
 
     Raises:
         TimeoutError: Others held it all the time.
-        OSError: The file system does not let us, or has no locks.
+        OSError: The file system refuses, or has no locks.
     """
     deadline = time.monotonic() + timeout_s
     pause_s = _LOCK_POLL_S
@@ -74,7 +74,7 @@ def locked(path: str, timeout_s: float) -> Iterator[float]:
                         os.utime(fd)
                         yield os.fstat(fd).st_mtime
                         return
-                finally:  # closing is not enough: a child that was forked meanwhile has it open too
+                finally:  # closing is not enough: a child that was forked meanwhile holds the lock too
                     fcntl.flock(fd, fcntl.LOCK_UN)
         if time.monotonic() >= deadline:
             raise TimeoutError(None, f"{path} was locked by others for {timeout_s:g} s")

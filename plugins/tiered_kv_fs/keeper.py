@@ -1,4 +1,4 @@
-"""The keeper: what a tier does in the background, so that it may store within the capacity that it shares."""
+"""The keeper: a tier's background tasks, which get it a part of the shared capacity."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from tiered_kv_fs.sweeper import Sweep, Sweeper, is_survey_due
 _log = logging.getLogger("tiered_kv.fs")
 
 OPENING_BYTES: Final = 64 << 10
-"""Counted for each opening: the small files that it may make. As much of the capacity is never granted."""
+"""Bytes for the small files of each opening. As much of the capacity is never granted."""
 _TICK_S: Final = 5.0
 _IDLE_TICKS: Final = 2
 _BUSY_PAUSE_S: Final = 0.05
 _REFUSAL_S: Final = 1.0
-"""For how long a failure stands for those who ask next, so that a queue of stores does not wait one after the other."""
+"""How long a failure holds for later stores, so that queued stores do not each wait for it."""
 _CLOSE_TIMEOUT_S: Final = 0.5
 _EPOCH_TIMEOUT_S: Final = 5.0
 
 Call = Callable[..., Awaitable[Any]]
-"""Has a thread call something that may wait, and awaits what it returns. Any: whatever that is."""
+"""Lets a thread make a call that may wait, and awaits its result. Any: the result."""
 
 
 class _Request(NamedTuple):
-    """What a tier has of its grants, gives back, needs at least, and asks for (0 for nothing)."""
+    """A tier's grants: bytes that it has, gives back, needs at least, and requests (0 for none)."""
 
     free_bytes: int
     in_flight_bytes: int
@@ -46,7 +46,7 @@ class _Request(NamedTuple):
 
 
 class _Reply(NamedTuple):
-    """What the ledger grants, whether it still knew the tier, its total, and whether a survey or room is needed."""
+    """The ledger's answer: the grant, whether it still knew the tier, its total, whether a survey or room is needed."""
 
     granted_bytes: int
     is_known: bool
@@ -56,16 +56,16 @@ class _Reply(NamedTuple):
 
 @dataclass(eq=False)
 class Keeper:
-    """Takes grants and gives them back, has room made, and sees to it that the epoch's mark is written.
+    """Takes grants and gives them back, starts sweeps, and writes the epoch's mark.
 
-    The event loop owns it. Two tasks run as long as the tier is open, and each has one thread at most: one talks to the
+    The event loop owns it. Two tasks run while the tier is open, each with one thread at most: one uses the
     ledger, the other sweeps.
 
     Args:
         directory, epoch, counters: The tier's.
-        call: Has a thread call something.
+        call: Lets a thread make a call.
         capacity_bytes: What the directory may occupy.
-        grant_bytes: How much is asked of the ledger at once.
+        grant_bytes: Bytes of one request to the ledger.
         room_timeout_s: How long a store waits for room.
 
     Raises:
@@ -88,16 +88,16 @@ class Keeper:
         self._sweeper = Sweeper(self.directory, self._ledger, self._usable_bytes, self.counters)
         with self._ledger.locked() as state:
             self.used_bytes = state.total_bytes or 0
-            """The ledger's total when it was last seen; any thread may read it."""
+            """The ledger's total when it was last read; any thread may read it."""
         self._free_bytes = 0
         self._in_flight_bytes = 0
         self._valid_until_s = 0.0
         self._waiting: deque[int] = deque()  # what stores wait for, in bytes
-        self._idle_ticks = _IDLE_TICKS  # without a store; nothing is asked for before the first
+        self._idle_ticks = _IDLE_TICKS  # idle, without a store; no grant before the first
         self._is_registered = False
         self._is_full = False  # the last sweep could not make room
         self._sweep_after_s = 0.0
-        self._refusal = ("", 0.0)  # why nothing was granted, and until when that stands
+        self._refusal = ("", 0.0)  # why nothing was granted, and until when that holds
         self._is_closing = False
         self._is_asked = asyncio.Event()
         self._is_sweep_asked = asyncio.Event()
@@ -121,11 +121,11 @@ class Keeper:
         self._tasks = [asyncio.create_task(self._talk()), asyncio.create_task(self._sweep())]
 
     def wake(self) -> None:
-        """Have the directory looked at now: something in it was missing."""
+        """Check the directory now: a file in it was missing."""
         self._is_asked.set()
 
     async def take(self, size_bytes: int) -> str:
-        """Take bytes of the grant, waiting for more if need be; return why not, or an empty string."""
+        """Take bytes of the grant, waiting for more if necessary; return why not, or an empty string."""
         if self._waiting or not self._take(size_bytes):
             if reason := self._refused():
                 return reason
@@ -152,7 +152,7 @@ class Keeper:
         self._free_bytes += taken_bytes - used_bytes
 
     async def close(self) -> None:
-        """End the tasks, and give back what was granted. Nothing is in flight any more."""
+        """End the tasks, and give back the grants. No job is in flight any more."""
         self._is_closing = True
         self._sweeper.stop()
         self._is_asked.set()
@@ -179,7 +179,7 @@ class Keeper:
         return True
 
     async def _talk(self) -> None:
-        """Talk to the ledger whenever a store needs a grant, and every few seconds."""
+        """Use the ledger whenever a store needs a grant, and every few seconds."""
         while not self._is_closing:
             free_bytes = self._free_bytes
             reason = await self._attempt(self._renew)
@@ -228,7 +228,7 @@ class Keeper:
             self._is_sweep_asked.clear()
             begin_s = time.monotonic()
             await self._attempt(self._make_room)
-            if self._is_full:  # by foreign files, for one: nothing changes soon
+            if self._is_full:  # for example, because of foreign files: that does not change soon
                 self._sweep_after_s = time.monotonic() + max(_REFUSAL_S, 10 * (time.monotonic() - begin_s))
 
     async def _make_room(self) -> None:
@@ -238,7 +238,7 @@ class Keeper:
             self._is_asked.set()
 
     async def _attempt(self, work: Callable[[], Awaitable[None]]) -> str:
-        """Do something; return "" or the reason why not. A mistake of ours must not end the task either."""
+        """Run an action; return "" or the reason why it failed. No exception must end the task."""
         try:
             await work()
         except Exception as error:
@@ -255,7 +255,7 @@ class Keeper:
     def _exchange(self, request: _Request) -> _Reply:
         try:
             return self._exchange_once(request)
-        except FileNotFoundError:  # somebody removed the directory
+        except FileNotFoundError:  # the directory was removed
             self.directory.make()
             return self._exchange_once(request)
 
@@ -263,7 +263,7 @@ class Keeper:
         token = self.epoch.saved_token(time.monotonic() + _EPOCH_TIMEOUT_S)
         with self._ledger.locked() as state:
             is_known = self.owner in state.holders
-            # What is being filled may have been taken off the total with a holder that is not known any more.
+            # The total may miss bytes in use, if the ledger has removed this holder.
             state.add(-request.returned_bytes if is_known else OPENING_BYTES + request.in_flight_bytes)
             granted_bytes = 0
             if request.want_bytes and state.total_bytes is not None:
@@ -273,7 +273,7 @@ class Keeper:
                 state.add(granted_bytes)
             held_bytes = request.in_flight_bytes + granted_bytes + (request.free_bytes if is_known else 0)
             state.holders[self.owner] = Holder(self.directory.namespace, token, held_bytes, state.now_s)
-        if state.total_bytes is None:  # who removed the ledger may have removed all the rest
+        if state.total_bytes is None:  # with the ledger, other files may have been removed
             self.directory.make()
             return _Reply(0, is_known, 0, needs_sweep=True)
         is_short = state.total_bytes + self.grant_bytes > self._usable_bytes

@@ -2,7 +2,7 @@
 
     tiered-kv-fs.json                 the format version
     lock                              flock(2) while the ledger is read and written
-    ledger                            what is in use, and granted to whom; see ledger.py
+    ledger                            bytes in use, and grants; see ledger.py
     sweep                             flock(2) by the one process that surveys, evicts or purges
     <namespace>/namespace.json        the namespace in readable form
     <namespace>/epoch                 the mark of the epoch; see tiered_kv/toolkit/epoch.py
@@ -11,7 +11,7 @@
     .<namespace>.<n>.purged           a namespace's directory while it is purged
 
 <namespace> is the namespace's digest, <block> a digest of the key, <shard> its first byte. No part of a key is part of
-a path. Anything else in the directory is foreign: the tier never touches it, but counts it.
+a path. Other files in the directory are foreign: the tier never changes them, but counts them.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ _numbers = itertools.count()
 def block_name(key: OffloadKey, namespace_digest: bytes) -> str:
     """Return the file name of a block.
 
-    BLAKE2b, where the record inside has an XXH3 of the same key: whoever can choose keys that collide in one finds
-    none that collide in both.
+    BLAKE2b, while the record inside has an XXH3 of the same key: keys that collide in one do not collide in
+    both.
     """
     return hashlib.blake2b(key, digest_size=16, key=namespace_digest).hexdigest()
 
 
 def block_path(name: str) -> str:
-    """Return where a block is in its epoch's directory."""
+    """Return a block's path in its epoch's directory."""
     return f"{name[:2]}/{name}"
 
 
 def temporary_path(path: str, owner: str) -> str:
-    """Return where the block of `path` is while `owner` writes it; another path each time."""
+    """Return the temporary path of a block while `owner` writes it; another one each time."""
     shard, _, name = path.rpartition("/")
     return f"{shard}/.{name}.{owner}.{next(_numbers):x}.tmp"

@@ -1,18 +1,18 @@
-"""The ledger: how the processes that share a directory keep one capacity together.
+"""The ledger, with which processes that share a directory keep one capacity.
 
 A process takes a *grant* before it stores: bytes that it may fill. The ledger keeps one number,
 
-    total_bytes = at least what the directory holds + what is granted and not filled yet
+    total_bytes >= bytes in the directory + granted bytes that are not filled yet
 
-and a grant is given only while the total stays within the capacity. A block that is stored turns a part of a grant
-into bytes of the directory, and the total stands. It shrinks when a process gives back what it did not use, when the
+and a grant is given only while the total stays within the capacity. A stored block turns a part of a grant
+into bytes of the directory, and the total does not change. It shrinks when a process gives back unused bytes, when the
 sweep removes files, and when a survey counts the directory. Errors make it too large, never too small: a block that
 two processes stored at once is counted twice until the next survey.
 
-A holder that has not renewed its grant for `LAPSE_S` is taken off the list. What it was granted stays in the total
-until the next survey finds what became of it. Times are the file server's, so the clocks of hosts do not matter.
+A holder that has not renewed its grant for `LAPSE_S` is removed from the list. Its grant stays in the total
+until the next survey. Times are the file server's, so the clocks of hosts do not matter.
 
-A ledger that is missing or damaged knows no total. Nothing is granted then until somebody has surveyed.
+A ledger that is missing or damaged has no total. Then it grants nothing until the next survey.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from tiered_kv.toolkit.small_files import SMALL_FILE_BYTES_MAX, read_file, repla
 from tiered_kv_fs.files import locked
 
 LAPSE_S: Final = 60.0
-"""A holder that is silent for so long has ended, or stands still."""
+"""The silence after which a holder counts as ended or stopped."""
 VALID_S: Final = 30.0
-"""How long a holder stores within its grant without having renewed it; less than the lapse, in which it is believed."""
+"""How long a holder may store without renewing its grant; less than the lapse."""
 _LOCK_TIMEOUT_S: Final = 5.0
 
 Bytes = Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -43,9 +43,9 @@ class Holder:
     """A tier in a process that shares the directory.
 
     Args:
-        namespace, epoch: What it works in.
-        granted_bytes: What it may still fill, or is filling, at most.
-        seen_s: When it was here last.
+        namespace, epoch: Those of its blocks.
+        granted_bytes: Bytes that it may still fill, or is filling, at most.
+        seen_s: When it last used the ledger.
     """
 
     namespace: str
@@ -56,14 +56,14 @@ class Holder:
 
 @dataclass(slots=True)
 class LedgerState:
-    """What the ledger says; change it while the lock is held.
+    """The ledger's content; change it while the lock is held.
 
     Args:
         total_bytes: See above; None if it is not known.
-        pending_bytes: What was granted when the last survey began, and what was granted since, less what was given
-            back. A survey adds it to what it has counted.
-        survey: The survey that is on, or was last; another random word each time.
-        surveyed_s: When the last survey ended; 0 where one is due.
+        pending_bytes: Bytes granted when the last survey began, plus those granted since, less those given
+            back. A survey adds it to its count.
+        survey: The running or last survey; another random word each time.
+        surveyed_s: When the last survey ended; 0 if one is due.
         holders: By their random names.
         now_s: The file server's time when the lock was taken; not stored.
     """
@@ -76,18 +76,18 @@ class LedgerState:
     now_s: float = 0.0
 
     def add(self, size_bytes: int) -> None:
-        """Add what is granted to the total, or take off what is given back (negative)."""
+        """Add granted bytes to the total, or subtract those given back (negative)."""
         self.pending_bytes = max(0, self.pending_bytes + size_bytes)
         if self.total_bytes is not None:
             self.total_bytes = max(0, self.total_bytes + size_bytes)
 
     def take_off(self, size_bytes: int) -> None:
-        """Take files that were removed off the total; by the holder of the sweep lock."""
+        """Subtract removed files from the total; only the holder of the sweep lock calls."""
         if self.total_bytes is not None:
             self.total_bytes = max(0, self.total_bytes - size_bytes)
 
     def drop_lapsed(self) -> None:
-        """Take holders off the list that have not been here for long; a survey finds what they have filled."""
+        """Remove silent holders from the list; a survey counts the bytes that they have filled."""
         for name, holder in list(self.holders.items()):
             if abs(self.now_s - holder.seen_s) > LAPSE_S:
                 del self.holders[name]
@@ -98,7 +98,7 @@ class Ledger:
     """The ledger file, which is replaced as a whole. Any thread but the scheduler's may call.
 
     Args:
-        path: Where it is.
+        path: Its path.
         lock_path: The file whose lock is held meanwhile.
     """
 
@@ -112,7 +112,7 @@ class Ledger:
 
         Raises:
             TimeoutError: Others held the lock all the time.
-            OSError: The file system does not let us.
+            OSError: The file system refuses.
         """
         with locked(self._lock_path, _LOCK_TIMEOUT_S) as now_s:
             found = read_file(self._path, SMALL_FILE_BYTES_MAX)
@@ -131,7 +131,7 @@ _STATE: Final = TypeAdapter(LedgerState)
 
 
 def _parsed(text: bytes) -> LedgerState:
-    """Return what a ledger's text says; an empty state if it is damaged."""
+    """Return the state in a ledger's text; an empty state if it is damaged."""
     try:
         return _STATE.validate_json(text, strict=True)
     except ValidationError:

@@ -26,11 +26,11 @@ from tiered_kv_fs.layout import BLOCK, EPOCH, EPOCH_NAME, NAMESPACE, SHARD, TEMP
 from tiered_kv_fs.ledger import LAPSE_S, Ledger, LedgerState
 
 SURVEY_INTERVAL_S: Final = 600.0
-"""The directory is counted, by one of those who share it, at least so often."""
+"""One of the processes that share the directory counts it at least this often."""
 _CANDIDATES_MAX: Final = 65_536
-"""Files that one survey remembers as the next to go; at most about 20 MB."""
+"""Files that one survey keeps as the next to evict; at most about 20 MB."""
 _EVICTED_AT_ONCE: Final = 256
-"""Between two changes of the ledger."""
+"""The time between two changes of the ledger."""
 
 _SHARD_PATH: Final = rf"(?P<epoch>{NAMESPACE.pattern}/{EPOCH.pattern})/{SHARD.pattern}"
 _BLOCK_PATH: Final = re.compile(rf"{_SHARD_PATH}/{BLOCK.pattern}")
@@ -50,7 +50,7 @@ class Sweep(Enum):
 
 @dataclass(slots=True)
 class _Survey:
-    """What a survey has found: bytes in all, the oldest blocks, files that are being written, directories of epochs.
+    """The result of a survey: total bytes, the oldest blocks, unfinished files, directories of epochs.
 
     `oldest` is a heap of (negated time of last use, path, size, time of last change), the newest first.
     """
@@ -85,14 +85,14 @@ class Sweeper:
         self._is_stopped = threading.Event()
 
     def stop(self) -> None:
-        """Have what runs end soon, without its outcome; any thread."""
+        """Let a running sweep end soon, without a result; any thread."""
         self._is_stopped.set()
 
     def make_room(self, wanted_bytes: int) -> Sweep:
         """Remove files until `wanted_bytes` more fit into the capacity; survey first if that is due.
 
         Raises:
-            OSError: The file system does not let us.
+            OSError: The file system refuses.
         """
         with ExitStack() as held:
             try:
@@ -107,7 +107,7 @@ class Sweeper:
                 if self._is_stopped.is_set():
                     return Sweep.BUSY
                 if missing_bytes is None or not self._candidates:
-                    if has_surveyed:  # what has been counted a moment ago has nothing more to give
+                    if has_surveyed:  # a second survey would find no more
                         return Sweep.FULL
                     has_surveyed = True
                     self._survey()
@@ -117,7 +117,7 @@ class Sweeper:
             return Sweep.DONE
 
     def _missing_bytes(self, wanted_bytes: int) -> int | None:
-        """Return how much has to go so that `wanted_bytes` fit; None if a survey has to find it out."""
+        """Return how many bytes to remove so that `wanted_bytes` fit; None if a survey is needed first."""
         with self.ledger.locked() as state:
             if state.total_bytes is None or is_survey_due(state):
                 return None
@@ -126,8 +126,8 @@ class Sweeper:
     def _survey(self) -> None:
         """Count the directory and correct the ledger.
 
-        What is written meanwhile comes out of the grants that are pending. So the count and those grants are at least
-        what there is, and what may come, at the end. If the ledger was lost meanwhile, it does not know this survey,
+        Writes during the count use pending grants. So the count plus those grants is at least the bytes that exist,
+        or may be written, at the end. If the ledger was lost meanwhile, it does not know this survey,
         and the next one finds the total.
         """
         word = secrets.token_hex(8)
@@ -182,7 +182,7 @@ class Sweeper:
             found.temporaries.append((path, status))
 
     def _note_live(self, epoch_path: str, live: set[str]) -> None:
-        """Add the epoch that a namespace's mark names; where it cannot be read, any of that namespace may be it."""
+        """Add the epoch of a namespace's mark; if the mark cannot be read, add all epochs of that namespace."""
         namespace, _, epoch = epoch_path.partition("/")
         try:
             data = read_file(f"{self._root}/{namespace}/{EPOCH_NAME}", MARK_BYTES_MAX)
@@ -213,7 +213,7 @@ class Sweeper:
                 state.take_off(removed_bytes)
 
     def _remove_dead_epochs(self, epochs: list[str], live: set[str]) -> None:
-        """Remove the directories of epochs that nobody is in and that hold no file any more."""
+        """Remove empty directories of epochs that no process uses."""
         for epoch in epochs:
             if epoch not in live:
                 path = f"{self._root}/{epoch}"
@@ -224,5 +224,5 @@ class Sweeper:
 
 
 def is_survey_due(state: LedgerState) -> bool:
-    """Return whether nobody has surveyed for long; the file server's clock may have been set back."""
+    """Return whether a survey is due; the file server's clock may have been set back."""
     return not 0 <= state.now_s - state.surveyed_s < SURVEY_INTERVAL_S

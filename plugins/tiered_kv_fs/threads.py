@@ -18,10 +18,10 @@ class DaemonThreads(Executor):
     """Runs calls on daemon threads. The standard library's executor would wait at exit for calls that hang.
 
     Each of the first calls starts a thread. The event loop's thread submits calls; any thread may call the rest.
-    Callers bound how many calls they make at once, so nothing here bounds the queue.
+    Callers limit how many calls they make at once, so the queue needs no limit.
 
     Args:
-        name: What the threads are called, before their number.
+        name: The threads' name, before their number.
         threads_max: How many there are, at most.
     """
 
@@ -32,7 +32,7 @@ class DaemonThreads(Executor):
         self._threads: list[threading.Thread] = []
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Have a thread call `function`.
+        """Let a thread call `function`.
 
         Raises:
             RuntimeError: No thread can be started, and there is none.
@@ -42,7 +42,7 @@ class DaemonThreads(Executor):
             try:
                 thread.start()
                 self._threads.append(thread)
-            except RuntimeError:  # no more threads to be had: those that are there have to do
+            except RuntimeError:  # no more threads available: the existing ones must suffice
                 if not self._threads:
                     raise
         future: Future[T] = Future()
@@ -50,7 +50,7 @@ class DaemonThreads(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Let the threads end once nothing waits; `join` waits for them."""
+        """Let the threads end once no call waits; `join` waits for them."""
         for _ in self._threads:
             self._calls.put(None)
 
@@ -67,4 +67,4 @@ class DaemonThreads(Executor):
                     future.set_result(function())
                 except BaseException as error:
                     future.set_exception(error)
-            del call, future, function  # with them go views of the region
+            del call, future, function  # releases their views of the region

@@ -25,12 +25,12 @@ from tiered_kv_fs.threads import DaemonThreads
 T = TypeVar("T")
 
 _PART_BYTES: Final = 256 << 10
-"""One call to a thread: several small blocks, since the way to a thread and back costs as much as 64 KiB."""
+"""Bytes of one call to a thread: several small blocks, because the call costs as much as 64 KiB."""
 _GRANT_BYTES_MAX: Final = 64 << 20
 _GRANTS_MIN: Final = 16
 """The least number of grants in a capacity."""
 _SMALL_THINGS_BYTES: Final = 8 * OPENING_BYTES
-"""Of the least capacity: the small files of several processes, and directories."""
+"""Bytes of the least capacity for the small files of several processes, and for directories."""
 _ROOM_TIMEOUT_MAX_S: Final = 5.0
 _LOOKUPS_MAX: Final = 8
 """Calls for lookups that run at once; each takes a thread, and so transfers cannot hold lookups up."""
@@ -44,7 +44,7 @@ _OPEN_TIMEOUT_S: Final = 5.0
 def carrier() -> Callable[[Callable[..., T]], Callable[..., Awaitable[T]]]:
     """Return aiofiles' bridge from the event loop to calls that wait for a file system.
 
-    Whole parts go over it, one call each: see the measurements in `docs/reference/fs.md`.
+    Each part is one call: see the measurements in `docs/reference/fs.md`.
 
     Raises:
         MissingExtraError: aiofiles is not installed.
@@ -57,7 +57,7 @@ def carrier() -> Callable[[Callable[..., T]], Callable[..., Awaitable[T]]]:
 
 
 class Sizing(NamedTuple):
-    """How a capacity is dealt with: blocks in a part of a job, bytes that a store may take, bytes of one grant."""
+    """The sizes for a capacity: blocks in a part of a job, bytes that a store may take, bytes of one grant."""
 
     part_blocks: int
     room_bytes: int
@@ -105,7 +105,7 @@ class FsTier(AsyncTier):
         tier_type: str,
         settings: FsSettings,
     ) -> None:
-        # First what can fail for good reasons: a tier that was not opened holds no view of the region.
+        # First the steps that may fail: a tier that was not opened holds no view of the region.
         self._carry = carrier()
         self._settings = settings
         self._codecs = settings.open_codecs()
@@ -167,13 +167,13 @@ class FsTier(AsyncTier):
         used_bytes = 0
         try:
             async with self._transfer_slots:
-                used_bytes = room_bytes  # what was filled is not known unless the call returns
+                used_bytes = room_bytes  # the filled bytes are not known unless the call returns
                 store = self._call(self._store_part, self.part_epoch, self.part_deadline, keys, blocks)
                 moved = await uninterrupted(store)
                 used_bytes = moved.used_bytes
         finally:
             self._keeper.settle(room_bytes, used_bytes)
-        if moved.reason == "missing":  # somebody removed directories: those who look after them make them anew
+        if moved.reason == "missing":  # directories were removed: the keeper makes them anew
             self._cache_epoch.doubt()
             self._keeper.wake()
         return _outcome(moved, keys)
@@ -207,7 +207,7 @@ class FsTier(AsyncTier):
         self, epoch: int, deadline: float, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]
     ) -> Moved:
         token = self._cache_epoch.saved_token(deadline)
-        # The number is looked at after the token: `reset_cache` changes it before.
+        # The number is read after the token: `reset_cache` changes it first.
         return self._files.store(token, keys, blocks) if epoch == self.epoch else Moved([], "reset")
 
     def _load_part(

@@ -1,4 +1,4 @@
-"""The memory tier: blocks as records in this process's memory, the reference that other tiers are measured by."""
+"""The memory tier: it keeps blocks as records in this process's memory. It is the reference for other tiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A secondary tier in a dictionary, with everything that a tier may have."""
+"""A secondary tier in a dictionary. It uses everything that the contract offers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, 
 from tiered_kv_memory.settings import MemorySettings
 
 _EVENTS_MAX = 100_000
-"""Events that are kept for `take_events`; older ones are lost if nobody takes them."""
+"""Events that are kept for `take_events`; beyond that the oldest are lost."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +28,7 @@ class _Record:
 
 
 class MemoryTier(BlockingTier):
-    """Keeps blocks as records; the least recently used go when there is no room. Lookups answer at once.
+    """Keeps blocks as records, and evicts the least recently used. Lookups answer at once.
 
     Args:
         offloading_spec, primary_kv_view, tier_type: As in `SecondaryTierManager`.
@@ -50,11 +50,11 @@ class MemoryTier(BlockingTier):
             raise ConfigError(
                 f"{self._capacity_bytes} bytes do not hold one record of {record_bytes} bytes", location="capacity"
             )
-        # Oldest use first. Any thread may look into it; it is changed, and what follows read and changed, under
-        # `_records_lock`, except that `touch` reorders it.
+        # Oldest use first. Any thread may read it. It is changed under `_records_lock`, but `touch` reorders it without
+        # the lock. The attributes below are read and changed under the lock.
         self._records: OrderedDict[OffloadKey, _Record] = OrderedDict()
         self._records_lock = threading.Lock()
-        self._used_bytes = 0  # records, records that are dropped and still being read, and stores in flight
+        self._used_bytes = 0  # records, removed records that are still being read, and stores in flight
         self._evicted_blocks = 0
         self._counters = Counters((), ("corrupt_blocks_total",))
         self._events: deque[tuple[bool, OffloadKey]] = deque(maxlen=_EVENTS_MAX)
@@ -191,7 +191,7 @@ class MemoryTier(BlockingTier):
         return True
 
     def _forget(self, key: OffloadKey, record: _Record) -> None:
-        """Account for a record that left the index; it takes room until its last reader is done. Under the lock."""
+        """Account for a record that left the index; it takes room until its last reader has ended. Under the lock."""
         record.is_dropped = True
         if not record.readers:
             self._used_bytes -= len(record.data)

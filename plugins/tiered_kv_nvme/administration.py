@@ -1,9 +1,9 @@
-"""A tier's directory without a stack: whose blocks it holds, and removing them.
+"""Administration of a tier's directory without a stack: list its namespace, and delete the blocks.
 
 A purge needs the directory's lock, so no stack has it open. It deletes the segment files, the epoch, and last the
-marker, so that one that was cut off can be repeated. The empty directory can then be claimed for any namespace. Two
-files stay: the lock, since another process may be waiting to look at it, and the marker where foreign files lie beside
-it, since without it the directory would be refused as somebody else's.
+marker, so that an interrupted purge can be repeated. Then any namespace can claim the empty directory. The lock stays,
+because another process may be waiting for it. If there are foreign files, the marker stays too: without it the
+directory would be refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tiered_kv_nvme.epoch import EPOCH_NAME
 from tiered_kv_nvme.settings import NvmeSettings
 
 _NAMED_MAX: Final = 8
-"""Entries that are left and named, of any number."""
+"""How many of the entries that are left are named."""
 
 
 class NvmeAdministration(TierAdministration):
@@ -44,7 +44,7 @@ class NvmeAdministration(TierAdministration):
         with self._claimed.opened("purge") as fd:
             if fd is None or MARKER_NAME not in os.listdir(fd):
                 return Purged(0, 0)
-            self._claimed.check(fd)  # a lock of root's would keep its user's stacks out
+            self._claimed.check(fd)  # a lock file of root would refuse its user's stacks
             lock_fd = take_lock(fd, self._path, self._claimed.tier)
             try:
                 found, _ = self._marker(fd)
@@ -81,7 +81,7 @@ class NvmeAdministration(TierAdministration):
         return Purged(None, size_bytes, tuple(left), notes)
 
     def _marker(self, fd: int | None) -> tuple[str, Mapping[str, object]]:
-        """Return whose blocks the directory holds, and all that its marker says; "" if it holds nobody's.
+        """Return the namespace of the directory's blocks and the marker's fields; "" if it holds no blocks.
 
         Raises:
             FormatError: It is not a tier's, or of another format version.

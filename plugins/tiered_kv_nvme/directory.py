@@ -1,11 +1,11 @@
-"""The directory of a tier: who owns it, whose blocks it holds, and what lies in it.
+"""The directory of a tier: its owner, its namespace, and its files.
 
     lock                          held with flock(2) by the owner; holds its process id
     tiered-kv-nvme.json           format version, namespace, block size
     epoch                         see epoch.py
     segment-<digest>-<slot>.kv    see layout.py; <digest> is the start of the namespace's digest
 
-Anything else is foreign: never touched, but counted against the capacity.
+All other files are foreign: never changed, but counted against the capacity.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ def claimed(path: str, tier: str) -> ClaimedDirectory:
 
 
 class Directory:
-    """An owned directory. It is made if it is missing, claimed if it is empty, and refused if it is someone else's.
+    """An owned directory. It is made if it is missing, claimed if it is empty, and refused if it is another owner's.
 
     Args:
-        path: Where it is.
-        identity: Whose blocks it shall hold.
+        path: Its path.
+        identity: The identity of the tier's blocks.
         tier: The tier's name, for messages.
 
     Raises:
         ConfigError: It is a symbolic link, another user's, or open to others; see `tiered_kv.permissions`.
         TierBusyError: Another process owns it.
         FormatError: It is of another format version or namespace, or holds files and is not this tier's at all.
-        TierUnavailableError: The file system does not let us.
+        TierUnavailableError: The file system refuses.
     """
 
     def __init__(self, path: str, identity: Identity, *, tier: str = "") -> None:
@@ -73,7 +73,7 @@ class Directory:
         self.path = self.claimed.path
         self.identity = identity
         self.foreign_files = 0
-        """How many entries were not this tier's when they were last listed."""
+        """How many entries were foreign in the last listing."""
         self._pattern = re.compile(rf"segment-{identity.digest[:4].hex()}-(\d{{6}})\.kv")
         try:
             with ExitStack() as undo:
@@ -93,10 +93,10 @@ class Directory:
         return f"segment-{self.identity.digest[:4].hex()}-{slot:06d}.kv"
 
     def list(self) -> Listing:
-        """Return what lies here now. Any thread may call.
+        """Return the current content. Any thread may call.
 
         Raises:
-            OSError: It cannot be known.
+            OSError: It cannot be listed.
         """
         segments: list[int] = []
         own_bytes = os.fstat(self.fd).st_blocks * 512
@@ -119,7 +119,7 @@ class Directory:
         return Listing(sorted(segments), used_bytes, claimed_bytes)
 
     def close(self) -> None:
-        """Give the directory up."""
+        """Release the directory."""
         give_back(self._lock_fd)
         os.close(self.fd)
 
@@ -148,8 +148,8 @@ def take_lock(directory_fd: int, path: str, tier: str) -> int:
     """
     fd = os.open(LOCK_NAME, OPEN_FLAGS | os.O_NONBLOCK | os.O_CREAT, FILE_MODE, dir_fd=directory_fd)
     with ExitStack() as undo:
-        undo.callback(os.close, fd)  # a descriptor that is forgotten here would hold the lock for ever
-        check_file(fd, f"{path}/{LOCK_NAME}")  # before anything is written to it
+        undo.callback(os.close, fd)  # a descriptor that is not closed would hold the lock for ever
+        check_file(fd, f"{path}/{LOCK_NAME}")  # before the first write to it
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -168,7 +168,7 @@ def give_back(lock_fd: int) -> None:
 
 
 def remove_leftovers(directory_fd: int) -> None:
-    """Remove what a crash while opening may have left; by the owner."""
+    """Remove files that a crash during an opening may have left; only the owner calls."""
     for name in os.listdir(directory_fd):
         if name == PROBE_NAME or (TEMPORARY.fullmatch(name) and MARKER_NAME in name):
             with suppress(FileNotFoundError):
@@ -183,7 +183,7 @@ def _busy(lock_fd: int, path: str, tier: str) -> TierBusyError:
 
 
 def _difference(found: Mapping[str, object], wanted: Mapping[str, object]) -> str:
-    """Return what differs between two markers, for people: the digest only where nothing else does."""
+    """Return the differences of two markers, for an error; the digest only if no other field differs."""
     there, here = (dict(_leaves(json.loads(json.dumps(dict(fields), default=str)))) for fields in (found, wanted))
     names = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
     shown = [name for name in names if name not in ("format", "namespace_digest")] or names[-1:]
@@ -191,7 +191,7 @@ def _difference(found: Mapping[str, object], wanted: Mapping[str, object]) -> st
 
 
 def _leaves(fields: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the innermost fields of nested mappings; all stands in a namespace, so that is not named."""
+    """Yield the innermost fields of nested mappings; the common prefix `namespace` is left out."""
     for name, value in fields.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, prefix if name == "namespace" else f"{prefix}{name}.")

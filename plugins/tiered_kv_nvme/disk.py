@@ -1,7 +1,7 @@
 """System calls on open files, and the memory they need.
 
-`Disk` is the seam between the engine and the operating system: every transfer, allocation and flush of a
-segment goes through one, so that a test can hand in a disk that fails, stalls or does half the work.
+`Disk` is the interface between the engine and the operating system: every transfer, allocation and flush of a
+segment goes through one. So a test can pass a disk that fails, stalls or does half the work.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class Disk:
         os.posix_fallocate(fd, 0, size_bytes)
 
     def datasync(self, fd: int) -> None:
-        """Wait until what was written is on the device."""
+        """Wait until the written bytes are on the device."""
         os.fdatasync(fd)
 
 
 def write_fully(disk: Disk, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-    """Write all of `buffers` at `offset`, going on after short writes.
+    """Write all of `buffers` at `offset`, continuing after short writes.
 
     Raises:
-        OSError: The disk failed, or wrote nothing at all; some of the bytes may have been written.
+        OSError: The disk failed, or wrote no byte; some of the bytes may have been written.
     """
     total = sum(map(len, buffers))
     done = disk.pwritev(fd, buffers, offset)
@@ -70,7 +70,7 @@ def write_fully(disk: Disk, fd: int, buffers: Sequence[memoryview], offset: int)
 
 
 def read_fully(disk: Disk, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Fill `buffers` from `offset`, going on after short reads.
+    """Fill `buffers` from `offset`, continuing after short reads.
 
     Returns:
         Bytes that were read: fewer than asked for only where the file ends.
@@ -97,7 +97,7 @@ class Scratch:
         self._memory = _map(PAGE_BYTES)
 
     def take(self, size_bytes: int) -> memoryview:
-        """Return `size_bytes` of it, holding whatever the last use left there."""
+        """Return `size_bytes` of it, with the bytes of the last use."""
         if size_bytes > len(self._memory):
             self._memory = _map(1 << (size_bytes - 1).bit_length())
         return self._memory[:size_bytes]
@@ -158,4 +158,4 @@ def _unlink_quietly(directory_fd: int) -> None:
     try:
         os.unlink(PROBE_NAME, dir_fd=directory_fd)
     except OSError:
-        pass  # it was never made, or the open that follows will tell
+        pass  # it was never made, or the next open reports the error

@@ -1,7 +1,7 @@
 """The epoch of a directory: a number that every batch carries; see `tiered_kv.toolkit.epoch`.
 
-A batch whose epoch is not the directory's holds nothing. So a reset of the cache is one small write to a file. It is
-buffered: what is in the kernel's page cache survives the process, and `sync` makes it survive a power failure.
+A batch whose epoch is not the directory's holds no valid block. So a reset of the cache is one small write to a file.
+It is buffered: the kernel's page cache survives the process, and `sync` makes the write survive a power failure.
 """
 
 from __future__ import annotations

@@ -93,10 +93,10 @@ class SegmentFiles:
         return fd
 
     def renew(self, segment: Segment, generation: int) -> bool:
-        """Write the header of the segment's next use; return whether that went well.
+        """Write the header of the segment's next use; return whether that succeeded.
 
-        It is on the device before any batch of the new generation is, so that nobody ever takes what the old
-        generation's summary says for what the file holds.
+        It is on the device before any batch of the new generation is. So no process ever uses the old
+        generation's summary for the new content.
         """
         try:
             self._write_header(segment, generation)
@@ -106,17 +106,17 @@ class SegmentFiles:
         return True
 
     def seal(self, segment: Segment) -> bool:
-        """Write the summary of a segment that nobody writes to any more; return whether that went well.
+        """Write the summary of a segment that gets no more batches; return whether that succeeded.
 
-        Payloads are on the device before the summary is: what it lists can be loaded after a power failure too.
-        A file that was cut short gets none: it would grow again, and look whole.
+        Payloads are on the device before the summary is, so the listed blocks can be loaded after a power failure too.
+        A truncated file gets no summary: the write would extend it, and it would look complete.
         """
         if segment.damaged:
             return False
         table = segment.table.encode()
         table_bytes = pages(len(table))
         if segment.end_offset + table_bytes + PAGE_BYTES > segment.segment_bytes:
-            return False  # a header that says less than was written: a summary would lie over payloads
+            return False  # the header has a smaller size than was written: a summary would overwrite payloads
         buffer = Scratch().take(table_bytes + PAGE_BYTES)
         buffer[: len(table)] = table
         buffer[len(table) : table_bytes] = bytes(table_bytes - len(table))
@@ -140,7 +140,7 @@ class SegmentFiles:
         return True
 
     def delete(self, segment: Segment) -> None:
-        """Close the file and give its space back."""
+        """Close the file and free its space."""
         try:
             os.close(segment.fd)
         except OSError:
@@ -149,7 +149,7 @@ class SegmentFiles:
             self.counters.add("deleted_segments_total")
 
     def discard(self, slot: int) -> None:
-        """Delete a file that holds nothing that can be used."""
+        """Delete a file without usable blocks."""
         self._unlink(slot)
         self.counters.add("discarded_segments_total")
 

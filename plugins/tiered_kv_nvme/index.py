@@ -1,7 +1,7 @@
-"""Where each block is: one dictionary from keys to places.
+"""The index: one dictionary from keys to places.
 
-A place is one integer, a segment's slot above the entry's number in that segment's table; what else is known
-of the block stands in the table's columns. That is at most 150 bytes a block beyond its key: up to 60 for the
+A place is one integer: a segment's slot above the entry's number in that segment's table. The table's columns
+have the other fields of the block. That is at most 150 bytes a block beyond its key: up to 60 for the
 dictionary's slot, 32 for the integer, 45 for the columns, which grow by an eighth.
 
 Reading the dictionary needs no lock, on any thread. Changing it needs the pool's.
@@ -59,24 +59,24 @@ class Index:
         self.places: dict[OffloadKey, int] = {}
 
     def add(self, keys: Sequence[OffloadKey], first_place: int) -> None:
-        """Note blocks whose entries follow each other; a key that is here already moves."""
+        """Add blocks with consecutive entries; the place of an existing key changes."""
         self.places.update(zip(keys, range(first_place, first_place + len(keys)), strict=True))
 
     def move(self, keys: Sequence[OffloadKey], old_places: Sequence[int], first_place: int) -> None:
-        """Note blocks that were copied from `old_places`, leaving out those that are there no more."""
+        """Add blocks that were copied from `old_places`, except those that are not there any more."""
         places = self.places
         for new_place, (key, old_place) in enumerate(zip(keys, old_places, strict=True), first_place):
             if places.get(key) == old_place:
                 places[key] = new_place
 
     def drop(self, key: OffloadKey, place: int) -> bool:
-        """Forget a block if it is still at `place`, and return whether it was."""
+        """Remove a block if it is still at `place`, and return whether it was."""
         if self.places.get(key) != place:
             return False
         del self.places[key]
         return True
 
     def clear(self) -> dict[OffloadKey, int]:
-        """Forget everything at once, and return it: taking a large dictionary apart takes long."""
+        """Replace the dictionary by an empty one, and return it: clearing a large one takes long."""
         old, self.places = self.places, {}
         return old

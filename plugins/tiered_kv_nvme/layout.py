@@ -23,7 +23,7 @@ PAGE_BYTES = 4096
 KEY_BYTES_MAX = 1024
 CHECKSUM_BYTES = 16
 _NUMBER_MAX = (1 << 63) - 1
-"""No size, offset or number that is read is greater: it is an offset for the system, and one more can be written."""
+"""The greatest size, offset or number that is accepted: it is a valid offset, and one more can be written."""
 
 _SEGMENT_MAGIC = b"TKVNSEG1"
 _BATCH_MAGIC = b"TKVNBAT1"
@@ -120,8 +120,8 @@ class BatchHeader(NamedTuple):
 class Summary(NamedTuple):
     """The footer of a segment's summary; the fields are those of docs/reference/formats-nvme.md.
 
-    It answers for the batches before `end_offset`, so that recovery need not read their headers; batches
-    that were written after it follow there.
+    It replaces the headers of the batches before `end_offset`, so that recovery need not read these. Later
+    batches follow there.
     """
 
     table_bytes: int
@@ -175,7 +175,7 @@ class EntryTable:
         self.codecs = array("H")
         self.checksums = bytearray()
         self.used = bytearray()
-        """1 for a block that was asked for since it was written here."""
+        """1 for a block that was requested since it was written here."""
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -215,7 +215,7 @@ class EntryTable:
         self.used += other.used
 
     def encode(self) -> bytes:
-        """Return the table as it stands in a summary: the entries, then their keys."""
+        """Return the table's form in a summary: the entries, then their keys."""
         columns = np.zeros(len(self), dtype=_ENTRY_COLUMNS)
         columns["offset"] = np.frombuffer(self.offsets, dtype=np.uint64)
         columns["stored"] = np.frombuffer(self.stored_bytes, dtype=np.uint32)
@@ -256,7 +256,7 @@ class EntryTable:
 
 
 def _split(blob: bytes, lengths: list[int]) -> list[OffloadKey]:
-    """Return the keys that stand in `blob` one after the other."""
+    """Return the consecutive keys in `blob`."""
     if not lengths:
         return []
     size = lengths[0]

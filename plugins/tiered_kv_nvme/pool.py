@@ -1,7 +1,7 @@
-"""The segments, and who may touch which: room for writers, pins for readers, order for the reclaimer.
+"""The segments, and their use: room for writers, pins for readers, order for the reclaimer.
 
 One condition, `SegmentPool.changed`, guards the segments and the index. It is held for microseconds, never
-across I/O. Methods whose docstring begins with "Locked" want the caller to hold it.
+across I/O. Callers of methods whose docstring begins with "Locked" hold it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tiered_kv_nvme.layout import BatchHeader, batch_header_bytes
 from tiered_kv_nvme.segment import Demand, Segment, SegmentState
 
 SEGMENTS_TO_RELOCATE = 3
-"""One that is reclaimed, one that its used blocks move to, one for stores."""
+"""One to reclaim, one for its used blocks, one for stores."""
 
 
 class Stream(Enum):
-    """Who fills segments. Each has its own, so that stores cannot take the room that used blocks move to."""
+    """A kind of writer. Each has its own segment, so that stores cannot take the room of blocks that move."""
 
     STORES = "stores"
     RELOCATIONS = "relocations"
@@ -64,7 +64,7 @@ class SegmentPool:
         self.segments: dict[int, Segment] = {}
         self.index = Index()
         self.generation = 0
-        """The greatest generation that was given out."""
+        """The greatest generation so far."""
         self._growth_refused = False
         self._ages = itertools.count()
         self._free: deque[Segment] = deque()
@@ -79,10 +79,10 @@ class SegmentPool:
             demand: The blocks.
             epoch: The value of `self.epoch` when the blocks were offered.
             timeout_s: How long to wait for a free segment.
-            stream: Who asks.
+            stream: The kind of writer.
 
         Returns:
-            The room, or None if none came in time or can come, the cache was reset since, or the pool is closed.
+            The room. None if none became or can become free in time, the cache was reset, or the pool is closed.
         """
         deadline = time.monotonic() + timeout_s
         with self.changed:
@@ -109,8 +109,8 @@ class SegmentPool:
     def abandon(self, reservation: Reservation) -> None:
         """Locked. End a reservation whose batch was not completely written.
 
-        If nothing was reserved after it the room is used again. Otherwise it is a hole that a scan cannot see
-        past, so no more is added to the segment, and its summary will tell what lies beyond.
+        If it was the last reservation, its room is used again. Otherwise it is a hole that ends a
+        scan. So no batch is added to the segment any more, and its summary lists the batches after the hole.
         """
         segment, header = reservation.segment, reservation.header
         if segment.end_offset == header.offset + header.batch_bytes:
@@ -163,7 +163,7 @@ class SegmentPool:
     # For readers.
 
     def pin(self, slots: Iterable[int]) -> None:
-        """Locked. Keep segments from being used again while they are read."""
+        """Locked. Prevent that segments are used again while they are read."""
         for slot in slots:
             self.segments[slot].readers += 1
 
@@ -188,7 +188,7 @@ class SegmentPool:
             self.changed.notify_all()
 
     def resume(self, segment: Segment) -> None:
-        """Locked. Go on adding to a segment that was found with room left."""
+        """Locked. Continue to add to a segment that was found with room left."""
         segment.state = SegmentState.ACTIVE
         self._active[Stream.STORES] = segment
 
@@ -198,16 +198,16 @@ class SegmentPool:
         assert not segment.writers
         del self.segments[segment.slot]
         if not self.can_relocate and Stream.RELOCATIONS in self._active:
-            self._retire(Stream.RELOCATIONS)  # or there would be none left for stores
+            self._retire(Stream.RELOCATIONS)  # otherwise none would be left for stores
 
     def note_growth(self, *, refused: bool) -> None:
-        """Locked. Say whether the disk, or the capacity, has no room for another segment."""
+        """Locked. Note whether the disk, or the capacity, has no room for another segment."""
         self._growth_refused = refused
         self.changed.notify_all()
 
     @property
     def is_starved(self) -> bool:
-        """Locked. Whether to wait for a free segment is in vain: none can be added, and there is none to reclaim."""
+        """Locked. Whether no segment can become free: none can be added, and there is none to reclaim."""
         return self._growth_refused and all(
             segment.state in (SegmentState.FREE, SegmentState.ACTIVE) for segment in self.segments.values()
         )
@@ -240,14 +240,14 @@ class SegmentPool:
         return min(self._reclaimable(), key=lambda s: (s.epoch == self.epoch, s.age), default=None)
 
     def reset(self, epoch: int) -> None:
-        """Locked. Make every segment's contents void."""
+        """Locked. Make every segment's blocks invalid."""
         self.epoch = epoch
         for stream in tuple(self._active):
             self._retire(stream)
         self.changed.notify_all()
 
     def close(self) -> None:
-        """Locked. Let no one reserve any more; active segments become full."""
+        """Locked. Refuse further reservations; active segments become full."""
         self.closed = True
         for stream in tuple(self._active):
             self._retire(stream)

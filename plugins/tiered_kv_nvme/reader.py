@@ -1,4 +1,4 @@
-"""Loads: places that follow each other on the disk are read by one vectored call, and every block is verified."""
+"""Loads: one vectored call reads neighbouring places on the disk, and every block is verified."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tiered_kv_nvme.segment import Segment
 RUN_BYTES_MAX = 8 << 20
 RUN_BLOCKS_MAX = 256
 GAP_BYTES_MAX = 64 << 10
-"""What lies between two wanted blocks is read along and thrown away up to here: a header, or a few blocks."""
+"""The longest gap between two requested blocks that is read too: a header, or a few blocks."""
 
 
 class Wanted(NamedTuple):
-    """A block to read: where it goes, and what the index knew of it when its segment was pinned."""
+    """A block to read: its destination, and its index entry when its segment was pinned."""
 
     key: OffloadKey
     block: memoryview
@@ -40,7 +40,7 @@ class Run:
 
     Args:
         blocks: At first one.
-        scatter: Whether each goes straight to where it is wanted; otherwise all go through a buffer.
+        scatter: Whether each is read straight to its destination; otherwise through a buffer.
     """
 
     blocks: list[Wanted]
@@ -56,7 +56,7 @@ class Run:
         return self.blocks[0].entry.offset
 
     def takes(self, wanted: Wanted, scatter: bool) -> bool:
-        """Add a block that lies behind the run, if it is near enough; return whether it was added."""
+        """Add a block after the run, if it is near enough; return whether it was added."""
         gap_bytes = wanted.entry.offset - self.end_offset
         if (
             wanted.segment is not self.blocks[0].segment
@@ -79,7 +79,7 @@ class BlockReader:
         disk: System calls.
         pool, counters: The store's.
         block_bytes: Size of a block.
-        codecs: What may be read.
+        codecs: The codecs that may be read.
         scatter: Whether blocks may be read straight into the caller's memory, as `gather` of `BatchWriter`.
     """
 
@@ -98,10 +98,10 @@ class BlockReader:
 
         Args:
             keys: The blocks' keys.
-            blocks: Writable memory of `block_bytes` for each; what fails to load leaves anything in it.
+            blocks: Writable memory of `block_bytes` for each; undefined after a failure.
 
         Returns:
-            The keys that were loaded and verified, and if they are not all, why.
+            The keys that were loaded and verified, and why others were not.
         """
         wanted, epoch = self._pin(keys, blocks)
         slots = {item.segment.slot for item in wanted}
@@ -150,7 +150,7 @@ class BlockReader:
         return [data if _is_sound(data, entry) else None for entry, data in zip(entries, payloads, strict=True)]
 
     def _pin(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> tuple[list[Wanted], int]:
-        """Return where the blocks are that are here, their segments pinned, and the epoch."""
+        """Pin the segments of the existing blocks; return the places of these blocks, and the epoch."""
         wanted: list[Wanted] = []
         pool = self.pool
         with pool.changed:
@@ -164,7 +164,7 @@ class BlockReader:
             return wanted, pool.epoch
 
     def _unpin(self, slots: set[int], lost: Sequence[tuple[Wanted, RecordStatus]], epoch: int) -> bool:
-        """Release the segments, forget lost blocks, and return whether there was no reset meanwhile."""
+        """Unpin the segments, remove lost blocks from the index, and return whether there was no reset meanwhile."""
         dropped: list[RecordStatus] = []
         with self.pool.changed:
             for item, status in lost:
@@ -220,8 +220,8 @@ class BlockReader:
     def _decode(self, item: Wanted, payload: memoryview) -> RecordStatus:
         """Verify a payload and put its block into place.
 
-        The tag of an encrypted one answers for more than the checksum does, and is verified on the way. The checksum
-        is asked only where that failed, for the reason: rot, or something worse.
+        The tag of an encrypted payload covers more than the checksum, and decryption verifies it. The checksum is
+        verified only if the tag is wrong, to find the reason: damage, or an attack.
         """
         entry = item.entry
         if entry.codec not in ENCRYPTED_IDS and not _is_sound(payload, entry):
@@ -237,7 +237,7 @@ def _end(entry: Entry) -> int:
 
 
 def _payload(span: memoryview, entry: Entry, start: int) -> memoryview:
-    """Return an entry's payload out of a `span` read from `start`, as far as it is there."""
+    """Return the part of an entry's payload in a `span` that was read from `start`."""
     at = entry.offset - start
     return span[at : at + entry.stored_bytes]
 

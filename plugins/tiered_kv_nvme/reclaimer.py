@@ -1,4 +1,4 @@
-"""The reclaimer: one thread that keeps free segments ready and seals full ones, so that stores never do."""
+"""The reclaimer: one thread that frees segments and seals full ones, so that stores need not."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from tiered_kv_nvme.segment import Segment, SegmentState
 from tiered_kv_nvme.writer import BATCH_BLOCKS_MAX, BatchWriter, Payload
 
 RELOCATED_SHARE_MAX = 0.25
-"""Of a segment, how much may move on: it bounds what reclaiming adds to what stores write."""
+"""The share of a segment that may move: it limits the extra writes of reclaiming."""
 
 _SPAN_BYTES_MAX = 2 << 20
-"""What is read at once of a segment to relocate blocks of it, unless a block is larger."""
+"""Bytes of one read to relocate blocks, unless a block is larger."""
 _RETRY_S = 0.1
 _GROW_RETRY_S = 5.0
-"""How often it is looked up whether the capacity and the file system have room for one segment more."""
+"""How often to check whether the capacity and the file system have room for one more segment."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class Reclaimer:
-    """Keeps `pool.free_target` segments free: new ones up to the capacity, then the oldest one's room.
+    """Keeps `pool.free_target` segments free: new ones up to the capacity, then the oldest ones.
 
     Args:
         files, pool, counters, reader, writer: The store's.
@@ -57,7 +57,7 @@ class Reclaimer:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """End the thread after what it is doing; return whether it ended in time."""
+        """End the thread after its current work; return whether it ended in time."""
         with self.pool.changed:
             self._stopping = True
             self.pool.changed.notify_all()
@@ -69,7 +69,7 @@ class Reclaimer:
             failed = False
             try:
                 worked = self._work()
-            except Exception as error:  # a reclaimer that dies would fail every store from then on
+            except Exception as error:  # without a reclaimer every later store would fail
                 self._log(error)
                 worked, failed = False, True
             if not worked:
@@ -87,7 +87,7 @@ class Reclaimer:
         return (missing > 0 and self._make_room()) or self._seal()
 
     def _rest(self, failed: bool) -> None:
-        """Wait until there may be something to do, which may be now; after a failure, wait in any case."""
+        """Wait until there may be work, which may be now; after a failure, wait in any case."""
         with self.pool.changed:
             short = self.pool.free_missing > 0
             ready = self.pool.full() or (short and self.pool.oldest())
@@ -134,13 +134,13 @@ class Reclaimer:
         return True
 
     def _reclaim(self, segment: Segment) -> bool:
-        """Use a segment again; return False if it cannot be written, or is read for so long that it was put back.
+        """Use a segment again; return False if it cannot be written, or was put back because reads last too long.
 
         It stays the oldest then, and is tried again before another segment loses its blocks.
         """
         with self.pool.changed:
             if segment.readers:
-                return True  # since it was chosen; choose again
+                return True  # changed since it was chosen; choose again
             segment.state = SegmentState.RECLAIMING
             epoch = self.pool.epoch
             can_relocate = segment.epoch == epoch and self.pool.can_relocate
@@ -149,7 +149,7 @@ class Reclaimer:
             if can_relocate:
                 try:
                     self._relocate(segment, epoch)
-                except Exception as error:  # the blocks are dropped: the next attempt would fare no better
+                except Exception as error:  # its blocks are evicted: another attempt would fail, too
                     self._log(error)
             self._drop(segment)
             is_used_again = self._use_again(segment)
@@ -211,9 +211,9 @@ class Reclaimer:
             time.sleep(PAUSE_S)
 
     def _use_again(self, segment: Segment) -> bool:
-        """Make a segment whose blocks are dropped free, or delete it where it must not be used; return whether it is.
+        """Free a segment without blocks, or delete it if it must not be used; return whether it is free.
 
-        A segment of another size than new ones have is deleted: it may be too small for one block.
+        A segment whose size is not that of new ones is deleted: it may be too small for one block.
         """
         table = segment.table
         has_size = segment.segment_bytes == self.files.segment_bytes
@@ -234,20 +234,20 @@ class Reclaimer:
         self.counters.add("reclaimed_segments_total")
         if not usable:
             self.files.delete(segment)
-            self._grow_after_s = 0.0  # its space may be had
+            self._grow_after_s = 0.0  # its space may be used
         while table.keys:
             del table.keys[-CHUNK_KEYS:]
             time.sleep(PAUSE_S)
         return True
 
     def _over_capacity(self) -> bool:
-        """Return whether foreign files have grown into the room of segments; looked up every few seconds."""
+        """Return whether foreign files occupy the room of segments; checked every few seconds."""
         now_s = time.monotonic()
         if now_s < self._excess_after_s:
             return False
         try:
             excess_bytes = self.files.excess_bytes()
-        except OSError:  # too many open files, say: no reason to delete anything
+        except OSError:  # for example, too many open files: no reason to delete files
             self.counters.add("io_errors_total")
             return False
         if excess_bytes > 0:

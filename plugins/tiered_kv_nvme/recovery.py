@@ -1,8 +1,8 @@
-"""Opening: what the segment files say, from their summaries where they have one, else batch by batch.
+"""Recovery: reads the segment files, from their summaries if they have one, otherwise batch by batch.
 
 A batch counts if its header is intact, is of its segment's generation and the directory's epoch, and has the
-next sequence number. The first that does not ends its segment. Batches that no summary answers for were being
-written when the process ended, so their payloads are verified too.
+next sequence number. The first batch that fails this ends its segment. Batches without a summary may have been
+incomplete when the process ended, so their payloads are verified too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def recover(files: SegmentFiles, pool: SegmentPool, *, threads: int) -> None:
         threads: How many segments are read at once.
 
     Raises:
-        OSError: A segment file cannot be opened, or there is no memory to read it; nothing is left open.
+        OSError: A segment file cannot be opened, or there is no memory to read it; no file is left open.
     """
     slots = files.directory.list().segments
     with ThreadPoolExecutor(threads, thread_name_prefix="tiered-kv-nvme-recovery") as executor:
@@ -83,11 +83,11 @@ class _Scan:
         self._file_bytes = 0
 
     def run(self) -> Segment | None:
-        """Return the segment, or None if its file is of no use and was deleted."""
+        """Return the segment, or None if its file was unusable and deleted."""
         try:
             fd = self.files.open(self.slot)
         except OSError as error:
-            if error.errno != errno.ELOOP:  # too many open files, say: no reason to delete anything
+            if error.errno != errno.ELOOP:  # for example, too many open files: no reason to delete files
                 raise
             self.files.discard(self.slot)  # a symbolic link
             return None
@@ -102,10 +102,10 @@ class _Scan:
         return segment
 
     def _read(self, fd: int) -> Segment | None:
-        """Return what can be read of a segment, None if it holds nothing.
+        """Return a segment with its readable blocks; None if it holds none.
 
-        Where the disk fails, what was read before stays. The segment is not written to again: the next opening may
-        find the rest, unless a summary or another batch hides it. With no header it is the first to be deleted.
+        After a failure of the disk the blocks read so far stay. The segment is not written to again: the next opening
+        may find the rest, unless a summary or another batch hides it. Without a header it is the first to be deleted.
         """
         self._file_bytes = os.fstat(fd).st_size
         segment = Segment(self.slot, fd, self._file_bytes, 0)
@@ -120,7 +120,7 @@ class _Scan:
             batches = self._read_batches(segment)
             is_sealed = summary is not None and not batches
         except OSError as error:
-            if error.errno == errno.ENOMEM:  # says nothing of the file
+            if error.errno == errno.ENOMEM:  # an error that does not depend on the file
                 raise
             self.files.counters.add("io_errors_total")
             segment.damaged, is_sealed = True, False
@@ -132,7 +132,7 @@ class _Scan:
         return segment
 
     def _read_header(self, segment: Segment) -> bool:
-        """Take over what the segment's header says; return False if that is nothing."""
+        """Set the segment's fields from its header; return False if there is no sound one."""
         page = self._scratch.take(PAGE_BYTES)
         came = read_fully(self._disk, segment.fd, [page], 0)
         header = SegmentHeader.decode(page) if came == PAGE_BYTES else None
@@ -172,7 +172,7 @@ class _Scan:
         return summary
 
     def _read_batches(self, segment: Segment) -> int:
-        """Add the batches that follow what is known of the segment; return how many there are."""
+        """Add the batches after the known ones; return how many there are."""
         first_sequence = segment.sequence
         while segment.end_offset + PAGE_BYTES <= segment.segment_bytes:
             batch = self._read_batch(segment)
@@ -228,7 +228,7 @@ def _all_sound(batch: memoryview, entries: EntryTable, offset: int) -> bool:
 
 
 def _results(scans: Sequence[Future[Segment | None]]) -> list[Segment]:
-    """Return the segments that were found, or close them and raise what one of the scans raised."""
+    """Return the segments that were found; if a scan raised, close them and raise its exception."""
     failures = [error for scan in scans if (error := scan.exception()) is not None]
     segments = [found for scan in scans if not scan.exception() and (found := scan.result()) is not None]
     if failures:

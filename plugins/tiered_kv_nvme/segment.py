@@ -1,4 +1,4 @@
-"""One segment: a large file that is filled front to back with batches, then read, then used again."""
+"""One segment: a large file that is filled from front to back with batches, and later used again."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from tiered_kv_nvme.layout import (
 
 
 class SegmentState(Enum):
-    """Where a segment stands; it goes through these in turn, and round."""
+    """The state of a segment; it goes through these in a cycle."""
 
     FREE = "free"
-    """Its header is written and it holds nothing."""
+    """Its header is written, and it holds no batch."""
     ACTIVE = "active"
     """Batches are being added; at most one segment of each stream is."""
     FULL = "full"
-    """No batch is added any more; batches may still be being written, and its summary is not."""
+    """No batch is added any more. Batches may still be in flight, and it has no summary."""
     SEALED = "sealed"
     """Its summary is written."""
     RECLAIMING = "reclaiming"
-    """Its blocks move on or are dropped."""
+    """Its blocks are moved or evicted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a batch needs, for every number of blocks that may fit.
+    """The size of a batch, for every number of blocks that may fit.
 
     Args:
         payload_ends: Payload bytes of the first n blocks, at n - 1.
@@ -56,16 +56,16 @@ class Demand:
 
 
 class Segment:
-    """A segment's file and what is known of it.
+    """A segment's file and state.
 
-    Everything but `slot`, `fd` and `segment_bytes` belongs to the pool and changes under its lock; `table` is
-    replaced, never emptied, when the segment is used again, so a reader may keep the one that it found.
+    All fields but `slot`, `fd` and `segment_bytes` belong to the pool and change under its lock. When the segment is
+    used again, `table` is replaced and not emptied, so a reader may keep the old one.
 
     Args:
-        slot: The number in its file's name, which index entries carry.
+        slot: The number in its file's name and in index entries.
         fd: The file, open.
         segment_bytes: Its size.
-        generation: Which use of it this is.
+        generation: The number of its current use.
     """
 
     __slots__ = (
@@ -91,7 +91,7 @@ class Segment:
         self.fd = fd
         self.segment_bytes = segment_bytes
         self.damaged = False
-        """Whether the file is shorter than its header says, so that it cannot be used again."""
+        """Whether the file is shorter than its header's size, so that it cannot be used again."""
         self.age = 0
         """When it was filled: the order in which segments are sealed and reclaimed."""
         self.writers = 0

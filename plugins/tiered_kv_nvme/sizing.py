@@ -11,7 +11,7 @@ from tiered_kv_nvme.layout import KEY_BYTES_MAX, PAGE_BYTES, pages
 from tiered_kv_nvme.segment import segment_bytes_min
 
 SEGMENTS_MIN = 4
-"""One that is filled, two that are kept free, one that holds."""
+"""One that is filled, two free ones, one with blocks."""
 SEGMENTS_MAX = 512
 """Each is an open file, and a process is often allowed 1024."""
 
@@ -27,7 +27,7 @@ class Sizing:
     """Sizes of a directory.
 
     Args:
-        capacity_bytes: What it may occupy, everything in it counted.
+        capacity_bytes: What it may occupy, with all files.
         segment_bytes: Size of a segment.
     """
 
@@ -48,11 +48,11 @@ class Sizing:
         Args:
             capacity_bytes: The directory's capacity.
             block_bytes: Size of a block.
-            segment_bytes: Size of a segment if that shall not be chosen here.
-            overhead_bytes: By how much a block may exceed its size when it is stored.
+            segment_bytes: Size of a segment; by default it is chosen here.
+            overhead_bytes: By how many bytes a stored block may exceed its size.
 
         Raises:
-            ConfigError: The sizes do not fit each other; it says what would.
+            ConfigError: The sizes do not fit each other; the message says which would.
         """
         stored_bytes = block_bytes + overhead_bytes
         least_bytes = segment_bytes_min(stored_bytes, KEY_BYTES_MAX, 1)

@@ -1,4 +1,4 @@
-"""The segment store: the engine of the nvme tier, in one piece. It knows blocks and keys, and nothing of jobs."""
+"""The segment store: the engine of the nvme tier. It handles blocks and keys, not jobs."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from tiered_kv_nvme.sizing import Sizing
 from tiered_kv_nvme.writer import BatchWriter
 
 FREE_SEGMENTS = 2
-"""Kept ready: one for stores, one for the reclaimer, which moves used blocks to it."""
+"""Free segments: one for stores, one for the reclaimer's moves."""
 RETRY_S = 0.1
-"""How long it takes until an epoch that could not be written is written again."""
+"""The time after which a failed write of an epoch is repeated."""
 CLOSE_TIMEOUT_S = 5.0
-"""How long closing waits for the reclaimer and for resets to be written, unless its caller says."""
+"""How long closing waits by default for the reclaimer and for writes of resets."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """How a store works; what it holds is its `Identity`.
+    """A store's options; its `Identity` describes its blocks.
 
     Args:
         sizing: Sizes of the directory and its segments.
-        aligned: Whether all blocks that will be handed in begin on page boundaries.
-        want_direct: Whether to use O_DIRECT where the file system takes it.
-        codecs: What is done to blocks.
+        aligned: Whether all passed blocks begin on page boundaries.
+        want_direct: Whether to use O_DIRECT if the file system supports it.
+        codecs: The codecs of blocks.
         threads: How many threads will call; as many read the directory when it is opened.
         room_timeout_s: How long a store waits for a free segment.
     """
@@ -66,8 +66,8 @@ class SegmentStore:
 
     Args:
         path: The directory, made if it is missing.
-        identity: Whose blocks it holds.
-        options: How it works.
+        identity: The identity of its blocks.
+        options: Its options.
         tier: The tier's name, for messages.
         disk: System calls; another one in tests.
 
@@ -87,7 +87,7 @@ class SegmentStore:
         disk = disk or Disk()
         self._options = options
         self._name = f"tiered-kv-{tier}"
-        self._forgotten: deque[dict[OffloadKey, int]] = deque()  # the indexes of before resets
+        self._forgotten: deque[dict[OffloadKey, int]] = deque()  # the indexes from before resets
         self._noting = BackgroundTask(self._note_reset, f"{self._name}-reset")
         self.counters = Counters()
         self._directory = Directory(path, identity, tier=tier)
@@ -97,7 +97,7 @@ class SegmentStore:
             undo.pop_all()
 
     def _open(self, path: str, identity: Identity, tier: str, disk: Disk, undo: ExitStack) -> None:
-        """Make everything that works on the directory; what `undo` then holds gives it up again."""
+        """Make all parts that use the directory; `undo` then holds their release."""
         options = self._options
         try:
             self.not_direct = "turned off by the setting 'direct'"
@@ -124,7 +124,7 @@ class SegmentStore:
         for segment in self._pool.segments.values():
             undo.callback(os.close, segment.fd)
 
-        # Memory that is not aligned, or payloads that are not whole pages, take the way through a buffer.
+        # Memory that is not aligned, or payloads that are not whole pages, go through a buffer.
         whole_pages = identity.block_bytes % PAGE_BYTES == 0
         straight = whole_pages and (options.aligned or bool(self.not_direct))
         self._reader = BlockReader(
@@ -177,13 +177,13 @@ class SegmentStore:
 
     @property
     def epoch(self) -> int:
-        """What separates the blocks that are valid from those that were stored before a reset."""
+        """The epoch: it separates valid blocks from those that were stored before a reset."""
         return self._pool.epoch
 
     def reset(self) -> int:
         """Forget every block; a block that is being loaded is reported as failed. The scheduler's thread; no I/O.
 
-        A thread of its own notes the new epoch in the directory.
+        A thread of its own writes the new epoch into the directory.
 
         Returns:
             The new epoch.
@@ -197,7 +197,7 @@ class SegmentStore:
         return epoch
 
     def _note_reset(self) -> None:
-        """Write the epoch, flush it, and take the old index apart; try again until that is done or the store closes."""
+        """Write the epoch, flush it, and clear the old index; repeat until that succeeds or the store closes."""
         while count := len(self._forgotten):
             try:
                 self._epoch.sync()
@@ -211,7 +211,7 @@ class SegmentStore:
                 take_apart(self._forgotten.popleft())
 
     def stats(self) -> dict[str, Any]:  # Any: as `SecondaryTierManager.stats`
-        """Return counters, and how much is here."""
+        """Return counters, and the stored amount."""
         with self._pool.changed:
             segments = list(self._pool.segments.values())
         return {
@@ -225,7 +225,7 @@ class SegmentStore:
         }
 
     def describe(self) -> Mapping[str, object]:
-        """Return what the store is and can do here. Does I/O."""
+        """Return facts about the store and its disk. Does I/O."""
         sizing = self._options.sizing
         listing = self._directory.list()
         status = os.statvfs(self._directory.fd)
@@ -248,21 +248,21 @@ class SegmentStore:
         }
 
     def stop_stores(self) -> None:
-        """Let stores that wait for room fail, and no other begin; loads go on."""
+        """Let stores that wait for room fail, and refuse new ones; loads continue."""
         with self._pool.changed:
             self._pool.close()
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Write the summaries that are missing and give the directory up.
+        """Write the missing summaries and release the directory.
 
         A segment in which a call still hangs stays open, and the directory locked, until the process ends:
-        what that call does must not happen to someone else's file.
+        the call must not change another process's file.
 
         Args:
             timeout_s: How long to wait for the reclaimer and for resets; `CLOSE_TIMEOUT_S` by default.
 
         Returns:
-            Whether everything was released; if not, a later call goes on.
+            Whether all was released; if not, a later call continues.
         """
         if self._released:
             return True

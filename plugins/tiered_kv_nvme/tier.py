@@ -33,7 +33,7 @@ class NvmeTier(BlockingTier):
         settings: The tier's YAML entry.
 
     Raises:
-        ConfigError: The sizes do not fit the blocks, direct I/O is demanded and not to be had, or the codec's library
+        ConfigError: The sizes do not fit the blocks, required direct I/O is not supported, or the codec's library
             or a key file cannot be used.
         TierBusyError, FormatError, TierUnavailableError: The directory cannot be used, and why.
     """
@@ -45,7 +45,7 @@ class NvmeTier(BlockingTier):
         tier_type: str,
         settings: NvmeSettings,
     ) -> None:
-        # First what can fail for good reasons: a tier that was not opened holds no view of the region.
+        # First the steps that may fail: a tier that was not opened holds no view of the region.
         self._store = _open_store(offloading_spec, primary_kv_view, tier_type, settings)
         try:
             super().__init__(
@@ -61,7 +61,7 @@ class NvmeTier(BlockingTier):
             self._store.close()
             raise
         self.epoch = self._store.epoch
-        self._index = self._store.index  # one attribute nearer: it is asked on every step
+        self._index = self._store.index  # one attribute lookup less: it is called on every step
 
     # The scheduler's thread.
 
@@ -85,7 +85,7 @@ class NvmeTier(BlockingTier):
         return self._store.describe()
 
     def shutdown(self) -> None:
-        self._store.stop_stores()  # a worker that waits for room would outlast the time that closing has
+        self._store.stop_stores()  # a worker that waits for room would exceed the time for closing
         super().shutdown()
 
     # Worker threads.

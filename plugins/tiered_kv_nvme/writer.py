@@ -1,4 +1,4 @@
-"""Stores: blocks become batches, each written by one vectored call, and are found from then on."""
+"""Stores: one vectored call writes a batch of blocks, which are found from then on."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tiered_kv_nvme.pool import Reservation, SegmentPool, Stream
 from tiered_kv_nvme.segment import Demand
 
 BATCH_BLOCKS_MAX = 256
-"""Bounds the buffers of one call (IOV_MAX is 1024) and how long a worker holds the interpreter at a stretch."""
+"""Limits the buffers of one call (IOV_MAX is 1024), and how long a worker holds the interpreter lock at once."""
 BATCH_BYTES_MAX = 8 << 20
 
 
 class Payload(NamedTuple):
-    """A block as it will be stored, and the checksum of that; None until it has been encrypted, in its batch."""
+    """A block's stored form, and its checksum; None until it has been encrypted, in its batch."""
 
     draft: Draft
     checksum: bytes | None
@@ -53,15 +53,15 @@ class BatchWriter:
         self._local = ThreadScratch()
 
     def store(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], epoch: int) -> Outcome:
-        """Store blocks, leaving out those that are here.
+        """Store blocks, except existing ones.
 
         Args:
             keys: The blocks' keys, of at most `KEY_BYTES_MAX` bytes each.
             blocks: Their bytes, unchanged until this returns.
-            epoch: The pool's when the blocks were offered; nothing is stored if it has changed.
+            epoch: The pool's when the blocks were offered; if it has changed, no block is stored.
 
         Returns:
-            The keys that are here now, and if they are not all, why.
+            The keys that are stored now, and why others are not.
         """
         here = self.pool.index.places
         wanted = {key: block for key, block in zip(keys, blocks, strict=True) if key not in here}
@@ -83,7 +83,7 @@ class BatchWriter:
     def relocate(
         self, keys: Sequence[OffloadKey], payloads: Sequence[Payload], places: Sequence[int], epoch: int
     ) -> int:
-        """Copy stored blocks from `places`, as far as there is room at once; return how many moved."""
+        """Copy stored blocks from `places`, as far as there is room now; return how many moved."""
         written, _ = self._write(keys, payloads, epoch, places)
         return written
 
@@ -101,7 +101,7 @@ class BatchWriter:
         epoch: int,
         old_places: Sequence[int] | None = None,
     ) -> tuple[int, str]:
-        """Write one batch, or several where it meets the end of a segment; return how many blocks, and what failed."""
+        """Write one batch, or several at the end of a segment; return how many blocks, and why others failed."""
         timeout_s, stream = self.room_timeout_s, Stream.STORES
         if old_places is not None:
             timeout_s, stream = 0.0, Stream.RELOCATIONS
@@ -160,7 +160,7 @@ class BatchWriter:
     def _lay_out(
         self, header: BatchHeader, keys: Sequence[OffloadKey], payloads: Sequence[Payload], *, gather: bool
     ) -> tuple[list[Entry], list[memoryview]]:
-        """Return a batch's entries and what to write: its header, and the payloads where they lie or all in one buffer.
+        """Return a batch's entries and the buffers to write: header and payloads, in place or all in one buffer.
 
         Blocks are encrypted straight into that buffer.
         """
@@ -191,7 +191,7 @@ class BatchWriter:
 def _batches(
     wanted: dict[OffloadKey, memoryview],
 ) -> Iterator[tuple[list[OffloadKey], list[memoryview]]]:
-    """Cut blocks into batches of at most `BATCH_BLOCKS_MAX` and, if that is more than one, `BATCH_BYTES_MAX`."""
+    """Divide blocks into batches of at most `BATCH_BLOCKS_MAX` and, if that is more than one, `BATCH_BYTES_MAX`."""
     keys, blocks = list(wanted), list(wanted.values())
     count = max(1, min(BATCH_BLOCKS_MAX, BATCH_BYTES_MAX // len(blocks[0]))) if blocks else 1
     for start in range(0, len(keys), count):

@@ -1,9 +1,9 @@
-"""The servers without a stack: whose blocks they hold, and removing them. All of it goes through redis-py's clients.
+"""Administration of the servers without a stack, through redis-py's clients: list namespaces, and delete one.
 
 Names are found by SCAN on every master of a cluster, and removed by UNLINK. SCAN may miss what is stored or moved to
 another server meanwhile, so it is repeated until a pass over all servers finds nothing. The epoch's mark and the
-readable form go too. A stack that runs stays in its epoch and writes its mark again. Names that begin like the
-namespace's and are none of the tier's stay, and are reported.
+readable form go too. A running stack stays in its epoch and writes its mark again. Foreign names with the
+namespace's prefix stay, and are reported.
 """
 
 from __future__ import annotations
@@ -142,5 +142,5 @@ def _described(client: Redis, name: bytes, digest: str) -> Mapping[str, object]:
     try:
         text = client.get(name) if client.strlen(name) <= DESCRIPTION_BYTES_MAX else b""
         return believed(json.loads(text or b""), digest)
-    except (ResponseError, ValueError, RecursionError):  # somebody else wrote it
+    except (ResponseError, ValueError, RecursionError):  # another program wrote it
         return {}

@@ -1,4 +1,4 @@
-"""Blocks in servers: which server gets which command, and what each block's failure is."""
+"""Blocks in servers: the commands for each server, and the failure of each block."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tiered_kv_redis.topology import Topology
 
 _SENDS_BYTES = 4 << 20
 _SEND_BYTES_MIN = 1 << 20
-"""Of records in one call to send: the server reads them while the next are being hashed. Each call gives up the
-interpreter and has to get it back, so many small ones cost more than the server gains by an earlier start. Where
-several connections send side by side, the server has enough to read without."""
+"""Of records in one call to send: the server reads them while the next are being hashed. Each call releases the
+interpreter lock and takes it again, so many small calls cost more than the server gains by an earlier start. Several
+connections in parallel give the server enough to read."""
 
 Conversation = TypeVar("Conversation", bound=Exchange)
 
@@ -58,22 +58,22 @@ class Blocks:
             pipeline_bytes=settings.pipeline,
         )
         self._unreadable: Unreadable[bytes] = Unreadable()  # by their names in the servers
-        # Whether the next store asks what is there before it sends: so if half of what the last one offered was there.
-        # Threads overwrite each other's answer, which costs one a round trip, or the wire some blocks.
+        # Whether the next store asks first which blocks exist: if half of the last store's blocks existed.
+        # Threads overwrite each other's value, which costs a round trip, or some needless sends.
         self._asks_first = False
 
     def store(self, batch: Batch) -> Failures:
-        """Store blocks where nothing lies, or nothing that can be a block, or what cannot be read here."""
+        """Store blocks that are missing, or whose stored value is no block or cannot be read here."""
         return _with_second_attempt(lambda positions: self._store(positions, batch), batch)
 
     def load(self, batch: Batch) -> Failures:
-        """Load blocks into place. What nobody can load is deleted, so that it can be stored again."""
+        """Load blocks into place. Values that no process can load are deleted, so that they can be stored again."""
         return _with_second_attempt(lambda positions: self._load(positions, batch), batch)
 
     def contains(self, batch: Batch) -> tuple[list[bool], Failures]:
-        """Return for each name whether something of a block's size is there that was not found to be unreadable here.
+        """Return for each name whether a value of a block's size exists that is not known to be unreadable here.
 
-        Where that is not known the answer is False, and the failures say why.
+        If that is not known the answer is False, and the failures say why.
         """
         found: dict[int, int] = {}
 
@@ -88,7 +88,7 @@ class Blocks:
         ]
         return answers, failures
 
-    # Each is about positions in a batch, and returns why those that failed did.
+    # Each uses positions in a batch, and returns why some failed.
 
     def _store(self, positions: Sequence[int], batch: Batch) -> Failures:
         unreadable = {at for at in positions if batch.names[at] in self._unreadable}
@@ -107,7 +107,7 @@ class Blocks:
         return failures | unknown | self._send(replaced, batch, overwrite=True)[1]
 
     def _send(self, positions: Sequence[int], batch: Batch, *, overwrite: bool) -> tuple[list[int], Failures]:
-        """Store blocks; return where something lies already and was left there, besides the failures."""
+        """Store blocks; return the positions whose existing value was left, and the failures."""
         failures: Failures = {}
         done = self._converse(
             positions,
@@ -121,7 +121,7 @@ class Blocks:
         return occupied, failures
 
     def _load(self, positions: Sequence[int], batch: Batch) -> Failures:
-        """Load blocks, delete what nobody can load, and note what only others can."""
+        """Load blocks, delete values that no process can load, and note those that only others can."""
         failures: Failures = {}
         done = self._converse(
             positions, batch, failures, lambda node, own: Loads(node, own, failures, batch, self._transfer)
@@ -134,16 +134,16 @@ class Blocks:
                 self._counters.add("corrupt_blocks_total", failures[at])
             kept: Failures = {}
             self._ask(b"UNLINK", damaged, batch, kept)
-            self._unreadable.note(batch.names[at] for at in kept)  # the user may not, or the server is gone
+            self._unreadable.note(batch.names[at] for at in kept)  # the user has no right, or the server is gone
         return failures
 
     def _lengths(self, positions: Sequence[int], batch: Batch) -> tuple[dict[int, int], Failures]:
-        """Return how many bytes are stored at each position, and why that is not known of others."""
+        """Return how many bytes are stored at each position, and the failures."""
         failures: Failures = {}
         replies = self._ask(b"STRLEN", positions, batch, failures)
         lengths = {at: reply for at, reply in replies.items() if isinstance(reply, int)}
         for at in [at for at, reason in failures.items() if reason == WRONG_TYPE]:
-            lengths[at] = 0  # something lies there, and it is no block
+            lengths[at] = 0  # the value exists, and is no block
             del failures[at]
         return lengths, failures
 
@@ -182,7 +182,7 @@ class Blocks:
             if {MOVED, READ_ONLY} & {*reasons}:
                 self._topology.refresh()
             elif len(reasons) == exchange.count and UNUSABLE.issuperset(reasons) and not exchange.node.is_down:
-                exchange.node.note_failure(reasons[0])  # it answers, and cannot be used
+                exchange.node.note_failure(reasons[0])  # it answers, but cannot be used
         return exchanges
 
     def _may_be_block(self, length: int | None) -> bool:

@@ -1,4 +1,4 @@
-"""redis-py's connections, which connect, encrypt and authenticate, with the `Link` that blocks take.
+"""redis-py's connections, which connect, encrypt and authenticate, with a `Link` for blocks.
 
 redis-py's own way of a command copies a block several times, so blocks go around it, over the socket of its
 connection. A connection is used in one of the two ways at a time.
@@ -20,7 +20,7 @@ _CONNECT_MIN_S = 0.001
 
 
 class SendRoom:
-    """Memory for payloads that are encrypted on their way, until they have been sent; one thread at a time.
+    """Memory for encrypted payloads until they have been sent; one thread at a time.
 
     It grows to what is sent by one call, and is then used again and again.
     """
@@ -30,15 +30,15 @@ class SendRoom:
         self._end = 0
 
     def take(self, size: int) -> memoryview:
-        """Return `size` bytes, holding anything, that keep what is put there until `clear`."""
+        """Return `size` bytes with undefined content, which stay valid until `clear`."""
         if self._end + size > len(self._buffer):
-            # What was taken before lives on in the old one until it has been sent.
+            # Earlier results keep the old buffer until they have been sent.
             self._buffer, self._end = memoryview(bytearray(self._end + size)), 0
         self._end += size
         return self._buffer[self._end - size : self._end]
 
     def clear(self) -> None:
-        """Let what was taken be taken again."""
+        """Make the whole buffer free again."""
         self._end = 0
 
 
@@ -59,7 +59,7 @@ class Link:
         self._poll.register(sock, select.POLLIN)
 
     def is_quiet(self) -> bool:
-        """Return whether nothing has arrived that nobody asked for, such as the end of the connection."""
+        """Return whether nothing has arrived unasked, such as the end of the connection."""
         return not self.replies.buffered_bytes and not self.stream.pending_bytes() and not self._poll.poll(0)
 
     def heads(self, size: int) -> memoryview:
@@ -70,7 +70,7 @@ class Link:
 
 
 class _HoldsLink:
-    """What is mixed into each of redis-py's kinds of connections: `_connect` is where they make their socket."""
+    """Mixin for each of redis-py's kinds of connections, which make their socket in `_connect`."""
 
     link: Link
 
@@ -105,6 +105,6 @@ class UnixConnection(_HoldsLink, UnixDomainSocketConnection):
 
 
 class WireConnection(Connection):
-    """What the three have in common, as a type; redis-py's pools call each of theirs a `Connection`."""
+    """The common type of the three."""
 
     link: Link

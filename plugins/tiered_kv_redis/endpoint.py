@@ -1,4 +1,4 @@
-"""What redis-py is told to make connections with."""
+"""The arguments for redis-py's connections."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def sentinel_options(settings: RedisSettings) -> Options:
 
 
 def common_options(settings: RedisSettings) -> Options:
-    """Return what every connection is made with."""
+    """Return the arguments of every connection."""
     return {
-        # In version 2 of the protocol a server says nothing unless it is asked.
+        # In version 2 of the protocol a server sends only replies.
         "protocol": 2,
-        # One attempt: whoever makes it says when the next is made.
+        # One attempt: the caller decides about the next.
         "retry": Retry(NoBackoff(), 0),
         "socket_timeout": settings.connect_timeout,
         "socket_connect_timeout": settings.connect_timeout,
@@ -68,7 +68,7 @@ def check_tls_files(settings: RedisSettings) -> None:
     """Read certificates and key once: redis-py reads them with each connection, where a bad one looks like no server.
 
     Raises:
-        ConfigError: One cannot be read, or is not what it should be.
+        ConfigError: One cannot be read, or is invalid.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     setting, what = "tls_ca", "a file of CA certificates in PEM format"
@@ -87,7 +87,7 @@ def check_tls_files(settings: RedisSettings) -> None:
 
 
 def _credentials(username: SecretStr | None, password: SecretStr | None) -> UsernamePasswordCredentialProvider | None:
-    """Return what hands the password over when a connection is made; nothing that is printed holds it."""
+    """Return a provider of the password, so that no printed argument contains it."""
     if username is None and password is None:
         return None
     return UsernamePasswordCredentialProvider(

@@ -1,4 +1,4 @@
-"""Conversations with servers: what is sent in one go to each of them, and what they answer."""
+"""Exchanges with servers: pipelined commands for each of them, and their replies."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Batch:
 
     Args:
         keys: Their keys.
-        names: What they are called in the servers.
-        blocks: The blocks; none of a lookup.
-        deadline: Of everything that is done with them, in seconds of `time.monotonic()`.
+        names: Their names in the servers.
+        blocks: The blocks; empty for a lookup.
+        deadline: For all work with them, in seconds of `time.monotonic()`.
     """
 
     keys: Sequence[OffloadKey]
@@ -44,11 +44,11 @@ class Transfer:
     """How blocks are stored and loaded.
 
     Args:
-        namespace_digest, codecs: For the records. What the codecs do not write raw is read through a buffer.
-        ttl_ms: How long blocks shall live; None for ever.
+        namespace_digest, codecs: For the records. Payloads that are not raw are read through a buffer.
+        ttl_ms: The blocks' lifetime; None for ever.
         send_bytes: Of records in one call to send, at most one block more.
-        pipeline_bytes: Of replies that may be under way; two blocks may exceed it. A server buffers what it has not
-            sent yet, which for many large blocks is slower than sending them one by one.
+        pipeline_bytes: Of replies that may be pending; two blocks may exceed it. A server buffers unsent replies,
+            which for many large blocks is slower than sending them one by one.
     """
 
     namespace_digest: bytes
@@ -64,7 +64,7 @@ class Exchange(ABC):
     Args:
         node: The server.
         positions: The blocks, by their position in a batch.
-        failures: Where it notes why blocks failed; it may be other exchanges' too.
+        failures: Gets the reasons of failed blocks; exchanges may share it.
     """
 
     def __init__(self, node: Node, positions: Sequence[int], failures: Failures) -> None:
@@ -79,14 +79,14 @@ class Exchange(ABC):
 
     @abstractmethod
     def begin(self, link: Link, deadline: float) -> None:
-        """Send the commands, or as many as may be under way."""
+        """Send the commands, or as many as may be pending."""
 
     @abstractmethod
     def finish(self, link: Link, deadline: float) -> None:
-        """Read the replies, raising `answered` with each, and send what has not been sent."""
+        """Read the replies, raising `answered` with each, and send the remaining commands."""
 
     def end(self, trouble: str) -> None:
-        """Count what has no reply as failed, if there was trouble."""
+        """Count commands without a reply as failed, if the exchange failed."""
         self.trouble = self.trouble or trouble
         if self.trouble:
             for position in self.positions[self.answered :]:
@@ -98,9 +98,9 @@ class Exchange(ABC):
 
 
 def converse(exchanges: Sequence[Exchange], deadline: float) -> None:
-    """Run exchanges with different servers side by side: everything is sent before anything is waited for.
+    """Run exchanges with different servers in parallel: all commands are sent before the first reply is awaited.
 
-    A server that has to be connected to first comes last, and alone: it may not answer, and so take all the time.
+    A server without an open connection comes last, and alone: it may not answer, and use up the time.
     A connection is used again only if every reply on it has been read; otherwise it is closed.
 
     Args:
@@ -186,7 +186,7 @@ class Calls(Exchange):
 
 
 class Stores(Exchange):
-    """Blocks to be stored, sent from where they lie.
+    """Blocks to store, sent without a copy.
 
     Args:
         overwrite: Whether to replace what lies there; if not, the server says where something does.
@@ -204,7 +204,7 @@ class Stores(Exchange):
     ) -> None:
         super().__init__(node, positions, failures)
         self.occupied: list[int] = []
-        """Positions where something lies already, which was left there."""
+        """Positions with an existing value, which was left."""
         self._batch = batch
         self._transfer = transfer
         options = [] if overwrite else [b"NX"]

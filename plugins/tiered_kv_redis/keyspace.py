@@ -1,4 +1,4 @@
-"""What blocks are called in a server: `tkv1:<namespace>:<epoch>:<key>`.
+"""The names of blocks in a server: `tkv1:<namespace>:<epoch>:<key>`.
 
 The epoch is a token that a reset replaces; see `tiered_kv.toolkit.epoch`. Its mark is under `tkv1:<namespace>:epoch`.
 """
@@ -21,8 +21,8 @@ KEY_PREFIX = b"tkv1:"
 class KeySpace:
     """The names of a namespace's blocks, and the `EpochStore` of its mark.
 
-    Methods that take a deadline (seconds of `time.monotonic()`) ask the server, and raise `NodeError` where it is not
-    reached or refuses. They raise `FormatError` where another version of this project wrote the mark.
+    Methods that take a deadline (seconds of `time.monotonic()`) ask the server, and raise `NodeError` if it is not
+    reached or refuses. They raise `FormatError` if another version of this project wrote the mark.
 
     Args:
         topology: The servers.
@@ -39,11 +39,11 @@ class KeySpace:
     # Worker threads.
 
     def prefix(self, deadline: float, *, is_saved: bool = False) -> bytes:
-        """Return what the names of the epoch's blocks begin with.
+        """Return the prefix of the names of the epoch's blocks.
 
         Args:
             deadline: As above.
-            is_saved: Whether the server must have the epoch's mark, as it must before anything is stored.
+            is_saved: Whether the server must have the epoch's mark, as it must before a store.
         """
         try:
             token = self.epoch.saved_token(deadline) if is_saved else self.epoch.token(deadline)
@@ -52,7 +52,7 @@ class KeySpace:
         return self._prefix + token.encode() + b":"
 
     def contact(self, deadline: float) -> None:
-        """Join or save the epoch, and have the server answer, whatever it has answered before."""
+        """Join or save the epoch, with a new answer of the server."""
         self.prefix(deadline, is_saved=True)
         self._call(deadline, b"STRLEN", b"epoch")
 

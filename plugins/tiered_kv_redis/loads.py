@@ -1,4 +1,4 @@
-"""Blocks that are fetched: received where they belong, and verified there."""
+"""Fetches of blocks, which are received and verified in place."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _PIECES = 3
 """Pieces of memory that one expected reply is received into: its head, the block, the end of the line."""
 _IOV_PIECES = 1023
 _UNDER_WAY_MIN = 2
-"""Blocks: while one is received and verified, the server has the next to send."""
+"""Blocks to request at once: while one is received and verified, the server sends the next."""
 
 
 class Loads(Exchange):
-    """Blocks to be fetched from one server.
+    """Blocks to fetch from one server.
 
     The reply to a fetch is expected to be a raw record of the block's size. So the memory for all replies under way
     is laid out as they should come, and one call receives many of them. Where a reply turns out to be another, such
@@ -33,10 +33,10 @@ class Loads(Exchange):
     ) -> None:
         super().__init__(node, positions, failures)
         self.damaged: list[int] = []
-        """Positions whose value nobody can read. While it lies there it is taken for the block, and no store replaces
-        it; so it has to go."""
+        """Positions whose value no process can read. It counts as the block and no store replaces
+        it, so it must be deleted."""
         self.unreadable: list[int] = []
-        """Positions whose value is a sound record, in a codec or with a key that is not here. Others may read it."""
+        """Positions whose value is a sound record, whose codec or key this process lacks. Others may read it."""
         self._keys = [batch.keys[at] for at in positions]
         self._names = [batch.names[at] for at in positions]
         self._blocks = [batch.blocks[at] for at in positions]
@@ -53,8 +53,8 @@ class Loads(Exchange):
         self._sent = 0
         self._received = 0  # expected replies that are completely there
         self._heads = memoryview(b"")
-        self._pieces: list[memoryview] = []  # where what has been asked for goes
-        self._at = 0  # the piece that is received next
+        self._pieces: list[memoryview] = []  # the places of requested replies
+        self._at = 0  # the next piece to receive
 
     def begin(self, link: Link, deadline: float) -> None:
         self._heads = link.heads(self._slots * (self._head_bytes + len(_CRLF)))
@@ -93,7 +93,7 @@ class Loads(Exchange):
     # Replies as they are expected.
 
     def _receive(self, link: Link, deadline: float) -> None:
-        """Receive what is there; put it back from the first reply on that is not as expected."""
+        """Receive available bytes; put them back from the first unexpected reply on."""
         count = link.stream.receive(self._pieces[self._at : self._at + _IOV_PIECES], deadline)
         pieces, at = self._pieces, self._at
         while count:
@@ -157,7 +157,7 @@ class Loads(Exchange):
         try:
             length = link.replies.bulk_length(self._record_bytes_max, deadline)
         except NodeError as error:
-            if error.reason == TOO_LONG:  # it would never load; what follows on this connection is lost with it
+            if error.reason == TOO_LONG:  # it would never load; later replies on this connection are lost with it
                 self.damaged.append(position)
             raise
         self._received += 1

@@ -20,20 +20,20 @@ from tiered_kv_redis.reasons import TOO_LONG, UNAVAILABLE, UNUSABLE, NodeError, 
 _PAUSE_MIN_S = 0.05
 _PAUSE_MAX_S = 2.0
 _PROBE_NAME = "tkv1:probe"
-"""What a server that was down is asked for; no block has this name."""
+"""The name in the request to a server that was down; no block has it."""
 
 
 class Node:
     """A server and the connections to it. Any thread may call.
 
-    After a failure the server is down: `take` fails at once, so that its keys cost nobody time. A thread in the
-    background asks it something, after 50 ms and then twice as long each time, up to two seconds, until it answers.
+    After a failure the server counts as down: `take` fails at once, so that its keys cost no time. A background
+    thread sends it a request, after 50 ms and then twice as long each time, up to two seconds, until it answers.
 
     Args:
-        label: Its address, for people.
-        pool_settings: What redis-py's `ConnectionPool` is made with.
+        label: Its address, for messages.
+        pool_settings: The arguments of redis-py's `ConnectionPool`.
         on_connect: Called when a connection was made.
-        on_failure: Called when the server failed, and when it failed again to answer the thread in the background.
+        on_failure: Called when the server failed, and when it failed again to answer the background thread.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Node:
         return bool(self._down_reason)
 
     def take(self) -> WireConnection:
-        """Return a connection that is open and has nothing to be read; pair it with `give_back` or `drop`.
+        """Return an open connection without unread bytes; pair it with `give_back` or `drop`.
 
         Raises:
             NodeError: There is none, or the server is down.
@@ -74,7 +74,7 @@ class Node:
             raise NodeError(UNAVAILABLE)
         reason = self._down_reason
         if reason:
-            self._prober.ask()  # it runs already, unless there was no thread to be had
+            self._prober.ask()  # it runs already, unless no thread could be started
             raise NodeError(reason)
         try:
             return self._open()
@@ -90,22 +90,22 @@ class Node:
             self._close_idle()
 
     def drop(self, connection: WireConnection, reason: str) -> None:
-        """Close a connection that may have something to be read.
+        """Close a connection that may have unread bytes.
 
         Args:
             connection: The connection.
-            reason: What the server did wrong; empty if the server is not to blame.
+            reason: The server's fault; empty if it has none.
         """
         self._close(connection)
         if reason and reason != TOO_LONG:  # which is a client's fault, not the server's
             self.note_failure(reason)
 
     def note_failure(self, reason: str) -> None:
-        """Use the server no more until it has answered the thread in the background."""
+        """Stop using the server until it has answered the background thread."""
         if not self._closing.is_set():
             self._down_reason = reason
             self._prober.ask()
-        self._close_idle()  # what is idle later was given back after an answer, and so shows that the server is back
+        self._close_idle()  # a connection that is idle later was given back after an answer, so the server is back
         self._on_failure()
 
     def client(self) -> Redis:
@@ -135,7 +135,7 @@ class Node:
         self._idle.clear()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread in the background, after `close`; one that a server keeps ends by itself."""
+        """Wait for the background thread, after `close`; one that waits for a server ends by itself."""
         self._prober.join(timeout_s)
 
     def _open(self) -> WireConnection:
@@ -168,18 +168,18 @@ class Node:
             pause_s = min(2 * pause_s, _PAUSE_MAX_S)
             try:
                 reason = self._answer()
-            except Exception as error:  # redis-py makes anything of a server that talks nonsense
+            except Exception as error:  # redis-py may raise any exception for invalid replies
                 reason = reason_of_error(error)
             self._down_reason = reason
             if reason:
                 self._on_failure()
 
     def _answer(self) -> str:
-        """Ask the server something; return why it can be used for nothing, or an empty text."""
+        """Send the server a request; return why it cannot be used, or an empty text."""
         with contextlib.closing(self.client()) as client:
             try:
                 client.strlen(_PROBE_NAME)
-            except ResponseError as error:  # an answer: a cluster's member says that it does not have this name
+            except ResponseError as error:  # an answer: a cluster's member does not have this name
                 reason = reason_of_error(error)
                 return reason if reason in UNUSABLE else ""
         return ""

@@ -1,4 +1,4 @@
-"""One word for each thing that can go wrong between here and a block, as the counters have it."""
+"""The reasons of failures, one word each, as in the counters."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ UNANSWERED: Final = "unanswered"
 """The blocks of a job were lost to a server that cannot be used, while others can: no failure of the tier."""
 
 UNUSABLE: Final = frozenset((LOADING, CLUSTER_DOWN))
-"""Refusals of a server that can be used for nothing now."""
+"""Refusals of a server that cannot be used now."""
 
 OF_ONE_SERVER: Final = UNUSABLE | {BUSY, TIMEOUT, UNAVAILABLE, AUTH, TLS, PROTOCOL}
-"""Reasons that say something of one server, and nothing of the others."""
+"""Reasons that concern one server, and not the others."""
 
 NOT_OURS_TO_USE: Final = {
     AUTH: "refuses the user or password; check 'username' and 'password'",
@@ -51,7 +51,7 @@ NOT_OURS_TO_USE: Final = {
     TLS: "does not pass the check of its certificate; check 'tls_ca' and the host name (the log says more), or "
     "offers no TLS",
 }
-"""What no waiting helps against, and what to do."""
+"""Permanent failures, and what to do."""
 
 _BY_CODE: Final = {
     b"OOM": "no_space",
@@ -72,7 +72,7 @@ _BY_CODE: Final = {
     b"BUSY": BUSY,
 }
 _NOT_SERVED: Final = "Hash slot not served"
-"""What a member says, after CLUSTERDOWN, of one slot that nobody has: the others are served."""
+"""A member's text, after CLUSTERDOWN, for one slot without a server: the others are served."""
 
 _BY_TYPE: Final[tuple[tuple[type[BaseException], str], ...]] = (
     (AuthenticationError, AUTH),
@@ -89,7 +89,7 @@ _BY_TYPE: Final[tuple[tuple[type[BaseException], str], ...]] = (
 
 
 class NodeError(Exception):
-    """A server cannot be used now, or what arrived on a connection is no answer to what was sent.
+    """A server cannot be used now, or sent an invalid reply.
 
     Args:
         reason: One word for the counters.
@@ -109,7 +109,7 @@ def reason_of_code(line: bytes) -> str:
 
 
 def reason_of_error(error: BaseException) -> str:
-    """Return the word for what a socket or redis-py raised, looking at what caused it first."""
+    """Return the word for an exception of a socket or redis-py, by its first cause."""
     if isinstance(error, NodeError):
         return error.reason
     chain: list[BaseException] = []

@@ -1,4 +1,4 @@
-"""What a server answers: the parser of RESP2 replies, which takes every byte for hostile."""
+"""A parser of RESP2 replies, which treats every byte as hostile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tiered_kv_redis.reasons import PROTOCOL, TOO_LONG, NodeError, reason_of_cod
 from tiered_kv_redis.stream import Stream
 
 LINE_BYTES_MAX = 4096
-"""Of a line of a reply; errors are sentences."""
+"""Limit of a line of a reply; errors are sentences."""
 _CHUNK_BYTES = 64 << 10
 _LENGTH_DIGITS_MAX = 12
 
@@ -30,7 +30,7 @@ Reply = bytes | int | Refusal | None
 
 
 def command(*arguments: bytes) -> bytes:
-    """Return a command as it is sent."""
+    """Return a command's bytes."""
     parts = [b"*%d\r\n" % len(arguments)]
     for argument in arguments:
         parts.append(b"$%d\r\n%b\r\n" % (len(argument), argument))
@@ -41,7 +41,7 @@ class ReplyReader:
     """Replies out of a stream, in order, through a buffer of bounded size; one thread at a time.
 
     Args:
-        stream: Where they come from.
+        stream: Their source.
     """
 
     def __init__(self, stream: Stream) -> None:

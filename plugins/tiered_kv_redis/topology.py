@@ -1,4 +1,4 @@
-"""Which server has which block."""
+"""The servers, and which of them has a block."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tiered_kv_redis.reasons import CLUSTER_DOWN, TIMEOUT, UNAVAILABLE, NodeErro
 from tiered_kv_redis.settings import Address, RedisSettings
 
 REFRESH_PAUSE_S = 0.5
-"""Between two questions of where the servers are."""
+"""The time between two requests for the servers' addresses."""
 REFRESH_WAIT_S = 0.2
-"""How long the answer is waited for where there is an older one, which is used then."""
+"""How long to wait for the answer if there is an older one, which is used then."""
 _CLOSE_WAIT_S = 0.5
 
 
@@ -35,8 +35,8 @@ class Topology:
 
     Args:
         settings: The tier's; nothing is connected yet.
-        on_change: Called by any thread when a connection was made anew or somebody said where the servers are. A
-            server may have been replaced then by one that knows less.
+        on_change: Called by any thread when a connection was made anew, or addresses were received. A
+            server may have been replaced then by one with older data.
     """
 
     def __init__(self, settings: RedisSettings, on_change: Callable[[], None] = lambda: None) -> None:
@@ -58,7 +58,7 @@ class Topology:
         A name that no server has now is left out.
 
         Raises:
-            NodeError: Nobody says where the servers are, by the deadline.
+            NodeError: The servers' addresses are unknown at the deadline.
         """
         self._ensure_known(deadline)
         owners = self._owners
@@ -111,7 +111,7 @@ class Topology:
         self._reason = ""
         try:
             self._use(self._find_owners())
-        except Exception as error:  # a server that talks nonsense raises anything; here nothing can catch it
+        except Exception as error:  # an invalid reply may raise any exception; no caller could catch it
             self._is_stale = True
             self._reason = reason_of_error(error)
         else:
@@ -125,7 +125,7 @@ class Topology:
         for member in self._members():
             try:
                 owners = ask(member)
-            except Exception as error:  # redis-py makes anything of an answer that makes no sense
+            except Exception as error:  # redis-py may raise any exception for an invalid answer
                 failure = error
                 continue
             if owners:

@@ -1,4 +1,4 @@
-"""The boto3 session: which credentials sign requests, and where the bucket is."""
+"""The boto3 session: the credentials that sign requests, and the bucket's endpoint."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _LOGGERS_OF_REQUESTS = ("auth", "endpoint", "hooks", "httpsession", "parsers", "
 class Account:
     """A boto3 session and its credentials. Any thread may call.
 
-    A provider of credentials may ask a server, or start a program, that hangs, and boto3 sets no limit to that. So a
-    thread of its own asks, and a request waits for it no longer than for its deadline, and only if it has none yet.
+    A provider of credentials may use a server or a program that hangs, without a limit of boto3. So a
+    thread of its own calls the provider. A request waits only if it has no credentials yet, and until its deadline.
 
     Raises:
         ConfigError: boto3 cannot work with the settings.
@@ -51,7 +51,7 @@ class Account:
             raise ConfigError(f"tier '{tier}': boto3 refuses the settings: {type(error).__name__}") from None
 
     def credentials(self, deadline: float) -> Credentials:
-        """Return what to sign with now; those of a role or a process are refreshed in time.
+        """Return the current credentials; those of a role or a process are refreshed in time.
 
         Raises:
             TierUnavailableError: There are none, or none by the deadline.
@@ -68,7 +68,7 @@ class Account:
             raise self._error("credentials cannot be had in time") from None
 
     def renew(self, stale: Credentials, deadline: float) -> bool:
-        """Look for credentials anew, since the server takes `stale` for expired; return whether there are others."""
+        """Get new credentials, because the server says that `stale` have expired; return whether there are others."""
         if self._explicit is not None:
             return False
         failures: tuple[type[Exception], ...] = (TierUnavailableError, *library_errors())
@@ -132,7 +132,7 @@ class Account:
             )
 
     def _begin_fetch(self) -> Future[Credentials]:
-        """Have credentials fetched, unless that is being done or was just done; under the lock."""
+        """Start fetching credentials, unless a fetch runs or has just ended; under the lock."""
         pause_s = RENEW_PAUSE_S if self._current is None else REFRESH_S
         if self._fetch is not None and (not self._fetch.done() or time.monotonic() - self._fetched_s < pause_s):
             return self._fetch
@@ -155,7 +155,7 @@ class Account:
             found = Credentials(frozen.access_key, frozen.secret_key, frozen.token or "")
         except TierUnavailableError as error:
             fetch.set_exception(error)
-        except Exception as error:  # whatever a provider raises, which may quote what it was told
+        except Exception as error:  # any exception of a provider, whose text may contain secrets
             fetch.set_exception(self._error(f"credentials cannot be had: {type(error).__name__}"))
         else:
             with self._lock:
@@ -180,7 +180,7 @@ def _explicit(settings: S3Settings) -> Credentials | None:
 
 
 def library_errors() -> tuple[type[Exception], ...]:
-    """Return what boto3 raises."""
+    """Return boto3's exceptions."""
     from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError
     from botocore.parsers import ResponseParserError

@@ -1,4 +1,4 @@
-"""The bucket without a stack: whose blocks it holds, and removing them, every version of them.
+"""Administration of the bucket without a stack: list namespaces, and delete one with all versions of its objects.
 
 After a reset the mark of the epoch stays, drawn anew, since a process that runs in an epoch from before it would write
 its own again. Its older versions go. Foreign objects, whose names are not of the tier's layout (`naming.py`), stay in
@@ -33,7 +33,7 @@ _PASSES_MAX: Final = 20
 
 @dataclass(slots=True)
 class _Removed:
-    """What was deleted, and what the server would not delete."""
+    """The deleted objects, and those that the server refused to delete."""
 
     blocks: int = 0
     size_bytes: int = 0
@@ -85,7 +85,7 @@ class S3Administration(TierAdministration):
         self._bucket.close()
 
     def _pass(self, naming: Naming, removed: _Removed, deadline: float) -> int:
-        """Delete what is the tier's; return how much of it there was."""
+        """Delete the tier's objects; return how many there were."""
         found = 0
         removed.foreign, removed.refusals = set(), set()
         mark_is_deleted = False
@@ -102,7 +102,7 @@ class S3Administration(TierAdministration):
             found += len(doomed)
             refusals = self._control.delete([each for each, _ in doomed]) if doomed else set()
             removed.refusals |= refusals
-            if not refusals:  # which of them are not gone is not worth asking: the next look tells
+            if not refusals:  # the next listing shows which are left
                 removed.size_bytes += sum(each.get("Size", 0) for each, _ in doomed)
                 removed.blocks += sum(not is_marker and naming.is_block(each["Key"]) for each, is_marker in doomed)
         return found

@@ -29,10 +29,10 @@ HEADS_IN_FLIGHT_MAX = 16
 """Connections over which one batch of presence requests travels."""
 
 _SAYS_NOTHING = frozenset({Verdict.DENIED, Verdict.REFUSED, Verdict.MOVED})
-"""What an answer to HEAD comes to whose reason would stand in its body."""
+"""The verdict of an answer to HEAD whose reason would be in its body."""
 
 Sink = Callable[[int], Sequence[memoryview] | None]
-"""Where a body of so many bytes goes; None if it is not wanted."""
+"""Returns the memory for a body of as many bytes; None to refuse it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Bucket:
         return self._persist(put, deadline)
 
     def get(self, name: str, sink: Sink, deadline: float, *, expires: bool = True) -> Verdict:
-        """Read an object into what `sink` gives for its length; AGED past half its `ttl`, if it `expires`."""
+        """Read an object into the memory that `sink` returns; AGED past half its `ttl`, if it `expires`."""
 
         def get(attempt: _Attempt) -> Verdict:
             self._send(attempt, "GET", name)
@@ -133,7 +133,7 @@ class Bucket:
     def are_there(self, names: Sequence[str], deadline: float) -> list[Verdict]:
         """Return DONE for each object that is there, ABSENT or EXPIRED for those that are not, or what went wrong.
 
-        The requests travel side by side. Those that fail are tried again side by side, in the first half of the time,
+        The requests run in parallel. Failed ones are tried again in parallel, in the first half of the time,
         so that the answers for the others are not too late.
         """
         verdicts = [Verdict.UNASKED] * len(names)
@@ -184,7 +184,7 @@ class Bucket:
         attempt.connection.send([f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode(), *pieces], attempt.patience)
 
     def _settle(self, attempt: _Attempt, answer: Answer) -> Verdict:
-        """Return what an answer means that has no body, or says what is wrong; do what another try needs."""
+        """Return the verdict of an answer without a body, or of an error; prepare another try."""
         body = attempt.connection.receive_error(answer, attempt.patience)
         if 200 <= answer.status < 300:
             return Verdict.DONE
@@ -230,18 +230,18 @@ class Bucket:
             self._pool.give_back(connection)
 
     def _follow(self, asked: str, region: str) -> Verdict:
-        """Ask in `region` from now on, since the bucket is not where it was asked for."""
+        """Use `region` from now on, because the bucket is not in the former one."""
         with self._moving:
             if region == asked:
                 return Verdict.REFUSED  # a redirect that leads nowhere
-            if region != self._signer.region:  # else another thread has been told the same
+            if region != self._signer.region:  # otherwise another thread has done it
                 self._pool.move(self._account.endpoint(region))
                 self._account.region = region
                 self._signer = Signer(region)
         return Verdict.MOVED
 
     def _age_s(self, answer: Answer) -> float:
-        """Return how old an object is, both times by the server's clock; 0 where none expires, or it does not tell."""
+        """Return an object's age by the server's clock; 0 if objects do not expire, or the age is unknown."""
         modified = seconds_of(answer.headers.get("last-modified", "")) if self._ttl_s < math.inf else None
         if modified is None:
             return 0.0
@@ -252,7 +252,7 @@ class Bucket:
     def _ask_side_by_side(
         self, names: Sequence[str], wanted: Sequence[int], verdicts: list[Verdict], deadline: float
     ) -> None:
-        """Fill in the verdicts that can be had without trying twice. One that stalls holds up no other."""
+        """Fill in the verdicts of one try each. A request that stalls delays no other."""
         credentials = self._account.credentials(deadline)
         patience = Patience(deadline, min(self._stall_s, max(0.0, deadline - time.monotonic()) / 2))
         waiting = deque(wanted)
@@ -300,7 +300,7 @@ class Bucket:
     def _to_ask_again(
         self, names: Sequence[str], asked: Sequence[int], verdicts: list[Verdict], deadline: float
     ) -> list[int]:
-        """Return what is to be asked again, after finding out why answers to HEAD, which say nothing, were refusals."""
+        """Return the requests to try again, after finding out why HEAD was refused: its answer has no body."""
         refused = [index for index in asked if verdicts[index] in _SAYS_NOTHING]
         again = [index for index in asked if verdicts[index] in RETRYABLE and verdicts[index] not in _SAYS_NOTHING]
         if not refused:

@@ -1,7 +1,7 @@
-"""One HTTP/1.1 connection to the bucket's server: bodies leave from, and land in, the caller's memory.
+"""One HTTP/1.1 connection to the bucket's server: bodies are sent from, and received into, the caller's memory.
 
 The standard library's client would do, but parses headers with the e-mail package, which takes longer than signing
-the request. What is needed of HTTP here is little: requests with a known length, and answers with one; answers
+the request. Only a little of HTTP is needed: requests and answers with a known length. Answers
 of unknown length are read only for their error code.
 """
 
@@ -32,7 +32,7 @@ _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) (\d{3})(?: |$)")
 
 
 class BadAnswerError(ConnectionError):
-    """What arrived is not HTTP as S3 speaks it, or ends too early."""
+    """The answer is not HTTP as S3 uses it, or ends too early."""
 
 
 @dataclass(slots=True)
@@ -142,7 +142,7 @@ class Connection:
         return not poll.poll(0)
 
     def abort(self) -> None:
-        """Make whatever waits on this connection fail; any thread."""
+        """Make calls that wait on this connection fail; any thread."""
         try:
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # below TLS, whose state is the other thread's
         except OSError:  # it is closed already

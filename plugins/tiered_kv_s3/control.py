@@ -1,6 +1,6 @@
-"""The control plane: what happens once a minute or by hand, through boto3. Payloads go through `bucket.py`.
+"""The control plane: work that runs once a minute or by hand, through boto3. Payloads go through `bucket.py`.
 
-boto3 knows no deadline: each request is bounded by its time-outs and attempts, and the callers stop between requests.
+boto3 has no deadlines: timeouts and attempts bound each request, and the callers stop between requests.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Listed(NamedTuple):
 
 
 class ControlError(TierUnavailableError):
-    """The server does not do what was asked of it; `code` is S3's word for why, or the kind of failure."""
+    """The server refused a request; `code` is S3's word for why, or the kind of failure."""
 
     def __init__(self, message: str, code: str, tier: str, operation: str) -> None:
         super().__init__(f"{message}: {code}", tier=tier, operation=operation)

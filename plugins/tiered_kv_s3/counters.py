@@ -1,4 +1,4 @@
-"""What happened since the tier was opened."""
+"""Counts of the events since the tier was opened."""
 
 from __future__ import annotations
 

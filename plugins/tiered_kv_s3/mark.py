@@ -1,4 +1,4 @@
-"""Where the mark of a namespace's epoch is kept: one small object. The rules are in `tiered_kv.toolkit.epoch`."""
+"""The store of a namespace's mark: one small object. The rules are in `tiered_kv.toolkit.epoch`."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What the tier's objects are called.
+"""The names of the tier's objects.
 
     PREFIX/NAMESPACE/namespace.json             the namespace in readable form
-    PREFIX/NAMESPACE/epoch                      the mark of the epoch that who comes next joins
+    PREFIX/NAMESPACE/epoch                      the mark of the epoch that later processes join
     PREFIX/NAMESPACE/blocks/EPOCH/FF/KEY        a block's record; FF is the first byte of KEY
 
 NAMESPACE is the namespace's digest, KEY the digest of the block's key that stands in its record too, EPOCH the
-epoch's token; all in hex. Whatever else lies under `PREFIX/NAMESPACE/` is foreign: never
+epoch's token; all in hex. Other objects under `PREFIX/NAMESPACE/` are foreign: never
 deleted.
 """
 
@@ -31,7 +31,7 @@ class Naming:
 
     @property
     def root(self) -> str:
-        """What the names of everything of the namespace begin with."""
+        """The prefix of all names of the namespace."""
         return f"{self.prefix}/{self.namespace_digest.hex()}/"
 
     @property
@@ -44,7 +44,7 @@ class Naming:
 
     @property
     def blocks(self) -> str:
-        """What the names of all blocks, of whatever epoch, begin with."""
+        """The prefix of the names of all blocks, of any epoch."""
         return f"{self.root}blocks/"
 
     def block(self, epoch: str, key: OffloadKey) -> str:

@@ -1,8 +1,8 @@
 """Which blocks are in the bucket, located with few requests.
 
-A block is of use only while all before it in its prefix are there, so a prefix is there up to some block. That block is
-found by a k-ary search: some requests side by side, spread over the prefix, and then again between the last block that
-is there and the first that is not. A prefix of 1,000 blocks takes three such rounds, whatever else is in the bucket. A
+A block is useful only while all blocks before it in its prefix exist, so a prefix exists up to some block. A k-ary
+search finds that block: some parallel requests, spread over the prefix, and then again between the last block that
+exists and the first that does not. A prefix of 1,000 blocks takes three such rounds, whatever else is in the bucket. A
 hole, a block that is gone although later ones are there, is found by its load, as a miss. Where answers show that
 blocks were not asked for in the order of a prefix, each is asked for.
 
@@ -80,7 +80,7 @@ class Presence:
             return self._known(name, time.monotonic())
 
     def forget(self) -> None:
-        """Drop every answer."""
+        """Remove every answer."""
         with self._lock:
             self._answers.clear()
             self._listed_s = -math.inf

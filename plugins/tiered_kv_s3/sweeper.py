@@ -1,4 +1,4 @@
-"""What the tier does in the background: it keeps `ttl` and `capacity` by sweeps, and renews blocks that are used.
+"""The tier's background work: sweeps keep `ttl` and `capacity`, and used blocks are renewed.
 
 A sweep lists the namespace's blocks, of every epoch, and deletes those that are older than `ttl`, and the oldest beyond
 `capacity`. Several processes may sweep at once: they find the same blocks the oldest, and a block that is gone already
@@ -28,7 +28,7 @@ from tiered_kv_s3.verdict import Verdict
 CANDIDATES_MAX = 100_000
 """Blocks that one listing can have deleted; it holds so many names in memory. Where more have to go, it lists again."""
 RENEWALS_MAX = 1024
-"""Blocks that wait to be renewed; further ones are not."""
+"""Blocks that may wait to be renewed; further ones are not renewed."""
 _JITTER = 0.2
 
 
@@ -69,7 +69,7 @@ class Sweeper:
                 self._has_begun = True
 
     def renew(self, name: str) -> None:
-        """Have a block renewed soon, which has been used past half its time."""
+        """Renew a block soon that was used past half its time."""
         with self._lock:
             if len(self._renewals) < RENEWALS_MAX:
                 self._renewals[name] = None
@@ -87,7 +87,7 @@ class Sweeper:
         self._renewing.join(timeout_s)
 
     def sweep(self) -> None:
-        """Delete what is too old or too much.
+        """Delete blocks that are too old or beyond the capacity.
 
         Raises:
             TierError: The server does not list or delete.
@@ -100,7 +100,7 @@ class Sweeper:
         while not self._stopping.wait(pause_s):
             try:
                 self.sweep()
-            except Exception:  # the thread lives on, whatever a library makes of an answer
+            except Exception:  # any exception of a library; the thread continues
                 self._counters.add("failed_sweeps_total")
             pause_s = self._interval_s * random.uniform(1 - _JITTER, 1 + _JITTER)
 

@@ -250,7 +250,7 @@ class S3Tier(BlockingTier):
         return "absent"
 
     def _remove_damaged(self, name: str, status: RecordStatus, deadline: float) -> None:
-        """Make a miss of an object that is not the block's record, here and for everybody else."""
+        """Make an object that is not the block's record a miss, here and for other processes."""
         self._counters.add("corrupt_blocks_total", status.value)
         if self._bucket.delete(name, deadline) is not Verdict.DONE:  # the credentials may not be allowed to
             self._unreadable.note((name,))
@@ -259,7 +259,7 @@ class S3Tier(BlockingTier):
     # The tier's life.
 
     def _save_epoch(self, timeout_s: float = _SAVE_S) -> None:
-        """Try to tell the bucket of a reset; the next store does if this fails."""
+        """Try to write a reset's mark to the bucket; the next store does if this fails."""
         if self._epoch.is_saved:
             return
         try:
@@ -289,7 +289,7 @@ class _Landing:
         self._room = room
 
     def parts_for(self, size_bytes: int) -> list[memoryview] | None:
-        """Return where a body of so many bytes goes; None if no record of this block is that long."""
+        """Return the memory for a body of as many bytes; None if no record of this block is that long."""
         if not HEADER_BYTES <= size_bytes <= record_bytes_max(len(self._block)):
             return None
         is_raw = size_bytes - HEADER_BYTES == len(self._block)  # else compressed, encrypted or damaged

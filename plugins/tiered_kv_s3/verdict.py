@@ -1,4 +1,4 @@
-"""What an answer means: whether it is a success, whether another try may help, and what the failure counts as."""
+"""Verdicts on answers: whether they are a success, whether another try may help, and the failure's reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UNAVAILABLE_CODES = frozenset(
 
 
 class Verdict(StrEnum):
-    """How a request fared; the value is its reason's name in the counters."""
+    """The result of a request; the value is its reason's name in the counters."""
 
     DONE = "done"
     AGED = "aged"
@@ -30,7 +30,7 @@ class Verdict(StrEnum):
     EXPIRED = "absent_by_age"
     """The object is older than blocks may be."""
     PRESENT = "present"
-    """Something has this name already, and was not to be replaced."""
+    """An object of this name exists, and must not be replaced."""
     OVERSIZED = "oversized"
     """The object is longer, or shorter, than a record can be."""
     CREDENTIALS_EXPIRED = "credentials_expired"
@@ -42,7 +42,7 @@ class Verdict(StrEnum):
     UNANSWERED = "unanswered"
     """The bucket does not answer for this block, while it answers for others."""
     REFUSED = "refused"
-    """The server finds fault with the request."""
+    """The server refuses the request as invalid."""
     UNTRUSTED = "untrusted"
     """The server's certificate is not signed by a trusted authority."""
 
@@ -65,7 +65,7 @@ ABSENCE = frozenset({Verdict.ABSENT, Verdict.EXPIRED})
 
 
 def verdict_of(answer: Answer, body: bytes) -> Verdict:
-    """Return what an answer that is no success means; `body` is empty if nothing was read."""
+    """Return the verdict on an answer that is no success; `body` is empty if nothing was read."""
     found = _CODE.search(body)
     code, status = found[1].decode() if found else "", answer.status
     if code in _CREDENTIAL_CODES:
@@ -86,7 +86,7 @@ def verdict_of(answer: Answer, body: bytes) -> Verdict:
 
 
 def verdict_of_error(error: OSError) -> Verdict:
-    """Return what a connection's failure means."""
+    """Return the verdict on a connection's failure."""
     if isinstance(error, ssl.SSLCertVerificationError):
         note_refused(error)
         return Verdict.UNTRUSTED

@@ -25,7 +25,7 @@ class RedisClusterServers:
 
     Args:
         directory: An empty directory for them.
-        tls: Listen with TLS only, among themselves too, and ask for a client's certificate.
+        tls: Listen with TLS only, for each other too, and require a client's certificate.
     """
 
     def __init__(self, directory: Path, *, tls: TlsFiles | None = None) -> None:
@@ -56,7 +56,7 @@ class RedisClusterServers:
         wait_until(lambda: self._followers() == 3, CLUSTER_TIMEOUT_S, what="that the replicas follow")
 
     def masters(self) -> list[RedisServer]:
-        """Return those that are masters now, of those that answer."""
+        """Return the servers that answer and are masters now."""
         found = []
         for server in self.servers:
             with contextlib.suppress(OSError):
@@ -73,9 +73,9 @@ class RedisClusterServers:
         )
 
     def keep_masters(self) -> None:
-        """Have no replica take its master's place because that is slow, from now on: a busy machine holds servers up.
+        """From now on no replica replaces a slow master: a busy machine delays servers.
 
-        Without it a member that does not answer for two seconds is replaced, as tests of that want it.
+        Without it a member that does not answer for two seconds is replaced, as tests of failovers need it.
         """
         for server in self.servers:
             assert server.call("CONFIG", "SET", "cluster-node-timeout", "600000") == b"+OK\r\n"

@@ -17,19 +17,19 @@ from tiered_kv.testing.redis_servers import RedisServer, TlsFiles, make_tls_file
 from tiered_kv.testing.waiting import wait_until
 
 SERVICE = "blocks"
-"""What the sentinel calls the master."""
+"""The sentinel's name of the master."""
 SENTINEL_TIMEOUT_S = 120.0
 _SLOW_MS = 600_000
-"""How long a running server may leave the sentinel without an answer: a busy machine holds one up for a second."""
+"""How long a running server may fail to answer the sentinel: a busy machine delays one for a second."""
 _ENDED_MS = 500
 """The same once the master has been ended."""
 _OTHER_HOST = "127.0.0.2"
-"""Loopback, too."""
+"""Another address of loopback."""
 _ADDRESS = re.compile(rb"address=127\.0\.0\.1:(\d+),slaves=(\d+)")
 
 
 class RedisSentinelServers:
-    """A master, its replica, and one sentinel, which makes the replica the master when that was stopped or killed.
+    """A master, its replica, and one sentinel. It promotes the replica when the master was stopped or killed.
 
     Args:
         directory: A directory for them.
@@ -67,7 +67,7 @@ class RedisSentinelServers:
         )
 
     def fail_over(self) -> None:
-        """Kill the master, and return when the replica is the one that the sentinel names, and takes writes."""
+        """Kill the master, and return when the sentinel names the replica as master, and it accepts writes."""
         self.master.kill()
         wait_until(
             lambda: (
@@ -83,7 +83,7 @@ class RedisSentinelServers:
             server.kill()
 
     def _watched(self) -> tuple[int, int]:
-        """Return the port of the master that the sentinel names, and of how many replicas it knows."""
+        """Return the port of the sentinel's master, and how many replicas the sentinel knows."""
         found = _ADDRESS.search(self._sentinel.call("INFO", "sentinel"))
         return (int(found[1]), int(found[2])) if found else (0, 0)
 
@@ -106,13 +106,13 @@ class _Sentinel(RedisServer):
         return ["redis-server", str(self._config), "--sentinel"]
 
     def expect_no_answer(self) -> None:
-        """Take the master for gone as soon as it does not answer, from now on."""
-        with contextlib.suppress(OSError):  # it has ended, too
+        """From now on the sentinel replaces the master as soon as it does not answer."""
+        with contextlib.suppress(OSError):  # the sentinel has ended, too
             self.call("SENTINEL", "SET", SERVICE, "down-after-milliseconds", str(_ENDED_MS))
 
 
 class _Master(RedisServer):
-    """A master whose end its sentinel is told of, so that it need not suspect one that is only slow."""
+    """A master that tells its sentinel when it is ended, so that the sentinel need not replace a slow one."""
 
     sentinel: _Sentinel | None = None
 

@@ -14,7 +14,7 @@ from tiered_kv.mediums import CPULoadStoreSpec
 
 NO_KEY: Final = OffloadKey(b"")
 PROMOTION: Final = "\0promotion"
-"""The writer of a block that a secondary tier fills; no engine names a request so."""
+"""The writer of a block that a secondary tier fills; no request of an engine has this id."""
 
 
 class RequestChain:
@@ -31,7 +31,7 @@ class RequestChain:
         self._positions: dict[OffloadKey, int] = {}
 
     def extend(self, blocks: Sequence[CPUBlock]) -> None:
-        """Put `blocks` behind those that the request has used so far; they must not be in an order now."""
+        """Append `blocks` to those that the request has used so far; they must not be in an order now."""
         position = self._next_position
         positions = self._positions
         for block in blocks:
@@ -43,7 +43,7 @@ class RequestChain:
     def take(self, blocks: Sequence[CPUBlock]) -> None:
         """Take `blocks`, listed in the order of the prefix; they must not be in an order now.
 
-        Blocks that another request has used since return to the place they had.
+        Blocks that another request has used since return to their former place.
         """
         positions = [self._positions.get(block.key, -1) for block in blocks]
         if all(before < after for before, after in zip([-1, *positions], positions, strict=False)):
@@ -68,7 +68,7 @@ class CPUBlock(BlockStatus):
         position: Its place among the blocks of `chain`, head first.
         step: The last scheduler step in which a lookup was answered with this block.
         loads: How many of its pins are an engine's loads.
-        is_frequent: For policies that tell blocks used once from blocks used again.
+        is_frequent: For policies that separate blocks used once from blocks used again.
         writer: The id of the request whose store fills it, or `PROMOTION`; meaningless once it is ready.
         source: The tier that it was promoted from; empty where an engine has stored it.
     """

@@ -1,8 +1,8 @@
-"""The header of a region's file: how its bytes are cut into rows.
+"""The header of a region's file: how its bytes are divided into rows.
 
-Two processes that cut one file differently would copy bytes of other blocks, and every copy would succeed. So who makes
-a region in shared memory writes the geometry into the file, and who maps the file compares. The header is one page of
-JSON; the rows begin at `ROWS_OFFSET`. Between the two is a hole, which takes no memory.
+Two processes that divide one file differently would copy bytes of other blocks, and every copy would succeed. So the
+process that makes a region in shared memory writes the geometry into the file. Every other process compares it. The
+header is one page of JSON; the rows begin at `ROWS_OFFSET`. The hole between the two takes no memory.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ class Geometry:
         return self.row_bytes // self.workers
 
     def described(self) -> dict[str, int]:
-        """Return what stands in the header."""
+        """Return the content of the header."""
         return {"format": _FORMAT, **dataclasses.asdict(self), "part_bytes": self.part_bytes}
 
 
 def write_header(fd: int, geometry: Geometry) -> None:
-    """Write the header of a file whose rows are there already."""
+    """Write the header of a file whose rows are already allocated."""
     os.pwrite(fd, json.dumps(geometry.described()).encode().ljust(HEADER_BYTES, b"\0"), 0)
 
 
 def has_header(fd: int) -> bool:
-    """Return whether somebody has written the header."""
+    """Return whether the header has been written."""
     return any(os.pread(fd, HEADER_BYTES, 0))
 
 
@@ -78,7 +78,7 @@ def check_header(fd: int, path: str | os.PathLike[str], wanted: Geometry) -> Non
     """Compare a file's header with the geometry that this process expects.
 
     Raises:
-        ConfigError: There is no header, or it tells another geometry.
+        ConfigError: There is no header, or it has another geometry.
     """
     try:
         found = json.loads(os.pread(fd, HEADER_BYTES, 0).rstrip(b"\0"))

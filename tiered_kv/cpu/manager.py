@@ -1,4 +1,4 @@
-"""The primary tier's manager: which key lies in which row, who pins it, and what goes when room is needed."""
+"""The primary tier's manager: the row of each key, its pins, and evictions."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tiered_kv.mediums import CPULoadStoreSpec
 PRIMARY_NAME = "cpu"
 """The primary tier's name in counters and answers."""
 CHAINS_MAX = 100_000
-"""Requests whose recency is tracked; beyond it the one seen first is taken for finished."""
+"""Requests whose recency is tracked; beyond it the one seen first counts as finished."""
 EVENTS_MAX = 1 << 16
-"""Events kept until they are taken; beyond it the oldest are dropped."""
+"""Events kept until they are taken; beyond that the oldest are lost."""
 
 
 class CPUOffloadingManager(OffloadingManager):
@@ -39,7 +39,7 @@ class CPUOffloadingManager(OffloadingManager):
     Args:
         backend: Where the blocks are allocated.
         policy: "lru", "arc", "module:Class", or a policy made for `backend.num_blocks`.
-        enable_events: Whether stored and removed blocks are told by `take_events`.
+        enable_events: Whether `take_events` reports stored and removed blocks.
     """
 
     def __init__(self, backend: CPUBackend, policy: str | CachePolicy = "lru", *, enable_events: bool = False) -> None:
@@ -48,7 +48,7 @@ class CPUOffloadingManager(OffloadingManager):
         self.blocks: dict[OffloadKey, CPUBlock] = {}
         """The block of every key that is ready, pinned or being written."""
         self.step = 0
-        """Counts scheduler steps; blocks stamped with it are not evicted before the step ends."""
+        """The number of the scheduler's step; blocks with this `step` are not evicted before the step ends."""
         self.evicted_blocks = 0
         self._chains: dict[str, RequestChain] = {}
         # Keys that reset_cache() forgot while an engine's transfer was in flight. They can't be stored again
@@ -147,7 +147,7 @@ class CPUOffloadingManager(OffloadingManager):
         return events
 
     def reset_cache(self) -> None:
-        """Forget every key at once; rows that a transfer still touches come back when it ends."""
+        """Forget every key at once; rows of running transfers become free when these end."""
         ready = [block for block in self.blocks.values() if block.ref_cnt == 0]
         self.policy.remove(ready)
         self._tell([key for key, block in self.blocks.items() if block.ref_cnt >= 0], removed=True)
@@ -160,7 +160,7 @@ class CPUOffloadingManager(OffloadingManager):
         self.blocks.clear()
 
     def shutdown(self, *, unmap: bool = True) -> None:
-        """Forget every block, and unmap the region unless somebody still holds a view of it.
+        """Forget every block, and unmap the region unless a view of it still exists.
 
         With an engine's transfer in flight only the region's name is removed; its memory stays.
 
@@ -175,7 +175,7 @@ class CPUOffloadingManager(OffloadingManager):
         else:
             self.backend.region.unlink()
 
-    # What the tiering manager needs besides.
+    # For the tiering manager only.
 
     def chain_of(self, req_context: ReqContext) -> RequestChain:
         """Return the chain of a request; a request without an id gets a new one with each call."""
@@ -192,7 +192,7 @@ class CPUOffloadingManager(OffloadingManager):
     def allocate(
         self, keys: Sequence[OffloadKey], writer: str, chain: RequestChain, evicted: list[OffloadKey]
     ) -> list[CPUBlock] | None:
-        """Give each of `keys`, none of which is here, a block in state writing.
+        """Give each of `keys`, which must be absent, a block in state writing.
 
         Args:
             keys: Distinct absent keys.
@@ -201,7 +201,7 @@ class CPUOffloadingManager(OffloadingManager):
             evicted: Gets the keys that were evicted.
 
         Returns:
-            The blocks in order, without a chain yet; or None, with nothing changed, where room cannot be made.
+            The blocks in order, without a chain yet; or None, with nothing changed, if there is no room.
         """
         missing = len(keys) - self.backend.get_num_free_blocks()
         if missing > 0:
@@ -228,7 +228,7 @@ class CPUOffloadingManager(OffloadingManager):
         return key in self._orphans
 
     def written_blocks(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> list[CPUBlock]:
-        """Return those blocks of `keys` that this request prepared to store; free those that a reset has forgotten."""
+        """Return those blocks of `keys` that this request prepared to store; free those that a reset has removed."""
         req_id = req_context.req_id
         get = self.blocks.get
         written = []

@@ -42,7 +42,7 @@ class PrimaryRegion:
         numa_node: Bind the memory to this node.
 
     Raises:
-        ConfigError: The memory cannot be had as asked, and what to do.
+        ConfigError: The memory cannot be allocated as requested; the message says what to do.
 
     Any thread may read the attributes; create and close on one thread.
     """
@@ -81,10 +81,10 @@ class PrimaryRegion:
         huge_pages: bool = False,
         numa_node: int | None = None,
     ) -> Self:
-        """Map rows of a file that somebody else made, and removes.
+        """Map rows of a file that the caller made and removes.
 
         Args:
-            fd: The open file, which stays the caller's.
+            fd: The open file, which still belongs to the caller.
             path: Its name, for messages.
             num_blocks: Rows, at least 1.
             block_bytes: Bytes of a row, at least 1.
@@ -140,7 +140,7 @@ class PrimaryRegion:
             Whether the region is pinned now.
 
         Raises:
-            ConfigError: CUDA refuses.
+            ConfigError: CUDA refuses to pin it.
         """
         cudart = _cuda_runtime()
         if cudart is not None and not self.is_pinned:
@@ -161,8 +161,8 @@ class PrimaryRegion:
         """Unmap the region.
 
         Returns:
-            False if somebody still holds a view of it; the memory then stays mapped until the last view is gone,
-            since to unmap it below a transfer would crash the process.
+            False if a view of it still exists. Then the memory stays mapped until the last view is gone:
+            unmapping it during a transfer would crash the process.
         """
         self.unlink()
         if self._mapping is None:
@@ -184,7 +184,7 @@ class PrimaryRegion:
 
 
 def _check_private(fd: int, path: str | os.PathLike[str]) -> int:
-    """Return the size of a file of this user's; anybody may make files in /dev/shm."""
+    """Return the size of a file, which must be this user's: any user may make files in /dev/shm."""
     try:
         return check_file(fd, str(path)).st_size
     except NotPrivateError as error:
@@ -195,7 +195,7 @@ def size_shared(fd: int, path: Path, size_bytes: int) -> None:
     """Allocate the pages of all rows of a file in shared memory now: a full one would kill a writer later (SIGBUS).
 
     Raises:
-        ConfigError: There is not so much.
+        ConfigError: There is too little shared memory.
     """
     status = os.fstatvfs(fd)
     free = status.f_bavail * status.f_frsize

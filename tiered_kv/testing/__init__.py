@@ -1,4 +1,4 @@
-"""What a tier's author tests a tier with. This project tests its own tiers with it too.
+"""Tools for authors of tiers to test their tiers. This project tests its own tiers with them too.
 
     conformance     a pytest class to subclass: the contract of a secondary tier, check by check
     wire_faults     a pytest class to subclass: a tier whose server is behind a bad network (its bench: wire_bench)
@@ -13,10 +13,10 @@
     gate, clock     what tests steer the above with, in place of sleeping; waiting waits for a condition
     server_process, redis_servers, s3_servers
                     fixtures with servers on loopback, and with fakeredis and moto
-    four_methods    the smallest tier there can be
+    four_methods    the smallest possible tier
     key_value       a small server, and a good tier over the network to it
 
-The extra `test` brings pytest and Hypothesis. Import the modules by name.
+The extra `test` installs pytest and Hypothesis. Import the modules by name.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ import time
 
 
 class ManualClock:
-    """A monotonic clock that stands still until it is moved; pass it where `time.monotonic` is taken.
+    """A monotonic clock that stands still until it is moved; pass it in place of `time.monotonic`.
 
-    It starts at `time.monotonic()`, so that deadlines made from it mean something to tiers that look at the
-    real clock. Call it on any thread, move it on one.
+    It starts at `time.monotonic()`, because some tiers compare deadlines with the
+    real clock. Any thread may call it; one may move it.
     """
 
     def __init__(self) -> None:

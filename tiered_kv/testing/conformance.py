@@ -7,7 +7,7 @@
         def open_tier(self, tmp_path: Path) -> OpenTier:
             return lambda spec, view: MyTier(spec, view, "mine", path=tmp_path)
 
-`docs/how-to/testing.md` says what each check keeps.
+`docs/how-to/testing.md` says what each check proves.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class TierConformance:
     """Subclass it as `Test...`, and define the fixture `open_tier`.
 
     Attributes:
-        survives_reopen: Whether what was stored is found when `open_tier` is called again after `shutdown`.
-        compressible: Whether blocks hold what codecs make shorter; by default no codec does, so that compression would
-            not be tried.
+        survives_reopen: Whether stored blocks are found when `open_tier` is called again after `shutdown`.
+        compressible: Whether codecs can compress the blocks' content. By default they cannot, so compression is not
+            tested.
         block_bytes: Bytes of one block.
         num_blocks: Rows of the region; at least 512.
         wait_s: How long a single job or lookup may take before the check fails.
         call_limit_s: How long a call may take where the tier says `is_nonblocking`. One call in ten may take
-            longer, since the machine that runs the tests has other things to do.
+            longer, because the machine may be busy.
         shutdown_limit_s: How long `shutdown` may take with jobs in flight.
     """
 
@@ -53,7 +53,7 @@ class TierConformance:
     def corrupt(self, tier: SecondaryTierManager) -> bool:
         """Damage the payload of every block that the open `tier` has stored.
 
-        Override it where the storage can be reached from below.
+        Override it if the test can change the storage directly.
 
         Returns:
             Whether it was done; the checks that need it are skipped if not.
@@ -298,7 +298,7 @@ class TierConformance:
         try:
             rig.reopen(replace(own, namespace_digest=b"another space, 2", namespace={"model": "another"}))
         except TierError:
-            pass  # an error instead of a miss is as good, and says more
+            pass  # an error is as good as a miss, and says more
         else:
             assert not any(rig.lookup(key) for key in keys)
             assert rig.load(keys) == set()

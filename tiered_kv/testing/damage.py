@@ -1,10 +1,10 @@
-"""The catalogue of damages: what storage, networks and strangers do to a block record, byte by byte.
+"""The catalogue of damages to a block record, by storage, networks and attackers, byte by byte.
 
     for damage in record_damages(full=False):
         write(key, damage.apply(read(key)))    # and the block has to be a counted miss
 
-The fields are those of the table in `formats.md`, written down a second time: the catalogue has to notice when a
-reader and its own writer agree on something else.
+The fields repeat the table in `formats.md`, so that the catalogue detects a reader and a writer that agree on another
+format.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from enum import Enum
 import xxhash
 
 SEED = 20
-"""Of every random choice here, so that a case is the same one in each run."""
+"""The seed of every random choice here, so that each run has the same cases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +68,24 @@ RECORD_FIELDS = (
 )
 _CODEC, _LENGTHS, _CHECKSUM = RECORD_FIELDS[2], RECORD_FIELDS[6:8], RECORD_FIELDS[10]
 UNKNOWN_CODEC_ID = 65535
-"""Of a sound record that nobody here can read; 0 to 99 are or will be codecs."""
+"""The codec of a sound record that no reader has; 0 to 99 are or will be codecs."""
 
 
 Change = Callable[[bytes], bytes]
 
 
 class Kind(Enum):
-    """What a damage leaves."""
+    """The kind of record that a damage leaves."""
 
     BROKEN = "broken"
-    """Something that is not the block's record. Nobody can load it, now or later."""
+    """No record of this block. No process can load it, now or later."""
     UNREADABLE = "unreadable"
-    """A sound record in a codec that is not installed here. Others who share the storage may load it."""
+    """A sound record in a codec that is not installed here. Other processes that share the storage may load it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One thing that may happen to a stored record.
+    """One damage to a stored record.
 
     Args:
         name: Says which one it is, for whoever has to replay it.
@@ -99,14 +99,14 @@ class Damage:
 
 
 def seal_record(data: bytes) -> bytes:
-    """Return a record with the checksum that its other bytes want: what a writer's own fault looks like."""
+    """Return a record with a right checksum for its other bytes, as a faulty writer would make it."""
     unsigned = _CHECKSUM.written(data, 0)
     digest = xxhash.xxh3_128_digest(unsigned)
     return unsigned[: _CHECKSUM.offset] + digest + unsigned[_CHECKSUM.end :]
 
 
 def record_damages(*, full: bool) -> list[Damage]:
-    """Return the damages to a block record, each under a name of its own; the same ones in every run.
+    """Return the damages to a block record, with unique names; the same ones in every run.
 
     Args:
         full: Every bit of every field and a hundred places in the payload; otherwise a few of each.
@@ -156,7 +156,7 @@ def _sealed_fields(*, full: bool) -> Iterator[Damage]:
             continue
         for label, value in _values_of(field):
             if field is _CODEC and label not in ("zeros", "0", "1"):
-                continue  # codecs to come, which may read what they are given, or want a key
+                continue  # future codecs, which may accept the payload, or need a key
             yield Damage(f"sealed {field.name} = {label}", _sealed(_set(field, value)))
         for bit in range(8 * field.offset, 8 * field.end) if full and field is not _CODEC else ():
             yield Damage(f"sealed {field.name}: bit {bit - 8 * field.offset} flipped", _sealed(_flip(bit)))

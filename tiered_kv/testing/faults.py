@@ -1,4 +1,4 @@
-"""Tiers that misbehave, made by wrapping a tier that does not.
+"""Wrappers that make a good tier misbehave.
 
     tier = FailingTier(MemoryTier(spec, view, "memory"))
     tier.failing = True
@@ -6,8 +6,8 @@
 Nothing here waits or draws lots: what goes wrong, and when it stops, is decided by the test, through an
 attribute or a `Gate`.
 
-A wrapper that says `is_nonblocking` is called on the scheduler's thread, so what it wraps must return at once
-too. `HangingTier` and `RaisingTier` do not say so: the manager gives them a thread of their own.
+A wrapper that says `is_nonblocking` is called on the scheduler's thread, so the wrapped tier must return at once
+too. `HangingTier` and `RaisingTier` do not say so, and the manager gives them a thread of their own.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class HangingTier(_InterruptedTier):
 
     Args:
         inner: The wrapped tier.
-        gate: Closed while the calls shall hang.
+        gate: Calls hang while it is closed.
         calls: Names of the methods that hang.
     """
 
@@ -107,8 +107,8 @@ class HeldJobsTier(JobWrapperTier):
 
     Args:
         inner: The wrapped tier.
-        gate: Closed while jobs shall be held.
-        hold_lookups: Also answer every lookup with None meanwhile.
+        gate: Jobs are held while it is closed.
+        hold_lookups: Also answer every lookup with None while it is closed.
     """
 
     def __init__(self, inner: SecondaryTierManager, gate: Gate, *, hold_lookups: bool = False) -> None:
@@ -166,7 +166,7 @@ class PartialTier(JobWrapperTier):
 
     Args:
         inner: The wrapped tier.
-        succeeds: Whether a key's part of a job may be done.
+        succeeds: Whether a key may succeed.
     """
 
     def __init__(self, inner: SecondaryTierManager, succeeds: Callable[[OffloadKey], bool]) -> None:

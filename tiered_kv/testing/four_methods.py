@@ -1,4 +1,4 @@
-"""The smallest tier there can be: the four abstract methods over a dictionary, and nothing else."""
+"""The smallest possible tier: the four abstract methods over a dictionary."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 
 
 class FourMethodTier(SecondaryTierManager):
-    """Keeps copies of blocks in a dictionary, and does each job while it is submitted.
+    """Keeps copies of blocks in a dictionary, and executes each job within its submission.
 
-    It knows nothing of partial success, deadlines, verification or resets: what a tier written to the bare
-    interface may leave out, and what the manager must therefore work without.
+    It supports no partial success, deadlines, verification or resets. A tier may leave these
+    out, so the manager must work without them.
 
     Args:
         offloading_spec: Ignored.
@@ -29,7 +29,7 @@ class FourMethodTier(SecondaryTierManager):
         self._region = primary_kv_view.cast("B")
         self._finished: list[JobResult] = []
         self.blocks: dict[OffloadKey, bytes] = {}
-        """What is stored; tests may read it, and damage it."""
+        """The stored blocks; tests may read and damage them."""
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         return key in self.blocks

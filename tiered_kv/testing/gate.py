@@ -1,4 +1,4 @@
-"""A gate that holds threads up until a test opens it."""
+"""A gate that blocks threads until a test opens it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class Gate:
     """Open or closed; any thread may use it.
 
     Args:
-        is_open: How it begins.
+        is_open: Whether it is open at first.
     """
 
     def __init__(self, *, is_open: bool = True) -> None:
@@ -26,11 +26,11 @@ class Gate:
         return self._opened.is_set()
 
     def open(self) -> None:
-        """Let everybody through, from now on."""
+        """Let all threads pass, from now on."""
         self._opened.set()
 
     def close(self) -> None:
-        """Hold up whoever comes from now on."""
+        """Block every thread that arrives from now on."""
         self._opened.clear()
 
     def pass_through(self) -> None:

@@ -1,4 +1,4 @@
-"""A small server on loopback, and a good tier over the network to it: an example, and what bad ones are made from."""
+"""A small server on loopback, and a good tier that uses it: an example, and the base of bad ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMESPACE = bytes(16)
 
 
 class KeyValueServer(socketserver.ThreadingTCPServer):
-    """Values by name: each request is a line, `PUT name length` followed by as many bytes; each answer too."""
+    """Keeps values by name. Requests and answers are lines. Bytes follow the line of a PUT, or of the answer to GET."""
 
     daemon_threads = True
     block_on_close = False
@@ -41,7 +41,7 @@ class KeyValueServer(socketserver.ThreadingTCPServer):
         self._thread.join()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing of connections that broke, or carried nonsense."""
+        """Log nothing about connections that broke, or carried invalid requests."""
 
 
 class _Session(socketserver.StreamRequestHandler):
@@ -69,7 +69,7 @@ class _Session(socketserver.StreamRequestHandler):
 
 
 class Connection:
-    """A connection to the server, whose every step ends by a deadline."""
+    """A connection to the server. Every step ends by a deadline."""
 
     def __init__(self, address: tuple[str, int], deadline: float) -> None:
         self._socket = socket.create_connection(address, _left_s(deadline))
@@ -105,7 +105,7 @@ def _left_s(deadline: float) -> float:
 
 
 class KeyValueTier(BlockingTier):
-    """Blocks in a `KeyValueServer`. What a subclass may spoil is in methods of its own.
+    """Keeps blocks in a `KeyValueServer`. A subclass may override single steps to make them faulty.
 
     Args:
         spec, view: As in `SecondaryTierManager`.
@@ -164,7 +164,7 @@ class KeyValueTier(BlockingTier):
 
     @contextlib.contextmanager
     def connection(self, deadline: float) -> Iterator[Connection]:
-        """Lend a connection; one on which anything went wrong is not lent again."""
+        """Lend a connection. One on which a step failed is not lent again."""
         connection = self._idle.pop() if self._idle else Connection(self._address, deadline)
         try:
             yield connection
@@ -175,5 +175,5 @@ class KeyValueTier(BlockingTier):
 
 
 def wire_name(key: OffloadKey) -> bytes:
-    """Return what a block is called at the server."""
+    """Return a block's name at the server."""
     return key.hex().encode()

@@ -1,4 +1,4 @@
-"""What a piece of code leaves behind in its process: threads, file descriptors, shared memory, files.
+"""Detection of what code leaves behind in its process: threads, file descriptors, shared memory, files.
 
     before = Footprint.take(temporary_directory)
     ...
@@ -24,7 +24,7 @@ _POLL_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a process holds at one moment.
+    """The resources of a process at one moment.
 
     Args:
         threads: Python threads that are alive, by identity.
@@ -44,7 +44,7 @@ class Footprint:
         return cls(frozenset(threading.enumerate()), _shared_memory(), frozenset(others))
 
     def beyond(self, before: Footprint) -> list[str]:
-        """Return, as lines for a person, what is in this footprint and was not in `before`."""
+        """Return, as readable lines, what this footprint has beyond `before`."""
         left = [f"thread {thread.name!r}" for thread in self.threads - before.threads]
         new = self.shared_memory - before.shared_memory
         # A neighbour's memory is no leak of ours.
@@ -53,9 +53,9 @@ class Footprint:
 
 
 def left_behind(before: Footprint, temporary_directory: Path, grace_s: float = 10.0) -> list[str]:
-    """Return what is left beyond `before`, after at most `grace_s` for what is about to end.
+    """Return what is left beyond `before`, after waiting at most `grace_s` for threads that are about to end.
 
-    A thread that a tier has left behind at its shutdown ends by itself, and on a busy machine late.
+    A thread that a tier's shutdown did not wait for ends by itself, and on a busy machine late.
     """
     end = time.monotonic() + grace_s
     while left := Footprint.take(temporary_directory).beyond(before):
@@ -93,6 +93,6 @@ def _used_by_another_process(path: Path) -> bool:
             with os.scandir(f"/proc/{process}/fd") as descriptors:
                 if any(os.readlink(each) == str(path) for each in descriptors):
                     return True
-        except OSError:  # it ended, or is not ours to look at
+        except OSError:  # it ended, or belongs to another user
             continue
     return False

@@ -1,4 +1,4 @@
-"""A tier that lies: the wrapper that shows what a check, or the manager, does about an untruth."""
+"""A wrapper that gives wrong answers, to show how a check or the manager reacts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UNASKED_KEY = make_offload_key(b"nobody asked for this", 0)
 
 
 class Lie(Enum):
-    """What a `LyingTier` says or does against the truth."""
+    """What a `LyingTier` answers or does wrongly."""
 
     HAS_EVERYTHING = "lookup is True for every key"
     STORES_NOTHING = "stores are reported as done, and not done"
@@ -44,7 +44,7 @@ class LyingTier(JobWrapperTier):
 
     Args:
         inner: The wrapped tier.
-        lie: Which.
+        lie: The way.
     """
 
     def __init__(self, inner: SecondaryTierManager, lie: Lie) -> None:

@@ -1,4 +1,4 @@
-"""A whole stack beside a dictionary that says what it may answer."""
+"""A model of a whole stack: a dictionary that says what the stack may answer."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _MUCH_STORED = 8
 
 @dataclass(frozen=True, slots=True)
 class StackUnderTest:
-    """A stack, and the handles by which a test disturbs it.
+    """A stack, and the means by which a test disturbs it.
 
     Args:
         manager: The stack's manager, made with `clock`.
         clock: The clock that its deadlines follow.
         faults: For each fault that can be switched, a callable that switches it on or off.
-        corrupt: Damages what the tiers have stored, or does nothing.
+        corrupt: Damages the blocks that the tiers have stored, or does nothing.
         ledger: Shared by the `WatchedTier`s of the stack, if it has any.
     """
 
@@ -55,10 +55,10 @@ class Transfer:
 
 
 class StackModel:
-    """Plays an engine towards a stack, and knows of every key whether, and with what bytes, it may be found.
+    """Acts as the engine of a stack. For every key it knows whether the key may be found, and with what bytes.
 
-    A stack may lose any block at any time. It may not find one that was never stored, nor one from before a
-    reset, and what it loads is what was stored, byte for byte.
+    A stack may lose any block at any time. It must not find a block that was never stored, or one from before a
+    reset. A loaded block has the stored bytes.
 
     Args:
         stack: The stack.
@@ -162,7 +162,7 @@ class StackModel:
     # The whole stack.
 
     def reset(self) -> None:
-        """Forget everything; the same keys have other contents from now on."""
+        """Reset the stack; the same keys have other contents from now on."""
         self.manager.reset_cache()
         self.epoch += 1
         self.stored.clear()
@@ -173,7 +173,7 @@ class StackModel:
         (self.faults_on.add if on else self.faults_on.discard)(name)
 
     def settle(self) -> None:
-        """End all faults, transfers and requests, wait for all jobs, and check that nothing is held any more."""
+        """End all faults, transfers and requests, wait for all jobs, and check that no block is held any more."""
         for name in list(self.faults_on):
             self.switch_fault(name, False)
         while self.loads:
@@ -188,10 +188,10 @@ class StackModel:
         self._check_nothing_held()
 
     def reopen(self, stack: StackUnderTest) -> None:
-        """Go on with another stack on the same storage; the old one has been settled and shut down."""
+        """Continue with another stack on the same storage; the old one has been settled and shut down."""
         self.stack = stack
 
-    # What must always hold.
+    # Invariants.
 
     def check_transfers(self) -> None:
         """Compare the rows of all open transfers with what they must hold, and with the rows of jobs in flight."""

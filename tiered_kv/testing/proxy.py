@@ -1,4 +1,4 @@
-"""A TCP proxy that a test puts before a real server, to do to its connections what networks do.
+"""A TCP proxy that a test puts before a real server, to give its connections the faults of networks.
 
     with FaultProxy(("127.0.0.1", server_port)) as proxy:
         client = connect(proxy.host, proxy.port)
@@ -7,8 +7,8 @@
         proxy.to_client = NO_FAULTS
         proxy.reset_connections()
 
-`to_server` and `to_client` are the two directions. Nothing is done by chance: a fault is there from when it is
-switched on until it is switched off, and `counts()` says how often it struck.
+`to_server` and `to_client` are the two directions. Nothing is random: a fault lasts from when it is
+switched on until it is switched off, and `counts()` says how often it occurred.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ NO_FAULTS: Final = Faults()
 
 
 class FaultProxy:
-    """Listens on a port of the loopback interface, and passes on what comes to a server and back.
+    """Listens on a port of the loopback interface, and passes bytes to a server and back.
 
     One thread with an event loop of its own; all methods may be called by any other. When it is closed, no thread,
     socket or connection is left.
@@ -75,7 +75,7 @@ class FaultProxy:
         server: Host and port of the server.
 
     Raises:
-        OSError: There is no port to be had.
+        OSError: No port is free.
     """
 
     def __init__(self, server: tuple[str, int]) -> None:
@@ -101,7 +101,7 @@ class FaultProxy:
 
     @property
     def to_server(self) -> Faults:
-        """The faults of what clients send."""
+        """The faults of the bytes that clients send."""
         return self._faults[Direction.TO_SERVER]
 
     @to_server.setter
@@ -110,7 +110,7 @@ class FaultProxy:
 
     @property
     def to_client(self) -> Faults:
-        """The faults of what the server answers."""
+        """The faults of the bytes that the server sends."""
         return self._faults[Direction.TO_CLIENT]
 
     @to_client.setter
@@ -118,7 +118,7 @@ class FaultProxy:
         self.set_faults(Direction.TO_CLIENT, faults)
 
     def set_faults(self, direction: Direction, faults: Faults) -> None:
-        """Switch to `faults` in a direction, on the connections there are and those to come."""
+        """Switch to `faults` in a direction, on open and future connections."""
 
         async def switch() -> None:
             self._faults[direction] = faults
@@ -128,7 +128,7 @@ class FaultProxy:
         self._call(switch())
 
     def counts(self) -> Mapping[str, int]:
-        """Return what was done so far.
+        """Return counts of events so far.
 
         `connections`, `server_refused`, `bytes_to_server`, `bytes_to_client` (that were passed on), `stalled`, `cut`,
         `flipped` (once a connection and setting), `reset`, `half_closed` (once a connection), and `broken`: one
@@ -138,7 +138,7 @@ class FaultProxy:
 
     @property
     def open_connections(self) -> int:
-        """How many connections there are."""
+        """How many connections are open."""
         return len(self._connections)
 
     def refuse_connections(self, refuses: bool = True) -> None:
@@ -150,7 +150,7 @@ class FaultProxy:
         self._call(self._for_each(lambda connection: connection.end("reset", by_reset=True)))
 
     def half_close(self, direction: Direction) -> None:
-        """Tell the receiving end that nothing more comes; the other direction goes on."""
+        """Send the end of the stream to the receiver; the other direction continues."""
         self._call(self._for_each(lambda connection: connection.pipes[direction].half_close()))
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
     from tiered_kv.testing.redis_servers import redis_server, tls_redis_server
 
-A test module that imports a fixture has it; each skips, with the reason, where what it needs is not installed. Every
+Import a fixture into a test module to use it. It skips, with the reason, if a program or library is missing. Every
 server has a directory of its own, listens on free ports of 127.0.0.1 only, and is ended with the test.
 """
 
@@ -21,16 +21,16 @@ import pytest
 from tiered_kv.testing.server_process import STOP_S_MAX, ServerProcess
 
 ANSWER_TIMEOUT_S = 30.0
-"""For one command of a test's own, also on a machine that holds the server up; one that has ended refuses at once."""
+"""Timeout of one command of a test, even on a busy machine. A server that has ended refuses at once."""
 PATIENT: Mapping[str, object] = {"timeout": "60s", "connect_timeout": "60s", "lookup_timeout": "60s"}
-"""Settings of tiers that are not tested for their time-outs: what a busy machine holds up is no failure of theirs."""
+"""Settings of tiers whose timeouts are not tested: a delay by a busy machine is no failure."""
 PASSWORD = "a-password-for-tests"
-"""Of servers that want one."""
+"""The password of servers that require one."""
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """A certificate authority and what it signed, for 127.0.0.1 and localhost.
+    """A certificate authority and a certificate that it signed, for 127.0.0.1 and localhost.
 
     Args:
         ca: The authority's certificate.
@@ -63,17 +63,17 @@ class RedisServer(ServerProcess):
 
     @property
     def url(self) -> str:
-        """Where it is, without the password."""
+        """Its URL, without the password."""
         return f"{'rediss' if self.tls else 'redis'}://127.0.0.1:{self.port}"
 
     def restart(self, *options: str) -> None:
-        """Kill it and start it again, empty, with further options from now on."""
+        """Kill it and start it again, empty, with additional options from now on."""
         self.kill()
         self._options += options
         self.start()
 
     def call(self, *arguments: str | bytes) -> bytes:
-        """Send one command with `redis-cli`-like plainness, over a connection of its own; return the raw reply."""
+        """Send one command, over a connection of its own, and return the raw reply."""
         with self._connect() as sock:
             reply = b""
             if self.password:
@@ -86,7 +86,7 @@ class RedisServer(ServerProcess):
         assert self.call("SET", key, value) == b"+OK\r\n"
 
     def get(self, key: bytes) -> bytes:
-        """Return a value that is there."""
+        """Return an existing value."""
         reply = self.call("GET", key)
         assert reply.startswith(b"$"), reply[:80]
         return reply[reply.index(b"\r\n") + 2 : -2]
@@ -157,7 +157,7 @@ def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
 
 @pytest.fixture
 def tls_redis_server(tmp_path: Path) -> Iterator[RedisServer]:
-    """A redis-server that wants TLS with a client's certificate, and `PASSWORD`."""
+    """A redis-server that requires TLS with a client's certificate, and `PASSWORD`."""
     _redis_server()
     directory = _subdirectory(tmp_path)
     with RedisServer(directory, password=PASSWORD, tls=make_tls_files(directory)) as server:
@@ -194,7 +194,7 @@ def _subdirectory(tmp_path: Path) -> Path:
 
 
 def _exchange(sock: socket.socket, arguments: Sequence[str | bytes]) -> bytes:
-    """Send a command and return its reply as it came."""
+    """Send a command and return its raw reply."""
     encoded = [argument.encode() if isinstance(argument, str) else argument for argument in arguments]
     parts = [b"*%d\r\n" % len(encoded)] + [b"$%d\r\n%b\r\n" % (len(each), each) for each in encoded]
     sock.sendall(b"".join(parts))

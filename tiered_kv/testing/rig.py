@@ -1,4 +1,4 @@
-"""A tier on a test bench: a region of its own, known bytes in every block, and every wait bounded."""
+"""Drives a tier in a test: with a region of its own, known bytes in every block, and bounded waits."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager, TierSpec
 
 OpenTier = Callable[[TierSpec, memoryview], SecondaryTierManager]
-"""Opens a tier for what the spec says, over a writable region of shape (num_blocks, block_bytes)."""
+"""Opens a tier for a spec, over a writable region of shape (num_blocks, block_bytes)."""
 
 BlockIds = np.ndarray[Any, np.dtype[np.int64]]
 
 Content = Callable[[OffloadKey, int, int], bytes]
-"""What is stored under a key: so many bytes, of an epoch."""
+"""Returns the content of a key: as many bytes, of an epoch."""
 
 _GUARD = 0xA5
 _POLL_S_MIN = 0.0001
 _POLL_S_MAX = 0.002
 _REMEMBERED_BYTES_MAX = 4096
-"""How long a block may be for its content to be remembered: 32 MiB in all."""
+"""The largest block whose content is cached; the cache takes 32 MiB at most."""
 
 
 def make_keys(count: int, label: str = "block", group_idx: int = 0) -> list[OffloadKey]:
@@ -60,17 +60,17 @@ def _noise(key: OffloadKey, size_bytes: int, epoch: int) -> bytes:
 
 
 _remembered_noise = functools.lru_cache(maxsize=8192)(_noise)
-"""Making the bytes again for every look at a block takes longer than what most tests do with them."""
+"""To make the bytes again for every comparison takes longer than most tests."""
 
 
 def compressible_content(key: OffloadKey, size_bytes: int, epoch: int = 0) -> bytes:
-    """Return what `block_content` does with 5 bits of each byte cleared, so that codecs make it shorter."""
+    """Return `block_content` with 5 bits of each byte cleared, so that codecs can compress it."""
     noise = np.frombuffer(block_content(key, size_bytes, epoch), dtype=np.uint8)
     return (noise & 0x07).tobytes()
 
 
 class TierRig:
-    """Drives one tier as the manager would, and checks on the way what must hold for every job.
+    """Drives one tier as the manager would, and checks the rules of every job.
 
     After the last job in flight the whole region is compared with what it should hold: sources as they were,
     the blocks of a load exactly as stored, and everything else untouched. A result for an unknown job, or a
@@ -81,9 +81,9 @@ class TierRig:
         num_blocks: Rows of the region.
         block_bytes: Bytes of a row.
         wait_s: How long a job or a lookup may take.
-        job_timeout_s: The deadline that jobs are given, from their submission on; `wait_s` by default.
-        spec: What the tier is opened for; by default a namespace of the rig's own.
-        content: What is stored under a key; by default bytes that no codec makes shorter.
+        job_timeout_s: The deadline of jobs, from their submission on; `wait_s` by default.
+        spec: The tier's spec; by default with a namespace of the rig's own.
+        content: The content of a key; by default bytes that no codec can compress.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class TierRig:
         self.spec = spec or TierSpec("conformance", block_bytes, bytes(range(16)), {"model": "conformance"})
         self.block_bytes = block_bytes
         self.epoch = 0
-        """Which content `store` writes and `load` expects; a test moves it on after a reset."""
+        """The epoch of the content that `store` writes and `load` expects; a test raises it after a reset."""
         self._open_tier = open_tier
         self.wait_s = wait_s
         self.job_timeout_s = wait_s if job_timeout_s is None else job_timeout_s
@@ -129,7 +129,7 @@ class TierRig:
     def submit_store(
         self, keys: Sequence[OffloadKey], rows: Sequence[int] | None = None, deadline: float | None = None
     ) -> JobId:
-        """Fill rows with the contents of `keys` and submit their store."""
+        """Fill rows with the content of `keys` and submit their store."""
         job = self._new_job(keys, rows, deadline, is_promotion=False)
         for key, row in zip(keys, job.block_ids, strict=True):
             content = np.frombuffer(self._content(key, self.block_bytes, self.epoch), dtype=np.uint8)
@@ -146,7 +146,7 @@ class TierRig:
         deadline: float | None = None,
         request: ReqContext | None = None,
     ) -> JobId:
-        """Submit a load of `keys`, for a request if one is given, into rows that hold none of their bytes."""
+        """Submit a load of `keys`, for a request if one is given, into rows with other bytes."""
         job = self._new_job(keys, rows, deadline, is_promotion=True, request=request)
         self._region.array[job.block_ids] = _GUARD
         self.tier.submit_load(job)
@@ -168,7 +168,7 @@ class TierRig:
         return [self._results[job_id] for job_id in wanted]
 
     def poll(self) -> int:
-        """Collect what has finished; return how many jobs have not."""
+        """Collect the finished jobs; return how many are left."""
         for result in self.tier.get_finished():
             assert result.job_id not in self._results, f"job {result.job_id} was reported twice"
             job = self._jobs.pop(result.job_id, None)
@@ -182,7 +182,7 @@ class TierRig:
         return self._succeeded[result.job_id]
 
     def new_request(self) -> ReqContext:
-        """Return a request that the tier has been told of."""
+        """Return a request that was announced to the tier."""
         request = ReqContext(f"request-{next(self._requests)}")
         self.tier.on_new_request(request)
         return request
@@ -217,12 +217,12 @@ class TierRig:
         self.tier = self._open_tier(self.spec, self._region.kv_view)
 
     def check_region(self) -> None:
-        """Compare every block with what it should hold; no job may be in flight."""
+        """Compare every block with its expected bytes; no job may be in flight."""
         wrong = np.flatnonzero((self._region.array != self._expected).any(axis=1)).tolist()
         assert not wrong, f"blocks {wrong} were written by nobody's job, or changed by their own store"
 
     def close(self) -> None:
-        """Shut the tier down and give the region back."""
+        """Shut the tier down and release the region."""
         self.tier.shutdown()
         self._region.close()
 
@@ -259,4 +259,4 @@ class TierRig:
             if key in self._succeeded[job.job_id]:
                 content = self._content(key, self.block_bytes, self.epoch)
                 assert self._region.array[row].tobytes() == content, f"block {key.hex()} was loaded with wrong bytes"
-            self._expected[row] = self._region.array[row]  # a load that failed may leave anything in its own blocks
+            self._expected[row] = self._region.array[row]  # a failed load may leave any bytes in its own blocks

@@ -31,7 +31,7 @@ _making_clients = threading.Lock()
 
 @functools.cache
 def _session() -> Any:
-    """Return boto3's session for tests. A new one reads megabytes of JSON, and holds the interpreter meanwhile."""
+    """Return boto3's session for tests. A new one reads megabytes of JSON, and holds the interpreter lock meanwhile."""
     import boto3
 
     return boto3.session.Session()
@@ -77,7 +77,7 @@ class S3Server(ServerProcess):
     def client(self, verify: str | bool | None = None) -> Any:
         """Return boto3's client for the server; `verify` is a file of authorities for TLS, or False.
 
-        It is of no class that a type checker could know: boto3 makes it when it is asked for.
+        boto3 makes its class at run time, so a type checker does not know it.
         """
         with _making_clients:  # a session is for one thread at a time
             return _session().client(

@@ -3,9 +3,9 @@
     def test_a_stack_with_my_tier_keeps_its_promises() -> None:
         run_state_machine_as_test(make_state_machine(open_my_stack))
 
-The machine plays an engine that does everything an engine may do, in any order, while tiers fail, hang and lose
-data. `tiered_kv.testing.model` says what must hold all the while. Preconditions look only at what the machine has
-done, never at what the stack has answered, which may depend on threads.
+The machine acts as an engine: it makes all permitted calls, in any order, while tiers fail, hang and lose
+data. `tiered_kv.testing.model` checks the invariants. Preconditions depend only on the machine's own
+actions, never on the stack's answers, which may depend on threads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tiered_kv.testing.model import StackModel, StackUnderTest
 from tiered_kv.testing.rig import make_keys
 
 OpenStack = Callable[[Path], StackUnderTest]
-"""Opens a stack over a directory; called again with the same directory, it finds what persistent tiers kept."""
+"""Opens a stack over a directory. Called again with the same directory, it finds the blocks of persistent tiers."""
 
 REQUESTS_MAX = 6
 TRANSFERS_MAX = 4
@@ -32,7 +32,7 @@ _seldom = st.sampled_from([False, False, False, True])
 
 
 def _prefixes() -> list[list[OffloadKey]]:
-    """Return four conversations: two with a common beginning, one alone, and that one again in another group."""
+    """Return four conversations: two with a common prefix, a third, and the third in another group."""
     shared = make_keys(3, "system prompt")
     return [
         shared + make_keys(5, "first chat"),
@@ -62,7 +62,7 @@ def make_state_machine(open_stack: OpenStack) -> type[RuleBasedStateMachine]:
 
 
 class _StackRules(RuleBasedStateMachine):
-    """What an engine, and fate, may do."""
+    """The actions of an engine, and the faults of its storage."""
 
     directory: tempfile.TemporaryDirectory[str]
     model: StackModel
@@ -76,7 +76,7 @@ class _StackRules(RuleBasedStateMachine):
         if len(self.model.stores) > before:
             self.model.complete_store(before, success=success)
 
-    # The engine, as it usually works.
+    # The engine's usual work.
 
     @rule(chat=st.integers(0, 3), length=st.integers(1, 8), waits=st.booleans())
     def serve(self, chat: int, length: int, waits: bool) -> None:
@@ -95,7 +95,7 @@ class _StackRules(RuleBasedStateMachine):
 
     @rule(count=st.integers(4, 12), which=st.integers(0, 15))
     def store_others(self, count: int, which: int) -> None:
-        """Store blocks that are seldom asked for again, so that others are evicted."""
+        """Store blocks that are seldom requested again, so that others are evicted."""
         request = ReqContext("filler")
         self._store_at_once(request, make_keys(count, f"filler-{which}"), success=True)
         self.model.manager.on_schedule_end()
@@ -123,7 +123,7 @@ class _StackRules(RuleBasedStateMachine):
     @precondition(lambda self: self.model.requests)
     @rule(pick=_picks, pressure=st.integers(0, 12))
     def look_up_and_begin_load(self, pick: int, pressure: int) -> None:
-        """Between the lookup and the load of one step, a store of `pressure` blocks wants room."""
+        """Between the lookup and the load of one step, store `pressure` blocks, which need room."""
         req_id = self._request(pick)
         found = self.model.look_up(req_id)
         if pressure:
@@ -139,7 +139,7 @@ class _StackRules(RuleBasedStateMachine):
     @precondition(lambda self: self.model.requests)
     @rule(pick=_picks)
     def ask_once(self, pick: int) -> None:
-        """Ask, and go away before the answer has come."""
+        """Look up keys, and end the request before the answer."""
         request, keys = self.model.requests[self._request(pick)]
         for key in keys:
             assert not self.model.manager.lookup(key, request) or key in self.model.stored
@@ -183,7 +183,7 @@ class _StackRules(RuleBasedStateMachine):
         if is_due and self.model.has_much_stored:
             self.model.reset()
 
-    # Fate.
+    # Faults.
 
     @rule(seconds=st.sampled_from([0.1, 1.5, 11.0, 31.0]))
     def let_time_pass(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Waiting, with a limit, for what another thread or process brings about."""
+"""Waiting, with a limit, for the effect of another thread or process."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ def wait_until(
     """Return once `condition` holds.
 
     Args:
-        condition: Asked again and again, on the caller's thread; it holds when it returns something true.
-        timeout_s: How long to wait. It is there to end a test that fails, and so generous.
-        pause_s: The time between two questions.
+        condition: Called again and again, on the caller's thread; it holds when it returns a true value.
+        timeout_s: How long to wait. It only ends tests that fail, so it is generous.
+        pause_s: The time between two calls.
         what: What is waited for, as the error says it.
 
     Raises:
-        AssertionError: It did not come about in time.
+        AssertionError: It did not hold in time.
     """
     deadline = time.monotonic() + timeout_s
     while not condition():

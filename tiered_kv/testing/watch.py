@@ -1,4 +1,4 @@
-"""Watching transfers from the tier's side: who may touch which row of the primary region, and when."""
+"""Checks, from the tiers' side, which job uses which row of the primary region, and when."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RowLedger:
         self.written: set[int] = set()
 
     def begin(self, job: JobMetadata) -> None:
-        """Note a job's rows, and whether another job in flight contradicts it."""
+        """Note a job's rows, and whether they conflict with another job in flight."""
         rows = set(job.block_ids.tolist())
         if len(rows) != len(job.keys):
             self.violations.append(f"job {job.job_id} has {len(job.keys)} keys and {len(rows)} different rows")
@@ -42,7 +42,7 @@ class RowLedger:
             self.read.update(rows)
 
     def end(self, job: JobMetadata) -> None:
-        """Take a job's rows off again."""
+        """Remove a job's rows."""
         rows = set(job.block_ids.tolist())
         if job.is_promotion:
             self.written -= rows
@@ -53,8 +53,8 @@ class RowLedger:
 class WatchedTier(JobWrapperTier):
     """Notes what the manager does wrong towards the tier that it wraps.
 
-    A row must not be used by two jobs of which one writes, and the source of a store must hold still from
-    submission to report, also when the job has expired meanwhile.
+    Two jobs must not use one row if one of them writes. The source of a store must not change from
+    submission to report, even if the job has expired meanwhile.
 
     Args:
         inner: The wrapped tier; it must return at once.

@@ -1,4 +1,4 @@
-"""A tier whose server is behind a fault proxy, on a test bench: faults to switch, and what must hold around them."""
+"""A tier whose server is behind a fault proxy: faults to switch on, and checks of the tier around them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _POLL_S = 0.005
 
 
 class ByteFault(Enum):
-    """What happens at one byte of each connection."""
+    """A fault at one byte of each connection."""
 
     FLIP = "one of its bits is flipped"
     CUT = "the connection ends after it"
@@ -30,7 +30,7 @@ class ByteFault(Enum):
 
 
 class LastingFault(Enum):
-    """A wire on which nothing arrives, until it is mended."""
+    """A network on which nothing arrives until the fault ends."""
 
     STALL_TO_SERVER = "requests do not arrive"
     STALL_TO_CLIENT = "answers do not arrive"
@@ -47,10 +47,10 @@ class Blow(Enum):
 
 
 class WireBench:
-    """A tier on a test bench, a network whose faults can be switched, and what must hold before, amid and after them.
+    """A tier in a test, a network with faults, and the checks before, during and after a fault.
 
     Args:
-        rig: The tier, opened through the proxy.
+        rig: Drives the tier, which is opened through the proxy.
         proxy: The network.
         job_timeout_s: The deadline of jobs while a fault is on, from their submission.
         grace_s: How much later than that a job may be reported, or a lookup answered.
@@ -112,9 +112,9 @@ class WireBench:
             self.proxy.half_close(Direction(blow.value))
 
     def play(self, keys: Sequence[OffloadKey], request: ReqContext | None = None) -> set[OffloadKey]:
-        """Look keys up and load those that are found, as a request does; return what was loaded.
+        """Look keys up and load those that are found, as a request does; return the loaded keys.
 
-        A block that was answered True, and whose load fails, is a miss for that request from then on.
+        A block that was answered True and whose load fails is a miss for that request from then on.
         """
         asking = request or self.rig.new_request()
         found = self._found(keys, asking)
@@ -128,9 +128,9 @@ class WireBench:
         return loaded
 
     def expect_recovered(self, keys: Sequence[OffloadKey]) -> None:
-        """Check that the tier works, and that each of `keys` is there or is a miss; all of them are there afterwards.
+        """Check that the tier works, and that blocks of `keys` which cannot be loaded are misses. Then store them all.
 
-        What is left of the fault on connections that are open may cost further jobs, and comes to an end.
+        Open connections may still fail from the fault, and cost a bounded number of further jobs.
         """
         self.until(self._works, "the tier does not work again, with no fault left")
         self.until(lambda: self._is_honest(keys), f"blocks of {_hex(keys)} cannot be loaded, and stay answered True")

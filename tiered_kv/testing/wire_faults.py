@@ -1,4 +1,4 @@
-"""What must hold for a tier whose server is behind a bad network, as a pytest class that a tier's author subclasses.
+"""Checks of a tier whose server is behind a bad network, as a pytest class that a tier's author subclasses.
 
     class TestMyTierUnderWireFaults(TierUnderWireFaults):
         @pytest.fixture
@@ -9,9 +9,9 @@
         def open_tier(self, proxy: FaultProxy) -> OpenTier:
             return lambda spec, view: MyTier(spec, view, "mine", host=proxy.host, port=proxy.port)
 
-Blocks may be lost, jobs may fail and lookups may miss. Never may wrong bytes be loaded, nor a block be answered True
-that cannot be loaded, beyond the one answer that its load proves wrong. Every job is reported once, by its deadline;
-and when the network is whole again, so is the tier. `docs/how-to/testing.md` says what each check keeps.
+Blocks may be lost, jobs may fail and lookups may miss. Wrong bytes must never be loaded. If a block is answered True
+and its load fails, it must not be answered True again. Every job is reported once, by its deadline. When the network
+works again, so does the tier. `docs/how-to/testing.md` says what each check proves.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from tiered_kv.testing.wire_bench import Blow, ByteFault, LastingFault, WireBenc
 
 _HEAD_OFFSETS = (0, 1, 4, 10, 25, 60, 110, 180, 300)
 _TRANSFER_S = 0.5
-"""How long a transfer is made to take, so that something can befall it."""
+"""How long a transfer is made to take, so that a fault can interrupt it."""
 _LOOKUPS_MAX = 100
 
 Exchange = Callable[[WireBench], tuple[list[OffloadKey], Callable[[], object]]]
-"""Prepares an exchange with the server: the keys that it is about, and a callable by which it happens."""
+"""Prepares an exchange with the server; returns its keys, and a callable that makes the exchange."""
 
 
 def a_lookup(bench: WireBench) -> tuple[list[OffloadKey], Callable[[], object]]:
@@ -46,10 +46,10 @@ def a_lookup(bench: WireBench) -> tuple[list[OffloadKey], Callable[[], object]]:
 
 def a_load(bench: WireBench) -> tuple[list[OffloadKey], Callable[[], object]]:
     keys, request = bench.stored(1), bench.rig.new_request()
-    for _ in range(_LOOKUPS_MAX):  # so that the load is all that goes over the wire
+    for _ in range(_LOOKUPS_MAX):  # so that only the load uses the network
         if all(bench.rig.lookup_all(keys, request)):
             break
-        request = bench.rig.new_request()  # an answer that is late, on a busy machine, is a miss
+        request = bench.rig.new_request()  # on a busy machine an answer may be late, which is a miss
     else:
         pytest.fail("blocks that were stored are not found, without any fault")
     return keys, lambda: bench.play(keys, request)
@@ -63,9 +63,8 @@ def a_store(bench: WireBench) -> tuple[list[OffloadKey], Callable[[], object]]:
 class TierUnderWireFaults:
     """Subclass it as `Test...`, and define the fixtures `server_address` and `open_tier`.
 
-    Give the tier timeouts of its own that are longer than `job_timeout_s`, and a `lookup_timeout` that is not, so
-    that what is tested is whether it keeps the deadlines of its jobs. Have it ask the server, where it could
-    remember an answer.
+    Give the tier timeouts of its own that are longer than `job_timeout_s`. Then the checks test the deadlines of its
+    jobs. Its `lookup_timeout` must not be longer. Switch off caches of answers, so that it asks the server.
 
     Attributes:
         block_bytes, num_blocks: Of the region.
@@ -83,7 +82,7 @@ class TierUnderWireFaults:
     shutdown_limit_s: ClassVar[float] = 6.0
 
     def offsets(self, fault: ByteFault, exchange_bytes: int) -> set[int]:
-        """Return at which bytes of an exchange a fault is tried: in its first line, headers, middle and tail."""
+        """Return the bytes of an exchange at which to try a fault: in its first line, headers, middle and tail."""
         tail = (exchange_bytes // 2, exchange_bytes - 150, exchange_bytes - 60, exchange_bytes - 3, exchange_bytes - 1)
         return {offset for offset in (*_HEAD_OFFSETS, *tail) if 0 <= offset < exchange_bytes}
 
@@ -124,7 +123,7 @@ class TierUnderWireFaults:
     def test_a_fault_at_any_byte_costs_a_miss_at_most(
         self, bench: WireBench, direction: Direction, fault: ByteFault, exchange: Exchange
     ) -> None:
-        """Each byte of some all over the exchange is damaged, or is where every connection ends."""
+        """At some bytes all over the exchange, flip a bit or end every connection."""
         struck = -_strikes(bench.proxy)
         for offset in sorted(self.offsets(fault, _bytes_of(exchange, bench, direction))):
             keys, happen = exchange(bench)
@@ -153,7 +152,7 @@ class TierUnderWireFaults:
         with bench.lasting(fault):
             if not bench.rig.tier.reset_cache():
                 pytest.skip("the tier cannot reset: the manager stops using it then")
-            bench.rig.epoch = 1  # from here on, the bytes of before are wrong
+            bench.rig.epoch = 1  # from here on, the earlier bytes are wrong
             bench.play(keys)
             bench.rig.store(keys[:4])
         bench.play(keys)
@@ -178,7 +177,7 @@ class TierUnderWireFaults:
         with bench.lasting(LastingFault.DEAD):
             try:
                 bench.rig.reopen()
-            except TierError:  # an error is as good: the stack says what is wrong
+            except TierError:  # an error is as good: it says what is wrong
                 is_open = False
             else:
                 is_open = True
@@ -212,7 +211,7 @@ class TierUnderWireFaults:
 
 
 def _bytes_of(exchange: Exchange, bench: WireBench, direction: Direction) -> int:
-    """Return how many bytes an exchange has in one direction, on a connection that is open already."""
+    """Return how many bytes an exchange has in one direction, on an open connection."""
     name = f"bytes_{direction.value}"
     _, happen = exchange(bench)
     before = bench.proxy.counts()[name]

@@ -1,4 +1,4 @@
-"""What can be done to a tier's storage from outside of a stack: see whose blocks it holds, and remove them for good.
+"""Administration of a tier's storage without a stack: list the namespaces in it, and delete one for good.
 
     administration = tier_type.administration()(settings)
     with closing(administration):
@@ -6,7 +6,7 @@
             administration.purge(stored.digest, deadline)
 
 A purge is not a reset of the cache: a reset makes blocks unreachable at once and leaves their bytes to be written
-over. A purge removes the bytes, takes its time, and looks afterwards whether any are left.
+over. A purge deletes the bytes, may take long, and checks afterwards whether any are left.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from typing import Any
 from tiered_kv.config.namespace import NamespaceIdentity
 
 DIGEST_HEX = re.compile(r"[0-9a-f]{32}")
-"""A namespace's digest as paths and names have it."""
+"""The form of a namespace's digest in paths and names."""
 
 DESCRIPTION_BYTES_MAX = 1 << 20
-"""Of a readable form that is read from storage; one that is longer is not believed."""
+"""Limit of a readable form that is read from storage; a longer one is ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredNamespace:
-    """A namespace that a tier's storage holds something of.
+    """A namespace of which a tier's storage holds data.
 
     Args:
         digest: Its digest, 32 hexadecimal digits.
-        described: Its readable form; empty where there is none that the digest bears out.
-        blocks: How many blocks; None where counting them is as much work as removing them.
-        size_bytes: What they take; None likewise.
+        described: Its readable form; empty if there is none that matches the digest.
+        blocks: How many blocks; None if counting them is as much work as deleting them.
+        size_bytes: Their size; None likewise.
     """
 
     digest: str
@@ -52,14 +52,14 @@ class StoredNamespace:
 
 @dataclass(frozen=True, slots=True)
 class Purged:
-    """What became of a namespace.
+    """The result of a purge of one namespace.
 
     Args:
-        blocks: How many blocks were removed, segments or versions of objects that held them counted where the tier
-            does not look inside; None where it cannot be told.
-        size_bytes: What was removed.
-        left: What is left and should not be, and why, in words; empty if all is gone.
-        notes: What somebody who purges should know.
+        blocks: How many blocks were deleted. A tier that does not read its segments or versions of objects counts
+            those. None if it is unknown.
+        size_bytes: Bytes that were deleted.
+        left: Data that should have been deleted and is left, and why; empty if none is.
+        notes: Hints for the user.
     """
 
     blocks: int | None
@@ -71,8 +71,8 @@ class Purged:
 class TierAdministration(ABC):
     """One tier's storage, without a stack. A subclass is constructed with the tier's settings; one thread uses it.
 
-    Every method raises `TierError` where the storage cannot be reached, is another process's alone, or is not the
-    tier's at all. All of them end by their deadlines.
+    Every method raises `TierError` if the storage cannot be reached, another process owns it, or it belongs to no such
+    tier. All of them end by their deadlines.
 
     Args:
         settings: The tier's YAML entry.
@@ -84,18 +84,18 @@ class TierAdministration(ABC):
 
     @abstractmethod
     def namespaces(self, deadline: float, only: str | None = None) -> list[StoredNamespace]:
-        """Return the namespaces that the storage holds something of.
+        """Return the namespaces of which the storage holds data.
 
         Args:
             deadline: When to give up, in seconds of `time.monotonic()`.
-            only: Look for the namespace with this digest alone.
+            only: Search the namespace with this digest only.
         """
 
     @abstractmethod
     def purge(self, digest: str, deadline: float) -> Purged:
-        """Remove all that is stored of a namespace, and look whether it is gone.
+        """Delete all stored data of a namespace, and check that none is left.
 
-        What other processes store meanwhile may be left. They go on: what they ask for is a miss.
+        Blocks that other processes store meanwhile may be left. The processes continue; their lookups are misses.
 
         Args:
             digest: The namespace's digest, 32 hexadecimal digits.
@@ -108,9 +108,9 @@ class TierAdministration(ABC):
 
 
 def believed(described: object, digest: str) -> Mapping[str, object]:
-    """Return a readable form that was found beside the blocks of `digest`, or an empty one if it is another's.
+    """Return a readable form that was found beside the blocks of `digest`; an empty one if its digest is another.
 
-    Whoever can write there could put another tenant's name into it; but a digest is taken over the readable form.
+    An attacker who can write there could put another tenant's name into it. The digest over the form shows that.
     """
     if not isinstance(described, Mapping):
         return {}

@@ -9,7 +9,7 @@ TRACKED_KEYS_MAX = 1 << 20
 
 
 class Admission:
-    """Admits a block when it is offered for the n-th time, so that blocks nobody asks for again wear no disk.
+    """Admits a block when it is offered for the n-th time, so that blocks which are used once wear no disk.
 
     Counts are kept in two generations, so that memory is bounded without work for each key: when the younger is full
     it becomes the older, whose counts still carry over. Owned by the manager's thread.

@@ -1,6 +1,6 @@
 """The audit: a share of requests is computed anew, and what the tiers have is compared with what was computed.
 
-A namespace cannot know everything that shapes a block's bytes. So the lookups of some requests are answered with
+A namespace cannot contain everything that shapes a block's bytes. So the lookups of some requests are answered with
 misses. The engine then computes their blocks and stores them, and here each is compared with the copy under its key:
 
 - Where the primary tier has the block, the engine writes into a *spare row* instead, and both rows are compared.
@@ -41,7 +41,7 @@ _SHOWN_MAX: Final = 1e3
 
 @dataclass(frozen=True, slots=True)
 class AuditRules:
-    """What a stack's settings say of the audit.
+    """The audit's settings.
 
     Args:
         share: Share of the requests that are audited, above 0 and up to 1.
@@ -59,7 +59,7 @@ class AuditRules:
 class Audit:
     """Chooses requests, one at a time, and follows their blocks until they have been compared.
 
-    Owned by the manager's thread, which only notes and passes on here: bytes are compared on a thread of their own.
+    Owned by the manager's thread. A thread of the audit's own compares the bytes.
     `on_active` is called with True when lookups have to ask `withholds` from now on, and with False when not.
     """
 
@@ -82,7 +82,7 @@ class Audit:
         self._written: dict[OffloadKey, Pair] = {}  # whose spare row the engine is writing
         self._loads: dict[Job, list[Pair]] = {}
         self._counters = {guarded.name: Counters((), ("audited_blocks_total",)) for guarded in tiers}
-        # What concerns no tier in particular is the primary tier's.
+        # Counts that belong to no tier are the primary tier's.
         self._counters[PRIMARY_NAME] = self._of_all = Counters(
             ("audited_requests_total", "audit_busy_requests_total"),
             ("audited_blocks_total", "audit_abandoned_blocks_total"),
@@ -131,7 +131,7 @@ class Audit:
     def prepare(
         self, keys: Collection[OffloadKey], output: PrepareStoreOutput, req_context: ReqContext
     ) -> PrepareStoreOutput:
-        """Return what a request shall store, with spare rows for blocks that the primary tier has."""
+        """Return the rows that a request stores into, with spare rows for blocks that the primary tier has."""
         audited = self._current
         if audited is None or not audited.is_stored_by(req_context.req_id, keys):
             return output
@@ -156,7 +156,7 @@ class Audit:
     def complete(
         self, keys: Collection[OffloadKey], written: Sequence[CPUBlock], req_context: ReqContext, success: bool
     ) -> None:
-        """Go on with blocks whose store has ended; `written` are those in rows of their own, if it succeeded."""
+        """Continue with blocks whose store has ended; `written` are those in rows of their own, if it succeeded."""
         req_id = req_context.req_id
         if self._written:
             pairs = [self._written[key] for key in keys if key in self._written]
@@ -196,10 +196,10 @@ class Audit:
             if audited.first_key is None:
                 self._end()
 
-    # What tiers and time bring.
+    # Events of tiers and of time.
 
     def collect(self, job: Job, result: JobResult) -> bool:
-        """End a load that was reported; return False where it is none of the audit's."""
+        """End a load that was reported; return False if it is not the audit's."""
         pairs = self._loads.pop(job, None)
         if pairs is None:
             return False
@@ -214,7 +214,7 @@ class Audit:
         return True
 
     def expire(self, job: Job) -> bool:
-        """Give up a load; return False where it is none of the audit's. Its spare rows stay with the job."""
+        """Give up an expired load; return False if it is not the audit's. Its spare rows stay with the job."""
         pairs = self._loads.get(job)
         if pairs is None:
             return False
@@ -225,7 +225,7 @@ class Audit:
         return True
 
     def tick(self, now_s: float) -> None:
-        """Judge what has been compared, and let time pass."""
+        """Process finished comparisons, and end an audit whose time is over."""
         for pair, difference in self._spare_rows.take():
             if pair.audited is not self._current:
                 continue
@@ -245,12 +245,12 @@ class Audit:
             self._end()
 
     def reset(self) -> None:
-        """Give up what is being audited: the blocks under its keys are other ones from now on."""
+        """Give up the current audit: its keys have other blocks from now on."""
         if self._current is not None:
             self._end("reset")
 
     def close(self, timeout_s: float) -> None:
-        """End the thread that compares, after what was given to it; no longer than `timeout_s`."""
+        """End the comparing thread after its last comparison; wait at most `timeout_s`."""
         self.reset()
         self._spare_rows.stop(timeout_s)
         self.tick(self._clock())
@@ -258,7 +258,7 @@ class Audit:
     # One step each.
 
     def _ask(self, audited: Audited) -> None:
-        """Ask the tiers, in order, for the blocks of which it is not known yet who has them."""
+        """Ask the tiers, in order, for the blocks whose tier is not known yet."""
         rest = [key for key, guarded in audited.asked.items() if guarded is None]
         for guarded in self._tiers:
             if not rest:
@@ -274,7 +274,7 @@ class Audit:
             rest = [key for key, answer in answers.items() if answer is not None and not answer]
         for key in rest:
             del audited.asked[key]
-            audited.is_taking = False  # what lies behind a block that no tier has is of no use to anybody
+            audited.is_taking = False  # blocks behind one that no tier has are of no use
 
     def _with_spare_rows(
         self,
@@ -319,7 +319,7 @@ class Audit:
 
     def _release(self, pair: Pair, reason: str) -> None:
         self._spare_rows.release(pair)
-        if pair.audited is self._current:  # what ended with its audit has been counted there
+        if pair.audited is self._current:  # loads that ended with their audit were counted there
             self._abandon(reason, 1)
 
     def _judge(self, audited: Audited, tier: str, key: OffloadKey, difference: float) -> None:
@@ -345,7 +345,7 @@ class Audit:
             self._of_all.add("audit_abandoned_blocks_total", reason, count=num_blocks)
 
     def _end(self, reason: str = "") -> None:
-        """End the audit of the current request; `reason` tells why some of its blocks may not have been compared."""
+        """End the audit of the current request; `reason` says why some of its blocks may not have been compared."""
         audited = self._current
         assert audited is not None
         self._current = None

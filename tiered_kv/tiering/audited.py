@@ -1,4 +1,4 @@
-"""The request that is being audited: what it may compare, and what has come of it."""
+"""The request that is being audited: the blocks to compare, and the results."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Audited:
         req_id: Its id.
         context: The audit's own towards the tiers, so that their answers outlive the request.
         until_s: When the audit is given up.
-        first_key: The first key that was withheld. An engine looks up what it has neither computed nor kept itself, so
-            what it stores from this key on, in the same group, is computed anew.
+        first_key: The first key that was withheld. An engine looks up blocks that it has neither computed nor kept. So
+            the blocks that it stores from this key on, in the same group, are computed anew.
         storer: The request that stores `first_key`. A program's `get` and `put` are two requests.
         is_finished: Whether the request has ended; only then may another be the storer.
         is_taking: Whether further blocks are compared.
         taken: Blocks that were considered.
         asked: Blocks that the storer is storing, with the tier that has them; None while that is not known.
-        pending: Copies that have been found and not been compared.
+        pending: Copies that have been found but not compared.
         compared: Copies that have been.
         different: Keys of those that differ.
         largest: The largest difference so far.
@@ -62,11 +62,11 @@ class Audited:
 
 
 def is_chosen(req_id: str, share: float) -> bool:
-    """Return whether a request is one of the share that is audited: always the same ids."""
+    """Return whether a request is in the audited share; the same ids always are."""
     return int(log_name(req_id), 16) < share * 2.0**64
 
 
 def log_name(named: str | bytes) -> str:
-    """Return what stands for a request or a block in a log."""
+    """Return the digest of a request or a block for a log."""
     name = named.encode("utf-8", "surrogatepass") if isinstance(named, str) else named
     return hashlib.blake2b(name, digest_size=8).hexdigest()

@@ -4,8 +4,8 @@ A secondary tier never sees GPU memory. A *cascade* store copies blocks out of t
 into the tier; a *promotion* load copies them back. Both are jobs: submitted without waiting, reported once by
 `SecondaryTierManager.get_finished`.
 
-Names and signatures follow vLLM v1's `vllm.v1.kv_offload.tiering.base`; what this project adds has a default,
-so a tier that implements only the four abstract methods works in full.
+Names and signatures follow vLLM v1's `vllm.v1.kv_offload.tiering.base`. Additions of this project have defaults,
+so a tier that implements only the four abstract methods works.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class JobMetadata:
         block_ids: Rows of the primary tier's region, int64 of shape (n,), in the order of `keys`.
         is_promotion: True for a load into the region, False for a store out of it.
         req_context: The request.
-        deadline: When the manager gives the job up, in seconds of `time.monotonic()`; None for never. A tier
-            may drop work that cannot meet it, but must report the job all the same: its blocks are not reused
+        deadline: When the job expires, in seconds of `time.monotonic()`; None for never. A tier
+            may cancel work that cannot meet it, but must still report the job: its blocks are not reused
             until it does.
     """
 
@@ -48,13 +48,13 @@ class JobMetadata:
 
 @dataclass
 class JobResult:
-    """How a job ended. Reporting it says that nothing touches the job's blocks any more.
+    """How a job ended. After the report no code of the tier touches the job's blocks any more.
 
     Args:
         job_id: The job.
         success: True if every key succeeded.
-        successful_keys: If not all keys succeeded, those that did; None where all share the fate that
-            `success` tells.
+        successful_keys: If not all keys succeeded, those that did; None if `success` holds for all of
+            them.
         reason: One word for the counters where something failed, such as "checksum", "io_error", "no_space".
     """
 
@@ -66,12 +66,12 @@ class JobResult:
 
 @dataclass(frozen=True, slots=True)
 class TierSpec:
-    """What the stack tells a tier about the data it will hold; a tier's `offloading_spec`.
+    """A stack's description of a tier's data, for the tier's `offloading_spec`.
 
     Args:
         name: The tier's name in the stack, unique in it.
         block_bytes: Bytes of one block.
-        namespace_digest: 16 bytes that stand for all that must agree for blocks to be interchangeable.
+        namespace_digest: 16 bytes, a digest of all fields that must agree before blocks are interchangeable.
         namespace: The same in readable form, to be kept beside the data.
     """
 
@@ -105,11 +105,11 @@ class SecondaryTierManager(ABC):
 
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """Return True if the block is completely here, False if not, None if that is not known yet."""
+        """Return True if the tier has the complete block, False if not, None if it does not know yet."""
 
     @abstractmethod
     def submit_store(self, job_metadata: JobMetadata) -> None:
-        """Begin to copy blocks out of the primary tier, leaving out those that are here already.
+        """Begin to copy blocks out of the primary tier, except those that the tier already has.
 
         The blocks stay pinned, and unchanged, until the job is reported.
         """
@@ -141,7 +141,7 @@ class SecondaryTierManager(ABC):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget what was kept for the request, such as cached answers."""
+        """Forget the request's state, such as cached answers."""
         return
 
     def on_schedule_end(self) -> None:
@@ -149,7 +149,7 @@ class SecondaryTierManager(ABC):
         return
 
     def reset_cache(self) -> bool:
-        """Forget every block, so that none stored before is ever answered or loaded again.
+        """Forget every block: none that was stored before may be found or loaded again.
 
         Returns:
             Whether this tier can. If not (the default), the manager stops using it: blocks that are no
@@ -158,7 +158,7 @@ class SecondaryTierManager(ABC):
         return False
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return blocks that this tier stored or removed since the last call, if it tells."""
+        """Return blocks that this tier stored or removed since the last call, if it reports them."""
         return ()
 
     def stats(self) -> Mapping[str, Any]:  # Any: a number, or for what has labels a mapping of numbers by label
@@ -166,7 +166,7 @@ class SecondaryTierManager(ABC):
         return {}
 
     def describe(self) -> Mapping[str, object]:
-        """Return what the tier can do here, for a person to read; may do I/O, never called on the hot path."""
+        """Return facts about the tier and its surroundings, for users. May do I/O; never called on the hot path."""
         return {}
 
     def shutdown(self) -> None:

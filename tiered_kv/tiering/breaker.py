@@ -31,14 +31,14 @@ class Breaker:
         self._opened_at_s = 0.0
 
     def succeed(self) -> None:
-        """A job succeeded: close."""
+        """Note that a job succeeded, and close."""
         self._failures = 0
         self.state = BreakerState.CLOSED
 
     def fail(self, now_s: float) -> None:
-        """A job or lookup failed, or was not answered in time."""
+        """Note that a job or lookup failed, or was not answered in time."""
         if self.state is BreakerState.OPEN:
-            return  # it was begun before: stragglers, one after the other, must not put off the probe
+            return  # it began before the breaker opened: late failures must not delay the probe
         self._failures += 1
         if self.state is BreakerState.HALF_OPEN or self._failures >= self._failures_max:
             self.times_opened += 1
@@ -46,11 +46,11 @@ class Breaker:
             self._opened_at_s = now_s
 
     def answer(self) -> None:
-        """The tier showed signs of life while open: let a probe through without waiting longer."""
+        """The tier answered while the breaker was open: let a probe through now."""
         if self.state is BreakerState.OPEN:
             self.state = BreakerState.HALF_OPEN
 
     def tick(self, now_s: float) -> None:
-        """Let time pass."""
+        """Let a probe through if the cooldown is over."""
         if self.state is BreakerState.OPEN and now_s - self._opened_at_s >= self._cooldown_s:
             self.state = BreakerState.HALF_OPEN

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 STRETCH_VALUES: Final = 256
-"""Values whose differences are added up: about one token of one head."""
+"""Values in a stretch: about one token of one head."""
 SCALE_SHARE: Final = 0.1
 """A stretch of smaller values than this share of the block's average is measured against that share."""
 _PIECE_BYTES: Final = 1 << 18

@@ -20,14 +20,14 @@ _SEED_ARGUMENTS = 3
 
 
 class SecondaryTierFactory:
-    """The one place where tiers are constructed. It keeps nothing: tier types live in `tier_plugins()`."""
+    """Constructs tiers. It has no state: `tier_plugins()` holds the tier types."""
 
     @staticmethod
     def register(name: str, tier: type[SecondaryTierManager] | Callable[[], type[SecondaryTierManager]]) -> TierType:
         """Make a class known under `name`, for programs that are no plugin.
 
         Args:
-            name: What a YAML entry's `type` calls it.
+            name: Its `type` in a YAML entry.
             tier: The class, or a callable that imports and returns it. It is constructed as
                 `cls(offloading_spec, primary_kv_view, tier_type, **keys)` with those keys of its YAML entry
                 that not every tier has, so a class with the three arguments alone works too.
@@ -61,9 +61,9 @@ class SecondaryTierFactory:
             settings: The tier's entry, or its settings.
 
         Raises:
-            ConfigError: The settings cannot be used, a key's file neither, or a library is missing.
-            TierError: The tier cannot be opened. Whatever a tier raises that is not of this project's errors
-                becomes one, without the secrets of its settings.
+            ConfigError: The settings or a key's file cannot be used, or a library is missing.
+            TierError: The tier cannot be opened. Other exceptions of a tier become a `TierError`,
+                without the secrets of its settings.
         """
         checked = tier_settings(settings)
         tier_type = tier_plugins().resolve(checked.type)
@@ -81,14 +81,14 @@ class SecondaryTierFactory:
             return tier if name_key is None else KeyedNames(tier, name_key)
         except TieredKVError:
             raise
-        except Exception as error:  # whatever a stranger's constructor raises
+        except Exception as error:  # any exception of a foreign constructor
             reason = f"{type(error).__name__}: {scrub(str(error), checked.secret_texts())}"
-        # Raised outside of the handler: the stranger's own text may hold what must not be shown.
+        # Raised outside of the handler: the original message may contain secrets.
         raise TierError(reason, tier=checked.name, operation="open")
 
 
 def _name_key(settings: TierSettings) -> bytes | None:
-    """Return the secret that blocks are named with, if there is one.
+    """Return the name key, if there is one.
 
     Raises:
         ConfigError: Its file cannot be used.
@@ -100,7 +100,7 @@ def _name_key(settings: TierSettings) -> bytes | None:
     try:
         return read_key_file(settings.name_key_file)
     except ConfigError as error:
-        problem = scrub(error.message, settings.secret_texts())  # a path that a variable brought is not shown
+        problem = scrub(error.message, settings.secret_texts())  # a path from a variable is not shown
     raise ConfigError(problem, location="name_key_file")
 
 
@@ -120,7 +120,7 @@ def _check_keywords(tier_class: Callable[..., object], keywords: Mapping[str, ob
 
 
 class _Registration:
-    """One class as a plugin of its own, so that programs and distributions register through one door."""
+    """A plugin for one class, so that programs register in the same way as distributions."""
 
     def __init__(self, tier_type: TierType) -> None:
         self._tier_type = tier_type
@@ -144,7 +144,7 @@ def _load(tier_type: TierType, name: str) -> Callable[..., SecondaryTierManager]
         tier_class = tier_type.load()
     except TieredKVError:
         raise
-    except Exception as error:  # whatever a stranger's module raises when it is imported
+    except Exception as error:  # any exception of a foreign module's import
         raise TierError(
             f"its class cannot be loaded: {type(error).__name__}: {error}", tier=name, operation="open"
         ) from error

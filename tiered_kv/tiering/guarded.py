@@ -1,4 +1,4 @@
-"""A guarded tier: one secondary tier, with all that stands between it and the scheduler."""
+"""A guarded tier: one secondary tier, with its budgets, breaker, admission and deadlines."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ _job_ids = itertools.count()
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A job that a tier was given.
+    """A job that was submitted to a tier.
 
     Attributes:
-        metadata: What the tier knows of it.
+        metadata: The tier's description of it.
         blocks: Its rows: pinned for a store, in state writing for a load. They belong to the job until the tier has
             reported it, however long that takes.
         is_expired: Whether its deadline has passed. Its blocks are in quarantine then, and its result does not count.
@@ -75,7 +75,7 @@ class Job:
 
 
 class GuardedTier:
-    """Submits jobs to one tier within its budgets, and sorts what comes back.
+    """Submits jobs to one tier within its budgets, and processes their results.
 
     Owned by the manager's thread. The budgets count the blocks of a job until the tier has reported it, expired
     or not, so a tier that never reports can take its budgets and no more.
@@ -100,7 +100,7 @@ class GuardedTier:
         self.counters = Counters(_NAMES, _LABELLED)
         self.jobs: dict[JobId, Job] = {}
         self.is_disabled = False
-        """Set for good when the tier can't forget blocks that are no longer valid."""
+        """Set for good when the tier cannot reset."""
         default_budget = max(region_bytes // 4, block_bytes)
         self.store_blocks_max = _blocks(settings.store_budget, default_budget, block_bytes)
         self.load_blocks_max = _blocks(settings.load_budget, default_budget, block_bytes)
@@ -118,7 +118,7 @@ class GuardedTier:
 
     @property
     def is_searched(self) -> bool:
-        """Whether lookups ask this tier: not where nothing it has could be loaded."""
+        """Whether lookups ask this tier: not if none of its blocks could be loaded."""
         if self.is_disabled or self.breaker.state is BreakerState.OPEN:
             return False
         return self.is_loading or self.load_blocks < self.load_blocks_max
@@ -142,7 +142,7 @@ class GuardedTier:
         return self._room(self.load_blocks_max - self.load_blocks - self.load_blocks_reserved)
 
     def refusal(self) -> str:
-        """Return why nothing may be submitted at all: "disabled", "breaker", or "" where something may."""
+        """Return why no job may be submitted: "disabled", "breaker", or "" if jobs may be."""
         if self.is_disabled:
             return "disabled"
         state = self.breaker.state
@@ -151,9 +151,9 @@ class GuardedTier:
         return ""
 
     def select(self, offered: list[CPUBlock]) -> list[CPUBlock]:
-        """Return what the tier gets of blocks that are offered to it, and count the rest.
+        """Return the offered blocks that the tier stores, and count the others.
 
-        It gets those that are admitted, head first, as far as its budget goes.
+        It stores those that are admitted, head first, as far as its budget allows.
         """
         reason = self.refusal()
         if reason:
@@ -213,7 +213,7 @@ class GuardedTier:
             told = self.tier.get_finished()
             if not told:
                 return []
-            for result in told:  # what came before an exception counts: it is told only once
+            for result in told:  # results before an exception count: they are reported only once
                 if isinstance(result, JobResult):
                     results.append(result)
         except Exception:
@@ -223,7 +223,7 @@ class GuardedTier:
         for told_of_job in results:
             try:
                 job = self.jobs.pop(told_of_job.job_id, None)
-            except TypeError:  # an id that could be no job's
+            except TypeError:  # an id that no job can have
                 job = None
             if job is None:
                 self.counters.add("unknown_results_total")
@@ -258,7 +258,7 @@ class GuardedTier:
         return expired
 
     def tick(self, now_s: float) -> None:
-        """Let time pass for the breaker, and tell it of lookups that the tier gave up since the last call."""
+        """Update the breaker with the time, and with the lookups that the tier gave up since the last call."""
         try:
             failures = self.tier.lookup_failures
         except Exception:
@@ -276,7 +276,7 @@ class GuardedTier:
             self.counters.add("skipped_blocks_total", reason, count=num_blocks)
 
     def call(self, method: str, *arguments: object) -> Any:  # Any: as the tier's method returns
-        """Call a method of the tier that nothing depends on; an exception is counted, and the answer is None."""
+        """Call an optional method of the tier; an exception is counted, and the answer is None."""
         try:
             return getattr(self.tier, method)(*arguments)
         except Exception:
@@ -284,12 +284,12 @@ class GuardedTier:
             return None
 
     def wants_all_of(self, req_context: ReqContext) -> bool:
-        """Tell the tier of a new request; return whether it wants all blocks of the request when that ends."""
+        """Announce a new request to the tier; return whether it wants all blocks of the request at its end."""
         answer = self.call("on_new_request", req_context)
         return isinstance(answer, RequestOffloadingContext) and answer.policy is OffloadPolicy.REQUEST_LEVEL
 
     def counted(self) -> dict[str, Any]:
-        """Return what was counted of the tier, as `Counters.snapshot`, and under "tier" what it has counted itself."""
+        """Return the tier's counts, as `Counters.snapshot`, and its own `stats` under "tier"."""
         stats = self.call("stats")
         return {
             **self.counters.snapshot(),
@@ -324,7 +324,7 @@ class GuardedTier:
             self._expired_store_blocks += num_blocks
 
     def _judge(self, job: Job, result: JobResult) -> None:
-        """Count what a job achieved, and tell the breaker."""
+        """Count a job's result, and inform the breaker."""
         total = len(job.blocks)
         if result.success:
             done = total
@@ -348,10 +348,10 @@ class GuardedTier:
     def note_exception(self, operation: str) -> None:
         """Count an exception of the tier, in an `except` block; the first is logged.
 
-        The log has its type and where it came from, not its text: a client library may have put a password into that.
+        The log has its type and place, but not its text: a client library may have put a password into the text.
         """
         self.counters.add("exceptions_total")
-        if self.counters["exceptions_total"] == 1:  # the counter tells the rest; a broken tier must not flood the log
+        if self.counters["exceptions_total"] == 1:  # the others are counted only; a broken tier must not flood the log
             kind, _, traceback = sys.exc_info()
             nameless = TierError(kind.__name__ if kind else "", tier=self.name, operation=operation)
             about = "tier %r raised in %s; further exceptions are only counted"
@@ -359,7 +359,7 @@ class GuardedTier:
 
 
 def _believed(told: JobResult) -> JobResult:
-    """Return a result whose fields are of the types they must have; a job of which a tier tells nonsense has failed."""
+    """Return a result whose fields have the right types; a job with an invalid result has failed."""
     try:
         keys = None if told.successful_keys is None else frozenset(told.successful_keys)
         return JobResult(told.job_id, bool(told.success), keys, str(told.reason or ""))

@@ -1,9 +1,8 @@
 """A thread of its own for a tier whose methods may block.
 
-Unless a tier's class says `is_nonblocking`, the manager drives it through an `IsolatedTier`: every call but `describe`,
-which is for people, becomes a message to the tier's thread. So a call that hangs costs hits of that tier and nothing
-else. Nor does one that raises end the thread, whatever it raises: `SystemExit` and `asyncio.CancelledError` are no
-`Exception`, and jobs would wait for ever behind them.
+Unless a tier's class says `is_nonblocking`, the manager drives it through an `IsolatedTier`: every call except
+`describe` becomes a message to the tier's thread. So a call that hangs costs hits of that tier only. No exception ends
+the thread, not even `SystemExit` or `asyncio.CancelledError`, which are no `Exception`: later jobs would wait for ever.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from tiered_kv.toolkit.lookups import BatchedLookups, Probe
 POLL_INTERVAL_S = 0.001
 """How often the tier is polled while it has jobs."""
 HINTS_MAX = 1 << 12
-"""Messages that may get lost (touches, ends of requests and steps) while the tier hangs; the oldest go first."""
+"""Messages that may be lost (touches, ends of requests and steps) while the tier hangs; the oldest first."""
 EVENTS_MAX = 1 << 14
 """Events kept until they are taken; beyond it the oldest are dropped."""
 STATS_INTERVAL_S = 1.0
-"""How old the tier's figures may be after its last job. To get them may take as long as any call."""
+"""Maximum age of the tier's figures after its last job. To read them may take as long as any call."""
 CLOSE_TIMEOUT_S = 5.0
 
 _Item = TypeVar("_Item")
@@ -36,13 +35,13 @@ _Item = TypeVar("_Item")
 class IsolatedTier(WrapperTier):
     """Runs the methods of `inner` on one daemon thread, loads before stores.
 
-    The scheduler's thread appends messages and reads answers; the tier's thread does the reverse. Both sides only
-    use operations of deque and set that are atomic, and the condition is never held while `inner` runs.
+    The scheduler's thread appends messages and reads answers. The tier's thread reads messages and appends answers.
+    Both use only atomic operations of deque and set. The condition is never held while `inner` runs.
 
     Args:
         inner: The tier to isolate.
         lookup_timeout_s: How long a lookup may go unanswered before it is a miss.
-        clock: Seconds, monotonic; what the deadlines of jobs are told in.
+        clock: Seconds, monotonic; the clock of the jobs' deadlines.
     """
 
     is_nonblocking = True
@@ -62,9 +61,9 @@ class IsolatedTier(WrapperTier):
         self._events: deque[OffloadingEvent] = deque(maxlen=EVENTS_MAX)
         self._running: set[JobId] = set()
         self._lookup_exceptions = 0
-        self._inner_failures = 0  # the tier's own, as it said after the last round
-        self._stats: Mapping[str, Any] = {}  # as it said last
-        self._stats_error: Exception | None = None  # what it raised then
+        self._inner_failures = 0  # the tier's own, after its last round
+        self._stats: Mapping[str, Any] = {}  # its last answer
+        self._stats_error: Exception | None = None  # its exception then
         self._stats_noted_s = -math.inf
         self._stats_due_s = 0.0  # when to ask it next
         self._is_idle = False
@@ -103,7 +102,7 @@ class IsolatedTier(WrapperTier):
         self._hint(lambda: self.inner.touch(keys, req_context))
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        # Its answer would have to be waited for, so an isolated tier is always served block by block.
+        # The scheduler cannot wait for the answer, so an isolated tier always gets its blocks one by one.
         self._hint(lambda: self.inner.on_new_request(req_context))
         return RequestOffloadingContext()
 
@@ -128,7 +127,7 @@ class IsolatedTier(WrapperTier):
         return _taken(self._events)
 
     def stats(self) -> Mapping[str, Any]:
-        self._stats_due_s = 0.0  # for who asks next: what changes without jobs is as old as the last question
+        self._stats_due_s = 0.0  # for the next call: figures that change without jobs are as old as the last call
         self._notify()
         error, self._stats_error = self._stats_error, None
         if error is not None:
@@ -240,10 +239,10 @@ class IsolatedTier(WrapperTier):
         self._attempt(lambda: self._events.extend(self.inner.take_events()))
 
     def _collect_results(self) -> None:
-        for result in self.inner.get_finished():  # each at once: it is told only once, and the next may not come
+        for result in self.inner.get_finished():  # each at once: it is reported only once, and the next call may raise
             try:
                 self._running.discard(result.job_id)
-            except (AttributeError, TypeError):  # no result of any job
+            except (AttributeError, TypeError):  # not a job's result
                 continue
             self._results.append(result)
 
@@ -256,7 +255,7 @@ class IsolatedTier(WrapperTier):
             self._stats = dict(self.inner.stats())
         except Exception as error:
             self._stats_error = error
-        except BaseException as error:  # who asks is the scheduler, and must not be ended by it
+        except BaseException as error:  # the caller is the scheduler, which it must not end
             self._stats_error = RuntimeError(f"stats raised {type(error).__name__}")
         self._stats_noted_s = time.monotonic()
 
@@ -268,7 +267,7 @@ class IsolatedTier(WrapperTier):
         self._is_resetting = False
 
     def _attempt(self, call: Callable[[], object]) -> None:
-        """Make a call that reports nothing: there is no job to fail, and nobody waits for it."""
+        """Make a call without a result: an exception fails no job, and no caller waits."""
         try:
             call()
         except BaseException:
@@ -276,5 +275,5 @@ class IsolatedTier(WrapperTier):
 
 
 def _taken(queue: deque[_Item]) -> Iterable[_Item]:
-    """Return what another thread has appended so far."""
+    """Return the messages that another thread has appended so far."""
     return [queue.popleft() for _ in range(len(queue))] if queue else ()

@@ -1,17 +1,17 @@
-"""Keyed names: what a tier's storage is told instead of a block's key.
+"""Keyed names: the names of blocks in a tier's storage, in place of their keys.
 
-A key is a hash of tokens. Whoever knows a prompt can compute it, and who reads a bucket, a directory or a server could
-then tell whether somebody has asked that prompt. With a *name key* a tier never sees a key. It sees a name:
+A key is a hash of tokens. An attacker who knows a prompt can compute it. If the attacker also reads the tier's storage,
+the key shows whether the prompt was used. With a *name key* a tier never sees a key. It sees a name:
 
     BLAKE2b(key = name key, person = "tiered-kv-name-1", digest's length (1 byte) || namespace digest || block's key),
     32 bytes || group index
 
-BLAKE2b (RFC 7693) in its keyed mode is a MAC: without the name key nobody can compute a name, or tell which of two keys
-it stands for. A name has the form of an `OffloadKey`, and
-keeps the group's index, which says nothing of the tokens.
+BLAKE2b (RFC 7693) in its keyed mode is a MAC. Without the name key nobody can compute a name, or decide which of two
+keys it stands for. A name has the form of an `OffloadKey`. It keeps the group's index, which reveals nothing about the
+tokens.
 
-BLAKE2b takes about 0.4 of the time of HMAC-SHA256 (`performance.md`), since the state that has absorbed the name
-key and the digest is copied for each block, and what is left fits one compression.
+BLAKE2b takes about 0.4 of the time of HMAC-SHA256 (`performance.md`). The state after the name key and the digest is
+copied for each block, and the rest fits one compression.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _GROUP_BYTES = 4
 class NameMap(dict[OffloadKey, OffloadKey]):
     """The name of each key, computed when it is first asked for. One thread.
 
-    A dictionary, so that what is known is found without a call in Python. It is emptied when it is full: to find out
-    which entry was used last would cost more than to compute it again.
+    A dictionary, so that a known name is found without a call in Python. It is cleared when it is full: to track
+    the use of entries would cost more than to compute them again.
 
     Args:
         name_key: 32 bytes, secret.
@@ -47,7 +47,7 @@ class NameMap(dict[OffloadKey, OffloadKey]):
 
     def __init__(self, name_key: bytes, namespace_digest: bytes) -> None:
         super().__init__()
-        prefix = bytes([len(namespace_digest)]) + namespace_digest  # with the length, no digest and key run together
+        prefix = bytes([len(namespace_digest)]) + namespace_digest  # with the length, digest and key cannot be confused
         mac = hashlib.blake2b(prefix, digest_size=_NAME_BYTES, key=name_key, person=_PERSON)
         self._new_mac = mac.copy
 
@@ -69,7 +69,7 @@ class NameMap(dict[OffloadKey, OffloadKey]):
 
 
 class KeyedNames(WrapperTier):
-    """A tier that is told names instead of keys, wrapped so that its callers see keys.
+    """Wraps a tier, which gets names instead of keys, so that its callers see keys.
 
     Calls are as cheap and as thread-bound as those of the wrapped tier.
 
@@ -105,7 +105,7 @@ class KeyedNames(WrapperTier):
 
     def get_finished(self) -> Iterable[JobResult]:
         results = self.inner.get_finished()
-        return map(self._end, results) if results else ()  # one by one: the next may not come
+        return map(self._end, results) if results else ()  # one by one: the next may raise
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         list(self.inner.take_events())  # so that they do not pile up
@@ -130,7 +130,7 @@ class KeyedNames(WrapperTier):
             if job is None or result.successful_keys is None:
                 return result
             key_of = dict(zip(job[1], job[0], strict=True))
-            # A name that was not in the job is one more thing that did not succeed.
+            # A name that was not in the job counts as failed.
             keys = [key_of[name] for name in result.successful_keys if name in key_of]
         except Exception:
             return result

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ManagerLimits:
-    """What all secondary tiers together may take.
+    """The limits of all secondary tiers together.
 
     Args:
         promotion_blocks_max: Primary blocks that may be promoted, or kept for a request that waits for them, at one
             time; None for half of the primary tier.
-        hold_s: How long a promoted block is kept for a request that does not come to load it.
+        hold_s: How long a promoted block is kept for a request that does not load it.
         wait_max_s: How long a request may be answered None, whatever it waits for, until it loads a block that it
-            waited for. At the bound, what is not ready is a miss for it until it ends.
+            waited for. At the bound, blocks that are not ready are misses for it until it ends.
         requests_max: Requests whose state is kept; the oldest is forgotten first.
     """
 

@@ -1,4 +1,4 @@
-"""The manager that an engine's scheduler talks to: a primary tier with secondary tiers below it."""
+"""The manager that an engine's scheduler calls: a primary tier with secondary tiers below it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._requests = RequestTable(self.limits.requests_max, 2 * self.limits.wait_max_s, self._end_request, clock)
         self._search = Search(self._tiers, self._promotions, self._requests, self.limits.wait_max_s, clock)
         self._lookup_below = self._search.below
-        self._primary_blocks = primary.blocks  # the same dictionary, one attribute nearer
+        self._primary_blocks = primary.blocks  # the same dictionary, with one attribute lookup less
         self._counting = tuple(guarded for guarded in self._tiers if not guarded.admission.is_open())
         self._audit = Audit(audit, primary, self._tiers, clock, self._withhold) if audit else None
         self._prefetching: dict[RequestState, None] = {}
@@ -93,7 +93,7 @@ class TieringOffloadingManager(OffloadingManager):
         return self._lookup_below(key, block, req_context)
 
     def _withhold(self, is_active: bool) -> None:
-        """Have lookups ask the audit while there is something to ask: what they do is paid for each key."""
+        """Let lookups ask the audit only while it has a request: the cost is paid for each key."""
         if is_active:
             self.lookup = self._lookup_or_withhold  # type: ignore[method-assign]  # of the same signature
         else:
@@ -125,7 +125,7 @@ class TieringOffloadingManager(OffloadingManager):
         return [below.get(key, True) for key in keys]
 
     def prefetch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Begin to promote `keys` for a request that will ask for them.
+        """Begin to promote `keys` for a request that will need them.
 
         Tiers that have not answered yet are asked again at the end of each step.
         """
@@ -155,7 +155,7 @@ class TieringOffloadingManager(OffloadingManager):
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.primary.complete_load(keys, req_context)
         for guarded in self._counting:
-            # To be loaded is to be seen again. Not for the tier that the block came from: it has it.
+            # A load is a use, except for the tier that the block came from: it has the block.
             found = [self._primary_blocks.get(key) for key in keys if self.hit_tier(key, req_context) != guarded.name]
             ready = [block for block in found if block is not None and block.ref_cnt >= 0]
             self._cascade.offer(ready, (guarded,), req_context)
@@ -197,7 +197,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         known = self._requests.get(req_context)
-        if known is not None and known.is_finished:  # the id is used again while its last stores are on their way
+        if known is not None and known.is_finished:  # the id is used again while its last stores are in flight
             self._end_request(known)
         if self._audit is not None:
             self._audit.begin(req_context)
@@ -232,7 +232,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._stop_audited_tiers(self._audit.stopped)
 
     def poll(self) -> None:
-        """Collect what the tiers have finished, and let time pass; part of `on_schedule_end`, and cheap."""
+        """Process finished jobs and passed deadlines; part of `on_schedule_end`, and cheap."""
         now_s, audit = self._clock(), self._audit
         for guarded in self._tiers:
             for job, result in guarded.collect():
@@ -242,7 +242,7 @@ class TieringOffloadingManager(OffloadingManager):
                 if audit is not None and audit.collect(job, result):
                     continue
                 ready = self._promotions.finish(job, result)
-                if ready and not self._is_closed:  # a tier that is being closed takes nothing new
+                if ready and not self._is_closed:  # a tier that is being closed gets no new jobs
                     self._fill(guarded, ready)
             for job in guarded.expire(now_s):
                 if job.metadata.is_promotion and not (audit is not None and audit.expire(job)):
@@ -268,7 +268,7 @@ class TieringOffloadingManager(OffloadingManager):
         return jobs if self._audit is None else jobs + self._audit.in_flight
 
     def store_room(self) -> int:
-        """Return how many blocks every tier that takes stores would take now, for callers that pace themselves."""
+        """Return how many blocks every tier that accepts stores would accept now, for callers that limit their rate."""
         rooms = [
             guarded.store_room()
             for guarded in self._tiers
@@ -277,7 +277,7 @@ class TieringOffloadingManager(OffloadingManager):
         return max(min(rooms, default=self.primary.backend.num_blocks), 0)
 
     def drain_jobs(self, timeout_s: float) -> bool:
-        """Wait until every job has been reported; return False where some have not after `timeout_s`."""
+        """Wait until every job has been reported; return False if some have not after `timeout_s`."""
         end_s = time.monotonic() + timeout_s
         while True:
             self._submit()
@@ -291,8 +291,8 @@ class TieringOffloadingManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Forget every block in every tier.
 
-        Blocks in flight come back to the primary tier when their transfers have ended, and not before. A tier that
-        cannot forget is not used any more: its blocks are no longer valid.
+        Rows in flight become free when their transfers have ended, and not before. A tier that
+        cannot reset is not used any more: its blocks are no longer valid.
         """
         self._forget_primary()
         for guarded in self._tiers:
@@ -314,7 +314,7 @@ class TieringOffloadingManager(OffloadingManager):
     def shutdown(self, timeout_s: float = 5.0) -> None:
         """Wait for transfers up to `timeout_s`, close the tiers, then the primary tier.
 
-        If a tier still holds on to primary blocks after that, the region stays mapped for as long as it does.
+        If a tier still holds primary blocks after that, the region stays mapped until it releases them.
         """
         if self._is_closed:
             return
@@ -333,7 +333,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
         """Return everything counted so far, by tier: blocks and bytes stored and loaded, and what was skipped, expired
-        or failed, by reason. What a secondary tier counts itself, its `stats`, stands there under "tier"."""
+        or failed, by reason. A secondary tier's own `stats` are under "tier"."""
         blocks, block_bytes = len(self._primary_blocks), self.primary.backend.block_size
         counted: dict[str, dict[str, Any]] = {
             PRIMARY_NAME: {
@@ -357,7 +357,7 @@ class TieringOffloadingManager(OffloadingManager):
         return counted
 
     def _submit(self) -> None:
-        """Submit what was gathered during the step, here and in the tiers."""
+        """Submit the step's jobs, here and in the tiers."""
         self._promotions.submit()
         for guarded in self._tiers:
             guarded.call("on_schedule_end")
@@ -387,7 +387,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._prefetching.pop(state, None)
 
     def _stop_audited_tiers(self, names: set[str]) -> None:
-        """Use tiers no more whose blocks were found to differ, nor what the primary tier may have from them."""
+        """Stop using tiers whose blocks differ, and blocks in the primary tier that may come from them."""
         stopped = [guarded for guarded in self._tiers if guarded.name in names and not guarded.is_disabled]
         for guarded in stopped:
             guarded.is_disabled = True

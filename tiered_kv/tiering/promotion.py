@@ -1,4 +1,4 @@
-"""Promotion: bringing blocks from secondary tiers up into the primary tier."""
+"""Promotion: loads of blocks from secondary tiers into the primary tier."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tiered_kv.tiering.requests import RequestState
 
 @dataclass(slots=True, eq=False)
 class Promotion:
-    """One block on its way up.
+    """One block that is being promoted.
 
     Attributes:
-        block: Where it goes; in state writing.
-        guarded: Where it comes from.
+        block: Its primary block, in state writing.
+        guarded: The tier that it is loaded from.
         waiters: The requests that want it.
     """
 
@@ -30,7 +30,7 @@ class Promotion:
 
 
 class Promotions:
-    """The blocks on their way up, and those that have arrived and are kept for the requests that asked.
+    """The blocks that are being promoted, and the promoted ones that are held for their requests.
 
     A promoted block is pinned for each request that waits for it (a *hold*) until the request loads it or ends, or the
     hold's time is over. Otherwise a full primary tier could evict it before it was used, and the request
@@ -64,7 +64,7 @@ class Promotions:
         """Take a primary block for `key`, to be loaded from `guarded` at the end of the step, if there is room.
 
         Returns:
-            Whether the request may hope for the block: it is on its way, or others occupy room that will become free.
+            Whether the request should wait: the block is being promoted, or room will become free.
         """
         # A request that already has blocks on their way takes what it has: two requests that each wait for the room
         # of the other would both wait in vain.
@@ -89,10 +89,10 @@ class Promotions:
         return True
 
     def join(self, key: OffloadKey, state: RequestState) -> bool:
-        """Make `state` wait for a promotion that is under way.
+        """Make `state` wait for a running promotion.
 
         Returns:
-            False where there is none, or none that the request may hope for: its tier has failed it on this key.
+            False if there is none, or if its tier has already failed on this key for the request.
         """
         promotion = self._table.get(key)
         if promotion is None or promotion.guarded in state.failed.get(key, ()):
@@ -103,13 +103,13 @@ class Promotions:
         return True
 
     def submit(self) -> None:
-        """Submit what was gathered since the last call: one job for each tier and request."""
+        """Submit the loads since the last call: one job for each tier and request."""
         batches, self._batches = self._batches, {}
         for (guarded, state), promotions in batches.items():
             guarded.load_blocks_reserved -= len(promotions)
             blocks = [promotion.block for promotion in promotions]
             keys = [block.key for block in blocks]
-            # A half-open breaker lets one job through, and others of this step may have come before.
+            # A half-open breaker admits one job, and another of this step may have been first.
             if guarded.refusal() or not guarded.submit(keys, blocks, state.req_context, is_promotion=True):
                 for block in blocks:
                     self._drop(block.key, block)
@@ -133,7 +133,7 @@ class Promotions:
         return ready
 
     def expire(self, job: Job) -> None:
-        """Give up a load: its keys are a miss, and its blocks stay with the job until the tier lets go of them."""
+        """Give up an expired load: its keys are a miss, and its blocks stay with the job until the tier reports it."""
         for block in job.blocks:
             self._drop(block.key, block)
             self._primary.forget(block)
@@ -146,7 +146,7 @@ class Promotions:
             held.clear()
         else:
             blocks = [held.pop(key) for key in keys if key in held]
-            if blocks:  # the request has got what it waited for
+            if blocks:  # the request has got the blocks that it waited for
                 state.waited_s, state.asked_s = 0.0, math.inf
         if not held:
             self._holders.pop(state, None)
@@ -157,14 +157,14 @@ class Promotions:
         self._primary.unpin(blocks)
 
     def release_overdue(self, now_s: float) -> int:
-        """End the holds whose time is over, and return how many blocks were let go."""
+        """End the holds whose time is over, and return how many blocks were released."""
         before = len(self._held)
         for state in [state for state in self._holders if state.held_until_s <= now_s]:
             self.release(state)
         return before - len(self._held)
 
     def leave(self, state: RequestState) -> None:
-        """Forget a request that ends: what it waits for still arrives, but is not held for it."""
+        """Forget a request that ends: its promotions continue, but are not held for it."""
         for key in state.promoting:
             promotion = self._table.get(key)
             if promotion is not None:
@@ -173,7 +173,7 @@ class Promotions:
         self.release(state)
 
     def reset(self) -> None:
-        """Forget everything; blocks of jobs in flight come back when they are reported."""
+        """Forget all promotions; blocks of jobs in flight become free when the jobs are reported."""
         for state in list(self._holders):
             self.release(state)
         for promotion in self._table.values():
@@ -204,7 +204,7 @@ class Promotions:
         return True
 
     def _drop(self, key: OffloadKey, block: CPUBlock) -> None:
-        """Wake those who wait for a block that does not come."""
+        """End the waiting for a block whose load failed."""
         promotion = self._table.get(key)
         if promotion is None or promotion.block is not block:
             return

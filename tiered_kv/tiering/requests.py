@@ -13,19 +13,19 @@ from tiered_kv.tiering.guarded import GuardedTier
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """What is remembered of a request from its first call to its end.
+    """The state of a request from its first call to its end.
 
     Attributes:
         req_context: The request, as first seen.
         failed: Tiers that have failed on a key for this request, and so are not asked again for it.
-        unanswered: Since when a tier has no answer for a key.
+        unanswered: Since when a tier has not answered for a key.
         waited_s: How long it has waited since it last loaded a block that was promoted for it.
         asked_s: When it asked last; infinite before its first answer None, and again after such a load.
-        has_waited: Whether it has waited as long as it may. From then on what is not ready is a miss for it.
+        has_waited: Whether it has reached its bound on waiting. Then blocks that are not ready are misses for it.
         timed_out: Tiers whose answer did not come in time; they are a miss for the rest of the request.
-        promoting: Blocks that are on their way for this request.
+        promoting: Blocks that are being promoted for this request.
         held: Promoted blocks, pinned for this request until it loads them.
-        held_until_s: When `held` is given up.
+        held_until_s: When `held` is released.
         sources: The tier that each promoted block came from.
         wanted: Keys that `prefetch` has still to find.
         request_level: Tiers that want all of the request's blocks when it ends.
@@ -52,7 +52,7 @@ class RequestState:
     is_finished: bool = False
 
     def forget_blocks(self) -> None:
-        """Forget what concerns blocks that are not valid any more; what is on its way is void."""
+        """Forget all state about blocks that are not valid any more; running promotions do not count."""
         self.stores_pending = 0
         for kept in (self.failed, self.unanswered, self.sources, self.wanted, self.keys):
             kept.clear()
@@ -61,8 +61,8 @@ class RequestState:
 class RequestTable:
     """The state of each request, bounded in number.
 
-    Calls without a request id share one state, the *anonymous* request. Nobody ends it, so it is forgotten and begun
-    anew after a while: what failed for it, and what it has waited for in vain, may then be tried again.
+    Calls without a request id share one state, the *anonymous* request. It has no end, so it is forgotten and begun
+    anew after a while. Then failed keys may be tried again for it.
     Owned by the manager's thread.
 
     Beyond `requests_max` the request seen first is forgotten, and `forget` called with it.
@@ -80,7 +80,7 @@ class RequestTable:
         self._forget = forget
         self._clock = clock
         self.named: dict[str, RequestState] = {}
-        """The states of requests that have an id, by id; to read, where a call of `get` is too much."""
+        """The states of requests that have an id, by id; for reading where a call of `get` costs too much."""
         self._anonymous: RequestState | None = None
         self._anonymous_until_s = 0.0
         self.forgotten = 0
@@ -96,7 +96,7 @@ class RequestTable:
         return self.named.get(req_id) if req_id else self._anonymous
 
     def state_of(self, req_context: ReqContext) -> RequestState:
-        """Return the state of a request, which begins here if it is not known."""
+        """Return the state of a request, and create it if it is not known."""
         req_id = req_context.req_id
         if not req_id:
             return self._anonymous_state(req_context)

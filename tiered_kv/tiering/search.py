@@ -16,7 +16,7 @@ PAUSE_S_MAX = 1.0
 
 
 class _Verdict(Enum):
-    """What a tier's answer to one key comes to."""
+    """The outcome of a tier's answer to one key."""
 
     NEXT = "next"
     """This tier doesn't have it; ask the next."""
@@ -25,11 +25,11 @@ class _Verdict(Enum):
 
 
 class Search:
-    """Answers lookups from the tiers below, and starts the promotion of what they have.
+    """Answers lookups from the secondary tiers, and starts the promotion of their blocks.
 
     A request has one bound for all that it waits for: a tier's answer, room, another's store, a promotion. From its
     first answer None on, the time between two lookups counts, up to `PAUSE_S_MAX`. The count begins anew when the
-    request loads blocks that were promoted for it. At the bound, what is not ready is a miss for it until it ends.
+    request loads blocks that were promoted for it. At the bound, blocks that are not ready are misses until it ends.
 
     Owned by the manager's thread.
     """
@@ -52,7 +52,7 @@ class Search:
         self.refresh(clock())
 
     def refresh(self, now_s: float) -> None:
-        """Note which tiers are in use, and the time; called at the end of a step and when a breaker may have moved."""
+        """Note which tiers are in use, and the time; called at a step's end and when a breaker may have changed."""
         self._now_s = now_s
         self._searched = [(guarded, guarded.tier.lookup) for guarded in self._tiers if guarded.is_searched]
 
@@ -62,7 +62,7 @@ class Search:
 
     def below(self, key: OffloadKey, block: CPUBlock | None, req_context: ReqContext) -> bool | None:
         """Return the answer for a key whose primary block is absent, or (`block`) being written."""
-        # Paid for each key that is not in the primary tier: no calls that can be avoided.
+        # The cost of each key that is not in the primary tier: no needless calls.
         state = self._named.get(req_context.req_id) or self._requests.state_of(req_context)
         if state.asked_s < self._now_s:
             self._count_wait(state)
@@ -89,7 +89,7 @@ class Search:
     def below_many(
         self, keys: Iterable[OffloadKey], blocks: Mapping[OffloadKey, CPUBlock], req_context: ReqContext
     ) -> dict[OffloadKey, bool | None]:
-        """Return `below` of distinct keys, asking each tier once for all that it is asked for."""
+        """Return `below` of distinct keys, with one call of each tier for all of its keys."""
         state = self._requests.state_of(req_context)
         if state.asked_s < self._now_s:
             self._count_wait(state)
@@ -119,7 +119,7 @@ class Search:
         state: RequestState,
         answers: dict[OffloadKey, bool | None],
     ) -> list[OffloadKey]:
-        """Ask one tier, note what is settled in `answers`, and return the keys for the next tier."""
+        """Ask one tier, put final answers into `answers`, and return the keys for the next tier."""
         asked = keys
         if state.failed:
             asked = [key for key in keys if guarded not in state.failed.get(key, ())]

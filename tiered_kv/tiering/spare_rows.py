@@ -29,10 +29,10 @@ class Pair:
 
     Attributes:
         audited: The request that they are compared for.
-        tier: Where the stored copy was found.
+        tier: The tier of the stored copy.
         block: The block under its key.
         spare: The spare row.
-        writer: The request whose store fills the spare row; None where a tier's load does.
+        writer: The request whose store fills the spare row; None if a tier's load does.
     """
 
     audited: Audited
@@ -48,7 +48,7 @@ class Pair:
 
 
 class SpareRows:
-    """Gives blocks of the primary tier a spare row each, and has both compared on a thread of its own.
+    """Gives blocks of the primary tier a spare row each. A thread of its own compares both.
 
     No lookup ever finds a spare row: its key is no block's, and it stays in state writing.
 
@@ -82,7 +82,7 @@ class SpareRows:
         evicted: list[OffloadKey],
         tier: str = "",
     ) -> list[Pair]:
-        """Pin ready blocks and give each a spare row; return none where there is no room for all of them.
+        """Pin ready blocks and give each a spare row; return none if there is no room for all of them.
 
         The blocks of `req_context`, which stores them, are evicted last; `evicted` gets the keys of those that are.
         The stored copies are in `tier`, by default where the blocks came from.
@@ -101,7 +101,7 @@ class SpareRows:
         ]
 
     def compare(self, pair: Pair) -> None:
-        """Compare two copies that are there; `take` returns them, and they are released then."""
+        """Compare two complete copies; `take` returns and releases them."""
         rows = pair.spare.block_id, pair.block.block_id
         stored_row, computed_row = rows if pair.writer is None else reversed(rows)
         self._comparing.append((pair, self._thread.submit(self._difference, stored_row, computed_row)))
@@ -112,17 +112,17 @@ class SpareRows:
         while self._comparing and self._comparing[0][1].done():
             pair, future = self._comparing.popleft()
             self.release(pair)
-            compared.append((pair, None if future.exception() else future.result()))  # want of memory, say
+            compared.append((pair, None if future.exception() else future.result()))  # for example, too little memory
         return compared
 
     def release(self, pair: Pair) -> None:
-        """Free a spare row that nothing touches any more, and let go of the block beside it."""
+        """Free a spare row that no job uses any more, and unpin its block."""
         self._primary.abandon([pair.spare])
         self._rows -= 1
         self._let_go(pair)
 
     def expire(self, pair: Pair) -> None:
-        """Let go of a block whose spare row a tier may still be writing into."""
+        """Unpin a block whose spare row a tier may still be writing into."""
         self._primary.forget(pair.spare)
         self._let_go(pair)
 
@@ -132,7 +132,7 @@ class SpareRows:
         self._rows -= 1
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread that compares, after what was given to it; no longer than `timeout_s`."""
+        """End the comparing thread after its last comparison; wait at most `timeout_s`."""
         running = wait([future for _, future in self._comparing], timeout_s).not_done
         self._thread.shutdown(wait=not running)
 

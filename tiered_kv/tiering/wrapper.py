@@ -1,4 +1,4 @@
-"""A tier around a tier: the base of those that change one thing about another."""
+"""A tier that wraps another one: the base of tiers that change one thing about another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 
 
 class WrapperTier(SecondaryTierManager):
-    """Hands every call to the tier that it wraps. A subclass overrides what it changes.
+    """Passes every call to the wrapped tier. A subclass overrides the calls that it changes.
 
     Each method is called on the thread that calls the wrapper. A subclass says `is_nonblocking` only where its own
     methods, and those of the tiers that it wraps, return at once.
@@ -27,7 +27,7 @@ class WrapperTier(SecondaryTierManager):
         return self.inner.lookup(key, req_context)
 
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        if type(self).lookup is not WrapperTier.lookup:  # so that who overrides that one changes both
+        if type(self).lookup is not WrapperTier.lookup:  # so that overriding `lookup` changes both
             return super().lookup_many(keys, req_context)
         return self.inner.lookup_many(keys, req_context)
 

@@ -1,8 +1,8 @@
-"""What the author of a tier builds on; see docs/how-to/writing-a-tier.md.
+"""The base classes and helpers for authors of tiers; see docs/how-to/writing-a-tier.md.
 
-`blocking` is a base for tiers made of blocking calls, `aio` one for asyncio clients (it is imported on its
-own, so that `asyncio` is loaded by who needs it), `record` is how a block lies in storage, `codecs` what
-may be done to its bytes, and `lookups` gathers questions for a remote index.
+`blocking` is a base for tiers made of blocking calls, `aio` one for asyncio clients. `aio` is imported on its
+own, so that only its users load `asyncio`. `record` is the form of a block in storage, `codecs` are the transformations
+of its bytes, and `lookups` batches the lookups in a remote index.
 """
 
 from __future__ import annotations

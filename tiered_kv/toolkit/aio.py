@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 
 async def uninterrupted(work: Awaitable[T]) -> T:
-    """Await something that goes on touching primary blocks even if nobody waits for it, such as a call on a thread.
+    """Await work that a cancellation does not end and that uses primary blocks, such as a call on a thread.
 
-    Cancelling a coroutine that awaits `asyncio.to_thread(...)`, or a file of aiofiles, ends the waiting and not the
-    work. Through here the cancellation arrives when the work has ended. The event loop's thread.
+    Cancelling a coroutine that awaits `asyncio.to_thread(...)`, or a file of aiofiles, ends the waiting but not the
+    work. This function raises the cancellation when the work has ended. The event loop's thread.
     """
     task = asyncio.ensure_future(work)
     cancellation: asyncio.CancelledError | None = None
@@ -34,7 +34,7 @@ async def uninterrupted(work: Awaitable[T]) -> T:
     if cancellation is None:
         return task.result()
     if not task.cancelled():
-        task.exception()  # an error that nobody asks for would be printed
+        task.exception()  # an error that is not retrieved would be printed
     raise cancellation
 
 
@@ -43,8 +43,8 @@ class AsyncTier(QueuedTier):
 
     Jobs are cut into parts, and as many parts run at once as `blocks_in_flight_max` allows; lookups need no room.
     Lookups go before loads and loads before stores, and stores leave room for one part of a load. A coroutine
-    that has not returned by its job's deadline is cancelled; its job is reported once it has really ended, since
-    until then it may write into its blocks. An exception fails the part it was raised in.
+    that has not returned by its job's deadline is cancelled; its job is reported once it has really ended: until
+    then it may write into its blocks. An exception fails the part it was raised in.
 
     The thread is started by the first job or lookup, and is a daemon. Nothing may block the event loop: to
     compress or hash megabytes use `uninterrupted(asyncio.to_thread(...))`, or build on `BlockingTier`.
@@ -120,7 +120,7 @@ class AsyncTier(QueuedTier):
             self._loop_thread = threading.Thread(target=self._run_loop, name=f"tiered-kv-{self.name}-loop", daemon=True)
             try:
                 self._loop_thread.start()
-            except RuntimeError as error:  # no thread to be had: the next job or lookup tries again
+            except RuntimeError as error:  # no thread available: the next job or lookup tries again
                 self._loop_thread = None
                 self._note_error("thread start", error)
         elif self._loop_thread is not threading.current_thread() and not self._wake_is_on_its_way:
@@ -149,7 +149,7 @@ class AsyncTier(QueuedTier):
     def _run_loop(self) -> None:
         try:
             asyncio.run(self._serve())
-        except BaseException as error:  # an author's mistake must not print from a dying thread
+        except BaseException as error:  # an author's mistake must not print from an ending thread
             self._note_error("the event loop", error)
 
     async def _serve(self) -> None:
@@ -170,7 +170,7 @@ class AsyncTier(QueuedTier):
 
     def _start_parts(self) -> None:
         """Start as many parts as there is room for."""
-        self._wake_is_on_its_way = False  # before looking: what is put from now on wakes again
+        self._wake_is_on_its_way = False  # first: work that is added from now on wakes the loop again
         while True:
             give_way()
             if self._part_queue.take_lookups():
@@ -234,7 +234,7 @@ class AsyncTier(QueuedTier):
                     self._client_is_open = True
 
     def _reason_of(self, operation: str, error: BaseException) -> str:
-        """Return the reason that `error` counts as; the only one who cancels, deadlines aside, is `shutdown`."""
+        """Return the reason that `error` counts as; apart from deadlines, only `shutdown` cancels."""
         if isinstance(error, asyncio.CancelledError) and self._is_shut_down:
             return "shutdown"
         return self._note_error(operation, error)

@@ -10,13 +10,13 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundTask:
-    """Runs an action soon after it is asked for, once for all who ask before it begins.
+    """Runs an action soon after a request, once for all requests before it begins.
 
-    The thread lives for the task only, so that an action that hangs holds up nothing else, and there is never more
-    than one. Where no thread is to be had, the action is not run: its owner has another way to come to it in the end.
+    The thread lives for the task only, so an action that hangs blocks nothing else. There is never more
+    than one. If no thread can be started, the action is not run: its owner must have another way to run it.
 
     Args:
-        action: What to do. What it raises is logged, and done with.
+        action: The action. Its exceptions are logged only.
         name: The thread's.
     """
 
@@ -28,7 +28,7 @@ class BackgroundTask:
         self._thread: threading.Thread | None = None
 
     def ask(self) -> None:
-        """Have the action run once more from its beginning, if a thread is to be had. Does not wait; any thread."""
+        """Run the action once more from its beginning, if a thread can be started. Does not wait; any thread."""
         with self._lock:
             self._is_asked = True
             if self._thread is not None:
@@ -36,7 +36,7 @@ class BackgroundTask:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             try:
                 self._thread.start()
-            except (RuntimeError, MemoryError):  # no thread to be had
+            except (RuntimeError, MemoryError):  # no thread available
                 self._thread = None
 
     def join(self, timeout_s: float) -> bool:
@@ -52,9 +52,9 @@ class BackgroundTask:
             while self._goes_on():
                 try:
                     self._action()
-                except BaseException:  # SystemExit too: nobody would come to what was asked for behind it
+                except BaseException:  # SystemExit too: later requests would not run
                     logger.exception("%s failed", self._name)
-        except BaseException:  # of somebody's handler for logs
+        except BaseException:  # of a foreign log handler
             with self._lock:
                 self._thread = None
             raise

@@ -64,7 +64,7 @@ class BlockingTier(QueuedTier):
         )
         self._threads_max = threads
         self._has_lookup_thread = lookup_thread
-        self._work_tokens: SimpleQueue[bool] = SimpleQueue()  # one for each look into the queue that may find something
+        self._work_tokens: SimpleQueue[bool] = SimpleQueue()  # one for each possible part in the queue
         self._lookup_tokens: SimpleQueue[bool] = SimpleQueue()  # the same, of the thread for lookups
         self._threads_lock = threading.Lock()  # guards the three below
         self._worker_threads: list[threading.Thread] = []
@@ -75,7 +75,7 @@ class BlockingTier(QueuedTier):
 
     @abstractmethod
     def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        """Store blocks, leaving out those that are there already (which succeed).
+        """Store blocks, except those that are there already (which succeed).
 
         Args:
             keys: The blocks' keys.
@@ -122,7 +122,7 @@ class BlockingTier(QueuedTier):
             thread = threading.Thread(target=self._serve, args=(is_for_lookups,), name=name, daemon=True)
             try:
                 thread.start()
-            except RuntimeError as error:  # no more threads to be had: do with fewer, and try again later
+            except RuntimeError as error:  # no more threads available: use fewer, and try again later
                 self._note_error("thread start", error)
                 return
             self._worker_threads.append(thread)
@@ -143,14 +143,14 @@ class BlockingTier(QueuedTier):
         if is_last:
             try:
                 self.close()
-            except BaseException as error:  # an author's mistake must not print from a dying thread
+            except BaseException as error:  # an author's mistake must not print from an ending thread
                 self._note_error("close", error)
 
     def _transfer(self, part: Part) -> Outcome:
         transfer = self.load_blocks if part.job.metadata.is_promotion else self.store_blocks
         try:
             return checked_outcome(transfer(part.keys, self._blocks_of(part)), part.keys)
-        except BaseException as error:  # whatever an author's method raises fails the part, and the thread lives on
+        except BaseException as error:  # any exception of an author's method fails the part, and the thread continues
             return Outcome((), self._note_error(transfer.__name__, error))
 
     def _run_probes(self) -> None:

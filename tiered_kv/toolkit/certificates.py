@@ -1,4 +1,4 @@
-"""Why a server's certificate was refused, for the log: the error that a tier reports has one word for all reasons."""
+"""The reason why a server's certificate was refused, for the log: a tier's error has one word for all reasons."""
 
 from __future__ import annotations
 

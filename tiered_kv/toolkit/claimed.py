@@ -1,9 +1,9 @@
-"""A claimed directory: a tier keeps its blocks in it, and its marker says so.
+"""A claimed directory: its marker says that a tier keeps its blocks in it.
 
 Opening one takes these steps. A tier that has a lock takes it between 2 and 3.
 
 1. Open the directory, which must not be a symbolic link. A missing one is made.
-2. `check`: refuse it if it holds foreign files and no marker, or if others can get at it.
+2. `check`: refuse it if it holds foreign files and no marker, or if other users can access it.
 3. `mark`: read the marker and refuse another format version; or write the marker.
 
 Any thread may call, except the scheduler's: every call may wait for the file system.
@@ -26,7 +26,7 @@ from tiered_kv.toolkit.small_files import SMALL_FILE_BYTES_MAX, as_text, fields_
 TEMPORARY: Final = re.compile(r"\.[a-z.-]+\.[0-9a-f]{16}\.tmp")
 """A small file while it is written; see `small_files.replace_file`."""
 LOST_AND_FOUND: Final = "lost+found"
-"""Made by mkfs(8), and root's, whoever's the file system is."""
+"""Made by mkfs(8), and always owned by root."""
 _REMEDIES: Final = {
     errno.ENOSPC: "; free some space on its disk, or give a directory on another",
     errno.EDQUOT: "; free some of your quota on its disk, or give a directory on another",
@@ -40,7 +40,7 @@ _REMEDIES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Whose blocks a tier stores.
+    """The identity of a tier's blocks.
 
     Args:
         digest: The namespace's digest, 16 bytes.
@@ -53,7 +53,7 @@ class Identity:
     block_bytes: int
 
     def fields(self) -> dict[str, object]:
-        """Return it as it is written beside the blocks."""
+        """Return the form that is written beside the blocks."""
         return {
             "block_bytes": self.block_bytes,
             "namespace_digest": self.digest.hex(),
@@ -71,7 +71,7 @@ class ClaimedDirectory:
         format_version: The version that this release reads and writes.
         own_names: Other names that the tier may have made before there is a marker.
         tier: The tier's name, for messages.
-        private: Refuse a directory that others can get at; see `tiered_kv.permissions`.
+        private: Refuse a directory that other users can access; see `tiered_kv.permissions`.
     """
 
     path: str
@@ -82,32 +82,32 @@ class ClaimedDirectory:
     private: bool = True
 
     def check(self, fd: int) -> None:
-        """Refuse the open directory if it is not this tier's or not its user's alone; nothing is written before.
+        """Refuse the open directory if it is not this tier's, or if other users can access it. Writes nothing.
 
         Raises:
             ConfigError: It is another user's, or open to others.
             FormatError: It holds foreign files and no marker.
-            OSError: The file system does not let us.
+            OSError: The file system refuses.
         """
         names = self._refuse_foreign(fd)
         if self.private:
             check_directory(fd, self.path, may_tighten=not names)
 
     def mark(self, fd: int, fields: Mapping[str, object]) -> Mapping[str, object] | None:
-        """Return what the marker says; or write one that says `fields`, and return None.
+        """Return the marker's fields; or write a marker with `fields`, and return None.
 
         Raises:
             FormatError, NotPrivateError, OSError: As `marker` and `check`.
         """
         found = self.marker(fd)
         if found is None:
-            # Flushed: an empty marker, which a power failure may leave, would shut its owner out for good.
+            # Flushed: a power failure may leave an empty marker, which would lock out its owner for good.
             marker = {"format": self.format_version, **fields}
             replace_file(self.marker_name, as_text(marker), dir_fd=fd, flush=True)
         return found
 
     def marker(self, fd: int) -> Mapping[str, object] | None:
-        """Return what the marker says; None if there is none, and nothing foreign.
+        """Return the marker's fields; None if there is none, and no foreign file.
 
         Raises:
             FormatError: It is damaged, of another format version, or missing beside foreign files.
@@ -137,11 +137,11 @@ class ClaimedDirectory:
         """Yield a descriptor of the directory, None if it is missing.
 
         Args:
-            operation: What is done meanwhile, for the error.
+            operation: The caller's operation, for the error.
 
         Raises:
             ConfigError: It is a symbolic link.
-            TierUnavailableError: The file system does not let us; also where the caller meets an `OSError`.
+            TierUnavailableError: The file system refuses; also if the caller raises an `OSError`.
         """
         try:
             try:
@@ -157,7 +157,7 @@ class ClaimedDirectory:
             raise self.unavailable(error, operation) from error
 
     def unavailable(self, error: OSError, operation: str = "open") -> TierUnavailableError:
-        """Return what to raise where the file system does not let us use the directory."""
+        """Return the error for a directory that the file system refuses."""
         if os.path.exists(self.path) and not os.path.isdir(self.path):
             return TierUnavailableError(f"{self.path} is a file; give a directory", tier=self.tier, operation=operation)
         remedy = "" if isinstance(error, NotPrivateError) else _REMEDIES.get(error.errno or 0, "")
@@ -166,7 +166,7 @@ class ClaimedDirectory:
         return TierUnavailableError(message, tier=self.tier, operation=operation)
 
     def format_error(self, message: str) -> FormatError:
-        """Return what to raise where the directory holds something else than it should."""
+        """Return the error for a directory with unexpected content."""
         return FormatError(message, tier=self.tier, operation="open")
 
     def _refuse_foreign(self, fd: int) -> set[str]:

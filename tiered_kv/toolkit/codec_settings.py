@@ -1,4 +1,4 @@
-"""The settings that say what a tier does to blocks; every built-in tier has them."""
+"""The settings of compression and encryption; every built-in tier has them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class EncryptionSettings(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _names_are_no_keys(cls, data: object) -> object:
-        """Refuse a key in place of a setting's name: an unknown name is shown."""
+        """Refuse a key in place of a setting's name: an error would show it as an unknown name."""
         if isinstance(data, Mapping) and any(not _problem_of(SecretStr(str(name))) for name in data):
             raise ValueError("expected keys by their ids in 'keys', found one in place of a setting's name")
         return data
@@ -53,7 +53,7 @@ class EncryptionSettings(StrictModel):
     @field_validator("keys", "key_files", mode="before")
     @classmethod
     def _ids_are_ids(cls, by_id: object) -> object:
-        """Refuse here what is no id: an error names the place by it, and it may be the key that was to be its value."""
+        """Refuse an invalid id here: an error would show it, and it may be a key in the wrong place."""
         if isinstance(by_id, Mapping) and not all(map(_is_id, by_id)):
             raise ValueError(f"expected whole numbers from 1 to {KEY_ID_MAX} before the colons, as ids of keys")
         if isinstance(by_id, Mapping) and len({int(key_id) for key_id in by_id}) < len(by_id):  # 1 and "01"
@@ -97,16 +97,16 @@ class EncryptionSettings(StrictModel):
             try:
                 found[key_id] = read_key_file(path)
             except ConfigError as error:
-                problem = scrub(error.message, self.secret_texts())  # a path that a variable brought is not shown
+                problem = scrub(error.message, self.secret_texts())  # a path from a variable is not shown
                 location = f"encryption.key_files.{key_id}"
                 break
-        if problem:  # outside of the handler: the error that it was must not be shown beside this one
+        if problem:  # outside of the handler: the original error must not be shown beside this one
             raise ConfigError(problem, location=location)
         return found
 
 
 class CodecSettings(TierSettings):
-    """What the YAML entry of a tier has that keeps blocks in one of the codecs."""
+    """The settings of a tier whose blocks may be encoded."""
 
     codec: Literal["raw", "zstd", "aes-256-gcm", "zstd+aes-256-gcm"] = Field(
         default="raw",
@@ -125,7 +125,7 @@ class CodecSettings(TierSettings):
         return self
 
     def open_codecs(self) -> CodecSet:
-        """Return the codecs that these settings ask for; reads key files.
+        """Return the codecs of these settings; reads key files.
 
         Raises:
             ConfigError: A key file cannot be used.

@@ -29,9 +29,9 @@ OVERHEAD_BYTES_MAX: Final = ENVELOPE_BYTES
 
 
 def payload_bytes_range(codec_id: int, raw_bytes: int) -> range:
-    """Return how long a payload of a block of `raw_bytes` may be; of a codec that is not known here, any length.
+    """Return the possible lengths of a payload of a block of `raw_bytes`; all lengths for an unknown codec.
 
-    Only `raw` has the length of the block, so a reader may put what has it straight into the block's place.
+    Only `raw` has the length of the block, so a reader may read a payload of that length into the block's place.
     """
     if codec_id == RAW_ID:
         return range(raw_bytes, raw_bytes + 1)
@@ -45,7 +45,7 @@ def payload_bytes_range(codec_id: int, raw_bytes: int) -> range:
 
 
 def binding_of(namespace_digest: bytes, key: bytes) -> bytes:
-    """Return what an encrypted payload is bound to, so that it is worth nothing elsewhere: namespace and block.
+    """Return the namespace and block as bytes. An encrypted payload is bound to them, and is a miss elsewhere.
 
     Args:
         namespace_digest: 16 bytes, so that no two pairs give the same.

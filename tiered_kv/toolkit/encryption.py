@@ -1,16 +1,16 @@
 """Authenticated encryption of blocks: AES-256-GCM (NIST SP 800-38D), of the library `cryptography`.
 
-A payload is an envelope, `formats.md` draws it: key id, key check, salt, nonce, ciphertext, tag. The associated
+A payload is an envelope (`formats.md`): key id, key check, salt, nonce, ciphertext, tag. The associated
 data is the head of the envelope, the codec's number, the block's length, the namespace's digest and the block's whole
 key. So a payload that was changed, or moved to another key, namespace or codec, fails its tag.
 
-Nonces. Under one key no nonce may be used twice: two messages would give away the XOR of their texts, and the key of
-the authentication. Random nonces of 96 bits under one key are safe for 2**32 messages (SP 800-38D, 8.3), which many
+Nonces. Under one key no nonce may be used twice: two messages would reveal the XOR of their texts, and the
+authentication key. Random nonces of 96 bits under one key are safe for 2**32 messages (SP 800-38D, 8.3), which many
 processes that share a key reach. So a `Cipher` draws a random salt of 128 bits and derives a *session key* from key
 and salt by HKDF-SHA256 (RFC 5869), under which it counts its nonces from 0. A new session begins after
 `SESSION_MESSAGES_MAX` messages, and in the child of a fork. Two sessions have the same key only if two salts of 128
-random bits are equal, for which 2**48 sessions have a chance of 2**-33. What no process can notice is that it was
-copied whole, as by a snapshot of its virtual machine that is resumed twice.
+random bits are equal. For 2**48 sessions the chance is 2**-33. A process cannot detect that it was
+copied while it ran, as by a snapshot of its virtual machine that is resumed twice.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _TAG_BYTES = 16
 ENVELOPE_BYTES: Final = _HEAD.size + _TAG_BYTES
 """By how much an envelope is longer than what it holds."""
 
-# What else is derived from a key some day gets another text.
+# Another derivation from a key must use another text.
 _SESSION_INFO = b"tiered-kv aes-256-gcm session 1"
 _CHECK_INFO = b"tiered-kv aes-256-gcm key check 1"
 
@@ -72,7 +72,7 @@ class _Session:
         self._next = 0
 
     def nonce(self) -> bytes | None:
-        """Return a nonce that nobody else gets; None if there are no more."""
+        """Return an unused nonce; None if there are no more."""
         with self._lock:
             number = self._next
             if number >= SESSION_MESSAGES_MAX:
@@ -86,10 +86,10 @@ class Cipher:
 
     Args:
         keys: Keys of 32 bytes by their ids, 1 to `KEY_ID_MAX`.
-        write_key: The id of the one to encrypt with; None where nothing is to be encrypted.
+        write_key: The id of the key to encrypt with; None if blocks are not encrypted.
 
     Raises:
-        MissingExtraError: The library is not installed, or lacks what this needs.
+        MissingExtraError: The library is not installed, or too old.
     """
 
     def __init__(self, keys: Mapping[int, bytes], write_key: int | None) -> None:
@@ -127,7 +127,7 @@ class Cipher:
     def decrypt_into(
         self, payload: memoryview, target: memoryview, codec_id: int, raw_bytes: int, binding: bytes
     ) -> RecordStatus:
-        """Write what an envelope holds into `target`. What fails may leave there what was not authenticated.
+        """Decrypt an envelope into `target`. A failure may leave unauthenticated bytes there.
 
         Args:
             payload: The envelope.
@@ -149,10 +149,10 @@ class Cipher:
     def _take_nonce(self) -> tuple[_Session, bytes]:
         session = self._session
         assert session is not None, "there is a key to write with"
-        # In the child of a fork the session's lock may be held by a thread that is not there: it is not touched.
+        # In the child of a fork a thread that does not exist may hold the session's lock, so it is not used.
         if session.forks == _forks and (nonce := session.nonce()) is not None:
             return session, nonce
-        # Several threads may do this at once. Each has a session of its own then, and the last one's stays.
+        # Several threads may do this at once. Each then uses a session of its own, and the last one's is kept.
         session = self._session = self._new_session()
         nonce = session.nonce()
         assert nonce is not None, "the session is new"

@@ -1,19 +1,19 @@
-"""The epoch of a namespace: what separates the blocks from before a reset from those after it.
+"""The epoch of a namespace: it separates the blocks from before a reset from those after it.
 
-An epoch is a random *token* that stands in the name of every block. A reset draws another token, so nobody asks for the
-older names again. The storage keeps a small *mark*, which tells whoever opens the namespace later which epoch to join.
+An epoch is a random *token* that stands in the name of every block. A reset makes another token, so no process asks for
+the older names again. The storage keeps a small *mark*, which tells later processes which epoch to join.
 
 A mark also has a *number*: how many resets came before it. Storage can fall back to an older mark (a failover to a
-lagging replica, a restored snapshot). Its smaller number shows that, and a process that runs repairs it (rule 4).
+lagging replica, a restored snapshot). Its smaller number shows that, and a running process repairs it (rule 4).
 
 Rules:
 
 1. A process joins an epoch once, when it first uses the storage. Later it stays in its own until its own next reset.
    After a change of weights, other servers may still store blocks of the old ones for a while.
 2. A process never joins an epoch that it has seen retired, not even after its tier was closed and opened again.
-3. A mark that is missing or damaged is drawn anew. Blocks are lost then, and none comes back.
+3. A missing or damaged mark is replaced by a new one. Blocks are lost then, and none comes back.
 4. A process whose mark is lost writes it again, also over a mark that it has seen retired. Where another process may
-   have been reset since, it writes a new mark instead: whoever opens later finds no blocks, rather than invalid ones.
+   have been reset since, it writes a new mark instead: later processes find no blocks, rather than invalid ones.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from tiered_kv.errors import FormatError
 
 FORMAT_VERSION = 1
 MARK_BYTES_MAX = 128
-"""No mark is longer, of whatever version; a store need not read more of what it finds."""
+"""The longest mark of any version; a store need not read more."""
 CHECK_PAUSE_S = 10.0
-"""How often a process looks whether the storage still has its mark."""
+"""How often a process checks that the storage still has its mark."""
 CHECK_WAIT_S = 1.0
-"""How long that look may take, and with it the job that happens to make it."""
+"""How long that check may take, and delay the job that makes it."""
 
 _FORM = re.compile(rb"tiered-kv epoch (\d{1,10}) (.*)", re.DOTALL)
 _BODY = re.compile(rb"((\d{1,15}) ([0-9a-f]{16})) ([0-9a-f]{16})\n")
@@ -45,7 +45,7 @@ _RETIRED_MAX = 4096
 
 @dataclass(frozen=True, slots=True)
 class EpochMark:
-    """What the storage keeps of an epoch.
+    """The storage's record of an epoch.
 
     Args:
         number: Resets before it, as far as its process knew.
@@ -56,7 +56,7 @@ class EpochMark:
     token: str
 
     def encode(self) -> bytes:
-        """Return the mark as the storage keeps it: one line of text with a checksum."""
+        """Return the mark's stored form: one line of text with a checksum."""
         body = f"{self.number} {self.token}"
         return f"tiered-kv epoch {FORMAT_VERSION} {body} {xxhash.xxh3_64_hexdigest(body.encode())}\n".encode()
 
@@ -82,20 +82,20 @@ class EpochMark:
 
 
 class EpochStore(Protocol):
-    """Where a medium keeps the mark of one namespace.
+    """Keeps the mark of one namespace in a storage.
 
-    Any thread calls, one at a time. Every method ends by `deadline` (seconds of `time.monotonic()`), and raises what
-    its tier raises where the storage cannot be used.
+    Any thread calls, one at a time. Every method ends by `deadline` (seconds of `time.monotonic()`), and raises its
+    tier's errors if the storage cannot be used.
     """
 
     def read(self, deadline: float) -> bytes | None:
-        """Return what is stored, at most `MARK_BYTES_MAX` of it, or None where nothing is."""
+        """Return the stored bytes, at most `MARK_BYTES_MAX` of them, or None if there are none."""
 
     def create(self, data: bytes, deadline: float) -> None:
-        """Store `data` unless something is stored already, which is no error."""
+        """Store `data` unless a mark is stored already, which is no error."""
 
     def write(self, data: bytes, deadline: float) -> None:
-        """Store `data` in place of what is stored."""
+        """Store `data` in place of the stored mark."""
 
 
 class Epoch:
@@ -105,7 +105,7 @@ class Epoch:
 
     Args:
         store: Where the mark is kept.
-        clock: Seconds, monotonic; deadlines are told in `time.monotonic()`.
+        clock: Seconds, monotonic; deadlines are times of `time.monotonic()`.
     """
 
     def __init__(self, store: EpochStore, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -113,12 +113,12 @@ class Epoch:
         self._clock = clock
         self._io_lock = threading.Lock()  # held by the thread that reads or writes the mark
         self._lock = threading.Lock()  # guards the two below; held for assignments only
-        self._mark: EpochMark | None = None  # None until the storage has been read, or a reset has drawn one
+        self._mark: EpochMark | None = None  # None until the storage has been read, or after a reset
         self._is_saved = False
         self._checked_at_s = clock()
         self._is_doubted = False
         self.repairs = 0
-        """How often the storage had lost the mark or fallen back to an older one, and got another."""
+        """How often the storage had lost the mark or fallen back to an older one, and was repaired."""
 
     @property
     def is_saved(self) -> bool:
@@ -126,7 +126,7 @@ class Epoch:
         return self._mark is None or self._is_saved
 
     def renew(self) -> str:
-        """Retire the epoch, draw another, which the next use of `saved_token` writes, and return its token."""
+        """Retire the epoch and make another. The next use of `saved_token` writes it. Return its token."""
         with self._lock:
             number = 1
             if self._mark is not None:
@@ -137,11 +137,11 @@ class Epoch:
             return self._mark.token
 
     def doubt(self) -> None:
-        """Look at the storage's mark before the next use: it may have been restarted, or failed over."""
+        """Check the storage's mark before the next use: the storage may have been restarted, or failed over."""
         self._is_doubted = True
 
     def save_again(self) -> None:
-        """Have the mark written once more at the next use: the storage may have lost it, as when a flush fails."""
+        """Write the mark once more at the next use: the storage may have lost it, as when a flush fails."""
         with self._lock:
             self._is_saved = False
 
@@ -151,7 +151,7 @@ class Epoch:
         Raises:
             TimeoutError: Another thread reads or writes the mark until the deadline.
             FormatError: Another version of this project wrote the mark.
-            Exception: What the store raises.
+            Exception: Any of the store's exceptions.
         """
         mark = self._mark
         if mark is None:
@@ -187,7 +187,7 @@ class Epoch:
         return data, None if data is None else EpochMark.decode(data)
 
     def _check_if_due(self, deadline: float) -> None:
-        """Check now and then. Whoever comes meanwhile goes on, and so does a job whose check fails."""
+        """Check periodically. Other threads continue meanwhile, and so does a job whose check fails."""
         now_s = self._clock()
         if not self._is_doubted and now_s - self._checked_at_s < CHECK_PAUSE_S:
             return
@@ -196,7 +196,7 @@ class Epoch:
         try:
             self._checked_at_s = now_s
             self._check(min(deadline, time.monotonic() + CHECK_WAIT_S))
-        except Exception:  # the job that follows meets the same storage, and tells why it fails
+        except Exception:  # the job uses the same storage, and reports why it fails
             # Made again soon if it failed fast; a mark that does not answer must not cost each job CHECK_WAIT_S.
             took_s = self._clock() - now_s
             self._checked_at_s = now_s - CHECK_PAUSE_S + took_s / CHECK_WAIT_S * CHECK_PAUSE_S
@@ -218,7 +218,7 @@ class Epoch:
             if found.number >= mark.number:
                 _retire(mark.token)
                 return
-            # The storage fell back, and another process may have been reset since: nobody knows which epoch is right.
+            # The storage fell back, and another process may have been reset since: no process knows the right epoch.
         repaired = EpochMark(max(mark.number, found.number if found else 0) + 1, _draw()) if is_over else mark
         write = self._store.create if data is None else self._store.write
         write(repaired.encode(), deadline)
@@ -261,7 +261,7 @@ class Epoch:
 
 
 def forget_retired() -> None:
-    """Forget which epochs this process has seen retired: for tests that play a process that begins."""
+    """Forget which epochs this process has seen retired, for tests that simulate a new process."""
     with _retired_lock:
         _retired.clear()
 
@@ -271,7 +271,7 @@ def _draw() -> str:
 
 
 _retired: dict[str, None] = {}
-"""Tokens that this process has seen retired, whatever tier they are of; in order, the oldest leaves first."""
+"""Tokens that this process has seen retired, in any tier; in order, the oldest is removed first."""
 _retired_lock = threading.Lock()
 
 

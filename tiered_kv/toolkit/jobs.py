@@ -1,4 +1,4 @@
-"""Jobs as the toolkit keeps them: cut into parts that run side by side, reported when the last has ended."""
+"""The toolkit's jobs: divided into parts that run in parallel, and reported when the last part has ended."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _REASONS: tuple[tuple[type[TierError], str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a batch of blocks fared; what an author's `store_blocks` and `load_blocks` return.
+    """The result of a batch of blocks; an author's `store_blocks` and `load_blocks` return it.
 
     Args:
         successful_keys: The keys that succeeded; None for all of them.
-        reason: One word for the counters where some did not, such as "checksum", "absent" or "no_space".
+        reason: One word for the counters if some did not, such as "checksum", "absent" or "no_space".
     """
 
     successful_keys: Collection[OffloadKey] | None = None
@@ -53,7 +53,7 @@ class Job:
     part_blocks: int
     """Blocks in one part, at most."""
     end_block: int
-    """Blocks from here on never run: the number of keys, or of those started when the rest was dropped."""
+    """Blocks from here on never run: the number of keys, or of those started when the rest was cancelled."""
     next_block: int = 0
     """Blocks before this one have been started."""
     ended_blocks: int = 0
@@ -102,7 +102,7 @@ class Part:
 
 
 def checked_outcome(returned: object, keys: Sequence[OffloadKey]) -> Outcome:
-    """Return what an author's method `returned` for `keys`, with nothing in it that it was not asked for."""
+    """Return the result `returned` by an author's method for `keys`, without keys that were not requested."""
     if not isinstance(returned, Outcome):
         return Outcome((), "bad_outcome")
     if returned.successful_keys is None:
@@ -113,14 +113,14 @@ def checked_outcome(returned: object, keys: Sequence[OffloadKey]) -> Outcome:
 
 
 def checked_answers(returned: object, keys: Sequence[OffloadKey]) -> list[bool]:
-    """Return what `contains_blocks` answered for `keys`; all False if that is no answer to them."""
+    """Return the answers of `contains_blocks` for `keys`; all False if they are invalid."""
     if not isinstance(returned, Sequence | np.ndarray) or len(returned) != len(keys):
         return [False] * len(keys)
     return [bool(answer) for answer in returned]
 
 
 def failure_reason(error: BaseException) -> str:
-    """Return the one word that counters file `error` under."""
+    """Return the word for `error` in the counters."""
     if isinstance(error, TierError):
         return next((reason for kind, reason in _REASONS if isinstance(error, kind)), "error")
     if isinstance(error, TimeoutError):

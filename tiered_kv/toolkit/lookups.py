@@ -1,4 +1,4 @@
-"""Lookups in a tier that has to ask somebody: batched, with deadlines, answered by themselves."""
+"""Lookups in a tier with a remote index: batched, with deadlines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PENDING_KEYS_MAX = 65_536
 PROBE_KEYS_MAX = 1024
 """Keys in one probe."""
 REQUESTS_MAX = 100_000
-"""Requests whose answers are kept; beyond that the one that was seen first is forgotten."""
+"""Requests whose answers are kept; beyond that the first one is forgotten."""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,9 +23,9 @@ class _Question:
     key: OffloadKey
     deadline: float
     req_context: ReqContext
-    """Who asked first; mostly nobody else does."""
+    """The request that asked first; mostly the only one."""
     others: set[str] | None = None
-    """Who asked too; owned by the scheduler thread."""
+    """The other requests; owned by the scheduler thread."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,26 +43,26 @@ class Probe:
 
     @property
     def req_contexts(self) -> list[ReqContext]:
-        """Who asked first for each key."""
+        """The request that asked first for each key."""
         return [question.req_context for question in self.questions]
 
 
 class BatchedLookups:
     """Answers of a remote index, gathered for the requests that asked.
 
-    The first unanswered key calls `start_probe`; until the tier gets around to it, and while it travels,
-    further keys gather, and the same runner takes them as its next probe. An answer is kept for the
-    requests that asked, until they finish; a key whose answer is None is probed again. A key without an answer
-    at its deadline is a miss for them, and so is one that would exceed `PENDING_KEYS_MAX`. Questions and answers
-    of an empty request id are not kept: the answer is given once.
+    The first unanswered key calls `start_probe`. Until the probe ends, further keys are collected,
+    and the same runner takes them as its next probe. An answer is kept for the
+    requests that asked, until they finish. A key whose answer is None is probed again. A key without an answer
+    at its deadline is a miss for them, and so is one that would exceed `PENDING_KEYS_MAX`. Answers
+    for an empty request id are not kept: each is returned once.
 
     The scheduler thread owns everything here but two deques, `_gathered` and `_arrived`, over which it and
     the runners hand each other messages. It calls all methods except `take` and `answer`, which belong to
     the runners.
 
     Args:
-        start_probe: Must bring it about, without waiting, that some runner calls `take` until it returns
-            None, and `answer` for each probe it got.
+        start_probe: Must start a runner without waiting. The runner calls `take` until it returns
+            None, and `answer` for each probe.
         timeout_s: How long a key may go without an answer.
         clock: Seconds, monotonic.
     """
@@ -118,14 +118,14 @@ class BatchedLookups:
         self._answers.pop(req_id, None)
 
     def clear(self) -> None:
-        """Drop every answer, those on their way included."""
+        """Drop every answer, even those that have not arrived yet."""
         self._answers.clear()
         self._pending.clear()
         self._gathered.clear()
         self._next_deadline = math.inf
 
     def _ask(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        """Have `keys`, none of which has an answer for the request, looked up."""
+        """Look up `keys`, none of which has an answer for the request."""
         now, req_id = self._clock(), req_context.req_id
         if self._next_deadline <= now:
             self._expire(now)
@@ -180,7 +180,7 @@ class BatchedLookups:
                     self._settle(question, answer)
 
     def _expire(self, now: float) -> None:
-        """Answer with a miss what has waited too long, and count no more on the runner that did not come."""
+        """Answer late keys with a miss, and stop waiting for the runner that did not take them."""
         pending = self._pending
         self._next_deadline = math.inf
         while pending:
@@ -205,19 +205,19 @@ class BatchedLookups:
     # The runners.
 
     def take(self) -> Probe | None:
-        """Return what has gathered, or None; then the runner is done. Runner threads."""
+        """Return the collected keys, or None; then the runner ends. Runner threads."""
         while True:
             questions = self._drain()
             if questions:
                 return Probe([question.key for question in questions], questions[0].deadline, questions)
             self._has_runner = False
-            # Look again: the scheduler may have gathered a key while it still counted on this runner.
+            # Check again: the scheduler may have added a key while it still relied on this runner.
             if not self._gathered:
                 return None
             self._has_runner = True
 
     def answer(self, probe: Probe, answers: Sequence[bool | None]) -> None:
-        """Hand in a probe's answers, in the order of its keys. Runner threads."""
+        """Report a probe's answers, in the order of its keys. Runner threads."""
         self._arrived.append((probe.questions, answers))
 
     def _drain(self) -> list[_Question]:

@@ -10,16 +10,16 @@ from tiered_kv.toolkit.jobs import Job, Part
 
 
 class PartQueue:
-    """Jobs in two queues, handed out in parts: loads before stores, each first come, first served. Lookups, of which
-    it only notes that there are some, go before both.
+    """Two queues of jobs, taken in parts: loads before stores, each first in, first out. Lookups go before both; the
+    queue only notes that there are some.
 
-    A job enters in one step, whatever its size; the workers cut it up as they take from it, so one large
-    job is served by all of them. The scheduler appends without taking the lock: a worker that loses the
-    interpreter while it holds the lock cannot delay it. The lock is held for a few assignments, never while
-    anything is transferred.
+    A job is added in one step, whatever its size. The workers take parts of it, so all of them serve one large
+    job. The scheduler appends without taking the lock: a worker that loses the
+    interpreter lock while it holds this lock cannot delay it. The lock is held for a few assignments, never during
+    a transfer.
 
     Args:
-        wake: Called, by any thread, when one more worker may find something in `take`. Must not wait.
+        wake: Called, by any thread, when one more worker may find a part. Must not wait.
         stores_running_max: Store parts that may run at once, so that slow stores leave a worker to others.
     """
 
@@ -30,7 +30,7 @@ class PartQueue:
         self._loads: deque[Job] = deque()  # appended to by the scheduler, like the next
         self._stores: deque[Job] = deque()
         self._has_lookups = False
-        self._lock = threading.Lock()  # guards all that leaves the queues, and the cursors of jobs
+        self._lock = threading.Lock()  # guards removals from the queues, and the cursors of jobs
 
     def put(self, job: Job) -> None:
         """Add a job that has at least one block; scheduler thread."""
@@ -38,12 +38,12 @@ class PartQueue:
         self._wake()
 
     def put_lookups(self) -> None:
-        """Have a worker look up what has gathered; scheduler thread."""
+        """Let a worker take the collected lookups; scheduler thread."""
         self._has_lookups = True
         self._wake()
 
     def take_lookups(self) -> bool:
-        """Return whether there are lookups, for the worker that asks first; any thread."""
+        """Return whether there are lookups; only the first caller gets True. Any thread."""
         has_lookups, self._has_lookups = self._has_lookups, False
         return has_lookups
 
@@ -68,7 +68,7 @@ class PartQueue:
         return Part(job, start, stop)
 
     def end(self, part: Part) -> bool:
-        """Note that a part has ended; return whether it was its job's last, which is said once a job."""
+        """Note that a part has ended; return whether it was its job's last, True once for each job."""
         job = part.job
         with self._lock:
             job.ended_blocks += part.stop - part.start

@@ -1,4 +1,4 @@
-"""The scheduler's side of a tier whose work is done elsewhere: submit, look up, collect, and never wait."""
+"""The scheduler's side of a tier with workers: submit, look up, collect, and never wait."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _log = logging.getLogger("tiered_kv.toolkit")
 PART_DEADLINE: ContextVar[float] = ContextVar("tiered_kv_part_deadline", default=math.inf)
 """The deadline of the job or lookups that this thread, or task, is serving."""
 PROBE_REQ_IDS: ContextVar[Sequence[str]] = ContextVar("tiered_kv_probe_req_ids", default=())
-"""Who asked first for each key of the lookups that this thread, or task, is serving."""
+"""The request that asked first for each key of the lookups that this thread, or task, is serving."""
 PART_EPOCH: ContextVar[int] = ContextVar("tiered_kv_part_epoch")
 """The epoch of the job that this thread, or task, is serving."""
 
@@ -47,8 +47,8 @@ def block_bytes_of(primary_kv_view: memoryview) -> int:
 class QueuedTier(SecondaryTierManager):
     """What `BlockingTier` and `AsyncTier` share; not for authors to subclass directly.
 
-    Threads: the public methods are the scheduler's. Workers cross over to it through `_part_queue`, `_batched_lookups`
-    and `_job_results`, and touch nothing else that it owns.
+    Threads: the scheduler's thread calls the public methods. Workers share `_part_queue`, `_batched_lookups`
+    and `_job_results` with it, and use nothing else that it owns.
 
     Args:
         offloading_spec, primary_kv_view, tier_type: As in `SecondaryTierManager`.
@@ -56,7 +56,7 @@ class QueuedTier(SecondaryTierManager):
         stores_running_max: Parts of stores that may run at once.
         lookup_timeout_s: How long a lookup may go unanswered before it is a miss.
         shutdown_timeout_s: How long `shutdown` may wait for workers.
-        clock: Seconds, monotonic; what the deadlines of jobs are told in.
+        clock: Seconds, monotonic; the clock of the jobs' deadlines.
     """
 
     is_nonblocking: ClassVar[bool] = True
@@ -78,7 +78,7 @@ class QueuedTier(SecondaryTierManager):
         self.name: str = getattr(offloading_spec, "name", None) or tier_type
         self.epoch = 0
         self._primary_flat = primary_kv_view.cast("B")
-        self._primary_flat_readonly = self._primary_flat.toreadonly()  # for stores, which have nothing to write here
+        self._primary_flat_readonly = self._primary_flat.toreadonly()  # for stores, which do not write to it
         self._clock = clock
         self._part_blocks = part_blocks
         self._shutdown_timeout_s = shutdown_timeout_s
@@ -114,7 +114,7 @@ class QueuedTier(SecondaryTierManager):
 
     @abstractmethod
     def _stop_workers(self, deadline: float) -> int:
-        """Have the workers end and the author's `close` called; return how many still run at the deadline."""
+        """End the workers and call the author's `close`; return how many still run at the deadline."""
 
     # The scheduler's thread.
 
@@ -159,13 +159,13 @@ class QueuedTier(SecondaryTierManager):
         }
 
     def begin_epoch(self, epoch: int | None = None) -> None:
-        """Make void what was submitted before; for an author's `reset_cache`, on the scheduler's thread.
+        """Invalidate all submitted jobs; for an author's `reset_cache`, on the scheduler's thread.
 
         Args:
-            epoch: What `epoch` is from now on, never used before; one more by default.
+            epoch: The new `epoch`, never used before; by default the old one plus 1.
 
         Jobs of an earlier epoch that have not started will not run; those that are running are reported as
-        failed. What is left to the author is that a running store does not publish its blocks: compare
+        failed. The author must prevent that a running store publishes its blocks: compare
         `part_epoch` with `epoch` before that, under a lock that `reset_cache` takes too.
         """
         self.epoch = self.epoch + 1 if epoch is None else epoch
@@ -199,7 +199,7 @@ class QueuedTier(SecondaryTierManager):
         self._part_queue.put(job)
 
     def _expire(self) -> None:
-        """Drop what has not started of the jobs whose deadline has passed, whatever the workers are doing."""
+        """Cancel the parts that have not started of the jobs whose deadline has passed."""
         now = self._clock()
         while self._job_deadlines and self._job_deadlines[0][0] <= now:
             job = self._jobs_in_flight.get(heapq.heappop(self._job_deadlines)[1])
@@ -213,7 +213,7 @@ class QueuedTier(SecondaryTierManager):
                 self._batched_lookups.correct(key, job.metadata.req_context.req_id)
 
     def _put_probe(self) -> None:
-        """Have a worker look up what has gathered."""
+        """Let a worker take the collected lookups."""
         if not self._is_shut_down:
             self._part_queue.put_lookups()
 
@@ -221,9 +221,9 @@ class QueuedTier(SecondaryTierManager):
 
     @property
     def part_deadline(self) -> float:
-        """When what this thread, or task, is serving expires, in seconds of the clock.
+        """The deadline of the work that this thread, or task, is serving, in seconds of the clock.
 
-        That is a job; or lookups, the first of which is a miss from then on.
+        The work is a job, or lookups, the first of which is a miss from then on.
         """
         return PART_DEADLINE.get()
 
@@ -261,7 +261,7 @@ class QueuedTier(SecondaryTierManager):
             self._report([part.job])
 
     def _report(self, jobs: Iterable[Job]) -> None:
-        """Hand jobs whose last part has ended to `get_finished`; any thread."""
+        """Pass jobs whose last part has ended to `get_finished`; any thread."""
         self._job_results.extend(job.result() for job in jobs)
 
     def _blocks_of(self, part: Part) -> list[memoryview]:
@@ -273,7 +273,7 @@ class QueuedTier(SecondaryTierManager):
     def _note_error(self, operation: str, error: BaseException) -> str:
         """Return the reason that `error` counts as, and log the first of each kind: a dead server fails often.
 
-        The error's text is left out, since a client library may have put a password into it.
+        The error's text is left out: a client library may have put a password into it.
         """
         reason = failure_reason(error)
         kind = f"{operation} raised {type(error).__name__}"

@@ -1,8 +1,8 @@
-"""The block record: the header that stands before a block wherever a secondary tier keeps it.
+"""The block record: the header before a block in a secondary tier's storage.
 
-`formats.md` describes it byte by byte; golden files in the tests pin it. Whatever is read back is taken for
-hostile until its checksum has been verified: nothing here raises on bad bytes, and nothing is allocated on their
-word.
+`formats.md` describes it byte by byte; golden files in the tests pin it. Read data counts as
+hostile until its checksum has been verified: bad bytes raise no exception, and no length in them is used to allocate
+memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
     "record_bytes_max",
 ]
 
-MAGIC = b"\x89TKVREC\n"  # not text, and broken by whatever strips the eighth bit or translates line ends
+MAGIC = b"\x89TKVREC\n"  # not text; detects programs that strip the eighth bit or translate line ends
 FORMAT_VERSION = 1
 HEADER_BYTES = 128
 DIGEST_BYTES = 16
@@ -59,12 +59,12 @@ _PLAIN_IDS = (RAW_ID, ZSTD_ID)
 
 Bytes = bytes | bytearray | memoryview
 Room = Callable[[int], memoryview]
-"""Gives so many bytes of memory, which stay until the record has been written."""
+"""Returns as many bytes of memory, valid until the record has been written."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """What a header says; nothing of it has been verified.
+    """A header's fields, not verified.
 
     Args:
         codec_id: How the payload was written.
@@ -88,12 +88,12 @@ class RecordHeader:
 
 
 def digest_of(key: OffloadKey) -> bytes:
-    """Return the 16 bytes that stand for `key` in a header: its XXH3-128, seed 0, in canonical order."""
+    """Return the digest of `key` in a header: its XXH3-128, seed 0, in canonical order."""
     return xxhash.xxh3_128_digest(key)
 
 
 def record_bytes_max(block_bytes: int) -> int:
-    """Return how long a record of a block can be, whoever wrote it and in whatever codec; what is longer is none."""
+    """Return the greatest length of a record of a block, in any codec."""
     return HEADER_BYTES + block_bytes + OVERHEAD_BYTES_MAX
 
 
@@ -125,7 +125,7 @@ def encode_record(
 
 
 def read_header(header: Bytes) -> RecordHeader | RecordStatus:
-    """Return what the first 128 bytes of a record say, or why they are no header of this version."""
+    """Return the fields in the first 128 bytes of a record, or why they are no header of this version."""
     if len(header) < HEADER_BYTES:
         return RecordStatus.TRUNCATED
     magic, version, codec_id, flags, key_id, reserved, *rest, reserved_tail = _LAYOUT.unpack_from(header)
@@ -174,7 +174,7 @@ def decode_record(
         key: The key that was asked for.
         block: Where the block belongs, one-dimensional and writable, of the block's size.
         namespace_digest: 16 bytes.
-        codecs: What may be read.
+        codecs: The codecs that may be read.
     """
     give_way()
     is_expected = payload is block and codecs.accepts_plain
@@ -192,7 +192,7 @@ def decode_record(
     if is_raw:
         if payload is not block:
             block[:] = payload
-        payload = block  # verify what has landed, so that nothing can change between the check and the copy
+        payload = block  # verify the copied bytes, so that they cannot change between the check and the copy
     unsigned = bytearray(header[:HEADER_BYTES])
     unsigned[_CHECKSUM_OFFSET : _CHECKSUM_OFFSET + DIGEST_BYTES] = _NO_CHECKSUM
     if _checksum(unsigned, payload) != parsed.checksum:

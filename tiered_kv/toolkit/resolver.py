@@ -12,11 +12,11 @@ Addresses = Sequence[tuple[socket.AddressFamily, socket.SocketKind, int, str, An
 
 _lock = threading.Lock()
 _lookups: dict[tuple[str, int], Future[Addresses]] = {}
-"""The look-ups under way, one for each server; guarded by the lock. Several callers wait for the same one."""
+"""The running look-ups, one for each server; guarded by the lock. Several callers may wait for one."""
 
 
 def addresses_of(host: str, port: int, timeout_s: float) -> Addresses:
-    """Return the addresses of a server. Any thread; a look-up that takes too long goes on for the next caller.
+    """Return the addresses of a server. Any thread; a look-up that takes too long continues for the next caller.
 
     Args:
         host, port: The server.
@@ -27,7 +27,7 @@ def addresses_of(host: str, port: int, timeout_s: float) -> Addresses:
     """
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
-    except (socket.gaierror, UnicodeError):  # it is a name, or nothing at all
+    except (socket.gaierror, UnicodeError):  # it is a name, or invalid
         pass
     with _lock:
         lookup = _lookups.get((host, port))
@@ -36,7 +36,7 @@ def addresses_of(host: str, port: int, timeout_s: float) -> Addresses:
             name = f"tiered-kv-lookup-{host}"
             try:
                 threading.Thread(target=_look_up, args=(host, port, lookup), name=name, daemon=True).start()
-            except RuntimeError as error:  # no thread to be had
+            except RuntimeError as error:  # no thread available
                 del _lookups[host, port]
                 raise OSError(f"{host} cannot be looked up: {error}") from None
     return lookup.result(timeout_s)
@@ -69,7 +69,7 @@ def connect(host: str, port: int, next_timeout_s: Callable[[], float]) -> socket
 def _look_up(host: str, port: int, lookup: Future[Addresses]) -> None:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except Exception as error:  # UnicodeError too, of a name that is none
+    except Exception as error:  # UnicodeError too, of an invalid name
         outcome: Addresses | OSError = error if isinstance(error, OSError) else OSError(f"{host} is no name")
     else:
         outcome = found

@@ -50,10 +50,10 @@ def replace_file(
     """Put a small file into place in one step: a reader finds the old bytes or the new ones.
 
     Args:
-        path: Where; relative to `dir_fd` if that is given.
-        data: All of it.
+        path: Its path; relative to `dir_fd` if that is given.
+        data: The whole content.
         dir_fd: A directory, open.
-        only_new: Leave a file alone that is there already.
+        only_new: Do not replace an existing file.
         flush: Whether the file must be whole after a power failure, which may leave an empty one otherwise.
     """
     directory, name = os.path.split(path)

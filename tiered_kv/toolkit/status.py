@@ -1,4 +1,4 @@
-"""What became of a record that was read."""
+"""The result of reading a record."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class RecordStatus(Enum):
     BAD_HEADER = "bad_header"
     """A reserved field is not zero, a flag is not known to this version, or the key id is not the payload's."""
     UNKNOWN_CODEC = "unknown_codec"
-    """The record is sound, and there is no such codec here, or its library is not installed."""
+    """The record is sound, but this process lacks the codec or its library."""
     BAD_LENGTH = "bad_length"
     WRONG_NAMESPACE = "wrong_namespace"
     WRONG_KEY = "wrong_key"
     BAD_CHECKSUM = "checksum"
     BAD_PAYLOAD = "bad_payload"
-    """The checksum is right and the codec cannot read the payload: a fault of the writer."""
+    """The checksum is right, but the codec cannot read the payload: a fault of the writer."""
     UNKNOWN_KEY = "unknown_key"
-    """The record is sound, and encrypted with a key that is not here. Others may have it."""
+    """The record is sound, but encrypted with a key that this process lacks. Others may have it."""
     BAD_TAG = "bad_tag"
-    """The checksum and the key are right, and the tag is not: somebody changed the record, or moved it, on purpose."""
+    """The checksum and the key are right, but the tag is not: an attacker changed or moved the record."""
     UNENCRYPTED = "unencrypted"
-    """The record is sound, and not encrypted, where only encrypted ones are accepted."""
+    """The record is sound but plain, where only encrypted ones are accepted."""
 
 
 UNREADABLE = frozenset({RecordStatus.UNKNOWN_CODEC, RecordStatus.UNKNOWN_KEY})
@@ -35,4 +35,4 @@ UNREADABLE = frozenset({RecordStatus.UNKNOWN_CODEC, RecordStatus.UNKNOWN_KEY})
 there: see `unreadable.py`."""
 
 REFUSED = frozenset({RecordStatus.UNKNOWN_KEY, RecordStatus.BAD_TAG, RecordStatus.UNENCRYPTED})
-"""What encryption refuses: a miss with a reason of its own, where other damage is told as a wrong checksum."""
+"""Records that encryption refuses. Each has a reason of its own; other damage counts as a wrong checksum."""

@@ -1,4 +1,4 @@
-"""What lies in a shared storage and this process can neither read nor delete: not offered here, and replaced.
+"""Records in shared storage that this process can neither read nor delete: they are not offered, and are replaced.
 
 A record may be in a codec that is not installed here, or encrypted with a key that is not here. Others may be able to
 read it, so a failed load does not delete it. A damaged record is deleted; but the storage may refuse that. If such a
@@ -25,13 +25,13 @@ from typing import Final, Generic, TypeVar
 Name = TypeVar("Name", bound=Hashable)
 
 NAMES_MAX: Final = 65_536
-"""Names that are kept, the ones that were noted last; some 19 MB where each has 90 characters (by tracemalloc)."""
+"""Names that are kept, the latest ones; about 19 MB if each has 90 characters (by tracemalloc)."""
 LIFETIME_S: Final = 300.0
 """How long a name is kept. A hot block that nobody stores fails one load in that time."""
 
 
 class Unreadable(Generic[Name]):
-    """The names of records that this process could not read, and that are still there. Any thread may call.
+    """The names of stored records that this process could not read. Any thread may call.
 
     A name stands for one place in the storage, in one epoch: after a reset the same block has another one. Where a
     load and a store of one block end at the same time, a name may be noted that has just been made good.

@@ -3,7 +3,7 @@
     handlers = open_handlers(kv_caches, stack.region)           # an engine in one process
     shared = SharedStack("stack.yaml", name=..., bytes_per_worker=..., num_workers=2)   # scheduler and workers apart
 
-Importing this package imports no torch; what needs it imports it when it runs.
+Importing this package does not import torch. Functions that need torch import it when they run.
 """
 
 from tiered_kv.base import (

@@ -1,8 +1,8 @@
 """Copies between a CUDA device and pinned CPU memory.
 
-A direction has one side stream, so its jobs run in the order of their submission beside the model's own work. A job
-is one call of the driver for all of its runs where the driver can (cuMemcpyBatchAsync, CUDA 12.8), and one call a run
-where it cannot. torch owns streams and events; the driver is called directly, since torch has no batched copy.
+Each direction has one side stream. So its jobs run in the order of their submission, in parallel with the model's work.
+If the driver has cuMemcpyBatchAsync (CUDA 12.8), one call copies all runs of a job. Otherwise each run is a call. torch
+owns streams and events. The driver is called directly, because torch has no batched copy.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class CudaCopier:
         begin, end = self._event(), self._event()
         try:
             with self._cuda.device(self._device):
-                # A store reads what the model has been told to write by now. A load overwrites blocks that work
+                # A store reads blocks that submitted work may still write. A load overwrites blocks that work
                 # submitted earlier may still read, or clear.
                 self._stream.wait_stream(self._cuda.current_stream(self._device))
                 begin.record(self._stream)
                 has_begun = self._driver.copy(plan, self._stream.cuda_stream)
                 end.record(self._stream)
-        except RuntimeError as error:  # the device has failed before, and runs nothing any more
+        except RuntimeError as error:  # the device has failed, and runs no work any more
             _log.warning("the CUDA device takes no copies: %s", error)
             has_begun = False
         return CudaCopy(begin, end, has_begun, plan, self._events)
@@ -61,7 +61,7 @@ class CudaCopier:
     def close(self) -> None:
         try:
             self._stream.synchronize()
-        except RuntimeError as error:  # the device has failed, and copies nothing any more
+        except RuntimeError as error:  # the device has failed, and runs no copies any more
             _log.warning("the CUDA device failed before its copies had ended: %s", error)
 
     def _event(self) -> Any:  # Any: torch.cuda.Event
@@ -85,7 +85,7 @@ class CudaCopy:
     def has_ended(self) -> bool:
         try:
             return bool(self._end.query())
-        except RuntimeError as error:  # the device has failed, and so has everything on it
+        except RuntimeError as error:  # the device has failed, and all work on it
             self._fail(error)
             return True
 
@@ -100,7 +100,7 @@ class CudaCopy:
             return None
         try:
             elapsed_s = float(self._begin.elapsed_time(self._end)) / 1e3
-        except RuntimeError as error:  # it failed since the copy was asked whether it had ended
+        except RuntimeError as error:  # the device failed after `has_ended` was called
             self._fail(error)
             return None
         self._events += [self._begin, self._end]
@@ -134,13 +134,13 @@ class DriverCopies:
 
     def __init__(self, driver: Any) -> None:  # Any: ctypes' functions
         self._driver = driver
-        # Version 2 (CUDA 13) lost an argument that told which copy could not be submitted.
+        # Version 2 (CUDA 13) has no argument for the index of the copy that could not be submitted.
         second = getattr(driver, "cuMemcpyBatchAsync_v2", None)
         self._batch: Any = second or getattr(driver, "cuMemcpyBatchAsync", None)
         self._is_first_version = second is None
 
     def copy(self, plan: CopyPlan, stream: int) -> bool:
-        """Submit all runs of a plan to a stream, and return whether the driver took them."""
+        """Submit all runs of a plan to a stream, and return whether the driver accepted them."""
         if not len(plan.lengths):
             return True
         if self._batch is not None:

@@ -63,9 +63,9 @@ def open_handlers(
     """Return handlers that copy between `kv_caches` and `region`.
 
     Args:
-        kv_caches: All on one CUDA device, or all in CPU memory. They must stay where they are until shutdown.
-        region: The primary tier's memory, pinned here where the caches are on a CUDA device. It stays the caller's,
-            and is not unmapped before both handlers have been shut down, whoever closes it.
+        kv_caches: All on one CUDA device, or all in CPU memory. Their addresses must not change until shutdown.
+        region: The primary tier's memory, pinned here where the caches are on a CUDA device. It belongs to the
+            caller. It is unmapped only after both handlers have been shut down, even if it is closed before.
         block_size_factor: Device blocks in an offloaded block.
         part_offset: Where this worker's part of a row begins, in bytes.
         part_bytes: Bytes of that part; by default the rest of the row.
@@ -85,7 +85,7 @@ def open_handlers(
     if device.type == "cuda":
         import torch
 
-        with torch.cuda.device(device):  # not on the thread's device: CUDA would set up another one beside it
+        with torch.cuda.device(device):  # another device than the thread's: CUDA would create a second context
             region.pin()
     memory = (kv_caches, region.array)
     users = {STORE, LOAD}
@@ -130,10 +130,10 @@ class CopyHandler(OffloadingHandler):
         self._layout = layout
         self._kind = kind
         self._copier = copier
-        # Called by `shutdown`; or else where the handler is dropped, since copies must not outlive their memory.
+        # Called by `shutdown`, or when the handler is collected: copies must not outlive their memory.
         self._end = weakref.finalize(self, _end_copies, copier, memory)
         self._transfers: deque[_Transfer] = deque()
-        """Those that are to be reported, in the order of their submission."""
+        """The unreported transfers, in the order of their submission."""
         self._by_id: dict[int, _Transfer] = {}
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
@@ -172,5 +172,5 @@ class CopyHandler(OffloadingHandler):
 
 
 def _end_copies(copier: Copier, memory: object) -> None:
-    """Close the copier while somebody holds the memory."""
+    """Close the copier while the memory is still referenced."""
     copier.close()

@@ -1,9 +1,9 @@
 """Copies within the CPU's memory, for engines whose KV cache lies there.
 
-One thread a direction, and one `memmove` a run. The interpreter's lock is kept from run to run: a thread that released
-it for each, as ctypes usually does, would wait for the interpreter's switch interval (five milliseconds) to take it
-again wherever the engine's thread computes in Python, and that for microseconds of copying. So a job delays the
-engine's Python by no more than the job's own copying, and only while it runs.
+Each direction has one thread, and each run is one `memmove`. The thread keeps the interpreter lock for a whole job.
+ctypes usually releases it for each call. While the engine's thread runs Python, the copying thread would then wait five
+milliseconds (the switch interval) after each run, and a run takes microseconds. So a job delays the engine's Python by
+the job's own copying at most.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class HostCopy:
         return self._future.done()
 
     def wait(self) -> None:
-        # Not `concurrent.futures.wait`: it never returns for what a pool dropped as it was shut down.
+        # Not `concurrent.futures.wait`: it never returns for futures that a pool cancelled at its shutdown.
         with contextlib.suppress(CancelledError):
             self._future.exception()
 
@@ -70,7 +70,7 @@ def copy_runs(plan: CopyPlan) -> float:
 
 @functools.cache
 def _memmove() -> Callable[[int, int, int], None]:
-    memmove = ctypes.PyDLL(None).memmove  # PyDLL: calls keep the interpreter's lock
+    memmove = ctypes.PyDLL(None).memmove  # PyDLL: calls keep the interpreter lock
     memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
     memmove.restype = None
     return memmove

@@ -1,15 +1,15 @@
 """Where the bytes of a block lie: in the tensors of a device's KV cache, and in a row of the region.
 
 A row of the region holds one offloaded block, that is `block_size_factor` device blocks of one KV cache group. Each
-worker owns the same part of every row. In that part stand, for each of the group's refs in order, the ref's pages of
-the offloaded block's device blocks, side by side and without padding:
+worker owns the same part of every row. The part contains the pages of each of the group's refs, in order. A ref has one
+page for each device block of the offloaded block. Pages follow each other without padding:
 
     row     | worker 0                                      | worker 1 ...
     part    | ref 0                 | ref 1                 |
             | page 0 | page 1 | ... | page 0 | page 1 | ... |
 
-So device blocks that are neighbours on both sides can be copied as one. A store writes all pages of its rows, or it is
-refused: a page that it left out would hold another block's bytes. What a group does not use of a part is never read.
+So device blocks that are neighbours on both sides can be copied as one run. A store that leaves out pages of its rows
+is refused: those pages would hold another block's bytes. Bytes of a part that a group does not use are never read.
 
 With pipeline stages a worker may have no layer of a group, and so no ref. It copies nothing for that group.
 """
@@ -40,8 +40,8 @@ class GroupLayout:
         addresses: Of each ref's page in device block 0.
         strides: Bytes from a device block to the next.
         page_bytes: Bytes of a page that are copied.
-        row_offsets: Where a ref's first page stands in the worker's part of a row.
-        num_blocks: Device blocks that all of the refs have; of all tensors where there is no ref.
+        row_offsets: Offset of a ref's first page in the worker's part of a row.
+        num_blocks: Device blocks that all of the refs have; without refs, those that all tensors have.
     """
 
     addresses: Int64Array
@@ -81,7 +81,7 @@ def lay_out(
     """Return the layout of `kv_caches` in `region`.
 
     Args:
-        kv_caches: The device's caches; they must stay where they are.
+        kv_caches: The device's caches; their addresses must not change.
         region: The primary tier's memory; likewise.
         block_size_factor: Device blocks in an offloaded block.
         part_offset: Where the worker's part of a row begins.
@@ -141,8 +141,8 @@ class _Rows:
 def _rows_of(cache: CanonicalKVCacheTensor, index: int) -> _Rows:
     """Return how the blocks of a tensor follow each other, and how many bytes of each are the tensor's own.
 
-    Either a block is an entry of the first dimension, in which case there may be gaps between them; or the tensor
-    is contiguous, and is cut into pages.
+    Either a block is an entry of the first dimension, possibly with gaps between blocks. Or the tensor
+    is contiguous, and is divided into pages.
     """
     tensor, page_bytes = cache.tensor, cache.page_size_bytes
     if page_bytes < 1 or tensor.dim() < 1 or not tensor.numel():

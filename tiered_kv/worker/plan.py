@@ -72,11 +72,11 @@ def plan_transfer(layout: BlockLayout, kind: TransferType, spec: TransferSpec) -
         spec: Source and destination. The device's spec has `block_ids`, `group_sizes` (None for one group) and
             `block_indices` (None where each group begins an offloaded block); the region's has `block_ids`, one for
             each offloaded block that is touched, group by group. A load may read parts of its first and last row. A
-            store writes whole rows: what it left out would be the bytes of the row's former block.
+            store writes whole rows: the missing bytes would be those of the row's former block.
 
     Raises:
-        TypeError, ValueError: A spec is none, the two do not fit each other or the layout, or a store leaves out
-            device blocks of its rows.
+        TypeError, ValueError: An argument is no spec, the specs do not fit each other or the layout, or a store
+            leaves out device blocks of its rows.
     """
     device_spec, region_spec = reversed(spec) if kind == LOAD else spec
     device_ids = _ids_of(device_spec, "device block_ids")
@@ -116,8 +116,8 @@ def _runs_of_group(
     """Return device addresses, region addresses and lengths of the runs that make up blocks of one group."""
     pages = np.arange(skip, skip + len(device_ids), dtype=np.int64)
     rows, pages_in_row = row_ids[pages // layout.block_size_factor], pages % layout.block_size_factor
-    # Of shape (refs, blocks): a ref's pages follow each other, since only within a tensor do neighbours in memory
-    # belong to one allocation.
+    # Of shape (refs, blocks), so that a ref's pages follow each other. Neighbours in memory belong to one
+    # allocation only within a tensor.
     device = group.addresses + device_ids * group.strides
     region = (layout.part_address + rows * layout.row_bytes) + (group.row_offsets + pages_in_row * group.page_bytes)
     begins = np.ones(device.shape, dtype=np.bool_)

@@ -1,4 +1,4 @@
-"""One stack for an engine of several processes: a scheduler that decides, and workers that copy."""
+"""One stack for an engine of several processes: a scheduler and its workers."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ SCHEDULER = "scheduler"
 
 
 def worker_party(rank: int) -> str:
-    """Return what the worker of a rank is called among the processes that share a region."""
+    """Return the name of a rank's worker among the processes that share a region."""
     return f"worker {rank}"
 
 
 def parties_of(num_workers: int) -> list[str]:
-    """Return all the processes that share a region."""
+    """Return the names of all processes that share a region."""
     return [SCHEDULER, *map(worker_party, range(num_workers))]
 
 
 class SharedStack:
-    """What every process of an engine makes alike, and opens its own side of.
+    """The stack that every process of an engine constructs with the same arguments, to open its own side.
 
-    The region's memory is mapped by the scheduler's process and by each worker's; whoever opens first creates it, and
-    nobody waits for the others. Until all have opened, the manager stores and promotes nothing, and a transfer is
-    refused: bytes would go to a region that the others do not see.
+    The scheduler's process and each worker's map the region. The first to open creates it, and no process waits for the
+    others. Until all have opened, the manager stores and promotes nothing, and a transfer is refused: its bytes would
+    go to a region that the others do not map.
 
     Args:
         source: The stack: the path of a YAML file, a mapping, or a configuration. Its secondary tiers are opened by
             the scheduler alone.
         name: A file name that belongs to this run of the engine; by default the stack's `primary.shared`.
-        bytes_per_worker: What this worker stores of an offloaded block, all layers; in the scheduler, the most that any
-            does. A block has room for as much from each.
+        bytes_per_worker: Bytes of an offloaded block that this worker stores, for all layers. In the scheduler: the
+            largest of all workers. A block has room for as much from each.
         num_workers: Workers that hold parts of each block, as with tensor parallelism.
         block_size_factor: GPU blocks in an offloaded block.
 
@@ -85,7 +85,7 @@ class SharedStack:
 
         Args:
             enable_events: As for `Stack`.
-            file: The file of that name, if this process has joined it already; it belongs to the stack from now on.
+            file: The shared file, if this process has joined it already. The stack owns it from now on.
 
         Raises:
             ConfigError, TierError: As `open_stack`; or the memory is in use by another run.
@@ -95,7 +95,7 @@ class SharedStack:
     def open_handlers(
         self, kv_caches: CanonicalKVCaches, rank: int = 0, *, file: SharedFile | None = None
     ) -> WorkerHandlers:
-        """Open a worker's side. Its part of the memory is unmapped when both handlers have been shut down.
+        """Open a worker's side. Its mapping ends when both handlers have been shut down.
 
         Args:
             kv_caches: The worker's caches; see `open_handlers` of this package.
@@ -104,7 +104,7 @@ class SharedStack:
 
         Raises:
             ValueError: The caches contradict themselves, or do not fit into the worker's part of a block.
-            ConfigError: The memory cannot be had or pinned, or another process has this rank.
+            ConfigError: The memory cannot be mapped or pinned, or another process has this rank.
         """
         if not 0 <= rank < self.num_workers:
             raise ValueError(f"there is no worker {rank} among {self.num_workers}")
@@ -136,7 +136,7 @@ class SharedStack:
 
 
 class _SharedBackend(CPUBackend):
-    """Has no room before all processes have mapped the region."""
+    """A primary tier that has no room until all processes have mapped the region."""
 
     region: SharedRegion
 

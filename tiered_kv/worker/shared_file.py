@@ -1,10 +1,12 @@
-"""The file that the processes of one engine share: which of them have joined, and a note of each.
+"""The file that the processes of one engine share. It shows which of them have joined, and has a note of each.
 
-The processes are called parties. The file has a name only until all parties have joined. Until then each party holds a
-lock on a byte of its own (open file description locks, fcntl(2)), and the exclusive lock, on one byte more, while it
-changes something. The kernel drops a lock with the process that held it. So a party that was killed is missing again,
-and a file without locks is left over from a run that was killed as it started. The last party to map the rows removes
-the name and marks the file. The mark shows every party that all the others have joined.
+The processes are called parties. The file has a name only until all parties have joined. Until then:
+
+- Each party holds a lock on a byte of its own (open file description locks, fcntl(2)).
+- A party that changes the file also holds the exclusive lock, on one more byte.
+- The kernel releases a lock when its process ends. So a party that was killed is missing again. A file without locks is
+  left over from a run that was killed as it started.
+- The last party to map the rows removes the name and marks the file. The mark shows every party that all have joined.
 
 Behind the header of the region (`tiered_kv.cpu.geometry`), and before its rows, each party has room for a note. It
 writes the note as it joins, and the others can wait for it.
@@ -27,9 +29,9 @@ from tiered_kv.errors import ConfigError
 from tiered_kv.permissions import FILE_MODE, NotPrivateError, check_file
 
 JOIN_TIMEOUT_S = 300.0
-"""How long a party waits for the exclusive lock, or for a note; the first to map the rows clears them meanwhile."""
+"""How long a party waits for the exclusive lock, or for a note. The first to map the rows clears them meanwhile."""
 NOTE_BYTES = 4096
-"""Of each party, at most."""
+"""Bytes of each party's note, at most."""
 
 _PARTIES_MAX = (ROWS_OFFSET - HEADER_BYTES) // NOTE_BYTES
 _EXCLUSIVE_BYTE = 1 << 40
@@ -44,12 +46,12 @@ class SharedFile:
 
     Args:
         name: A file name that belongs to this run of the engine alone.
-        party: Who this process is, one of `parties`.
-        parties: All who will join, in an order that all of them give alike.
+        party: The name of this process, one of `parties`.
+        parties: The names of all processes, in the same order in each of them.
         note: For the other parties, at most `NOTE_BYTES`, without a final zero byte.
 
     Raises:
-        ConfigError: The file cannot be had, or another process is that party already.
+        ConfigError: The file cannot be opened, or another process is that party already.
     """
 
     def __init__(self, name: str, party: str, parties: Sequence[str], note: bytes = b"") -> None:
@@ -70,7 +72,7 @@ class SharedFile:
                     f"another process is '{party}' in {self.path}; give each run of the engine its own name"
                 )
             if not self._others():
-                os.ftruncate(self.fd, 0)  # what a run that was killed has left
+                os.ftruncate(self.fd, 0)  # left by a run that was killed
             os.pwrite(self.fd, note.ljust(NOTE_BYTES, b"\0"), self._note_offset(party))
             _lock(self.fd, _EXCLUSIVE_BYTE, fcntl.F_UNLCK)
         except BaseException:
@@ -79,13 +81,13 @@ class SharedFile:
 
     @property
     def fd(self) -> int:
-        """The descriptor; there is none once `is_complete` has returned True, or after `leave`."""
+        """The descriptor; closed once `is_complete` has returned True, or after `leave`."""
         assert self._fd is not None
         return self._fd
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Hold the exclusive lock: no other party changes anything, or joins.
+        """Hold the exclusive lock: no other party changes the file, or joins.
 
         Raises:
             ConfigError: Another party has held the lock for too long.
@@ -117,7 +119,7 @@ class SharedFile:
             time.sleep(_POLL_S)
 
     def complete(self) -> None:
-        """Remove the name and mark the file, if all have joined; a party that has mapped it calls, under the lock."""
+        """If all have joined, remove the name and mark the file. Called under the lock, after the rows are mapped."""
         if not self._is_marked() and not self._missing():
             self.path.unlink()
             os.fchmod(self.fd, _COMPLETE_MODE)
@@ -133,11 +135,11 @@ class SharedFile:
         return True
 
     def missing_parties(self) -> list[str]:
-        """Return who has not joined yet."""
+        """Return the parties that have not joined yet."""
         return [] if self._fd is None or self.is_complete() else self._missing()
 
     def leave(self) -> None:
-        """Give up the place among the parties; the name goes with the last who leaves. Later calls do nothing."""
+        """Leave the parties. The last one to leave removes the name. Later calls do nothing."""
         if self._fd is not None and not self.is_complete():
             self._close(is_locked=_lock_exclusively(self.fd, time.monotonic() + JOIN_TIMEOUT_S))
 
@@ -169,7 +171,7 @@ def _open_exclusively(path: Path) -> int:
         except OSError as error:
             raise ConfigError(f"cannot open {path}: {error.strerror}") from error
         try:
-            check_file(fd, str(path))  # anybody may create files there, and would read what is stored
+            check_file(fd, str(path))  # any user may create files there, and could read the blocks
         except NotPrivateError as error:
             os.close(fd)
             raise ConfigError(f"{error.strerror}; give each run of the engine a name of its own") from error

@@ -1,8 +1,8 @@
 """One region for several processes: a scheduler, and the workers of one engine.
 
-Whoever maps it first sizes the file and writes its header, and the others compare and map it; an engine may make its
-workers' handlers before its manager (vLLM does) or after. The last to map it removes its name, so from then on the
-memory lives as long as those who map it, however they end.
+The first process to map it sizes the file and writes its header. The others compare the header and map it. An engine
+may make its workers' handlers before its manager (vLLM does) or after. The last process to map it removes its name.
+From then on the kernel frees the memory with the last mapping, even if the processes are killed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class SharedRegion(PrimaryRegion):
     """A region that several processes map. Made by `join`; one thread calls."""
 
     _file: SharedFile | None = None
-    """None while it is made."""
+    """None until it is mapped."""
 
     @classmethod
     def join(
         cls, file: SharedFile, geometry: Geometry, *, huge_pages: bool = True, numa_node: int | None = None
     ) -> Self:
-        """Map the rows of `file`, which belongs to the region from now on, also where this fails.
+        """Map the rows of `file`. The region owns the file from now on, even if this raises.
 
         Args:
             file: The file, in which this process has a place.
@@ -34,7 +34,7 @@ class SharedRegion(PrimaryRegion):
             numa_node: Likewise.
 
         Raises:
-            ConfigError: The memory cannot be had, or another party expects another geometry.
+            ConfigError: The memory cannot be allocated, or another party expects another geometry.
         """
         region: Self | None = None
         try:
@@ -55,7 +55,7 @@ class SharedRegion(PrimaryRegion):
                 )
                 region._file = file
                 if is_first:
-                    size_shared(file.fd, file.path, geometry.size_bytes)  # pages go where the mapping was bound to
+                    size_shared(file.fd, file.path, geometry.size_bytes)  # its pages are where the mapping was bound
                     write_header(file.fd, geometry)
                 file.complete()
         except BaseException:
@@ -70,10 +70,10 @@ class SharedRegion(PrimaryRegion):
         return self._file is None or self._file.is_complete()
 
     def missing_parties(self) -> list[str]:
-        """Return who has not joined yet."""
+        """Return the parties that have not joined yet."""
         return [] if self._file is None else self._file.missing_parties()
 
     def unlink(self) -> None:
-        """Leave, if not all have joined yet; the name goes with the last who leaves. Otherwise do nothing."""
+        """Leave, if not all have joined yet. The last one to leave removes the name. Otherwise do nothing."""
         if self._file is not None:
             self._file.leave()

@@ -14,7 +14,7 @@ from tiered_kv.worker.shared import SharedStack
 class TieredOffloadingSpec(OffloadingSpec):
     """Builds the manager in the scheduler's process, and the handlers in each worker's, from one stack.
 
-    Every process makes a spec from the same configuration; which side it is shows in the method that it calls.
+    Every process makes a spec from the same configuration. The method that it calls decides which side it opens.
 
     Args:
         vllm_config: As for `OffloadingSpec`. `kv_transfer_config.kv_connector_extra_config["stack"]` is the stack: a
@@ -27,7 +27,7 @@ class TieredOffloadingSpec(OffloadingSpec):
         shared: The stack, for an engine that needs more than the interface offers.
 
     Raises:
-        ConfigError: The stack cannot be used, or its blocks do not hold what all workers store of one.
+        ConfigError: The stack cannot be used, or its blocks are smaller than the parts of all workers.
         ValueError: The block sizes do not fit each other.
     """
 
@@ -48,7 +48,7 @@ class TieredOffloadingSpec(OffloadingSpec):
         self._stack: Stack | None = None
 
     def get_manager(self) -> OffloadingManager:
-        """Return the stack's manager, opened with the first call; its `shutdown` closes the stack.
+        """Return the stack's manager. The first call opens it; its `shutdown` closes the stack.
 
         Raises:
             ConfigError, TierError: The stack cannot be opened.
@@ -60,7 +60,7 @@ class TieredOffloadingSpec(OffloadingSpec):
     def get_handlers(
         self, kv_caches: CanonicalKVCaches
     ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]:
-        """Return this worker's handlers, opened by the call itself.
+        """Open and return this worker's handlers.
 
         Raises:
             ConfigError, ValueError: As `SharedStack.open_handlers`.

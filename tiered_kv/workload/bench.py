@@ -2,7 +2,7 @@
 
 A round stores blocks that were never stored before, looks them up, clears the region and loads them back;
 all jobs of a direction are submitted at once, and every loaded byte is checked. The blocks have keys of their
-own and stay in the tier until it drops them as the oldest.
+own and stay in the tier until it evicts them.
 """
 
 from __future__ import annotations
@@ -90,14 +90,14 @@ def bench_tier(
     *,
     on_round: Callable[[int], None] = lambda rounds: None,
 ) -> TierBench:
-    """Measure a tier that nobody else uses meanwhile.
+    """Measure a tier that has no other user meanwhile.
 
     Args:
         tier: The tier, opened over `kv_view`.
         name: Its name in the stack.
         kv_view: Writable, of shape (at least `settings.blocks`, block_bytes); overwritten.
         settings: How to measure.
-        on_round: Told after each round how many there have been.
+        on_round: Called after each round with the number of rounds so far.
 
     Raises:
         TierUnavailableError: A transfer or lookup did not end in `settings.timeout_s`. A transfer may still
@@ -135,7 +135,7 @@ class _Bench:
         stored, store_s = self._transfer(self._tier.submit_store, keys, range(blocks), context, is_load=False)
         self._result.failed_stores += blocks - len(stored)
         self._measure_lookups([keys[row] for row in stored[:: max(1, len(stored) // _LOOKUPS_MAX)]], context)
-        # What the store left in the region must not be mistaken for what the load brought.
+        # Bytes that the store left in the region must not pass as loaded ones.
         self._rows[:blocks] = 0
         loaded, load_s = self._transfer(
             self._tier.submit_load, [keys[row] for row in stored], stored, context, is_load=True
@@ -196,7 +196,7 @@ class _Bench:
         return succeeded, time.perf_counter() - started_s
 
     def _measure_lookups(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
-        """Ask for one key after the other, each until it is answered."""
+        """Look up one key after the other, each until it is answered."""
         for key in keys:
             deadline_s = time.monotonic() + self._settings.timeout_s
             started_s = time.perf_counter()

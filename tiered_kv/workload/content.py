@@ -37,7 +37,7 @@ class BlockContent:
         Args:
             rows: C-contiguous uint8 array of shape (n, block_bytes).
             row_ids: The rows to write.
-            block_ids: Whose content goes there, 0 to 2**64 - 1 each, in the order of `row_ids`.
+            block_ids: The blocks whose content is written, 0 to 2**64 - 1 each, in the order of `row_ids`.
         """
         for row_id, block_id in zip(row_ids, block_ids, strict=True):
             rows[row_id] = self._expect(block_id)

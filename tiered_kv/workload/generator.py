@@ -2,9 +2,9 @@
 
 A chat starts with one of a few system prompts. Each turn appends blocks to the prompt (the last answer, the
 next question), so a turn's prompt has all earlier prompts of its chat as prefixes. `active_chats` chats are
-going on at once and take turns at random; when one has had all its turns, a new one takes its place. So the
-number of active chats sets how much is stored between two turns of one chat, and with it which tier the
-second turn finds its prefix in.
+active at once, and each request is of a random one. A chat that has ended is replaced by a new one. So the
+number of active chats determines how much is stored between two turns of one chat. That decides in which tier the
+second turn finds its prefix.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class ChatWorkload:
         seed: Chooses the turns' lengths, their order, and the blocks' ids.
         chats: Chats in all. The workload has `chats * turns` requests.
         turns: Requests in a chat.
-        active_chats: Chats that are going on at once.
-        turn_blocks: What a turn appends, in blocks, on average; uniform from 1 to twice that less 1.
+        active_chats: Chats that are active at once.
+        turn_blocks: Blocks that a turn appends on average; uniform from 1 to `2 * turn_blocks - 1`.
         system_prompts: Distinct system prompts; each chat begins with one of them.
         system_blocks: Length of a system prompt, in blocks; 0 for none.
 

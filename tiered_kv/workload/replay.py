@@ -1,11 +1,11 @@
-"""Drives real bytes through a manager by a sequence of requests, and checks every block that comes back.
+"""Drives real bytes through a manager by a sequence of requests, and checks every loaded block.
 
 The replay plays both of an engine's parts. As scheduler it runs several requests at once in steps: a step
 admits requests, moves each one on by the manager's calls, and ends with `on_schedule_end`. As worker it then
-does what the step asked for: it reads the blocks that were pinned for a load, and compares every byte; and it
-writes the blocks that room was taken for. The next step reports those transfers as complete.
+executes the step's transfers. It compares every byte of the blocks that were pinned for a load, and
+writes the rows that were reserved for a store. The next step reports those transfers as complete.
 
-Requests follow each other as fast as the stack takes them, in their order; timestamps are not waited for.
+Requests run in their order, as fast as the stack accepts them. Their timestamps are ignored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
 _IDLE_S = 0.0005
-"""How long the scheduler rests after a step in which every request waited for its storage."""
+"""How long the scheduler sleeps after a step in which every request waited for its storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,10 @@ class ReplaySettings:
 
     Args:
         concurrency: Requests that run at once.
-        lookup_blocks: Keys to a lookup call; the call that finds an absent block is a request's last.
+        lookup_blocks: Keys in a lookup call. After a call that finds an absent block, a request makes no other.
         store_blocks: Blocks that a step stores for one request, as a server stores a chunk of its prefill.
         request_timeout_s: How long a request waits for its prefix before the rest of it counts as missed.
-        drain_timeout_s: How long to wait, after the last request, for stores that are still under way.
+        drain_timeout_s: How long to wait for stores in flight after the last request.
 
     Raises:
         ConfigError: A number is out of its range.
@@ -70,12 +70,12 @@ def replay(
     """Run `requests` through `manager` to their end.
 
     Args:
-        manager: The manager of a stack that nobody else uses meanwhile.
+        manager: The manager of a stack that has no other user meanwhile.
         kv_view: The stack's primary region, of shape (num_blocks, block_bytes).
-        requests: Taken one by one as there is room to run them.
+        requests: Consumed one by one as there is room to run them.
         settings: How to drive them; None for the defaults.
-        should_stop: Asked before every step; the replay ends in good order once it answers True.
-        on_progress: Told the counts after every step.
+        should_stop: Called before every step; when it returns True, the replay finishes normally.
+        on_progress: Called with the counts after every step.
 
     Raises:
         ConfigError: From `requests`, where a trace has a bad line. Nothing stays pinned.
@@ -101,7 +101,7 @@ class _Running:
     """A request that has been admitted.
 
     Args:
-        done_blocks: How many of its blocks have been loaded, or given to the store.
+        done_blocks: Number of its blocks that were loaded, or submitted to be stored.
         transfer_keys: The blocks that the worker has in hand; likewise their ids, rows, and where loads were found.
     """
 
@@ -213,7 +213,7 @@ class _Replay:
             self._spent_s += time.perf_counter() - started_s
 
     def _look_up(self, running: _Running) -> int | None:
-        """Return how many leading blocks can be loaded now, or None while that is worth waiting for."""
+        """Return how many leading blocks can be loaded now, or None if the request should wait."""
         known_blocks = 0
         waits = False
         for first in range(0, len(running.keys), self._settings.lookup_blocks):
@@ -222,7 +222,7 @@ class _Replay:
             hit = next((i for i, answer in enumerate(answers) if answer is not True), len(answers))
             if not waits:
                 known_blocks += hit
-            # A None before the first False is worth waiting for; one behind it is not.
+            # A None before the first False is worth waiting for; one after it is not.
             absent = next((i for i, answer in enumerate(answers) if answer is False), len(answers))
             waits |= None in answers[:absent]
             if absent < len(answers):
@@ -249,7 +249,7 @@ class _Replay:
             chunk = slice(running.done_blocks, running.done_blocks + self._settings.store_blocks)
             output = self._timed(self._manager.prepare_store, running.keys[chunk], running.context)
             if output is None:
-                # What follows a block that is absent is of no use, so the rest is not offered.
+                # Blocks after an absent one are of no use, so the rest is not offered.
                 self._tally.skipped_stores += len(running.keys) - running.done_blocks
                 break
             running.done_blocks = min(chunk.stop, len(running.keys))
@@ -264,7 +264,7 @@ class _Replay:
         running.phase = _Phase.DONE
 
     def _transfer(self, running: _Running) -> None:
-        """Do the worker's part: check what is being loaded, or write what is being stored."""
+        """Do the worker's part: check the blocks of a load, or write those of a store."""
         if running.phase is _Phase.LOAD:
             wrong = self._content.check(self._rows, running.transfer_rows, running.transfer_ids)
             self._tally.verified_blocks += len(running.transfer_rows) - len(wrong)
@@ -279,7 +279,7 @@ class _Replay:
             if running.phase is _Phase.LOAD:
                 self._manager.complete_load(running.transfer_keys, running.context)
             elif running.phase is _Phase.STORE:
-                # Whether the worker got to write them is not known here, so they are given up.
+                # The worker may not have written them, so they are completed as failed.
                 self._manager.complete_store(running.transfer_keys, running.context, success=False)
             self._manager.on_request_finished(running.context)
         self._running.clear()

@@ -23,8 +23,8 @@ class Request:
         timestamp_ms: Arrival, in milliseconds since the workload began.
         input_length: Tokens in the prompt.
         output_length: Tokens that were generated.
-        hash_ids: One id for each block of the prompt, in order. An id stands for the block and all that came
-            before it, so two requests with an equal id have an equal prefix up to it. No id occurs twice.
+        hash_ids: One id for each block of the prompt, in order. An id stands for the block and all blocks
+            before it. So two requests with an equal id have an equal prefix up to it. No id occurs twice.
     """
 
     timestamp_ms: int

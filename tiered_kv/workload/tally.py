@@ -1,4 +1,4 @@
-"""What a replay counts, and the report it ends with."""
+"""The counts of a replay, and its report."""
 
 from __future__ import annotations
 

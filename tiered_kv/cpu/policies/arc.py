@@ -2,9 +2,9 @@
 
 After N. Megiddo and D. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache" (FAST 2003): blocks used by one
 request (T1) and blocks used by several (T2) are kept apart, and the share of T1 adapts to the keys of evicted blocks
-(B1, B2) that come back. One rule is added. A block of T2 may be the head of a prefix whose tail still lies in T1, and
-the tail must go first; since a tail was never used after its head, T2 only gives a block up when its oldest request is
-older than T1's.
+(B1, B2) that come back. One rule is added. A block of T2 may be the head of a prefix whose tail is still in T1, and
+the tail must be evicted first. A tail was never used after its head. So T2 evicts only when its oldest request is older
+than T1's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tiered_kv.cpu.policies.chains import ChainOrder
 
 
 class ARCPolicy(CachePolicy):
-    """Evicts blocks used once before blocks used again, in shares that follow what is asked for."""
+    """Evicts blocks used once before blocks used again, in shares that adapt to the requests."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
@@ -83,7 +83,7 @@ class ARCPolicy(CachePolicy):
         victims: list[CPUBlock] = []
         while len(victims) < count:
             first, second = self._preference()
-            # One at a time: each victim changes which of the two has to give up the next.
+            # One at a time: each eviction changes which of the two lists evicts next.
             popped = first.pop(1, step, spare) or second.pop(1, step, spare)
             if not popped:
                 self._frequent.restore([block for block in victims if block.is_frequent])

@@ -1,4 +1,4 @@
-"""What an eviction policy is."""
+"""The contract of an eviction policy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tiered_kv.cpu.backend import CPUBlock, RequestChain
 
 
 class CachePolicy(ABC):
-    """Decides which evictable block goes next.
+    """Decides which evictable block is evicted next.
 
     A policy only ever holds blocks that may be evicted: the manager removes a block when it is pinned and adds it
     again when the last pin is gone, so pinned blocks cost eviction nothing. Within a request, the tail must go before
@@ -35,11 +35,11 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def add(self, blocks: Iterable[CPUBlock]) -> None:
-        """Take `blocks`, which have become evictable."""
+        """Add `blocks`, which have become evictable."""
 
     @abstractmethod
     def remove(self, blocks: Iterable[CPUBlock]) -> None:
-        """Let go of `blocks`, which were pinned or dropped."""
+        """Remove `blocks`, which were pinned or deleted."""
 
     @abstractmethod
     def use(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
@@ -50,7 +50,7 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def evict(self, count: int, step: int, spare: RequestChain | None = None) -> list[CPUBlock] | None:
-        """Let go of the `count` blocks that are worth least.
+        """Remove and return the `count` least valuable blocks.
 
         Args:
             count: How many.
@@ -58,9 +58,9 @@ class CachePolicy(ABC):
             spare: The request that wants the room, whose own blocks stay. The manager has just called `use` for it.
 
         Returns:
-            The blocks, or None, with nothing changed, where there are not enough.
+            The blocks, or None, with nothing changed, if there are not enough.
         """
 
     def end_step(self) -> None:
-        """Note that blocks that were protected in this step may go from now on."""
+        """Note that blocks which were protected in this step may be evicted from now on."""
         return

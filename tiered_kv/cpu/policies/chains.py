@@ -117,14 +117,14 @@ class ChainOrder:
         return popped
 
     def restore(self, blocks: Sequence[CPUBlock]) -> None:
-        """Put blocks back that `pop` removed, in the order in which they came, as the first to go again."""
+        """Put back blocks that `pop` removed, in their order, as the next to be evicted."""
         for block in reversed(blocks):
             self.add((block,))
             assert block.chain is not None
             self._stacks.move_to_end(block.chain, last=False)
 
     def end_step(self) -> None:
-        """Take back the blocks that were set aside."""
+        """Put back the blocks that were set aside."""
         if self._held:
             held, self._held = self._held, {}
             self._size -= len(held)
