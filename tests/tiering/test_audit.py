@@ -174,26 +174,22 @@ def test_blocks_that_the_primary_tier_promoted_count_for_the_tier_that_they_came
     assert "audited_blocks_total" not in counted(stack, "cpu")
 
 
-def test_small_differences_are_close(open_stack: Callable[[Config], Stack], caplog: pytest.LogCaptureFixture) -> None:
-    engine = Engine(open_stack(config(MEMORY)))
+@pytest.mark.parametrize(
+    ("settings", "verdict"),
+    [({}, "close"), ({"audit_tolerance": 0.01}, "different"), ({"dtype": "auto"}, "different")],
+)
+def test_small_differences_are_close_within_the_tolerance_and_where_the_type_is_known(
+    open_stack: Callable[[Config], Stack], caplog: pytest.LogCaptureFixture, settings: dict[str, Any], verdict: str
+) -> None:
+    engine = Engine(open_stack(config(MEMORY, **settings)))
     engine.serve(keys(4))
     engine.noise = 0.02
     engine.serve(keys(4))
     found = counted(engine.stack, "cpu")
-    assert found["audited_blocks_total"] == {"close": 4}
-    assert found["audit_largest_difference_ratio"] == pytest.approx(0.02, rel=0.1)
-    assert not caplog.records
-
-
-def test_small_differences_beyond_the_tolerance_or_of_an_unknown_type_are_different(
-    open_stack: Callable[[Config], Stack],
-) -> None:
-    for settings in (config(MEMORY, audit_tolerance=0.01), config(MEMORY, dtype="auto")):
-        engine = Engine(open_stack(settings))
-        engine.serve(keys(4))
-        engine.noise = 0.02
-        engine.serve(keys(4))
-        assert counted(engine.stack, "cpu")["audited_blocks_total"] == {"different": 4}
+    assert found["audited_blocks_total"] == {verdict: 4}
+    assert bool(caplog.records) == (verdict == "different")
+    if "dtype" not in settings:
+        assert found["audit_largest_difference_ratio"] == pytest.approx(0.02, rel=0.1)
 
 
 def test_what_no_tier_had_is_not_compared(open_stack: Callable[[Config], Stack]) -> None:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from tiered_kv.base import make_offload_key
+from tiered_kv.base import ReqContext, make_offload_key
+from tiered_kv.config.settings import TierSettings
+from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.testing.four_methods import FourMethodTier
+from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.admission import Admission
-from tiered_kv.tiering.breaker import Breaker
+from tiered_kv.tiering.base import JobMetadata, JobResult, TierSpec
+from tiered_kv.tiering.breaker import Breaker, BreakerState
+from tiered_kv.tiering.guarded import GuardedTier
+from tiered_kv.toolkit.status import RecordStatus
 
 
 def state_of(breaker: Breaker) -> str:
@@ -77,4 +84,37 @@ def test_admission_remembers_two_generations_and_no_more() -> None:
     for key in keys[15:]:
         assert not admission.admit(key)
     assert not admission.admit(keys[1]), "forgotten"
-    assert len(admission._young) + len(admission._old) <= 20
+
+
+def test_no_record_that_is_read_opens_the_breaker() -> None:
+    """After a key was dropped a tier works as before: it misses, and takes stores. So it does beside damaged blocks."""
+    for status in RecordStatus:
+        if status is not RecordStatus.OK:
+            assert state_after_failures(status.value) is BreakerState.CLOSED, status
+    for reason in ("absent", "missing", "no_space", "reset", "unanswered"):
+        assert state_after_failures(reason) is BreakerState.CLOSED, reason
+    for reason in ("unavailable", "timeout", "exception", "failed"):
+        assert state_after_failures(reason) is BreakerState.OPEN, reason
+
+
+class LosingTier(FourMethodTier):
+    """Every load fails for one reason."""
+
+    is_nonblocking = True
+    reason = ""
+
+    def submit_load(self, job_metadata: JobMetadata) -> None:
+        self._finished.append(JobResult(job_metadata.job_id, False, reason=self.reason))
+
+
+def state_after_failures(reason: str) -> BreakerState:
+    """Return what becomes of a tier's breaker when all blocks of a hundred loads fail for a reason."""
+    tier = LosingTier(TierSpec("t", 16, bytes(16)), memoryview(bytearray(64)).cast("B", (4, 16)), "losing")
+    tier.reason = reason
+    guarded = GuardedTier(tier, TierSettings(type="tier"), 16, 64, lambda: 0.0)
+    for _ in range(100):
+        if guarded.refusal():
+            break
+        assert guarded.submit(make_keys(1), [CPUBlock(0)], ReqContext("r"), is_promotion=True)
+        assert len(guarded.collect()) == 1
+    return guarded.breaker.state

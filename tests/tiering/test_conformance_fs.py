@@ -7,12 +7,9 @@ from typing import ClassVar
 
 import pytest
 
-from tests.support.doors import FsDoor, codec_id_of
 from tiered_kv.testing.conformance import TierConformance
-from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
+from tiered_kv.testing.rig import OpenTier
 from tiered_kv.tiering.base import SecondaryTierManager
-from tiered_kv.toolkit.codecs import ZSTD_ID
-from tiered_kv.toolkit.record import HEADER_BYTES
 from tiered_kv_fs.layout import BLOCK
 from tiered_kv_fs.settings import FsSettings
 from tiered_kv_fs.tier import FsTier
@@ -50,14 +47,6 @@ class TestFsTierWithOddBlocks(TestFsTier):
 class TestFsTierWithCompression(TestFsTier):
     settings: ClassVar[dict[str, object]] = {"codec": "zstd"}
     compressible = True
-
-    def test_files_are_shorter_than_their_blocks(self, rig: TierRig) -> None:
-        keys = make_keys(8)
-        assert rig.store(keys).success
-        assert rig.load(keys) == set(keys)
-        records = [FsDoor(self.directory, rig.spec.namespace_digest).read(key) or b"" for key in keys]
-        assert [codec_id_of(record) for record in records] == [ZSTD_ID] * 8
-        assert max(map(len, records)) < HEADER_BYTES + rig.block_bytes // 2
 
 
 class TestFsTierWithEncryption(TestFsTier):
