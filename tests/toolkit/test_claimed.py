@@ -86,27 +86,6 @@ def test_a_directory_that_cannot_be_used_says_what_to_do(path: Path, code: int, 
         raise OSError(code, os.strerror(code))
 
 
-def test_a_marker_is_on_the_device_before_it_is_in_its_place(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A power failure leaves an empty file otherwise, and with that the directory would be refused for good."""
-    steps: list[str] = []
-    fsync, replace = os.fsync, os.replace
-
-    def note_flush(fd: int) -> None:
-        steps.append("flush " + os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
-        fsync(fd)
-
-    def note_replace(source: str, target: str, **options: int) -> None:
-        steps.append("rename " + source)
-        replace(source, target, **options)
-
-    monkeypatch.setattr(os, "fsync", note_flush)
-    monkeypatch.setattr(os, "replace", note_replace)
-    claim(path)
-    (flush, rename) = (step.split() for step in steps)
-    assert (flush[0], rename[0]) == ("flush", "rename")
-    assert flush[1] == rename[1]
-
-
 def test_a_path_may_be_relative_or_begin_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)

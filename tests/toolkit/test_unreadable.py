@@ -4,20 +4,8 @@ from __future__ import annotations
 
 import threading
 
-import pytest
-
 from tiered_kv.testing.clock import ManualClock
 from tiered_kv.toolkit.unreadable import LIFETIME_S, Unreadable
-
-
-def test_a_name_is_kept_until_it_is_forgotten(clock: ManualClock) -> None:
-    names: Unreadable[str] = Unreadable(clock=clock)
-    assert "a" not in names
-    names.note(["a", "b"])
-    names.forget(["a", "never noted"])
-    assert "a" not in names
-    assert "b" in names
-    assert len(names) == 1
 
 
 def test_a_name_is_dropped_after_its_lifetime_from_when_it_was_noted_last(clock: ManualClock) -> None:
@@ -41,11 +29,6 @@ def test_beyond_the_limit_the_name_that_was_noted_longest_ago_is_dropped(clock: 
     assert [number for number in range(5) if number in names] == [0, 3, 4]
     names.note(range(1000))
     assert len(names) == 3
-
-
-def test_names_are_not_looked_at_where_nothing_is_kept() -> None:
-    names: Unreadable[str] = Unreadable()
-    names.forget(pytest.fail("it was looked at") for _ in range(1))
 
 
 def test_threads_may_note_forget_and_ask_at_once() -> None:
