@@ -1,14 +1,13 @@
 """A stack belongs to the process that opened it; a forked child disturbs nobody, and keeps no lock.
 
-A descriptor that is duplicated stands for the one that a forked child has: both refer to one open file, whose lock is
-not gone before both are closed (flock(2)). `tests/trust/test_races_of_processes.py` forks in earnest.
+`tests/trust/test_races_of_processes.py` forks amid transfers.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,64 +16,73 @@ import pytest
 from tiered_kv.errors import ShutdownError
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.toolkit.claimed import Identity
 from tiered_kv_fs.files import locked
-from tiered_kv_nvme.directory import Directory
 
 BLOCK_BYTES = 4096
+KEYS = make_keys(2)
+BLOCKS = np.ones((2, BLOCK_BYTES), dtype=np.uint8)
 
 
 @contextmanager
-def inherited(fd: int) -> Iterator[None]:
-    """Have the open file referred to as by a child, too."""
-    copy = os.dup(fd)
+def forked(work: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Have a child that does some work, and lives until the end of the block."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            work()
+            os.close(writer)
+            os.read(reader, 1)
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(reader)
     try:
         yield
     finally:
-        os.close(copy)
+        os.close(writer)
+        _, status = os.waitpid(child, 0)
+    assert status == 0, "the child's work failed"
 
 
-def test_in_another_process_a_stack_refuses_and_closes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = {"namespace": {"model": "m"}, "block": {"bytes": BLOCK_BYTES}, "primary": {"capacity": 8 * BLOCK_BYTES}}
-    keys, blocks = make_keys(2), np.ones((2, BLOCK_BYTES), dtype=np.uint8)
-    with open_stack(config) as stack:
-        stack.put(keys, blocks)
+def stack_of(*tiers: dict[str, object]) -> dict[str, object]:
+    primary = {"capacity": 8 * BLOCK_BYTES}
+    return {"namespace": {"model": "m"}, "block": {"bytes": BLOCK_BYTES}, "primary": primary, "secondary": list(tiers)}
+
+
+def test_in_another_process_a_stack_refuses_and_closes_nothing() -> None:
+    with open_stack(stack_of()) as stack:
+        stack.put(KEYS, BLOCKS)
         parent = os.getpid()
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "getpid", lambda: parent + 1)
+
+        def use_and_close() -> None:
             with pytest.raises(ShutdownError, match=f"belongs to process {parent}; open another"):
-                stack.get(keys, blocks)
-            with pytest.raises(ShutdownError):
-                stack.put(keys, blocks)
-            with pytest.raises(ShutdownError):
-                stack.flush()
-            with pytest.raises(ShutdownError):
-                stack.counters()
+                stack.get(KEYS, BLOCKS)
+            for call in (lambda: stack.put(KEYS, BLOCKS), stack.flush, stack.counters):
+                with pytest.raises(ShutdownError):
+                    call()
             stack.close()
-        assert stack.get(keys, blocks) == 2
+
+        with forked(use_and_close):
+            assert stack.get(KEYS, BLOCKS) == 2
 
 
 def test_an_nvme_directory_is_free_once_it_is_closed_though_a_child_lives(tmp_path: Path) -> None:
-    identity = Identity(bytes(16), {}, BLOCK_BYTES)
-    directory = Directory(str(tmp_path / "kv"), identity)
-    with inherited(directory._lock_fd):
-        directory.close()
-        with closing(Directory(str(tmp_path / "kv"), identity)):
-            pass
+    nvme: dict[str, object] = {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "64MiB"}
+    stack = open_stack(stack_of(nvme))
+    with forked():
+        stack.close()
+        open_stack(stack_of(nvme)).close()
 
 
 def test_a_lock_of_fs_is_given_back_though_a_child_was_forked_while_it_was_held(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    with ExitStack() as child:
-        with locked(str(path), 1.0):
-            held = next(fd for fd in os.listdir("/proc/self/fd") if _names(fd, path))
-            child.enter_context(inherited(int(held)))
-        with locked(str(path), 0.0):
-            pass
-
-
-def _names(fd: str, path: Path) -> bool:
+    path = str(tmp_path / "lock")
+    with locked(path, 1.0):
+        child = forked()
+        child.__enter__()
     try:
-        return os.readlink(f"/proc/self/fd/{fd}") == str(path)
-    except FileNotFoundError:
-        return False
+        with locked(path, 0.0):
+            pass
+    finally:
+        child.__exit__(None, None, None)

@@ -36,19 +36,10 @@ namespaces = st.builds(
     parallel=parallels,
     extra=st.dictionaries(labels, st.text(max_size=2), max_size=2),
 )
-block_sizes = st.integers(1, 1 << 20)
 
 
 def digest(namespace: Namespace, block_bytes: int = 65536, block_tokens: int = 16) -> bytes:
     return namespace.identify(block_bytes=block_bytes, block_tokens=block_tokens).digest
-
-
-@given(namespaces, namespaces, block_sizes, block_sizes, block_sizes, block_sizes)
-def test_namespaces_share_a_digest_only_if_they_are_equal(
-    one: Namespace, other: Namespace, bytes_one: int, bytes_other: int, tokens_one: int, tokens_other: int
-) -> None:
-    equal = (one, bytes_one, tokens_one) == (other, bytes_other, tokens_other)
-    assert (digest(one, bytes_one, tokens_one) == digest(other, bytes_other, tokens_other)) is equal
 
 
 @given(namespaces, st.sampled_from(sorted(Namespace.model_fields)), namespaces)

@@ -144,13 +144,6 @@ def test_completing_what_was_not_prepared_does_nothing(manager: CPUOffloadingMan
     assert manager.lookup(keys(1)[0], ReqContext("a")) is True
 
 
-def test_reset_forgets_every_block_at_once(manager: CPUOffloadingManager) -> None:
-    store(manager, keys(1, 2), "a")
-    manager.reset_cache()
-    assert [manager.lookup(key, ReqContext("a")) for key in keys(1, 2)] == [False, False]
-    assert used_rows(manager) == 0
-
-
 def test_reset_keeps_rows_that_a_transfer_touches_until_it_ends(manager: CPUOffloadingManager) -> None:
     store(manager, keys(1, 2), "a")
     manager.prepare_load(keys(1), ReqContext("loader"))

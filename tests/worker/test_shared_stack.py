@@ -141,28 +141,6 @@ def test_nothing_is_stored_or_copied_before_every_process_has_mapped_the_memory(
     stack.close()
 
 
-def test_a_worker_that_is_started_again_alone_copies_nothing(name: str) -> None:
-    shared = shared_stack(name)
-    stack = shared.open_stack()
-    workers = [shared.open_handlers(Cache().canonical, rank) for rank in (0, 1)]
-    workers.pop().shutdown()
-    again = shared.open_handlers(Cache().canonical, 1)
-    with pytest.raises(TieredKVError, match="scheduler, worker 0 did not"):
-        again.load.transfer_async(1, (CPULoadStoreSpec([0]), GPULoadStoreSpec([0], [1])))
-    again.shutdown()
-    workers[0].shutdown()
-    stack.close()
-
-
-def test_closing_before_all_have_come_leaves_nothing(name: str) -> None:
-    shared = shared_stack(name)
-    worker = shared.open_handlers(Cache().canonical, 0)
-    stack = shared.open_stack()
-    stack.close()
-    worker.shutdown()
-    worker.shutdown()
-
-
 def test_the_stack_can_name_the_memory(name: str) -> None:
     shared_stack(None, shared=name).open_stack().close()
     with pytest.raises(ConfigError, match=r"primary\.shared: a stack of several processes needs a name"):
