@@ -42,11 +42,12 @@ class Cause:
 
     def open_pair(self, storage: SharedStorage) -> tuple[TierRig, TierRig]:
         """Return the writer and the stranger."""
-        writer = storage.open(self.writer)
-        with pytest.MonkeyPatch.context() as patch:
-            if self.lacks_zstandard:
-                patch.setitem(sys.modules, "zstandard", None)
-            return writer, storage.open(self.stranger)
+        return storage.open(self.writer), storage.open(self.stranger)
+
+    def begin(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Take from the stranger what it lacks; the writer has stored, and so has loaded its library."""
+        if self.lacks_zstandard:
+            monkeypatch.setitem(sys.modules, "zstandard", None)
 
 
 UNKNOWN_KEY = Cause(
@@ -75,11 +76,12 @@ def failed(rig: TierRig, keys: list[OffloadKey]) -> str:
 
 @pytest.mark.parametrize(("why", "cause"), [("unknown_key", UNKNOWN_KEY), ("unknown_codec", UNKNOWN_CODEC)])
 def test_what_only_others_can_read_is_a_counted_miss_that_stays_for_them_until_it_is_stored_again(
-    storage: SharedStorage, why: str, cause: Cause
+    storage: SharedStorage, why: str, cause: Cause, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer, stranger = cause.open_pair(storage)
     keys, readable = make_keys(4), make_keys(2, "readable")
     assert writer.store(keys).success
+    cause.begin(monkeypatch)
     assert stranger.store(readable).success
     assert stranger.lookup_all(keys) == [True] * 4, "nobody has tried to read them"
 

@@ -74,12 +74,12 @@ def _open_descriptors() -> set[str]:
 
 
 def _shared_memory() -> frozenset[Path]:
-    """Return the files; POSIX semaphores are other programs', and a directory is some program's temporary one."""
+    """Return the files; POSIX semaphores and vLLM's regions are other programs', and a directory is some program's temporary one."""
     if not _SHARED_MEMORY.exists():
         return frozenset()
     with os.scandir(_SHARED_MEMORY) as entries:
         files = (entry.name for entry in entries if entry.is_file(follow_symlinks=False))
-        return frozenset(_SHARED_MEMORY / name for name in files if not name.startswith("sem."))
+        return frozenset(_SHARED_MEMORY / name for name in files if not name.startswith(("sem.", "vllm_")))
 
 
 def _used_by_another_process(path: Path) -> bool:
