@@ -9,9 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import pytest
+
+T = TypeVar("T")
 
 
 class Profile(Enum):
@@ -21,6 +23,10 @@ class Profile(Enum):
     """What continuous integration has time for: every kind of case, and of the many a sample."""
     FULL = "full"
     """Every case, or where thousands are alike a larger sample that the proof names; and ten minutes of load."""
+
+    def pick(self, short: T, full: T) -> T:
+        """Return what this profile takes of two."""
+        return full if self is Profile.FULL else short
 
 
 class Proof(NamedTuple):
