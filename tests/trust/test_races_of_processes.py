@@ -1,4 +1,4 @@
-"""Races of stacks and processes: opened, closed, forked and killed amid transfers, on one storage; every byte compared.
+"""Races of stacks and processes: opened, closed and killed amid transfers, on one storage; every byte compared.
 
 `tests.support.races` says what is raced and what must hold. A case that fails names its tier and seed.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -50,7 +49,6 @@ WAIT_S = 60.0
 LIMIT_S = 600.0
 SHARED = ("fs", "redis", "s3")
 PROGRAM = Path(__file__).with_name("racing_program.py")
-FORK_PROGRAM = Path(__file__).with_name("forking_program.py")
 
 
 # Opening and closing.
@@ -202,22 +200,3 @@ def test_two_processes_race_on_one_storage(
             problems += [*third.problems, *problems_at_rest(stack.manager), *phantoms(stack.manager)]
         cases[f"{tier}, two processes, {what}, seed {seed}"] = problems
     conclude(figures, cases)
-
-
-@pytest.mark.parametrize("tier", TIERS)
-def test_a_fork_amid_transfers_disturbs_nobody(
-    tier: str, entry_of: EntryOf, profile: Profile, figures: Figures
-) -> None:
-    forks = profile.pick(2, 5)
-    result = subprocess.run(
-        [sys.executable, str(FORK_PROGRAM), json.dumps(stack_of(entry_of(tier))), str(forks)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        env={**os.environ, "PYTHONWARNINGS": "ignore::DeprecationWarning"},  # of 3.12: forks of programs with threads
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    report = json.loads(result.stdout.splitlines()[-1])
-    assert report["forks"] == forks
-    conclude(figures, {f"{tier}, {forks} forks": report["problems"]})

@@ -253,7 +253,8 @@ class _Soak:
         held = [name for name in TIERS if counters[name].get("quarantined_bytes")]
         self._is_over = not quiet and not held
         if not self._is_over and after_s - self._recovery_begun_s > RECOVERY_LIMIT_S:
-            self._note(f"{RECOVERY_LIMIT_S} s after the faults: no hits in {quiet}, quarantine in {held}")
+            told = {name: counters[name] for name in (*quiet, *held)}
+            self._note(f"{RECOVERY_LIMIT_S} s after the faults: no hits in {quiet}, quarantine in {held}: {told}")
             self._is_over = True
 
     # What is looked at.
