@@ -48,6 +48,8 @@ _LONGER_MAX_S = 300.0
 """How much longer than it was asked for a soak may take until there were the faults that it was asked for."""
 _STEP_S = 0.003
 """What a step of the model takes, in which the scheduler sleeps and servers and workers run."""
+_CALM_STEP_S = 0.1
+"""The same in the recovery: there a server that a busy machine makes slow must come to answer what it is asked."""
 _PROBLEMS_SHOWN = 20
 _LOOKS = 3
 
@@ -224,7 +226,7 @@ class _Soak:
         if not self._samples or now_s - self._samples[-1].at_s >= SAMPLE_S:
             self._sample()
             self._phase(tally, now_s - self._begun_s)
-        time.sleep(_STEP_S)
+        time.sleep(_CALM_STEP_S if self._recovery_begun_s else _STEP_S)
 
     # The phases: each is called at every sample, and begins the next when it is time.
 
