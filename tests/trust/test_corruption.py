@@ -96,7 +96,7 @@ def test_a_damaged_record_is_a_counted_miss_and_is_stored_again(
 ) -> None:
     bench = opened(tier, codec)
     damages = [*record_damages(full=profile is Profile.FULL), *replays(bench, codec)]
-    if tier == "s3" and profile is Profile.SHORT:  # half of them with each codec: ten requests a damage take their time
+    if tier == "s3":  # half of them with each codec: ten requests a damage take their time
         damages = damages[list(CODECS).index(codec) :: 2]
     damages = damages[part::PARTS]
     try:

@@ -122,7 +122,7 @@ def test_a_flipped_byte_anywhere_costs_what_it_belongs_to(
     """Of each stretch its first and last byte, and some within: paddings, gaps and the room behind the batches too."""
     found = SegmentMap(directory.segment(clean=clean))
     chance = random.Random(SEED)
-    samples = 30 if profile is Profile.FULL else 1
+    samples = profile.pick(1, 10)
     places: list[int] = []
     for stretch in found.stretches:
         places += [stretch.start, stretch.end - 1]

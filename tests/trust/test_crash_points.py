@@ -28,7 +28,7 @@ __all__ = ["moto_server", "redis_server"]
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow]
 
-KILLS, CUTS, POWER_CUTS, SENDS = (20, 240), (8, 80), (6, 80), (10, 90)
+KILLS, CUTS, POWER_CUTS, SENDS = (20, 160), (8, 60), (6, 40), (10, 60)
 """How many the short and the full profile take. Many calls are alike: an even sample has all kinds of them. A kill
 after a call is like one before the next."""
 

@@ -16,9 +16,9 @@ from tests.support.syscalls import Call, Fault, missing_for_tracing
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow]
 
-FAILURES, CUTS = (12, 240), (6, 40)
+FAILURES, CUTS = (12, 120), (6, 30)
 """How many the short and the full profile take. Many calls are alike: an even sample has all kinds of them."""
-READS, BROKEN = 100, 80
+READS, BROKEN = 100, 60
 """Of the calls that only read, and of those that fail for good, whose jobs wait for deadlines."""
 TIERS = pytest.mark.parametrize("scenario", [NVME, FS], ids=["nvme", "fs"])
 
