@@ -1,11 +1,14 @@
 """A stack belongs to the process that opened it; a forked child disturbs nobody, and keeps no lock.
 
-`tests/trust/test_races_of_processes.py` forks amid transfers.
+One test forks amid transfers, in a program of its own.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,3 +89,57 @@ def test_a_lock_of_fs_is_given_back_though_a_child_was_forked_while_it_was_held(
             pass
     finally:
         child.__exit__(None, None, None)
+
+
+FORKS = """
+import json, os, signal, sys, threading
+from tests.support.races import Prompts, phantoms, problems_at_rest, race_facade
+from tiered_kv.errors import ShutdownError
+from tiered_kv.stack import open_stack
+
+config, prompts = json.loads(sys.argv[1]), Prompts(4096)
+keys = prompts.prompts[0]
+problems = []
+with open_stack(config) as stack:
+    race_facade(stack, prompts, seed=0, threads=2, seconds=0.3)  # imports all; a fork amid an import is lost in Python
+    racer = threading.Thread(
+        target=lambda: problems.extend(race_facade(stack, prompts, seed=1, threads=2, seconds=0.6).problems)
+    )
+    racer.start()
+    child = os.fork()
+    if not child:
+        signal.alarm(120)
+        for call in (lambda: stack.put(keys, prompts.contents(keys)), stack.flush, stack.counters):
+            try:
+                call()
+                os._exit(1)
+            except ShutdownError:
+                pass
+        stack.close()
+        with open_stack(config) as own:
+            own.put(keys, prompts.contents(keys))
+            out = prompts.contents(keys)
+            out[:] = 0
+            loaded = own.get(keys, out)
+            os._exit(0 if loaded and not prompts.differences(keys[:loaded], out[:loaded], 0, "get") else 2)
+    racer.join()
+    problems += [*problems_at_rest(stack.manager), *phantoms(stack.manager)]
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(problems, status)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", [{"type": "memory"}, {"type": "fs", "path": "kv"}], ids=["memory", "fs"])
+def test_a_fork_amid_transfers_disturbs_nobody_and_the_child_may_open_its_own(
+    tier: dict[str, object], tmp_path: Path
+) -> None:
+    config = {
+        "namespace": {"model": "m"},
+        "block": {"bytes": BLOCK_BYTES},
+        "primary": {"capacity": 32 * BLOCK_BYTES},
+        "secondary": [{**tier, "capacity": 2 << 20}],
+    }
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKS, json.dumps(config)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.stdout, done.returncode) == ("[] 0\n", 0), done.stderr

@@ -8,7 +8,7 @@ programs that tests start. From a shell, run them in the checkout's root: `pytho
     races           threads on a stack with hardly any room (race_stacks), or a scheduler (racing_scheduler); race_cases
     guard           a backend that notices who writes into a block that was given back
     hindrance       workers of good tiers, held up
-    crash_cases     programs that are killed at their system calls (crash_scenario, crash_server, crash_progress)
+    crash_cases     programs that are killed at their system calls (crash_scenario, crash_server)
     syscalls        system calls of a program: recorded, failed, killed at (traced_child, short_writes, flush_order)
     mounts          file systems that are small, or lose their power
     fuzzing         inputs that are almost right, for everything that reads bytes from outside
@@ -16,6 +16,5 @@ programs that tests start. From a shell, run them in the checkout's root: `pytho
     doors           the way to stored bytes behind a tier's back
     segment_map     which byte of an nvme segment belongs to what; segment_bench damages them
     secret_hunt     secrets in whatever a stack writes; secret_plants puts them there
-    code_scan       what in Python source turns data into code
     figures         what the proofs of docs/explanation/guarantees.md tried, and how much of it kept its promise
 """

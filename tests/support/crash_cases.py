@@ -2,7 +2,7 @@
 
 with CrashCases(folder) as cases:
     calls = cases.record(scenario, "changes")
-    outcomes = cases.run([Case(scenario, {"fault": Fault.kill(call)}, str(call)) for call in calls])
+    outcomes = cases.run([Case(scenario, Fault.kill(call)) for call in calls])
 """
 
 from __future__ import annotations
@@ -14,27 +14,35 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final, Self, TypeVar
 
-from tests.support.crash_scenario import CrashScenario, with_entry
-from tests.support.figures import Figures, Profile
-from tests.support.mounts import PowerLoss, command_in_namespace
-from tests.support.syscalls import Call, Fault
+from tests.support.crash_scenario import CrashScenario
+from tests.support.crash_server import Case
+from tests.support.figures import Figures
+from tests.support.mounts import command_in_namespace
+from tests.support.syscalls import Call
 
 T = TypeVar("T")
 
 SEED: Final = 20
-"""Of the sample that the short profile takes."""
+"""Of the samples."""
 NVME: Final = CrashScenario(
-    {"type": "nvme", "path": "kv", "capacity": 424 << 10, "segment": 64 << 10, "threads": 1}, tenant="crash", jobs=14
+    {"type": "nvme", "path": "kv", "capacity": 424 << 10, "segment": 64 << 10, "threads": 1},
+    tenant="crash",
+    jobs=14,
+    # Five segments of 64 KiB and the small files: the capacity has reserves for what file systems add.
+    occupied_bytes_max=384 << 10,
 )
-FS: Final = CrashScenario({"type": "fs", "path": "kv", "capacity": 768 << 10, "threads": 2}, tenant="crash", jobs=14)
-OCCUPIED_BYTES_MAX: Final[Mapping[str, int]] = {"nvme": 384 << 10, "fs": 768 << 10}
-"""Of nvme five segments of 64 KiB and the small files: the capacity has reserves for what file systems add, which would
-hide a sixth."""
+FS: Final = CrashScenario(
+    {"type": "fs", "path": "kv", "capacity": 768 << 10, "threads": 2},
+    tenant="crash",
+    jobs=14,
+    occupied_bytes_max=768 << 10,
+)
+NO_BLOCKS: Final = "the cases found hardly any blocks: they prove nothing"
 
 _SERVERS: Final = 6
 """Half of a case is waiting: for threads, for strace, for what a thread was promised."""
@@ -49,23 +57,6 @@ _PROGRAM: Final = ("-m", "tests.support.crash_server")
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """One fault in one run.
-
-    Args:
-        scenario: The run.
-        options: As `CrashServer.case` takes them, without the scenario.
-    """
-
-    scenario: CrashScenario
-    options: Mapping[str, object]
-
-    def __str__(self) -> str:
-        said = [f"{name}={value}" for name, value in self.options.items() if name not in ("capacity_bytes",)]
-        return f"{self.scenario.entry['type']} tier, {', '.join(said)}"
-
-
-@dataclass(frozen=True, slots=True)
 class CaseOutcome:
     """What came of a case.
 
@@ -75,7 +66,6 @@ class CaseOutcome:
         loaded: How many blocks were loaded afterwards, every byte right.
         answered: How many the tier said it had.
         problems: What must not be.
-        details: All that the server said.
     """
 
     case: Case
@@ -83,16 +73,13 @@ class CaseOutcome:
     loaded: int
     answered: int
     problems: Sequence[str]
-    details: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON
 
 
 class CrashCases:
     """Servers that run cases, several at once."""
 
-    def __init__(
-        self, folder: Path, *, image: bool = False, program: Sequence[str] = _PROGRAM, servers: int = _SERVERS
-    ) -> None:
-        self._servers = [_Server(_made(folder / str(number)), image, program) for number in range(servers)]
+    def __init__(self, folder: Path, *, image: bool = False, program: Sequence[str] = _PROGRAM) -> None:
+        self._servers = [_Server(folder / str(number), image, program) for number in range(_SERVERS)]
         self._free: SimpleQueue[_Server] = SimpleQueue()
         for server in self._servers:
             self._free.put(server)
@@ -106,11 +93,11 @@ class CrashCases:
 
     def record(self, scenario: CrashScenario, kind: str, *, kills: bool = True) -> list[Call]:
         """Return the calls of a run without faults."""
-        return [Call(**call) for call in self._ask({"do": "record", "kind": kind, "kills": kills}, scenario)]
+        return [Call(**call) for call in self._ask(Case(scenario), do="record", kind=kind, kills=kills)]
 
     def count_writes(self, scenario: CrashScenario) -> int:
         """Return how many writes of a run can be cut short."""
-        count: int = self._ask({"do": "count"}, scenario)
+        count: int = self._ask(Case(scenario), do="count")
         return count
 
     def run(self, cases: Sequence[Case]) -> list[CaseOutcome]:
@@ -125,23 +112,23 @@ class CrashCases:
                 break
             # In a namespace of its own: what the run before has stored may lie on a server.
             scenario = dataclasses.replace(case.scenario, tenant=f"{case.scenario.tenant}-again-{number}")
-            outcome = self._try_one(Case(scenario, case.options))
+            outcome = self._try_one(dataclasses.replace(case, scenario=scenario))
         return outcome
 
     def _try_one(self, case: Case) -> CaseOutcome:
-        said = self._ask({"do": "case", "options": _as_json(case.options)}, case.scenario)
-        if "failed" in said:
-            return CaseOutcome(case, True, 0, 0, [f"the case could not be run: {said['failed']}"], said)
-        return CaseOutcome(case, said["was_hit"], said["loaded"], said["answered"], said["problems"], said)
+        try:
+            return CaseOutcome(case, **self._ask(case, do="case"))
+        except RuntimeError as error:
+            return CaseOutcome(case, True, 0, 0, [f"the case could not be run: {error}"])
 
-    def _ask(self, request: Mapping[str, object], scenario: CrashScenario) -> Any:  # Any: JSON
+    def _ask(self, case: Case, **request: object) -> Any:  # Any: JSON
         server = self._free.get()
         try:
-            answer = server.ask({**request, "scenario": dataclasses.asdict(server.placed(scenario))})
+            answer = server.ask(case, request)
         finally:
             self._free.put(server)
-        if request["do"] != "case" and isinstance(answer, dict):
-            raise RuntimeError(f"{request['do']}: {answer['failed']}")
+        if isinstance(answer, dict) and "failed" in answer:
+            raise RuntimeError(answer["failed"])
         return answer
 
 
@@ -149,6 +136,7 @@ class _Server:
     """One `crash_server` process, and its folder."""
 
     def __init__(self, folder: Path, image: bool, program: Sequence[str]) -> None:
+        folder.mkdir(parents=True)
         self._root = folder / "mounted" if image else folder
         command = [sys.executable, *program, str(folder), *(["--image"] * image)]
         self._process = subprocess.Popen(
@@ -158,19 +146,18 @@ class _Server:
             text=True,
         )
 
-    def placed(self, scenario: CrashScenario) -> CrashScenario:
-        """Return the scenario with its directory in this server's folder."""
-        return scenario if scenario.path is None else with_entry(scenario, path=str(self._root / scenario.path.name))
-
-    def ask(self, request: Mapping[str, object]) -> Any:  # Any: JSON
-        """Send a request and return the answer."""
+    def ask(self, case: Case, request: Mapping[str, object]) -> Any:  # Any: JSON
+        """Send a request about a case, its directory in this server's folder, and return the answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
+        told = dataclasses.asdict(case)
+        if case.scenario.path is not None:
+            told["scenario"]["entry"]["path"] = str(self._root / case.scenario.path.name)
+        self._process.stdin.write(json.dumps({**request, "case": told}) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the server of crashes has ended itself, asked for {request}")
+            raise AssertionError(f"the server of crashes has ended itself, asked for {request} of {case}")
         return json.loads(line)
 
     def close(self) -> None:
@@ -184,25 +171,9 @@ class _Server:
                 self._process.kill()
 
 
-def sample(
-    items: Sequence[T],
-    profile: Profile,
-    count: int,
-    kind: Callable[[T], object] = lambda item: 0,
-    *,
-    full_count: int | None = None,
-) -> list[T]:
-    """Return all items, or for the short profile about `count` of them, in order, some of every kind.
-
-    Args:
-        items: To choose from.
-        profile: How much is tried.
-        count: How many the short profile takes, or one of each kind if those are more.
-        kind: Tells what kind an item is.
-        full_count: The same for the full profile; None for all.
-    """
-    most = full_count if profile is Profile.FULL else count
-    if most is None or len(items) <= most:
+def sample(items: Sequence[T], most: int, kind: Callable[[T], object] = lambda item: 0) -> list[T]:
+    """Return `most` items at most, in order and some of every kind: one of each if there are more kinds than that."""
+    if len(items) <= most:
         return list(items)
     chance = random.Random(SEED)
     by_kind: dict[object, list[int]] = {}
@@ -222,11 +193,6 @@ def changes_of(cases: CrashCases, scenario: CrashScenario) -> list[Call]:
     return [call for call in cases.record(scenario, "changes") if call.name != "openat" or call.makes_file]
 
 
-def kind_of(call: Call) -> tuple[str, str]:
-    """Return a call's kind: who makes it, and which it is."""
-    return call.role, call.name
-
-
 def settle(proof: str, outcomes: Iterable[CaseOutcome], figures: Figures, note: str = "") -> list[CaseOutcome]:
     """Count the cases whose fault happened, and fail if any broke a promise."""
     every = list(outcomes)
@@ -238,18 +204,3 @@ def settle(proof: str, outcomes: Iterable[CaseOutcome], figures: Figures, note: 
     assert not broken, f"{len(broken)} of {len(hit)} cases of {proof} broke a promise:\n{told}"
     assert len(hit) >= _HIT_SHARE_MIN * len(every), f"only {len(hit)} of {len(every)} faults happened"
     return hit
-
-
-def _as_json(options: Mapping[str, object]) -> dict[str, object]:
-    plain: dict[str, object] = {}
-    for name, value in options.items():
-        if isinstance(value, Fault):
-            plain[name] = dataclasses.asdict(value)
-        else:
-            plain[name] = value.value if isinstance(value, PowerLoss) else value
-    return plain
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    return folder

@@ -20,14 +20,14 @@ import json
 import mmap
 import shutil
 import signal
-import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from tests.support.crash_scenario import CrashScenario, Found, Progress
-from tests.support.disk_use import flush_file_system
+from tests.support.crash_scenario import CrashScenario, Excuses, Found, Progress
+from tests.support.disk_use import flush_file_system, occupied_bytes
 from tests.support.mounts import Ext4Image, PowerLoss
 from tests.support.short_writes import ShortWrites
 from tests.support.syscalls import CHANGES, READS, SENDS, Ended, Fault, record, run_plain, run_with_fault
@@ -41,7 +41,55 @@ _IMPORTS: Final = {  # what a child would import otherwise, with the disk that i
     "redis": ("tiered_kv_redis.tier", "redis"),
     "s3": ("tiered_kv_s3.tier", "boto3", "boto3.session"),
 }
-_LENGTH = struct.Struct("<I")
+_KINDS: Final = {"changes": CHANGES, "reads": READS, "sends": SENDS}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One fault in one run.
+
+    Args:
+        scenario: The run.
+        fault: A system call that goes wrong.
+        cut: Instead: the number of a write that takes only half of its bytes, and
+        cut_ends: whether the process is killed then.
+        power: Whether, and how, power is cut once the writer has ended.
+        lies: Whether the fault is a disk that lies, or one that never recovers.
+        loses_pages: Whether files may come back with their names and without their bytes, so that blocks are answered
+            that turn out to be damaged when they are loaded.
+        accepts_old: Whether the reset may be lost by this fault.
+    """
+
+    scenario: CrashScenario
+    fault: Fault | None = None
+    cut: int | None = None
+    cut_ends: bool = False
+    power: PowerLoss | None = None
+    lies: bool = False
+    loses_pages: bool = False
+    accepts_old: bool = False
+
+    @classmethod
+    def of_json(cls, told: Mapping[str, Any]) -> Case:
+        """Return what `dataclasses.asdict` made of a case."""
+        fault, power = told["fault"], told["power"]
+        return cls(
+            **{
+                **told,
+                "scenario": CrashScenario(**told["scenario"]),
+                "fault": fault and Fault(**fault),
+                "power": power and PowerLoss(power),
+            }
+        )
+
+    @property
+    def kills(self) -> bool:
+        """Whether the writer is killed by the fault."""
+        return self.fault.kills if self.fault is not None else self.cut_ends
+
+    def __str__(self) -> str:
+        said = [f"{name}={value}" for name in self.__slots__[1:] if (value := getattr(self, name)) not in (None, False)]
+        return f"{self.scenario.tier} tier, {', '.join(said)}"
 
 
 class CrashServer:
@@ -55,7 +103,7 @@ class CrashServer:
     def record(self, scenario: CrashScenario, names: Sequence[str], *, kills: bool) -> list[dict[str, object]]:
         """Return the calls of a run without a fault that concern the tier's directory, or sockets."""
         self._clean(scenario)
-        write = functools.partial(scenario.write, self._progress, strict=True, answers=kills)
+        write = functools.partial(scenario.write, self._progress, Excuses(one_call=not kills))
         calls = record(write, log=self._log, names=names)
         self._clean(scenario)
         return [dataclasses.asdict(call) for call in calls if _concerns(call.text, scenario)]
@@ -64,72 +112,26 @@ class CrashServer:
         """Return how many writes a run makes that can come short."""
         self._clean(scenario)
         counter = _short_writes(scenario, at=-1, ends=False)
-        ended = run_plain(counter.around(lambda: scenario.write(self._progress, strict=True)), log=self._log)
+        ended = run_plain(counter.around(lambda: scenario.write(self._progress)), log=self._log)
         assert ended.status == 0, ended.error
         self._clean(scenario)
         return counter.count
 
-    def case(
-        self,
-        scenario: CrashScenario,
-        *,
-        fault: Fault | None = None,
-        cut: int | None = None,
-        cut_ends: bool = False,
-        power: PowerLoss | None = None,
-        lies: bool = False,
-        loses_pages: bool = False,
-        accepts_old: bool = False,
-        capacity_bytes: int = 0,
-    ) -> dict[str, object]:
-        """Run a writer with a fault, then look at what is there.
-
-        Args:
-            scenario: What it does.
-            fault: A system call that goes wrong.
-            cut: Instead: the number of a write that takes only half of its bytes, and
-            cut_ends: whether the process is killed then.
-            power: Whether, and how, power is cut once the writer has ended.
-            lies: Whether the fault is a disk that lies, or one that never recovers.
-            loses_pages: Whether files may come back with their names and without their bytes, so that blocks are
-                answered that turn out to be damaged when they are loaded.
-            accepts_old: Whether the reset may be lost by this fault.
-            capacity_bytes: What the directory, or the bucket's blocks, may occupy; 0 for anything.
-
-        Returns:
-            Whether it was hit, what was found, and what is wrong.
-        """
+    def case(self, case: Case) -> dict[str, object]:
+        """Run a writer with a fault, then look at what is there; return whether it was hit, and what was found."""
+        scenario = case.scenario
         self._clean(scenario)
-        if power is not None:  # or else what the case before has left comes back with the power
+        if case.power is not None:  # or else what the case before has left comes back with the power
             assert scenario.path is not None
             flush_file_system(scenario.path.parent)
-        kills = fault.kills if fault is not None else cut_ends
-        ended = self._write(scenario, fault, cut, strict=not lies, kills=kills)
-        problems = _problems_of(ended, kills=kills)
-        use = _Use(scenario, capacity_bytes)
-        use.look("when the writer ended")
-        if power is not None:
-            self._lose_power(power)
-            use.look("after the power failure")
-        found = self._verify(
-            scenario,
-            strict=not (lies or loses_pages),
-            keeps=kills and power is None,
-            accepts_old=accepts_old,
-            may_refuse=lies,
-        )
-        use.look("at the end")
-        problems += [*found.problems, *use.problems]
-        return {
-            "was_hit": ended.was_hit,
-            "status": ended.status,
-            "loaded": found.loaded,
-            "answered": found.answered,
-            "refused": found.refused,
-            "occupied_bytes": use.most_bytes,
-            "problems": problems,
-            **self._progress.as_dict(),
-        }
+        ended = self._write(case)
+        problems = [*_problems_of(ended, kills=case.kills), *_over_capacity(scenario, "when the writer ended")]
+        if case.power is not None:
+            self._lose_power(case.power)
+            problems += _over_capacity(scenario, "after the power failure")
+        found = self._verify(case)
+        problems += [*found.problems, *_over_capacity(scenario, "at the end")]
+        return {"was_hit": ended.was_hit, "loaded": found.loaded, "answered": found.answered, "problems": problems}
 
     def _lose_power(self, power: PowerLoss) -> None:
         assert self._image is not None
@@ -137,48 +139,41 @@ class CrashServer:
         self._image.unmount()
         self._image.mount()
 
-    def _write(
-        self, scenario: CrashScenario, fault: Fault | None, cut: int | None, *, strict: bool, kills: bool
-    ) -> Ended:
+    def _write(self, case: Case) -> Ended:
         """Run a writer with the fault or the cut."""
         # A child that is only killed answers as it goes: with other faults, looking may be what fails.
-        write = functools.partial(
-            scenario.write,
-            self._progress,
-            strict=strict,
-            answers=kills,
-            disk_recovers=fault is None or not fault.onwards,
-        )
-        if fault is not None:
-            return run_with_fault(write, fault, log=self._log, timeout_s=CASE_S_MAX)
-        assert cut is not None
-        counter = _short_writes(scenario, cut, ends=kills)
+        onwards = case.fault is not None and case.fault.onwards
+        excuses = Excuses(damaged=case.lies, one_call=not case.kills, for_good=onwards)
+        write = functools.partial(case.scenario.write, self._progress, excuses)
+        if case.fault is not None:
+            return run_with_fault(write, case.fault, log=self._log, timeout_s=CASE_S_MAX)
+        assert case.cut is not None
+        counter = _short_writes(case.scenario, case.cut, ends=case.kills)
         ended = run_plain(counter.around(write), log=self._log, timeout_s=CASE_S_MAX)
         return dataclasses.replace(ended, was_hit=counter.was_hit)
 
-    def _verify(
-        self, scenario: CrashScenario, *, strict: bool, keeps: bool, accepts_old: bool, may_refuse: bool
-    ) -> Found:
+    def _verify(self, case: Case) -> Found:
         """Look in a child of its own: a tier that hangs or dies is a finding, and no end of this process."""
         progress = self._progress.as_dict()
         shared = mmap.mmap(-1, 1 << 20)
 
         def look() -> None:
+            excuses = Excuses(damaged=case.lies or case.loses_pages)
+            keeps = case.kills and case.power is None
             try:
-                found = scenario.verify(progress, strict=strict, keeps=keeps, accepts_old=accepts_old)
+                found = case.scenario.verify(progress, excuses, keeps=keeps, accepts_old=case.accepts_old)
             except FormatError:  # the disk lied when it was marked as the tier's own
-                if not may_refuse:
+                if not case.lies:
                     raise
                 found = Found()
-            text = json.dumps(dataclasses.asdict(found)).encode()[: len(shared) - _LENGTH.size]
-            shared[_LENGTH.size : _LENGTH.size + len(text)] = text
-            shared[: _LENGTH.size] = _LENGTH.pack(len(text))
+            text = json.dumps(dataclasses.asdict(found)).encode()[: len(shared)]
+            shared[: len(text)] = text
 
         ended = run_plain(look, log=self._log.with_name("look.log"), timeout_s=CASE_S_MAX)
-        (size,) = _LENGTH.unpack_from(shared)
-        if ended.status or not size:
+        text = shared[:].rstrip(b"\0")
+        if ended.status or not text:
             return Found(problems=[f"the look at it ended with {ended.status}: {ended.error}"])
-        return Found(**json.loads(shared[_LENGTH.size : _LENGTH.size + size]))
+        return Found(**json.loads(text))
 
     def _clean(self, scenario: CrashScenario) -> None:
         self._progress.clear()
@@ -206,25 +201,12 @@ def _problems_of(ended: Ended, *, kills: bool) -> list[str]:
     return []
 
 
-class _Use:
-    """What is stored at some moments, held against the capacity; nothing if that is 0."""
-
-    def __init__(self, scenario: CrashScenario, capacity_bytes: int) -> None:
-        self._scenario = scenario
-        self._capacity_bytes = capacity_bytes
-        self.most_bytes = 0
-        self.problems: list[str] = []
-
-    def look(self, when: str) -> None:
-        if not self._capacity_bytes:
-            return
-        used = self._scenario.occupied_bytes
-        self.most_bytes = max(self.most_bytes, used)
-        if used > self._capacity_bytes:
-            self.problems.append(f"{used} bytes {when}, of {self._capacity_bytes}")
-
-
-_KINDS: Final = {"changes": CHANGES, "reads": READS, "sends": SENDS}
+def _over_capacity(scenario: CrashScenario, when: str) -> list[str]:
+    if not scenario.occupied_bytes_max or scenario.path is None:
+        return []
+    used_bytes = occupied_bytes(scenario.path)
+    is_over = used_bytes > scenario.occupied_bytes_max
+    return [f"{used_bytes} bytes {when}, of {scenario.occupied_bytes_max}"] if is_over else []
 
 
 def _serve(server: CrashServer) -> None:
@@ -232,20 +214,15 @@ def _serve(server: CrashServer) -> None:
         request = json.loads(line)
         answer: object
         try:
-            scenario = CrashScenario(**request["scenario"])
-            for module in _IMPORTS[str(scenario.entry["type"])]:
+            case = Case.of_json(request["case"])
+            for module in _IMPORTS[case.scenario.tier]:
                 importlib.import_module(module)
             if request["do"] == "record":
-                answer = server.record(scenario, _KINDS[request["kind"]], kills=request["kills"])
+                answer = server.record(case.scenario, _KINDS[request["kind"]], kills=request["kills"])
             elif request["do"] == "count":
-                answer = server.count_writes(scenario)
+                answer = server.count_writes(case.scenario)
             else:
-                options = request["options"]
-                if options.get("fault"):
-                    options["fault"] = Fault(**options["fault"])
-                if options.get("power"):
-                    options["power"] = PowerLoss(options["power"])
-                answer = server.case(scenario, **options)
+                answer = server.case(case)
         except Exception as error:  # the other end tells it with the case
             answer = {"failed": f"{type(error).__name__}: {error}"}
         sys.stdout.write(json.dumps(answer) + "\n")

@@ -1,4 +1,4 @@
-"""What a directory occupies on its disk, and what of it is there; and what the objects in a bucket come to."""
+"""What a directory occupies on its disk, and what of it is there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,24 +36,6 @@ def fs_ledger(directory: Path) -> dict[str, Any]:
     """Return what the ledger of an fs tier's directory says; it is replaced as a whole when it is written."""
     state: dict[str, Any] = json.loads((directory / "ledger").read_bytes())
     return state
-
-
-def bucket_bytes(entry: Mapping[str, object], prefix: str) -> int:
-    """Return what the objects under a prefix come to, in the bucket and with the keys of an s3 tier's YAML entry."""
-    import boto3
-
-    client = boto3.session.Session().client(
-        "s3",
-        endpoint_url=entry["endpoint_url"],
-        region_name=entry["region"],
-        aws_access_key_id=entry["access_key_id"],
-        aws_secret_access_key=entry["secret_access_key"],
-    )
-    try:
-        pages = client.get_paginator("list_objects_v2").paginate(Bucket=entry["bucket"], Prefix=prefix)
-        return sum(item["Size"] for page in pages for item in page.get("Contents", ()))
-    finally:
-        client.close()
 
 
 def flush_file_system(path: Path) -> None:

@@ -27,12 +27,6 @@ class Door(Protocol):
     def write(self, key: OffloadKey, data: bytes) -> None:
         """Replace what is stored for a key that is there, in its place."""
 
-    def snapshot(self) -> Mapping[str, bytes]:
-        """Return all that is stored, by its name in the storage."""
-
-    def restore(self, snapshot: Mapping[str, bytes]) -> None:
-        """Put back what a snapshot holds and is not there any more; leave the rest."""
-
 
 def codec_id_of(record: bytes) -> int:
     """Return the number of the codec that a stored record names in its header."""
@@ -54,12 +48,6 @@ class MemoryDoor:
     def write(self, key: OffloadKey, data: bytes) -> None:
         self._records[key].data = bytearray(data)
 
-    def snapshot(self) -> Mapping[str, bytes]:
-        return {key.hex(): bytes(record.data) for key, record in self._records.items()}
-
-    def restore(self, snapshot: Mapping[str, bytes]) -> None:
-        """Put nothing back: the dictionary is the index, so there is no storage apart from it."""
-
     @property
     def _records(self) -> Any:  # Any: the tier's own class of records
         return self._rig.tier._records  # type: ignore[attr-defined]  # reaching in is the point
@@ -80,15 +68,6 @@ class FsDoor:
         path = self.path_of(key)
         assert path is not None, "there is no such block"
         path.write_bytes(data)
-
-    def snapshot(self) -> Mapping[str, bytes]:
-        return {str(path): path.read_bytes() for path in self._directory.rglob("*") if path.is_file()}
-
-    def restore(self, snapshot: Mapping[str, bytes]) -> None:
-        for name, data in snapshot.items():
-            if not Path(name).exists():
-                Path(name).parent.mkdir(parents=True, exist_ok=True)
-                Path(name).write_bytes(data)
 
     def path_of(self, key: OffloadKey) -> Path | None:
         """Return a block's file in the namespace's present epoch; None if there is none."""
@@ -115,12 +94,9 @@ class RedisDoor:
     def write(self, key: OffloadKey, data: bytes) -> None:
         self._server.set(self.name_of(key), data)
 
-    def snapshot(self) -> Mapping[str, bytes]:
+    def everything(self) -> Mapping[str, bytes]:
+        """Return all that is stored, by its name in hexadecimal digits."""
         return {name.hex(): self._server.get(name) for name in self._server.keys("*")}
-
-    def restore(self, snapshot: Mapping[str, bytes]) -> None:
-        for name, data in snapshot.items():
-            self._server.call("SET", bytes.fromhex(name), data, "NX")
 
     def name_of(self, key: OffloadKey) -> bytes:
         """Return what a block is called in the present epoch."""
@@ -146,14 +122,11 @@ class S3Door:
     def write(self, key: OffloadKey, data: bytes) -> None:
         self._client.put_object(Bucket=self._bucket, Key=self.name_of(key), Body=data)
 
-    def snapshot(self) -> Mapping[str, bytes]:
-        return {name: self._get(name) or b"" for name in self._names()}
-
-    def restore(self, snapshot: Mapping[str, bytes]) -> None:
-        there = set(self._names())
-        for name, data in snapshot.items():
-            if name not in there:
-                self._client.put_object(Bucket=self._bucket, Key=name, Body=data)
+    def everything(self) -> Mapping[str, bytes]:
+        """Return all that is stored, by its name."""
+        pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket)
+        names = [entry["Key"] for page in pages for entry in page.get("Contents", ())]
+        return {name: self._get(name) or b"" for name in names}
 
     def name_of(self, key: OffloadKey) -> str:
         """Return what a block is called in the present epoch."""
@@ -161,10 +134,6 @@ class S3Door:
         assert mark is not None, "nothing has used the bucket yet"
         digest = digest_of(key).hex()
         return f"{self._root}/blocks/{mark.token}/{digest[:2]}/{digest}"
-
-    def _names(self) -> list[str]:
-        pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket)
-        return [entry["Key"] for page in pages for entry in page.get("Contents", ())]
 
     def _get(self, name: str) -> bytes | None:
         try:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.support.loopback import LoopbackServer
 from tiered_kv.testing.rig import TierRig
 from tiered_kv.toolkit.codecs import OVERHEAD_BYTES_MAX
 from tiered_kv.toolkit.epoch import EpochMark
@@ -84,7 +85,7 @@ FAULTS: dict[str, Callable[[bytes], Reply]] = {  # by name, from the object's by
 }
 
 
-class FakeS3:
+class FakeS3(LoopbackServer):
     """Serves what was stored, unless `reply` or a fault says otherwise; the mark of the epoch is a day old."""
 
     def __init__(self) -> None:
@@ -100,14 +101,11 @@ class FakeS3:
         self.seen: list[Request] = []
         self.has_mark = True
         self._stopping = threading.Event()
-        self._listening = socket.create_server(("127.0.0.1", 0), backlog=128)
-        self._connections: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
+        super().__init__()
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+        return f"http://{self.address}"
 
     @property
     def blocks(self) -> list[str]:
@@ -117,49 +115,27 @@ class FakeS3:
         """Return how many requests there were for blocks."""
         return sum(request.method == method and "/blocks/" in request.target for request in self.seen)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         self._stopping.set()
-        self._listening.shutdown(socket.SHUT_RDWR)
-        self._threads[0].join()
-        self._listening.close()
-        for connection in self._connections:
-            try:
-                connection.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
-        for thread in self._threads:
-            thread.join()
+        super().close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listening.accept()
-            except OSError:
-                return
-            self._connections.append(connection)
-            self._threads.append(threading.Thread(target=self._serve, args=(connection,)))
-            self._threads[-1].start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        with connection, connection.makefile("rb") as reading:
-            try:
-                while line := reading.readline():
-                    method, target, _ = line.decode().split()
-                    fields = iter(reading.readline, b"\r\n")
-                    headers = dict(field.decode().strip().lower().split(": ", 1) for field in fields)
-                    body = reading.read(int(headers.get("content-length", "0")))
-                    request = Request(method, target, headers, body)
-                    self.seen.append(request)
-                    said = self._reply(request)
-                    connection.sendall(said.data if isinstance(said, Then) else said)
-                    if isinstance(said, Then):
-                        if said.end == "stall":
-                            self._stopping.wait()
-                        if said.end == "reset":
-                            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                        return
-            except OSError:
-                return
+    def serve(self, sock: socket.socket) -> None:
+        with sock, sock.makefile("rb") as reading:
+            while line := reading.readline():
+                method, target, _ = line.decode().split()
+                fields = iter(reading.readline, b"\r\n")
+                headers = dict(field.decode().strip().lower().split(": ", 1) for field in fields)
+                body = reading.read(int(headers.get("content-length", "0")))
+                request = Request(method, target, headers, body)
+                self.seen.append(request)
+                said = self._reply(request)
+                sock.sendall(said.data if isinstance(said, Then) else said)
+                if isinstance(said, Then):
+                    if said.end == "stall":
+                        self._stopping.wait()
+                    if said.end == "reset":
+                        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    return
 
     def _reply(self, request: Request) -> Reply:
         method, target = request.method, request.target
@@ -197,7 +173,7 @@ class FakeS3:
 def server() -> Iterator[FakeS3]:
     server = FakeS3()
     yield server
-    server.stop()
+    server.close()
 
 
 @pytest.fixture

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import pytest
+
+T = TypeVar("T")
 
 
 class Profile(Enum):
@@ -21,6 +22,10 @@ class Profile(Enum):
     """What continuous integration has time for: every kind of case, and of the many a sample."""
     FULL = "full"
     """Every case, or where thousands are alike a larger sample that the proof names; and ten minutes of load."""
+
+    def pick(self, short: T, full: T) -> T:
+        """Return what this profile takes of two."""
+        return full if self is Profile.FULL else short
 
 
 class Proof(NamedTuple):
@@ -56,7 +61,6 @@ PROOFS: Mapping[str, Proof] = {
     "fuzz/segment": Proof(WRONG_BYTES, "inputs"),
     "fuzz/replies": Proof(WRONG_BYTES, "inputs"),
     "fuzz/stack-file": Proof(ENGINE, "inputs"),
-    "fuzz/trace": Proof(ENGINE, "inputs"),
     "wire-faults": Proof(WRONG_BYTES, "kinds of fault, each at many bytes"),
     "simulation": Proof(WRONG_BYTES, "seeds"),
     "races": Proof(WRONG_BYTES, "races"),
@@ -107,45 +111,19 @@ class Figures:
     def __bool__(self) -> bool:
         return bool(self._figures)
 
-    @property
-    def broken(self) -> list[str]:
-        """The proofs with a case that did not pass."""
-        return [name for name, figure in self._figures.items() if figure.passed != figure.tried]
-
-    @property
-    def missing(self) -> list[str]:
-        """The proofs that no test filled."""
-        return [name for name in PROOFS if name not in self._figures]
-
     def lines(self) -> Iterable[str]:
-        """Return the table as text."""
-        yield f"{'proof':<18} {'of':<22} {'tried':>8} {'passed':>8}  what"
-        for name, of, tried, passed, unit, note in self._rows():
-            what = f"{unit} ({note})" if note else unit
-            yield f"{name:<18} {of:<22} {tried:>8} {passed:>8}  {what}"
-
-    def markdown(self) -> Iterable[str]:
         """Return the table as `docs/explanation/guarantees.md` shows it."""
         yield "| proof | of | tried | passed | what |"
         yield "| --- | --- | ---: | ---: | --- |"
-        for name, of, tried, passed, unit, note in self._rows():
-            yield f"| `{name}` | {of} | {tried} | {passed} | {unit}{'; ' if note else ''}{note} |"
-
-    def _rows(self) -> Iterable[tuple[str, str, str, str, str, str]]:
         for name, proof in PROOFS.items():
             figure = self._figures.get(name)
-            if figure is None:
-                yield name, proof.promise, "-", "-", proof.unit, "not run"
-            else:
-                yield name, proof.promise, f"{figure.tried:,}", f"{figure.passed:,}", proof.unit, figure.note
+            tried, passed = (f"{figure.tried:,}", f"{figure.passed:,}") if figure else ("-", "-")
+            what = "; ".join(filter(None, (proof.unit, figure.note if figure else "not run")))
+            yield f"| `{name}` | {proof.promise} | {tried} | {passed} | {what} |"
 
     def write(self, path: Path) -> None:
         """Write the table as JSON, one object a proof."""
-        rows = {
-            name: {"tried": figure.tried, "passed": figure.passed, "note": figure.note}
-            for name, figure in self._figures.items()
-        }
-        path.write_text(json.dumps(rows, indent=1) + "\n")
+        path.write_text(json.dumps({name: asdict(figure) for name, figure in self._figures.items()}, indent=1) + "\n")
 
     def read(self, path: Path) -> None:
         """Add what another run wrote."""
@@ -157,19 +135,14 @@ FIGURES = pytest.StashKey[Figures]()
 """Where a run keeps its figures."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print what `pytest --trust-table PATH` wrote, of one run or several, as one table."""
-    parser = argparse.ArgumentParser(prog="python -m tests.support.figures", description=main.__doc__)
-    parser.add_argument("tables", type=Path, nargs="+", metavar="PATH", help="what --trust-table wrote")
-    parser.add_argument("--markdown", action="store_true", help="as docs/explanation/guarantees.md shows it")
-    options = parser.parse_args(argv)
+def main(paths: Sequence[str]) -> int:
+    """Print what `pytest --trust-table PATH` wrote, of one run or several, as one table; return 1 if one failed."""
     figures = Figures()
-    for path in options.tables:
-        figures.read(path)
-    for line in figures.markdown() if options.markdown else figures.lines():
-        print(line)
-    return 1 if figures.broken else 0
+    for path in paths:
+        figures.read(Path(path))
+    print("\n".join(figures.lines()))
+    return int(any(figure.passed != figure.tried for figure in figures._figures.values()))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -15,16 +15,17 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum
+from enum import IntEnum
 from pathlib import Path
 from typing import Final
 
 _SHUTDOWN: Final = 0x8004587D
 """FS_IOC_SHUTDOWN of <linux/fs.h>, which ext4 and XFS know: _IOR('X', 125, __u32)."""
 _TIMEOUT_S: Final = 120.0
+_IMAGE_BYTES: Final = 16 << 20
 
 
-class PowerLoss(Enum):
+class PowerLoss(IntEnum):
     """What is still written when the file system is shut down; the values are the ioctl's."""
 
     FLUSHED_LOG = 1
@@ -107,10 +108,10 @@ class Ext4Image:
             os.close(fd)
 
 
-def make_image(image: Path, size_bytes: int = 16 << 20) -> None:
+def make_image(image: Path) -> None:
     """Make an empty ext4 image, with a journal."""
     with image.open("wb") as file:
-        file.truncate(size_bytes)
+        file.truncate(_IMAGE_BYTES)
     # 4 KiB blocks, as on disks of a usual size: O_DIRECT of pages needs no more.
     _run("mkfs.ext4", "-q", "-F", "-b", "4096", "-J", "size=4", "-O", "^resize_inode", str(image))
 

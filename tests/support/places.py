@@ -100,8 +100,9 @@ class Place:
 
     def stored(self, rig: TierRig) -> dict[str, bytes]:
         """Return what the storage holds, by name, but for what belongs to processes."""
-        if self.kind in ("redis", "s3"):
-            found: Mapping[str, bytes] = self.door(rig).snapshot()
+        door = None if self.kind == "nvme" else self.door(rig)
+        if isinstance(door, RedisDoor | S3Door):
+            found: Mapping[str, bytes] = door.everything()
         else:
             files = [path for path in self.path.rglob("*") if path.is_file()]
             found = {str(path.relative_to(self.path)): path.read_bytes() for path in files}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.figures import Figures, Profile
+from tests.support.figures import Figures
 from tiered_kv.testing.redis_servers import RedisServer
 from tiered_kv.testing.s3_servers import S3Server
 
@@ -57,16 +57,6 @@ def entry_of(tmp_path: Path, request: pytest.FixtureRequest) -> EntryOf:
                 return moto.settings(bucket, presence_ttl=0.2)
 
     return entry
-
-
-def seconds_of(profile: Profile, short: float = 1.0, full: float = 3.0) -> float:
-    """Return how long a race takes."""
-    return full if profile is Profile.FULL else short
-
-
-def seeds_of(profile: Profile, short: int = 1, full: int = 3) -> range:
-    """Return the seeds that are raced."""
-    return range(full if profile is Profile.FULL else short)
 
 
 def unless(happened: bool, what: str) -> list[str]:

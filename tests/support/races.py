@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,6 +37,7 @@ GET_TIMEOUT_S = 0.5
 PUT_TIMEOUT_S = 0.5
 
 _PROBLEMS_SHOWN = 10
+_CALLS_MIN = 20
 
 
 class Prompts:
@@ -126,8 +127,6 @@ def race_facade(
     seed: int,
     threads: int,
     seconds: float,
-    calls_min: int = 20,
-    until: Callable[[], bool] = lambda: False,
 ) -> Race:
     """Have threads put, get and flush until the time is over."""
     races = [Race() for _ in range(threads)]
@@ -135,7 +134,7 @@ def race_facade(
 
     def run(number: int) -> None:
         chance, race = random.Random(f"{seed}/{number}"), races[number]
-        while (time.monotonic() < end_s or race.calls < calls_min) and not until():
+        while time.monotonic() < end_s or race.calls < _CALLS_MIN:
             try:
                 _call_facade(stack, prompts, chance, race)
             except ShutdownError:

@@ -29,14 +29,14 @@ class Case:
     Args:
         name: Which one it is.
         data: The file afterwards.
-        left: The blocks that must load afterwards; None where any may be lost, as long as none is wrong.
+        left: The blocks that must load afterwards.
         claimed: Of the blocks that are lost, those that are found first, so that their loss is counted.
         is_discarded: Whether the file as a whole is of no use.
     """
 
     name: str
     data: bytes
-    left: frozenset[OffloadKey] | None
+    left: frozenset[OffloadKey]
     claimed: frozenset[OffloadKey] = frozenset()
     is_discarded: bool = False
 
@@ -108,18 +108,16 @@ class SegmentBench:
             healed = rig.store(KEYS).success and rig.load(KEYS) == set(KEYS)
         finally:
             rig.close()
+        corrupt = count_of(stats, "corrupt_blocks_total")
         checks = {
-            "blocks that were found and not loaded are not counted": count_of(stats, "corrupt_blocks_total")
-            == len(found - loaded),
+            "blocks that were found and not loaded are not counted": corrupt == len(found - loaded),
             "a block is loaded that was not found": loaded <= found,
             "what failed to load is offered again": offered == loaded,
             "a new store does not make everything good again": healed,
-            "a file of no use is not counted as discarded": stats["discarded_segments_total"] == int(case.is_discarded)
-            or case.left is None,
+            "a file of no use is not counted as discarded": stats["discarded_segments_total"] == int(case.is_discarded),
+            f"{len(loaded)} blocks are left, and not {len(case.left)}": loaded == case.left,
+            f"{len(found - loaded)} were claimed, and not {len(case.claimed)}": found - loaded == case.claimed,
         }
-        if case.left is not None:
-            checks[f"{len(loaded)} blocks are left, and not {len(case.left)}"] = loaded == case.left
-            checks[f"{len(found - loaded)} were claimed, and not {len(case.claimed)}"] = found - loaded == case.claimed
         return "; ".join(why for why, holds in checks.items() if not holds)
 
     def report(self, figures: Figures, note: str) -> None:

@@ -142,10 +142,6 @@ class SegmentMap:
         """Return all stretches of a kind."""
         return [each for each in self.stretches if each.part is part]
 
-    def payload_of(self, key: OffloadKey) -> Stretch:
-        """Return where a block's payload lies."""
-        return next(each for each in self.stretches if each.key == key)
-
     def _batches(self) -> Iterator[Batch]:
         at = PAGE_BYTES
         while self.data[at : at + 8] == b"TKVNBAT1":

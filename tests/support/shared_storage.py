@@ -89,7 +89,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
         else:
             pytest.importorskip("boto3", reason="boto3 is not installed")
             server = FakeS3()
-            stack.callback(server.stop)
+            stack.callback(server.close)
             storage = _bucket(server, kind)
         yield storage
         for rig in storage.rigs:

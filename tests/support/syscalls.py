@@ -39,7 +39,6 @@ READS: Final = ("read", "pread64", "preadv", "preadv2", "getdents64", "stat", "l
 SENDS: Final = ("sendto", "sendmsg", "write", "writev", "connect")
 """Calls by which something leaves for a server."""
 
-_DELAY_US: Final = 600_000_000
 _LOG_S_MAX: Final = 30.0
 """How long strace may go on once its tracees have ended: what is missing in its log counts as not having happened."""
 
@@ -78,7 +77,7 @@ class Fault:
 
     Args:
         role, name, number: Which, as in `Call`.
-        what: What strace shall do, as in its `inject=`; "kill" and "kill-after" for the end of the process.
+        what: What strace shall do, as in its `inject=`; "kill" for the end of the process.
         onwards: Whether it also happens to all later calls of that name in that thread.
     """
 
@@ -94,11 +93,6 @@ class Fault:
         return cls(call.role, call.name, call.number, "kill")
 
     @classmethod
-    def kill_after(cls, call: Call) -> Fault:
-        """Keep the thread when its call is done, let the others go on for a moment, and kill the process."""
-        return cls(call.role, call.name, call.number, "kill-after")
-
-    @classmethod
     def fail(cls, call: Call, error: str, *, onwards: bool = False) -> Fault:
         """Let the call do nothing and fail with an error such as "EIO"."""
         return cls(call.role, call.name, call.number, f"error={error}", onwards)
@@ -111,12 +105,12 @@ class Fault:
     @property
     def kills(self) -> bool:
         """Whether the process ends by it."""
-        return self.what.startswith("kill")
+        return self.what == "kill"
 
     @property
     def expression(self) -> str:
         """What strace is told."""
-        what = {"kill": "signal=KILL", "kill-after": f"delay_exit={_DELAY_US}"}.get(self.what, self.what)
+        what = "signal=KILL" if self.kills else self.what
         return f"inject={self.name}:{what}:when={self.number}{'+' if self.onwards else ''}"
 
     def __str__(self) -> str:
@@ -176,11 +170,8 @@ def run_with_fault(work: Callable[[], None], fault: Fault, *, log: Path, timeout
     with TracedChild(work, wanted=fault.role, log=log) as child:
         tid = child.wait_for_thread(timeout_s)
         if tid:
-            with _tracing(tid, log, ["-e", f"trace={fault.name}", "-e", fault.expression]) as strace:
+            with _tracing(tid, log, ["-e", f"trace={fault.name}", "-e", fault.expression]):
                 child.let_go()
-                if fault.what == "kill-after":
-                    child.kill_when(lambda: "(DELAYED)" in log.read_text(errors="replace"), timeout_s)
-                    strace.kill()  # until then it keeps the thread, which cannot even die
                 child.wait(timeout_s)
     seen = log.read_text(errors="replace")
     killed = child.status == -signal.SIGKILL and child.in_time
@@ -196,8 +187,8 @@ def run_plain(work: Callable[[], None], *, log: Path, timeout_s: float = 300.0) 
 
 
 @contextmanager
-def _tracing(tid: int, log: Path, options: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    """Trace a thread; it is attached to when the block is entered. Yields strace."""
+def _tracing(tid: int, log: Path, options: Sequence[str]) -> Iterator[None]:
+    """Trace a thread; it is attached to when the block is entered."""
     command = ["strace", "-y", "-s", "0", "-e", "signal=none", *options, "-o", str(log), "-p", str(tid)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as strace:
         try:
@@ -205,7 +196,7 @@ def _tracing(tid: int, log: Path, options: Sequence[str]) -> Iterator[subprocess
             said = strace.stderr.readline()
             if "attached" not in said:
                 raise RuntimeError(f"strace cannot attach: {said.strip()}")
-            yield strace
+            yield
             strace.wait(_LOG_S_MAX)
         except subprocess.TimeoutExpired:  # whatever keeps it: its tracees are gone
             pass

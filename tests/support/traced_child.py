@@ -24,8 +24,6 @@ MAIN: Final = "main"
 """The role of the thread that does the work."""
 ATTACH_S_MAX: Final = 30.0
 """How long it may take until a thread is there, or a tracer attached."""
-_FROZEN_S: Final = 0.01
-"""How long the other threads go on before a process is killed whose one thread stands still after its call."""
 _POLL_S: Final = 0.001
 _PR_SET_PTRACER: Final = 0x59616D61
 _PR_SET_PTRACER_ANY: Final = ctypes.c_ulong(-1)
@@ -78,17 +76,6 @@ class TracedChild:
     def let_go(self) -> None:
         """Let the wanted thread go on."""
         self._roles.let_go(self._slot)
-
-    def kill_when(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        """Kill the child a moment after `condition` has come to hold, unless it ends before."""
-        end_s = time.monotonic() + timeout_s
-        while not condition() and time.monotonic() < end_s:
-            if self._poll():
-                return
-            time.sleep(2 * _POLL_S)
-        if condition():
-            time.sleep(_FROZEN_S)
-            os.kill(self._pid, signal.SIGKILL)
 
     def wait(self, timeout_s: float) -> None:
         """Wait for the child's end; kill it when the time is up."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.soak.holdings import Holdings, growth_problems, left_problems
-from tests.support.soak.soak import pace_problems, run_queue_s
+from tests.support.soak.soak import pace_problems
 
 MIB = 1 << 20
 FULL_S, SHORT_S = 600.0, 60.0
@@ -95,7 +95,3 @@ def test_a_scheduler_that_waits_is_found(held_s: list[float], says: str) -> None
 def test_a_scheduler_that_does_not_wait_passes_also_where_the_machine_stands_still_once() -> None:
     assert pace_problems([0.004] * 10_000, FULL_S) == pace_problems([], FULL_S) == []
     assert pace_problems([30.0, *[0.004] * 5000], SHORT_S) == []
-
-
-def test_the_time_in_the_run_queue_only_grows() -> None:
-    assert 0 <= run_queue_s() <= run_queue_s()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support.crash_scenario import BLOCK_BYTES, ask, load, put
@@ -28,23 +29,23 @@ RECOVERY_S_MAX = 60.0
 
 def main() -> None:
     folder, tier_type, file_system_bytes, filled_bytes = sys.argv[1:]
-    told: dict[str, object] = {}
+    keys = make_keys(JOBS * JOB_BLOCKS, "first")
     with small_tmpfs(Path(folder) / "full", int(file_system_bytes)) as point:
         filler = point / "filler"
         filler.write_bytes(bytes(int(filled_bytes)))
         config = stack_on(point / "kv", tier_type)
         with open_stack(config) as stack:
-            told["taken"], told["wrong"] = fill(stack, "first")
-            told["refused_by"] = refusals(stack)
+            for start in range(0, len(keys), JOB_BLOCKS):
+                put(stack, keys[start : start + JOB_BLOCKS], 0)
+                assert stack.flush(30.0), "a job was not reported"
+            stack.primary.reset_cache()
+            _, wrong = found(stack, keys)
+            refused = refusals(stack)
             filler.unlink()
-            again = recovers(stack)
-            told["recovered"] = bool(again)
+            again = stored_again(stack)
         with open_stack(config) as stack:
-            keys = [*make_keys(JOBS * JOB_BLOCKS, "first"), *again]
-            found = [load(stack, key) for key, here in zip(keys, ask(stack, keys), strict=True) if here]
-            contents = {block_content(key, BLOCK_BYTES) for key in keys}
-            told["found_later"] = sum(content in contents for content in found)
-            told["wrong_later"] = sum(content is not None and content not in contents for content in found)
+            found_later, wrong_later = found(stack, [*keys, *again])
+    told = {"wrong": wrong + wrong_later, "refused": refused, "recovered": bool(again), "found_later": found_later}
     print(json.dumps(told))
 
 
@@ -62,56 +63,30 @@ def stack_on(path: Path, tier_type: str) -> dict[str, object]:
     }
 
 
-def fill(stack: Stack, label: str) -> tuple[int, int]:
-    """Store more than there is room for; return how many blocks the tier has then, and how many of them are wrong."""
-    keys = make_keys(JOBS * JOB_BLOCKS, label)
-    for start in range(0, len(keys), JOB_BLOCKS):
-        put(stack, keys[start : start + JOB_BLOCKS], 0)
-        assert stack.flush(30.0), "a job was not reported"
-    stack.primary.reset_cache()
-    taken = wrong = 0
-    for key, here in zip(keys, ask(stack, keys), strict=True):
-        content = load(stack, key) if here else None
-        taken += content is not None
-        wrong += content is not None and content != block_content(key, BLOCK_BYTES)
-    return taken, wrong
+def found(stack: Stack, keys: Sequence[OffloadKey]) -> tuple[int, int]:
+    """Return how many blocks can be loaded, and how many of them are wrong."""
+    contents = {key: load(stack, key) for key, here in zip(keys, ask(stack, keys), strict=True) if here}
+    came = {key: content for key, content in contents.items() if content is not None}
+    return len(came), sum(content != block_content(key, BLOCK_BYTES) for key, content in came.items())
 
 
-def refusals(stack: Stack) -> dict[str, int]:
-    """Return the counters that tell of stores that failed."""
+def refusals(stack: Stack) -> int:
+    """Return how many stores were counted as failed."""
     tier = stack.secondary_tiers[0].stats()
-    names = ("no_space_errors_total", "refused_stores_total", "room_timeouts_total")
-    told = {name: tier.get(name, 0) for name in names}
-    told["failed_calls_total"] = count_of(tier, "failed_calls_total", "no_space")
-    return {name: count for name, count in told.items() if count}
+    names = ("no_space_errors_total", "refused_stores_total", "room_timeouts_total", "failed_calls_total")
+    return sum(count_of(tier, name) for name in names)
 
 
-def late_jobs(stack: Stack) -> int:
-    """Return how many jobs have missed their deadline so far."""
-    (name,) = stack.tier_names
-    return count_of(stack.counters(), name, "expired_jobs_total")
-
-
-def recovers(stack: Stack) -> list[OffloadKey]:
-    """Return the keys of blocks that are stored again once there is space; none if that takes too long."""
+def stored_again(stack: Stack) -> list[OffloadKey]:
+    """Return the keys of blocks that are stored, and load, once there is space; none if that takes too long."""
     end_s = time.monotonic() + RECOVERY_S_MAX
-    attempt = 0
     while time.monotonic() < end_s:
-        keys = make_keys(JOB_BLOCKS, f"again {attempt}")
-        attempt += 1
+        keys = make_keys(JOB_BLOCKS, f"again {time.monotonic_ns()}")
         put(stack, keys, 0)
         stack.flush(30.0)
-        if all(ask(stack, keys)):
-            stack.primary.reset_cache()
-            wanted = [block_content(key, BLOCK_BYTES) for key in keys]
-            late = late_jobs(stack)
-            loaded = [load(stack, key) for key in keys]
-            if loaded == wanted:
-                return keys
-            is_wrong = any(content not in (None, right) for content, right in zip(loaded, wanted, strict=True))
-            if is_wrong or late_jobs(stack) == late:
-                return []
-            continue  # a load came too late, as on a busy machine it may
+        stack.primary.reset_cache()
+        if found(stack, keys) == (JOB_BLOCKS, 0):
+            return keys
         time.sleep(0.1)
     return []
 

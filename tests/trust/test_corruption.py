@@ -48,31 +48,28 @@ TIERS = tuple(UNREADABLE)
 
 @dataclass
 class Bench:
-    """A tier, a door to what it has stored, and what the cases came to."""
+    """A tier, a door to what it has stored, which cases were tried there, and why those failed that did."""
 
-    kind: str
+    place: Place
     rig: TierRig
     door: Door
-    judge: Judge = field(default_factory=lambda: Judge())
+    tried: int = 0
+    failures: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        return self.place.kind
 
     def counted(self, path: tuple[str, ...] = CORRUPT) -> int:
         return count_of(self.rig.tier.stats(), *path)
 
-
-@dataclass
-class Judge:
-    """Which cases were tried, and why those failed that did."""
-
-    tried: int = 0
-    failures: dict[str, str] = field(default_factory=dict)
-
     def blame(self, case: str, why: str) -> None:
         self.failures.setdefault(case, why)
 
-    def add_to(self, figures: Figures, row: str, note: str) -> None:
-        figures.add(row, self.tried, self.tried - len(self.failures), note)
+    def add_to(self, figures: Figures, note: str) -> None:
+        figures.add(f"corruption/{self.kind}", self.tried, self.tried - len(self.failures), note)
         assert not self.failures, (
-            "\n".join(f"{row}: {case}: {why}" for case, why in list(self.failures.items())[:20])
+            "\n".join(f"{self.kind}: {case}: {why}" for case, why in list(self.failures.items())[:20])
             + "\n(the damages are named in tiered_kv.testing.damage; the same ones come in every run)"
         )
 
@@ -86,7 +83,7 @@ def opened(place_of: Callable[[str], Place]) -> Opened:
     def open_bench(kind: str, codec: str) -> Bench:
         place = place_of(kind)
         rig = place.open(SPEC, CODECS[codec], codec=codec)
-        return Bench(kind, rig, place.door(rig))
+        return Bench(place, rig, place.door(rig))
 
     return open_bench
 
@@ -99,7 +96,7 @@ def test_a_damaged_record_is_a_counted_miss_and_is_stored_again(
 ) -> None:
     bench = opened(tier, codec)
     damages = [*record_damages(full=profile is Profile.FULL), *replays(bench, codec)]
-    if tier == "s3" and profile is Profile.SHORT:  # half of them with each codec: ten requests a damage take their time
+    if tier == "s3":  # half of them with each codec: ten requests a damage take their time
         damages = damages[list(CODECS).index(codec) :: 2]
     damages = damages[part::PARTS]
     try:
@@ -107,7 +104,7 @@ def test_a_damaged_record_is_a_counted_miss_and_is_stored_again(
             batch = damages[start : start + BATCH]
             _try_batch(bench, batch, f"batch {number}", reopens=tier != "memory" and number % 2 == part % 2)
     finally:
-        bench.judge.add_to(figures, f"corruption/{tier}", "raw and zstd records")
+        bench.add_to(figures, "raw and zstd records")
 
 
 def replays(bench: Bench, codec: str) -> list[Damage]:
@@ -135,7 +132,7 @@ def replays(bench: Bench, codec: str) -> list[Damage]:
 
 def _try_batch(bench: Bench, batch: Sequence[Damage], label: str, *, reopens: bool) -> None:
     """Try one damage a block, all at once, with undamaged neighbours among them."""
-    judge, rig = bench.judge, bench.rig
+    rig = bench.rig
     keys, neighbours = make_keys(len(batch), label), make_keys(NEIGHBOURS, f"{label}, neighbours")
     assert rig.store([*keys, *neighbours]).success
     victims: dict[OffloadKey, Damage] = {}
@@ -148,7 +145,7 @@ def _try_batch(bench: Bench, batch: Sequence[Damage], label: str, *, reopens: bo
         bench.door.write(key, damaged)
         assert bench.door.read(key) == damaged, "the damage did not happen"
         victims[key] = damage
-    judge.tried += len(victims)
+    bench.tried += len(victims)
     if reopens:
         rig.reopen()
     try:
@@ -158,15 +155,15 @@ def _try_batch(bench: Bench, batch: Sequence[Damage], label: str, *, reopens: bo
         missing = [key for key in neighbours if key not in loaded]
     except AssertionError as error:  # the rig's own: wrong bytes, a job without an end
         for damage in victims.values():
-            judge.blame(damage.name, f"with its batch: {error}")
+            bench.blame(damage.name, f"with its batch: {error}")
         return
     if missing:
-        judge.blame(batch[0].name, f"or one of its batch: {len(missing)} undamaged neighbours do not load")
+        bench.blame(batch[0].name, f"or one of its batch: {len(missing)} undamaged neighbours do not load")
 
 
 def _check_misses(bench: Bench, victims: dict[OffloadKey, Damage]) -> None:
     """Load every victim in a job of its own: none may come, each is counted once."""
-    rig, judge = bench.rig, bench.judge
+    rig = bench.rig
     for group, counters in (
         ({k: d for k, d in victims.items() if d.kind is Kind.BROKEN}, CORRUPT),
         ({k: d for k, d in victims.items() if d.kind is Kind.UNREADABLE}, UNREADABLE[bench.kind]),
@@ -174,16 +171,16 @@ def _check_misses(bench: Bench, victims: dict[OffloadKey, Damage]) -> None:
         before = bench.counted(counters)
         for key, result in zip(group, rig.wait([rig.submit_load([key]) for key in group]), strict=True):
             if rig.succeeded(result):
-                judge.blame(group[key].name, "it was loaded")
+                bench.blame(group[key].name, "it was loaded")
         counted = bench.counted(counters) - before
         if counted != len(group):
             names = ", ".join(damage.name for damage in group.values())
-            judge.blame(names, f"{counted} of {len(group)} were counted as {counters}")
+            bench.blame(names, f"{counted} of {len(group)} were counted as {counters}")
     for key, offered in zip(victims, rig.lookup_all(list(victims)), strict=True):
         if offered:
-            judge.blame(victims[key].name, "it is offered again")
+            bench.blame(victims[key].name, "it is offered again")
         if bench.kind != "memory" and victims[key].kind is Kind.UNREADABLE and bench.door.read(key) is None:
-            judge.blame(victims[key].name, "it is gone, and others could have read it")
+            bench.blame(victims[key].name, "it is gone, and others could have read it")
 
 
 def _check_healing(bench: Bench, victims: dict[OffloadKey, Damage]) -> None:
@@ -195,7 +192,7 @@ def _check_healing(bench: Bench, victims: dict[OffloadKey, Damage]) -> None:
     loaded = bench.rig.load(keys)
     for key, damage in victims.items():
         if not stored or key not in loaded:
-            bench.judge.blame(damage.name, "it is not good again after the next store")
+            bench.blame(damage.name, "it is not good again after the next store")
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -223,13 +220,13 @@ def test_what_lay_there_before_a_reset_may_be_put_back(opened: Opened, tier: str
     bench = opened(tier, "raw")
     keys = make_keys(8, "before")
     assert bench.rig.store(keys).success
-    old = bench.door.snapshot()
+    old = bench.place.stored(bench.rig)
     assert bench.rig.tier.reset_cache()
     bench.rig.epoch = 1
     assert bench.rig.store(keys[:4]).success
-    bench.door.restore(old)
-    restored = bench.door.snapshot()
-    assert all(restored.get(name) == data for name, data in old.items() if data.startswith(b"\x89TKVREC\n"))
+    now = bench.place.stored(bench.rig)
+    gone = {name: data for name, data in old.items() if name not in now}
+    bench.place.restore(gone)
     offered = [bench.rig.lookup_all(keys)]
     loaded = [bench.rig.load(keys)]
     bench.rig.reopen()

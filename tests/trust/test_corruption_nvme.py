@@ -1,4 +1,4 @@
-"""Segment files damaged before an nvme tier is opened on them: the blocks that are lost are those that the damage hit.
+"""Segment files damaged before an nvme tier is opened on them, or while it is: what is lost is what the damage hit.
 
 `tests.support.segment_map` says what each byte of a segment is. So every case has an exact expectation: bytes that
 mean nothing cost nothing, a payload costs its block, a header what it alone answers for, and a summary nothing at all,
@@ -7,16 +7,17 @@ since the batches say the same.
 
 from __future__ import annotations
 
+import os
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.figures import Figures, Profile
 from tests.support.patient_nvme import patient_nvme
-from tests.support.segment_bench import CODECS, KEYS, Case, SegmentBench, cost
+from tests.support.segment_bench import CODECS, KEYS, SEGMENT_NAME, Case, SegmentBench, cost
 from tests.support.segment_map import (
     BATCH_FIELDS,
     BATCH_FIXED_BYTES,
@@ -28,10 +29,11 @@ from tests.support.segment_map import (
     SegmentMap,
     entry_fields,
     seal,
-    seal_summary,
 )
+from tiered_kv.base import OffloadKey
 from tiered_kv.counters import count_of
 from tiered_kv.testing.damage import SEED, Damage, Field, field_damages
+from tiered_kv.testing.rig import make_keys
 
 __all__ = ["patient_nvme"]
 
@@ -56,30 +58,19 @@ def case_at(found: SegmentMap, damage: Damage, at: int, *, clean: bool) -> Case 
     return Case(name, data, left, claimed, hit.part is Part.HEADER)
 
 
-def flips(found: SegmentMap, places: Sequence[int], *, clean: bool) -> Iterator[Case]:
-    chance = random.Random(SEED)
-    for at in places:
-        byte = Field(f"byte {at}", at, 1)
-        damages = list(field_damages(byte, full=False))
-        case = case_at(found, chance.choice(damages[:3]), at, clean=clean)
-        if case is not None:
-            yield case
-
-
 def fields_of(found: SegmentMap, *, clean: bool) -> list[Field]:
     """Return every field of every header, with its place in the file."""
     fields = list(SEGMENT_FIELDS)
     for number, batch in enumerate(found.batches):
+        entries_at = batch.offset + BATCH_FIXED_BYTES
+        keys_at = entries_at + len(batch.entries) * ENTRY_BYTES
         fields += [_moved(each, batch.offset, f"batch {number}: ") for each in BATCH_FIELDS]
         for ordinal in range(len(batch.entries)):
-            at = batch.offset + BATCH_FIXED_BYTES + ordinal * ENTRY_BYTES
-            fields += entry_fields(at, f"batch {number}, entry {ordinal}")
-        keys_at = batch.offset + BATCH_FIXED_BYTES + len(batch.entries) * ENTRY_BYTES
+            fields += entry_fields(entries_at + ordinal * ENTRY_BYTES, f"batch {number}, entry {ordinal}")
         fields.append(Field(f"batch {number}: keys", keys_at, sum(len(key) for key, _, _ in batch.entries)))
     if clean:
-        footer = len(found.data) - PAGE_BYTES
-        fields += [_moved(each, footer, "footer: ") for each in FOOTER_FIELDS]
         (table,) = found.parts(Part.TABLE)
+        fields += [_moved(each, len(found.data) - PAGE_BYTES, "footer: ") for each in FOOTER_FIELDS]
         for ordinal in range(len(KEYS)):
             fields += entry_fields(table.start + ordinal * ENTRY_BYTES, f"table, entry {ordinal}")
     return fields
@@ -131,13 +122,16 @@ def test_a_flipped_byte_anywhere_costs_what_it_belongs_to(
     """Of each stretch its first and last byte, and some within: paddings, gaps and the room behind the batches too."""
     found = SegmentMap(directory.segment(clean=clean))
     chance = random.Random(SEED)
-    samples = 30 if profile is Profile.FULL else 1
+    samples = profile.pick(1, 10)
     places: list[int] = []
     for stretch in found.stretches:
         places += [stretch.start, stretch.end - 1]
         places += [chance.randrange(stretch.start, stretch.end) for _ in range(samples)]
-    for case in flips(found, places, clean=clean):
-        directory.try_reopening(case)
+    for at in places:
+        damages = list(field_damages(Field(f"byte {at}", at, 1), full=False))
+        case = case_at(found, chance.choice(damages[:3]), at, clean=clean)
+        if case is not None:
+            directory.try_reopening(case)
     directory.report(figures, "")
 
 
@@ -160,50 +154,6 @@ def test_a_file_that_is_cut_or_grown_costs_what_was_cut_off(
     directory.report(figures, "cuts and growth")
 
 
-def sealed_cases(found: SegmentMap, *, clean: bool) -> Iterator[Case]:
-    """Yield fields with other values under checksums that are right for them, as a faulty writer would leave."""
-    footer = len(found.data) - PAGE_BYTES
-    groups: list[tuple[Sequence[Field], Callable[[bytes], bytes]]] = [
-        (SEGMENT_FIELDS, lambda data: seal(data, 0, PAGE_BYTES))
-    ]
-    for number, batch in enumerate(found.batches[:2]):
-        fields = [_moved(each, batch.offset, f"batch {number}: ") for each in BATCH_FIELDS]
-        for ordinal in (0, len(batch.entries) - 1):
-            at = batch.offset + BATCH_FIXED_BYTES + ordinal * ENTRY_BYTES
-            fields += list(entry_fields(at, f"batch {number}, entry {ordinal}"))
-        end = batch.offset + batch.header_bytes
-        groups.append((fields, lambda data, batch=batch, end=end: seal(data, batch.offset, end)))  # type: ignore[misc]
-    if clean:
-        (table,) = found.parts(Part.TABLE)
-        fields = [_moved(each, footer, "footer: ") for each in FOOTER_FIELDS]
-        for ordinal in (0, 5, len(KEYS) - 1):
-            fields += entry_fields(table.start + ordinal * ENTRY_BYTES, f"table, entry {ordinal}")
-        groups.append((fields, seal_summary))
-    for group, sealed in groups:
-        for each in group:
-            for damage in field_damages(each, full=False):
-                if "key size" in each.name:
-                    continue  # whose block it is: who seals that is believed, see "Checksums" in formats.md
-                if "codec" in each.name and damage.name.rpartition(" = ")[2] not in ("zeros", "ones", "0", "1"):
-                    continue  # codecs that want a key: what there is to say of them says the proof of encryption
-                data = sealed(damage.apply(found.data))
-                if data != found.data:
-                    yield Case(f"{'closed' if clean else 'crashed'}, sealed {damage.name}", data, None)
-
-
-@pytest.mark.parametrize("clean", [True, False], ids=["closed", "crashed"])
-def test_a_sealed_lie_never_gives_wrong_bytes(
-    directory: SegmentBench, clean: bool, profile: Profile, figures: Figures
-) -> None:
-    found = SegmentMap(directory.segment(clean=clean))
-    cases = list(sealed_cases(found, clean=clean))
-    if profile is Profile.SHORT:
-        cases = random.Random(SEED).sample(cases, 60)
-    for case in cases:
-        directory.try_reopening(case)
-    directory.report(figures, "impossible numbers under right checksums")
-
-
 def test_a_segment_that_says_it_is_shorter_is_not_sealed_over_its_payloads(
     directory: SegmentBench, figures: Figures
 ) -> None:
@@ -224,3 +174,109 @@ def test_a_segment_that_says_it_is_shorter_is_not_sealed_over_its_payloads(
         if (loaded, corrupt) != (set(kept), 0):
             directory.failures["closed and opened again"] = f"{len(loaded)} loaded, {corrupt} corrupt"
     directory.report(figures, "")
+
+
+# Under an open tier. `tests/plugins/test_nvme_damage.py` has files that are cut.
+
+
+def payload_changes(found: SegmentMap, profile: Profile) -> Iterator[tuple[str, bytes, set[OffloadKey]]]:
+    """Yield a file with a few payloads damaged, and whose they are."""
+    chance = random.Random(SEED)
+    payloads = found.parts(Part.PAYLOAD)
+    for round_number in range(40 if profile is Profile.FULL else 6):
+        hit = chance.sample(payloads, 4)
+        data = bytearray(found.data)
+        for stretch, at in zip(hit, (0.0, 1.0, chance.random(), chance.random()), strict=True):
+            data[min(stretch.start + int(at * (stretch.end - stretch.start)), stretch.end - 1)] ^= (
+                1 << chance.randrange(8)
+            )
+        yield f"flips, round {round_number}", bytes(data), {stretch.key for stretch in hit}
+    first, second, third = payloads[0], payloads[5], payloads[9]
+    size = min(each.end - each.start for each in (first, second, third))
+    data = bytearray(found.data)
+    data[first.start : first.start + size] = found.data[second.start : second.start + size]
+    data[second.start : second.start + size] = found.data[first.start : first.start + size]
+    yield "two blocks swapped", bytes(data), {first.key, second.key}
+    data = bytearray(found.data)
+    data[third.start : third.start + size] = found.data[first.start : first.start + size]
+    yield "another block's bytes", bytes(data), {third.key}
+    data = bytearray(found.data)
+    data[first.start : first.end] = bytes(first.end - first.start)
+    yield "zeros, as a hole would read", bytes(data), {first.key}
+
+
+def test_a_block_that_is_damaged_while_the_tier_is_open_is_a_counted_miss(
+    directory: SegmentBench, profile: Profile, figures: Figures
+) -> None:
+    found = SegmentMap(directory.segment(clean=True))
+    for name, data, victims in payload_changes(found, profile):
+        directory.place(found.data)
+        directory.tried += len(victims)
+        rig = directory.open()
+        try:
+            _write_in_place(directory.path / SEGMENT_NAME, data)
+            loaded = rig.load(KEYS)
+            counted = count_of(rig.tier.stats(), "corrupt_blocks_total")
+            offered = {key for key, here in zip(KEYS, rig.lookup_all(KEYS), strict=True) if here}
+            healed = rig.store(sorted(victims)).success and rig.load(KEYS) == set(KEYS)
+        finally:
+            rig.close()
+        if (loaded, counted, offered, healed) != (set(KEYS) - victims, len(victims), set(KEYS) - victims, True):
+            directory.failures[name] = f"loaded {len(loaded)}, counted {counted}, offered {len(offered)}, {healed=}"
+    directory.report(figures, "payloads under an open tier")
+
+
+def test_headers_that_are_damaged_while_the_tier_is_open_cost_nothing_until_it_is_opened_again(
+    directory: SegmentBench, figures: Figures
+) -> None:
+    """The index is in memory then. Closing writes the summary, which answers for batches, not for the first page."""
+    found = SegmentMap(directory.segment(clean=True))
+    for part in (Part.HEADER, Part.BATCH_HEADER, Part.GAP, Part.ROOM, Part.TABLE, Part.FOOTER):
+        for stretch in found.parts(part):
+            directory.tried += 1
+            data = bytearray(found.data)
+            data[stretch.start : stretch.end] = b"\xff" * (stretch.end - stretch.start)
+            directory.place(found.data)
+            rig = directory.open()
+            try:
+                _write_in_place(directory.path / SEGMENT_NAME, bytes(data))
+                loaded = rig.load(KEYS)
+                assert rig.store(make_keys(2, "later")).success
+                rig.reopen()
+                after = rig.load(KEYS)
+                rig.store(KEYS)
+                healed = rig.load(KEYS) == set(KEYS)
+            finally:
+                rig.close()
+            kept = set() if part is Part.HEADER else set(KEYS)
+            if (loaded, after, healed) != (set(KEYS), kept, True):
+                why = f"{len(loaded)} loaded, {len(after)} after opening again, {healed=}"
+                directory.failures[f"{part.value} at {stretch.start}"] = why
+    directory.report(figures, "headers under an open tier")
+
+
+def test_an_older_use_of_a_segment_brings_no_block_back(directory: SegmentBench, figures: Figures) -> None:
+    """The file of before a reset lies there again: its batches carry the old epoch."""
+    old = directory.segment(clean=True)
+    directory.tried += 2
+    directory.place(old)
+    rig = directory.open()
+    assert rig.tier.reset_cache()
+    rig.close()
+    for name, data in (("closed", old), ("crashed", directory.segment(clean=False))):
+        _write_in_place(directory.path / SEGMENT_NAME, data)
+        rig = directory.open()
+        try:
+            offered, loaded = rig.lookup_all(KEYS), rig.load(KEYS)
+        finally:
+            rig.close()
+        if any(offered) or loaded:
+            directory.failures[name] = f"{sum(offered)} are offered, {len(loaded)} loaded"
+    directory.report(figures, "segments of before a reset")
+
+
+def _write_in_place(path: Path, data: bytes) -> None:
+    """Write over a file that others have open."""
+    with path.open("r+b") as file:
+        file.write(data)
+        os.fsync(file.fileno())

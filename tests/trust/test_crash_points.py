@@ -15,21 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.crash_cases import (
-    FS,
-    NVME,
-    OCCUPIED_BYTES_MAX,
-    Case,
-    CrashCases,
-    changes_of,
-    kind_of,
-    sample,
-    settle,
-)
+from tests.support.crash_cases import FS, NO_BLOCKS, NVME, CrashCases, changes_of, sample, settle
 from tests.support.crash_scenario import CrashScenario
+from tests.support.crash_server import Case
 from tests.support.figures import Figures, Profile
 from tests.support.mounts import PowerLoss, missing_for_ext4
-from tests.support.syscalls import Call, Fault, missing_for_tracing
+from tests.support.syscalls import Fault, missing_for_tracing
 from tiered_kv.testing.redis_servers import RedisServer, redis_server
 from tiered_kv.testing.s3_servers import S3Server, moto_server
 
@@ -37,13 +28,9 @@ __all__ = ["moto_server", "redis_server"]
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow]
 
-SHORT, FULL = 20, 240
-"""Kills at calls of a directory: all of nvme's, and of fs', of which many are alike, an even sample with all kinds."""
-CUTS_OF_SHORT, CUTS_OF_FULL = 8, 80
-POWER_OF_SHORT, POWER_OF_FULL = 6, 80
-"""Each makes, mounts and checks a file system."""
-SENDS_OF_SHORT, SENDS_OF_FULL = 10, 90
-NO_BLOCKS = "the cases found hardly any blocks: they prove nothing"
+KILLS, CUTS, POWER_CUTS, SENDS = (20, 160), (8, 60), (6, 40), (10, 60)
+"""How many the short and the full profile take. Many calls are alike: an even sample has all kinds of them. A kill
+after a call is like one before the next."""
 
 
 @pytest.fixture
@@ -54,25 +41,17 @@ def cases(tmp_path: Path) -> Iterator[CrashCases]:
         yield cases
 
 
-def kills_at(calls: list[Call], profile: Profile, short: int, full: int) -> list[Fault]:
-    """Return kills before calls, and a quarter as many after: a kill after one is like that before the next."""
-    before = sample(list(map(Fault.kill, calls)), profile, short, lambda fault: fault.name, full_count=full)
-    after = sample(list(map(Fault.kill_after, calls)), profile, short // 4, full_count=full // 4)
-    return [*before, *after]
-
-
 @pytest.mark.parametrize("scenario", [NVME, FS], ids=["nvme", "fs"])
 def test_killed_at_any_call_a_directory_is_sound(
     cases: CrashCases, scenario: CrashScenario, profile: Profile, figures: Figures
 ) -> None:
-    tier = str(scenario.entry["type"])
-    options: dict[str, object] = {"capacity_bytes": OCCUPIED_BYTES_MAX[tier]}
     calls = changes_of(cases, scenario)
-    killed = [Case(scenario, {"fault": fault, **options}) for fault in kills_at(calls, profile, SHORT, FULL)]
-    cuts = sample(range(cases.count_writes(scenario)), profile, CUTS_OF_SHORT, full_count=CUTS_OF_FULL)
-    torn = [Case(scenario, {"cut": cut, "cut_ends": True, **options}) for cut in cuts]
-    note = f"of {len(calls)} calls of {len(set(map(kind_of, calls)))} kinds, and {len(cuts)} amid a write"
-    hit = settle(f"crash/{tier}", cases.run([*killed, *torn]), figures, note)
+    kills = sample(calls, profile.pick(*KILLS), lambda call: call.name)
+    cuts = sample(range(cases.count_writes(scenario)), profile.pick(*CUTS))
+    killed = [Case(scenario, fault=Fault.kill(call)) for call in kills]
+    torn = [Case(scenario, cut=cut, cut_ends=True) for cut in cuts]
+    note = f"of {len(calls)} calls of {len({(call.role, call.name) for call in calls})} kinds, {len(cuts)} amid a write"
+    hit = settle(f"crash/{scenario.tier}", cases.run([*killed, *torn]), figures, note)
     assert sum(outcome.loaded for outcome in hit) > len(hit), NO_BLOCKS
 
 
@@ -93,8 +72,8 @@ def test_killed_at_any_send_to_a_server_a_process_leaves_others_what_they_need(
         return CrashScenario(entry, tenant=f"case-{next(tenants)}", jobs=4)
 
     calls = cases.record(of_its_own(), "sends")
-    faults = kills_at(calls, profile, SENDS_OF_SHORT, SENDS_OF_FULL)
-    outcomes = cases.run([Case(of_its_own(), {"fault": fault}) for fault in faults])
+    kills = sample(calls, profile.pick(*SENDS), lambda call: call.name)
+    outcomes = cases.run([Case(of_its_own(), fault=Fault.kill(call)) for call in kills])
     hit = settle(f"crash/{tier}", outcomes, figures, f"of {len(calls)} sends")
     assert sum(outcome.loaded for outcome in hit) > 0, NO_BLOCKS
 
@@ -113,13 +92,16 @@ def test_a_file_system_that_is_shut_down_at_any_call_holds_no_wrong_byte(
 ) -> None:
     if missing := missing_for_tracing() or missing_for_ext4():
         pytest.skip(missing)
-    tier = str(scenario.entry["type"])
     # docs/reference/fs.md: a reset may be lost when the host dies, and the bytes of files that keep their names.
-    allowed = {"accepts_old": tier == "fs", "loses_pages": tier == "fs", "capacity_bytes": OCCUPIED_BYTES_MAX[tier]}
+    is_fs = scenario.tier == "fs"
     with CrashCases(tmp_path / "power", image=True) as cases:
-        calls = changes_of(cases, scenario)
-        cuts = [(Fault.kill(call), power) for call in calls for power in PowerLoss]
-        chosen = sample(cuts, profile, POWER_OF_SHORT, lambda cut: cut[1], full_count=POWER_OF_FULL)
-        outcomes = cases.run([Case(scenario, {"fault": fault, "power": power, **allowed}) for fault, power in chosen])
+        cuts = [(call, power) for call in changes_of(cases, scenario) for power in PowerLoss]
+        chosen = sample(cuts, profile.pick(*POWER_CUTS), lambda cut: cut[1])
+        outcomes = cases.run(
+            [
+                Case(scenario, fault=Fault.kill(call), power=power, accepts_old=is_fs, loses_pages=is_fs)
+                for call, power in chosen
+            ]
+        )
     hit = settle("power-loss", outcomes, figures)
     assert sum(outcome.loaded for outcome in hit) > 0, "nothing ever reached the device: the cases prove nothing"

@@ -30,7 +30,6 @@ def test_a_full_file_system_costs_stores_only(
     command = [sys.executable, str(PROGRAM), str(tmp_path), tier_type, str(FILE_SYSTEM_BYTES), filled]
     done = subprocess.run(command_in_namespace(command), capture_output=True, text=True, check=False, timeout=300)
     told = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
-    passed = bool(told) and told["wrong"] == told["wrong_later"] == 0 and told["refused_by"] and told["recovered"]
-    passed = passed and told["found_later"] >= 4
+    passed = told and not told["wrong"] and told["refused"] and told["recovered"] and told["found_later"] >= 4
     figures.add("full-disk", tried=1, passed=int(bool(passed)))
     assert passed, f"{' '.join(command)}: {told or done.stderr}"

@@ -16,7 +16,7 @@ from tiered_kv.config.reading import FILE_BYTES_MAX
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow]
 
-SHORT_INPUTS = {"segment": 250, "small-files": 250, "stack-file": 300, "answers": 600, "trace": 600}
+SHORT_INPUTS = {"segment": 250, "small-files": 250, "stack-file": 300, "answers": 600}
 FULL_INPUTS = {"segment": 5000, "small-files": 5000, "stack-file": 8000}
 """Of targets that open directories or take long; the others get more."""
 NEEDS = {"record": "cryptography", "replies": "redis", "answers": "boto3"}
@@ -74,7 +74,6 @@ FOUND = [
     ("small-files", b"\x01" + LEDGER % b"-9"),
     ("small-files", b"\x04" + b"[" * 100_000),
     ("segment", b"\x08" + b"[" * 100_000),
-    ("trace", b"[" * 100_000),
 ]  # fmt: skip
 
 

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.crash_cases import FS, NVME, OCCUPIED_BYTES_MAX, Case, CrashCases, kind_of, sample, settle
+from tests.support.crash_cases import FS, NO_BLOCKS, NVME, CrashCases, sample, settle
 from tests.support.crash_scenario import CrashScenario
+from tests.support.crash_server import Case
 from tests.support.figures import Figures, Profile
 from tests.support.syscalls import Call, Fault, missing_for_tracing
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow]
 
-CASES_OF_SHORT, CASES_OF_FULL = 12, 240
-CUTS_OF_SHORT, CUTS_OF_FULL = 6, 40
-READS_OF_FULL = 100
-BROKEN_OF_FULL = 80
-"""Disks that fail for good wait for deadlines. Many calls of fs are alike: an even sample has all kinds of them."""
+FAILURES, CUTS = (12, 120), (6, 30)
+"""How many the short and the full profile take. Many calls are alike: an even sample has all kinds of them."""
+READS, BROKEN = 100, 60
+"""Of the calls that only read, and of those that fail for good, whose jobs wait for deadlines."""
 TIERS = pytest.mark.parametrize("scenario", [NVME, FS], ids=["nvme", "fs"])
 
 WRITES = ("write", "writev", "pwrite64", "pwritev", "pwritev2")
@@ -39,58 +39,35 @@ def cases(tmp_path: Path) -> Iterator[CrashCases]:
 def test_whichever_call_fails_the_engine_goes_on(
     cases: CrashCases, scenario: CrashScenario, profile: Profile, figures: Figures
 ) -> None:
-    tier = str(scenario.entry["type"])
-    options: dict[str, object] = {"capacity_bytes": OCCUPIED_BYTES_MAX[tier]}
     changes, reads = (cases.record(scenario, kind, kills=False) for kind in ("changes", "reads"))
-    calls = [*changes, *sample(reads, Profile.FULL, 0, kind_of, full_count=READS_OF_FULL)]
+    calls = [*changes, *sample(reads, READS, lambda call: (call.role, call.name))]
     faults = [Fault.fail(call, "EIO") for call in calls]
     faults += [Fault.fail(call, "ENOSPC") for call in calls if takes_space(call)]
-    chosen = sample(faults, profile, CASES_OF_SHORT, lambda fault: (fault.name, fault.what), full_count=CASES_OF_FULL)
-    failed = [Case(scenario, {"fault": fault, **options}) for fault in chosen]
-    cuts = sample(range(cases.count_writes(scenario)), profile, CUTS_OF_SHORT, full_count=CUTS_OF_FULL)
-    short = [Case(scenario, {"cut": cut, **options}) for cut in cuts]
-    hit = settle(
-        f"io-errors/{tier}",
-        cases.run([*failed, *short]),
-        figures,
-        f"EIO and ENOSPC at {len(changes)} calls that change something and {len(calls) - len(changes)} that read, "
-        f"{len(cuts)} short writes",
-    )
-    assert sum(outcome.loaded for outcome in hit) > len(hit), "the cases found hardly any blocks: they prove nothing"
+    chosen = sample(faults, profile.pick(*FAILURES), lambda fault: (fault.name, fault.what))
+    cuts = sample(range(cases.count_writes(scenario)), profile.pick(*CUTS))
+    run = [Case(scenario, fault=fault) for fault in chosen] + [Case(scenario, cut=cut) for cut in cuts]
+    note = f"EIO and ENOSPC at calls that change something and calls that read, {len(cuts)} short writes"
+    hit = settle(f"io-errors/{scenario.tier}", cases.run(run), figures, note)
+    assert sum(outcome.loaded for outcome in hit) > len(hit), NO_BLOCKS
 
 
 @TIERS
 def test_a_disk_that_never_recovers_and_one_that_lies_cost_blocks_only(
     cases: CrashCases, scenario: CrashScenario, profile: Profile, figures: Figures
 ) -> None:
-    tier = str(scenario.entry["type"])
     calls = [call for kind in ("changes", "reads") for call in cases.record(scenario, kind, kills=False)]
-    broken = [Fault.fail(call, "EIO", onwards=True) for call in calls]
-    lied = [Fault.lie(call) for call in calls if call.name in (*WRITES, *FLUSHES) and (call.result or 0) >= 0]
-    broken = sample(broken, Profile.FULL, 0, lambda fault: (fault.role, fault.name), full_count=BROKEN_OF_FULL)
-    chosen = sample(
-        [*broken, *lied],
-        profile,
-        CASES_OF_SHORT,
-        lambda fault: (fault.name, fault.what.partition("=")[0]),
-        full_count=CASES_OF_FULL,
-    )
-    told = {(call.role, call.name, call.number): call for call in calls}
+    broken = sample(calls, BROKEN, lambda call: (call.role, call.name))
+    lied = [call for call in calls if call.name in (*WRITES, *FLUSHES) and (call.result or 0) >= 0]
+    faults = [(call, Fault.fail(call, "EIO", onwards=True)) for call in broken]
+    faults += [(call, Fault.lie(call)) for call in lied]
+    chosen = sample(faults, profile.pick(*FAILURES), lambda each: (each[1].name, each[1].onwards))
     run = [
-        Case(
-            scenario,
-            {
-                "fault": fault,
-                "lies": True,
-                "accepts_old": writes_epoch(told[fault.role, fault.name, fault.number], onwards=fault.onwards),
-                "capacity_bytes": OCCUPIED_BYTES_MAX[tier],
-            },
-        )
-        for fault in chosen
+        Case(scenario, fault=fault, lies=True, accepts_old=writes_epoch(call, onwards=fault.onwards))
+        for call, fault in chosen
     ]
-    note = f"{len(broken)} calls that fail for good, {len(lied)} writes and flushes that lie"
-    hit = settle(f"io-errors/{tier}", cases.run(run), figures, note)
-    assert sum(outcome.loaded for outcome in hit) > len(hit), "the cases found hardly any blocks: they prove nothing"
+    note = "calls that fail for good, writes and flushes that lie"
+    hit = settle(f"io-errors/{scenario.tier}", cases.run(run), figures, note)
+    assert sum(outcome.loaded for outcome in hit) > len(hit), NO_BLOCKS
 
 
 def takes_space(call: Call) -> bool:

@@ -14,8 +14,9 @@ import pytest
 
 import tiered_kv_memory.tier
 import tiered_kv_nvme.reader
-from tests.support.crash_cases import FS, NVME, OCCUPIED_BYTES_MAX, Case, CrashCases
+from tests.support.crash_cases import FS, NVME, CrashCases
 from tests.support.crash_scenario import CrashScenario
+from tests.support.crash_server import Case
 from tests.support.flush_order import FlushOrder
 from tests.support.mounts import PowerLoss, missing_for_ext4
 from tests.support.race_cases import race_damage, race_late_workers, race_loads_with_stores
@@ -25,17 +26,11 @@ from tests.support.racing_scheduler import RacingScheduler
 from tests.support.syscalls import Fault, missing_for_tracing
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.testing.redis_servers import redis_server
-from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.base import JobMetadata
 from tiered_kv.tiering.cascade import Cascade
 from tiered_kv.tiering.guarded import GuardedTier, Job
-from tiered_kv.toolkit.claimed import Identity
 from tiered_kv_memory.tier import MemoryTier
-from tiered_kv_nvme.disk import Disk
-from tiered_kv_nvme.files import SegmentFiles
 from tiered_kv_nvme.settings import NvmeSettings
-from tiered_kv_nvme.sizing import Sizing
-from tiered_kv_nvme.store import SegmentStore, StoreOptions
 from tiered_kv_nvme.tier import NvmeTier
 
 __all__ = ["redis_server"]
@@ -48,10 +43,7 @@ SEEDS = range(1, 21)
 SEED = 1
 PROGRAM = Path(__file__).with_name("defective_crash_server.py")
 WRITES_TRIED = 48
-CALLS_A_ROUND = 8
-ORDERED_BATCHES = 20
-ORDERED_BLOCKS = 40
-"""Batches that fill several segments."""
+CASES_A_ROUND = 8
 
 
 def late(entry: dict[str, object]) -> dict[str, object]:
@@ -172,26 +164,32 @@ def test_a_tier_that_forgets_nothing_at_a_reset_is_found_by_a_scheduler_that_res
 
 
 @pytest.mark.parametrize(
-    ("defect", "scenario", "options", "text"),
+    ("defect", "scenario", "cut_ends"),
     [
-        ("fs_publishes_before_it_writes", FS, {"cut_ends": True}, "answered and are damaged"),
-        ("fs_takes_a_short_write_for_a_whole_one", FS, {}, "answered and are damaged"),
-        ("nvme_believes_torn_batches", NVME, {"cut_ends": True}, "answered and are damaged"),
+        ("fs_publishes_before_it_writes", FS, True),
+        ("fs_takes_a_short_write_for_a_whole_one", FS, False),
+        ("nvme_believes_torn_batches", NVME, True),
     ],
     ids=["published early", "short write", "torn batch"],
 )
 def test_a_write_that_is_not_what_it_seems_is_found_by_cutting_writes(
-    tmp_path: Path, defect: str, scenario: CrashScenario, options: dict[str, object], text: str
+    tmp_path: Path, defect: str, scenario: CrashScenario, cut_ends: bool
 ) -> None:
     if missing := missing_for_tracing():
         pytest.skip(missing)
-    said: list[str] = []
     with CrashCases(tmp_path / "crash", program=(str(PROGRAM), defect)) as cases:
-        for start in range(0, WRITES_TRIED, 8):
-            for outcome in cases.run([Case(scenario, {"cut": start + each, **options}) for each in range(8)]):
-                said += outcome.problems
-            if any(text in problem for problem in said):
-                return
+        tried = [Case(scenario, cut=cut, cut_ends=cut_ends) for cut in range(WRITES_TRIED)]
+        assert_found_by(cases, tried, "answered and are damaged")
+
+
+def assert_found_by(cases: CrashCases, tried: Sequence[Case], *texts: str) -> None:
+    """Run cases, a few at a time, until one of their problems says one of the texts."""
+    said: list[str] = []
+    for start in range(0, len(tried), CASES_A_ROUND):
+        for outcome in cases.run(tried[start : start + CASES_A_ROUND]):
+            said += outcome.problems
+        if any(text in problem for problem in said for text in texts):
+            return
     pytest.fail(f"the planted defect was not found: {said}")
 
 
@@ -199,18 +197,10 @@ def test_a_segment_over_the_capacity_is_found_by_a_crash(tmp_path: Path) -> None
     if missing := missing_for_tracing():
         pytest.skip(missing)
     with CrashCases(tmp_path / "crash", program=(str(PROGRAM), "nvme_makes_a_segment_too_many")) as cases:
-        last = cases.count_writes(NVME) - 1
-        options = {"cut_ends": True, "capacity_bytes": OCCUPIED_BYTES_MAX["nvme"]}
-        said: list[str] = []
         # How far reclaiming has come when the writer ends differs from run to run, so it goes on with earlier writes.
-        for start in range(0, min(last, WRITES_TRIED), 4):
-            cuts = range(last - start, max(-1, last - start - 4), -1)
-            outcomes = cases.run([Case(NVME, {"cut": cut, **options}) for cut in cuts])
-            said += [problem for outcome in outcomes for problem in outcome.problems]
-            # Both looks at the disk may find it.
-            if any("when the writer ended" in problem or "at the end" in problem for problem in said):
-                return
-    pytest.fail(f"the planted defect was not found: {said}")
+        cuts = range(cases.count_writes(NVME) - 1, 0, -1)[:WRITES_TRIED]
+        tried = [Case(NVME, cut=cut, cut_ends=True) for cut in cuts]
+        assert_found_by(cases, tried, "when the writer ended", "at the end")
 
 
 @pytest.mark.parametrize(
@@ -227,70 +217,31 @@ def test_a_flush_that_is_left_out_is_found_by_a_loss_of_power(
     if missing := missing_for_tracing() or missing_for_ext4():
         pytest.skip(missing)
     scenario = dataclasses.replace(NVME, device=True)
-    said: list[str] = []
     with CrashCases(tmp_path / "power", image=True, program=(str(PROGRAM), defect)) as cases:
         calls = [call for call in cases.record(scenario, "changes") if call.role == role]
-        for start in range(0, len(calls), CALLS_A_ROUND):
-            faults = [Fault.kill(call) for call in calls[start : start + CALLS_A_ROUND]]
-            options = [{"fault": fault, "power": power} for fault in faults for power in PowerLoss]
-            said += [
-                problem for found in cases.run([Case(scenario, each) for each in options]) for problem in found.problems
-            ]
-            if any(text in problem for problem in said):
-                return
-    pytest.fail(f"the planted defect was not found: {said}")
-
-
-class Unflushed(Disk):
-    """A disk whose flush does nothing, for the code that is given it."""
-
-    def __init__(self, disk: Disk) -> None:
-        self._disk = disk
-
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        return self._disk.pwritev(fd, buffers, offset)
-
-    def fallocate(self, fd: int, size_bytes: int) -> None:
-        self._disk.fallocate(fd, size_bytes)
-
-    def datasync(self, fd: int) -> None:
-        """Do nothing."""
+        tried = [Case(scenario, fault=Fault.kill(call), power=power) for call in calls for power in PowerLoss]
+        assert_found_by(cases, tried, text)
 
 
 @pytest.mark.parametrize(
-    ("method", "text"),
+    ("before", "offset", "text"),
     [
-        ("seal", "a summary is written before the batch is flushed"),
-        ("_write_header", "a batch is written before the header is flushed"),
+        (0, 4096, "a batch is written before the header is flushed"),
+        (4096, 8192, "a summary is written before the batch is flushed"),
     ],
-    ids=["summary", "header"],
+    ids=["header", "summary"],
 )
 def test_a_flush_of_a_segment_that_is_left_out_is_found_by_the_order_of_its_writes(
-    tmp_path: Path, method: str, text: str
+    tmp_path: Path, before: int, offset: int, text: str
 ) -> None:
     # ext4 brings what a process wrote to the device in order nearly always, so a loss of power shows neither.
-    real = getattr(SegmentFiles, method)
-
-    def unflushed(files: SegmentFiles, *arguments: object) -> object:
-        return real(dataclasses.replace(files, disk=Unflushed(files.disk)), *arguments)
-
-    def problems() -> list[str]:
+    page = memoryview(bytes(4096))
+    for flushes in (True, False):
         disk = FlushOrder()
-        sizing = Sizing.of(4 << 20, BLOCK_BYTES, 256 << 10)
-        store = SegmentStore(
-            str(tmp_path / "kv"),
-            Identity(bytes(16), {"model": "planted"}, BLOCK_BYTES),
-            StoreOptions(sizing, want_direct=False, threads=1),
-            disk=disk,
-        )
-        for number in range(ORDERED_BATCHES):
-            keys = make_keys(ORDERED_BLOCKS, f"batch {number}")
-            assert store.store(keys, [memoryview(bytearray(BLOCK_BYTES)) for _ in keys]).successful_keys is None
-        assert store.close()
-        assert disk.summaries
-        return disk.problems
-
-    with mock.patch.object(SegmentFiles, method, unflushed):
-        said = problems()
-    assert any(text in problem for problem in said), said
-    assert problems() == []
+        with (tmp_path / "segment").open("wb") as file:
+            file.truncate(3 * len(page))
+            disk.pwritev(file.fileno(), [page], before)
+            if flushes:
+                disk.datasync(file.fileno())
+            disk.pwritev(file.fileno(), [page], offset)
+        assert [text in problem for problem in disk.problems] == ([] if flushes else [True])

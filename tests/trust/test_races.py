@@ -22,8 +22,6 @@ from tests.support.race_stacks import (
     EntryOf,
     conclude,
     entry_of,
-    seconds_of,
-    seeds_of,
     stack_of,
     unless,
 )
@@ -51,13 +49,13 @@ def test_threads_on_the_facade_get_what_was_put(
 ) -> None:
     entry = entry_of(tier)
     cases: dict[str, list[str]] = {}
-    for seed in seeds_of(profile):
+    for seed in range(profile.pick(1, 3)):
         stack, guard = open_guarded(stack_of(entry))
         with stack:
             prompts = Prompts(BLOCK_BYTES, label=f"{threads}-{seed}")
             race = Race()
             for number in range(ROUNDS_MAX):
-                seconds = seconds_of(profile)
+                seconds = profile.pick(1.0, 3.0)
                 race.add(race_facade(stack, prompts, seed=seed + 100 * number, threads=threads, seconds=seconds))
                 counters = stack.counters()
                 went_round = counters["cpu"]["evicted_blocks_total"] and counters[tier].get("loaded_blocks_total")
@@ -71,26 +69,6 @@ def test_threads_on_the_facade_get_what_was_put(
     conclude(figures, cases)
 
 
-def test_threads_on_all_tiers_at_once_get_what_was_put(entry_of: EntryOf, profile: Profile, figures: Figures) -> None:
-    cases = {}
-    # Each holds less than the prompts have, so that blocks come from all of them.
-    entries = [{**entry_of(tier), "admit_after": 1, "fill_on_promotion": tier != "s3"} for tier in TIERS]
-    for seed in seeds_of(profile):
-        stack, guard = open_guarded(stack_of(*entries))
-        with stack:
-            prompts = Prompts(BLOCK_BYTES, families=8, prompts=6, label=f"all-{seed}")
-            race = Race()
-            for number in range(ROUNDS_MAX):
-                seconds = seconds_of(profile, short=3.0)
-                race.add(race_facade(stack, prompts, seed=seed + 100 * number, threads=4, seconds=seconds))
-                loaded = [tier for tier in TIERS if stack.counters()[tier].get("loaded_blocks_total")]
-                if race.problems or len(loaded) > 1:
-                    break
-            problems = [*race.problems, *problems_at_rest(stack.manager, guard), *phantoms(stack.manager)]
-        cases[f"all tiers, seed {seed}"] = problems + unless(len(loaded) > 1, f"only {loaded} were loaded from")
-    conclude(figures, cases)
-
-
 # A scheduler that resets.
 
 
@@ -100,7 +78,7 @@ def test_a_scheduler_that_resets_amid_transfers_never_loads_what_was_before(
 ) -> None:
     entry = entry_of(tier)
     cases = {}
-    for seed in seeds_of(profile):
+    for seed in range(profile.pick(1, 3)):
         stack, guard = open_guarded(stack_of(entry))
         with stack:
             scheduler = RacingScheduler(
@@ -108,8 +86,8 @@ def test_a_scheduler_that_resets_amid_transfers_never_loads_what_was_before(
             )
             race = scheduler.race
             for _ in range(ROUNDS_MAX):
-                scheduler.run(seconds_of(profile), reset_every=100)
-                scheduler.run(seconds_of(profile), reset_every=2000)  # long enough that the tier has hits, too
+                scheduler.run(profile.pick(1.0, 3.0), reset_every=100)
+                scheduler.run(profile.pick(1.0, 3.0), reset_every=2000)  # long enough that the tier has hits, too
                 counters = stack.counters()
                 has_stored = counters[tier].get("stored_blocks_total", 0) > 0
                 if race.problems or (race.resets > 1 and race.verified_blocks and has_stored):
@@ -141,10 +119,8 @@ def test_no_block_is_used_again_while_a_late_worker_may_touch_it(
 ) -> None:
     cases = {}
     config = stack_of({**entry_of(tier), "job_timeout": 0.03, "breaker_failures": 1_000_000})
-    for seed in seeds_of(profile):
-        problems, expired = race_late_workers(
-            config, places_of(tier), seed=seed, seconds=seconds_of(profile, short=3.0)
-        )
+    for seed in range(profile.pick(1, 3)):
+        problems, expired = race_late_workers(config, places_of(tier), seed=seed, seconds=3.0)
         cases[f"{tier}, late workers, seed {seed}"] = problems + unless(expired > 0, "no job has expired")
     conclude(figures, cases)
 
@@ -155,7 +131,7 @@ def test_a_stack_that_is_closed_before_its_late_workers_come_leaves_them_their_b
 ) -> None:
     cases = {}
     config = stack_of(entry_of(tier))
-    for seed in seeds_of(profile, 2, 6):
+    for seed in range(profile.pick(2, 6)):
         problems, late = race_late_shutdown(config, places_of(tier), seed=seed, seconds=0.1 + 0.05 * seed)
         cases[f"{tier}, closed before late workers, seed {seed}"] = problems + unless(late > 0, "nobody was late")
     conclude(figures, cases)
@@ -184,13 +160,13 @@ def test_no_block_is_used_again_while_a_stalled_connection_may_touch_it(
         # What is sent must not fit the buffers of the sockets, or nobody reads the block any more when time is over.
         block_bytes = 4 << 20 if direction == "to_server" else BLOCK_BYTES
         few = {"families": 1, "shared_blocks": 2} if direction == "to_server" else {}
-        for seed in seeds_of(profile):
+        for seed in range(profile.pick(1, 3)):
             stack, guard = open_guarded(stack_of(entry, block_bytes=block_bytes))
             with stack:
                 prompts = Prompts(block_bytes, label=f"stalled-{seed}", **few)
                 scheduler = RacingScheduler(stack.manager, stack.region, prompts, seed=seed)
                 for number in range(ROUNDS_MAX):
-                    scheduler.run(seconds_of(profile, short=4.0) / 6)
+                    scheduler.run(0.6)
                     setattr(proxy, direction, Faults(stalls=True))
                     scheduler.run(0.8)
                     setattr(proxy, direction, NO_FAULTS)
@@ -215,12 +191,12 @@ def test_what_nvme_says_it_has_can_be_loaded_at_any_moment_of_its_store(
 ) -> None:
     cases = {}
     settings = NvmeSettings(path=str(tmp_path / "nvme"), capacity=4 << 20, segment=256 << 10)
-    for seed in seeds_of(profile):
+    for seed in range(profile.pick(1, 3)):
         with Hindrance(seed, delay_max_s=0.005).before((Disk, "pwritev")):
             problems, answers = race_loads_with_stores(
                 lambda spec, view: NvmeTier(spec, view, "nvme", settings),
                 seed=seed,
-                seconds=seconds_of(profile),
+                seconds=profile.pick(1.0, 3.0),
                 block_bytes=BLOCK_BYTES,
             )
         problems += unless(answers > 0, "no lookup was made amid a store")
@@ -234,8 +210,8 @@ def test_blocks_that_are_damaged_while_they_are_read_are_misses(
 ) -> None:
     cases = {}
     config = stack_of(entry_of(tier))
-    for seed in seeds_of(profile):
-        problems, corrupt = race_damage(config, tmp_path / tier, seed=seed, seconds=seconds_of(profile))
+    for seed in range(profile.pick(1, 3)):
+        problems, corrupt = race_damage(config, tmp_path / tier, seed=seed, seconds=profile.pick(1.0, 3.0))
         problems += unless(corrupt > 0, "no load has met the damage")
         cases[f"{tier}, damaged amid loads, seed {seed}"] = problems
     conclude(figures, cases)

@@ -84,22 +84,15 @@ def test_a_directory_with_blocks_that_others_can_get_at_is_refused_and_says_what
 
 @pytest.mark.parametrize("mode", [0o755, 0o777, 0o1777])
 def test_an_empty_directory_of_ours_is_closed_to_others(tenant: Tenant, mode: int) -> None:
-    directory = directory_of(tenant)
-    directory.mkdir()
-    directory.chmod(mode)
-    assert tenant.store(4) == 4
-    assert mode_of(directory) & 0o077 == 0
-
-
-def test_a_new_file_system_s_directory_for_lost_files_is_nothing(tenant: Tenant) -> None:
+    """A new file system's directory for lost files is nothing."""
     directory = directory_of(tenant)
     directory.mkdir()
     (directory / "lost+found").mkdir(mode=0o700)
     if os.geteuid() == 0:
         os.chown(directory / "lost+found", STRANGER, STRANGER)
-    directory.chmod(0o755)
+    directory.chmod(mode)
     assert tenant.store(4) == 4
-    assert mode_of(directory) == 0o700
+    assert mode_of(directory) & 0o077 == 0
 
 
 @needs_root

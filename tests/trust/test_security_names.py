@@ -10,7 +10,6 @@ import pytest
 from tests.support.tenants import BucketStorage, MakeStorage, RedisStorage, Storage, Tenant
 from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.cli import main
-from tiered_kv.config.namespace import Namespace
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.redis_servers import RedisServer, redis_server
@@ -124,16 +123,3 @@ def test_a_name_of_four_kilobytes_is_refused(field: str, tmp_path: Path) -> None
     fields = {"model": "m", field: "x" * 4096}
     with pytest.raises(ConfigError, match=f"namespace.{field}"):
         open_stack({"namespace": fields, "block": {"bytes": 4096}, "primary": {"capacity": "64KiB"}})
-
-
-def test_two_namespaces_that_are_written_alike_have_different_digests() -> None:
-    pairs = [
-        (Namespace(model="a", revision="b/c"), Namespace(model="a/b", revision="c")),
-        (Namespace(model="a", groups=("x", "y")), Namespace(model="a", groups=("x,y",))),
-        (Namespace(model="a", extra={"k": "v"}), Namespace(model="a", extra={"k:v": ""})),
-        (Namespace(model='a","tenant":"b'), Namespace(model="a", tenant="b")),
-        (Namespace(model="a", tenant="B"), Namespace(model="a", tenant="b")),
-    ]
-    for one, other in pairs:
-        sizes = {"block_bytes": 4096, "block_tokens": 16}
-        assert one.identify(**sizes).digest != other.identify(**sizes).digest

@@ -10,9 +10,8 @@ import re
 import socket
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -72,28 +71,22 @@ def test_the_measure_finds_what_is_too_much(tmp_path: Path) -> None:
         path.read_bytes()
 
 
-def test_a_stack_s_file(tmp_path: Path) -> None:
-    path = tmp_path / "stack.yaml"
-    path.write_text("version: 1\n")
-    grow(path)
-    with little_memory(), pytest.raises(ConfigError, match="at most 1MiB"):
-        load_config(path)
+READERS: dict[str, tuple[bytes, Callable[[Path], object], str]] = {
+    "a stack's file": (b"version: 1\n", load_config, "at most 1MiB"),
+    "a line of a trace": (b'{"timestamp": 0, "hash_ids": [', lambda path: list(read_trace(path)), "longer than 4MiB"),
+    "a key's file": (b"", read_key_file, "larger than"),
+}
 
 
-def test_a_line_of_a_trace(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text('{"timestamp": 0, "hash_ids": [')
-    grow(path)
-    with little_memory(), pytest.raises(ConfigError, match="longer than 4MiB"):
-        list(read_trace(path))
-
-
-def test_a_key_s_file(tmp_path: Path) -> None:
-    path = tmp_path / "name.key"
+@pytest.mark.parametrize("what", READERS)
+def test_a_file_that_is_named_in_a_command(what: str, tmp_path: Path) -> None:
+    begins, read, refusal = READERS[what]
+    path = tmp_path / "file"
     path.touch(mode=0o600)
+    path.write_bytes(begins)
     grow(path)
-    with little_memory(), pytest.raises(ConfigError, match="larger than"):
-        read_key_file(path)
+    with little_memory(), pytest.raises(ConfigError, match=refusal):
+        read(path)
 
 
 SMALL_FILES = [
@@ -217,37 +210,14 @@ ENDLESS_HTTP = {
 }
 
 
-def use(tenant: Tenant) -> None:
-    """Store, look up and load: what a running engine does. Purges and `check` read as boto3 does (security.md)."""
-    with little_memory(), suppress(TieredKVError), open_stack(tenant.file) as stack:
-        tenant.put(stack, tenant.keys(BLOCKS))  # a server that says that it has done so is believed
-        assert tenant.wrong(stack, tenant.keys(BLOCKS, 100)) == (0, 0)
-
-
-@pytest.fixture
-def endless() -> Iterator[Callable[[tuple[bytes, bytes]], EndlessServer]]:
-    servers: list[EndlessServer] = []
-
-    def start(form: tuple[bytes, bytes]) -> EndlessServer:
-        servers.append(EndlessServer(*form))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.close()
-
-
-def elsewhere(folder: Path, entry: dict[str, Any]) -> UnseenStorage:
-    """Return the storage of a tier whose server is made up."""
-    return UnseenStorage(folder, {**entry, "job_timeout": "1s", "lookup_timeout": "200ms"})
-
-
 @pytest.mark.parametrize("form", ENDLESS_HTTP)
-def test_an_s3_server_s_answers(
-    form: str, endless: Callable[[tuple[bytes, bytes]], EndlessServer], tmp_path: Path
-) -> None:
-    server = endless(ENDLESS_HTTP[form])
-    entry = {"type": "s3", "bucket": "kv-bucket", "region": REGION, "access_key_id": "a", "secret_access_key": "b"}
-    more = {"endpoint_url": f"http://127.0.0.1:{server.port}", "attempts": 1, "request_timeout": "400ms"}
-    use(Tenant("alice", elsewhere(tmp_path, {**entry, **more})))
-    assert server.sent_bytes > 0
+def test_an_s3_server_s_answers(form: str, tmp_path: Path) -> None:
+    """What a running engine does is bounded. Purges and `check` read as boto3 does (security.md)."""
+    with closing(EndlessServer(*ENDLESS_HTTP[form])) as server:
+        entry = {"type": "s3", "bucket": "kv-bucket", "region": REGION, "access_key_id": "a", "secret_access_key": "b"}
+        entry |= {"endpoint_url": f"http://{server.address}", "job_timeout": "1s", "lookup_timeout": "200ms"}
+        tenant = Tenant("alice", UnseenStorage(tmp_path, {**entry, "attempts": 1, "request_timeout": "400ms"}))
+        with little_memory(), suppress(TieredKVError), open_stack(tenant.file) as stack:
+            tenant.put(stack, tenant.keys(BLOCKS))  # a server that says that it has done so is believed
+            assert tenant.wrong(stack, tenant.keys(BLOCKS, 100)) == (0, 0)
+        assert server.sent_bytes > 0

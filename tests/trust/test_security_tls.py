@@ -1,32 +1,70 @@
-"""Servers prove who they are unless a setting says that they need not, and then `tiered-kv check` shows it."""
+"""Servers prove who they are unless a setting says that they need not, and then `tiered-kv check` shows it.
+
+Over TLS a Redis Cluster's members, sentinels, and the masters that they name prove who they are, each of them.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.redis_clusters import RedisClusterServers, tls_redis_cluster
+from tests.support.redis_sentinels import SERVICE, RedisSentinelServers, tls_redis_sentinel
 from tests.support.tenants import BucketStorage, RedisStorage, Tenant
 from tiered_kv.cli import main
 from tiered_kv.counters import count_of
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.redis_servers import PASSWORD, RedisServer, TlsFiles, make_tls_files, tls_redis_server
 from tiered_kv.testing.s3_servers import S3Server, missing_for_moto, start_moto
+from tiered_kv.testing.waiting import wait_until
 from tiered_kv_s3.settings import S3Settings
 
-__all__ = ["tls_redis_server"]
+__all__ = ["tls_redis_cluster", "tls_redis_sentinel", "tls_redis_server"]
 
 pytestmark = [pytest.mark.trust("security"), pytest.mark.slow]
 
-BLOCKS = 4
+BLOCKS = 30
+REFUSED = "does not pass the check of its certificate"
 
 
 def files_in(folder: Path, *names: str) -> TlsFiles:
     folder.mkdir()
     return make_tls_files(folder, *names)
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> TlsFiles:
+    """Another authority, and what it signed for a host of another name."""
+    return files_in(tmp_path / "other", "elsewhere.example")
+
+
+def both(one: TlsFiles, other: TlsFiles, folder: Path) -> str:
+    """Return the path of a file with both authorities, so that nothing but a name can be wrong."""
+    path = folder / "both.pem"
+    path.write_bytes(one.ca.read_bytes() + other.ca.read_bytes())
+    return str(path)
+
+
+def show(servers: Sequence[RedisServer], files: TlsFiles) -> None:
+    """Have servers show another certificate from now on."""
+    for server in servers:
+        reply = server.call("CONFIG", "SET", "tls-cert-file", str(files.cert), "tls-key-file", str(files.key))
+        assert reply == b"+OK\r\n"
+
+
+def tenant_of(servers: Sequence[RedisServer], tls: TlsFiles | None, folder: Path, **settings: object) -> Tenant:
+    assert tls is not None
+    own = {
+        "tls": None if "url" in settings else True,
+        "tls_ca": str(tls.ca),
+        "tls_cert": str(tls.cert),
+        "tls_key": str(tls.key),
+    }
+    return Tenant("alice", RedisStorage(folder, servers, **{**own, **settings}))
 
 
 def check(tenant: Tenant, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
@@ -37,62 +75,100 @@ def check(tenant: Tenant, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict
     return status, tier
 
 
-def redis_tenant(server: RedisServer, folder: Path, **changes: object) -> Tenant:
-    assert server.tls is not None
-    own = {"tls_ca": str(server.tls.ca), "tls_cert": str(server.tls.cert), "tls_key": str(server.tls.key)}
-    return Tenant("alice", RedisStorage(folder, [server], url=server.url, password=PASSWORD, **{**own, **changes}))
-
-
-def answer_with(server: RedisServer, files: TlsFiles) -> None:
-    """Have the server show another certificate from now on."""
-    reply = server.call("CONFIG", "SET", "tls-cert-file", str(files.cert), "tls-key-file", str(files.key))
-    assert reply == b"+OK\r\n"
-
-
-def wrong_authority(server: RedisServer, tmp_path: Path) -> dict[str, object]:
-    return {"tls_ca": str(files_in(tmp_path / "other").ca)}
-
-
-def system_authorities(server: RedisServer, tmp_path: Path) -> dict[str, object]:
-    return {"tls_ca": None}
-
-
-def wrong_name(server: RedisServer, tmp_path: Path) -> dict[str, object]:
-    files = files_in(tmp_path / "named", "elsewhere.example")
-    answer_with(server, files)
-    return {"tls_ca": str(files.ca)}
-
-
-REASONS = [wrong_authority, system_authorities, wrong_name]
-
-
-@pytest.mark.parametrize("reason", REASONS)
-def test_a_redis_that_does_not_prove_who_it_is_gets_nothing(
-    reason: Callable[[RedisServer, Path], dict[str, object]],
-    tls_redis_server: RedisServer,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    changes = reason(tls_redis_server, tmp_path)
-    tenant = redis_tenant(tls_redis_server, tmp_path, **changes)
+def expect_refused(tenant: Tenant, capsys: pytest.CaptureFixture[str], reason: str = REFUSED) -> None:
     status, tier = check(tenant, capsys)
     assert status == 1
-    assert "does not pass the check of its certificate" in tier["error"]
+    assert reason in tier["error"]
     assert main(["purge", str(tenant.file), "--yes", "--json"]) == 1
-    assert "does not pass the check of its certificate" in capsys.readouterr().out
-    off = redis_tenant(tls_redis_server, tmp_path, tls_verify=False, **changes)
-    status, tier = check(off, capsys)
-    assert (status, tier["details"]["tls"], tier["details"]["tls_verified"]) == (0, True, False)
-    assert off.store(BLOCKS) == BLOCKS
+    assert reason in capsys.readouterr().out
+
+
+def expect_used(tenant: Tenant, capsys: pytest.CaptureFixture[str], *, verified: bool | None = True) -> None:
+    status, tier = check(tenant, capsys)
+    assert (status, tier["details"]["tls"], tier["details"].get("tls_verified")) == (0, True, verified)
+    assert tenant.store(BLOCKS) == BLOCKS
+    assert tenant.load(BLOCKS) == (BLOCKS, 0)
+
+
+def values_of(servers: Sequence[RedisServer]) -> int:
+    return sum(int(server.call("DBSIZE")[1:]) for server in servers)
+
+
+@pytest.mark.parametrize("reason", ["wrong authority", "system authorities", "wrong name"])
+def test_a_redis_that_does_not_prove_who_it_is_gets_nothing(
+    reason: str, tls_redis_server: RedisServer, other: TlsFiles, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = tls_redis_server
+    settings: dict[str, object] = {"url": server.url, "password": PASSWORD}
+    settings |= {"tls_ca": None if reason == "system authorities" else str(other.ca)}
+    if reason == "wrong name":
+        show([server], other)
+    expect_refused(tenant_of([server], server.tls, tmp_path, **settings), capsys)
+    expect_used(tenant_of([server], server.tls, tmp_path, **settings, tls_verify=False), capsys, verified=False)
 
 
 def test_a_redis_that_proves_who_it_is_is_used_and_check_says_verified(
     tls_redis_server: RedisServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tenant = redis_tenant(tls_redis_server, tmp_path)
-    status, tier = check(tenant, capsys)
-    assert (status, tier["details"]["tls"], tier["details"]["tls_verified"]) == (0, True, True)
-    assert (tenant.store(BLOCKS), tenant.load(BLOCKS)) == (BLOCKS, (BLOCKS, 0))
+    server = tls_redis_server
+    expect_used(tenant_of([server], server.tls, tmp_path, url=server.url, password=PASSWORD), capsys)
+
+
+def test_a_cluster_s_members_prove_who_they_are(
+    tls_redis_cluster: RedisClusterServers, other: TlsFiles, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster, tls = tls_redis_cluster, tls_redis_cluster.tls
+    assert tls is not None
+    cluster.keep_masters()  # a member that loses its links, too: what it shows later would keep it from having others
+    entry = {"mode": "cluster", "nodes": cluster.addresses}
+    expect_refused(tenant_of(cluster.servers, tls, tmp_path, **entry, tls_ca=str(other.ca)), capsys)
+    expect_refused(tenant_of(cluster.servers, tls, tmp_path, **entry, tls_ca=None), capsys)
+    assert values_of(cluster.servers) == 0
+    trusting = {**entry, "tls_ca": both(tls, other, tmp_path)}
+    expect_used(tenant_of(cluster.servers, tls, tmp_path, **trusting), capsys)
+    assert all(values_of([master]) for master in cluster.masters()), "the blocks are not spread over the masters"
+    show(cluster.servers, other)
+    expect_refused(tenant_of(cluster.servers, tls, tmp_path, **trusting), capsys)
+
+
+def test_a_master_that_a_cluster_names_proves_who_it_is_too(
+    tls_redis_cluster: RedisClusterServers, other: TlsFiles, tmp_path: Path
+) -> None:
+    """The one that is asked has the right certificate. What another has is not stored, and is a miss."""
+    cluster, tls = tls_redis_cluster, tls_redis_cluster.tls
+    assert tls is not None
+    cluster.keep_masters()
+    ca = both(tls, other, tmp_path)
+    tenant = tenant_of(cluster.servers, tls, tmp_path, mode="cluster", nodes=cluster.addresses, tls_ca=ca)
+    assert tenant.store(BLOCKS) == BLOCKS
+    masters = cluster.masters()
+    asked = next(master for master in masters if master.keys("tkv1:*:epoch"))  # without it no tier is opened
+    show([master for master in masters if master is not asked], other)
+    before = values_of([asked])
+    loaded, wrong = tenant.load(BLOCKS)  # none at all, perhaps: lookups without an answer open the tier's breaker
+    assert (loaded < BLOCKS, wrong) == (True, 0)
+    stored = tenant.store(BLOCKS, BLOCKS)
+    assert 0 < stored < BLOCKS
+    assert values_of([asked]) == before + stored
+
+
+def test_a_sentinel_and_the_master_that_it_names_prove_who_they_are(
+    tls_redis_sentinel: RedisSentinelServers, other: TlsFiles, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servers, tls = tls_redis_sentinel, tls_redis_sentinel.tls
+    assert tls is not None
+    data = [servers.master, servers.replica]
+    entry = {"mode": "sentinel", "service": SERVICE, "nodes": [servers.address]}
+    expect_refused(tenant_of(data, tls, tmp_path, **entry, tls_ca=str(other.ca)), capsys)
+    trusting = {**entry, "tls_ca": both(tls, other, tmp_path)}
+    # The sentinel by a name that its certificate has not.
+    expect_refused(tenant_of(data, tls, tmp_path, **{**trusting, "nodes": [servers.other_address]}), capsys)
+    assert values_of(data) == 0
+    expect_used(tenant_of(data, tls, tmp_path, **trusting), capsys)
+    wait_until(lambda: values_of([servers.master]) == values_of([servers.replica]))
+    # The sentinel as it should be, and a master that shows what was signed for another.
+    show([servers.master], other)
+    expect_refused(tenant_of(data, tls, tmp_path, **trusting), capsys)
 
 
 @pytest.fixture
@@ -128,11 +204,7 @@ def test_an_s3_server_that_does_not_prove_who_it_is_gets_nothing(
         del settings["ca_file"]
     server = moto_with(files)
     tenant = Tenant("alice", BucketStorage(tmp_path, server, "kv-bucket", **settings))
-    status, tier = check(tenant, capsys)
-    assert status == 1
-    assert "untrusted" in tier["error"]
-    assert main(["purge", str(tenant.file), "--yes"]) == 1
-    assert "untrusted" in capsys.readouterr().out
+    expect_refused(tenant, capsys, "untrusted")
     with open_stack(tenant.file) as stack:
         assert tenant.put(stack, tenant.keys(BLOCKS)) == 0
         assert count_of(stack.counters()["s3"], "failed_blocks_total", "store", "untrusted") == BLOCKS
@@ -143,9 +215,7 @@ def test_an_s3_server_that_proves_who_it_is_is_used(
 ) -> None:
     files = files_in(tmp_path / "own")
     tenant = Tenant("alice", BucketStorage(tmp_path, moto_with(files), "kv-bucket", ca_file=str(files.ca)))
-    status, tier = check(tenant, capsys)
-    assert (status, tier["details"]["tls"]) == (0, True)
-    assert (tenant.store(BLOCKS), tenant.load(BLOCKS)) == (BLOCKS, (BLOCKS, 0))
+    expect_used(tenant, capsys, verified=None)
 
 
 def test_no_setting_of_s3_turns_the_check_off() -> None:

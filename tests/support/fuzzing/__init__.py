@@ -19,7 +19,6 @@ _MAKERS = {
     "replies": "replies:reply_target",  # Redis' replies, and loads of blocks out of them
     "answers": "answers:answer_target",  # S3's answers: heads, errors, marks of epochs
     "stack-file": "stack_files:stack_file_target",  # the YAML of a stack, and the configuration that comes of it
-    "trace": "traces:trace_target",  # request traces
 }
 NAMES = tuple(_MAKERS)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -60,7 +59,6 @@ class SecondProcess:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal all processes get it; the first tells the others
     logging.disable(logging.WARNING)  # what fails is counted
     config, seed = json.loads(sys.argv[1]), int(sys.argv[2])
     samples: list[Holdings] = []
