@@ -74,7 +74,7 @@ def _open_descriptors() -> set[str]:
 
 
 def _shared_memory() -> frozenset[Path]:
-    """Return the files; POSIX semaphores and vLLM's regions are other programs', and a directory is some program's temporary one."""
+    """Return the files, but for POSIX semaphores and vLLM's regions, which are other programs'; and no directories."""
     if not _SHARED_MEMORY.exists():
         return frozenset()
     with os.scandir(_SHARED_MEMORY) as entries:
