@@ -43,9 +43,11 @@ class PartQueue:
         self._wake()
 
     def take_lookups(self) -> bool:
-        """Return whether there are lookups; only the first caller gets True. Any thread."""
-        has_lookups, self._has_lookups = self._has_lookups, False
-        return has_lookups
+        """Return whether there are lookups; one caller gets True, seldom two. Any thread."""
+        if not self._has_lookups:
+            return False
+        self._has_lookups = False  # before they are taken: lookups that are put from now on set it again
+        return True
 
     def take(self) -> Part | None:
         """Return the next part, or None; any thread. Pair each part with `end`."""
