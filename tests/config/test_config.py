@@ -192,6 +192,7 @@ class TestFile:
             ("keys: {1: A, '1': B}\n", "the key '1' stands here twice"),
             ("block: {bytes: 1, <<: {bytes: 2}}\n", "merges nothing with '<<'"),
             ("a: &x 1\nb: *x\n", "no aliases"),
+            (f"a: 1{64 * '1'}\n", "a number has at most 64 characters"),
             ("{a: b}: c\n", "a key must be a text"),
             ("a: !!python/object/apply:os.getcwd []\n", "line 1, column 4: tags are not allowed, found"),
             ("- 1\n", "expected a mapping with namespace, block and primary, found a list"),

@@ -19,6 +19,8 @@ from tiered_kv.config.units import format_bytes
 from tiered_kv.errors import ConfigError
 
 FILE_BYTES_MAX = 1 << 20
+_NUMBER_CHARACTERS_MAX = 64
+"""PyYAML reads a number to the base of 60 in a time that is the square of its length."""
 _NUMBER_BITS_MAX = 256
 """A longer number fits no setting, and no message could hold it."""
 
@@ -173,7 +175,11 @@ class _StackLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             raise _StackFileError("a stack's file has no aliases: write the value again", self.get_mark())
-        return super().compose_node(parent, index)
+        node = super().compose_node(parent, index)
+        if isinstance(node, yaml.ScalarNode) and node.tag in _NUMBER_TAGS and len(node.value) > _NUMBER_CHARACTERS_MAX:
+            message = f"a number has at most {_NUMBER_CHARACTERS_MAX} characters: put a text in quotes"
+            raise _StackFileError(message, node.start_mark)
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
         seen: set[Hashable] = set()  # the keys, and their texts: 1, 01 and "1" are one
@@ -194,3 +200,4 @@ class _StackLoader(yaml.SafeLoader):
 
 
 _MERGE_TAG = "tag:yaml.org,2002:merge"
+_NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
