@@ -57,13 +57,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out cases of slow tests as `--one-in` says; the same ones in each run, and no test as a whole."""
+    """Leave out cases of slow tests as `--one-in` says, the same ones in each run, and tests that are marked `full`."""
     one_in = config.getoption("--one-in")
     cases: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("slow") is not None:
             cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
     left = {item for each in cases.values() if len(each) > 2 for n, item in enumerate(each) if n % one_in}
+    if one_in > 1:
+        left |= {item for item in items if item.get_closest_marker("full") is not None}
     if left:
         config.hook.pytest_deselected(items=list(left))
         items[:] = [item for item in items if item not in left]

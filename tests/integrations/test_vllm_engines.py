@@ -102,7 +102,7 @@ def vllm_tiering(primary_bytes: int, tiers: list[Mapping[str, object]]) -> Messa
     }
 
 
-@pytest.mark.parametrize("configure", [our_spec, vllm_tiering])
+@pytest.mark.parametrize("configure", [our_spec, pytest.param(vllm_tiering, marks=pytest.mark.full)])
 def test_no_token_changes_whatever_happens_to_the_tiers(
     configure: Any, model: Path, tmp_path: Path, redis_server: RedisServer, moto_server: S3Server, moto_bucket: str
 ) -> None:
@@ -166,6 +166,7 @@ def audited(model: Path, tier: Mapping[str, object], **options: object) -> tuple
     return result, log.read_bytes()[before:].decode(errors="replace")
 
 
+@pytest.mark.full
 def test_the_audit_is_quiet_about_an_engine_and_catches_another_in_its_namespace(model: Path, tmp_path: Path) -> None:
     tier = {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "1GiB"}
     same, log = audited(model, tier, rounds=2)
@@ -233,6 +234,7 @@ def restoring(model: Path, directory: Path, *, rounds: int, beside_vllm: bool) -
     return compute_s, restore_s
 
 
+@pytest.mark.full
 def test_restored_prompts_reach_the_first_token_in_a_fifth_of_the_time(large_model: Path, tmp_path: Path) -> None:
     compute_s, restore_s = restoring(large_model, tmp_path, rounds=1, beside_vllm=False)
     assert max(restore_s.values()) <= compute_s / 5
@@ -244,6 +246,7 @@ def test_restoring_is_no_slower_than_through_vllm_s_own_file_tier(large_model: P
     assert restore_s["vLLM's tiering, nvme"] <= 1.05 * restore_s["vLLM's tiering, its own fs"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("config", ["our_stack.json", "our_tiers.json"])
 def test_the_example_s_second_engine_finds_the_blocks_of_the_first(config: str, tmp_path: Path) -> None:
     done = subprocess.run(
