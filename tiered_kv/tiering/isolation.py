@@ -96,6 +96,7 @@ class IsolatedTier(WrapperTier):
         self._notify()
 
     def get_finished(self) -> Iterable[JobResult]:
+        self._lookups.expire()
         return _taken(self._results)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:

@@ -113,6 +113,13 @@ class BatchedLookups:
         if answers is not None and key in answers:
             answers[key] = False
 
+    def expire(self) -> None:
+        """Count keys that are late; once a step, so that a timeout is counted when it happens, whoever asks next."""
+        now = self._clock()
+        if self._next_deadline <= now:
+            self._collect()
+            self._expire(now)
+
     def forget_request(self, req_id: str) -> None:
         """Drop the request's answers."""
         self._answers.pop(req_id, None)

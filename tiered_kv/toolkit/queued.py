@@ -139,6 +139,7 @@ class QueuedTier(SecondaryTierManager):
     def get_finished(self) -> Iterable[JobResult]:
         if self._job_deadlines and self._job_deadlines[0][0] <= self._clock():
             self._expire()
+        self._batched_lookups.expire()
         if not self._job_results:
             return ()
         finished = []
