@@ -168,14 +168,8 @@ class Bucket:
         """Send a signed request for an object."""
         endpoint = attempt.connection.endpoint
         path = endpoint.path_of(name)
-        signed = attempt.signer.sign(
-            method,
-            path,
-            {"host": endpoint.authority, **(headers or {})},
-            payload_hash,
-            attempt.credentials,
-            time.time(),
-        )
+        headers = {"host": endpoint.authority, **(headers or {})}
+        signed = attempt.signer.sign(method, path, headers, payload_hash, attempt.credentials, time.time())
         lines = "".join([f"{header}: {value}\r\n" for header, value in signed.items()])
         if endpoint.proxy is not None and not endpoint.is_tls:  # TLS goes through a tunnel
             path = f"http://{endpoint.authority}{path}"

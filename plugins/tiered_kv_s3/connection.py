@@ -71,10 +71,13 @@ class Connection:
         self.is_reusable = False
         """Whether the last answer was read to its end and the server keeps the connection."""
         where = endpoint.proxy or endpoint
-        plain = connect(where.host, where.port, patience.next_timeout_s)
+        self._socket = plain = connect(where.host, where.port, patience.next_timeout_s)
+        self._is_tls = False
+        self._keeps_open = False
+        self._buffer = bytearray()  # received, and not yet asked for
         try:
             if endpoint.proxy is not None and tls is not None:
-                _open_tunnel(plain, endpoint, endpoint.proxy, patience)
+                self._open_tunnel(endpoint.proxy, patience)
             plain.settimeout(patience.next_timeout_s())
             self._socket = tls.wrap_socket(plain, server_hostname=endpoint.host) if tls else plain
         except BaseException:
@@ -82,8 +85,6 @@ class Connection:
             raise
         self.fileno = self._socket.fileno()
         self._is_tls = tls is not None
-        self._keeps_open = False
-        self._buffer = bytearray()  # received, and not yet asked for
 
     def send(self, pieces: Sequence[bytes | memoryview], patience: Patience) -> None:
         """Send a request: its head, and the pieces of its body."""
@@ -152,6 +153,16 @@ class Connection:
         self.is_reusable = False
         self._socket.close()
 
+    def _open_tunnel(self, proxy: Proxy, patience: Patience) -> None:
+        host = f"[{self.endpoint.host}]" if ":" in self.endpoint.host else self.endpoint.host
+        authority = f"{host}:{self.endpoint.port}"
+        lines = f"CONNECT {authority} HTTP/1.1\r\nHost: {authority}\r\n{proxy.authorization}\r\n"
+        self.send([lines.encode()], patience)
+        if not 200 <= self.receive_head(patience).status < 300:
+            raise ConnectionRefusedError("the proxy does not connect to the server")
+        if self._buffer:  # under TLS a server is silent until it is spoken to
+            raise BadAnswerError("the proxy sends more than an answer")
+
     def _read_until(self, end: bytes, patience: Patience) -> bytes:
         """Receive up to `end`, which is dropped."""
         searched = 0
@@ -182,22 +193,6 @@ class Connection:
             if not received:
                 raise BadAnswerError("the body of the answer is cut off")
             position += received
-
-
-def _open_tunnel(plain: socket.socket, endpoint: Endpoint, proxy: Proxy, patience: Patience) -> None:
-    host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
-    authority = f"{host}:{endpoint.port}"
-    plain.settimeout(patience.next_timeout_s())
-    plain.sendall(f"CONNECT {authority} HTTP/1.1\r\nHost: {authority}\r\n{proxy.authorization}\r\n".encode())
-    head = bytearray()
-    while not head.endswith(_HEAD_END):  # byte by byte: what follows belongs to TLS
-        plain.settimeout(patience.next_timeout_s())
-        received = plain.recv(1)
-        if not received or len(head) > HEAD_BYTES_MAX:
-            raise BadAnswerError("the proxy closed the connection, or sends no end of its answer")
-        head += received
-    if not 200 <= _parse_head(bytes(head[: -len(_HEAD_END)]))[0].status < 300:
-        raise ConnectionRefusedError("the proxy does not connect to the server")
 
 
 def _parse_head(head: bytes) -> tuple[Answer, bool]:

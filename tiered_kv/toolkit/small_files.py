@@ -102,7 +102,7 @@ def remove(path: str, *, dir_fd: int | None = None) -> bool:
     return False
 
 
-def fields_of(text: bytes | None) -> dict[str, object]:
+def fields_of(text: bytes | str | None) -> dict[str, object]:
     """Return the fields of a small JSON file, none if it cannot be read."""
     try:
         fields = json.loads(text or b"")

@@ -17,7 +17,7 @@ from tiered_kv_redis.loads import Loads
 from tiered_kv_redis.node import Node
 from tiered_kv_redis.reasons import NodeError
 from tiered_kv_redis.replies import Refusal, ReplyReader
-from tiered_kv_redis.stream import Buffer
+from tiered_kv_redis.stream import Buffer, Stream
 
 BLOCK_BYTES = 256
 NAMESPACE = bytes(range(16))
@@ -88,7 +88,7 @@ class _ScriptedLink:
 
     def __init__(self, script: _Script) -> None:
         self.stream = script
-        self.replies = ReplyReader(script)
+        self.replies = ReplyReader(cast(Stream, script))
 
     def heads(self, size: int) -> memoryview:
         return memoryview(bytearray(size))
