@@ -31,16 +31,7 @@ from tiered_kv.toolkit.claimed import TEMPORARY, walk
 from tiered_kv.toolkit.small_files import fields_of, read_file
 from tiered_kv_fs.directory import claimed
 from tiered_kv_fs.files import locked, occupied_bytes
-from tiered_kv_fs.layout import (
-    BLOCK,
-    EPOCH,
-    LEDGER_NAME,
-    LOCK_NAME,
-    NAMESPACE_NAME,
-    SHARD,
-    SWEEP_NAME,
-    TEMPORARY_BLOCK,
-)
+from tiered_kv_fs.layout import BLOCK, EPOCH, LEDGER_NAME, LOCK_NAME, NAMESPACE_NAME, SHARD, SWEEP_NAME, TEMPORARY_BLOCK
 from tiered_kv_fs.ledger import Ledger
 from tiered_kv_fs.settings import FsSettings
 

@@ -33,14 +33,8 @@ class Directory:
     It is made if it is missing, and refused if it is someone else's. Any thread may call, except the scheduler's: all
     calls may wait for the file system.
 
-    Args:
-        path: Its path.
-        identity: The identity of the tier's blocks.
-        tier: The tier's name, for messages.
-        private: Refuse a directory that other users can access; see `tiered_kv.permissions`.
-
     Raises:
-        ConfigError: It is a symbolic link, another user's, or open to others.
+        ConfigError: It is a symbolic link, or it is to be private and is another user's, or open to others.
         FormatError: It is of another format version, or holds files and is not this tier's at all.
         TierUnavailableError: The file system refuses.
     """

@@ -63,14 +63,7 @@ class _Survey:
 
 @dataclass(eq=False)
 class Sweeper:
-    """Makes room. One thread at a time.
-
-    Args:
-        directory: What to sweep.
-        ledger: Its ledger.
-        capacity_bytes: What the directory may occupy.
-        counters: Where to count.
-    """
+    """Makes room in a directory, which may occupy `capacity_bytes`. One thread at a time."""
 
     directory: Directory
     ledger: Ledger

@@ -60,13 +60,7 @@ class SegmentStore:
     """
 
     def __init__(
-        self,
-        path: str,
-        identity: Identity,
-        options: StoreOptions,
-        *,
-        tier: str = "nvme",
-        disk: Disk | None = None,
+        self, path: str, identity: Identity, options: StoreOptions, *, tier: str = "nvme", disk: Disk | None = None
     ) -> None:
         disk = disk or Disk()
         self._options = options
