@@ -18,8 +18,15 @@ from tiered_kv.testing.lies import Lie, LyingTier
 from tiered_kv.testing.proxy import Direction, FaultProxy
 from tiered_kv.testing.rig import TierRig
 from tiered_kv.testing.waiting import wait_until
-from tiered_kv.testing.wire_bench import Blow, ByteFault, LastingFault, WireBench
-from tiered_kv.testing.wire_faults import TierUnderWireFaults, a_load, a_store
+from tiered_kv.testing.wire_faults import (
+    Blow,
+    ByteFault,
+    LastingFault,
+    TierUnderWireFaults,
+    WireBench,
+    a_load,
+    a_store,
+)
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.toolkit.jobs import Outcome
 from tiered_kv.toolkit.record import HEADER_BYTES

@@ -7,8 +7,7 @@ import pytest
 from tiered_kv.testing.proxy import FaultProxy
 from tiered_kv.testing.redis_servers import RedisServer, redis_server
 from tiered_kv.testing.rig import OpenTier
-from tiered_kv.testing.wire_bench import ByteFault
-from tiered_kv.testing.wire_faults import TierUnderWireFaults
+from tiered_kv.testing.wire_faults import ByteFault, TierUnderWireFaults
 
 pytest.importorskip("redis", reason="redis-py is not installed")
 

@@ -59,9 +59,6 @@ class StackModel:
 
     A stack may lose any block at any time. It must not find a block that was never stored, or one from before a
     reset. A loaded block has the stored bytes.
-
-    Args:
-        stack: The stack.
     """
 
     def __init__(self, stack: StackUnderTest) -> None:
