@@ -50,11 +50,8 @@ class WatchedTier(JobWrapperTier):
     """Notes what the manager does wrong towards the tier that it wraps.
 
     Two jobs must not use one row if one of them writes. The source of a store must not change from
-    submission to report, even if the job has expired meanwhile.
-
-    Args:
-        inner: The wrapped tier; it must return at once.
-        ledger: Shared by all tiers of the stack.
+    submission to report, even if the job has expired meanwhile. The wrapped tier must return at once; all tiers of
+    the stack share the ledger.
     """
 
     def __init__(self, inner: SecondaryTierManager, ledger: RowLedger) -> None:
