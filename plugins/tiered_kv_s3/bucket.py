@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from tiered_kv_s3.account import Account
 from tiered_kv_s3.connection import Answer, BadAnswerError, Connection, ConnectionPool, Patience
 from tiered_kv_s3.counters import Counters
-from tiered_kv_s3.endpoint import Endpoint
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.signer import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD, Credentials, Signer
 from tiered_kv_s3.verdict import ABSENCE, RETRYABLE, Verdict, region_in, verdict_of, verdict_of_error
@@ -59,18 +58,10 @@ class Bucket:
         self._ttl_s = settings.ttl or math.inf
         self._signs_payload = settings.sign_payload
         self._put_headers = _put_headers(settings)
-        self._pool = ConnectionPool(account.endpoint(account.region), settings.ca_file, counters)
+        self.pool = ConnectionPool(account.endpoint(account.region), settings.ca_file, counters)
         self._signer = Signer(account.region)
         self._closing = threading.Event()
         self._moving = threading.Lock()  # held by the thread that follows a bucket to its region
-
-    @property
-    def open_connections(self) -> int:
-        return self._pool.open_connections
-
-    @property
-    def endpoint(self) -> Endpoint:
-        return self._pool.endpoint
 
     def put(
         self, name: str, pieces: Sequence[bytes | memoryview], deadline: float, *, only_if_absent: bool = False
@@ -151,7 +142,7 @@ class Bucket:
     def close(self) -> None:
         """Make what is in flight fail, and close every connection."""
         self._closing.set()
-        self._pool.close()
+        self.pool.close()
 
     # One request.
 
@@ -212,7 +203,7 @@ class Bucket:
         credentials = self._account.credentials(patience.deadline)
         signer = self._signer
         try:
-            connection = self._pool.take(patience)
+            connection = self.pool.take(patience)
         except OSError as error:
             return verdict_of_error(error)
         try:
@@ -220,7 +211,7 @@ class Bucket:
         except OSError as error:
             return verdict_of_error(error)
         finally:
-            self._pool.give_back(connection)
+            self.pool.give_back(connection)
 
     def _follow(self, asked: str, region: str) -> Verdict:
         """Use `region` from now on, because the bucket is not in the former one."""
@@ -228,7 +219,7 @@ class Bucket:
             if region == asked:
                 return Verdict.REFUSED  # a redirect that leads nowhere
             if region != self._signer.region:  # otherwise another thread has done it
-                self._pool.move(self._account.endpoint(region))
+                self.pool.move(self._account.endpoint(region))
                 self._account.region = region
                 self._signer = Signer(region)
         return Verdict.MOVED
@@ -254,7 +245,7 @@ class Bucket:
         try:
             while waiting or travelling:
                 while waiting and len(travelling) < HEADS_IN_FLIGHT_MAX:
-                    connection = self._pool.take(patience)
+                    connection = self.pool.take(patience)
                     travelling[connection.fileno] = (waiting[0], connection, time.monotonic() + patience.stall_s)
                     poll.register(connection.fileno, select.POLLIN)
                     self._send(_Attempt(connection, self._signer, credentials, patience), "HEAD", names[waiting[0]])
@@ -272,14 +263,14 @@ class Bucket:
                         verdicts[index] = Verdict.TIMEOUT
                     poll.unregister(number)
                     del travelling[number]
-                    self._pool.give_back(connection)
+                    self.pool.give_back(connection)
         except OSError as error:  # none can be opened, or the time is over
             unsent = waiting if time.monotonic() < deadline else ()
             for index in (*unsent, *(index for index, _, _ in travelling.values())):
                 verdicts[index] = verdict_of_error(error)
         finally:
             for _, connection, _ in travelling.values():
-                self._pool.give_back(connection, reuse=False)
+                self.pool.give_back(connection, reuse=False)
 
     def _receive_presence(self, connection: Connection, patience: Patience) -> Verdict:
         try:

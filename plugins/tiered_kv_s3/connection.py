@@ -213,14 +213,10 @@ class ConnectionPool:
         self._tls = tls_context(ca_file) if endpoint.is_tls else None
         self._counters = counters
         self._lock = threading.Lock()  # guards the rest; never held across I/O
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._idle: list[tuple[float, Connection]] = []
         self._used: set[Connection] = set()
         self._is_closed = False
-
-    @property
-    def endpoint(self) -> Endpoint:
-        return self._endpoint
 
     @property
     def open_connections(self) -> int:
@@ -229,7 +225,7 @@ class ConnectionPool:
     def move(self, endpoint: Endpoint) -> None:
         """Connect to `endpoint` from now on."""
         with self._lock:
-            self._endpoint = endpoint
+            self.endpoint = endpoint
             idle, self._idle = self._idle, []
         for _, connection in idle:
             connection.close()
@@ -249,7 +245,7 @@ class ConnectionPool:
             if time.monotonic() - since < IDLE_S_MAX and connection.is_usable():
                 return connection
             self.give_back(connection, reuse=False)
-        endpoint = self._endpoint
+        endpoint = self.endpoint
         connection = Connection(endpoint, self._tls if endpoint.is_tls else None, patience)
         self._counters.add("opened_connections_total")
         with self._lock:
@@ -263,7 +259,7 @@ class ConnectionPool:
         """Take a connection back, to be used again if it can be."""
         with self._lock:
             self._used.discard(connection)
-            if reuse and connection.is_reusable and connection.endpoint == self._endpoint and not self._is_closed:
+            if reuse and connection.is_reusable and connection.endpoint == self.endpoint and not self._is_closed:
                 self._idle.append((time.monotonic(), connection))
                 return
         connection.close()
