@@ -19,7 +19,7 @@ from tiered_kv.toolkit.status import REFUSED, UNREADABLE
 from tiered_kv.toolkit.unreadable import Unreadable
 from tiered_kv_fs.counters import Counters
 from tiered_kv_fs.files import ALLOCATION_BYTES, make_directory, read_all, reason_of, round_up
-from tiered_kv_fs.layout import block_name, block_path, temporary_path
+from tiered_kv_fs.layout import block_path, temporary_path
 
 TOUCH_INTERVAL_S: Final = 60.0
 """How often a used block is marked as used, at most: a mark is a call to the server."""
@@ -103,7 +103,7 @@ class BlockFiles:
         return [self._contains_one(self._path_of(epoch, key)) for key in keys]
 
     def _path_of(self, epoch: str, key: OffloadKey) -> str:
-        return f"{self.namespace_path}/{epoch}/{block_path(block_name(key, self.namespace_digest))}"
+        return f"{self.namespace_path}/{epoch}/{block_path(key, self.namespace_digest)}"
 
     def _contains_one(self, path: str) -> bool:
         if path in self._unreadable:

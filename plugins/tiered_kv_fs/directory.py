@@ -47,9 +47,6 @@ class Directory:
         self.namespace = identity.digest.hex()
         self.namespace_path = f"{self.path}/{self.namespace}"
         self._epoch_path = f"{self.namespace_path}/{EPOCH_NAME}"
-        self.lock_path = f"{self.path}/{LOCK_NAME}"
-        self.ledger_path = f"{self.path}/{LEDGER_NAME}"
-        self.sweep_path = f"{self.path}/{SWEEP_NAME}"
         try:
             os.close(open_directory(self.path))  # with the directories above it
             self.make()

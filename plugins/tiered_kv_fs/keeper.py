@@ -77,7 +77,7 @@ class Keeper:
         self.owner = secrets.token_hex(8)
         """This tier's name in the ledger."""
         self._usable_bytes = self.capacity_bytes - OPENING_BYTES
-        self._ledger = Ledger(self.directory.ledger_path, self.directory.lock_path)
+        self._ledger = Ledger(self.directory.path)
         self._sweeper = Sweeper(self.directory, self._ledger, self._usable_bytes, self.counters)
         with self._ledger.locked() as state:
             self.used_bytes = state.total_bytes or 0

@@ -27,6 +27,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from tiered_kv.toolkit.small_files import SMALL_FILE_BYTES_MAX, read_file, replace_file
 from tiered_kv_fs.files import locked
+from tiered_kv_fs.layout import LEDGER_NAME, LOCK_NAME
 
 LAPSE_S: Final = 60.0
 """The silence after which a holder counts as ended or stopped."""
@@ -81,11 +82,11 @@ class LedgerState:
 
 
 class Ledger:
-    """The ledger file, which is replaced as a whole under a lock. Any thread but the scheduler's may call."""
+    """The ledger of a directory, a file that is replaced as a whole. Any thread but the scheduler's may call."""
 
-    def __init__(self, path: str, lock_path: str) -> None:
-        self._path = path
-        self._lock_path = lock_path
+    def __init__(self, directory: str) -> None:
+        self._path = f"{directory}/{LEDGER_NAME}"
+        self._lock_path = f"{directory}/{LOCK_NAME}"
 
     @contextmanager
     def locked(self) -> Iterator[LedgerState]:

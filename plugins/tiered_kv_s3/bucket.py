@@ -113,12 +113,7 @@ class Bucket:
 
     def delete(self, name: str, deadline: float) -> Verdict:
         """Delete an object; one that is not there is deleted too."""
-
-        def delete(attempt: _Attempt) -> Verdict:
-            self._send(attempt, "DELETE", name)
-            return self._settle(attempt, attempt.connection.receive_head(attempt.patience))
-
-        return self._persist(delete, deadline)
+        return self._persist(lambda attempt: self._ask(attempt, "DELETE", name), deadline)
 
     def are_there(self, names: Sequence[str], deadline: float) -> list[Verdict]:
         """Return DONE for each object that is there, ABSENT or EXPIRED for those that are not, or what went wrong.
@@ -166,6 +161,10 @@ class Bucket:
             lines = f"{endpoint.proxy.authorization}{lines}"
         self._counters.add("requests_total", method.lower())
         attempt.connection.send([f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode(), *pieces], attempt.patience)
+
+    def _ask(self, attempt: _Attempt, method: str, name: str, headers: Mapping[str, str] | None = None) -> Verdict:
+        self._send(attempt, method, name, headers)
+        return self._settle(attempt, attempt.connection.receive_head(attempt.patience))
 
     def _settle(self, attempt: _Attempt, answer: Answer) -> Verdict:
         """Return the verdict of an answer without a body, or of an error; prepare another try."""
@@ -290,11 +289,8 @@ class Bucket:
         if not refused:
             return again
 
-        def explain(attempt: _Attempt) -> Verdict:
-            self._send(attempt, "GET", names[refused[0]], {"range": "bytes=0-0"})
-            return self._settle(attempt, attempt.connection.receive_head(attempt.patience))
-
-        verdict = self._persist(explain, deadline)
+        only_a_byte = {"range": "bytes=0-0"}
+        verdict = self._persist(lambda attempt: self._ask(attempt, "GET", names[refused[0]], only_a_byte), deadline)
         if verdict is Verdict.DONE or verdict in ABSENCE:  # what was wrong with the requests has been mended
             return again + refused
         for index in refused:

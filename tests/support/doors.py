@@ -71,12 +71,12 @@ class FsDoor:
 
     def path_of(self, key: OffloadKey) -> Path | None:
         """Return a block's file in the namespace's present epoch; None if there is none."""
-        from tiered_kv_fs.layout import block_name, block_path
+        from tiered_kv_fs.layout import block_path
 
         namespace = self._directory / self._digest.hex()
         mark = EpochMark.decode((namespace / "epoch").read_bytes())
         assert mark is not None, "the epoch's mark is damaged"
-        path = namespace / mark.token / block_path(block_name(key, self._digest))
+        path = namespace / mark.token / block_path(key, self._digest)
         return path if path.exists() else None
 
 

@@ -18,7 +18,7 @@ from tiered_kv.testing.s3_servers import moto_server
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.keyed_names import NameMap
 from tiered_kv.toolkit.record import digest_of
-from tiered_kv_fs.layout import block_name
+from tiered_kv_fs.layout import block_path
 
 __all__ = ["moto_server", "redis_server"]
 
@@ -43,7 +43,7 @@ DIGESTS: tuple[Callable[[bytes], bytes], ...] = (
 def traces_of(key: OffloadKey) -> set[bytes]:
     """Return what would tell of a key, in each way to write it down: itself, and digests that need no secret."""
     traces = {digest(text) for text in (key, get_offload_block_hash(key)) for digest in DIGESTS}
-    traces |= {digest_of(key), bytes.fromhex(block_name(key, SPEC.namespace_digest))}  # the project's own
+    traces |= {digest_of(key), bytes.fromhex(block_path(key, SPEC.namespace_digest)[3:])}  # the project's own
     written: set[bytes] = set()
     for trace in traces:
         seen, encoded = trace[:SEEN_BYTES], base64.b64encode(trace)[: SEEN_BYTES * 8 // 6]

@@ -32,7 +32,7 @@ def _made() -> dict[str, bytes]:
     """Return each kind of file as a directory in use has it."""
     with tempfile.TemporaryDirectory(prefix="tiered-kv-fuzz-") as name:
         directory = _open(Path(name) / "kv")
-        with Ledger(directory.ledger_path, directory.lock_path).locked() as state:
+        with Ledger(directory.path).locked() as state:
             state.total_bytes = 1 << 20
             state.holders["0123456789abcdef"] = Holder(directory.namespace, "f" * 16, 4096, state.now_s)
         return {kind: _path_of(Path(directory.path), kind).read_bytes() for kind in _KINDS}
@@ -72,7 +72,7 @@ def _open(path: Path) -> Directory:
 
 def _check_ledger(directory: Directory) -> None:
     """Look at what the ledger is taken for."""
-    with Ledger(directory.ledger_path, directory.lock_path).locked() as state:
+    with Ledger(directory.path).locked() as state:
         numbers = (state.total_bytes, state.pending_bytes, *(holder.granted_bytes for holder in state.holders.values()))
         for number in numbers:
             assert number is None or type(number) is int, f"the ledger has {number!r} for a number"
