@@ -38,7 +38,7 @@ class Sizing:
     def of(
         cls, capacity_bytes: int, block_bytes: int, segment_bytes: int | None = None, *, overhead_bytes: int = 0
     ) -> Sizing:
-        """Return the sizing for blocks of `block_bytes`, which `overhead_bytes` at most are added to when stored.
+        """Return the sizing for blocks of `block_bytes`; stored ones exceed that by `overhead_bytes` at most.
 
         Raises:
             ConfigError: The sizes do not fit each other; the message says which would.

@@ -19,7 +19,7 @@ KEY_PREFIX = b"tkv1:"
 
 
 class KeySpace:
-    """The names of a namespace's blocks, and the `EpochStore` of its mark; beside them the namespace in readable form.
+    """The names of a namespace's blocks, and the `EpochStore` of its mark, beside which it stores the readable form.
 
     Methods that take a deadline (seconds of `time.monotonic()`) ask the server, and raise `NodeError` if it is not
     reached or refuses. They raise `FormatError` if another version of this project wrote the mark.
