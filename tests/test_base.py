@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiered_kv import base, mediums
-from tiered_kv.backend import Backend, BlockStatus
 from tiered_kv.base import (
     CanonicalKVCaches,
     OffloadingManager,
@@ -22,8 +21,6 @@ from tiered_kv.base import (
     get_offload_group_idx,
     make_offload_key,
 )
-from tiered_kv.cpu.backend import CPUBackend
-from tiered_kv.cpu.region import PrimaryRegion
 
 
 @given(block_hash=st.binary(max_size=100), group_idx=st.integers(0, 2**32 - 1))
@@ -69,31 +66,6 @@ def test_gpu_specs_check_that_their_groups_add_up() -> None:
         mediums.GPULoadStoreSpec([1, 2, 3], [1, 1])
     with pytest.raises(ValueError, match="1 block_indices for 2 groups"):
         mediums.GPULoadStoreSpec([1, 2, 3], [1, 2], [0])
-
-
-def test_a_block_status_is_writing_until_it_is_ready() -> None:
-    status = BlockStatus()
-    assert (status.ref_cnt, status.is_ready) == (-1, False)
-    status.ref_cnt = 0
-    assert status.is_ready
-
-
-def test_the_cpu_backend_allocates_each_row_once() -> None:
-    region = PrimaryRegion(4, 64)
-    backend: Backend = CPUBackend(region)
-    keys = [make_offload_key(b"%d" % i, 0) for i in range(4)]
-    blocks = backend.allocate_blocks(keys)
-    assert backend.get_num_free_blocks() == 0
-    assert all(block.ref_cnt == -1 for block in blocks)
-    spec = backend.get_load_store_spec(keys, blocks)
-    assert isinstance(spec, mediums.CPULoadStoreSpec)
-    assert sorted(spec.block_ids.tolist()) == [0, 1, 2, 3]
-    for block in blocks[1:3]:
-        backend.free(block)
-    again = backend.allocate_blocks(keys[:2])
-    assert backend.get_load_store_spec(keys[:2], again).block_ids.tolist() == spec.block_ids.tolist()[1:3]  # type: ignore[attr-defined]  # a CPULoadStoreSpec
-    assert (backend.block_size, backend.medium) == (64, "CPU")
-    region.close()
 
 
 class Spec(OffloadingSpec):

@@ -18,7 +18,7 @@ from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.counters import count_of
 from tiered_kv.errors import ShutdownError, TierError
 from tiered_kv.facade import Blocks
-from tiered_kv.stack import Stack, open_stack
+from tiered_kv.stack import open_stack
 from tiered_kv.testing.faults import HangingTier
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.gate import Gate
@@ -178,34 +178,6 @@ class TestPutAndGet:
 
 
 class TestThreads:
-    @pytest.mark.usefixtures("four")
-    def test_threads_that_share_prefixes_get_right_bytes_or_none(self) -> None:
-        shared, content = keys_of(48), blocks_of(48)
-        failures: list[str] = []
-
-        def work(seed: int, stack: Stack) -> int:
-            rng, out, hits = np.random.default_rng(seed), empty(48), 0
-            for _ in range(30):
-                count = int(rng.integers(1, 48))
-                if rng.random() < 0.5:
-                    stack.put(shared[:count], content[:count], timeout=0.05)
-                else:
-                    got = stack.get(shared[:count], out[:count], timeout=0.2)
-                    hits += got
-                    if not np.array_equal(out[:got], content[:got]):
-                        failures.append(f"thread {seed} got wrong bytes")
-            return hits
-
-        with open_stack(stack_of({"type": "four"}, blocks=32)) as stack:
-            with ThreadPoolExecutor(4) as pool:
-                hits = list(pool.map(lambda seed: work(seed, stack), range(4)))
-            assert stack.flush(WAIT_S)
-            # No pin and no request was left behind: the whole region can be taken again.
-            fresh = keys_of(32, "fresh")
-            assert stack.put(fresh, blocks_of(32), timeout=WAIT_S) == 32
-        assert not failures
-        assert sum(hits) > 0
-
     def test_the_lock_is_free_while_blocks_are_copied(self) -> None:
         keys, blocks = keys_of(2), blocks_of(2)
         with open_stack(stack_of()) as stack:

@@ -175,13 +175,10 @@ class TestFile:
     def test_a_missing_file_is_an_error_with_its_path(self, tmp_path: Path) -> None:
         assert str(tmp_path / "none.yaml") in error_of(tmp_path / "none.yaml")
 
-    def test_a_syntax_error_gives_line_and_column(self) -> None:
-        with pytest.raises(ConfigError, match="line 3, column 1: expected"):
-            parse_stack_text("version: 1\nblock: {bytes: 1\n")
-
     @pytest.mark.parametrize(
         ("text", "message"),
         [
+            ("version: 1\nblock: {bytes: 1\n", "line 3, column 1: expected"),
             ("version: 1\nversion: 1\n", "line 2, column 1: the key 'version' stands here twice"),
             ("block: {bytes: 1, bytes: 2}\n", "the key 'bytes' stands here twice"),
             ("keys: {1: A, 01: B}\n", "line 1, column 14: the key '01' stands here twice"),
@@ -263,6 +260,9 @@ class TestMistakes:
             ({"primary": {"capacity": "100KiB"}}, "primary.capacity: expected room for at least 2 blocks of 64KiB"),
             ({"primary": {"capacity": "1MiB", "promotion_budget": 1}}, "primary.promotion_budget: expected room"),
             ({"primary": {"capacity": "1MiB", "shared": "../x"}}, "primary.shared: "),
+            *(({"audit": share}, "audit: ") for share in (-0.1, 1.5, "often", True, float("nan"))),
+            ({"audit_tolerance": 2}, "audit_tolerance: "),
+            ({"audit_action": "panic"}, "audit_action: expected 'report' or 'stop'"),
             ({"secondary": {}}, "secondary: expected a list of tiers"),
             ({"secondary": ["vault"]}, "secondary.0: expected a mapping with the key 'type'"),
             ({"secondary": [{"type": "valt"}]}, "secondary.0.type: unknown tier type 'valt'; did you mean 'vault'?"),
@@ -303,37 +303,6 @@ class TestMistakes:
         )
         config = load_config({**MINIMAL, "secondary": [entry, {**entry, "name": "vault-2"}]}, environ={})
         assert [tier.name for tier in config.secondary] == ["vault", "vault-2"]
-
-
-class TestSecrets:
-    SECRET = "hunter2-hunter2"
-
-    @pytest.mark.parametrize(
-        "settings",
-        [
-            {"password": ["hunter2-hunter2"]},
-            {"sasl": {"a": "hunter2-hunter2"}},
-            {"api_key": "hunter2-hunter2"},
-            {"port": "${SECRET}"},
-            {"ttl": "${SECRET}"},
-            {"capacity": ["${SECRET}"]},
-            {"tls": "${SECRET}"},
-            {"nonsense": "vault://user:hunter2-hunter2@host"},
-            {"nonsense": {"password": "hunter2-hunter2"}},
-            {"type": "${SECRET}"},
-            {"type": "os:${SECRET}"},
-            {"name": "${SECRET} "},
-            {"store_budget": "${SECRET}"},
-        ],
-    )
-    def test_no_error_shows_a_secret(self, settings: dict[str, object]) -> None:
-        with pytest.raises(ConfigError) as caught:
-            load_config(vault(**settings), environ={"SECRET": self.SECRET})
-        assert "***" in str(caught.value)
-        error: BaseException | None = caught.value
-        while error is not None:
-            assert self.SECRET not in str(error) + repr(error)
-            error = error.__cause__ or error.__context__
 
 
 def test_a_program_makes_a_configuration_without_a_file() -> None:

@@ -124,19 +124,6 @@ def test_a_frozen_server_holds_no_job_longer_than_its_timeout(redis_server: Redi
     wait_until(lambda: rig.load(keys) == set(keys))
 
 
-def test_a_tier_may_be_opened_before_its_server(open_redis: OpenRedis, redis_server: RedisServer) -> None:
-    redis_server.kill()
-    rig = open_redis(url=redis_server.url)
-    with pytest.raises(TierUnavailableError, match="cannot be used now"):
-        rig.tier.describe()
-    assert not rig.lookup(make_keys(1)[0])
-    redis_server.start()
-    keys = make_keys(4)
-    wait_until(lambda: rig.store(keys).success)
-    assert rig.load(keys) == set(keys)
-    assert str(redis_server.port) in str(rig.tier.describe()["servers"])
-
-
 def test_blocks_that_expire_are_misses(redis_server: RedisServer, open_redis: OpenRedis) -> None:
     rig = open_redis(url=redis_server.url, ttl="300ms")
     keys = make_keys(4)
@@ -201,20 +188,6 @@ def test_a_lookup_waits_for_no_transfer_over_a_slow_wire(redis_server: RedisServ
         assert rig.tier.lookup_failures == 0
         proxy.to_client = NO_FAULTS
         assert all(result.success for result in rig.wait(loads))
-
-
-def test_a_reset_is_written_once_the_server_is_back(redis_server: RedisServer, open_redis: OpenRedis) -> None:
-    rig = open_redis(url=redis_server.url, timeout="1s", connect_timeout="1s")
-    keys = make_keys(4)
-    wait_until(lambda: rig.store(keys).success)
-    redis_server.freeze()
-    assert rig.tier.reset_cache()
-    assert not rig.store(make_keys(1, "meanwhile")).success
-    redis_server.thaw()
-    wait_until(lambda: rig.store(make_keys(1, "later")).success)
-    rig.reopen()
-    assert rig.load(keys) == set()
-    assert not any(rig.lookup(key) for key in keys)
 
 
 def test_a_mark_of_another_kind_is_replaced(redis_server: RedisServer, open_redis: OpenRedis) -> None:

@@ -359,19 +359,3 @@ def test_no_block_is_found_any_more_where_the_engine_differs_from_what_it_stored
     assert counted(engine.stack, "cpu")["audit_stopped"] == 1
     assert engine.serve(keys(4), plain) == 0
     assert engine.serve(keys(4), plain) == 0
-
-
-# Settings.
-
-
-@pytest.mark.parametrize("audit", [-0.1, 1.5, "often", True, float("nan")])
-def test_a_share_is_a_number_from_0_to_1(audit: object) -> None:
-    with pytest.raises(tiered_kv.ConfigError, match=r"^audit: .*found"):
-        tiered_kv.load_config({**config(), "audit": audit})
-
-
-def test_the_other_settings_are_checked() -> None:
-    with pytest.raises(tiered_kv.ConfigError, match=r"^audit_tolerance: "):
-        tiered_kv.load_config(config(audit_tolerance=2))
-    with pytest.raises(tiered_kv.ConfigError, match=r"^audit_action: .*'report' or 'stop'"):
-        tiered_kv.load_config(config(audit_action="panic"))

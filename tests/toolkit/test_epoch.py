@@ -125,13 +125,6 @@ def test_a_reset_needs_no_storage(storage: Storage) -> None:
     assert epoch.saved_token(NEVER) == stored_token(storage) != before
 
 
-@pytest.mark.parametrize("found", [None, b"", b"nonsense", b"tiered-kv epoch 1 5 0123456789abcdef 0000000000000000\n"])
-def test_a_mark_that_is_gone_or_damaged_is_drawn_anew(storage: Storage, found: bytes | None) -> None:
-    first = Epoch(storage).saved_token(NEVER)
-    storage.data = found
-    assert Epoch(storage).saved_token(NEVER) == stored_token(storage) != first
-
-
 @pytest.mark.parametrize("found", [None, b"", b"nonsense"])
 def test_a_mark_that_is_lost_while_a_process_runs_is_written_again(storage: Storage, found: bytes | None) -> None:
     epoch = Epoch(storage)

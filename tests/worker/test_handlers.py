@@ -266,35 +266,6 @@ def test_caches_that_cannot_be_offloaded_are_refused(caches: CanonicalKVCaches, 
     assert region.close()
 
 
-@pytest.mark.parametrize(
-    ("sizes", "firsts", "num_rows"),
-    [
-        ([3], [1], 2),  # the first place of the first row is left out
-        ([3], [0], 2),  # a place of some row is left out, and nothing tells which
-        ([1], [2], 1),
-        ([2], [1], 2),  # a place of two rows is left out; block 1 would lie where the second row has none
-    ],
-)
-def test_a_store_that_leaves_out_blocks_of_its_rows_is_refused_and_such_a_load_is_not(
-    sizes: list[int], firsts: list[int], num_rows: int
-) -> None:
-    tensor = torch.zeros(8, 4, dtype=torch.uint8)
-    region = PrimaryRegion(4, 8)
-    region.array[:] = 7
-    handlers = open_handlers(caches_of(tensor, 4), region, block_size_factor=2)
-    spec = (GPULoadStoreSpec(list(range(sizes[0])), sizes, firsts), CPULoadStoreSpec(list(range(num_rows))))
-    with pytest.raises(ValueError, match=r"whole offloaded blocks, 2 device blocks each, found .* of group 0"):
-        handlers.store.transfer_async(1, spec)
-    assert handlers.store.get_finished() == []
-    assert (region.array == 7).all()
-    handlers.load.transfer_async(1, spec[::-1])
-    handlers.load.wait([1])
-    assert (tensor[: sizes[0]] == 7).all()
-    assert not tensor[sizes[0] :].any()
-    handlers.shutdown()
-    region.close()
-
-
 @pytest.mark.parametrize(("offset", "part_bytes"), [(-1, 8), (512, 8), (0, 513), (500, 13)])
 def test_a_part_outside_of_the_row_is_refused(offset: int, part_bytes: int) -> None:
     region = PrimaryRegion(4, 512)
