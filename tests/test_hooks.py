@@ -158,12 +158,10 @@ class TestReferences:
         module.number = 1  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "some_program", module)
 
-    def test_a_class_is_found_by_its_name(self) -> None:
+    def test_a_class_and_a_tier_type_are_found_by_their_names(self) -> None:
         tier_type = TierPlugins().resolve("some_program:Tier")
         assert tier_type.load() is FourMethodTier
         assert tier_type.settings is ClassArguments
-
-    def test_a_tier_type_is_found_by_its_name(self) -> None:
         assert TierPlugins().resolve("some_program:tier_type").name == "thing"
 
     @pytest.mark.parametrize("name", ["some_program:number", "some_program:missing", "no_such_program:Tier", ":", "a:"])

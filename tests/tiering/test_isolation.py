@@ -15,6 +15,7 @@ from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, make_offload
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.testing.clock import ManualClock
 from tiered_kv.testing.four_methods import FourMethodTier
+from tiered_kv.testing.waiting import wait_until
 from tiered_kv.tiering import isolation
 from tiered_kv.tiering.base import JobMetadata, JobResult
 from tiered_kv.tiering.isolation import HINTS_MAX, IsolatedTier
@@ -123,22 +124,19 @@ def job(job_id: int, wanted: list[OffloadKey], *, is_promotion: bool = False) ->
     return JobMetadata(job_id, wanted, np.arange(len(wanted), dtype=np.int64), is_promotion, ReqContext("a"))
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.0005)
-
-
 def answer(tier: IsolatedTier, key: OffloadKey, context: ReqContext) -> bool | None:
-    answers: list[bool | None] = []
-    eventually(lambda: answers.append(tier.lookup(key, context)) or answers[-1] is not None)  # type: ignore[func-returns-value]  # append returns None
-    return answers[-1]
+    wait_until(lambda: tier.lookup(key, context) is not None)
+    return tier.lookup(key, context)
 
 
 def finished(tier: IsolatedTier, count: int) -> list[JobResult]:
     results: list[JobResult] = []
-    eventually(lambda: results.extend(tier.get_finished()) or len(results) >= count)  # type: ignore[func-returns-value]  # extend returns None
+
+    def enough() -> bool:
+        results.extend(tier.get_finished())
+        return len(results) >= count
+
+    wait_until(enough)
     return results
 
 
@@ -147,7 +145,7 @@ def test_no_call_waits_for_a_tier_that_hangs_and_memory_stays_bounded(
 ) -> None:
     inner.open.clear()
     tier.submit_store(job(1, keys(1)))
-    eventually(lambda: "submit_store" in inner.calls)
+    wait_until(lambda: "submit_store" in inner.calls)
     end_s = time.monotonic() + WAIT_S / 3  # less than one call that waits for the tier
     for number in range(HINTS_MAX):
         context = ReqContext(f"r{number}")
@@ -187,7 +185,7 @@ def test_an_answer_does_not_wait_for_a_later_lookup_that_hangs(
     inner.before_lookup = lambda key: key == second and has_ended.append(may_end.wait(WAIT_S / 3))  # type: ignore[func-returns-value]  # append returns None
     inner.open.clear()
     tier.submit_store(job(1, keys(3)))
-    eventually(lambda: "submit_store" in inner.calls)
+    wait_until(lambda: "submit_store" in inner.calls)
     assert tier.lookup_many([first, second], ReqContext("a")) == [None, None]
     inner.open.set()
     try:
@@ -238,7 +236,7 @@ def test_whatever_a_method_raises_what_comes_after_it_is_done(
     ]
     if method == "reset_cache":
         tier.reset_cache()
-    eventually(lambda: not inner.raises)
+    wait_until(lambda: not inner.raises)
     assert tier.lookup_failures == (method == "lookup")
     tier.submit_store(job(2, keys(2)))
     assert finished(tier, 1) == [JobResult(2, method != "reset_cache", reason="disabled" * (method == "reset_cache"))]
@@ -276,10 +274,10 @@ def test_no_figure_of_the_tier_is_asked_for_on_the_scheduler_s_thread(region: Pr
     inner = Watched(region.kv_view)
     tier = IsolatedTier(inner)
     answer(tier, keys(1)[0], ReqContext("a"))
-    eventually(lambda: tier.lookup_failures == 7)
+    wait_until(lambda: tier.lookup_failures == 7)
     tier.submit_store(job(1, keys(1)))
     assert finished(tier, 1) == [JobResult(1, True)]
-    eventually(lambda: tier.stats() == {"blocks": 1})
+    wait_until(lambda: tier.stats() == {"blocks": 1})
     tier.shutdown()
     inner._region.release()
     assert len(set(asked_by)) == 1
@@ -299,8 +297,8 @@ def test_what_stats_raises_is_raised_to_who_asks_and_ends_nobody(
             return True
         return False
 
-    eventually(is_told)
-    eventually(lambda: not is_told() and tier.stats() == {"blocks": 0})
+    wait_until(is_told)
+    wait_until(lambda: not is_told() and tier.stats() == {"blocks": 0})
 
 
 def test_a_job_that_expired_while_it_waited_is_not_begun(tier: IsolatedTier, inner: BlockingFourMethodTier) -> None:
@@ -314,7 +312,7 @@ def test_a_job_that_expired_while_it_waited_is_not_begun(tier: IsolatedTier, inn
 def test_loads_go_before_stores(tier: IsolatedTier, inner: BlockingFourMethodTier) -> None:
     inner.open.clear()
     tier.submit_store(job(1, keys(1)))
-    eventually(lambda: "submit_store" in inner.calls)
+    wait_until(lambda: "submit_store" in inner.calls)
     tier.submit_store(job(2, keys(2)))
     tier.submit_load(job(3, keys(1), is_promotion=True))
     inner.open.set()
@@ -337,7 +335,7 @@ def test_stores_that_wait_when_the_cache_is_reset_never_reach_the_tier(
     inner.can_reset = True
     inner.open.clear()
     tier.submit_store(job(1, keys(1)))
-    eventually(lambda: "submit_store" in inner.calls)
+    wait_until(lambda: "submit_store" in inner.calls)
     tier.submit_store(job(2, keys(2)))
     tier.reset_cache()
     inner.open.set()
@@ -352,9 +350,9 @@ def test_shutdown_does_not_wait_for_a_tier_that_hangs(
     monkeypatch.setattr(isolation, "CLOSE_TIMEOUT_S", 0.05)
     inner.open.clear()
     tier.submit_store(job(1, keys(1)))
-    eventually(lambda: "submit_store" in inner.calls)
+    wait_until(lambda: "submit_store" in inner.calls)
     start = time.perf_counter()
     tier.shutdown()
     assert time.perf_counter() - start < 10
     inner.open.set()
-    eventually(lambda: "shutdown" in inner.calls)
+    wait_until(lambda: "shutdown" in inner.calls)
