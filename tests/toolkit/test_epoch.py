@@ -99,20 +99,6 @@ def test_two_that_open_an_empty_storage_at_once_share_an_epoch(storage: Storage)
     assert [Epoch(Raced(storage)).saved_token(NEVER)] == tokens
 
 
-def test_a_reset_is_joined_by_who_opens_later_and_by_nobody_else(storage: Storage) -> None:
-    resetting, running = Epoch(storage), Epoch(storage)
-    before = running.saved_token(NEVER)
-    assert resetting.saved_token(NEVER) == before
-    resetting.renew()
-    assert not resetting.is_saved
-    after = resetting.saved_token(NEVER)
-    assert resetting.is_saved
-    assert after != before
-    check(running)
-    assert running.saved_token(NEVER) == before
-    assert Epoch(storage).saved_token(NEVER) == after == stored_token(storage)
-
-
 def test_a_reset_needs_no_storage(storage: Storage) -> None:
     epoch = Epoch(storage)
     before = epoch.saved_token(NEVER)
