@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import hypothesis
@@ -151,6 +152,13 @@ def gate() -> Iterator[Gate]:
     gate = Gate()
     yield gate
     gate.open()
+
+
+@pytest.fixture
+def closing() -> Iterator[ExitStack]:
+    """Closes what a fixture opens in the course of a test, at its end and the last first."""
+    with ExitStack() as closing:
+        yield closing
 
 
 @pytest.fixture

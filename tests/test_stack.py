@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,11 +18,10 @@ from tiered_kv.counters import count_of
 from tiered_kv.errors import ShutdownError, TierError
 from tiered_kv.facade import Blocks
 from tiered_kv.stack import open_stack
-from tiered_kv.testing.faults import HangingTier
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.waiting import wait_until
-from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
+from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
 
 BLOCK_BYTES = 4096
@@ -65,23 +63,15 @@ def opened_at_the_end(gate: Gate) -> Iterator[None]:
         gate.open()
 
 
-def new_name() -> str:
-    """Return a name for shared memory that no other process's tests use."""
-    return f"tiered-kv-test-{uuid.uuid4().hex}"
-
-
 @pytest.fixture
-def register() -> Iterator[Register]:
+def register(closing: ExitStack) -> Register:
     """Make tier classes known for one test."""
-    names: list[str] = []
 
     def register(name: str, tier: Any) -> None:
         SecondaryTierFactory.register(name, tier)
-        names.append(name)
+        closing.callback(SecondaryTierFactory.unregister, name)
 
-    yield register
-    for name in names:
-        SecondaryTierFactory.unregister(name)
+    return register
 
 
 @pytest.fixture
@@ -213,30 +203,6 @@ class TestThreads:
             with pytest.raises(RuntimeError, match="unplugged"):
                 stack.get(keys, empty(16).view(Failing))
             assert stack.put(keys_of(16, "other"), blocks_of(16)) == 16
-
-
-class TestSlowTiers:
-    def test_a_hung_tier_costs_time_within_the_limit_and_nothing_else(self, register: Register, gate: Gate) -> None:
-        def hanging(*arguments: Any) -> SecondaryTierManager:
-            return HangingTier(FourMethodTier(*arguments), gate)
-
-        class Hanging(FourMethodTier):
-            def __new__(cls, *arguments: Any) -> Any:  # what the factory gets is the wrapper
-                return hanging(*arguments)
-
-        register("hanging", lambda: Hanging)
-        gate.close()
-        entry: dict[str, object] = {"type": "hanging", "lookup_timeout": "50ms", "job_timeout": "100ms"}
-        keys, blocks = keys_of(4), blocks_of(4)
-        with open_stack(stack_of(entry)) as stack:
-            began_s = time.monotonic()
-            assert stack.get(keys, empty(4), timeout=0.2) == 0
-            assert stack.put(keys, blocks, timeout=0.2) == 4
-            assert stack.get(keys, empty(4), timeout=0.2) == 4
-            assert stack.flush(timeout=0.2) is False
-            assert time.monotonic() - began_s < 8.0  # all of them have 0.8 s
-            gate.open()
-            assert stack.flush(WAIT_S)
 
 
 class TestOpening:

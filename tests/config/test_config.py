@@ -227,14 +227,6 @@ class TestVariables:
         assert isinstance(tier, VaultSettings)
         assert (tier.url, tier.port, config.namespace.model) == ("vaults://localhost/$x", 7, "m")
 
-    def test_a_missing_variable_is_named_with_its_key(self) -> None:
-        assert error_of(vault(password="${VAULT_PASSWORD}")).startswith(
-            "secondary.0.password: the environment variable VAULT_PASSWORD is not set"
-        )
-
-    def test_a_malformed_reference_is_refused(self) -> None:
-        assert "$$ for a plain $" in error_of(vault(url="${not a name}"))
-
 
 class TestMistakes:
     @pytest.mark.parametrize(
@@ -284,6 +276,8 @@ class TestMistakes:
             ({"store_budget": "1KiB"}, "secondary.0.store_budget: expected room for at least 1 block of 64KiB"),
             ({"name": "cpu"}, "secondary.0.name: the name 'cpu' is taken by the primary tier"),
             ({"name": "../x"}, "secondary.0.name: "),
+            ({"password": "${NONE}"}, "secondary.0.password: the environment variable NONE is not set"),
+            ({"url": "${not a name}"}, "$$ for a plain $"),
             ({"job_timeout": 0}, "secondary.0.job_timeout: expected a value greater than 0"),
         ],
     )

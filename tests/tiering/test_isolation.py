@@ -21,9 +21,10 @@ from tiered_kv.tiering.base import JobMetadata, JobResult
 from tiered_kv.tiering.isolation import HINTS_MAX, IsolatedTier
 
 WAIT_S = 30.0
+OpenTier = Callable[..., IsolatedTier]
 
 
-class BlockingFourMethodTier(FourMethodTier):
+class HeldTier(FourMethodTier):
     """Methods wait until the test lets them through, and raise once what the test says."""
 
     def __init__(self, view: memoryview) -> None:
@@ -92,12 +93,12 @@ def region() -> Iterator[PrimaryRegion]:
 
 
 @pytest.fixture
-def inner(region: PrimaryRegion) -> BlockingFourMethodTier:
-    return BlockingFourMethodTier(region.kv_view)
+def inner(region: PrimaryRegion) -> HeldTier:
+    return HeldTier(region.kv_view)
 
 
 @pytest.fixture
-def open_tier(inner: BlockingFourMethodTier) -> Iterator[Callable[..., IsolatedTier]]:
+def open_tier(inner: HeldTier) -> Iterator[OpenTier]:
     opened: list[IsolatedTier] = []
 
     def open_one(*arguments: Any) -> IsolatedTier:  # Any: as the tier takes them
@@ -112,7 +113,7 @@ def open_tier(inner: BlockingFourMethodTier) -> Iterator[Callable[..., IsolatedT
 
 
 @pytest.fixture
-def tier(open_tier: Callable[..., IsolatedTier]) -> IsolatedTier:
+def tier(open_tier: OpenTier) -> IsolatedTier:
     return open_tier()
 
 
@@ -140,9 +141,7 @@ def finished(tier: IsolatedTier, count: int) -> list[JobResult]:
     return results
 
 
-def test_no_call_waits_for_a_tier_that_hangs_and_memory_stays_bounded(
-    tier: IsolatedTier, inner: BlockingFourMethodTier
-) -> None:
+def test_no_call_waits_for_a_tier_that_hangs_and_memory_stays_bounded(tier: IsolatedTier, inner: HeldTier) -> None:
     inner.open.clear()
     tier.submit_store(job(1, keys(1)))
     wait_until(lambda: "submit_store" in inner.calls)
@@ -162,7 +161,7 @@ def test_no_call_waits_for_a_tier_that_hangs_and_memory_stays_bounded(
 
 
 def test_a_lookup_that_hangs_is_a_miss_and_a_failure_in_time(
-    open_tier: Callable[..., IsolatedTier], inner: BlockingFourMethodTier, clock: ManualClock
+    open_tier: OpenTier, inner: HeldTier, clock: ManualClock
 ) -> None:
     tier, (key,) = open_tier(1.0, clock), keys(1)
     inner.blocks[key] = bytes(64)
@@ -176,7 +175,7 @@ def test_a_lookup_that_hangs_is_a_miss_and_a_failure_in_time(
 
 
 def test_an_answer_does_not_wait_for_a_later_lookup_that_hangs(
-    open_tier: Callable[..., IsolatedTier], inner: BlockingFourMethodTier, clock: ManualClock
+    open_tier: OpenTier, inner: HeldTier, clock: ManualClock
 ) -> None:
     tier, (first, second) = open_tier(1.0, clock), keys(1, 2)
     may_end = threading.Event()
@@ -196,7 +195,7 @@ def test_an_answer_does_not_wait_for_a_later_lookup_that_hangs(
 
 
 def test_jobs_are_reported_while_one_lookup_follows_the_other(
-    open_tier: Callable[..., IsolatedTier], inner: BlockingFourMethodTier, clock: ManualClock
+    open_tier: OpenTier, inner: HeldTier, clock: ManualClock
 ) -> None:
     tier = open_tier(1.0, clock)
     has_begun, may_end = threading.Semaphore(0), threading.Semaphore(0)
@@ -220,7 +219,7 @@ def test_jobs_are_reported_while_one_lookup_follows_the_other(
     "method", ["submit_store", "get_finished", "take_events", "touch", "lookup", "on_schedule_end", "reset_cache"]
 )
 def test_whatever_a_method_raises_what_comes_after_it_is_done(
-    tier: IsolatedTier, inner: BlockingFourMethodTier, method: str, error: type[BaseException]
+    tier: IsolatedTier, inner: HeldTier, method: str, error: type[BaseException]
 ) -> None:
     inner.can_reset = True
     inner.raises[method] = error
@@ -243,7 +242,7 @@ def test_whatever_a_method_raises_what_comes_after_it_is_done(
 
 
 def test_what_is_reported_beside_nonsense_and_exceptions_counts(
-    tier: IsolatedTier, inner: BlockingFourMethodTier, monkeypatch: pytest.MonkeyPatch
+    tier: IsolatedTier, inner: HeldTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sound = inner.get_finished
 
@@ -261,7 +260,7 @@ def test_what_is_reported_beside_nonsense_and_exceptions_counts(
 def test_no_figure_of_the_tier_is_asked_for_on_the_scheduler_s_thread(region: PrimaryRegion) -> None:
     asked_by: list[threading.Thread] = []
 
-    class Watched(BlockingFourMethodTier):
+    class Watched(HeldTier):
         @property
         def lookup_failures(self) -> int:
             asked_by.append(threading.current_thread())
@@ -286,7 +285,7 @@ def test_no_figure_of_the_tier_is_asked_for_on_the_scheduler_s_thread(region: Pr
 
 @pytest.mark.parametrize(("error", "told"), [(OSError, OSError), (SystemExit, RuntimeError)])
 def test_what_stats_raises_is_raised_to_who_asks_and_ends_nobody(
-    tier: IsolatedTier, inner: BlockingFourMethodTier, error: type[BaseException], told: type[Exception]
+    tier: IsolatedTier, inner: HeldTier, error: type[BaseException], told: type[Exception]
 ) -> None:
     inner.raises["stats"] = error
 
@@ -301,7 +300,7 @@ def test_what_stats_raises_is_raised_to_who_asks_and_ends_nobody(
     wait_until(lambda: not is_told() and tier.stats() == {"blocks": 0})
 
 
-def test_a_job_that_expired_while_it_waited_is_not_begun(tier: IsolatedTier, inner: BlockingFourMethodTier) -> None:
+def test_a_job_that_expired_while_it_waited_is_not_begun(tier: IsolatedTier, inner: HeldTier) -> None:
     late = job(1, keys(1))
     late.deadline = time.monotonic() - 1
     tier.submit_store(late)
@@ -309,7 +308,7 @@ def test_a_job_that_expired_while_it_waited_is_not_begun(tier: IsolatedTier, inn
     assert "submit_store" not in inner.calls
 
 
-def test_loads_go_before_stores(tier: IsolatedTier, inner: BlockingFourMethodTier) -> None:
+def test_loads_go_before_stores(tier: IsolatedTier, inner: HeldTier) -> None:
     inner.open.clear()
     tier.submit_store(job(1, keys(1)))
     wait_until(lambda: "submit_store" in inner.calls)
@@ -319,7 +318,7 @@ def test_loads_go_before_stores(tier: IsolatedTier, inner: BlockingFourMethodTie
     assert [result.job_id for result in finished(tier, 3)] == [1, 3, 2]
 
 
-def test_a_tier_that_cannot_forget_is_silent_after_a_reset(tier: IsolatedTier, inner: BlockingFourMethodTier) -> None:
+def test_a_tier_that_cannot_forget_is_silent_after_a_reset(tier: IsolatedTier, inner: HeldTier) -> None:
     tier.submit_store(job(1, keys(1)))
     finished(tier, 1)
     assert tier.reset_cache()
@@ -329,9 +328,7 @@ def test_a_tier_that_cannot_forget_is_silent_after_a_reset(tier: IsolatedTier, i
     assert tier.lookup(keys(2)[0], ReqContext("c")) is False
 
 
-def test_stores_that_wait_when_the_cache_is_reset_never_reach_the_tier(
-    tier: IsolatedTier, inner: BlockingFourMethodTier
-) -> None:
+def test_stores_that_wait_when_the_cache_is_reset_never_reach_the_tier(tier: IsolatedTier, inner: HeldTier) -> None:
     inner.can_reset = True
     inner.open.clear()
     tier.submit_store(job(1, keys(1)))
@@ -345,7 +342,7 @@ def test_stores_that_wait_when_the_cache_is_reset_never_reach_the_tier(
 
 
 def test_shutdown_does_not_wait_for_a_tier_that_hangs(
-    tier: IsolatedTier, inner: BlockingFourMethodTier, monkeypatch: pytest.MonkeyPatch
+    tier: IsolatedTier, inner: HeldTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(isolation, "CLOSE_TIMEOUT_S", 0.05)
     inner.open.clear()

@@ -81,7 +81,12 @@ def test_wrong_outcomes_are_failures_and_wrong_answers_misses(stage: Stage, retu
 
 def test_a_lookup_is_told_who_asks_for_each_key(stage: Stage) -> None:
     told: list[str] = []
-    stage.tier.before = lambda operation, keys: operation == "lookup" and told.extend(stage.tier.probe_req_ids)
+
+    def note(operation: str, keys: Sequence[OffloadKey]) -> None:
+        if operation == "lookup":
+            told.extend(stage.tier.probe_req_ids)
+
+    stage.tier.before = note
     assert stage.rig.lookup(make_keys(1)[0], ReqContext("somebody")) is False
     assert told == ["somebody"]
 
