@@ -211,24 +211,19 @@ FAULTS: list[tuple[str, MakeTier, Check, str]] = [
 
 
 @pytest.fixture
-def open_bench(server: KeyValueServer) -> Iterator[OpenBench]:
-    with FaultProxy(server.address) as proxy:
-        rigs: list[TierRig] = []
+def open_bench(server: KeyValueServer, closing: contextlib.ExitStack) -> OpenBench:
+    proxy = closing.enter_context(FaultProxy(server.address))
 
-        def open_(make_tier: MakeTier, says: str = "") -> WireBench:
-            address = (proxy.host, proxy.port)
-            rigs.append(
-                TierRig(
-                    lambda spec, view: make_tier(spec, view, address), num_blocks=128, block_bytes=512, wait_s=WAIT_S
-                )
-            )
-            return FaultBench(rigs[0], proxy, says)
+    def open_(make_tier: MakeTier, says: str = "") -> WireBench:
+        def open_tier(spec: object, view: memoryview) -> SecondaryTierManager:
+            return make_tier(spec, view, (proxy.host, proxy.port))
 
-        yield open_
-        for rig in rigs:
-            rig.close()
-        while LeavingTier.left:
-            LeavingTier.left.pop().close()
+        rig = TierRig(open_tier, num_blocks=128, block_bytes=512, wait_s=WAIT_S)
+        closing.callback(lambda: [left.close() for left in LeavingTier.left] and LeavingTier.left.clear())
+        closing.callback(rig.close)
+        return FaultBench(rig, proxy, says)
+
+    return open_
 
 
 @pytest.mark.parametrize(
