@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiered_kv import base, mediums
+from tiered_kv.backend import Backend
 from tiered_kv.base import (
     CanonicalKVCaches,
     OffloadingManager,
@@ -21,6 +22,8 @@ from tiered_kv.base import (
     get_offload_group_idx,
     make_offload_key,
 )
+from tiered_kv.cpu.backend import CPUBackend
+from tiered_kv.cpu.region import PrimaryRegion
 
 
 @given(block_hash=st.binary(max_size=100), group_idx=st.integers(0, 2**32 - 1))
@@ -66,6 +69,17 @@ def test_gpu_specs_check_that_their_groups_add_up() -> None:
         mediums.GPULoadStoreSpec([1, 2, 3], [1, 1])
     with pytest.raises(ValueError, match="1 block_indices for 2 groups"):
         mediums.GPULoadStoreSpec([1, 2, 3], [1, 2], [0])
+
+
+def test_a_backend_s_blocks_are_writing_until_they_are_ready_and_have_a_row_each() -> None:
+    backend: Backend = CPUBackend(region := PrimaryRegion(4, 64))
+    keys = [make_offload_key(b"%d" % number, 0) for number in range(4)]
+    blocks = backend.allocate_blocks(keys)
+    assert {(block.ref_cnt, block.is_ready) for block in blocks} == {(-1, False)}
+    spec = backend.get_load_store_spec(keys, blocks)
+    assert isinstance(spec, mediums.CPULoadStoreSpec)
+    assert sorted(spec.block_ids.tolist()) == [0, 1, 2, 3]
+    region.close()
 
 
 class Spec(OffloadingSpec):

@@ -258,6 +258,10 @@ class TestMistakes:
             ({"secondary": {}}, "secondary: expected a list of tiers"),
             ({"secondary": ["vault"]}, "secondary.0: expected a mapping with the key 'type'"),
             ({"secondary": [{"type": "valt"}]}, "secondary.0.type: unknown tier type 'valt'; did you mean 'vault'?"),
+            (
+                {"secondary": [{"type": "no module:X"}]},
+                "secondary.0.type: expected a tier type, or 'module:Class', found",
+            ),
             ({"secondary": [{"type": "no.such.module:X"}]}, "secondary.0.type: 'no.such.module:X' cannot be loaded"),
             ({"secondary": [{"type": "vault"}]}, "secondary.0.capacity: this key is required: How much the vault"),
         ],

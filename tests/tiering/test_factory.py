@@ -61,6 +61,10 @@ def test_a_class_with_the_three_arguments_is_built_by_its_name(view: memoryview)
         assert isinstance(tier, FourMethodTier)
         assert tier.tier_type == "four"
     assert "four" not in SecondaryTierFactory.known()
+    with plugged(TierType("plain", TierSettings, lambda: FourMethodTier)):
+        assert SecondaryTierFactory.create(SPEC, view, {"type": "plain"}).tier_type == "plain"
+    with pytest.raises(ConfigError, match="unknown tier type 'plain'"):
+        SecondaryTierFactory.create(SPEC, view, {"type": "plain"})
 
 
 def test_the_further_keys_of_an_entry_are_arguments_of_its_class(view: memoryview) -> None:

@@ -111,7 +111,7 @@ def test_a_reset_needs_no_storage(storage: Storage) -> None:
     assert epoch.saved_token(NEVER) == stored_token(storage) != before
 
 
-@pytest.mark.parametrize("found", [None, b"", b"nonsense"])
+@pytest.mark.parametrize("found", [None, b"", b"nonsense", b"tiered-kv epoch 1 5 0123456789abcdef 0000000000000000\n"])
 def test_a_mark_that_is_lost_while_a_process_runs_is_written_again(storage: Storage, found: bytes | None) -> None:
     epoch = Epoch(storage)
     token = epoch.saved_token(NEVER)
