@@ -210,6 +210,11 @@ FAULTS: list[tuple[str, MakeTier, Check, str]] = [
 ]
 
 
+def close_what_is_left() -> None:
+    while LeavingTier.left:
+        LeavingTier.left.pop().close()
+
+
 @pytest.fixture
 def open_bench(server: KeyValueServer, closing: contextlib.ExitStack) -> OpenBench:
     proxy = closing.enter_context(FaultProxy(server.address))
@@ -219,7 +224,7 @@ def open_bench(server: KeyValueServer, closing: contextlib.ExitStack) -> OpenBen
             return make_tier(spec, view, (proxy.host, proxy.port))
 
         rig = TierRig(open_tier, num_blocks=128, block_bytes=512, wait_s=WAIT_S)
-        closing.callback(lambda: [left.close() for left in LeavingTier.left] and LeavingTier.left.clear())
+        closing.callback(close_what_is_left)
         closing.callback(rig.close)
         return FaultBench(rig, proxy, says)
 
