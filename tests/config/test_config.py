@@ -13,9 +13,8 @@ from pydantic import Field, SecretStr
 
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.reading import FILE_BYTES_MAX, parse_stack_text
-from tiered_kv.config.schema import stack_schema
 from tiered_kv.config.settings import StrictModel, TierSettings
-from tiered_kv.config.stack_config import BUILT_IN_POLICIES, StackConfig, load_config
+from tiered_kv.config.stack_config import BUILT_IN_POLICIES, StackConfig, load_config, stack_schema
 from tiered_kv.config.units import (
     BYTES_MAX,
     Bytes,

@@ -23,8 +23,7 @@ from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.guarded import GuardedTier, Job
 from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.search import Search
-from tiered_kv.toolkit.jobs import Part
-from tiered_kv.toolkit.queue import PartQueue
+from tiered_kv.toolkit.jobs import Part, PartQueue
 from tiered_kv.toolkit.record import RecordStatus
 
 SEEDS = 1000

@@ -17,7 +17,7 @@ from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.counters import count_of
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.stack import Stack
-from tiered_kv.tiering.audited import is_chosen
+from tiered_kv.tiering.audit import is_chosen
 from tiered_kv.tiering.spare_rows import BLOCKS_MAX
 
 BLOCK_BYTES = 4096

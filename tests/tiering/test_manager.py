@@ -6,7 +6,7 @@ import pytest
 
 from tests.tiering.conftest import BLOCK_BYTES, Bench, MakeBench, keys
 from tiered_kv.base import OffloadPolicy, ReqContext
-from tiered_kv.tiering.limits import ManagerLimits
+from tiered_kv.tiering.requests import ManagerLimits
 
 # Cascade.
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.tiering.conftest import LARGE_BUDGETS, LOOKUP_TIMEOUT_S, Bench, MakeBench, keys
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.tiering.limits import ManagerLimits
+from tiered_kv.tiering.requests import ManagerLimits
 
 
 def answers_nothing(bench: Bench) -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.config.schema import stack_schema
 from tiered_kv.config.secret_keys import parse_key
-from tiered_kv.config.stack_config import load_config, tier_settings
+from tiered_kv.config.stack_config import load_config, stack_schema, tier_settings
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import tier_plugins
 from tiered_kv.toolkit.codec_settings import CodecSettings

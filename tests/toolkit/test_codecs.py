@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiered_kv.errors import MissingExtraError
-from tiered_kv.toolkit.codecs import PLAIN, RAW_ID, ZSTD_ID, CodecSet, payload_bytes_range
-from tiered_kv.toolkit.compression import Zstd
+from tiered_kv.toolkit.codecs import PLAIN, RAW_ID, ZSTD_ID, CodecSet, Zstd, payload_bytes_range
 from tiered_kv.toolkit.status import RecordStatus
 
 OK, BAD_PAYLOAD = RecordStatus.OK, RecordStatus.BAD_PAYLOAD

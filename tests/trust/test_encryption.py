@@ -25,8 +25,7 @@ from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.rig import block_content, compressible_content, make_keys
 from tiered_kv.testing.s3_servers import moto_server
 from tiered_kv.tiering.base import TierSpec
-from tiered_kv.toolkit.codecs import AES_ID, RAW_ID, ZSTD_AES_ID, ZSTD_ID, CodecSet, binding_of
-from tiered_kv.toolkit.compression import Zstd
+from tiered_kv.toolkit.codecs import AES_ID, RAW_ID, ZSTD_AES_ID, ZSTD_ID, CodecSet, Zstd, binding_of
 from tiered_kv.toolkit.encryption import Cipher
 
 __all__ = ["moto_server", "patient_nvme", "redis_server"]

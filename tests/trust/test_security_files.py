@@ -15,8 +15,8 @@ from tiered_kv.cli import main
 from tiered_kv.cpu.geometry import Geometry
 from tiered_kv.errors import ConfigError, TieredKVError, TierUnavailableError
 from tiered_kv.stack import open_stack
+from tiered_kv.worker.shared import SharedRegion
 from tiered_kv.worker.shared_file import SharedFile
-from tiered_kv.worker.shared_region import SharedRegion
 
 pytestmark = pytest.mark.trust("security")
 

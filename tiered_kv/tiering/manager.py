@@ -23,9 +23,8 @@ from tiered_kv.tiering.audit import Audit, AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.cascade import Cascade
 from tiered_kv.tiering.guarded import GuardedTier
-from tiered_kv.tiering.limits import ManagerLimits
 from tiered_kv.tiering.promotion import Promotions
-from tiered_kv.tiering.requests import RequestState, RequestTable
+from tiered_kv.tiering.requests import ManagerLimits, RequestState, RequestTable
 from tiered_kv.tiering.search import Search
 from tiered_kv.tiering.step import PAUSES_MAX, STEP
 

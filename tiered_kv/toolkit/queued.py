@@ -16,9 +16,8 @@ from typing import Any, ClassVar
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
-from tiered_kv.toolkit.jobs import ALL_DONE, Job, Outcome, Part, failure_reason
+from tiered_kv.toolkit.jobs import ALL_DONE, Job, Outcome, Part, PartQueue, failure_reason
 from tiered_kv.toolkit.lookups import BatchedLookups
-from tiered_kv.toolkit.queue import PartQueue
 
 _log = logging.getLogger("tiered_kv.toolkit")
 

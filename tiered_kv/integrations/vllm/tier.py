@@ -22,9 +22,15 @@ from tiered_kv.base import OffloadPolicy as OurPolicy
 from tiered_kv.config.reading import fill_variables
 from tiered_kv.config.stack_config import tier_settings
 from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.integrations.vllm.identity import VLLM_ROW_LAYOUT, chunk_tokens, environment, namespace_of
+from tiered_kv.integrations.vllm.identity import (
+    VLLM_ROW_LAYOUT,
+    check_chunks,
+    check_stages,
+    chunk_tokens,
+    environment,
+    namespace_of,
+)
 from tiered_kv.integrations.vllm.metrics import CounterReport, hit_source, metric_definitions, vllm_events
-from tiered_kv.integrations.vllm.support import check_chunks, check_stages
 from tiered_kv.tiering.base import JobResult as OurResult
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
