@@ -98,12 +98,7 @@ class Stack(BlockFacade):
 
 
 def open_tier(config: StackConfig, settings: TierSettings, kv_view: memoryview) -> SecondaryTierManager:
-    """Open one secondary tier of a stack over `kv_view`; the caller shuts it down.
-
-    Args:
-        config: The stack's configuration.
-        settings: One of its `secondary`.
-        kv_view: Writable, of shape (num_blocks, block_bytes).
+    """Open one of a stack's `secondary` over `kv_view`, of shape (num_blocks, block_bytes); the caller shuts it down.
 
     Raises:
         ConfigError, TierError: The tier cannot be opened.

@@ -57,8 +57,7 @@ class AuditRules:
 class Audit:
     """Chooses requests, one at a time, and follows their blocks until they have been compared.
 
-    Owned by the manager's thread. A thread of the audit's own compares the bytes.
-    `on_active` is called with True when lookups have to ask `withholds` from now on, and with False when not.
+    Owned by the manager's thread. `on_active` is called with `is_active` when that may have changed.
     """
 
     def __init__(
@@ -83,10 +82,13 @@ class Audit:
         self._largest: dict[str, float] = {}  # by tier
         self._abandoned: Counter[str] = Counter()  # by reason
         self._num_requests = self._busy_requests = 0
-        self.is_active = False
-        """Whether lookups have to ask `withholds`."""
         self.stopped: set[str] = set()
         """Tiers that are not to be used any more."""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether lookups have to ask `withholds`."""
+        return self._current is not None or PRIMARY_NAME in self.stopped
 
     @property
     def in_flight(self) -> int:
@@ -120,7 +122,7 @@ class Audit:
         if current is None:
             context = ReqContext(f"\0audit-{next(self._numbers)}")
             self._current = Audited(req_id, context, self._clock() + DURATION_MAX_S)
-            self._set_active(True)
+            self._on_active(True)
         elif current.req_id != req_id:
             self._busy_requests += 1
 
@@ -330,10 +332,6 @@ class Audit:
             if self._rules.stops:
                 self.stopped.add(tier)
 
-    def _set_active(self, is_active: bool) -> None:
-        self.is_active = is_active
-        self._on_active(is_active)
-
     def _abandon(self, reason: str, num_blocks: int) -> None:
         if num_blocks:
             self._abandoned[reason] += num_blocks
@@ -343,7 +341,7 @@ class Audit:
         audited = self._current
         assert audited is not None
         self._current = None
-        self._set_active(PRIMARY_NAME in self.stopped)
+        self._on_active(self.is_active)
         for guarded in self._tiers:
             guarded.call("on_request_finished", audited.context)
         self._abandon(reason, self._spare_rows.pending(audited) + len(audited.asked))

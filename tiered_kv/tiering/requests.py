@@ -81,10 +81,8 @@ class RequestTable:
     """The state of each request, bounded in number.
 
     Calls without a request id share one state, the *anonymous* request. It has no end, so it is forgotten and begun
-    anew after a while. Then failed keys may be tried again for it.
-    Owned by the manager's thread.
-
-    Beyond `requests_max` the request seen first is forgotten, and `forget` called with it.
+    anew after a while. Then failed keys may be tried again for it. Beyond `requests_max` the request seen first is
+    forgotten, and `forget` called with it. Owned by the manager's thread.
     """
 
     def __init__(

@@ -134,10 +134,7 @@ class ClaimedDirectory:
 
     @contextmanager
     def opened(self, operation: str) -> Iterator[int | None]:
-        """Yield a descriptor of the directory, None if it is missing.
-
-        Args:
-            operation: The caller's operation, for the error.
+        """Yield a descriptor of the directory, None if it is missing; errors name the caller's `operation`.
 
         Raises:
             ConfigError: It is a symbolic link.

@@ -109,13 +109,8 @@ def payload_bytes_range(codec_id: int, raw_bytes: int) -> range:
 
 
 def binding_of(namespace_digest: bytes, key: bytes) -> bytes:
-    """Return the namespace and block as bytes. An encrypted payload is bound to them, and is a miss elsewhere.
-
-    Args:
-        namespace_digest: 16 bytes, so that no two pairs give the same.
-        key: The block's whole key.
-    """
-    return namespace_digest + key
+    """Return a namespace and a whole key as bytes. An encrypted payload is bound to them, and is a miss elsewhere."""
+    return namespace_digest + key  # digests have one length, so no two pairs give the same
 
 
 class Draft(NamedTuple):
@@ -144,12 +139,7 @@ class Draft(NamedTuple):
         return len(self.content) if self.cipher is None else len(self.content) + ENVELOPE_BYTES
 
     def write_into(self, target: memoryview, binding: bytes) -> None:
-        """Write the payload.
-
-        Args:
-            target: Memory of `payload_bytes`, apart from `content`.
-            binding: What the payload belongs to; see `binding_of`.
-        """
+        """Write the payload, which belongs to `binding` (`binding_of`), into `payload_bytes` apart from `content`."""
         if self.cipher is None:
             target[:] = self.content
         else:
@@ -216,8 +206,7 @@ class CodecSet:
             codec_id: What the record names.
             payload: The payload. The caller has verified its checksum, unless it is encrypted: then the tag answers for
                 it, and the checksum may be asked afterwards.
-            block: Where the block belongs.
-            binding: As in `Draft.write_into`.
+            block, binding: Where the block belongs; see `binding_of`.
         """
         status = self.refusal(codec_id)
         if status is not RecordStatus.OK:

@@ -127,13 +127,9 @@ class Cipher:
     def decrypt_into(
         self, payload: memoryview, target: memoryview, codec_id: int, raw_bytes: int, binding: bytes
     ) -> RecordStatus:
-        """Decrypt an envelope into `target`. A failure may leave unauthenticated bytes there.
+        """Decrypt an envelope into `target`, which is `ENVELOPE_BYTES` shorter; the rest as `CodecSet.decode`.
 
-        Args:
-            payload: The envelope.
-            target: Memory, apart from `payload` and `ENVELOPE_BYTES` shorter.
-            codec_id, raw_bytes: What the record says.
-            binding: What the payload belongs to.
+        A failure may leave unauthenticated bytes there.
         """
         head = bytes(payload[: _HEAD.size])
         key_id, check, salt, nonce = _HEAD.unpack(head)

@@ -136,10 +136,9 @@ class PartQueue:
     """Two queues of jobs, taken in parts: loads before stores, each first in, first out. Lookups go before both; the
     queue only notes that there are some.
 
-    A job is added in one step, whatever its size. The workers take parts of it, so all of them serve one large
-    job. The scheduler appends without taking the lock: a worker that loses the
-    interpreter lock while it holds this lock cannot delay it. The lock is held for a few assignments, never during
-    a transfer.
+    A job is added in one step, whatever its size. The workers take parts of it, so all of them serve one large job. The
+    scheduler appends without taking the lock: a worker that loses the interpreter lock while it holds this lock cannot
+    delay it. The lock is held for a few assignments, never during a transfer.
 
     Args:
         wake: Called, by any thread, when one more worker may find a part. Must not wait.
@@ -207,11 +206,9 @@ class PartQueue:
         return is_last
 
     def drop_rest(self, job: Job, reason: str) -> bool:
-        """Take back the blocks of `job` that have not been started; any thread.
+        """Take back the blocks of `job` that have not been started; return whether the caller has to report it.
 
-        Returns:
-            True if nothing of the job is running, so that the caller has to report it. If False, it has ended
-            already or the worker that ends its last part reports it.
+        Otherwise it has ended already, or the worker that ends its last part reports it. Any thread.
         """
         with self._lock:
             if job.next_block == job.end_block:

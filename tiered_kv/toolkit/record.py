@@ -108,12 +108,7 @@ def encode_record(
 
     Where the codec would not make the block shorter, and always with `raw`, the payload is `block` itself, not a copy.
 
-    Args:
-        key: The block's key.
-        block: The block's bytes, one-dimensional.
-        namespace_digest: 16 bytes.
-        codecs: How to write the payload.
-        room: Where an encrypted payload goes; by default into memory of its own.
+    `block` is one-dimensional. An encrypted payload goes into the memory that `room` gives, by default new memory.
     """
     give_way()
     draft = codecs.draft(block)
@@ -171,9 +166,8 @@ def decode_record(
         header: The record's first 128 bytes.
         payload: The bytes after them, one-dimensional, without anything that may follow. Where a payload of the
             block's length has already been read into `block`, pass `block` itself: nothing is copied then.
-        key: The key that was asked for.
+        key, namespace_digest: What was asked for.
         block: Where the block belongs, one-dimensional and writable, of the block's size.
-        namespace_digest: 16 bytes.
         codecs: The codecs that may be read.
     """
     give_way()

@@ -51,8 +51,6 @@ def replace_file(
 
     Args:
         path: Its path; relative to `dir_fd` if that is given.
-        data: The whole content.
-        dir_fd: A directory, open.
         only_new: Do not replace an existing file.
         flush: Whether the file must be whole after a power failure, which may leave an empty one otherwise.
     """

@@ -84,9 +84,7 @@ class SharedStack:
     def open_stack(self, *, enable_events: bool = False, file: SharedFile | None = None) -> Stack:
         """Open the scheduler's side: the manager, and the secondary tiers. Close it with `Stack.close`.
 
-        Args:
-            enable_events: As for `Stack`.
-            file: The shared file, if this process has joined it already. The stack owns it from now on.
+        A process that has joined the shared `file` already gives it. The stack owns it from now on.
 
         Raises:
             ConfigError, TierError: As `open_stack`; or the memory is in use by another run.
@@ -178,13 +176,9 @@ class SharedRegion(PrimaryRegion):
     def join(
         cls, file: SharedFile, geometry: Geometry, *, huge_pages: bool = True, numa_node: int | None = None
     ) -> Self:
-        """Map the rows of `file`. The region owns the file from now on, even if this raises.
+        """Map the rows of `file`, in which this process has a place; all parties give the same `geometry`.
 
-        Args:
-            file: The file, in which this process has a place.
-            geometry: The rows, the same in every party.
-            huge_pages: As for `PrimaryRegion`.
-            numa_node: Likewise.
+        The region owns the file from now on, even if this raises. The rest is as for `PrimaryRegion`.
 
         Raises:
             ConfigError: The memory cannot be allocated, or another party expects another geometry.

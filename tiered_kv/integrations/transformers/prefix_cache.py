@@ -23,10 +23,9 @@ from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.facade import Blocks
 from tiered_kv.integrations.transformers.identity import Weights, namespace_fields
-from tiered_kv.integrations.transformers.layout import BlockLayout, States
+from tiered_kv.integrations.transformers.layout import BlockLayout, States, block_keys
 from tiered_kv.integrations.transformers.saver import Saver
 from tiered_kv.integrations.transformers.support import layout_of, states_of, token_count
-from tiered_kv.integrations.transformers.token_hash import block_keys
 from tiered_kv.stack import Stack, open_stack
 
 if TYPE_CHECKING:
@@ -302,11 +301,8 @@ def complete(
 ) -> tuple[StackConfig, BlockLayout]:
     """Return the configuration of a stack for a model's blocks, and their layout.
 
-    Args:
-        source: The path of a stack's file, or a mapping of the same form. `block` and `namespace` may be left out, or
-            may have what the model does not say: `block.tokens`, and the namespace's `model`, `revision`,
-            `tenant`, `hash_seed`, `extra`.
-        model, block_tokens, weights: As in `PrefixCache.open`.
+    The arguments are those of `PrefixCache.open`. In the stack, `block` and `namespace` may be left out, or may have
+    what the model does not say: `block.tokens`; the namespace's `model`, `revision`, `tenant`, `hash_seed`, `extra`.
 
     Raises:
         ConfigError: The configuration cannot be used, or contradicts the model or an argument.

@@ -189,15 +189,9 @@ def stages_of(ranks: Sequence[Rank]) -> list[Stage]:
 
 
 def exchange(config: Any, name: str, party: str) -> tuple[SharedFile, list[Rank]]:  # Any: vLLM's OffloadingConfig
-    """Join the engine's shared file, and wait until all workers have.
+    """Join the engine's shared file as `party`, and wait until all workers have.
 
-    Args:
-        config: What vLLM tells this process.
-        name: The file's name, without its ending.
-        party: Which process this is.
-
-    Returns:
-        The file, which the caller leaves, and all workers in their order.
+    Return the file, which the caller leaves, and all workers in their order.
 
     Raises:
         ConfigError: The file cannot be had, or a worker does not join it in time.
