@@ -132,11 +132,9 @@ class TierPlugins:
                 _log.warning("%s", conflicts)
 
     def register(self, plugin: object, name: str | None = None) -> PluginReport:
-        """Add a plugin of the program's own.
+        """Add a plugin of the program's own: a module or object with the `tiered_kv_register_tiers` hook.
 
-        Args:
-            plugin: A module or object with the `tiered_kv_register_tiers` hook.
-            name: What messages call it; by default its `__name__`, or its class's.
+        Messages call it `name`, by default its `__name__`, or its class's.
 
         Raises:
             ConfigError: The plugin is registered already, gives no valid tier types, or gives one whose name

@@ -80,12 +80,14 @@ class Stack(BlockFacade):
                 hold_s=config.primary.promotion_hold,
                 wait_max_s=config.primary.request_wait,
             )
+            stops, dtype = config.audit_action == "stop", config.namespace.dtype
+            audit = AuditRules(config.audit, config.audit_tolerance, stops, dtype) if config.audit else None
             manager = TieringOffloadingManager(
                 self.primary,
                 self.secondary_tiers,
                 settings=config.secondary,
                 limits=limits,
-                audit=_audit_rules(config),
+                audit=audit,
             )
             super().__init__(manager, backend.region, _batch_blocks(config))
             undo.pop_all()
@@ -146,11 +148,6 @@ def _shut_down(tiers: list[SecondaryTierManager], config: StackConfig) -> None:
         except Exception as error:  # whatever a stranger's tier raises
             # The text, since the error keeps the tier with its traceback.
             _log.warning("a '%s' tier failed to shut down: %s", tier.tier_type, told(error, config.secret_texts()))
-
-
-def _audit_rules(config: StackConfig) -> AuditRules | None:
-    stops, dtype = config.audit_action == "stop", config.namespace.dtype
-    return AuditRules(config.audit, config.audit_tolerance, stops, dtype) if config.audit else None
 
 
 def _batch_blocks(config: StackConfig) -> int:

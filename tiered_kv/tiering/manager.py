@@ -248,6 +248,7 @@ class TieringOffloadingManager(OffloadingManager):
                     self._promotions.expire(job)
             guarded.tick(now_s)
         self._released_holds += self._promotions.release_overdue(now_s)
+        self._requests.expire(now_s)
         if audit is not None:
             audit.tick(now_s)
         self._search.refresh(now_s)
@@ -305,7 +306,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._promotions.reset()
         self.primary.reset_cache()
         self._prefetching.clear()
-        for state in list(self._requests):
+        for state in list(self._requests.states.values()):
             state.forget_blocks()
             if state.is_finished:
                 self._end_request(state)
@@ -318,7 +319,7 @@ class TieringOffloadingManager(OffloadingManager):
         if self._is_closed:
             return
         self._is_closed = True
-        for state in list(self._requests):
+        for state in self._requests.states.values():
             self._promotions.leave(state)
         self.drain_jobs(timeout_s)
         for guarded in self._tiers:
@@ -326,7 +327,7 @@ class TieringOffloadingManager(OffloadingManager):
         self.poll()
         if self._audit is not None:
             self._audit.close(timeout_s)
-        self._requests.clear()
+        self._requests.states.clear()
         self._search.stop()
         self.primary.shutdown(unmap=not self.jobs_in_flight)
 

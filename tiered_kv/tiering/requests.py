@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tiered_kv.base import OffloadKey, ReqContext
@@ -96,55 +96,38 @@ class RequestTable:
         self._anonymous_max_s = anonymous_max_s
         self._forget = forget
         self._clock = clock
-        self.named: dict[str, RequestState] = {}
-        """The states of requests that have an id, by id; for reading where a call of `get` costs too much."""
-        self._anonymous: RequestState | None = None
+        self.states: dict[str, RequestState] = {}
+        """By request id, which is empty for the anonymous request."""
         self._anonymous_until_s = 0.0
         self.forgotten = 0
 
-    def __iter__(self) -> Iterator[RequestState]:
-        yield from self.named.values()
-        if self._anonymous is not None:
-            yield self._anonymous
-
     def get(self, req_context: ReqContext) -> RequestState | None:
         """Return the state of a request, or None where it is not known."""
-        req_id = req_context.req_id
-        return self.named.get(req_id) if req_id else self._anonymous
+        return self.states.get(req_context.req_id)
 
     def state_of(self, req_context: ReqContext) -> RequestState:
         """Return the state of a request, and create it if it is not known."""
         req_id = req_context.req_id
-        if not req_id:
-            return self._anonymous_state(req_context)
-        state = self.named.get(req_id)
+        state = self.states.get(req_id)
         if state is None:
-            if len(self.named) >= self._requests_max:
-                oldest = next(iter(self.named.values()))
+            if len(self.states) >= self._requests_max:
+                oldest = next(iter(self.states.values()))
                 self.pop(oldest)
                 self._forget(oldest)
                 self.forgotten += 1
-            state = self.named[req_id] = RequestState(req_context)
+            if not req_id:
+                self._anonymous_until_s = self._clock() + self._anonymous_max_s
+            state = self.states[req_id] = RequestState(req_context)
         return state
 
     def pop(self, state: RequestState) -> None:
         """Forget a request."""
-        if state is self._anonymous:
-            self._anonymous = None
-        elif self.named.get(state.req_context.req_id) is state:
-            del self.named[state.req_context.req_id]
+        if self.states.get(state.req_context.req_id) is state:
+            del self.states[state.req_context.req_id]
 
-    def clear(self) -> None:
-        """Forget all requests."""
-        self.named.clear()
-        self._anonymous = None
-
-    def _anonymous_state(self, req_context: ReqContext) -> RequestState:
-        state, now_s = self._anonymous, self._clock()
-        if state is None or now_s >= self._anonymous_until_s:
-            if state is not None:
-                self.pop(state)
-                self._forget(state)
-            state = self._anonymous = RequestState(req_context)
-            self._anonymous_until_s = now_s + self._anonymous_max_s
-        return state
+    def expire(self, now_s: float) -> None:
+        """Forget the anonymous request if its time is over; once a step."""
+        state = self.states.get("")
+        if state is not None and now_s >= self._anonymous_until_s:
+            self.pop(state)
+            self._forget(state)

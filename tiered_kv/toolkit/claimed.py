@@ -40,13 +40,7 @@ _REMEDIES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The identity of a tier's blocks.
-
-    Args:
-        digest: The namespace's digest, 16 bytes.
-        namespace: The namespace in readable form.
-        block_bytes: Size of a block.
-    """
+    """The identity of a tier's blocks: the namespace's digest of 16 bytes, its readable form, and a block's size."""
 
     digest: bytes
     namespace: Mapping[str, object]

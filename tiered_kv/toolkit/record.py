@@ -64,11 +64,10 @@ Room = Callable[[int], memoryview]
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """A header's fields, not verified.
+    """A header's fields, not verified. It has no flags in this version.
 
     Args:
         codec_id: How the payload was written.
-        flags: 0 in this version.
         key_id: Which key encrypted the payload; 0 for none. The envelope in the payload says it too.
         raw_bytes: Bytes of the block.
         payload_bytes: Bytes of the payload, which follow the header.
@@ -78,7 +77,6 @@ class RecordHeader:
     """
 
     codec_id: int
-    flags: int
     key_id: int
     raw_bytes: int
     payload_bytes: int
@@ -135,7 +133,7 @@ def read_header(header: Bytes) -> RecordHeader | RecordStatus:
         return RecordStatus.BAD_HEADER
     if payload_bytes not in payload_bytes_range(codec_id, raw_bytes):
         return RecordStatus.BAD_LENGTH
-    return RecordHeader(codec_id, flags, key_id, *rest)
+    return RecordHeader(codec_id, key_id, *rest)
 
 
 def check_header(header: RecordHeader, key: OffloadKey, block_bytes: int, namespace_digest: bytes) -> RecordStatus:

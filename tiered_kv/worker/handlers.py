@@ -32,12 +32,7 @@ from tiered_kv.worker.plan import LOAD, STORE, Copier, Copy, CopyPlan, plan_tran
 
 @dataclass(frozen=True, slots=True)
 class WorkerHandlers:
-    """A worker's two directions.
-
-    Args:
-        store: From the device's KV cache to the primary tier's region.
-        load: From the region to the device.
-    """
+    """A worker's two directions: `store` from the device's KV cache to the primary tier's region, `load` back."""
 
     store: OffloadingHandler
     load: OffloadingHandler

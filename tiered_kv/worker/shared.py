@@ -37,9 +37,8 @@ def parties_of(num_workers: int) -> list[str]:
 class SharedStack:
     """The stack that every process of an engine constructs with the same arguments, to open its own side.
 
-    The scheduler's process and each worker's map the region. The first to open creates it, and no process waits for the
-    others. Until all have opened, the manager stores and promotes nothing, and a transfer is refused: its bytes would
-    go to a region that the others do not map.
+    No process waits for the others. Until all have opened, the manager stores and promotes nothing, and a transfer is
+    refused: its bytes would go to a region that the others do not map.
 
     Args:
         source: The stack: the path of a YAML file, a mapping, or a configuration. Its secondary tiers are opened by

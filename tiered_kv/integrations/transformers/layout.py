@@ -124,14 +124,8 @@ _GROUP = 0
 def block_keys(token_ids: np.ndarray[Any, np.dtype[Any]], block_tokens: int, seed: str = "") -> list[OffloadKey]:
     """Return the keys of the full blocks of a prompt; tokens of a partial last block have none.
 
-    They are a chain of BLAKE2b hashes over the ids, each personalised with `b"tiered-kv-tok-v1"`:
-
-        root   = BLAKE2b-256(seed in UTF-8)
-        hash 0 = BLAKE2b-256(root     followed by the ids of block 0)
-        hash n = BLAKE2b-256(hash n-1 followed by the ids of block n)
-
-    An id is eight bytes, little-endian, two's complement. The hash is a cryptographic one of 32 bytes, because strangers
-    write prompts: two prompts with one hash would be answered from each other's keys and values.
+    They are a chain of hashes over the ids, which `transformers.md` defines. The hash is a cryptographic one of 32
+    bytes, because strangers write prompts: two with one hash would be answered from each other's keys and values.
 
     Args:
         token_ids: Integers, of shape (tokens,).

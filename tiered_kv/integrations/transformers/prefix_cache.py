@@ -1,6 +1,6 @@
 """The prefix cache: a prompt's keys and values into a stack, and back into a cache that a model takes.
 
-The stack's file leaves out what the model says; `complete` adds that.
+The stack's file leaves out what the model says; `_complete` adds that.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ class PrefixCache:
             TierError: A tier cannot be opened.
         """
         _require_extra()
-        config, layout = complete(stack, model, block_tokens, Weights(weights))
+        told_by = Weights(weights)
+        config, layout = from_source(stack, lambda raw: _complete(raw, model, block_tokens, told_by))
         saver_bytes = config.primary.capacity if pending_bytes_max is None else pending_bytes_max
         return cls(model.config, layout, open_stack(config), saver_bytes, save_timeout_s)
 
@@ -293,27 +294,14 @@ BLOCK_TOKENS = 16
 """Where neither the caller nor the stack's file says otherwise."""
 
 
-def complete(
-    source: str | os.PathLike[str] | Mapping[str, object],
-    model: Any,  # a PreTrainedModel
-    block_tokens: int | None,
-    weights: Weights,
-) -> tuple[StackConfig, BlockLayout]:
-    """Return the configuration of a stack for a model's blocks, and their layout.
-
-    The arguments are those of `PrefixCache.open`. In the stack, `block` and `namespace` may be left out, or may have
-    what the model does not say: `block.tokens`; the namespace's `model`, `revision`, `tenant`, `hash_seed`, `extra`.
-
-    Raises:
-        ConfigError: The configuration cannot be used, or contradicts the model or an argument.
-        TypeError, ValueError: The model cannot be served.
-    """
-    return from_source(source, lambda raw: _complete(raw, model, block_tokens, weights))
-
-
 def _complete(
     raw: Mapping[str, object], model: Any, block_tokens: int | None, weights: Weights
 ) -> tuple[StackConfig, BlockLayout]:
+    """Return the configuration of a stack for a model's blocks, and their layout.
+
+    In `raw`, `block` and `namespace` may be left out, or may have what the model does not say: `block.tokens`; the
+    namespace's `model`, `revision`, `tenant`, `hash_seed`, `extra`. The rest is as for `PrefixCache.open`.
+    """
     given_block, given_names = _mapping(raw, "block"), _mapping(raw, "namespace")
     missing = [name for name in ("model", "revision") if name not in given_names]
     if weights is Weights.REVISION and missing:

@@ -127,9 +127,7 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
 def stack_config(config: Any, ranks: Sequence[Rank] = ()) -> StackConfig:  # Any: vLLM's OffloadingConfig
     """Return the stack of a vLLM engine, the same in its scheduler and its workers.
 
-    Args:
-        config: What vLLM tells this process.
-        ranks: All workers in their order; by default all are like that of `config`.
+    `ranks` are all workers in their order; by default all are like that of `config`.
 
     Raises:
         ConfigError: The file, or a setting in it, cannot be used.
@@ -155,7 +153,8 @@ def _completed(raw: Mapping[str, object], config: Any, ranks: Sequence[Rank]) ->
     said = fill_variables({"namespace": raw.get("namespace")}, environ)["namespace"]
     row_bytes = max(rank.chunk_bytes for rank in ranks) * len(ranks)
     block = {"bytes": -(-row_bytes // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES, "tokens": chunk_tokens(config)}
-    namespace = namespace_of(config, said, row_layout=ROW_LAYOUT, stages=stages_of(ranks))
+    stages = list(dict.fromkeys(rank.stage for rank in ranks))  # vLLM numbers the workers of a stage one by one
+    namespace = namespace_of(config, said, row_layout=ROW_LAYOUT, stages=stages)
     return load_config({**raw, "namespace": namespace, "block": block}, environ=environ)
 
 
@@ -183,11 +182,6 @@ def rank_of(config: Any) -> Rank:  # Any: vLLM's OffloadingConfig
     return Rank(size, stage_of(config))
 
 
-def stages_of(ranks: Sequence[Rank]) -> list[Stage]:
-    """Return the pipeline stages in their order; vLLM numbers the workers of a stage one after the other."""
-    return list(dict.fromkeys(rank.stage for rank in ranks))
-
-
 def exchange(config: Any, name: str, party: str) -> tuple[SharedFile, list[Rank]]:  # Any: vLLM's OffloadingConfig
     """Join the engine's shared file as `party`, and wait until all workers have.
 
@@ -197,17 +191,15 @@ def exchange(config: Any, name: str, party: str) -> tuple[SharedFile, list[Rank]
         ConfigError: The file cannot be had, or a worker does not join it in time.
     """
     size = config.parallel.world_size
-    note = b"" if party == SCHEDULER else _encode(rank_of(config))
+    own = rank_of(config)
+    fields = [own.chunk_bytes, own.stage.layers, own.stage.groups]
+    note = b"" if party == SCHEDULER else json.dumps(fields).encode()
     file = SharedFile(name, party, parties_of(size), note)
     try:
         return file, [_decode(note) for note in file.notes_of([worker_party(rank) for rank in range(size)])]
     except BaseException:
         file.leave()
         raise
-
-
-def _encode(rank: Rank) -> bytes:
-    return json.dumps([rank.chunk_bytes, rank.stage.layers, rank.stage.groups]).encode()
 
 
 def _decode(note: bytes) -> Rank:
