@@ -174,10 +174,7 @@ def _config_of(raw: Mapping[str, object], environ: Mapping[str, str]) -> StackCo
 
 
 def tier_settings(entry: object) -> TierSettings:
-    """Return an entry of `secondary`, checked by the model of its type.
-
-    Args:
-        entry: A mapping with the key `type`, or settings, returned as they are.
+    """Return an entry of `secondary`, checked by the model of its type; settings are returned as they are.
 
     Raises:
         ConfigError: Its type is unknown, or a setting cannot be used.

@@ -143,12 +143,11 @@ class Audit:
     ) -> PrepareStoreOutput:
         """Return the rows that a request stores into, with spare rows for blocks that the primary tier has."""
         audited = self._current
-        computed = [] if audited is None else audited.computed(req_context.req_id, keys)
-        if audited is None or not computed:
+        if audited is None:
             return output
         fresh = set(output.keys_to_store)
         present: list[CPUBlock] = []
-        for key in computed:
+        for key in audited.computed(req_context.req_id, keys):
             block = self._primary.blocks.get(key)
             if block is None or (key not in fresh and (block.ref_cnt < 0 or key in self._written)):
                 continue
@@ -169,7 +168,7 @@ class Audit:
     ) -> None:
         """Continue with blocks whose store has ended; `written` are those in rows of their own, if it succeeded."""
         req_id = req_context.req_id
-        for pair in [self._written[key] for key in keys if key in self._written] if self._written else ():
+        for pair in [self._written[key] for key in keys if key in self._written]:
             if pair.spare.writer == req_id:
                 del self._written[pair.block.key]
                 self._end_pair(pair, "" if success else "failed_store")
@@ -210,13 +209,15 @@ class Audit:
     def collect(self, job: Job, result: JobResult) -> bool:
         """End a load that was reported; return False if it is not the audit's."""
         pairs = self._loads.pop(job, None)
+        if pairs is None:
+            return False
         loaded = set(job.metadata.keys if result.success else result.successful_keys or ())
-        for pair in pairs or ():
+        for pair in pairs:
             if job.is_expired:
                 self._spare_rows.free(pair)
             else:
                 self._end_pair(pair, "" if pair.block.key in loaded else "failed_load")
-        return pairs is not None
+        return True
 
     def expire(self, job: Job) -> bool:
         """Give up an expired load; return False if it is not the audit's. Its spare rows stay with the job."""

@@ -57,11 +57,8 @@ _job_ids = itertools.count()
 class Job:
     """A job that was submitted to a tier.
 
-    Attributes:
-        metadata: The tier's description of it.
-        blocks: Its rows: pinned for a store, in state writing for a load. They belong to the job until the tier has
-            reported it, however long that takes.
-        is_expired: Whether its deadline has passed. Its blocks are in quarantine then, and its result does not count.
+    Its blocks are pinned for a store, in state writing for a load. They belong to the job until the tier has reported
+    it, however long that takes. When its deadline has passed they are in quarantine, and its result does not count.
     """
 
     metadata: JobMetadata

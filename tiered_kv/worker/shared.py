@@ -64,8 +64,6 @@ class SharedStack:
     ) -> None:
         self.config = load_config(source)
         self.bytes_per_worker = bytes_per_worker
-        self.num_workers = num_workers
-        self.block_size_factor = block_size_factor
         given = name or self.config.primary.shared
         if given is None:
             raise ConfigError("a stack of several processes needs a name for its memory", location="primary.shared")
@@ -104,8 +102,8 @@ class SharedStack:
             ValueError: The caches contradict themselves, or do not fit into the worker's part of a block.
             ConfigError: The memory cannot be mapped or pinned, or another process has this rank.
         """
-        if not 0 <= rank < self.num_workers:
-            raise ValueError(f"there is no worker {rank} among {self.num_workers}")
+        if not 0 <= rank < self.geometry.workers:
+            raise ValueError(f"there is no worker {rank} among {self.geometry.workers}")
         region = self._join(worker_party(rank), file)
         # Equal shares, whatever `bytes_per_worker` is: it differs between workers that have different layers.
         part_bytes = self.geometry.part_bytes
@@ -113,7 +111,7 @@ class SharedStack:
             return open_handlers(
                 kv_caches,
                 region,
-                block_size_factor=self.block_size_factor,
+                block_size_factor=self.geometry.block_size_factor,
                 part_offset=rank * part_bytes,
                 part_bytes=part_bytes,
                 check=functools.partial(_check_complete, region),
@@ -126,7 +124,7 @@ class SharedStack:
     def _join(self, party: str, file: SharedFile | None) -> SharedRegion:
         settings = self.config.primary
         return SharedRegion.join(
-            file or SharedFile(self.name, party, parties_of(self.num_workers)),
+            file or SharedFile(self.name, party, parties_of(self.geometry.workers)),
             self.geometry,
             huge_pages=settings.huge_pages,
             numa_node=settings.numa_node,

@@ -57,12 +57,7 @@ class BlockLayout:
         return (self.layers, 2, self.kv_heads, self.block_tokens, self.head_dim)
 
     def gather(self, states: States, first_block: int, blocks: int) -> Blocks:
-        """Copy blocks out of a cache's tensors.
-
-        Args:
-            states: Tensors of at least `(first_block + blocks) * block_tokens` tokens, on any device.
-            first_block: Number of the first block to copy.
-            blocks: How many to copy, at least 1.
+        """Copy `blocks` blocks, at least 1, from `first_block` on out of a cache's tensors, on any device.
 
         Returns:
             uint8 of shape (blocks, block_bytes), which shares no memory with `states`.
@@ -75,12 +70,9 @@ class BlockLayout:
         return rows
 
     def scatter(self, rows: Blocks, states: States, first_block: int) -> None:
-        """Copy blocks into a cache's tensors.
+        """Copy blocks from `first_block` on into a cache's tensors, all on one device.
 
-        Args:
-            rows: uint8 of shape (blocks, block_bytes), writable, rows contiguous and one after the other; not changed.
-            states: Tensors of at least `(first_block + blocks) * block_tokens` tokens, all on one device.
-            first_block: Number of the block that the first row holds.
+        `rows` are uint8 of shape (blocks, block_bytes), contiguous and writable; they are not changed.
         """
         # To the device in one transfer; on the CPU this is no copy.
         shaped = self._shaped(rows).to(states[0][0].device)
