@@ -196,10 +196,9 @@ class TierPlugins:
     def _tiers_of(self, plugin: object, name: str) -> tuple[TierType, ...]:
         """Register `plugin` with pluggy and return its tier types; on an error it is not registered."""
         try:
-            registered = self._manager.register(plugin, name)
+            self._manager.register(plugin, name)
         except ValueError as error:  # the same object or name twice
             raise ConfigError(f"it cannot be registered: {error}") from error
-        assert registered is not None, "no plugin is ever blocked"
         try:
             others = [other for other in self._manager.get_plugins() if other is not plugin]
             hook = self._manager.subset_hook_caller("tiered_kv_register_tiers", remove_plugins=others)

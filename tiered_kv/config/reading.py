@@ -36,7 +36,8 @@ def from_source(
         return use(source)
     path = os.fspath(source)
     try:
-        text = _read(path)
+        with open(path, "rb") as file:
+            text = file.read(FILE_BYTES_MAX + 1)
     except OSError as error:
         raise ConfigError(f"the stack's file cannot be read: {error.strerror}", location=path) from error
     if len(text) > FILE_BYTES_MAX:
@@ -46,11 +47,6 @@ def from_source(
         return use(raw)
     except ConfigError as error:
         raise ConfigError(error.message, location=error.location, file=path) from None
-
-
-def _read(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read(FILE_BYTES_MAX + 1)
 
 
 def parse_stack_text(text: str | bytes, source: str = "the stack") -> dict[str, object]:

@@ -289,10 +289,9 @@ class TieringOffloadingManager(OffloadingManager):
             time.sleep(_DRAIN_POLL_S)
 
     def reset_cache(self) -> None:
-        """Forget every block in every tier.
+        """Forget every block in every tier. A tier that cannot is not used any more: its blocks are no longer valid.
 
-        Rows in flight become free when their transfers have ended, and not before. A tier that
-        cannot reset is not used any more: its blocks are no longer valid.
+        Rows in flight become free when their transfers have ended, and not before.
         """
         self._forget_primary()
         for guarded in self._tiers:
@@ -332,8 +331,7 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary.shutdown(unmap=not self.jobs_in_flight)
 
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
-        """Return everything counted so far, by tier: blocks and bytes stored and loaded, and what was skipped, expired
-        or failed, by reason. A secondary tier's own `stats` are under "tier"."""
+        """Return everything counted so far, by tier. A secondary tier's own `stats` are under "tier"."""
         blocks, block_bytes = len(self._primary_blocks), self.primary.backend.block_size
         counted: dict[str, dict[str, Any]] = {
             PRIMARY_NAME: {
@@ -397,7 +395,6 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _fill(self, source: GuardedTier, ready: list[CPUBlock]) -> None:
         """Offer blocks that were promoted from `source` to the tiers above it that want them."""
-        above = self._tiers[: self._tiers.index(source)]
-        tiers = [guarded for guarded in above if guarded.settings.fill_on_promotion]
+        tiers = [each for each in self._tiers[: self._tiers.index(source)] if each.settings.fill_on_promotion]
         if tiers:
             self._cascade.offer(ready, tiers, ReqContext())
