@@ -27,20 +27,13 @@ from tiered_kv.testing.rig import block_content, make_keys
 
 BLOCK_BYTES: Final = 4096
 JOB_BLOCKS: Final = 4
-JOBS_BEFORE_RESET: Final = 3
+_JOBS_BEFORE_RESET: Final = 3
 _PRIMARY_BLOCKS: Final = 16
 _WAIT_S: Final = 30.0
 _POLL_S: Final = 0.0005
 _COUNTED_S: Final = 15.0
 """A block is gone a moment before it is counted, by a thread that a busy machine may hold up in between."""
 _VERSION_OF_NEW = 9
-_EVICTIONS: Final = {
-    "nvme": "evicted_blocks_total",
-    "fs": "evicted_blocks_total",
-    "redis": "evicted_blocks_total",
-    "s3": "deleted_blocks_total",
-}
-"""Each tier's counter of blocks that it removed to make room."""
 
 
 class Progress:
@@ -138,13 +131,12 @@ class CrashScenario:
         """
         job_timeout_s = 1.0 if excuses.for_good else 30.0
         try:
-            with self._opened(job_timeout_s) as stack:
+            with self.opened(job_timeout_s) as stack:
                 writer = _Writer(self, stack, progress, excuses)
-                writer.before_reset()
-                writer.reset()
-                writer.after_reset()
-            with self._opened(job_timeout_s) as stack:
-                _Writer(self, stack, progress, excuses).after_reopening()
+                writer.store_and_reset()
+                writer.store_anew()
+            with self.opened(job_timeout_s) as stack:
+                _Writer(self, stack, progress, excuses).go_on()
         except TierError:  # it cannot be opened with this fault, and says so
             pass
 
@@ -169,7 +161,7 @@ class CrashScenario:
             versions = {1}
         else:
             versions = {0, 1}
-        with self._opened() as stack:
+        with self.opened() as stack:
             loaded = look(stack, self.keys, versions, found, excuses)
             newest = progress["newest_stored"]
             if keeps and newest >= 0:
@@ -181,7 +173,8 @@ class CrashScenario:
             _store_more(stack, found)
         return found
 
-    def _opened(self, job_timeout_s: float = 30.0) -> Stack:
+    def opened(self, job_timeout_s: float = 30.0) -> Stack:
+        """Open a stack with the tier alone."""
         # A breaker that opens would hide what the tier does, and so would a lookup that a busy machine makes late.
         patient = {"breaker_failures": 1_000_000, "job_timeout": job_timeout_s, "lookup_timeout": job_timeout_s}
         return open_stack(
@@ -204,14 +197,11 @@ class _Writer:
         self._progress = progress
         self._excuses = excuses
 
-    def before_reset(self) -> None:
-        """Store some blocks, and look for them."""
-        for job in range(JOBS_BEFORE_RESET):
+    def store_and_reset(self) -> None:
+        """Store some blocks, look for them, reset the cache, and note when that holds."""
+        for job in range(_JOBS_BEFORE_RESET):
             self._store(job, version=0)
         self._check(version=0)
-
-    def reset(self) -> None:
-        """Reset the cache, and note when that holds."""
         self._progress.note("newest_stored", -1)
         self._progress.note("reset_asked")
         self._stack.manager.reset_cache()
@@ -220,9 +210,9 @@ class _Writer:
                 if thread.name.endswith("-reset"):  # it lives until the reset is on the device
                     thread.join(_WAIT_S)
             self._progress.note("reset_held")
-        # The others write a reset down before they store anything: see `after_reset`.
+        # The others write a reset down before they store anything.
 
-    def after_reset(self) -> None:
+    def store_anew(self) -> None:
         """Store the same keys anew and more than there is room for, and use some of the older ones."""
         for job in range(self._scenario.jobs):
             self._store(job, version=1)
@@ -236,8 +226,8 @@ class _Writer:
                     assert content in (None, block_content(key, BLOCK_BYTES, 1)), f"wrong bytes under {key.hex()}"
         self._check(version=1)
 
-    def after_reopening(self) -> None:
-        """Look for what is there, and go on."""
+    def go_on(self) -> None:
+        """Look for what is there, and store more."""
         self._check(version=1)
         for job in range(self._scenario.jobs, self._scenario.jobs + 2):
             self._store(job, version=1)
@@ -313,7 +303,7 @@ def _losses(stack: Stack, excuses: Excuses) -> int:
     tier = stack.secondary_tiers[0]
     stats = tier.stats()
     corrupt = count_of(stats, "corrupt_blocks_total") if excuses.damaged else 0
-    return count_of(stats, _EVICTIONS[tier.tier_type]) + corrupt
+    return count_of(stats, "deleted_blocks_total" if tier.tier_type == "s3" else "evicted_blocks_total") + corrupt
 
 
 def _is_phantom(stack: Stack, key: OffloadKey) -> bool:

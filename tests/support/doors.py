@@ -6,7 +6,6 @@ file, by a client of the server, by the dictionary. `tests.support.segment_map` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -94,10 +93,6 @@ class RedisDoor:
     def write(self, key: OffloadKey, data: bytes) -> None:
         self._server.set(self.name_of(key), data)
 
-    def everything(self) -> Mapping[str, bytes]:
-        """Return all that is stored, by its name in hexadecimal digits."""
-        return {name.hex(): self._server.get(name) for name in self._server.keys("*")}
-
     def name_of(self, key: OffloadKey) -> bytes:
         """Return what a block is called in the present epoch."""
         mark = EpochMark.decode(self._server.get(self._prefix + b"epoch"))
@@ -121,12 +116,6 @@ class S3Door:
 
     def write(self, key: OffloadKey, data: bytes) -> None:
         self._client.put_object(Bucket=self._bucket, Key=self.name_of(key), Body=data)
-
-    def everything(self) -> Mapping[str, bytes]:
-        """Return all that is stored, by its name."""
-        pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket)
-        names = [entry["Key"] for page in pages for entry in page.get("Contents", ())]
-        return {name: self._get(name) or b"" for name in names}
 
     def name_of(self, key: OffloadKey) -> str:
         """Return what a block is called in the present epoch."""

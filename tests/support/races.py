@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.support.guard import GuardedBackend
+from tiered_kv.backend import BlockStatus
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.stack_config import load_config
+from tiered_kv.cpu.backend import CPUBackend, CPUBlock
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ShutdownError
 from tiered_kv.facade import Blocks
@@ -37,7 +38,10 @@ GET_TIMEOUT_S = 0.5
 PUT_TIMEOUT_S = 0.5
 
 _PROBLEMS_SHOWN = 10
+_PATTERN = b"\xfe\xedreleased\xde\xad block"
 _CALLS_MIN = 20
+_PROMPTS, _OWN_BLOCKS = 4, 8
+"""Of each family, and of each of its prompts behind what they share."""
 
 
 class Prompts:
@@ -48,17 +52,15 @@ class Prompts:
         block_bytes: int,
         *,
         families: int = 4,
-        prompts: int = 4,
         shared_blocks: int = 6,
-        own_blocks: int = 8,
         label: str = "race",
     ) -> None:
         self.block_bytes = block_bytes
         self.prompts: list[list[OffloadKey]] = []
         for family in range(families):
             head = make_keys(shared_blocks, f"{label}-{family}")
-            for prompt in range(prompts):
-                self.prompts.append(head + make_keys(own_blocks, f"{label}-{family}-{prompt}"))
+            for prompt in range(_PROMPTS):
+                self.prompts.append(head + make_keys(_OWN_BLOCKS, f"{label}-{family}-{prompt}"))
         self._contents: dict[tuple[OffloadKey, int], Blocks] = {}
 
     def choose(self, chance: random.Random) -> list[OffloadKey]:
@@ -120,14 +122,7 @@ class Race:
 # Threads on the facade.
 
 
-def race_facade(
-    stack: Stack,
-    prompts: Prompts,
-    *,
-    seed: int,
-    threads: int,
-    seconds: float,
-) -> Race:
+def race_facade(stack: Stack, prompts: Prompts, *, seed: int, threads: int, seconds: float) -> Race:
     """Have threads put, get and flush until the time is over."""
     races = [Race() for _ in range(threads)]
     end_s = time.monotonic() + seconds
@@ -216,6 +211,47 @@ def phantoms(manager: TieringOffloadingManager) -> list[str]:
         if corrupt or {"checksum", "truncated"} & failed.keys():
             found.append(f"tier {name}: corrupt {corrupt}, failed loads {failed}, and nothing was damaged")
     return found
+
+
+class GuardedBackend(CPUBackend):
+    """Notices when somebody writes into a block that has been given back. Pass it to `Stack(config, backend=...)`.
+
+    If a block is released too early, a late worker writes into memory that is free, or is somebody else's by then. So a
+    block is filled with a pattern when it becomes free, and looked at when it is given out again: the first kind shows
+    at once. The second kind shows by content, if every key has bytes of its own; so does a store that reads too late.
+
+    Owned by the manager's thread, like its base. Violations are noted and not raised; a test asserts that there are
+    none.
+    """
+
+    def __init__(self, region: PrimaryRegion) -> None:
+        super().__init__(region)
+        self.violations: list[str] = []
+        repeats = -(-region.block_bytes // len(_PATTERN))
+        self._free_row = np.frombuffer((_PATTERN * repeats)[: region.block_bytes], dtype=np.uint8)
+        self._rows = region.array  # also when the region is closed: late workers may still write
+        self._rows[:] = self._free_row
+
+    def allocate_blocks(self, block_hashes: Sequence[OffloadKey]) -> list[CPUBlock]:
+        blocks = super().allocate_blocks(block_hashes)
+        self._check([block.block_id for block in blocks])
+        return blocks
+
+    def free(self, block: BlockStatus) -> None:
+        super().free(block)
+        assert isinstance(block, CPUBlock)
+        self._rows[block.block_id] = self._free_row
+
+    def check(self) -> None:
+        """Look at every block that is free now, or was when the stack was closed."""
+        self._check([*(block.block_id for block in self._free), *range(self._num_made, self.num_blocks)])
+
+    def _check(self, rows: Sequence[int]) -> None:
+        if not rows or len(self.violations) >= _PROBLEMS_SHOWN:
+            return
+        changed = (self._rows[rows] != self._free_row).any(axis=1)
+        for position in np.flatnonzero(changed).tolist():
+            self.violations.append(f"block {rows[position]} was written to after it had been released")
 
 
 def open_guarded(config: Mapping[str, object]) -> tuple[Stack, GuardedBackend]:

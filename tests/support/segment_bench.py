@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.support.entries import rig_of
 from tests.support.figures import Figures
 from tests.support.segment_map import PAGE_BYTES, Part, SegmentMap, Stretch
 from tiered_kv.base import OffloadKey
 from tiered_kv.counters import count_of
 from tiered_kv.testing.rig import TierRig, block_content, compressible_content, make_keys
-from tiered_kv.tiering.base import TierSpec
-from tiered_kv_nvme.settings import NvmeSettings
-from tiered_kv_nvme.tier import NvmeTier
 
 ROW = "corruption/nvme"
-SPEC = TierSpec("corruption", 4096, bytes(range(16)), {"model": "corruption"})
+BLOCK_BYTES = 4096
 KEYS = make_keys(12)
 CODECS = {"raw": block_content, "zstd": compressible_content}
 SEGMENT_NAME = "segment-00010203-000000.kv"
@@ -53,24 +52,16 @@ class SegmentBench:
 
     def open(self) -> TierRig:
         """Open the tier on the directory as it is."""
-        settings = NvmeSettings.model_validate(
-            {"path": str(self.path), "capacity": "1MiB", "segment": "96KiB", "threads": 2, "codec": self.codec}
-        )
-        return TierRig(
-            lambda spec, view: NvmeTier(spec, view, "nvme", settings),
-            num_blocks=64,
-            block_bytes=SPEC.block_bytes,
-            wait_s=60.0,
-            spec=SPEC,
-            content=CODECS[self.codec],
+        entry = {"type": "nvme", "path": str(self.path), "capacity": "1MiB", "segment": "96KiB", "threads": 2}
+        return rig_of(
+            {**entry, "codec": self.codec}, block_bytes=BLOCK_BYTES, num_blocks=64, content=CODECS[self.codec]
         )
 
     def fill(self) -> None:
         """Store `KEYS` in three batches, close the tier, and keep a copy."""
-        rig = self.open()
-        for start in range(0, len(KEYS), 4):
-            assert rig.store(KEYS[start : start + 4]).success
-        rig.close()
+        with closing(self.open()) as rig:
+            for start in range(0, len(KEYS), 4):
+                assert rig.store(KEYS[start : start + 4]).success
         for path in self.path.glob("segment-*.kv"):
             if path.name != SEGMENT_NAME:
                 path.unlink()  # made ahead of time, and empty
@@ -99,15 +90,12 @@ class SegmentBench:
             self.failures[case.name] = why
 
     def _reopened(self, case: Case) -> str:
-        rig = self.open()
-        try:
+        with closing(self.open()) as rig:
             found = {key for key, here in zip(KEYS, rig.lookup_all(KEYS), strict=True) if here}
             loaded = rig.load(KEYS)  # checks the bytes
             stats = rig.tier.stats()
             offered = {key for key, here in zip(KEYS, rig.lookup_all(KEYS), strict=True) if here}
             healed = rig.store(KEYS).success and rig.load(KEYS) == set(KEYS)
-        finally:
-            rig.close()
         corrupt = count_of(stats, "corrupt_blocks_total")
         checks = {
             "blocks that were found and not loaded are not counted": corrupt == len(found - loaded),

@@ -14,17 +14,12 @@ import pytest
 
 from tests.support.doors import Door
 from tests.support.figures import Figures, Profile
-from tests.support.patient_nvme import patient_nvme
-from tests.support.places import Place
+from tests.support.places import Place, PlaceOf
 from tiered_kv.base import OffloadKey
 from tiered_kv.counters import count_of
 from tiered_kv.testing.damage import RECORD_FIELDS, Damage, Kind, record_damages, seal_record
-from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.rig import TierRig, block_content, compressible_content, make_keys
-from tiered_kv.testing.s3_servers import moto_server
 from tiered_kv.tiering.base import TierSpec
-
-__all__ = ["moto_server", "patient_nvme", "redis_server"]
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow, pytest.mark.usefixtures("patient_nvme")]
 
@@ -79,7 +74,7 @@ Opened = Callable[[str, str], Bench]
 
 
 @pytest.fixture
-def opened(place_of: Callable[[str], Place]) -> Opened:
+def opened(place_of: PlaceOf) -> Opened:
     def open_bench(kind: str, codec: str) -> Bench:
         place = place_of(kind)
         rig = place.open(SPEC, CODECS[codec], codec=codec)
@@ -220,11 +215,11 @@ def test_what_lay_there_before_a_reset_may_be_put_back(opened: Opened, tier: str
     bench = opened(tier, "raw")
     keys = make_keys(8, "before")
     assert bench.rig.store(keys).success
-    old = bench.place.stored(bench.rig)
+    old = bench.place.stored()
     assert bench.rig.tier.reset_cache()
     bench.rig.epoch = 1
     assert bench.rig.store(keys[:4]).success
-    now = bench.place.stored(bench.rig)
+    now = bench.place.stored()
     gone = {name: data for name, data in old.items() if name not in now}
     bench.place.restore(gone)
     offered = [bench.rig.lookup_all(keys)]

@@ -11,12 +11,12 @@ import os
 import random
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from tests.support.figures import Figures, Profile
-from tests.support.patient_nvme import patient_nvme
 from tests.support.segment_bench import CODECS, KEYS, SEGMENT_NAME, Case, SegmentBench, cost
 from tests.support.segment_map import (
     BATCH_FIELDS,
@@ -34,8 +34,6 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.counters import count_of
 from tiered_kv.testing.damage import SEED, Damage, Field, field_damages
 from tiered_kv.testing.rig import make_keys
-
-__all__ = ["patient_nvme"]
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow, pytest.mark.usefixtures("patient_nvme")]
 
@@ -167,10 +165,9 @@ def test_a_segment_that_says_it_is_shorter_is_not_sealed_over_its_payloads(
         directory.try_reopening(Case("shorter than its batches", data, kept))
     directory.place(data)
     for _ in range(2):  # what the first closing leaves is what the second opening finds
-        rig = directory.open()
-        loaded = rig.load(KEYS)
-        corrupt = count_of(rig.tier.stats(), "corrupt_blocks_total")
-        rig.close()
+        with closing(directory.open()) as rig:
+            loaded = rig.load(KEYS)
+            corrupt = count_of(rig.tier.stats(), "corrupt_blocks_total")
         if (loaded, corrupt) != (set(kept), 0):
             directory.failures["closed and opened again"] = f"{len(loaded)} loaded, {corrupt} corrupt"
     directory.report(figures, "")
@@ -212,15 +209,12 @@ def test_a_block_that_is_damaged_while_the_tier_is_open_is_a_counted_miss(
     for name, data, victims in payload_changes(found, profile):
         directory.place(found.data)
         directory.tried += len(victims)
-        rig = directory.open()
-        try:
+        with closing(directory.open()) as rig:
             _write_in_place(directory.path / SEGMENT_NAME, data)
             loaded = rig.load(KEYS)
             counted = count_of(rig.tier.stats(), "corrupt_blocks_total")
             offered = {key for key, here in zip(KEYS, rig.lookup_all(KEYS), strict=True) if here}
             healed = rig.store(sorted(victims)).success and rig.load(KEYS) == set(KEYS)
-        finally:
-            rig.close()
         if (loaded, counted, offered, healed) != (set(KEYS) - victims, len(victims), set(KEYS) - victims, True):
             directory.failures[name] = f"loaded {len(loaded)}, counted {counted}, offered {len(offered)}, {healed=}"
     directory.report(figures, "payloads under an open tier")
@@ -237,8 +231,7 @@ def test_headers_that_are_damaged_while_the_tier_is_open_cost_nothing_until_it_i
             data = bytearray(found.data)
             data[stretch.start : stretch.end] = b"\xff" * (stretch.end - stretch.start)
             directory.place(found.data)
-            rig = directory.open()
-            try:
+            with closing(directory.open()) as rig:
                 _write_in_place(directory.path / SEGMENT_NAME, bytes(data))
                 loaded = rig.load(KEYS)
                 assert rig.store(make_keys(2, "later")).success
@@ -246,8 +239,6 @@ def test_headers_that_are_damaged_while_the_tier_is_open_cost_nothing_until_it_i
                 after = rig.load(KEYS)
                 rig.store(KEYS)
                 healed = rig.load(KEYS) == set(KEYS)
-            finally:
-                rig.close()
             kept = set() if part is Part.HEADER else set(KEYS)
             if (loaded, after, healed) != (set(KEYS), kept, True):
                 why = f"{len(loaded)} loaded, {len(after)} after opening again, {healed=}"
@@ -260,16 +251,12 @@ def test_an_older_use_of_a_segment_brings_no_block_back(directory: SegmentBench,
     old = directory.segment(clean=True)
     directory.tried += 2
     directory.place(old)
-    rig = directory.open()
-    assert rig.tier.reset_cache()
-    rig.close()
+    with closing(directory.open()) as rig:
+        assert rig.tier.reset_cache()
     for name, data in (("closed", old), ("crashed", directory.segment(clean=False))):
         _write_in_place(directory.path / SEGMENT_NAME, data)
-        rig = directory.open()
-        try:
+        with closing(directory.open()) as rig:
             offered, loaded = rig.lookup_all(KEYS), rig.load(KEYS)
-        finally:
-            rig.close()
         if any(offered) or loaded:
             directory.failures[name] = f"{sum(offered)} are offered, {len(loaded)} loaded"
     directory.report(figures, "segments of before a reset")

@@ -20,11 +20,8 @@ from tests.support.crash_scenario import CrashScenario
 from tests.support.crash_server import Case
 from tests.support.figures import Figures, Profile
 from tests.support.mounts import PowerLoss, missing_for_ext4
+from tests.support.places import PlaceOf
 from tests.support.syscalls import Fault, missing_for_tracing
-from tiered_kv.testing.redis_servers import RedisServer, redis_server
-from tiered_kv.testing.s3_servers import S3Server, moto_server
-
-__all__ = ["moto_server", "redis_server"]
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow]
 
@@ -57,14 +54,10 @@ def test_killed_at_any_call_a_directory_is_sound(
 
 @pytest.mark.parametrize("tier", ["redis", "s3"])
 def test_killed_at_any_send_to_a_server_a_process_leaves_others_what_they_need(
-    cases: CrashCases, tier: str, request: pytest.FixtureRequest, profile: Profile, figures: Figures
+    cases: CrashCases, tier: str, place_of: PlaceOf, profile: Profile, figures: Figures
 ) -> None:
-    if tier == "redis":
-        redis: RedisServer = request.getfixturevalue("redis_server")
-        entry: dict[str, object] = {"type": tier, "url": redis.url, "connections": 1, "connect_timeout": 30.0}
-    else:
-        moto: S3Server = request.getfixturevalue("moto_server")
-        entry = moto.settings(moto.make_bucket(), connections=2, prefix="kv")
+    more: dict[str, object] = {"connections": 1, "connect_timeout": 30.0} if tier == "redis" else {"connections": 2}
+    entry = {**place_of(tier).entry, **more}
     tenants = itertools.count()
 
     def of_its_own() -> CrashScenario:

@@ -15,20 +15,15 @@ import pytest
 import xxhash
 
 from tests.support.figures import Figures, Profile
-from tests.support.patient_nvme import patient_nvme
-from tests.support.places import Place
+from tests.support.places import Place, PlaceOf
 from tests.support.segment_map import BATCH_FIXED_BYTES, ENTRY_BYTES, PAGE_BYTES, SegmentMap, seal
 from tiered_kv.base import OffloadKey
 from tiered_kv.counters import count_of
 from tiered_kv.testing.damage import RECORD_FIELDS, RECORD_HEADER_BYTES, seal_record
-from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.rig import block_content, compressible_content, make_keys
-from tiered_kv.testing.s3_servers import moto_server
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.toolkit.codecs import AES_ID, RAW_ID, ZSTD_AES_ID, ZSTD_ID, CodecSet, Zstd, binding_of
 from tiered_kv.toolkit.encryption import Cipher
-
-__all__ = ["moto_server", "patient_nvme", "redis_server"]
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow, pytest.mark.usefixtures("patient_nvme")]
 
@@ -130,7 +125,7 @@ Opened = Callable[[str, str], Bench]
 
 
 @pytest.fixture
-def opened(place_of: Callable[[str], Place]) -> Opened:
+def opened(place_of: PlaceOf) -> Opened:
     return lambda kind, codec: Bench(place_of(kind), codec, keys={1: KEY_1})
 
 

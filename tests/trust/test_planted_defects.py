@@ -19,21 +19,17 @@ from tests.support.crash_scenario import CrashScenario
 from tests.support.crash_server import Case
 from tests.support.flush_order import FlushOrder
 from tests.support.mounts import PowerLoss, missing_for_ext4
-from tests.support.race_cases import race_damage, race_late_workers, race_loads_with_stores
-from tests.support.race_stacks import BLOCK_BYTES, stack_of
+from tests.support.race_cases import BLOCK_BYTES, race_damage, race_late_workers, race_loads_with_stores, stack_of
 from tests.support.races import Prompts, open_guarded, problems_at_rest
 from tests.support.racing_scheduler import RacingScheduler
 from tests.support.syscalls import Fault, missing_for_tracing
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.tiering.base import JobMetadata
 from tiered_kv.tiering.cascade import Cascade
 from tiered_kv.tiering.guarded import GuardedTier, Job
 from tiered_kv_memory.tier import MemoryTier
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.tier import NvmeTier
-
-__all__ = ["redis_server"]
 
 pytestmark = [pytest.mark.trust("planted-defects"), pytest.mark.slow]
 

@@ -12,16 +12,18 @@ import pytest
 
 import tiered_kv_fs.blocks
 import tiered_kv_memory.tier
+from tests.support.entries import EntryOf
 from tests.support.figures import Figures, Profile
-from tests.support.hindrance import Hindrance
-from tests.support.race_cases import race_damage, race_late_shutdown, race_late_workers, race_loads_with_stores
-from tests.support.race_stacks import (
+from tests.support.race_cases import (
     BLOCK_BYTES,
     ROUNDS_MAX,
     TIERS,
-    EntryOf,
+    Hindrance,
     conclude,
-    entry_of,
+    race_damage,
+    race_late_shutdown,
+    race_late_workers,
+    race_loads_with_stores,
     stack_of,
     unless,
 )
@@ -29,13 +31,9 @@ from tests.support.races import Prompts, Race, open_guarded, phantoms, problems_
 from tests.support.racing_scheduler import RacingScheduler
 from tiered_kv.counters import count_of
 from tiered_kv.testing.proxy import NO_FAULTS, FaultProxy, Faults
-from tiered_kv.testing.redis_servers import redis_server
-from tiered_kv.testing.s3_servers import moto_bucket, moto_server
 from tiered_kv_nvme.disk import Disk
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.tier import NvmeTier
-
-__all__ = ["entry_of", "moto_bucket", "moto_server", "redis_server"]
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow]
 
@@ -211,7 +209,7 @@ def test_blocks_that_are_damaged_while_they_are_read_are_misses(
     cases = {}
     config = stack_of(entry_of(tier))
     for seed in range(profile.pick(1, 3)):
-        problems, corrupt = race_damage(config, tmp_path / tier, seed=seed, seconds=profile.pick(1.0, 3.0))
+        problems, corrupt = race_damage(config, tmp_path / "kv", seed=seed, seconds=profile.pick(1.0, 3.0))
         problems += unless(corrupt > 0, "no load has met the damage")
         cases[f"{tier}, damaged amid loads, seed {seed}"] = problems
     conclude(figures, cases)

@@ -13,21 +13,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 
 import pytest
 
+from tests.support.entries import EntryOf
 from tests.support.figures import Figures, Profile
-from tests.support.patient_nvme import patient_nvme
-from tests.support.race_stacks import (
-    BLOCK_BYTES,
-    TIERS,
-    EntryOf,
-    conclude,
-    entry_of,
-    stack_of,
-    unless,
-)
+from tests.support.race_cases import BLOCK_BYTES, TIERS, conclude, race_as_told, stack_of, unless
 from tests.support.races import (
     Prompts,
     Race,
@@ -38,17 +29,13 @@ from tests.support.races import (
 )
 from tests.support.racing_scheduler import RacingScheduler
 from tiered_kv.stack import open_stack
-from tiered_kv.testing.redis_servers import redis_server
-from tiered_kv.testing.s3_servers import moto_bucket, moto_server
-
-__all__ = ["entry_of", "moto_bucket", "moto_server", "patient_nvme", "redis_server"]
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow, pytest.mark.usefixtures("patient_nvme")]
 
 WAIT_S = 60.0
 LIMIT_S = 600.0
 SHARED = ("fs", "redis", "s3")
-PROGRAM = Path(__file__).with_name("racing_program.py")
+PROGRAM = f"from {race_as_told.__module__} import race_as_told as main; main()"
 
 
 # Opening and closing.
@@ -135,7 +122,7 @@ class Racer:
         arguments = [json.dumps(config), str(seed), str(seconds), str(reset_every)]
         # Without a buffer: `communicate` would not see what a line was read with.
         self._process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), *arguments], bufsize=0, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            [sys.executable, "-c", PROGRAM, *arguments], bufsize=0, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
 
     def wait_until_it_runs(self) -> None:

@@ -8,27 +8,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.disk_use import occupied_bytes
-from tests.support.redis_clusters import redis_cluster
-from tests.support.redis_sentinels import SERVICE, RedisSentinelServers, redis_sentinel
-from tests.support.tenants import BucketStorage, DirectoryStorage, MakeStorage, RedisStorage, Storage, Tenant
+from tests.support.places import Place, PlaceOf
+from tests.support.redis_sentinels import RedisSentinelServers
+from tests.support.tenants import Tenant
 from tiered_kv.cli import main
 from tiered_kv.stack import open_stack
-from tiered_kv.testing.redis_servers import redis_server
-from tiered_kv.testing.s3_servers import moto_server
 from tiered_kv.testing.waiting import wait_until
-
-__all__ = ["moto_server", "redis_cluster", "redis_sentinel", "redis_server"]
 
 pytestmark = [pytest.mark.trust("security"), pytest.mark.slow]
 
-PROGRAM = Path(__file__).with_name("purge_neighbour_program.py")
+PROGRAM = f"from {Tenant.__module__} import store_and_load_until_told as main; main()"
 BLOCKS = 16
 ROUNDS = 4
 """Of a neighbour, which loads again what it stored six rounds before."""
@@ -47,10 +43,10 @@ def purge(tenant: Tenant, capsys: pytest.CaptureFixture[str], *options: str) -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_purge_leaves_no_byte_of_the_tenant_and_every_block_of_the_other(
-    kind: str, make_storage: MakeStorage, capsys: pytest.CaptureFixture[str]
+    kind: str, place_of: PlaceOf, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    storage = make_storage(kind)
-    alice, bob = Tenant("alice", storage), Tenant("bob", storage)
+    storage = place_of(kind)
+    alice, bob = storage.tenant("alice"), storage.tenant("bob")
     assert (alice.store(BLOCKS), bob.store(BLOCKS)) == (BLOCKS, BLOCKS)
     if kind == "s3-versioned":
         leave_versions(storage, alice)
@@ -77,25 +73,22 @@ def test_a_purge_leaves_no_byte_of_the_tenant_and_every_block_of_the_other(
     assert alice.load(BLOCKS) == (BLOCKS, 0)
 
 
-def leave_versions(storage: Storage, tenant: Tenant) -> None:
+def leave_versions(storage: Place, tenant: Tenant) -> None:
     """Make older versions of the tenant's blocks: overwritten, and deleted."""
-    assert isinstance(storage, BucketStorage)
-    client = storage.server.client()
-    listed = client.list_objects_v2(Bucket=storage.bucket, Prefix=f"tiered-kv/{tenant.digest}/blocks/")["Contents"]
-    names = [entry["Key"] for entry in listed]
-    for name in names[:8]:
-        body = client.get_object(Bucket=storage.bucket, Key=name)["Body"].read()
-        client.put_object(Bucket=storage.bucket, Key=name, Body=body)
-        client.delete_object(Bucket=storage.bucket, Key=name)
-    client.close()
+    with closing(storage.s3.client()) as client:
+        listed = client.list_objects_v2(Bucket=storage.bucket, Prefix=f"kv/{tenant.digest}/blocks/")["Contents"]
+        for name in [entry["Key"] for entry in listed][:8]:
+            body = client.get_object(Bucket=storage.bucket, Key=name)["Body"].read()
+            client.put_object(Bucket=storage.bucket, Key=name, Body=body)
+            client.delete_object(Bucket=storage.bucket, Key=name)
 
 
 @pytest.mark.parametrize("kind", ["fs", "redis", "s3-versioned"])
 def test_what_a_reset_made_unreachable_is_purged_too(
-    kind: str, make_storage: MakeStorage, capsys: pytest.CaptureFixture[str]
+    kind: str, place_of: PlaceOf, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    storage = make_storage(kind)
-    alice = Tenant("alice", storage)
+    storage = place_of(kind)
+    alice = storage.tenant("alice")
     with open_stack(alice.file) as stack:
         alice.put(stack, alice.keys(BLOCKS))
         stack.manager.reset_cache()
@@ -108,11 +101,7 @@ def test_what_a_reset_made_unreachable_is_purged_too(
 
 
 class Neighbour:
-    """A process that stores and loads all the while.
-
-    Args:
-        process: It.
-    """
+    """A process that stores and loads all the while."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -135,7 +124,7 @@ class Neighbour:
 
 @contextmanager
 def neighbour(tenant: Tenant) -> Iterator[Neighbour]:
-    command = [sys.executable, str(PROGRAM), tenant.tenant, str(tenant.file)]
+    command = [sys.executable, "-c", PROGRAM, tenant.tenant, str(tenant.file)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield Neighbour(process)
@@ -148,10 +137,10 @@ def neighbour(tenant: Tenant) -> Iterator[Neighbour]:
 
 @pytest.mark.parametrize("kind", SHARED)
 def test_a_purge_disturbs_nobody_who_uses_the_same_storage(
-    kind: str, make_storage: MakeStorage, capsys: pytest.CaptureFixture[str]
+    kind: str, place_of: PlaceOf, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    storage = make_storage(kind)
-    alice, bob = Tenant("alice", storage), Tenant("bob", storage)
+    storage = place_of(kind)
+    alice, bob = storage.tenant("alice"), storage.tenant("bob")
     with neighbour(alice) as purged, neighbour(bob) as other:
         purged.go_on(ROUNDS)
         before = other.go_on(ROUNDS)
@@ -178,15 +167,14 @@ def test_a_purge_disturbs_nobody_who_uses_the_same_storage(
 
 
 def test_a_purge_through_a_sentinel_finds_the_master_that_there_is_now(
-    redis_sentinel: RedisSentinelServers, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    redis_sentinel: RedisSentinelServers, place_of: PlaceOf, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    replica = redis_sentinel.replica
-    settings = {"mode": "sentinel", "service": SERVICE, "nodes": [redis_sentinel.address]}
-    storage = RedisStorage(tmp_path, [replica], **settings)
-    alice, bob = Tenant("alice", storage), Tenant("bob", storage)
+    replica, storage = redis_sentinel.replica, place_of("redis-sentinel")
+    alice, bob = storage.tenant("alice"), storage.tenant("bob")
     assert (alice.store(BLOCKS), bob.store(BLOCKS)) == (BLOCKS, BLOCKS)
     wait_until(lambda: len(replica.keys("*")) >= len(redis_sentinel.master.keys("*")), what="the replica's following")
     redis_sentinel.fail_over()
+    storage.masters = [replica]
     assert storage.holds(alice.marker)
     status, tier = purge(alice, capsys, "--tenant", "alice")
     assert (status, tier["error"]) == (0, "")
@@ -195,11 +183,9 @@ def test_a_purge_through_a_sentinel_finds_the_master_that_there_is_now(
     assert bob.load(BLOCKS) == (BLOCKS, 0)
 
 
-def test_an_nvme_directory_that_is_open_is_not_purged(
-    make_storage: MakeStorage, capsys: pytest.CaptureFixture[str]
-) -> None:
-    storage = make_storage("nvme")
-    alice = Tenant("alice", storage)
+def test_an_nvme_directory_that_is_open_is_not_purged(place_of: PlaceOf, capsys: pytest.CaptureFixture[str]) -> None:
+    storage = place_of("nvme")
+    alice = storage.tenant("alice")
     with neighbour(alice) as owner:
         owner.go_on(2)
         status, tier = purge(alice, capsys)
@@ -209,30 +195,26 @@ def test_an_nvme_directory_that_is_open_is_not_purged(
         owner.go_on(2)
 
 
-def test_a_directory_of_another_namespace_is_not_touched(
-    make_storage: MakeStorage, capsys: pytest.CaptureFixture[str]
-) -> None:
-    storage = make_storage("nvme")
-    alice, bob = Tenant("alice", storage), Tenant("bob", storage)
+def test_a_directory_of_another_namespace_is_not_touched(place_of: PlaceOf, capsys: pytest.CaptureFixture[str]) -> None:
+    storage = place_of("nvme")
+    alice, bob = storage.tenant("alice"), storage.tenant("bob")
     bob.store(BLOCKS)
-    path = storage.folder / "kv-bob"
-    before = {entry.name: entry.read_bytes() for entry in path.iterdir()}
-    alice.file.write_text(alice.file.read_text().replace("kv-alice", "kv-bob"))
+    before = {entry.name: entry.read_bytes() for entry in bob.path.iterdir()}
+    alice.file.write_text(alice.file.read_text().replace(str(alice.path), str(bob.path)))
     status, tier = purge(alice, capsys, "--tenant", "alice")
     assert (status, tier["namespaces"], tier["error"]) == (0, [], "")
-    assert {entry.name: entry.read_bytes() for entry in path.iterdir()} == before
+    assert {entry.name: entry.read_bytes() for entry in bob.path.iterdir()} == before
 
 
 @pytest.mark.parametrize("where", ["nvme", "fs", "fs namespace"])
 def test_what_is_not_the_tier_s_stays_and_is_told_where_it_may_be_a_copy_of_blocks(
-    where: str, make_storage: MakeStorage, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    where: str, place_of: PlaceOf, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """An nvme directory is one namespace's, and so is a namespace's in one of fs, which is many's."""
-    storage = make_storage(where.partition(" ")[0])
-    assert isinstance(storage, DirectoryStorage)
-    alice = Tenant("alice", storage)
+    storage = place_of(where.partition(" ")[0])
+    alice = storage.tenant("alice")
     alice.store(BLOCKS)
-    folder = storage.path("alice") / (alice.digest if where == "fs namespace" else "")
+    folder = alice.path / (alice.digest if where == "fs namespace" else "")
     (folder / "notes.txt").write_text("mine")
     victim = tmp_path / "victim"
     victim.mkdir()
@@ -241,16 +223,16 @@ def test_what_is_not_the_tier_s_stays_and_is_told_where_it_may_be_a_copy_of_bloc
     status, tier = purge(alice, capsys)
     told = " ".join(tier["namespaces"][0]["left"])
     assert (status, "notes.txt, which is not this tier's" in told) == ((0, False) if where == "fs" else (1, True))
-    assert [path.read_text() for path in storage.path("alice").rglob("notes.txt")] == ["mine"]
+    assert [path.read_text() for path in alice.path.rglob("notes.txt")] == ["mine"]
     assert (victim / ("0" * 32)).read_bytes() == b"precious"
     assert storage.holds(alice.marker) == []
 
 
 def test_what_a_killed_purge_or_a_killed_writer_left_is_purged(
-    make_storage: MakeStorage, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    place_of: PlaceOf, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    storage = make_storage("fs")
-    alice, bob = Tenant("alice", storage), Tenant("bob", storage)
+    storage = place_of("fs")
+    alice, bob = storage.tenant("alice"), storage.tenant("bob")
     assert (alice.store(BLOCKS), bob.store(BLOCKS)) == (BLOCKS, BLOCKS)
     directory = tmp_path / "kv"
     block = next((directory / alice.digest).glob("*/*/*"))
@@ -264,10 +246,10 @@ def test_what_a_killed_purge_or_a_killed_writer_left_is_purged(
 
 
 def test_the_ledger_gets_back_what_a_purge_has_freed(
-    make_storage: MakeStorage, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    place_of: PlaceOf, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    storage = make_storage("fs")
-    alice, bob = Tenant("alice", storage), Tenant("bob", storage)
+    storage = place_of("fs")
+    alice, bob = storage.tenant("alice"), storage.tenant("bob")
     alice.store(BLOCKS)
     bob.store(BLOCKS)
 
@@ -279,10 +261,10 @@ def test_the_ledger_gets_back_what_a_purge_has_freed(
 
 
 def test_a_readable_form_that_names_another_tenant_is_not_believed(
-    make_storage: MakeStorage, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    place_of: PlaceOf, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    storage = make_storage("fs")
-    alice, bob = Tenant("alice", storage), Tenant("bob", storage)
+    storage = place_of("fs")
+    alice, bob = storage.tenant("alice"), storage.tenant("bob")
     assert (alice.store(BLOCKS), bob.store(BLOCKS)) == (BLOCKS, BLOCKS)
     readable = tmp_path / "kv" / bob.digest / "namespace.json"
     readable.write_bytes(readable.read_bytes().replace(b'"bob"', b'"alice"'))
@@ -294,10 +276,10 @@ def test_a_readable_form_that_names_another_tenant_is_not_believed(
 
 
 def test_an_epoch_survives_a_purge_as_a_new_one_so_that_nothing_from_before_a_reset_is_joined(
-    make_storage: MakeStorage, capsys: pytest.CaptureFixture[str]
+    place_of: PlaceOf, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    storage = make_storage("s3-versioned")
-    alice = Tenant("alice", storage)
+    storage = place_of("s3-versioned")
+    alice = storage.tenant("alice")
     with open_stack(alice.file) as never_reset:
         alice.put(never_reset, alice.keys(4))
         with open_stack(alice.file) as stack:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.tenants import BucketStorage, RedisStorage, Tenant
+from tests.support.places import PlaceOf
+from tests.support.tenants import Tenant
 from tiered_kv.cli import main
 from tiered_kv.stack import open_stack
-from tiered_kv.testing.redis_servers import RedisServer, redis_server
-from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
-
-__all__ = ["moto_bucket", "moto_server", "redis_server"]
+from tiered_kv.testing.redis_servers import RedisServer
 
 pytestmark = [pytest.mark.trust("security"), pytest.mark.slow]
 
@@ -29,9 +26,9 @@ def purged(tenant: Tenant, capsys: pytest.CaptureFixture[str]) -> tuple[int, dic
 
 
 def test_names_in_redis_that_others_put_beside_or_among_the_namespace_s_stay(
-    redis_server: RedisServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    redis_server: RedisServer, place_of: PlaceOf, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    alice = Tenant("alice", RedisStorage(tmp_path, [redis_server], url=redis_server.url))
+    alice = place_of("redis").tenant("alice")
     alice.store(BLOCKS)
     own, another = alice.digest, "f" * 32
     ours = f"tkv1:{own}:"
@@ -53,22 +50,17 @@ def test_names_in_redis_that_others_put_beside_or_among_the_namespace_s_stay(
     assert main(["purge", str(alice.file), "--yes"]) == 0, "nothing of this tool is stored any more"
 
 
-def test_prefixes_of_a_bucket_that_begin_alike_are_apart(
-    moto_server: S3Server, moto_bucket: str, tmp_path: Path
-) -> None:
-    tenants = {}
-    for prefix in ("prod", "prod2", "prod/x"):
-        folder = tmp_path / prefix.replace("/", "-")
-        folder.mkdir()
-        tenants[prefix] = Tenant("alice", BucketStorage(folder, moto_server, moto_bucket, prefix=prefix))
-        assert tenants[prefix].store(BLOCKS) == BLOCKS
+def test_prefixes_of_a_bucket_that_begin_alike_are_apart(place_of: PlaceOf) -> None:
+    place = place_of("s3")
+    tenants = {prefix: place.tenant("alice", prefix=prefix) for prefix in ("prod", "prod2", "prod/x")}
+    assert [tenant.store(BLOCKS) for tenant in tenants.values()] == [BLOCKS] * 3
     alice = tenants["prod"]
-    client = moto_server.client()
+    client = place.s3.client()
     foreign = ["prod", "prod/notes.txt", f"prod/{alice.digest}", f"prod/{alice.digest}2/notes.txt"]
     for name in foreign:
-        client.put_object(Bucket=moto_bucket, Key=name, Body=b"precious")
+        client.put_object(Bucket=place.bucket, Key=name, Body=b"precious")
     assert main(["purge", str(alice.file), "--yes", "--tenant", "alice"]) == 0
-    left = [entry["Key"] for entry in client.list_objects_v2(Bucket=moto_bucket)["Contents"]]
+    left = [entry["Key"] for entry in client.list_objects_v2(Bucket=place.bucket)["Contents"]]
     client.close()
     assert [name for name in left if name.startswith(f"prod/{alice.digest}/")] == []
     assert set(foreign) <= set(left)
@@ -76,16 +68,16 @@ def test_prefixes_of_a_bucket_that_begin_alike_are_apart(
 
 
 def test_a_bucket_s_objects_that_others_put_under_the_namespace_s_names_stay_and_are_told(
-    moto_server: S3Server, moto_bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place_of: PlaceOf, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    alice = Tenant("alice", BucketStorage(tmp_path, moto_server, moto_bucket, capacity="64MiB"))
-    client = moto_server.client()
-    client.put_bucket_versioning(Bucket=moto_bucket, VersioningConfiguration={"Status": "Enabled"})
+    place = place_of("s3-versioned")
+    alice = place.tenant("alice", capacity="64MiB")
+    client = place.s3.client()
     assert alice.store(BLOCKS) == BLOCKS
     with open_stack(alice.file) as stack:
         stack.manager.reset_cache()
         alice.put(stack, alice.keys(BLOCKS))
-    root = f"tiered-kv/{alice.digest}/"
+    root = f"kv/{alice.digest}/"
     key = "ab" + "0" * 30
     foreign = [f"{root}{name}" for name in (
         "notes.txt", "namespace.json.bak", "epoch/old", "epochs", f"blocks/{key}", f"blocks/{'0' * 16}/ab/{key}.bak",
@@ -94,21 +86,21 @@ def test_a_bucket_s_objects_that_others_put_under_the_namespace_s_names_stay_and
     )]  # fmt: skip
     for name in foreign:
         for body in (b"precious", b"more precious"):
-            client.put_object(Bucket=moto_bucket, Key=name, Body=body)
-    client.delete_object(Bucket=moto_bucket, Key=foreign[0])  # its older versions are somebody's all the same
+            client.put_object(Bucket=place.bucket, Key=name, Body=body)
+    client.delete_object(Bucket=place.bucket, Key=foreign[0])  # its older versions are somebody's all the same
 
-    def versions() -> list[tuple[str, str]]:
-        pages = client.get_paginator("list_object_versions").paginate(Bucket=moto_bucket)
-        return sorted((each["Key"], each["VersionId"]) for page in pages for each in page.get("Versions", ()))
+    client.close()
+
+    def versions() -> list[tuple[str, bytes]]:
+        return sorted((name, data) for name, _, data in place.everything() if data is not None)
 
     before = [each for each in versions() if each[0] in foreign]
     status, found = purged(alice, capsys)
     after = versions()
-    client.close()
     assert len(before) == 2 * len(foreign)
     assert [each for each in after if each[0] in foreign] == before
     assert {name for name, _ in after} == {*foreign, f"{root}epoch"}, "whatever was this tool's is gone"
-    assert alice.storage.holds(alice.marker) == []
+    assert place.holds(alice.marker) == []
     assert (status, found["purged"], found["blocks"]) == (1, False, 2 * BLOCKS)
     assert found["left"] == [f"{len(foreign)} objects that are not of this tool were left"]
     assert main(["purge", str(alice.file), "--yes"]) == 0, "nothing of this tool is stored any more"

@@ -19,7 +19,7 @@ NAMESPACE = bytes(range(16))
 _KINDS = (LEDGER_NAME, EPOCH_NAME, MARKER_NAME, NAMESPACE_NAME)
 
 
-def small_files_target() -> Target:
+def make() -> Target:
     """Return the target: a byte that says which file it is, then the file."""
     made = _made()
     seeds = tuple(bytes([number]) + made[kind] for number, kind in enumerate(_KINDS))

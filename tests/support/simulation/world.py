@@ -12,19 +12,12 @@ from tiered_kv.testing.clock import ManualClock
 _EPOCH_S = 1_000_000.0
 
 
-class SimulatedClock(ManualClock):
-    """A clock that begins at the same moment in every run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._now_s = _EPOCH_S
-
-
 class World:
     """The clock, and the calls that are due at some time of it, in an order that depends on nothing else."""
 
     def __init__(self) -> None:
-        self.clock = SimulatedClock()
+        self.clock = ManualClock()
+        self.clock._now_s = _EPOCH_S  # the same moment in every run
         self.rng = Random(0)
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
