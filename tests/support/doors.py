@@ -15,6 +15,7 @@ from tiered_kv.testing.rig import TierRig
 from tiered_kv.testing.s3_servers import S3Server
 from tiered_kv.toolkit.epoch import EpochMark
 from tiered_kv.toolkit.record import RecordHeader, digest_of, read_header
+from tiered_kv_fs.layout import block_path
 
 
 class Door(Protocol):
@@ -70,8 +71,6 @@ class FsDoor:
 
     def path_of(self, key: OffloadKey) -> Path | None:
         """Return a block's file in the namespace's present epoch; None if there is none."""
-        from tiered_kv_fs.layout import block_path
-
         namespace = self._directory / self._digest.hex()
         mark = EpochMark.decode((namespace / "epoch").read_bytes())
         assert mark is not None, "the epoch's mark is damaged"

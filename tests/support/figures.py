@@ -29,12 +29,7 @@ class Profile(Enum):
 
 
 class Proof(NamedTuple):
-    """A row of the table.
-
-    Args:
-        promise: Which promise of `docs/explanation/guarantees.md` it proves.
-        unit: What it counts.
-    """
+    """A row of the table: which promise of `docs/explanation/guarantees.md` it proves, and what it counts."""
 
     promise: str
     unit: str
@@ -90,17 +85,7 @@ class Figures:
         self._figures: dict[str, Figure] = {}
 
     def add(self, proof: str, tried: int, passed: int, note: str = "") -> None:
-        """Count cases of a proof.
-
-        Args:
-            proof: A key of `PROOFS`.
-            tried: How many cases there were.
-            passed: How many kept the promise.
-            note: What else the table shall say, such as the seeds or the minutes.
-
-        Raises:
-            KeyError: The table has no such row.
-        """
+        """Count cases of a proof that is in `PROOFS`; a note is what else the table shall say."""
         PROOFS[proof]
         figure = self._figures.setdefault(proof, Figure())
         figure.tried += tried

@@ -63,11 +63,18 @@ def unless(happened: bool, what: str) -> list[str]:
     return [] if happened else [f"the case proves nothing: {what}"]
 
 
-def conclude(figures: Figures, cases: dict[str, list[str]]) -> None:
-    """Count cases, each with its problems, then fail with what was wrong in them."""
-    bad = {case: problems for case, problems in cases.items() if problems}
-    figures.add("races", len(cases), len(cases) - len(bad))
-    assert not bad, "\n".join(f"{case}: {problem}" for case, problems in bad.items() for problem in problems)
+Note = Callable[[list[str]], None]
+"""Takes problems of a case."""
+
+
+def seeds_of(case: str, count: int, figures: Figures) -> Iterator[tuple[int, Note]]:
+    """Yield each seed of a case, and who notes its problems; then count the seeds, and fail with what was wrong."""
+    found: dict[str, list[str]] = {f"{case}, seed {seed}": [] for seed in range(count)}
+    for seed, problems in enumerate(found.values()):
+        yield seed, problems.extend
+    bad = {name: problems for name, problems in found.items() if problems}
+    figures.add("races", len(found), len(found) - len(bad))
+    assert not bad, "\n".join(f"{name}: {problem}" for name, problems in bad.items() for problem in problems)
 
 
 class Hindrance:

@@ -90,21 +90,13 @@ class Prompts:
 
 @dataclass
 class Race:
-    """What happened in a race.
+    """What happened in a race."""
 
-    Args:
-        calls: Calls of the facade, or steps of the scheduler.
-        verified_blocks: Blocks that were loaded and compared.
-        stored_blocks: Blocks that were stored, or found to be there.
-        resets: How often the cache was reset.
-        problems: What must not have happened, as sentences.
-    """
-
-    calls: int = 0
-    verified_blocks: int = 0
-    stored_blocks: int = 0
+    calls: int = 0  # of the facade, or steps of the scheduler
+    verified_blocks: int = 0  # which were loaded, and compared
+    stored_blocks: int = 0  # or found to be there
     resets: int = 0
-    problems: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # what must not have happened, as sentences
 
     def note(self, problems: Sequence[str]) -> None:
         """Keep the first few problems."""

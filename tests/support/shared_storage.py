@@ -42,21 +42,12 @@ class FakeS3Door:
 
 @dataclass
 class SharedStorage:
-    """Opens tiers on one storage.
-
-    Args:
-        kind: One of `KINDS`.
-        entry: A tier's entry.
-        door: To the blocks.
-        read_mark, write_mark: The mark of the epoch; None where there is none.
-        refuse_deletions: From then on nothing may be deleted.
-        rigs: Those that were opened; they are closed at the end of the test.
-    """
+    """Opens tiers on one storage; they are closed at the end of the test."""
 
     kind: str
     entry: dict[str, object]
     door: FsDoor | RedisDoor | FakeS3Door
-    read_mark: Callable[[], bytes | None]
+    read_mark: Callable[[], bytes | None]  # of the epoch; None where there is none
     write_mark: Callable[[bytes | None], object]
     refuse_deletions: Callable[[], object]
     rigs: list[TierRig] = field(default_factory=list)

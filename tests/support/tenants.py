@@ -66,13 +66,7 @@ class Stored:
 
 
 class Tenant(Stored):
-    """One tenant's stacks, over a tier.
-
-    Args:
-        name: The tenant's.
-        folder: For the stacks' file.
-        entry: The tier's.
-    """
+    """One tenant's stacks over a tier; their file is in `folder`."""
 
     def __init__(self, name: str, folder: Path, entry: Mapping[str, object]) -> None:
         super().__init__(name)

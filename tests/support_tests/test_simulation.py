@@ -187,14 +187,10 @@ def test_a_planted_defect_is_found(defect: str) -> None:
     with ExitStack() as planted:
         for owner, name, instead in patches:
             planted.enter_context(mock.patch.object(owner, name, instead))
-        assert_found(text)
-
-
-def assert_found(text: str) -> None:
-    failure = first_failure(PLANTED_DEFECT_SEEDS)
-    assert failure is not None, "the planted defect was not found"
-    shortest = failure.shortest()
-    assert text in shortest.error
-    assert len(shortest.scenario.actions) < len(failure.scenario.actions)
-    assert run(shortest.scenario) is not None, "the shortest scenario does not fail when it is played again"
-    assert f"seed {failure.scenario.seed}," in str(shortest)
+        failure = first_failure(PLANTED_DEFECT_SEEDS)
+        assert failure is not None, "the planted defect was not found"
+        shortest = failure.shortest()
+        assert text in shortest.error
+        assert len(shortest.scenario.actions) < len(failure.scenario.actions)
+        assert run(shortest.scenario) is not None, "the shortest scenario does not fail when it is played again"
+        assert f"seed {failure.scenario.seed}," in str(shortest)

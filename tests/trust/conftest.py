@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.crash_cases import CrashCases
 from tests.support.entries import EntryOf
 from tests.support.patient_nvme import patient_nvme
 from tests.support.places import Place, PlaceOf
@@ -48,3 +49,10 @@ def place_of(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[PlaceOf
 def entry_of(place_of: PlaceOf) -> EntryOf:
     """Return the entry of a tier that is raced on, over storage of its own."""
     return lambda kind: {**place_of(kind).entry, **SIZES[kind]}
+
+
+@pytest.fixture
+def cases(tmp_path: Path) -> Iterator[CrashCases]:
+    """Servers for crashes and failing calls."""
+    with CrashCases(tmp_path / "cases") as cases:
+        yield cases

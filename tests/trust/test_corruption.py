@@ -190,25 +190,6 @@ def _check_healing(bench: Bench, victims: dict[OffloadKey, Damage]) -> None:
             bench.blame(damage.name, "it is not good again after the next store")
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("tier", TIERS)
-def test_swapped_records_are_two_misses(opened: Opened, tier: str, codec: str, figures: Figures) -> None:
-    bench = opened(tier, codec)
-    first, second, third = make_keys(3, "swapped")
-    assert bench.rig.store([first, second, third]).success
-    records = bench.door.read(first), bench.door.read(second)
-    assert records[0] is not None
-    assert records[1] is not None
-    bench.door.write(first, records[1])
-    bench.door.write(second, records[0])
-    before = bench.counted()
-    loaded = bench.rig.load([first, second, third])
-    offered = bench.rig.lookup_all([first, second, third])
-    found = loaded, bench.counted() - before, offered
-    figures.add(f"corruption/{tier}", 1, int(found == ({third}, 2, [False, False, True])))
-    assert found == ({third}, 2, [False, False, True])
-
-
 @pytest.mark.parametrize("tier", [tier for tier in TIERS if tier != "memory"])
 def test_what_lay_there_before_a_reset_may_be_put_back(opened: Opened, tier: str, figures: Figures) -> None:
     """An older version of the storage comes back beside the new one, by a restored backup or a slow replica."""

@@ -142,6 +142,8 @@ def attacks_on(key: OffloadKey, other: bytes, codec_id: int) -> list[Callable[[b
     def made_with(secret: str, key_id: int, namespace: bytes = SPEC.namespace_digest) -> Callable[[bytes], Planted]:
         return lambda own: Planted(codec_id, _sealed(key, namespace, codec_id, secret, key_id)[: len(own)])
 
+    zeros = bytes(BLOCK_BYTES)
+    plain = Planted(RAW_ID, zeros) if codec_id == AES_ID else Planted(ZSTD_ID, Zstd().compress(memoryview(zeros)))
     return [
         *(flipped(at) for at in range(-TAG_BYTES, HEAD_BYTES)),
         *(flipped(HEAD_BYTES + step * (BLOCK_BYTES // 4 - 2 * HEAD_BYTES) // 8) for step in range(8)),
@@ -158,7 +160,7 @@ def attacks_on(key: OffloadKey, other: bytes, codec_id: int) -> list[Callable[[b
         made_with(KEY_1, 1, OTHER_NAMESPACE),
         made_with(WRONG, 1),
         made_with(KEY_2, 2),
-        lambda own: Planted(RAW_ID, bytes(BLOCK_BYTES)) if codec_id == AES_ID else Planted(ZSTD_ID, _zstd()),
+        lambda own: plain,
     ]
 
 
@@ -170,10 +172,6 @@ def _sealed(key: OffloadKey, namespace_digest: bytes, codec_id: int, secret: str
     target = bytearray(draft.payload_bytes)
     draft.write_into(memoryview(target), binding_of(namespace_digest, key))
     return bytes(target)
-
-
-def _zstd() -> bytes:
-    return Zstd().compress(memoryview(bytes(BLOCK_BYTES)))
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -63,19 +63,18 @@ def found_in(storage: bytes, keys: Sequence[OffloadKey]) -> set[OffloadKey]:
 
 
 @pytest.mark.parametrize("tier", STORED)
-def test_a_reader_finds_no_key_nor_a_digest_of_one(tier: str, place_of: PlaceOf, figures: Figures) -> None:
-    keys, storage = filled(place_of(tier), NAME_KEY)
+def test_a_reader_finds_no_key_nor_a_digest_of_one_but_where_names_are_not_keyed(
+    tier: str, place_of: PlaceOf, figures: Figures
+) -> None:
+    place = place_of(tier)
+    keys, storage = filled(place, NAME_KEY)
     found = found_in(storage, keys)
     figures.add("security", tried=KEYS, passed=KEYS - len(found), note="keys sought in storage in all forms")
     assert found == set()
     names = NameMap(bytes.fromhex(NAME_KEY), SPEC.namespace_digest).of(keys)
     assert found_in(storage, names) == set(names), "the same reader does not see where the blocks are"
-
-
-@pytest.mark.parametrize("tier", STORED)
-def test_the_reader_finds_every_key_where_names_are_not_keyed(tier: str, place_of: PlaceOf) -> None:
-    keys, storage = filled(place_of(tier), None)
-    assert found_in(storage, keys) == set(keys)
+    keys, storage = filled(place, None)
+    assert found_in(storage, keys) == set(keys), "nor the keys where there is no secret"
 
 
 @pytest.mark.parametrize("tier", ["fs", "redis", "s3"])

@@ -125,35 +125,24 @@ def made(tier: str, name: str, tmp_path: Path) -> tuple[Tenant, Path]:
     return tenant, path
 
 
-Plant = Callable[[Path, Path], None]
+PLANTS: dict[str, Callable[[Path, Path], None]] = {
+    "symbolic link": lambda path, victim: path.symlink_to(victim),
+    "hard link": lambda path, victim: path.hardlink_to(victim),
+    "pipe": lambda path, victim: os.mkfifo(path),
+    "directory": lambda path, victim: path.mkdir(),
+}
 
 
-def symbolic_link(path: Path, victim: Path) -> None:
-    path.symlink_to(victim)
-
-
-def hard_link(path: Path, victim: Path) -> None:
-    path.hardlink_to(victim)
-
-
-def pipe(path: Path, victim: Path) -> None:
-    os.mkfifo(path)
-
-
-def directory(path: Path, victim: Path) -> None:
-    path.mkdir()
-
-
-@pytest.mark.parametrize("plant", [symbolic_link, hard_link, pipe, directory])
+@pytest.mark.parametrize("plant", PLANTS)
 @pytest.mark.parametrize(("tier", "name"), CASES)
 def test_what_is_planted_in_a_file_s_place_is_neither_followed_nor_written_to_nor_waited_for(
-    tier: str, name: str, plant: Plant, tmp_path: Path
+    tier: str, name: str, plant: str, tmp_path: Path
 ) -> None:
     tenant, path = made(tier, name, tmp_path)
     victim = tmp_path / "victim"
     victim.write_bytes(VICTIM)
     path.unlink()
-    plant(path, victim)
+    PLANTS[plant](path, victim)
     refusal = ""
     try:
         with open_stack(tenant.file) as stack:  # a planted segment may be dropped: a cache may lose blocks
@@ -163,7 +152,7 @@ def test_what_is_planted_in_a_file_s_place_is_neither_followed_nor_written_to_no
         refusal = str(error)
     assert not refusal or name in refusal or str(path.parent) in refusal
     assert victim.read_bytes() == VICTIM
-    assert victim.stat().st_nlink == (2 if plant is hard_link and path.exists() else 1)
+    assert victim.stat().st_nlink == (2 if plant == "hard link" and path.exists() else 1)
 
 
 @needs_root
@@ -225,12 +214,12 @@ def join(name: str) -> None:
     SharedRegion.join(SharedFile(name, "a", ["a"]), Geometry(2, BLOCK_BYTES)).close()
 
 
-@pytest.mark.parametrize("plant", [symbolic_link, hard_link, pipe, directory])
-def test_what_is_planted_in_the_place_of_a_region_is_refused(plant: Plant, shared_name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("plant", PLANTS)
+def test_what_is_planted_in_the_place_of_a_region_is_refused(plant: str, shared_name: str, tmp_path: Path) -> None:
     victim = Path("/dev/shm") / f"{shared_name}-victim"  # a hard link needs the same file system
     victim.write_bytes(bytes(2 * BLOCK_BYTES))
     try:
-        plant(Path("/dev/shm") / f"{shared_name}+workers", victim)
+        PLANTS[plant](Path("/dev/shm") / f"{shared_name}+workers", victim)
         with pytest.raises(ConfigError):
             join(shared_name)
         assert victim.read_bytes() == bytes(2 * BLOCK_BYTES)

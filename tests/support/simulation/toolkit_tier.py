@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
-from tests.support.simulation.storage import SimulatedStorage
-from tests.support.simulation.world import World
+from tests.support.simulation.storage import SimulatedStorage, World
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, TierSpec
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, Part
 from tiered_kv.toolkit.lookups import Probe
@@ -162,16 +162,14 @@ class SimulatedToolkitTier(QueuedTier):
         return self._world.rng.random() * 2 * self.storage.mood.block_s
 
 
+@dataclass(slots=True)
 class _Transfer:
     """A part on its way."""
 
-    __slots__ = ("blocks", "moved", "part", "reasons")
-
-    def __init__(self, part: Part, blocks: list[memoryview]) -> None:
-        self.part = part
-        self.blocks = blocks
-        self.moved = 0
-        self.reasons: list[str] = []
+    part: Part
+    blocks: list[memoryview]
+    moved: int = 0
+    reasons: list[str] = field(default_factory=list)
 
     def outcome(self) -> Outcome:
         if not any(self.reasons):

@@ -1,5 +1,7 @@
 """A soak: a replay over four tiers for minutes or hours, with faults that come and go, and limits that must hold.
 
+    from tests.support.soak.soak import SoakSettings, run
+
     report = run(SoakSettings(seconds=600, seed=1), directory)
     assert not report.problems
 
@@ -10,7 +12,3 @@ off. Every block that comes back is compared, and twice a second processes and d
 
 `python -m tests.support.soak --minutes 60` runs one from a shell.
 """
-
-from tests.support.soak.soak import SoakReport, SoakSettings, run
-
-__all__ = ["SoakReport", "SoakSettings", "run"]

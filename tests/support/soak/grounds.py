@@ -76,27 +76,15 @@ class Grounds:
         limits = {"job_timeout": JOB_TIMEOUT_S, "lookup_timeout": 1.0, "breaker_cooldown": 0.5}
         s3 = self.s3.settings(_BUCKET, name="s3", capacity=S3_CAPACITY_BYTES, sweep_interval=2.0, presence_ttl=1.0)
         s3 |= {"endpoint_url": f"http://{self.s3_proxy.host}:{self.s3_proxy.port}", "request_timeout": 2.0}
+        s3 |= {"connections": 4, **limits, "lookup_timeout": 2.0, "admit_after": 2}
+        nvme = {"type": "nvme", "path": str(self.nvme_directory(process)), "capacity": NVME_CAPACITY_BYTES}
+        fs = {"type": "fs", "path": str(self.fs_directory), "capacity": FS_CAPACITY_BYTES}
+        redis = {"type": "redis", "url": f"redis://{self.redis_proxy.host}:{self.redis_proxy.port}/0", "timeout": 1.0}
         return {
             "namespace": {"model": "soak"},
             "block": {"bytes": BLOCK_BYTES, "tokens": 512},
             "primary": {"capacity": PRIMARY_BLOCKS * BLOCK_BYTES},
-            "secondary": [
-                {
-                    "type": "nvme",
-                    "path": str(self.nvme_directory(process)),
-                    "capacity": NVME_CAPACITY_BYTES,
-                    "segment": 256 << 10,
-                    **limits,
-                },
-                {"type": "fs", "path": str(self.fs_directory), "capacity": FS_CAPACITY_BYTES, **limits},
-                {
-                    "type": "redis",
-                    "url": f"redis://{self.redis_proxy.host}:{self.redis_proxy.port}/0",
-                    "timeout": 1.0,
-                    **limits,
-                },
-                {**s3, "connections": 4, **limits, "lookup_timeout": 2.0, "admit_after": 2},
-            ],
+            "secondary": [{**nvme, "segment": 256 << 10, **limits}, {**fs, **limits}, {**redis, **limits}, s3],
         }
 
     def restart_s3(self) -> None:

@@ -38,12 +38,7 @@ SMALL: Mapping[str, Mapping[str, object]] = {"nvme": {"capacity": "1MiB", "segme
 
 
 class Form(NamedTuple):
-    """How blocks are stored.
-
-    Args:
-        codecs: The content of the blocks of each codec.
-        settings: Of the tier, besides its codec.
-    """
+    """How blocks are stored: the content for each codec, and further settings of the tier."""
 
     codecs: Mapping[str, Content]
     settings: Mapping[str, object]
