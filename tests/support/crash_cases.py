@@ -102,20 +102,17 @@ class CrashCases:
             return list(threads.map(self._run_one, cases))
 
     def _run_one(self, case: Case) -> CaseOutcome:
-        outcome = self._try_one(case)
-        for number in range(1, _TRIES):
+        for number in range(_TRIES):
+            if number:  # in a namespace of its own: what the run before has stored may lie on a server
+                scenario = dataclasses.replace(case.scenario, tenant=f"{case.scenario.tenant}-again")
+                case = dataclasses.replace(case, scenario=scenario)
+            try:
+                outcome = CaseOutcome(case, **self._ask(case, do="case"))
+            except RuntimeError as error:
+                outcome = CaseOutcome(case, True, 0, 0, [f"the case could not be run: {error}"])
             if outcome.was_hit or outcome.problems:
                 break
-            # In a namespace of its own: what the run before has stored may lie on a server.
-            scenario = dataclasses.replace(case.scenario, tenant=f"{case.scenario.tenant}-again-{number}")
-            outcome = self._try_one(dataclasses.replace(case, scenario=scenario))
         return outcome
-
-    def _try_one(self, case: Case) -> CaseOutcome:
-        try:
-            return CaseOutcome(case, **self._ask(case, do="case"))
-        except RuntimeError as error:
-            return CaseOutcome(case, True, 0, 0, [f"the case could not be run: {error}"])
 
     def _ask(self, case: Case, **request: object) -> Any:  # Any: JSON
         server = self._free.get()

@@ -105,12 +105,7 @@ class Place:
             )
 
         rig = TierRig(
-            open_tier,
-            num_blocks=num_blocks,
-            block_bytes=spec.block_bytes,
-            wait_s=_WAIT_S,
-            spec=spec,
-            content=content,
+            open_tier, num_blocks=num_blocks, block_bytes=spec.block_bytes, wait_s=_WAIT_S, spec=spec, content=content
         )
         self._ending.callback(rig.close)
         return rig

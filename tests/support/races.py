@@ -1,13 +1,9 @@
 """Races: threads, or a scheduler with its tiers' threads, over few keys and hardly any room, with every byte compared.
 
-    prompts = Prompts(block_bytes=4096)
-    race = race_facade(stack, prompts, seed=1, threads=4, seconds=2.0)
-    assert not race.problems
-
 Keys have overlapping prefixes, and there are many times more of them than the primary tier has rows, so that blocks are
-evicted, promoted and stored all the time. Each key, in each epoch (which a reset begins), has content of its own, so
-that a block that is loaded with another's bytes, with bytes from before a reset, or half written, is found. What a seed
-decides is which calls are made; when they meet is up to the machine.
+evicted, promoted and stored all the time. Each key has content of its own in each epoch, which a reset begins. So a
+block is found that is loaded with another's bytes, with bytes from before a reset, or half written. A seed decides
+which calls are made; when they meet is up to the machine.
 """
 
 from __future__ import annotations
@@ -34,8 +30,7 @@ from tiered_kv.tiering.manager import TieringOffloadingManager
 GARBAGE = 0xA5
 """What the rows of `out` hold before a `get`."""
 REST_LIMIT_S = 60.0
-GET_TIMEOUT_S = 0.5
-PUT_TIMEOUT_S = 0.5
+_CALL_TIMEOUT_S = 0.5
 
 _PROBLEMS_SHOWN = 10
 _PATTERN = b"\xfe\xedreleased\xde\xad block"
@@ -47,14 +42,7 @@ _PROMPTS, _OWN_BLOCKS = 4, 8
 class Prompts:
     """Prompts that share beginnings, and the content of their blocks. Any thread may read."""
 
-    def __init__(
-        self,
-        block_bytes: int,
-        *,
-        families: int = 4,
-        shared_blocks: int = 6,
-        label: str = "race",
-    ) -> None:
+    def __init__(self, block_bytes: int, *, families: int = 4, shared_blocks: int = 6, label: str = "race") -> None:
         self.block_bytes = block_bytes
         self.prompts: list[list[OffloadKey]] = []
         for family in range(families):
@@ -148,13 +136,13 @@ def _call_facade(stack: Stack, prompts: Prompts, chance: random.Random, race: Ra
     race.calls += 1
     what = chance.random()
     if what < 0.45:
-        stored = stack.put(keys, prompts.contents(keys), timeout=PUT_TIMEOUT_S)
+        stored = stack.put(keys, prompts.contents(keys), timeout=_CALL_TIMEOUT_S)
         race.stored_blocks += stored
         if not 0 <= stored <= len(keys):
             race.note([f"put of {len(keys)} blocks says that it stored {stored}"])
     elif what < 0.95:
         out = np.full((len(keys), prompts.block_bytes), GARBAGE, dtype=np.uint8)
-        loaded = stack.get(keys, out, timeout=GET_TIMEOUT_S)
+        loaded = stack.get(keys, out, timeout=_CALL_TIMEOUT_S)
         race.verified_blocks += loaded
         race.note(prompts.differences(keys[:loaded], out[:loaded], 0, "get"))
         if (out[loaded:] != GARBAGE).any():

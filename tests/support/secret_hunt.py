@@ -1,10 +1,5 @@
 """Looking for planted secrets in everything that a stack shows of itself.
 
-    planted = new_marker()
-    sheet = Sheet({"password": planted})
-    show_running_stack(sheet, "a wrong password", {..., "secondary": [{..., "password": planted}]})
-    assert sheet.findings() == []
-
 A marker is found as it is, in hexadecimal, percent-encoded, and in base64 at any of its three alignments.
 """
 

@@ -1,8 +1,5 @@
 """Planting secrets in the settings of a tier type, and noting all that is shown of configurations and running stacks.
 
-    assert hunt_in_configuration("redis").findings() == []
-    assert hunt_in_running_stacks("redis", port, directory).findings() == []
-
 The settings are found, not listed: in the model of the tier type's entry.
 """
 

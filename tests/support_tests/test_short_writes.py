@@ -18,16 +18,6 @@ from tiered_kv_nvme.disk import Disk, Scratch, refusal_of_direct
 PAGE = mmap.PAGESIZE
 
 
-def direct_or_skip(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        refusal = refusal_of_direct(Disk(), fd)
-    finally:
-        os.close(fd)
-    if refusal:
-        pytest.skip(refusal)
-
-
 def written_to(path: Path, work: Callable[[int], None], flags: int = 0) -> bytes:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
     try:
@@ -50,7 +40,11 @@ def test_half_of_a_buffered_write_is_written_to_the_byte(tmp_path: Path, size: i
 
 
 def test_a_direct_write_comes_short_by_whole_pages(tmp_path: Path) -> None:
-    direct_or_skip(tmp_path)
+    fd = os.open(tmp_path, os.O_RDONLY)
+    refusal = refusal_of_direct(Disk(), fd)
+    os.close(fd)
+    if refusal:
+        pytest.skip(refusal)
     short = ShortWrites(str(tmp_path), 0, ends=False)
     page = Scratch().take(5 * PAGE)
     page[:] = os.urandom(len(page))

@@ -67,9 +67,7 @@ BUFFERED = dataclasses.replace(NVME_ON_DEVICE, entry={**NVME.entry, "direct": "o
 
 
 @pytest.mark.parametrize(
-    "scenario",
-    [NVME_ON_DEVICE, BUFFERED, dataclasses.replace(FS, device=True)],
-    ids=["nvme", "nvme-buffered", "fs"],
+    "scenario", [NVME_ON_DEVICE, BUFFERED, dataclasses.replace(FS, device=True)], ids=["nvme", "nvme-buffered", "fs"]
 )
 def test_a_file_system_that_is_shut_down_at_any_call_holds_no_wrong_byte(
     tmp_path: Path, scenario: CrashScenario, profile: Profile, figures: Figures

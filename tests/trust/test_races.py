@@ -128,12 +128,7 @@ def test_a_stack_that_is_closed_before_its_late_workers_come_leaves_them_their_b
 @pytest.mark.parametrize("direction", ["to_client", "to_server"])
 @pytest.mark.parametrize("tier", ["redis", "s3"])
 def test_no_block_is_used_again_while_a_stalled_connection_may_touch_it(
-    tier: str,
-    direction: str,
-    entry_of: EntryOf,
-    profile: Profile,
-    figures: Figures,
-    request: pytest.FixtureRequest,
+    tier: str, direction: str, entry_of: EntryOf, profile: Profile, figures: Figures, request: pytest.FixtureRequest
 ) -> None:
     entry = entry_of(tier)
     if tier == "redis":

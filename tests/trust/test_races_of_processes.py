@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import Self
 from unittest import mock
 
 import pytest
@@ -21,14 +20,7 @@ import pytest
 from tests.support.entries import EntryOf
 from tests.support.figures import Figures, Profile
 from tests.support.race_cases import BLOCK_BYTES, TIERS, race_as_told, seeds_of, stack_of, unless
-from tests.support.races import (
-    Prompts,
-    Race,
-    open_guarded,
-    phantoms,
-    problems_at_rest,
-    race_facade,
-)
+from tests.support.races import Prompts, Race, open_guarded, phantoms, problems_at_rest, race_facade
 from tests.support.racing_scheduler import RacingScheduler
 from tiered_kv.stack import open_stack
 
@@ -115,10 +107,7 @@ class Racer:
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == b"running\n", self._process.communicate()[1].decode()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self.kill()
         with contextlib.suppress(ValueError):  # it was read to its end already
             self._process.communicate(timeout=WAIT_S)
@@ -146,8 +135,9 @@ def test_two_processes_race_on_one_storage(
         # One that is to be killed does not end before, however late that comes.
         second_s = LIMIT_S if what == "one is killed" else seconds
         resets = 200 if what == "one resets" else 0
-        with Racer(config, seed, seconds) as first, Racer(config, 1000 + seed, second_s, resets) as second:
-            for racer in (first, second):
+        racers = Racer(config, seed, seconds), Racer(config, 1000 + seed, second_s, resets)
+        with contextlib.closing(racers[0]) as first, contextlib.closing(racers[1]) as second:
+            for racer in racers:
                 racer.wait_until_it_runs()
             if what == "one is killed":
                 time.sleep(seconds / 2)

@@ -23,13 +23,7 @@ class SimulatedToolkitTier(QueuedTier):
     """
 
     def __init__(
-        self,
-        world: World,
-        spec: TierSpec,
-        primary_kv_view: memoryview,
-        *,
-        records_max: int,
-        lookup_timeout_s: float,
+        self, world: World, spec: TierSpec, primary_kv_view: memoryview, *, records_max: int, lookup_timeout_s: float
     ) -> None:
         super().__init__(
             spec,
@@ -53,11 +47,11 @@ class SimulatedToolkitTier(QueuedTier):
     # What the manager calls.
 
     def submit_store(self, job_metadata: JobMetadata) -> None:
-        self._note_deadline(job_metadata)
+        self.deadlines_s[job_metadata.job_id] = job_metadata.deadline or 0.0
         super().submit_store(job_metadata)
 
     def submit_load(self, job_metadata: JobMetadata) -> None:
-        self._note_deadline(job_metadata)
+        self.deadlines_s[job_metadata.job_id] = job_metadata.deadline or 0.0
         super().submit_load(job_metadata)
 
     def get_finished(self) -> Iterable[JobResult]:
@@ -153,10 +147,6 @@ class SimulatedToolkitTier(QueuedTier):
     def _stop_workers(self, deadline: float) -> int:
         self._tokens = self._workers_idle = 0
         return 0
-
-    def _note_deadline(self, job: JobMetadata) -> None:
-        assert job.deadline is not None
-        self.deadlines_s[job.job_id] = job.deadline
 
     def _block_s(self) -> float:
         return self._world.rng.random() * 2 * self.storage.mood.block_s
