@@ -135,7 +135,7 @@ class Page:
         self._session = session
         for domain in ("Page", "Network", "Log", "Runtime"):
             self._call(f"{domain}.enable")
-        self.emulate(media="screen", dark=dark)
+        self.emulate(dark=dark)
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=_HEIGHT, deviceScaleFactor=1, mobile=False)
         self._call("Page.navigate", url=file.as_uri())
         while not any(event.get("method") == "Page.loadEventFired" for event in self._events()):
@@ -152,8 +152,8 @@ class Page:
         """What the console shows, scripts that failed, and what could not be fetched."""
         return [event for event in self._events() if event["method"] in _COMPLAINTS]
 
-    def emulate(self, *, media: str, dark: bool) -> None:
-        """Show the page on a screen or on paper, to somebody who wants it dark or light."""
+    def emulate(self, *, media: str = "", dark: bool) -> None:
+        """Show the page to somebody who wants it dark or light, as on paper if `media` is "print"."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", media=media, features=[scheme])
 

@@ -31,6 +31,7 @@ _OWN_STYLE: Final = re.compile(r"<!--.*?-->|<style.*?</style>", re.DOTALL)
 
 INK, QUIET, GRID, SURFACE, MISS, GOOD, WARN, BAD, ACCENT = (f"#f1e2{index:02x}" for index in range(len(_VARIABLES)))
 _DASHES: Final = ("-", "--", ":", "-.")
+_LONG_AXIS: Final = 300.0
 _WIDTH_IN: Final = 5.2
 _HEIGHT_IN: Final = 2.7
 
@@ -115,10 +116,11 @@ def draw(
 
 
 def plain_log(axis: Axis) -> None:
-    """Write the numbers of a logarithmic axis as people do: 1, 2, 5, 10."""
+    """Write the numbers of a logarithmic axis as people do: 1, 2, 5, 10; of a long one, the powers of ten only."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1.0,) if high / low > _LONG_AXIS else (1.0, 2.0, 5.0)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
     axis.set_minor_locator(NullLocator())
 

@@ -24,7 +24,7 @@ from tiered_kv.config.redaction import redact, scrub
 from tiered_kv.config.stack_config import StackConfig
 from tiered_kv.config.units import rounded_bytes
 from tiered_kv.errors import ConfigError
-from tiered_kv.observe.report.figures import require_matplotlib, tier_variable
+from tiered_kv.observe.report.figures import require_matplotlib
 from tiered_kv.observe.report.markup import Html, element, facts, joined
 from tiered_kv.tiering.base import SecondaryTierManager
 
@@ -142,12 +142,6 @@ def figure(title: str, about: str, plot: Html, legend: Html | None = None, *, is
     """Return a plot with its title, its legend and a caption. A wide one has the page's width, its words beside it."""
     caption = element("figcaption", element("h3", title), element("p", about), *([legend] if legend else []))
     return element("figure", caption, plot, class_="card wide" if is_wide else "card")
-
-
-def tier_legend(names: Sequence[str], *further: tuple[str, str]) -> Html:
-    """Return the colours of tiers, in their order, and `further` names with a colour of the page each."""
-    keys = [(name, tier_variable(index)) for index, name in enumerate(names)]
-    return legend([*keys, *further])
 
 
 def legend(keys: Iterable[tuple[str, str]]) -> Html:

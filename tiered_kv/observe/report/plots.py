@@ -27,6 +27,10 @@ _MARK_TURNS: Final = 0.3
 """Beyond this share of a plot's width a name stands to the left of its mark."""
 _RATE_MIN: Final = 4.0
 """A plot of rates reaches at least to so many bytes, or blocks, a second."""
+_MB: Final = 1e6
+_SLOW_BYTES_PER_S: Final = 0.1 * GB
+"""Below this average rate a plot is in megabytes a second."""
+_SECONDS_MIN: Final = 0.001
 _US_PER_S: Final = 1e6
 _BREAKER_COLORS: Final = (figures.GOOD, figures.WARN, figures.BAD)
 
@@ -53,10 +57,12 @@ def hits_over_requests(samples: Sequence[Sample], tiers: Sequence[str]) -> Html:
 
 def throughput(samples: Sequence[Sample], tiers: Sequence[str]) -> Html:
     """Draw bytes stored and bytes loaded a second by each tier, over time."""
-    names = {"stored_bytes": "stored (GB/s)", "loaded_bytes": "loaded (GB/s)"}
-    return _rates(
-        "throughput", "Throughput of each tier over time, stores above, loads below", names, samples, tiers, GB
-    )
+    seconds = max(samples[-1].seconds, _SECONDS_MIN)
+    moved = max((max(each.stored_bytes, each.loaded_bytes) for each in samples[-1].tiers.values()), default=0)
+    unit, scale = ("MB/s", _MB) if moved / seconds < _SLOW_BYTES_PER_S else ("GB/s", GB)
+    names = {"stored_bytes": f"stored ({unit})", "loaded_bytes": f"loaded ({unit})"}
+    about = "Throughput of each tier over time, stores above, loads below"
+    return _rates("throughput", about, names, samples, tiers, scale)
 
 
 def trouble(samples: Sequence[Sample], tiers: Sequence[str]) -> Html:
@@ -227,5 +233,5 @@ def _mark(axes: Axes, value: float, name: str, height: float) -> None:
 
 
 def _over_time(axes: Axes, samples: Sequence[Sample]) -> None:
-    axes.set_xlim(0, max(samples[-1].seconds, 0.001))
+    axes.set_xlim(0, max(samples[-1].seconds, _SECONDS_MIN))
     axes.set_xlabel("seconds since the start")

@@ -11,11 +11,13 @@ from tiered_kv.counters import flat_counts
 from tiered_kv.observe.report import page, plots, words
 from tiered_kv.observe.report.figures import tier_variable
 from tiered_kv.observe.report.markup import Html, bar, element, joined, table
-from tiered_kv.observe.report.page import Run, Tile, counted, figure, legend, section, tier_legend
+from tiered_kv.observe.report.page import Run, Tile, counted, figure, legend, section
 from tiered_kv.observe.report.samples import Sampler
 from tiered_kv.workload.replay import ReplaySettings
 from tiered_kv.workload.tally import GB, ReplayReport
 
+_COUNTERS_MAX: Final = 500
+"""Of a tier; a stranger's may have any number."""
 _MISSED: Final = "missed"
 _MISS_COLOR: Final = "var(--miss)"
 _BREAKER_STATES: Final = (
@@ -49,6 +51,7 @@ def replay_page(
             _origin(report),
             _course(report, sampler),
             _reasons(report),
+            _counters(report),
             page.conditions(run, _settings(report, settings)),
         ],
     )
@@ -122,20 +125,21 @@ def _course(report: ReplayReport, sampler: Sampler) -> Html:
     """How it went over time."""
     tiers, samples = list(report.tiers), sampler.samples
     secondary = [name for name in tiers if name != PRIMARY_TIER_NAME]
-    keys = tier_legend(tiers)
+    keys = {name: tier_variable(index) for index, name in enumerate(tiers)}
+    telling = [(name, color) for name, color in keys.items() if plots.tells_use(samples, name)]
     step = report.step_us
     figures = [
         figure(
             "Hits by tier",
             "The share of blocks that each tier gave, from the first request to the last.",
             plots.hits_over_requests(samples, tiers),
-            tier_legend(tiers, (_MISSED, _MISS_COLOR)),
+            legend([*keys.items(), (_MISSED, _MISS_COLOR)]),
         ),
         figure(
             "Throughput",
             "Bytes that each tier stored (above) and loaded (below). For cpu, those that requests stored and loaded.",
             plots.throughput(samples, tiers),
-            keys,
+            legend(keys.items()),
         ),
         figure(
             "Time of a step",
@@ -153,7 +157,7 @@ def _course(report: ReplayReport, sampler: Sampler) -> Html:
             "Use of capacity",
             _use_caption(sampler, tiers),
             plots.use_over_time(samples, tiers),
-            keys,
+            legend(telling),
         ),
     ]
     if secondary:
@@ -163,7 +167,7 @@ def _course(report: ReplayReport, sampler: Sampler) -> Html:
                 "Blocks whose store was not made (above), and whose store or load failed (below), a second. "
                 "The reasons are further down.",
                 plots.trouble(samples, tiers),
-                keys,
+                legend(keys.items()),
             )
         )
         figures.append(
@@ -245,6 +249,19 @@ def _reason_table(
     return element(
         "div", head, table(["tier", "reason", "blocks", "", "what it means"], rows, numbers=[2]), class_="card"
     )
+
+
+def _counters(report: ReplayReport) -> Html:
+    """All that was counted, for those who look for one number: closed at first."""
+    tiers = []
+    for name, tier in report.tiers.items():
+        counts = [(path, count) for path, count in flat_counts(tier.counters) if "buckets" not in path]
+        rows = [
+            [", ".join(path), f"{count:,}" if isinstance(count, (int, float)) else str(count)] for path, count in counts
+        ]
+        shown = table(["counter, and its labels", "at the end"], rows[:_COUNTERS_MAX], numbers=[1])
+        tiers.append(element("details", element("summary", f"{name}: {len(counts)} counters"), shown, class_="card"))
+    return section("All counters", "What each of them means is in the reference of counters.", *tiers)
 
 
 def _settings(report: ReplayReport, settings: ReplaySettings) -> list[tuple[str, str]]:
