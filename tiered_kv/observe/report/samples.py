@@ -14,7 +14,7 @@ from tiered_kv.workload.tally import Tally
 Counted = Mapping[str, Mapping[str, Any]]  # Any: as `Counters.snapshot`
 
 SAMPLES_MAX: Final = 200
-INTERVAL_S: Final = 0.02
+INTERVAL_S: Final = 0.05
 """Between the first samples. It doubles whenever there are too many, so that short and long runs have about as many."""
 
 
