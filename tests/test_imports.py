@@ -18,7 +18,18 @@ import tiered_kv
 
 ROOT = Path(__file__).parent.parent
 EXTRAS = frozenset(
-    {"torch", "transformers", "vllm", "redis", "boto3", "botocore", "aiofiles", "cryptography", "zstandard"}
+    {
+        "torch",
+        "transformers",
+        "vllm",
+        "redis",
+        "boto3",
+        "botocore",
+        "aiofiles",
+        "cryptography",
+        "zstandard",
+        "matplotlib",
+    }
 )
 IMPORT_LIMIT_S = 0.150
 PLUGINS = sorted(path.name for path in (ROOT / "plugins").glob("tiered_kv_*"))
@@ -35,6 +46,7 @@ ROOMS: list[tuple[str, ...]] = [
     ("tiered_kv_",),  # the plugins
     ("tiered_kv.facade", "tiered_kv.stack"),
     ("tiered_kv.workload", "tiered_kv.worker"),
+    ("tiered_kv.observe.report",),
     ("tiered_kv._cli", "tiered_kv.cli"),
     ("tiered_kv.testing", "tiered_kv.integrations"),
 ]

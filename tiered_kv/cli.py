@@ -75,5 +75,5 @@ def _parser(argv: Sequence[str] | None) -> argparse.ArgumentParser:
         if verb in given:
             module = importlib.import_module(f"tiered_kv._cli.{verb}")
             module.add_arguments(sub)
-            sub.set_defaults(run=module.run, parser=sub)
+            sub.set_defaults(run=module.run, parser=sub, given=list(given))
     return parser

@@ -105,7 +105,7 @@ def show_config(sheet: Sheet, place: str, source: Mapping[str, object], planted:
     except TieredKVError as error:
         sheet.note_error(place, error)
         return None
-    sheet.note(place, config, *config.secondary)
+    sheet.note(place, config, *config.secondary, config.shown())
     return config
 
 

@@ -8,11 +8,14 @@ from dataclasses import asdict
 
 from tiered_kv._cli.arguments import positive_int
 from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
+from tiered_kv._cli.reporting import add_report_argument, begun_report, write_report
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
+from tiered_kv.observe.report.bench_page import bench_page
+from tiered_kv.observe.report.page import Run
 from tiered_kv.stack import open_tier
 from tiered_kv.workload.bench import BenchSettings, TierBench, bench_tier
 
@@ -37,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rounds", metavar="N", type=positive_int, default=3, help="repetitions (default: %(default)s)"
     )
+    add_report_argument(parser)
 
 
 def run(args: argparse.Namespace) -> Status:
@@ -44,16 +48,22 @@ def run(args: argparse.Namespace) -> Status:
     tiers = _chosen(config, args.tier)
     blocks = args.blocks or max(args.batch, _ROUND_BYTES // config.block.bytes)
     settings = BenchSettings(blocks=blocks, batch=args.batch, rounds=args.rounds)
+    reported = begun_report(args, config)
     results: list[TierBench] = []
     with progress("rounds", len(tiers) * settings.rounds) as advance:
+
+        def on_round(rounds: int) -> None:
+            advance(len(results) * settings.rounds + rounds)
+
         for tier in tiers:
-            results.append(
-                _bench(config, tier, settings, lambda rounds: advance(len(results) * settings.rounds + rounds))
-            )
+            advance(len(results) * settings.rounds, f"measuring {tier.name}")
+            results.append(_bench(config, tier, settings, reported, on_round))
     if args.json:
         print_json({"tiers": [asdict(result) for result in results]})
     else:
         _show(args.stack, results, settings)
+    if reported is not None:
+        write_report(args, bench_page(reported, results, settings))
     return Status.FOUND if any(result.corrupt_blocks for result in results) else Status.OK
 
 
@@ -68,12 +78,18 @@ def _chosen(config: StackConfig, name: str | None) -> list[TierSettings]:
 
 
 def _bench(
-    config: StackConfig, settings: TierSettings, bench: BenchSettings, on_round: Callable[[int], None]
+    config: StackConfig,
+    settings: TierSettings,
+    bench: BenchSettings,
+    reported: Run | None,
+    on_round: Callable[[int], None],
 ) -> TierBench:
     region = PrimaryRegion(bench.blocks, config.block.bytes)
     try:
         tier = open_tier(config, settings, region.kv_view)
         try:
+            if reported is not None:
+                reported.note_tiers([settings.name], [tier])
             return bench_tier(tier, settings.name, region.kv_view, bench, on_round=on_round)
         finally:
             tier.shutdown()

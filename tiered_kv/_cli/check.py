@@ -6,7 +6,7 @@ import argparse
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 
-from tiered_kv._cli.output import Status, print_json, print_table, print_text
+from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
 from tiered_kv.config.redaction import scrub, told
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.stack_config import StackConfig, load_config
@@ -60,10 +60,15 @@ def run(args: argparse.Namespace) -> Status:
 
 def _check_all(config: StackConfig) -> list[TierCheck]:
     """Open all tiers at once, as the stack would, so that two that exclude each other are found."""
-    with ExitStack() as opened:
+    with progress("opening cpu", 1 + len(config.secondary)) as advance, ExitStack() as opened:
         primary, region = _check_primary(config)
         opened.callback(region.close)
-        return [primary, *(_check_tier(config, tier, region, opened) for tier in config.secondary)]
+        checks = [primary]
+        for tier in config.secondary:
+            advance(len(checks), f"opening {tier.name}")
+            checks.append(_check_tier(config, tier, region, opened))
+        advance(len(checks), "closing")
+        return checks
 
 
 def _check_primary(config: StackConfig) -> tuple[TierCheck, PrimaryRegion]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,6 +39,12 @@ _PLAIN_WIDTH = 120
 _WIDTH_MAX = 10_000
 _FOLDED_WIDTH_MIN = 24
 """Columns that a folded text has at least."""
+
+
+class Advance(Protocol):
+    """Says how far something is; see `progress`."""
+
+    def __call__(self, done: int, doing: str | None = None) -> None: ...
 
 
 class OutputError(Exception):
@@ -124,26 +130,27 @@ def _write(text: str, *, flush: bool = False) -> None:
 
 
 @contextmanager
-def progress(title: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Show how far something is, if standard error is a terminal.
+def progress(title: str, total: int | None) -> Iterator[Advance]:
+    """Show how far something is, if standard error is a terminal. The time that has passed is always seen to go on.
 
     Args:
         title: What is being done.
         total: Steps in all; None where that is not known.
 
     Yields:
-        A function to call with the number of steps done.
+        A function to call with the number of steps done, and with what is being done now if that has changed.
     """
     if not sys.stderr.isatty():
-        yield lambda done: None
+        yield lambda done, doing=None: None
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=total)
-        yield lambda done: bar.update(task, completed=done)
+        yield lambda done, doing=None: bar.update(task, completed=done, description=doing and escape(doing))
 
 
 @contextmanager

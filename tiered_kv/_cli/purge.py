@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 
 from tiered_kv._cli.arguments import seconds
-from tiered_kv._cli.output import Status, print_json, print_table, print_text
+from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
 from tiered_kv.config.redaction import told
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.stack_config import load_config
@@ -68,15 +68,21 @@ def run(args: argparse.Namespace) -> Status:
     config = load_config(args.stack)
     digest = None if args.tenant is not None else args.namespace or config.identity.digest.hex()
     meant = f"tenant '{args.tenant}'" if digest is None else f"namespace {digest}"
-    tiers = [_look(settings, digest, args.tenant, args.timeout) for settings in config.secondary]
+    tiers: list[TierPurge] = []
+    with progress("looking", len(config.secondary)) as advance:
+        for settings in config.secondary:
+            advance(len(tiers), f"looking into {settings.name}")
+            tiers.append(_look(settings, digest, args.tenant, args.timeout))
     if not args.json:
         print_text(f"{args.stack}: {meant}\n")
         _show(tiers, "stored")
     if not args.dry_run and any(tier.namespaces for tier in tiers):
         if not args.yes:
             _ask(tiers)
-        for settings, tier in zip(config.secondary, tiers, strict=True):
-            _purge(settings, tier, args.timeout)
+        with progress("removing", len(tiers)) as advance:
+            for done, (settings, tier) in enumerate(zip(config.secondary, tiers, strict=True)):
+                advance(done, f"removing from {tier.name}")
+                _purge(settings, tier, args.timeout)
         if not args.json:
             _show(tiers, "removed")
     ok = all(tier.ok for tier in tiers)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -12,14 +13,18 @@ from typing import Any
 
 from tiered_kv._cli.arguments import positive_int, seconds
 from tiered_kv._cli.output import Status, interrupt_flag, print_json, print_table, print_text, progress
+from tiered_kv._cli.reporting import add_report_argument, begun_report, write_report
+from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.config.units import format_bytes
 from tiered_kv.counters import flat_counts
 from tiered_kv.errors import ConfigError
-from tiered_kv.stack import open_stack
+from tiered_kv.observe.report.replay_page import replay_page
+from tiered_kv.observe.report.samples import Sampler
+from tiered_kv.stack import Stack, open_stack
 from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.replay import ReplaySettings, replay
 from tiered_kv.workload.request import Request
-from tiered_kv.workload.tally import GB, ReplayReport
+from tiered_kv.workload.tally import GB, ReplayReport, Tally
 from tiered_kv.workload.trace import read_trace
 
 _CHAT_OPTIONS = {
@@ -55,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=drive.request_timeout_s,
         help="how long a request waits for its prefix, such as 250ms; the rest then counts as missed (default: 5s)",
     )
+    add_report_argument(parser)
     chats = parser.add_argument_group("built-in chats", "multi-turn chats that share system prompts")
     for name, about in _CHAT_OPTIONS.items():
         default = getattr(ChatWorkload(), name)
@@ -75,26 +81,56 @@ class _Workload:
 def run(args: argparse.Namespace) -> Status:
     workload = _workload(args)
     settings = ReplaySettings(concurrency=args.concurrency, request_timeout_s=args.request_timeout)
-    with (
-        open_stack(args.stack) as stack,
-        interrupt_flag() as interrupted,
-        progress("requests", workload.total) as advance,
-    ):
-        report = replay(
-            stack.manager,
-            stack.kv_view,
-            workload.requests,
-            settings,
-            should_stop=interrupted,
-            on_progress=lambda tally: advance(tally.requests),
-        )
+    config = load_config(args.stack)
+    reported = begun_report(args, config)
+    with _opened(config) as stack, interrupt_flag() as interrupted:
+        sampler = None
+        if reported is not None:
+            reported.note_tiers(stack.tier_names, stack.secondary_tiers)
+            sampler = Sampler(stack.manager.counters)
+        report = _replayed(stack, workload, settings, sampler, interrupted)
     if args.json:
         print_json({"stack": args.stack, "workload": workload.described, **asdict(report)})
     else:
         _show(report, f"{args.stack}: {workload.title}")
+    if reported is not None and sampler is not None:
+        write_report(args, replay_page(reported, report, sampler, settings, workload.title, _notes(report)))
     if report.corrupt_blocks:
         return Status.FOUND
     return Status.INTERRUPTED if report.interrupted else Status.OK
+
+
+@contextmanager
+def _opened(config: StackConfig) -> Iterator[Stack]:
+    with progress("opening the tiers", None):
+        stack = open_stack(config)
+    with stack:
+        yield stack
+
+
+def _replayed(
+    stack: Stack,
+    workload: _Workload,
+    settings: ReplaySettings,
+    sampler: Sampler | None,
+    interrupted: Callable[[], bool],
+) -> ReplayReport:
+    """Replay the requests, and sample the counters between steps if there is a sampler."""
+    with progress("requests", workload.total) as advance:
+
+        def on_progress(tally: Tally) -> None:
+            advance(tally.requests)
+            if sampler is not None:
+                sampler.note(tally)
+
+        if sampler is not None:
+            sampler.start()
+        report = replay(
+            stack.manager, stack.kv_view, workload.requests, settings, should_stop=interrupted, on_progress=on_progress
+        )
+        if sampler is not None:
+            sampler.finish()
+    return report
 
 
 def _workload(args: argparse.Namespace) -> _Workload:
@@ -157,6 +193,11 @@ def _remarks(report: ReplayReport) -> Iterator[str]:
         troubles = _troubles(tier.counters)
         if troubles:
             yield f"{name}: {troubles}"
+    yield from _notes(report)
+
+
+def _notes(report: ReplayReport) -> Iterator[str]:
+    """Yield what ended otherwise than it should, a sentence each."""
     if report.timed_out_requests:
         yield f"{report.timed_out_requests:,} requests did not wait for the rest of their prefix"
     for block in report.corrupt:

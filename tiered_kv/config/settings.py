@@ -18,7 +18,7 @@ from pydantic import (
 
 from tiered_kv.config.redaction import HIDDEN, has_environment_text, redact, secrets_in, texts_in
 from tiered_kv.config.secret_keys import is_key_for_path, problem_of_key
-from tiered_kv.config.units import Bytes, Count, Seconds
+from tiered_kv.config.units import Bytes, Count, Seconds, as_written
 
 
 class StrictModel(BaseModel):
@@ -43,6 +43,16 @@ class StrictModel(BaseModel):
                     found |= texts_in(item) if name in self._from_environment else secrets_in(item, name)
         return found
 
+    def shown(self) -> dict[str, object]:
+        """Return what was set, as a file would say it, with `***` in place of every secret."""
+        shown: dict[str, object] = {}
+        for name, value in self:
+            if name in self.model_fields_set:
+                info = type(self).model_fields.get(name)
+                readable = as_written(value, info) if info is not None else value
+                shown[name] = HIDDEN if name in self._from_environment else _shown(readable, name)
+        return shown
+
     def __repr_args__(self) -> list[tuple[str | None, object]]:
         return [
             (name, HIDDEN if name in self._from_environment else redact(value, name or ""))
@@ -59,6 +69,14 @@ class StrictModel(BaseModel):
                 name for name in names if not isinstance(getattr(model, name), StrictModel)
             )
         return model
+
+
+def _shown(value: object, name: str) -> object:
+    if isinstance(value, StrictModel):
+        return value.shown()
+    if isinstance(value, (list, tuple)):
+        return [_shown(item, name) for item in value]
+    return redact(value, name)
 
 
 class TierSettings(StrictModel):

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from decimal import Decimal
-from typing import Annotated
+from typing import Annotated, get_args
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic.fields import FieldInfo
 
 BYTES_MAX = 2**63 - 1
 
@@ -122,6 +124,23 @@ Count = Annotated[int, _number("a whole number")]
 
 Share = Annotated[float, _number("a number from 0 to 1"), Field(ge=0, le=1)]
 """A number from 0 to 1."""
+
+
+def as_written(value: object, info: FieldInfo) -> object:
+    """Return a setting as a file may say it: sizes and durations as text with their unit, all else as it is."""
+    checks = {getattr(each, "func", None) for each in _metadata(info)}
+    if isinstance(value, int) and parse_bytes in checks:
+        return format_bytes(value)
+    if isinstance(value, (int, float)) and parse_seconds in checks:
+        return format_seconds(float(value))
+    return value
+
+
+def _metadata(info: FieldInfo) -> Iterator[object]:
+    """Yield what is annotated to a setting, or to one of the types that it may have."""
+    yield from info.metadata
+    for each in get_args(info.annotation):
+        yield from getattr(each, "__metadata__", ())
 
 
 def _split(value: object, accepted: str) -> tuple[Decimal, str]:

@@ -1,0 +1,301 @@
+"""The page that `--report` writes: it says what was measured, escapes all that others name, and has no secret."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.secret_hunt import Sheet, new_marker
+from tiered_kv.cli import main
+from tiered_kv.config.stack_config import load_config
+from tiered_kv.observe.report.markup import Html, element, table
+from tiered_kv.observe.report.page import Run
+from tiered_kv.observe.report.replay_page import replay_page
+from tiered_kv.observe.report.samples import SAMPLES_MAX, Sampler, thinned
+from tiered_kv.stack import open_stack
+from tiered_kv.testing.clock import ManualClock
+from tiered_kv.testing.four_methods import FourMethodTier
+from tiered_kv.tiering.factory import SecondaryTierFactory
+from tiered_kv.workload.generator import ChatWorkload
+from tiered_kv.workload.replay import ReplaySettings, replay
+from tiered_kv.workload.tally import Tally
+
+pytestmark = pytest.mark.usefixtures("drawing_library")
+
+CHATS = ["--chats", "12", "--turns", "3", "--active-chats", "6", "--turn-blocks", "3"]
+HOSTILE = "<script>alert('x')</script><img src=http://evil.example/x>\"&"
+PLOTS = [
+    "Hits by tier",
+    "Throughput",
+    "Time of a step",
+    "Time of a step during the run",
+    "Use of capacity",
+    "Skipped and failed blocks",
+    "Breakers",
+]
+
+
+class HostileTier(FourMethodTier):
+    """Has markup in everything that a tier can say."""
+
+    def describe(self) -> dict[str, object]:
+        return {HOSTILE: HOSTILE}
+
+    def stats(self) -> Mapping[str, Any]:  # Any: as the interface
+        return {"used_bytes": HOSTILE, "capacity_bytes": float("nan"), HOSTILE: 1}
+
+    def submit_store(self, job_metadata: Any) -> None:  # Any: as the interface
+        raise ValueError(HOSTILE)
+
+
+class Looked(HTMLParser):
+    """What is in a page: its elements, their attributes, and the text of each."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.texts: dict[str, list[str]] = {}
+        self._open: list[str] = []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        self._open.append(tag)
+        self.texts.setdefault(tag, []).append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._open and self._open.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        for tag in self._open:
+            self.texts[tag][-1] += data
+
+    def values(self, *names: str) -> list[str]:
+        """Return the values of all attributes that are called so."""
+        return [value or "" for name, value in self.attributes if name in names]
+
+
+@pytest.fixture
+def hostile() -> Iterator[None]:
+    SecondaryTierFactory.register("hostile", HostileTier)
+    yield
+    SecondaryTierFactory.unregister("hostile")
+
+
+def stack_file(directory: Path, *tiers: str, name: str = "stack.yaml") -> Path:
+    file = directory / name
+    lines = ["namespace: {model: test}", "block: {bytes: 4KiB}", "primary: {capacity: 256KiB}", "secondary:"]
+    file.write_text("\n".join([*lines, *(f"  - {{{tier}}}" for tier in tiers)]) + "\n")
+    return file
+
+
+def looked_at(page: Path) -> Looked:
+    """Return what is in a page that stands by itself."""
+    text = page.read_text("utf-8")
+    assert "://" not in text, "nothing is fetched, and nothing is named that could be"
+    looked = Looked(text)
+    assert not {"script", "iframe", "object", "embed", "img", "base", "form"} & set(looked.tags)
+    assert not [name for name, _ in looked.attributes if name.startswith("on")]
+    assert looked.values("src", "action", "srcset") == []
+    assert looked.values("href") == ["data:,"], "an icon that is none"
+    identities = looked.values("id")
+    assert len(identities) == len(set(identities)), "no two figures share a mark"
+    used = {value.lstrip("#") for value in looked.values("xlink:href")}
+    assert used | set(re.findall(r"url\(#(\w+)\)", text)) <= set(identities)
+    assert "#f1e2" not in text, "every colour is the page's"
+    assert text.count("default-src 'none'") == 1
+    return looked
+
+
+def test_a_replay_writes_a_page_that_says_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, stack = tmp_path / "page.html", stack_file(tmp_path, "type: memory, capacity: 1MiB, admit_after: 2")
+    assert main(["replay", str(stack), "--json", "--report", str(page), *CHATS]) == 0
+    result = json.loads(capsys.readouterr().out)
+    looked = looked_at(page)
+    assert looked.tags.count("svg") == len(PLOTS)
+    assert [title for title in looked.texts["h3"] if title in PLOTS] == PLOTS
+    assert looked.texts["h1"] == ["12 built-in chats of 3 turns, seed 0 through stack.yaml"]
+    everything = " ".join(looked.texts["main"][0].split())
+    assert f"36 requests asked for {result['blocks']:,} blocks of 4KiB" in everything
+    assert f"{result['verified_blocks']:,} were right, 0 were wrong" in everything
+    assert f"{result['misses']:,}" in everything
+    for said in ("Python", "kernel", "cores", "tiered-kv replay", "capacity: 256KiB", "admit_after: 2", "admission"):
+        assert said in everything
+    assert "requests answered" in looked.texts["svg"][0]
+    assert re.search("[GM]B/s", looked.texts["svg"][1])
+
+
+def test_a_bench_writes_a_page_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    stack = stack_file(tmp_path, "type: memory, capacity: 1MiB", "type: memory, name: second, capacity: 256KiB")
+    assert main(["bench", str(stack), "--blocks", "64", "--rounds", "2", "--report", str(page)]) == 0
+    assert "second" in capsys.readouterr().out
+    looked = looked_at(page)
+    assert looked.tags.count("svg") == 2
+    everything = " ".join(looked.texts["main"][0].split())
+    assert "2 tiers stored, found and loaded 64 new blocks of 4KiB in each of 2 rounds" in everything
+    assert "tiered-kv bench" in everything
+    assert "second" in looked.texts["svg"][0]
+
+
+def test_a_page_shows_hostile_names_as_text(tmp_path: Path, hostile: None, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / HOSTILE.replace("/", "")
+    directory.mkdir()
+    stack = stack_file(directory, "type: hostile")
+    page = directory / "page.html"
+    assert main(["replay", str(stack), "--report", str(page), *CHATS]) == 0
+    text = page.read_text("utf-8").replace("://", "")
+    assert "&lt;script&gt;" in text
+    looked = Looked(text)
+    assert not {"script", "img"} & set(looked.tags)
+    assert "alert('x')" in looked.texts["dl"][-1]
+    assert capsys.readouterr().err == ""
+
+
+def test_elements_escape_all_that_is_no_html() -> None:
+    assert element("a", HOSTILE, title=HOSTILE).count("<") == 2
+    assert str(table([HOSTILE], [[HOSTILE]])).count("script") == 4
+    assert "<script" not in table([HOSTILE], [[HOSTILE]])
+    assert element("b", Html("<i>x</i>"), "<") == "<b><i>x</i>&lt;</b>"
+
+
+def test_a_page_has_no_secret_of_the_stack_or_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    markers = {name: new_marker() for name in ("password", "variable", "key", "url", "command", "described")}
+    sheet = Sheet(markers)
+    monkeypatch.setenv("PLANTED", markers["variable"])
+    config = load_config(
+        {
+            "namespace": {"model": "m", "tenant": "${PLANTED}"},
+            "block": {"bytes": 4096},
+            "primary": {"capacity": "256KiB"},
+            "secondary": [
+                {"type": "redis", "url": f"redis://user:{markers['url']}@h:1"},
+                {"type": "redis", "name": "second", "url": "redis://h:1", "password": markers["password"]},
+                {
+                    "type": "memory",
+                    "capacity": "1MiB",
+                    "codec": "aes-256-gcm",
+                    "encryption": {"keys": {1: markers["key"]}},
+                },
+            ],
+        }
+    )
+    arguments = ["replay", "stack.yaml", f"--trace=http://u:{markers['command']}@h/x?sig={markers['command']}"]
+    said = {"redis": {"url": f"redis://user:{markers['described']}@h:1", "note": f"it is {markers['password']}"}}
+    run = Run("stack.yaml", arguments, config, datetime.now(UTC), dict(said))
+    with open_stack(
+        {"namespace": {"model": "m"}, "block": {"bytes": 4096}, "primary": {"capacity": "256KiB"}}
+    ) as stack:
+        sampler = Sampler(stack.manager.counters)
+        sampler.start()
+        requests = ChatWorkload(chats=2, turns=2, active_chats=1).requests()
+        report = replay(stack.manager, stack.kv_view, requests, on_progress=sampler.note)
+        sampler.finish()
+    page = replay_page(run, report, sampler, ReplaySettings(), "chats", [f"CORRUPT: {markers['password']}"])
+    sheet.note("the page", page)
+    assert sheet.findings() == []
+    assert "1MiB" in page
+    assert "***" in page
+
+
+def test_a_replay_that_was_ended_at_once_has_a_page(tmp_path: Path) -> None:
+    config = load_config(stack_file(tmp_path, "type: memory, capacity: 1MiB"))
+    with open_stack(config) as stack:
+        sampler = Sampler(stack.manager.counters)
+        sampler.start()
+        requests = ChatWorkload(chats=2, turns=2, active_chats=1).requests()
+        report = replay(stack.manager, stack.kv_view, requests, should_stop=lambda: True, on_progress=sampler.note)
+        sampler.finish()
+    run = Run("stack.yaml", ["replay", "stack.yaml"], config, datetime.now(UTC))
+    page = tmp_path / "page.html"
+    page.write_text(replay_page(run, report, sampler, ReplaySettings(), "chats", ["interrupted"]))
+    assert looked_at(page).tags.count("svg") == len(PLOTS)
+
+
+def test_a_replay_has_the_same_results_with_and_without_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Without a secondary tier nothing depends on time.
+    stack = stack_file(tmp_path)
+    results = []
+    for further in ([], ["--report", str(tmp_path / "page.html")]):
+        assert main(["replay", str(stack), "--json", *CHATS, *further]) == 0
+        result = json.loads(capsys.readouterr().out)
+        results.append(
+            {name: result[name] for name in ("requests", "blocks", "hits", "misses", "stored_blocks", "steps")}
+        )
+    assert results[0] == results[1]
+
+
+def test_without_the_library_nothing_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stack = stack_file(tmp_path, f"type: nvme, path: {tmp_path / 'cache'}, capacity: 64MiB")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for verb in ("replay", "bench"):
+        assert main([verb, str(stack), "--report", str(tmp_path / "page.html")]) == 2
+        assert "pip install 'tiered-kv[report]'" in capsys.readouterr().err
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("target", ["missing/page.html", "."])
+def test_a_page_that_cannot_be_written_is_known_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str
+) -> None:
+    stack = stack_file(tmp_path, f"type: nvme, path: {tmp_path / 'cache'}, capacity: 64MiB")
+    for verb in ("replay", "bench"):
+        assert main([verb, str(stack), "--report", os.path.join(tmp_path, target)]) == 2
+        assert "--report: the page cannot be written" in capsys.readouterr().err
+    assert not (tmp_path / "cache").exists()
+
+
+def test_samples_are_bounded_and_reach_from_the_start_to_the_end() -> None:
+    clock, asked = ManualClock(), 0
+
+    def counters() -> dict[str, dict[str, int]]:
+        nonlocal asked
+        asked += 1
+        return {"cpu": {"stored_bytes_total": asked}}
+
+    sampler, tally = Sampler(counters, clock), Tally(hits={"cpu": 0})
+    sampler.start()
+    for _ in range(100_000):
+        clock.advance(0.001)
+        tally.requests += 1
+        sampler.note(tally)
+    clock.advance(5)
+    sampler.finish()
+    seconds = [sample.seconds for sample in sampler.samples]
+    assert SAMPLES_MAX / 2 - 1 <= len(seconds) <= SAMPLES_MAX
+    assert seconds[0] == 0
+    assert seconds[-1] == pytest.approx(105)
+    assert seconds == sorted(seconds)
+    assert max(b - a for a, b in pairwise(seconds[:-1])) < 2.6, "evenly"
+    assert sampler.samples[-1].requests == 100_000
+    assert asked < 2_000, "most steps take no sample"
+
+
+def test_thinned_samples_keep_the_ends() -> None:
+    clock = ManualClock()
+    sampler = Sampler(dict, clock)
+    for _ in range(50):
+        clock.advance(1)
+        sampler.start()
+    chosen = thinned(sampler.samples, 7)
+    assert len(chosen) == 8
+    assert (chosen[0], chosen[-1]) == (sampler.samples[0], sampler.samples[-1])
+    assert thinned(sampler.samples, 49) == sampler.samples

@@ -1,0 +1,1 @@
+"""Metrics, events and reports: what people and their tools look at."""
