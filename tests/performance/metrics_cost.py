@@ -3,8 +3,8 @@
     python tests/performance/metrics_cost.py --rounds 9
 
 Without, nothing is measured and nobody reads. With, everything is as it is, and a thread reads and writes all metrics
-every `--scrape-s`, more often than a Prometheus does. Both are measured by turns, and a row has the median of the
-ratios within a round, with over without, and the lowest and the highest. The keys per second are those of
+every `--scrape-s`, more often than a Prometheus does. Both are measured by turns. A row has the median, the lowest and
+the highest of the ratios within a round, with over without. The keys per second are those of
 manager_rates.py, by the processor's time of the manager's thread, which other programs do not change. A step is one of
 step_latency.py over a memory tier with nothing in flight.
 """

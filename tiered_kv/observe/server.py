@@ -1,7 +1,7 @@
 """A small HTTP server for what is read only: GET and HEAD, one answer a connection, bounded in all.
 
-It is written on sockets: of a request it needs the first line, and `http.server` reads up to 6 MB of headers and has no
-limit on connections or on the time for a whole request.
+It is written on sockets, because it needs the first line of a request only. `http.server` reads up to 6 MB of headers,
+and limits neither connections nor the time of a whole request.
 """
 
 from __future__ import annotations
