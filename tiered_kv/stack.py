@@ -21,8 +21,8 @@ from tiered_kv.observe.server import StatusServer
 from tiered_kv.tiering.audit import AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
-from tiered_kv.tiering.limits import ManagerLimits
 from tiered_kv.tiering.manager import TieringOffloadingManager
+from tiered_kv.tiering.requests import ManagerLimits
 
 _log = logging.getLogger(__name__)
 
@@ -89,12 +89,14 @@ class Stack(BlockFacade):
                 hold_s=config.primary.promotion_hold,
                 wait_max_s=config.primary.request_wait,
             )
+            stops, dtype = config.audit_action == "stop", config.namespace.dtype
+            audit = AuditRules(config.audit, config.audit_tolerance, stops, dtype) if config.audit else None
             manager = TieringOffloadingManager(
                 self.primary,
                 self.secondary_tiers,
                 settings=config.secondary,
                 limits=limits,
-                audit=_audit_rules(config),
+                audit=audit,
                 block_tokens=config.block.tokens,
             )
             super().__init__(manager, backend.region, _batch_blocks(config))
@@ -115,12 +117,7 @@ class Stack(BlockFacade):
 
 
 def open_tier(config: StackConfig, settings: TierSettings, kv_view: memoryview) -> SecondaryTierManager:
-    """Open one secondary tier of a stack over `kv_view`; the caller shuts it down.
-
-    Args:
-        config: The stack's configuration.
-        settings: One of its `secondary`.
-        kv_view: Writable, of shape (num_blocks, block_bytes).
+    """Open one of a stack's `secondary` over `kv_view`, of shape (num_blocks, block_bytes); the caller shuts it down.
 
     Raises:
         ConfigError, TierError: The tier cannot be opened.
@@ -168,11 +165,6 @@ def _shut_down(tiers: list[SecondaryTierManager], config: StackConfig) -> None:
         except Exception as error:  # whatever a stranger's tier raises
             # The text, since the error keeps the tier with its traceback.
             _log.warning("a '%s' tier failed to shut down: %s", tier.tier_type, told(error, config.secret_texts()))
-
-
-def _audit_rules(config: StackConfig) -> AuditRules | None:
-    stops, dtype = config.audit_action == "stop", config.namespace.dtype
-    return AuditRules(config.audit, config.audit_tolerance, stops, dtype) if config.audit else None
 
 
 def _batch_blocks(config: StackConfig) -> int:

@@ -87,7 +87,7 @@ class S3Tier(BlockingTier):
             shutdown_timeout_s=_SHUTDOWN_S,
         )
         self._epoch = Epoch(MarkObject(self._bucket, self._naming.epoch, name))
-        self._presence = Presence(self._bucket, self._control, self._counters, self._naming, settings)
+        self._presence = Presence(self._bucket, self._counters, settings.presence_ttl)
         self._loaded_s = -math.inf  # when the bucket answered a load last
         self._unreadable: Unreadable[str] = Unreadable()  # by their names in the bucket
         self._namespace: Mapping[str, object] = getattr(offloading_spec, "namespace", {})
@@ -137,7 +137,8 @@ class S3Tier(BlockingTier):
         return True
 
     def stats(self) -> Mapping[str, Any]:
-        counted = {**super().stats(), **self._counters.snapshot(), "open_connections": self._bucket.open_connections}
+        counted = {**super().stats(), **self._counters.snapshot()}
+        counted["open_connections"] = self._bucket.pool.open_connections
         if self._settings.capacity is None:
             return counted
         return {**counted, "used_bytes": self._sweeper.used_bytes, "capacity_bytes": self._settings.capacity}
@@ -153,8 +154,8 @@ class S3Tier(BlockingTier):
         return {
             "medium": "s3",
             **self._settings.model_dump(include={"bucket", "prefix", "connections", "codec"}),
-            "server": self._bucket.endpoint.authority,
-            "tls": self._bucket.endpoint.is_tls,
+            "server": self._bucket.pool.endpoint.authority,
+            "tls": self._bucket.pool.endpoint.is_tls,
             "region": self._account.region,
             "capacity_bytes": self._settings.capacity,
             "ttl_s": self._settings.ttl,
@@ -166,7 +167,6 @@ class S3Tier(BlockingTier):
         self._bucket.close()  # what is in flight fails now, so that the threads end
         super().shutdown()
         self._saving.join(_SHUTDOWN_S)
-        self._presence.join(_SHUTDOWN_S)
         self._sweeper.join(_SHUTDOWN_S)
         self._control.close()
 

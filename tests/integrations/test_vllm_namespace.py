@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.vllm_programs import TIMEOUT_S, VARIABLES, environment_of_programs, interpreter, our_spec, running
+from tests.support.vllm_programs import TIMEOUT_S, VERSIONS, environment_of_programs, interpreter, our_spec, running
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +33,7 @@ COUNTS = names_in("What shapes the bytes")
 SAME = names_in("What changes nothing")
 
 
-@pytest.fixture(scope="module", params=VARIABLES)
+@pytest.fixture(scope="module", params=VERSIONS)
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engines:
     directory = tmp_path_factory.mktemp("vllm") / "namespaces"
     done = subprocess.run(

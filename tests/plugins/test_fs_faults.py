@@ -109,7 +109,7 @@ def test_a_directory_that_somebody_empties_is_furnished_again_though_a_keeper_wr
 ) -> None:
     keys = make_keys(8)
     assert rig.store(keys).success
-    with Ledger(str(path / "ledger"), str(path / "lock")).locked():  # as a keeper, which writes it anew at the end
+    with Ledger(str(path)).locked():  # as a keeper, which writes it anew at the end
         for entry in path.iterdir():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     wait_until(lambda: rig.store(keys).success)
