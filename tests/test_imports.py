@@ -29,6 +29,7 @@ EXTRAS = frozenset(
         "cryptography",
         "zstandard",
         "matplotlib",
+        "prometheus_client",
     }
 )
 IMPORT_LIMIT_S = 0.150
@@ -36,7 +37,8 @@ PLUGINS = sorted(path.name for path in (ROOT / "plugins").glob("tiered_kv_*"))
 
 ROOMS: list[tuple[str, ...]] = [
     ("tiered_kv.base", "tiered_kv.mediums", "tiered_kv.backend", "tiered_kv.errors"),
-    ("tiered_kv.counters",),
+    ("tiered_kv.observe.histogram", "tiered_kv.observe.notices"),
+    ("tiered_kv.counters", "tiered_kv.observe.measures", "tiered_kv.observe.restored", "tiered_kv.observe.step_timer"),
     ("tiered_kv.config.units", "tiered_kv.config.redaction", "tiered_kv.config.secret_keys", "tiered_kv.permissions"),
     ("tiered_kv.config.validation", "tiered_kv.config.settings", "tiered_kv.config.namespace"),
     ("tiered_kv.config", "tiered_kv.hooks"),
@@ -44,6 +46,7 @@ ROOMS: list[tuple[str, ...]] = [
     ("tiered_kv.tiering", "tiered_kv.toolkit"),
     ("tiered_kv.abstract",),
     ("tiered_kv_",),  # the plugins
+    ("tiered_kv.observe",),
     ("tiered_kv.facade", "tiered_kv.stack"),
     ("tiered_kv.workload", "tiered_kv.worker"),
     ("tiered_kv.observe.report",),

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
+
+from tiered_kv.observe.histogram import is_histogram
+
+LABELS_MAX: Final = 64
+"""The most combinations of labels that one counter has: some labels are words of storage, or of a stranger's tier."""
+OTHER: Final = "other"
+"""The last label of what is counted beyond them."""
 
 
 class Counters:
@@ -18,12 +25,13 @@ class Counters:
 
     Args:
         names: Counters without labels, shown from the start.
-        labelled: Counters with labels. A label is shown once it has been counted.
+        labelled: Counters with labels. A label is shown once it has been counted. Beyond `LABELS_MAX`
+            combinations, the last label of a new one is `OTHER`.
     """
 
     def __init__(self, names: Iterable[str], labelled: Iterable[str] = ()) -> None:
         self._counts: dict[tuple[str, ...], int] = {(name,): 0 for name in names}
-        self._labelled = frozenset(labelled)
+        self._labelled = dict.fromkeys(labelled, 0)  # how many combinations of labels each has
         self._lock = threading.Lock()
 
     def add(self, name: str, *labels: str, count: int = 1) -> None:
@@ -34,9 +42,18 @@ class Counters:
         """
         path = (name, *labels)
         with self._lock:
-            if path not in self._counts and not (labels and name in self._labelled):
-                raise KeyError(name)
+            if path not in self._counts:
+                path = self._new_path(name, labels)
             self._counts[path] = self._counts.get(path, 0) + count
+
+    def _new_path(self, name: str, labels: tuple[str, ...]) -> tuple[str, ...]:
+        """Return where to count what has labels that no event had before; under the lock."""
+        if not labels or name not in self._labelled:
+            raise KeyError(name)
+        if self._labelled[name] >= LABELS_MAX:
+            return (name, *labels[:-1], OTHER)
+        self._labelled[name] += 1
+        return (name, *labels)
 
     def __getitem__(self, name: str) -> int:
         """Return the count of a name without labels."""
@@ -56,8 +73,10 @@ class Counters:
 
 
 def flat_counts(counters: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Yield each number of counters, and the names and labels that lead to it."""
+    """Yield each number of counters, and the names and labels that lead to it; histograms are left out."""
     for name, value in counters.items():
+        if is_histogram(value):
+            continue
         if isinstance(value, Mapping):
             yield from (((name, *path), count) for path, count in flat_counts(value))
         else:

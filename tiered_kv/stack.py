@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 
@@ -15,6 +16,8 @@ from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.facade import BlockFacade
+from tiered_kv.observe.routes import routes_of
+from tiered_kv.observe.server import StatusServer
 from tiered_kv.tiering.audit import AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
@@ -60,11 +63,17 @@ class Stack(BlockFacade):
         kv_view: The same memory as a memoryview of shape (num_blocks, block_bytes).
         secondary_tiers: In the order they are searched.
         tier_names: Their names.
+        opened_s: When it was opened, by `time.monotonic`.
+        server: What serves its metrics, if the configuration says `metrics`.
     """
 
     def __init__(self, config: StackConfig, *, backend: CPUBackend | None = None, enable_events: bool = False) -> None:
         self.config = config
+        self.opened_s = time.monotonic()
         with ExitStack() as undo:
+            self.server = StatusServer(*config.metrics.address) if config.metrics else None
+            if self.server is not None:
+                undo.callback(self.server.close)
             backend = backend or CPUBackend(open_region(config))
             undo.callback(backend.region.close)
             self.kv_view = backend.region.kv_view
@@ -88,9 +97,17 @@ class Stack(BlockFacade):
                 settings=config.secondary,
                 limits=limits,
                 audit=audit,
+                block_tokens=config.block.tokens,
             )
             super().__init__(manager, backend.region, _batch_blocks(config))
+            if self.server is not None:
+                self.server.start(routes_of(self))
             undo.pop_all()
+
+    def close(self, timeout: float = 5.0) -> None:
+        if self.server is not None:
+            self.server.close(timeout)
+        super().close(timeout)
 
     def __enter__(self) -> Stack:
         return self

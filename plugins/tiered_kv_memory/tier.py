@@ -24,6 +24,7 @@ _EVENTS_MAX = 100_000
 class _Record:
     data: bytearray
     readers: int = 0
+    is_read: bool = False
     is_dropped: bool = False
 
 
@@ -56,6 +57,7 @@ class MemoryTier(BlockingTier):
         self._records_lock = threading.Lock()
         self._used_bytes = 0  # records, removed records that are still being read, and stores in flight
         self._evicted_blocks = 0
+        self._wasted_bytes = 0
         self._counters = Counters((), ("corrupt_blocks_total",))
         self._events: deque[tuple[bool, OffloadKey]] = deque(maxlen=_EVENTS_MAX)
 
@@ -110,6 +112,7 @@ class MemoryTier(BlockingTier):
             "used_bytes": self._used_bytes,
             "capacity_bytes": self._capacity_bytes,
             "evicted_blocks_total": self._evicted_blocks,
+            "wasted_bytes_total": self._wasted_bytes,
             **self._counters.snapshot(),
         }
 
@@ -153,6 +156,7 @@ class MemoryTier(BlockingTier):
                 return "absent"
             self._records.move_to_end(key)
             record.readers += 1
+            record.is_read = True
         data = memoryview(record.data)
         header, payload = data[:HEADER_BYTES], data[HEADER_BYTES:]
         status = decode_record(header, payload, key, block, self._namespace_digest, self._codecs)
@@ -170,8 +174,11 @@ class MemoryTier(BlockingTier):
         while self._used_bytes + wanted_bytes > self._capacity_bytes:
             if not self._records:
                 return False
-            self._forget(*self._records.popitem(last=False))
+            key, record = self._records.popitem(last=False)
+            self._forget(key, record)
             self._evicted_blocks += 1
+            if not record.is_read:
+                self._wasted_bytes += len(record.data)
         return True
 
     def _forget(self, key: OffloadKey, record: _Record) -> None:

@@ -15,6 +15,7 @@ _NAMES: Final = {
     "reclaimed_segments_total": "segments used again, or deleted, to make room",
     "relocated_blocks_total": "blocks that moved on when their segment was reclaimed, because they had been used",
     "evicted_blocks_total": "blocks that went with their segment",
+    "wasted_bytes_total": "bytes of those that nobody had read since they were written",
     "recovered_blocks_total": "blocks found when the directory was opened",
     "discarded_segments_total": "segments found and not kept, because they were damaged or over the capacity",
     "deleted_segments_total": "segments whose file was given back",

@@ -22,6 +22,8 @@ PAGE_BYTES = 4096
 """Alignment of everything that a direct transfer begins or ends at."""
 KEY_BYTES_MAX = 1024
 CHECKSUM_BYTES = 16
+TOUCHED = 1
+READ = 2
 _NUMBER_MAX = (1 << 63) - 1
 """The greatest size, offset or number that is accepted: it is a valid offset, and one more can be written."""
 
@@ -175,7 +177,7 @@ class EntryTable:
         self.codecs = array("H")
         self.checksums = bytearray()
         self.used = bytearray()
-        """1 for a block that was requested since it was written here."""
+        """What happened to a block since it was written here: 0 for nothing, `TOUCHED` or `READ`."""
 
     def __len__(self) -> int:
         return len(self.keys)

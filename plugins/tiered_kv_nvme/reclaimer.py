@@ -13,7 +13,7 @@ from tiered_kv_nvme.counters import Counters
 from tiered_kv_nvme.disk import Scratch
 from tiered_kv_nvme.files import NoSegment, SegmentFiles
 from tiered_kv_nvme.index import CHUNK_KEYS, PAUSE_S, place_of
-from tiered_kv_nvme.layout import Entry
+from tiered_kv_nvme.layout import READ, Entry
 from tiered_kv_nvme.pool import SegmentPool
 from tiered_kv_nvme.reader import BlockReader
 from tiered_kv_nvme.segment import Segment, SegmentState
@@ -27,6 +27,9 @@ _SPAN_BYTES_MAX = 2 << 20
 _RETRY_S = 0.1
 _GROW_RETRY_S = 5.0
 """How often to check whether the capacity and the file system have room for one more segment."""
+
+_USED = bytes([0]) + bytes([1]) * 255
+"""What `bytes.translate` makes of an entry table's `used`: 1 for all that was used."""
 
 _log = logging.getLogger(__name__)
 
@@ -179,7 +182,8 @@ class Reclaimer:
         """Yield the ordinals of blocks that shall move, near neighbours together."""
         table, places = segment.table, self.pool.index.places
         near: list[int] = []
-        ordinal = table.used.find(1)
+        used = table.used.translate(_USED)
+        ordinal = used.find(1)
         while ordinal >= 0:
             place = place_of(segment.slot, ordinal)
             if places.get(table.keys[ordinal]) == place:
@@ -191,18 +195,23 @@ class Reclaimer:
                     yield near
                     near = []
                 near.append(ordinal)
-            ordinal = table.used.find(1, ordinal + 1)
+            ordinal = used.find(1, ordinal + 1)
         if near:
             yield near
 
     def _drop(self, segment: Segment) -> None:
-        keys, drop = segment.table.keys, self.pool.index.drop
+        table, drop = segment.table, self.pool.index.drop
+        keys = table.keys
         for start in range(0, len(keys), CHUNK_KEYS):
             chunk = keys[start : start + CHUNK_KEYS]
             first_place = place_of(segment.slot, start)
             with self.pool.changed:
-                dropped = sum(drop(key, place) for place, key in enumerate(chunk, first_place))
-            self.counters.add("evicted_blocks_total", count=dropped)
+                dropped = [drop(key, place) for place, key in enumerate(chunk, first_place)]
+            self.counters.add("evicted_blocks_total", count=sum(dropped))
+            unread = [
+                start + at for at, is_dropped in enumerate(dropped) if is_dropped and table.used[start + at] < READ
+            ]
+            self.counters.add("wasted_bytes_total", count=sum(table.stored_bytes[ordinal] for ordinal in unread))
             time.sleep(PAUSE_S)
 
     def _use_again(self, segment: Segment) -> bool:

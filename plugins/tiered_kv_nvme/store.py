@@ -23,7 +23,7 @@ from tiered_kv_nvme.disk import Disk, refusal_of_direct
 from tiered_kv_nvme.epoch import DirectoryEpoch
 from tiered_kv_nvme.files import SegmentFiles
 from tiered_kv_nvme.index import ordinal_of, slot_of, take_apart
-from tiered_kv_nvme.layout import PAGE_BYTES
+from tiered_kv_nvme.layout import PAGE_BYTES, TOUCHED
 from tiered_kv_nvme.pool import SegmentPool
 from tiered_kv_nvme.reader import BlockReader
 from tiered_kv_nvme.reclaimer import Reclaimer
@@ -137,7 +137,7 @@ class SegmentStore:
             segment = segments.get(slot_of(place)) if place is not None else None
             if segment is not None and place is not None:
                 try:
-                    segment.table.used[ordinal_of(place)] = 1
+                    segment.table.used[ordinal_of(place)] |= TOUCHED
                 except IndexError:
                     pass  # its segment was used again a moment ago
 

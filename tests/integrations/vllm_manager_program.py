@@ -35,7 +35,6 @@ from vllm_program_parts import (  # type: ignore[import-not-found]  # found besi
 
 import tiered_kv.integrations.vllm.tier as tier_module
 from tiered_kv.counters import count_of
-from tiered_kv.integrations.vllm.metrics import COUNTER_METRIC
 from tiered_kv.testing.four_methods import FourMethodTier
 
 PRIMARY_CHUNKS = 16
@@ -296,10 +295,10 @@ class Checks:
             engine.settle()
             events = [event for event in engine.manager.take_events() if event.ownership == "memory"]
             assert {key for event in events for key in event.keys} == set(keys)
-            assert COUNTER_METRIC in engine.spec.build_metric_definitions(engine.spec.extra_config)
             stats = wait_for(engine.tiers[0].get_stats)
-            values = stats.data["data"][COUNTER_METRIC]
-            assert values[("memory", "stored_blocks_total", "")] == 4
+            values = stats.data["data"]
+            assert values["tiered_kv_stored_blocks_total"] == {("memory",): 4}
+            assert values.keys() <= engine.spec.build_metric_definitions(engine.spec.extra_config).keys()
             assert not stats.is_empty()
             if hasattr(engine.manager, "config_info"):
                 assert engine.manager.config_info()[1]["tiered_kv_type"] == "memory"

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -35,6 +37,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm_program_parts import (  # type: ignore[import-not-found]  # found beside this program when it runs
     Scheduler,
     config_with,
@@ -46,10 +49,11 @@ from vllm_program_parts import (  # type: ignore[import-not-found]  # found besi
 )
 
 from tiered_kv.errors import ConfigError, TieredKVError
-from tiered_kv.integrations.vllm.metrics import COUNTER_METRIC
+from tiered_kv.integrations.vllm.connector import TieredKVConnector
 from tiered_kv.integrations.vllm.spec import stack_config
 from tiered_kv.integrations.vllm.tier import TieredKVTier
 from tiered_kv.mediums import CPULoadStoreSpec
+from tiered_kv.observe.prometheus import StackCollector
 
 WORKERS = 2
 LAYERS = 2
@@ -81,6 +85,19 @@ def stage_of(config: Any, rank: int, layers: Sequence[int]) -> Any:
         worker_kv_bytes_per_block=layers[rank] * PAGE_BYTES,
         groups=(dataclasses.replace(config.groups[0], layer_names=names),),
     )
+
+
+def samples_of(registry: CollectorRegistry) -> dict[tuple[Any, ...], float]:
+    """Return the values in a registry by name and labels, without the times at which metrics were made."""
+    return {
+        (
+            sample.name,
+            *sorted((name, label if name != "le" else float(label)) for name, label in sample.labels.items()),
+        ): (sample.value)
+        for family in registry.collect()
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
 
 
 class Engine(Scheduler):  # type: ignore[misc]  # found beside this program when it runs
@@ -376,12 +393,38 @@ class Checks:
         with engine_with(self._stack("metrics")) as engine:
             engine.store(keys_of("metrics", 4), 0)
             engine.settle()
-            assert COUNTER_METRIC in type(engine.spec).build_metric_definitions(engine.spec.extra_config)
-            values = wait_for(engine.manager.get_stats).data["data"][COUNTER_METRIC]
-            assert values[("nvme", "stored_blocks_total", "")] == 4
-            assert values[("cpu", "stored_blocks_total", "")] == 4
+            stats = wait_for(engine.manager.get_stats).data
+            values = stats["data"]["tiered_kv_stored_blocks_total"]
+            assert values == {("cpu",): 4, ("nvme",): 4}
+            self._is_what_a_stack_shows(engine, stats)
+            engine.store(keys_of("more", 2), 8)
+            engine.settle()
+            changed = wait_for(engine.manager.get_stats).data["data"]
+            assert changed["tiered_kv_stored_blocks_total"] == {("cpu",): 2, ("nvme",): 2}, "what it has grown by"
+            assert ("nvme",) not in changed.get("tiered_kv_store_budget_bytes", {}), "this has not changed"
             (info,) = engine.manager.config_info()
             assert tuple(info) == type(engine.spec).config_info_keys({})
+
+    def _is_what_a_stack_shows(self, engine: Engine, stats: Any) -> None:
+        """Let vLLM show what two engines sent, and compare it with the exposition of the stack."""
+        transfer = SimpleNamespace(kv_connector_extra_config=engine.spec.extra_config)
+        kinds = {kind: kind for kind in (Gauge, Counter, Histogram)}
+        labels = {number: ["m", str(number)] for number in range(2)}
+        for _ in range(2):  # another engine of the process declares them anew
+            unregister_vllm_metrics()  # as vLLM does
+            arguments = (SimpleNamespace(kv_transfer_config=transfer), kinds, ["model_name", "engine"], labels)
+            shown = TieredKVConnector.build_prom_metrics(*arguments)
+        for number in labels:
+            shown.observe(stats, number)
+        ours = CollectorRegistry()
+        ours.register(StackCollector(engine.manager.counters, labels={"model_name": "m", "engine": "1"}))
+        found, expected = samples_of(REGISTRY), samples_of(ours)
+        assert len(expected) > 100
+        for identity, value in expected.items():
+            shown_value = found.get(identity, 0.0)  # a histogram without values is not there
+            if "step_seconds" not in identity[0]:
+                assert math.isclose(shown_value, value, rel_tol=1e-6, abs_tol=1e-9), (identity, value, shown_value)
+        assert {dict(labels).get("engine") for name, *labels in found if name.startswith("tiered_kv_")} == {"0", "1"}
 
     def a_file_says_what_vllm_does_not_know(self) -> None:
         path = self.directory / "stack.yaml"

@@ -13,6 +13,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from tests.performance.bench import InstantTier, block_key
 from tiered_kv.base import OffloadKey, ReqContext
@@ -28,8 +29,13 @@ BLOCK_BYTES = 4096
 Act = Callable[[list[OffloadKey], ReqContext], None]
 
 
-def measure(policy: str, count: int) -> dict[str, int]:
-    """Return keys per second by pattern, over a primary tier of `count` blocks."""
+Watch = Callable[[TieringOffloadingManager], AbstractContextManager[object]]
+
+
+def measure(
+    policy: str, count: int, watch: Watch = nullcontext, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, int]:
+    """Return keys per second by pattern, over a primary tier of `count` blocks, while `watch` looks at the manager."""
     region = PrimaryRegion(count, BLOCK_BYTES)
     primary = CPUOffloadingManager(CPUBackend(region), policy)
     manager = TieringOffloadingManager(primary, [InstantTier(region.kv_view)])
@@ -40,7 +46,7 @@ def measure(policy: str, count: int) -> dict[str, int]:
     def rate(act: Act, first: int, last: int) -> int:
         """Act for each request; they begin where those that were stored do, so that the same ones are asked for."""
         whole, done = -(-first // REQUEST_KEYS) * REQUEST_KEYS, 0
-        begin = time.perf_counter()
+        begin = clock()
         for start in range(whole, last - REQUEST_KEYS, REQUEST_KEYS):
             context = ReqContext(str(next(request_ids)))
             manager.on_new_request(context)
@@ -48,7 +54,7 @@ def measure(policy: str, count: int) -> dict[str, int]:
             manager.on_request_finished(context)
             manager.on_schedule_end()
             done += REQUEST_KEYS
-        return round(done / (time.perf_counter() - begin))
+        return round(done / (clock() - begin))
 
     def store(batch: list[OffloadKey], context: ReqContext) -> None:
         output = manager.prepare_store(batch, context)
@@ -69,12 +75,13 @@ def measure(policy: str, count: int) -> dict[str, int]:
         manager.complete_load(batch, context)
 
     try:
-        return {
-            "store_keys_per_s": rate(store, 0, 2 * count),  # twice what fits: the second half evicts
-            "lookup_hit_keys_per_s": rate(look_up(True), count + REQUEST_KEYS, 2 * count),
-            "lookup_miss_keys_per_s": rate(look_up(False), 2 * count, 4 * count),
-            "load_keys_per_s": rate(load, count + 2 * REQUEST_KEYS, 2 * count - REQUEST_KEYS),
-        }
+        with watch(manager):
+            return {
+                "store_keys_per_s": rate(store, 0, 2 * count),  # twice what fits: the second half evicts
+                "lookup_hit_keys_per_s": rate(look_up(True), count + REQUEST_KEYS, 2 * count),
+                "lookup_miss_keys_per_s": rate(look_up(False), 2 * count, 4 * count),
+                "load_keys_per_s": rate(load, count + 2 * REQUEST_KEYS, 2 * count - REQUEST_KEYS),
+            }
     finally:
         manager.shutdown()
 

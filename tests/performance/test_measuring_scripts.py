@@ -82,3 +82,9 @@ def test_gpu_copies() -> None:
     copies = run("gpu_copies.py", "--device", "cpu", "--mib", "1", "--rounds", "1")["page_bytes"]
     assert len(copies) == 3
     assert all(rate > 0 for rates in copies.values() for rate in rates.values())
+
+
+def test_metrics_cost() -> None:
+    costs = run("metrics_cost.py", "--rounds", "1", "--blocks", "4096", "--steps", "20", "--scrape-s", "0.05")
+    assert costs["store_keys_per_s_over_without"]["median"] > 0
+    assert costs["step_p99_over_without"]["median"] > 0

@@ -20,6 +20,8 @@ import numpy as np
 from tiered_kv.base import make_offload_key
 from tiered_kv.config.secret_keys import KEY_BYTES
 from tiered_kv.errors import TieredKVError
+from tiered_kv.observe.prometheus import StackCollector, exposition
+from tiered_kv.observe.status import status
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.tiering.keyed_names import KeyedNames
@@ -122,6 +124,8 @@ def _use(sheet: Sheet, place: str, stack: Stack) -> None:
     stack.manager.reset_cache()
     sheet.note(f"{place}: get", stack.get(keys, blocks, _WAIT_S))
     sheet.note(f"{place}: counters", stack.counters())
+    sheet.note(f"{place}: metrics", exposition(StackCollector(stack.counters, secrets=stack.config.secret_texts())))
+    sheet.note(f"{place}: status", status(stack))
     for name, tier in zip(stack.tier_names, stack.secondary_tiers, strict=True):
         sheet.note(f"{place}: the tier '{name}'", tier, vars(tier), tier.stats())
         if isinstance(tier, KeyedNames):

@@ -24,6 +24,7 @@ from tiered_kv.hooks import TierType, tier_plugins
 
 BUILT_IN_POLICIES = ("lru", "arc")
 PRIMARY_BLOCKS_MIN = 2
+PORT_MAX = 65535
 _REFERENCE = re.compile(r"[\w.]+:[\w.]+")
 """How a class is named; nothing else is imported, a URL that stands in the wrong place for one."""
 PRIMARY_TIER_NAME = "cpu"
@@ -69,6 +70,29 @@ class PrimarySettings(StrictModel):
         return policy
 
 
+class MetricsSettings(StrictModel):
+    """The server that shows metrics and status of a stack."""
+
+    listen: str = Field(
+        default="127.0.0.1:9464",
+        pattern=r"^([A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}$",
+        description="Address and port, such as 127.0.0.1:9464 or [::1]:9464; port 0 takes any that is free.",
+    )
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """The host and the port."""
+        host, _, port = self.listen.rpartition(":")
+        return host.strip("[]"), int(port)
+
+    @field_validator("listen")
+    @classmethod
+    def _port_is_one(cls, listen: str) -> str:
+        if int(listen.rpartition(":")[2]) > PORT_MAX:
+            raise ValueError(f"expected a port from 0 to {PORT_MAX}")
+        return listen
+
+
 class StackConfig(StrictModel):
     """A whole stack. `load_config` makes one from a file or a mapping; a program may make one itself."""
 
@@ -88,6 +112,9 @@ class StackConfig(StrictModel):
     )
     audit_action: Literal["report", "stop"] = Field(
         default="report", description="What to do about a tier whose block differs by more: report it, or stop its use."
+    )
+    metrics: MetricsSettings | None = Field(
+        default=None, description="Serve metrics and status over HTTP, to read only; left out, nothing listens."
     )
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +17,13 @@ from tiered_kv.config.settings import TierSettings
 from tiered_kv.counters import Counters
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.errors import TierError
+from tiered_kv.observe.measures import TierMeasures
+from tiered_kv.observe.notices import Notices
 from tiered_kv.tiering.admission import Admission
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.breaker import Breaker, BreakerState
 from tiered_kv.tiering.isolation import IsolatedTier
-from tiered_kv.toolkit.status import RecordStatus
+from tiered_kv.toolkit.status import UNREADABLE, RecordStatus
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +52,11 @@ HARMLESS_REASONS: Final = {status.value for status in RecordStatus if status is 
 
 `unanswered` is for blocks that a server does not answer for, while the tier's servers answer for others.
 """
+
+_DAMAGE: Final = {status.value for status in RecordStatus} - {status.value for status in UNREADABLE | {RecordStatus.OK}}
+
+_REASON = re.compile(r"[\w.-]{1,64}", re.ASCII)
+"""What a reason looks like. Counters and metrics have it as a label, so a sentence is none."""
 
 _job_ids = itertools.count()
 
@@ -96,13 +104,16 @@ class GuardedTier:
         block_bytes: int,
         region_bytes: int,
         clock: Callable[[], float],
+        notices: Notices | None = None,
     ) -> None:
         self.name = settings.name
+        self.notices = notices or Notices()
         self.tier = tier if tier.is_nonblocking else IsolatedTier(tier, settings.lookup_timeout, clock)
         self.settings = settings
         self.breaker = Breaker(settings.breaker_failures, settings.breaker_cooldown)
         self.admission = Admission(settings.admit_after)
         self.counters = Counters(_NAMES, _LABELLED)
+        self.measures = TierMeasures()
         self.jobs: dict[JobId, Job] = {}
         self.is_disabled = False
         """Set for good when the tier cannot reset."""
@@ -114,6 +125,7 @@ class GuardedTier:
         self._clock = clock
         self._block_bytes = block_bytes
         self._lookup_failures = 0
+        self._noted_state = self.breaker.state
         # All jobs have the same timeout, so the order of submission is the order of deadlines.
         self._unexpired: dict[JobId, Job] = {}
 
@@ -231,6 +243,8 @@ class GuardedTier:
                 continue
             result = _believed(told_of_job)
             self._budget_of(job).blocks -= len(job.blocks)
+            seconds = self._clock() - (job.metadata.deadline or 0.0) + self.settings.job_timeout
+            self.measures.add_job(job.direction, seconds, len(job.blocks) * self._block_bytes)
             if job.is_expired:
                 self.counters.add("late_jobs_total")
                 self._budget_of(job).expired_blocks -= len(job.blocks)
@@ -270,6 +284,15 @@ class GuardedTier:
             self._lookup_failures = failures
             self.breaker.fail(now_s)
         self.breaker.tick(now_s)
+        if self.breaker.state is not self._noted_state:
+            self._noted_state = self.breaker.state
+            self.notices.add(self.name, f"breaker {self._noted_state.name.lower().replace('_', ' ')}")
+
+    def disable(self, why: str) -> None:
+        """Use the tier no more."""
+        if not self.is_disabled:
+            self.is_disabled = True
+            self.notices.add(self.name, f"disabled: {why}")
 
     def skip(self, reason: str, num_blocks: int) -> None:
         """Count blocks that are not stored to this tier."""
@@ -292,10 +315,18 @@ class GuardedTier:
     def counted(self) -> dict[str, Any]:
         """Return the tier's counts, as `Counters.snapshot`, and its own `stats` under "tier"."""
         stats = self.call("stats")
+        block_bytes = self._block_bytes
+        stores, loads = self.stores.blocks, self.loads.blocks + self.load_blocks_reserved
         return {
             **self.counters.snapshot(),
+            **self.measures.snapshot(),
+            "pinned_bytes": (stores + loads) * block_bytes,
+            "store_budget_bytes": self.stores.blocks_max * block_bytes,
+            "store_budget_used_bytes": stores * block_bytes,
+            "load_budget_bytes": self.loads.blocks_max * block_bytes,
+            "load_budget_used_bytes": loads * block_bytes,
             "jobs_in_flight": len(self.jobs),
-            "quarantined_bytes": (self.loads.expired_blocks + self.stores.expired_blocks) * self._block_bytes,
+            "quarantined_bytes": (self.loads.expired_blocks + self.stores.expired_blocks) * block_bytes,
             "breaker_state": self.breaker.state.value,
             "breaker_opened_total": self.breaker.times_opened,
             "tier": dict(stats) if isinstance(stats, Mapping) else {},
@@ -333,6 +364,8 @@ class GuardedTier:
 
     def _count_failed(self, job: Job, num_blocks: int, reason: str) -> None:
         self.counters.add("failed_blocks_total", job.direction, reason, count=num_blocks)
+        if reason in _DAMAGE:
+            self.notices.add(self.name, "damaged blocks", num_blocks)
 
     def note_exception(self, operation: str) -> None:
         """Count an exception of the tier, in an `except` block; the first is logged.
@@ -340,7 +373,9 @@ class GuardedTier:
         The log has its type and place, but not its text: a client library may have put a password into the text.
         """
         self.counters.add("exceptions_total")
-        if self.counters["exceptions_total"] == 1:  # the others are counted only; a broken tier must not flood the log
+        if self.counters["exceptions_total"] == 1:
+            # The others are counted only; a broken tier must not flood the log.
+            self.notices.add(self.name, f"first exception, in {operation}")
             kind, _, traceback = sys.exc_info()
             nameless = TierError(kind.__name__ if kind else "", tier=self.name, operation=operation)
             about = "tier %r raised in %s; further exceptions are only counted"
@@ -351,7 +386,9 @@ def _believed(told: JobResult) -> JobResult:
     """Return a result whose fields have the right types; a job with an invalid result has failed."""
     try:
         keys = None if told.successful_keys is None else frozenset(told.successful_keys)
-        return JobResult(told.job_id, bool(told.success), keys, str(told.reason or ""))
+        reason = str(told.reason or "")
+        is_word = not reason or _REASON.fullmatch(reason)
+        return JobResult(told.job_id, bool(told.success), keys, reason if is_word else "error")
     except Exception:
         return JobResult(told.job_id, False, reason="nonsense")
 

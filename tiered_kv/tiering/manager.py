@@ -19,6 +19,9 @@ from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.mediums import CPULoadStoreSpec
+from tiered_kv.observe.notices import Notices
+from tiered_kv.observe.restored import RestoredBlocks
+from tiered_kv.observe.step_timer import StepTimer
 from tiered_kv.tiering.audit import Audit, AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.cascade import Cascade
@@ -44,7 +47,11 @@ class TieringOffloadingManager(OffloadingManager):
         settings: The limits of each, and its name in counters; by default those of its `tier_type`.
         limits: The limits of all together.
         audit: Which requests are computed anew to compare their blocks; None for none.
+        block_tokens: Tokens that a block holds; 0 where nobody knows.
         clock: Seconds of a monotonic clock; deadlines given to tiers are in its time.
+
+    Attributes:
+        notices: The last changes of state of all tiers.
     """
 
     def __init__(
@@ -55,6 +62,7 @@ class TieringOffloadingManager(OffloadingManager):
         settings: Sequence[TierSettings] | None = None,
         limits: ManagerLimits | None = None,
         audit: AuditRules | None = None,
+        block_tokens: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.primary = primary
@@ -62,9 +70,10 @@ class TieringOffloadingManager(OffloadingManager):
         self.limits = limits or ManagerLimits()
         self._clock = clock
         settings = settings or [TierSettings(type=tier.tier_type) for tier in self.secondary_tiers]
+        self.notices = Notices()
         backend = primary.backend
         self._tiers = tuple(
-            GuardedTier(*tier, backend.block_size, backend.block_size * backend.num_blocks, clock)
+            GuardedTier(*tier, backend.block_size, backend.block_size * backend.num_blocks, clock, self.notices)
             for tier in zip(self.secondary_tiers, settings, strict=True)
         )
         self._cascade = Cascade(primary)
@@ -79,6 +88,9 @@ class TieringOffloadingManager(OffloadingManager):
         self._audit = Audit(audit, primary, self._tiers, clock, self._withhold) if audit else None
         self._prefetching: dict[RequestState, None] = {}
         self._stored_blocks = self._loaded_blocks = self._released_holds = 0
+        self._block_tokens = block_tokens
+        self._restored = RestoredBlocks()
+        self._timer = StepTimer(self, clock)
         self._is_closed = False
 
     # Lookups.
@@ -149,6 +161,7 @@ class TieringOffloadingManager(OffloadingManager):
             if state.request_level:
                 state.keys.update(dict.fromkeys(keys))
         self._loaded_blocks += len(keys)
+        self._restored.add(keys)
         return spec
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -227,6 +240,7 @@ class TieringOffloadingManager(OffloadingManager):
         self.poll()
         self.primary.on_schedule_end()
         STEP.pauses_left = 0
+        self._timer.count_step()
         if self._audit is not None and self._audit.stopped:
             self._stop_audited_tiers(self._audit.stopped)
 
@@ -294,9 +308,10 @@ class TieringOffloadingManager(OffloadingManager):
         Rows in flight become free when their transfers have ended, and not before.
         """
         self._forget_primary()
+        self.notices.add(PRIMARY_NAME, "cache reset")
         for guarded in self._tiers:
             if not guarded.call("reset_cache"):
-                guarded.is_disabled = True
+                guarded.disable("it cannot reset")
         self._search.refresh(self._clock())
 
     def _forget_primary(self) -> None:
@@ -331,21 +346,23 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary.shutdown(unmap=not self.jobs_in_flight)
 
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
-        """Return everything counted so far, by tier. A secondary tier's own `stats` are under "tier"."""
+        """Return all counts by tier, a secondary tier's own `stats` under "tier". Any thread may call."""
         blocks, block_bytes = len(self._primary_blocks), self.primary.backend.block_size
         counted: dict[str, dict[str, Any]] = {
             PRIMARY_NAME: {
-                "blocks": blocks,
+                "used_blocks": blocks,
                 "used_bytes": blocks * block_bytes,
                 "capacity_bytes": self.primary.backend.num_blocks * block_bytes,
                 "stored_blocks_total": self._stored_blocks,
                 "stored_bytes_total": self._stored_blocks * block_bytes,
                 "loaded_blocks_total": self._loaded_blocks,
                 "loaded_bytes_total": self._loaded_blocks * block_bytes,
+                "restored_tokens_total": self._restored.count * self._block_tokens,
                 "evicted_blocks_total": self.primary.evicted_blocks,
                 "promotion_blocks": self._promotions.blocks_taken,
                 "released_holds_total": self._released_holds,
                 "forgotten_requests_total": self._requests.forgotten,
+                "step_seconds": self._timer.seconds.snapshot(),
             }
         }
         counted |= {guarded.name: guarded.counted() for guarded in self._tiers}
@@ -353,6 +370,10 @@ class TieringOffloadingManager(OffloadingManager):
             for name, values in self._audit.counted().items():
                 counted[name].update(values)
         return counted
+
+    def disabled_tiers(self) -> set[str]:
+        """Return the names of the tiers that are not used any more. Any thread may call."""
+        return {guarded.name for guarded in self._tiers if guarded.is_disabled}
 
     def _submit(self) -> None:
         """Submit the step's jobs, here and in the tiers."""
@@ -388,7 +409,7 @@ class TieringOffloadingManager(OffloadingManager):
         """Stop using tiers whose blocks differ, and blocks in the primary tier that may come from them."""
         stopped = [guarded for guarded in self._tiers if guarded.name in names and not guarded.is_disabled]
         for guarded in stopped:
-            guarded.is_disabled = True
+            guarded.disable("the audit found another block")
         if stopped:
             self._forget_primary()
             self._search.refresh(self._clock())

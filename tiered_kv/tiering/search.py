@@ -11,8 +11,13 @@ from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.requests import RequestState, RequestTable
 
+SAMPLED_STEPS = 128
+"""One step in so many times a lookup of each tier, for the tier's measures."""
 PAUSE_S_MAX = 1.0
 """The most that counts as waiting between two lookups of a request: an engine that is busy elsewhere does not wait."""
+
+
+_Lookup = Callable[[OffloadKey, ReqContext], bool | None]
 
 
 class _Verdict(Enum):
@@ -48,13 +53,34 @@ class Search:
         self._states = requests.states
         self._wait_max_s = wait_max_s
         self._clock = clock
-        self._searched: list[tuple[GuardedTier, Callable[[OffloadKey, ReqContext], bool | None]]] = []
+        self._searched: list[tuple[GuardedTier, _Lookup]] = []
+        self._steps = 0
+        self._is_sampling = False
         self.refresh(clock())
 
     def refresh(self, now_s: float) -> None:
         """Note which tiers are in use, and the time; called at a step's end and when a breaker may have changed."""
         self._now_s = now_s
         self._searched = [(guarded, guarded.tier.lookup) for guarded in self._tiers if guarded.is_searched]
+        self._steps += 1
+        self._is_sampling = self._steps % SAMPLED_STEPS == 0
+        if self._is_sampling:
+            for index, (guarded, lookup) in enumerate(self._searched):
+                self._searched[index] = guarded, self._timed(index, guarded, lookup)
+
+    def _timed(self, index: int, guarded: GuardedTier, lookup: _Lookup) -> _Lookup:
+        """Return a tier's lookup that measures its first call, and leaves the others to `lookup`."""
+        searched = self._searched
+
+        def timed(key: OffloadKey, req_context: ReqContext) -> bool | None:
+            searched[index] = guarded, lookup
+            began_s = self._clock()
+            answer = lookup(key, req_context)
+            if answer is not None:
+                guarded.measures.lookup_seconds.add(self._clock() - began_s)
+            return answer
+
+        return timed
 
     def stop(self) -> None:
         """Ask no tier from now on."""
@@ -123,8 +149,11 @@ class Search:
         asked = keys
         if state.failed:
             asked = [key for key in keys if guarded not in state.failed.get(key, ())]
+        began_s = self._clock() if self._is_sampling else 0.0
         try:
             replies = guarded.tier.lookup_many(asked, req_context)
+            if self._is_sampling and None not in replies:
+                guarded.measures.lookup_seconds.add(self._clock() - began_s)
             found = dict(zip(asked, replies, strict=True))
         except Exception:
             self._fail(guarded, state, "lookup_many")
@@ -160,7 +189,10 @@ class Search:
             guarded.counters.add("lookup_timeouts_total")
             self._fail(guarded, state)
             return _Verdict.NEXT
-        state.unanswered.pop((key, guarded), None)
+        asked_s = state.unanswered.pop((key, guarded), None)
+        if asked_s is not None and guarded.measures.noted_s != self._now_s:  # the first such answer of a step
+            guarded.measures.noted_s = self._now_s
+            guarded.measures.lookup_seconds.add(self._clock() - asked_s)
         if not answer:
             return _Verdict.NEXT
         if self._promotions.begin(key, guarded, state):

@@ -11,6 +11,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from tiered_kv.integrations.vllm.engine import configured
+from tiered_kv.integrations.vllm.metrics import forget_metrics
 
 
 class TieredKVConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is not there when types are checked
@@ -28,3 +29,9 @@ class TieredKVConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is n
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         with configured(vllm_config, kv_cache_config):
             super().__init__(vllm_config, role, kv_cache_config)
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any, **named: Any) -> Any:
+        """Declare the metrics of vLLM's connector and ours. vLLM takes back its own alone where it starts anew."""
+        forget_metrics()
+        return super().build_prom_metrics(*arguments, **named)

@@ -46,7 +46,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         self._manager = stack.manager
         self._blocks = stack.primary.blocks
         self._sources = {tier.name: hit_source(tier) for tier in stack.config.secondary}
-        self._report = CounterReport()
+        self._report = CounterReport(stack.config.secret_texts())
         self._transfers: dict[str, list[_Transfer]] = {}  # by request
         self._stale: list[_Transfer] = []
         self._tells_events = tells_events

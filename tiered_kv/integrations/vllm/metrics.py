@@ -1,60 +1,131 @@
 """What vLLM reports of us: our counters as its metrics, our events and hits in its words.
 
-vLLM declares a metric's labels before it starts, and our tiers, a stranger's among them, may count what they like. So
-there is one gauge. Its labels tell the tier, the counter, and the counter's own labels; docs/reference/counters.md says
-what each counts. What a tier counts itself has names that begin with `tier_`.
+vLLM declares the metrics of a connector in the process that serves `/metrics`, and adds the model's name and the
+engine's number as labels. It feeds them with what each engine's scheduler sends. So our vocabulary is declared there,
+and what has changed is sent: what a counter has grown by, a gauge's value, and a histogram's new values.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
+from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
-from vllm.v1.kv_offload.base import Medium, OffloadingGaugeMetadata
+from vllm.v1.kv_offload.base import (
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    OffloadingHistogramMetadata,
+)
 from vllm.v1.kv_offload.base import OffloadingEvent as VllmEvent
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tiered_kv.base import OffloadingEvent
 from tiered_kv.config.settings import TierSettings
-from tiered_kv.counters import flat_counts
 from tiered_kv.mediums import CPULoadStoreSpec
+from tiered_kv.observe.series import DROPPED, DROPPED_METRIC, STRANGE, Counters, Series, series_of
+from tiered_kv.observe.vocabulary import MANAGER, PREFIX, TIER, TIER_PREFIX, TOTAL, Metric
 
-COUNTER_METRIC = "vllm:tiered_kv_counter"
-"""Its prefix is vLLM's, because vLLM takes back only metrics of that prefix when an engine ends."""
+STRANGE_METRIC = f"{TIER_PREFIX}number"
+"""A number that a stranger's tier counts itself: vLLM knows no metric that was not declared."""
 
 _INTERVAL_S = 1.0
+_OBSERVATIONS_MAX = 10_000
+"""New values of a histogram that are sent at a time; of more, the first."""
 
 
 def metric_definitions() -> dict[str, Any]:  # Any: vLLM's OffloadingMetricMetadata
-    """Return the declaration of our metric."""
-    metadata = OffloadingGaugeMetadata(
-        documentation="Tiered KV's counters, and gauges such as used_bytes, as they stand now.",
-        labelnames=("tier", "counter", "labels"),
-    )
-    return {COUNTER_METRIC: metadata}
+    """Return the declaration of our metrics."""
+    definitions = {PREFIX + name: _definition(name, metric) for name, metric in MANAGER.items()}
+    definitions |= {TIER_PREFIX + name: _definition(name, metric) for name, metric in TIER.items()}
+    definitions[PREFIX + DROPPED] = _definition(DROPPED, DROPPED_METRIC)
+    definitions[STRANGE_METRIC] = _definition("number", Metric(STRANGE.help, ("name", *STRANGE.labels)))
+    return definitions
+
+
+def forget_metrics() -> None:
+    """Take our metrics back from `prometheus_client`, as vLLM does with its own before it declares them again."""
+    for collector in list(REGISTRY._collector_to_names):
+        if str(getattr(collector, "_name", "")).startswith(PREFIX):
+            REGISTRY.unregister(collector)
+
+
+def _definition(name: str, metric: Metric) -> Any:  # Any: as above
+    told = {"documentation": metric.help, "labelnames": ("tier", *metric.labels)}
+    if metric.bounds:
+        return OffloadingHistogramMetadata(**told, buckets=metric.bounds)
+    if name.endswith(TOTAL):
+        return OffloadingCounterMetadata(**told)
+    return OffloadingGaugeMetadata(**told)
 
 
 class CounterReport:
-    """Makes a snapshot of counters for vLLM, at most once a second: vLLM asks in every step."""
+    """Tells vLLM what has changed in counters, at most once a second: vLLM asks in every step.
 
-    def __init__(self) -> None:
+    Args:
+        secrets: Texts that no name and no label may hold.
+    """
+
+    def __init__(self, secrets: set[str]) -> None:
+        self._secrets = secrets
         self._next_s = time.monotonic()
+        self._sent: dict[tuple[str, ...], Any] = {}  # Any: as `Series.value`
 
-    def take(self, counters: Callable[[], Mapping[str, Mapping[str, Any]]]) -> Any:  # Any: by label; vLLM's own
-        """Return the counters by tier as vLLM's statistics, or None where it is too early."""
+    def take(self, counters: Callable[[], Counters]) -> Any:  # Any: vLLM's own
+        """Return what has changed as vLLM's statistics, or None where it is too early."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             return None
         self._next_s = now_s + _INTERVAL_S
         stats = OffloadingConnectorStats()
-        for tier, values in counters().items():
-            for (name, *labels), value in flat_counts(values):
-                if name == "tier":
-                    name = f"tier_{labels.pop(0)}"
-                stats.set_gauge(COUNTER_METRIC, value, (tier, name, ",".join(labels)))
+        for series in series_of(counters(), self._secrets):
+            identity = (series.name, *series.labels)
+            before = self._sent.get(identity)
+            if before != series.value:
+                self._sent[identity] = series.value
+                _tell(stats, series, before)
         return stats
+
+
+def _tell(stats: Any, series: Series, before: Any) -> None:  # Any: vLLM's own, and as `Series.value`
+    name, labels, value = series.name, series.labels, series.value
+    if series.metric is STRANGE:
+        tier, *others = labels
+        stats.set_gauge(STRANGE_METRIC, value, (tier, name.removeprefix(TIER_PREFIX), *others))
+    elif series.metric.bounds:
+        for observation in new_values(before, value):
+            stats.observe_histogram(name, observation, labels)
+    elif name.endswith(TOTAL):
+        stats.increase_counter(name, max(value - (before or 0), 0), labels)
+    else:
+        stats.set_gauge(name, value, labels)
+
+
+def new_values(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[float]:
+    """Return values that a histogram takes to be the new ones of another: as many in each bucket, and of the same sum.
+
+    Args:
+        before, now: What `Histogram.snapshot` returned then and now.
+    """
+    counts = list(now["buckets"].values())
+    total = now["sum"]
+    if before is not None:
+        counts = [count - old for count, old in zip(counts, before["buckets"].values(), strict=True)]
+        total -= before["sum"]
+    bounds = [0.0, *(float(name) for name in list(now["buckets"])[:-1])]
+    ranges = [*pairwise(bounds), (bounds[-1], bounds[-1] + max(total, 1.0))]
+    lowest = sum(count * low for count, (low, _) in zip(counts, ranges, strict=True))
+    width = sum(count * (high - low) for count, (low, high) in zip(counts, ranges, strict=True))
+    share = min(max((total - lowest) / width, 0.0), 1.0) if width else 0.0
+    values: list[float] = []
+    for count, (low, high) in zip(counts, ranges, strict=True):
+        value = max(low + share * (high - low), math.nextafter(low, math.inf) if low else 0.0)
+        values += [min(value, high)] * min(count, _OBSERVATIONS_MAX - len(values))
+    return values
 
 
 def vllm_events(events: Iterable[OffloadingEvent], locality: Any = None) -> Iterator[VllmEvent]:

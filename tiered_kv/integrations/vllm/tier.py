@@ -125,7 +125,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         self._guarded = GuardedTier(opened, settings, self._block_bytes, region_bytes, time.monotonic)
         self._is_closed = False
         self._requests: dict[str, RequestNotes] = {}
-        self._report = CounterReport()
+        self._report = CounterReport(settings.secret_texts())
         self._began_s: dict[int, float] = {}
         self._loading_for: dict[int, str] = {}  # job to request
         self._ended: list[JobResult] = []

@@ -1,0 +1,188 @@
+"""Histograms, notices and the measures of a manager: what they count, and that they cost nothing between samples."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from tests.performance.bench import InstantTier, block_key
+from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.counters import LABELS_MAX, OTHER, Counters, flat_counts
+from tiered_kv.cpu.backend import CPUBackend
+from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.observe.histogram import INFINITY, Histogram, quantile
+from tiered_kv.observe.notices import NOTICES_MAX, Notices
+from tiered_kv.observe.restored import RestoredBlocks
+from tiered_kv.observe.step_timer import EVERY_STEPS, StepTimer
+from tiered_kv.testing.clock import ManualClock
+from tiered_kv.testing.rig import make_keys
+from tiered_kv.tiering.manager import TieringOffloadingManager
+
+
+def test_a_value_is_counted_in_the_first_bucket_that_holds_it() -> None:
+    histogram = Histogram((1.0, 2.0, 5.0))
+    for value in (0.0, 1.0, 1.5, 5.0, 5.1, 80.0):
+        histogram.add(value)
+    told = histogram.snapshot()
+    assert told["buckets"] == {"1.0": 2, "2.0": 1, "5.0": 1, INFINITY: 2}
+    assert told["count"] == 6
+    assert told["sum"] == pytest.approx(92.6)
+
+
+def test_a_quantile_lies_in_the_bucket_of_its_value() -> None:
+    histogram = Histogram((1.0, 2.0, 5.0))
+    assert quantile(histogram.snapshot(), 0.5) is None
+    for value in (1.5,) * 98 + (3.0, 100.0):
+        histogram.add(value)
+    told = histogram.snapshot()
+    median, high = quantile(told, 0.5), quantile(told, 0.99)
+    assert median is not None
+    assert 1.0 < median <= 2.0
+    assert high is not None
+    assert 2.0 < high <= 5.0
+    assert quantile(told, 1.0) == 5.0, "no more is known of the last bucket"
+
+
+def test_histograms_are_no_counts() -> None:
+    histogram = Histogram((1.0,))
+    histogram.add(0.5)
+    assert dict(flat_counts({"jobs_total": 2, "job_seconds": {"store": histogram.snapshot()}})) == {("jobs_total",): 2}
+
+
+def test_labels_from_elsewhere_are_bounded() -> None:
+    counters = Counters((), ("failed_blocks_total",))
+    for number in range(10 * LABELS_MAX):
+        counters.add("failed_blocks_total", "load", f"reason-{number}")
+    failed = counters.snapshot()["failed_blocks_total"]["load"]
+    assert len(failed) == LABELS_MAX + 1
+    assert failed[OTHER] == 9 * LABELS_MAX
+
+
+def test_notices_are_bounded_and_the_same_one_again_is_counted() -> None:
+    clock = ManualClock()
+    notices = Notices(clock)
+    notices.add("disk", "damaged blocks", 3)
+    notices.add("other", "breaker opened")
+    notices.add("disk", "damaged blocks", 2)
+    assert [notice["what"] for notice in notices.snapshot()] == ["damaged blocks (5 times)", "breaker opened"]
+    clock.advance(3600.0)
+    notices.add("disk", "damaged blocks")
+    assert notices.snapshot()[-1]["what"] == "damaged blocks"
+    for number in range(2 * NOTICES_MAX):
+        notices.add("disk", f"breaker {number}")
+    assert len(notices.snapshot()) == NOTICES_MAX
+
+
+def test_restored_blocks_are_those_of_the_group_that_loads_most() -> None:
+    restored = RestoredBlocks()
+    assert restored.count == 0
+    full, window = make_keys(8), make_keys(3, group_idx=1)
+    restored.add([*full, *window])
+    restored.add(set(full))
+    restored.add([])
+    assert restored.count == 16
+
+
+class Calls:
+    """An object whose methods are called in steps."""
+
+    def __init__(self) -> None:
+        self.timer = StepTimer(self, time.monotonic, every=3)
+
+    def lookup(self) -> bool:
+        return True
+
+    def on_schedule_end(self) -> None:
+        self.lookup()
+        self.timer.count_step()
+
+    def __getattr__(self, name: str) -> object:
+        return lambda: None
+
+
+def test_one_step_of_several_is_timed_and_the_others_run_as_they_are() -> None:
+    calls = Calls()
+    timed = []
+    for _ in range(9):
+        calls.lookup()
+        timed.append("lookup" in vars(calls))
+        calls.on_schedule_end()
+    assert timed == [False, False, False, True, False, False, True, False, False]
+    assert calls.timer.seconds.snapshot()["count"] == 2
+
+
+def test_a_wrapper_that_was_replaced_meanwhile_is_left_alone() -> None:
+    calls = Calls()
+    for _ in range(3):
+        calls.on_schedule_end()
+    replaced = vars(calls)["lookup"] = lambda: False
+    calls.on_schedule_end()
+    assert vars(calls)["lookup"] is replaced
+    assert "on_schedule_end" not in vars(calls)
+
+
+class Engine:
+    """An engine over a manager whose tier does every job at once."""
+
+    def __init__(self, blocks: int) -> None:
+        self._region = PrimaryRegion(blocks, 4096)
+        primary = CPUOffloadingManager(CPUBackend(self._region), "lru")
+        self.manager = TieringOffloadingManager(primary, [InstantTier(self._region.kv_view)], block_tokens=16)
+
+    def step(self, name: str, stored: Sequence[OffloadKey], wanted: Sequence[OffloadKey]) -> None:
+        context = ReqContext(name)
+        self.manager.on_new_request(context)
+        output = self.manager.prepare_store(stored, context)
+        assert output is not None
+        self.manager.complete_store(output.keys_to_store, context)
+        found = [key for key in wanted if self.manager.lookup(key, context)]
+        if found:
+            self.manager.prepare_load(found, context)
+            self.manager.complete_load(found, context)
+        self.manager.on_request_finished(context)
+        self.manager.on_schedule_end()
+
+
+def test_a_manager_measures_its_steps_jobs_and_lookups() -> None:
+    engine = Engine(64)
+    for number in range(2 * EVERY_STEPS + 1):
+        stored = [block_key(number)]
+        engine.step(f"request-{number}", stored, [block_key(number), block_key(10**6 + number)])
+    told = engine.manager.counters()
+    (name,) = told.keys() - {"cpu"}
+    assert told["cpu"]["step_seconds"]["count"] == 2
+    assert 0 < told["cpu"]["step_seconds"]["sum"] < 60
+    assert told["cpu"]["restored_tokens_total"] == 16 * told["cpu"]["loaded_blocks_total"] > 0
+    assert told[name]["job_seconds"]["store"]["count"] == told[name]["submitted_jobs_total"]["store"]
+    assert told[name]["job_bytes"]["store"]["sum"] == 4096 * (2 * EVERY_STEPS + 1)
+    assert told[name]["lookup_seconds"]["count"] in (1, 2, 3), "of a sample"
+    assert told[name]["store_budget_bytes"] == told[name]["load_budget_bytes"] == 16 * 4096
+    engine.manager.shutdown()
+
+
+def test_counters_may_be_read_while_the_manager_works() -> None:
+    engine = Engine(64)
+    ended = threading.Event()
+    errors: list[Exception] = []
+
+    def read() -> None:
+        while not ended.is_set():
+            try:
+                engine.manager.counters()
+            except Exception as error:
+                errors.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for number in range(400):
+            engine.step(f"request-{number}", [block_key(number)], [block_key(number), block_key(number // 2)])
+    finally:
+        ended.set()
+        reader.join()
+        engine.manager.shutdown()
+    assert errors == []

@@ -1,0 +1,240 @@
+"""Metrics of real stacks, as Prometheus reads them; and of strangers' tiers, whatever these say."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.openmetrics import parser as openmetrics_parser
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from tiered_kv.counters import count_of
+from tiered_kv.observe.prometheus import StackCollector, exposition
+from tiered_kv.observe.series import STRANGE_SERIES_MAX
+from tiered_kv.observe.status import status
+from tiered_kv.observe.vocabulary import MANAGER, TIER
+from tiered_kv.stack import Stack, open_stack
+from tiered_kv.testing.four_methods import FourMethodTier
+from tiered_kv.testing.rig import make_keys
+from tiered_kv.tiering.base import JobMetadata, JobResult
+from tiered_kv.tiering.factory import SecondaryTierFactory
+
+BLOCK_BYTES = 4096
+
+
+def stack_of(*tiers: Mapping[str, object], **settings: object) -> dict[str, object]:
+    return {
+        "namespace": {"model": "m"},
+        "block": {"bytes": BLOCK_BYTES},
+        "primary": {"capacity": 16 * BLOCK_BYTES},
+        "secondary": list(tiers),
+        **settings,
+    }
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[Stack]:
+    nvme = {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "64MiB"}
+    with open_stack(stack_of({"type": "memory", "capacity": "256KiB"}, nvme)) as stack:
+        yield stack
+
+
+def work(stack: Stack, count: int = 64) -> None:
+    keys, blocks = make_keys(count), np.zeros((count, BLOCK_BYTES), np.uint8)
+    stack.put(keys, blocks)
+    stack.flush()
+    assert stack.get(keys, blocks) == count
+
+
+def samples(stack: Stack) -> list[Sample]:
+    text = exposition(StackCollector(stack.counters, secrets=stack.config.secret_texts())).decode()
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+
+def openmetrics_of(registry: CollectorRegistry) -> list[Metric]:
+    text: Any = openmetrics.generate_latest(registry)  # type: ignore[no-untyped-call]
+    return list(openmetrics_parser.text_string_to_metric_families(text.decode()))  # type: ignore[no-untyped-call]
+
+
+def test_every_metric_of_the_vocabulary_appears(stack: Stack) -> None:
+    work(stack)
+    told = samples(stack)
+    names = {sample.name for sample in told}
+    for name, metric in MANAGER.items():
+        if "audit" in name or "reason" in metric.labels:  # there is none, and nothing went wrong
+            continue
+        found = [f"tiered_kv_{name}"]
+        if metric.bounds:
+            found = [f"tiered_kv_{name}{ending}" for ending in ("_bucket", "_sum", "_count")]
+        assert names.issuperset(found), name
+    counters = stack.counters()
+    for tier in ("memory", "nvme"):
+        for name, value in counters[tier]["tier"].items():
+            assert name in TIER
+            own = [sample for sample in told if sample.name == f"tiered_kv_tier_{name}"]
+            assert [sample.value for sample in own if sample.labels == {"tier": tier}] == [value]
+
+
+def test_the_values_are_those_of_the_counters(stack: Stack) -> None:
+    work(stack)
+    values = {(sample.name, *sorted(sample.labels.items())): sample.value for sample in samples(stack)}
+    counters = stack.counters()
+    for tier in ("cpu", "memory", "nvme"):
+        for name in ("stored_bytes_total", "loaded_blocks_total"):
+            assert values[f"tiered_kv_{name}", ("tier", tier)] == counters[tier][name]
+    stored = count_of(counters, "nvme", "submitted_jobs_total", "store")
+    labels = ("direction", "store"), ("le", "+Inf"), ("tier", "nvme")
+    assert values["tiered_kv_job_seconds_bucket", *labels] == stored > 0
+    assert values["tiered_kv_restored_tokens_total", ("tier", "cpu")] == 64 * 16
+    assert values["tiered_kv_used_bytes", ("tier", "cpu")] == 16 * BLOCK_BYTES
+
+
+def test_buckets_are_cumulative(stack: Stack) -> None:
+    work(stack)
+    wanted = {"tier": "memory", "direction": "store"}
+    buckets = [
+        (float(sample.labels["le"]), sample.value)
+        for sample in samples(stack)
+        if sample.name == "tiered_kv_job_seconds_bucket" and wanted.items() <= sample.labels.items()
+    ]
+    assert buckets == sorted(buckets)
+    assert [count for _, count in buckets] == sorted(count for _, count in buckets)
+    assert buckets[-1][0] == math.inf
+
+
+def test_openmetrics_reads_it_too(stack: Stack) -> None:
+    work(stack)
+    registry = CollectorRegistry()
+    registry.register(StackCollector(stack.counters))
+    families = openmetrics_of(registry)
+    assert len({family.name for family in families}) == len(families) > 40
+
+
+def test_labels_of_an_engine_are_on_every_metric_and_a_closed_stack_has_none(tmp_path: Path) -> None:
+    registry = CollectorRegistry()
+    with open_stack(stack_of({"type": "memory", "capacity": "256KiB"})) as stack:
+        registry.register(StackCollector(stack.counters, labels={"engine": "3"}))
+        told = list(text_string_to_metric_families(generate_latest(registry).decode()))
+        assert {sample.labels.get("engine") for family in told for sample in family.samples} == {"3"}
+    assert generate_latest(registry) == b""
+
+
+# Strangers.
+
+
+class Stranger(FourMethodTier):
+    """Counts what `said` has, and fails its jobs with the reasons of `reasons`."""
+
+    is_nonblocking = True
+    said: Mapping[Any, Any] = {}
+    reasons: Iterator[str] | None = None
+
+    def __init__(self, spec: object, view: memoryview, tier_type: str) -> None:
+        super().__init__(spec, view, tier_type)
+
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        if self.reasons is None:
+            super().submit_store(job_metadata)
+        else:
+            self._finished.append(JobResult(job_metadata.job_id, False, reason=next(self.reasons)))
+
+    def stats(self) -> Mapping[str, Any]:
+        return self.said
+
+
+@pytest.fixture
+def stranger() -> Iterator[type[Stranger]]:
+    class Mine(Stranger):
+        pass
+
+    SecondaryTierFactory.register("stranger", Mine)
+    yield Mine
+    SecondaryTierFactory.unregister("stranger")
+
+
+HOSTILE: Mapping[Any, Any] = {
+    **{f"n{number}_total": number for number in range(1000)},
+    **{f"labelled_{number}": {f"label-{each}": each for each in range(50)} for number in range(50)},
+    "failed_blocks_total": {"load": {f"reason-{number}": 1 for number in range(5000)}},
+    "used_bytes": {"a": {"b": {"c": {"d": {"e": {"f": 1}}}}}},
+    "capacity_bytes": "a lot",
+    "x" * 10_000: 1,
+    "": 1,
+    'quote"\n# HELP fake\nfake 1': 1,
+    "größe": 1,
+    "segments_total": 7,
+    "blocks_bucket": 1,
+    "twice": 1,
+    "twice_total": 2,
+    "a-b": 1,
+    "a_b": 1,
+    7: 7,
+    "nothing": None,
+    "huge": 10**400,
+    "nan": math.nan,
+    "infinite": math.inf,
+    "labels": {'evil"} 1\nfake{x="': 1, ("a", "b"): 2, None: 3},
+    "histogram": {"buckets": {"1": "one"}, "sum": "?", "count": None},
+}
+
+
+def test_a_stranger_s_counters_are_bounded_and_readable_whatever_they_are(stranger: type[Stranger]) -> None:
+    stranger.said = HOSTILE
+    tiers = [{"type": "stranger", "name": f"odd.name_{number}-"} for number in range(2)]
+    with open_stack(stack_of(*tiers, {"type": "memory", "capacity": "256KiB"})) as stack:
+        told = samples(stack)
+        status(stack)  # it is JSON's
+        own = [sample for sample in told if sample.labels.get("tier") == "odd.name_0-"]
+        strange = [sample for sample in own if "labels" in sample.labels]
+        assert 0 < len(strange) <= STRANGE_SERIES_MAX
+        assert len(own) < 400
+        assert not [sample for sample in told if "fake" in sample.name or "\n" in str(sample.labels)]
+        identities = [(sample.name, *sorted(sample.labels.items())) for sample in told]
+        assert len(set(identities)) == len(identities)
+        dropped = {sample.labels["tier"]: sample.value for sample in told if sample.name == "tiered_kv_dropped_series"}
+        assert dropped["odd.name_0-"] > 1000
+        assert dropped["memory"] == 0
+        registry = CollectorRegistry()
+        registry.register(StackCollector(stack.counters))
+        assert openmetrics_of(registry)
+
+
+def test_a_stranger_cannot_hide_what_others_count(stranger: type[Stranger], tmp_path: Path) -> None:
+    stranger.said = {"segments_total": 1, "blocks": 5, "stored_batches": 3, "own_total": 2, "own_bytes": 4}
+    nvme = {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "64MiB"}
+    with open_stack(stack_of({"type": "stranger"}, nvme)) as stack:
+        told = {(sample.name, sample.labels["tier"]): sample for sample in samples(stack)}
+    assert ("tiered_kv_tier_segments", "nvme") in told
+    assert ("tiered_kv_tier_segments_total", "stranger") not in told
+    assert told["tiered_kv_tier_blocks", "stranger"].value == 5
+    assert told["tiered_kv_tier_own_total", "stranger"].value == 2
+
+
+def test_reasons_of_a_stranger_are_words_and_few(stranger: type[Stranger]) -> None:
+    stranger.reasons = iter([f"cannot reach host-{number} as user:password" for number in range(50)])
+    breaker = {"breaker_failures": 1_000_000}
+    with open_stack(stack_of({"type": "stranger", **breaker})) as stack:
+        keys, blocks = make_keys(16), np.zeros((16, BLOCK_BYTES), np.uint8)
+        stack.put(keys, blocks)
+        stack.flush()
+        failed = [sample for sample in samples(stack) if sample.name == "tiered_kv_failed_blocks_total"]
+    assert {sample.labels["reason"] for sample in failed} == {"error"}
+
+
+def test_no_secret_is_a_name_or_a_label(stranger: type[Stranger], monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = secrets.token_hex(32)
+    stranger.said = {secret: 1, f"a_{secret}_total": 2, "requests_total": {secret: 3}, "other": {f"x{secret}": 4}}
+    with open_stack(stack_of({"type": "stranger", "name_key": secret})) as stack:
+        text = exposition(StackCollector(stack.counters, secrets=stack.config.secret_texts())).decode()
+        shown = str(status(stack))
+    assert secret not in text
+    assert secret not in shown
+    assert "tiered_kv_tier_requests_total" in text

@@ -1,0 +1,289 @@
+"""The server of a stack: what it answers, and that nobody can make it do more than it should."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tiered_kv.config.stack_config import MetricsSettings
+from tiered_kv.errors import ConfigError, MissingExtraError
+from tiered_kv.observe import server as server_module
+from tiered_kv.observe.server import CONNECTIONS_MAX, HEAD_BYTES_MAX, Answer, QueryError, StatusServer
+from tiered_kv.stack import Stack, open_stack
+from tiered_kv.testing.gate import Gate
+from tiered_kv.testing.rig import make_keys
+
+BLOCK_BYTES = 4096
+TIMEOUT_S = 20.0
+
+
+def config_of(listen: str = "127.0.0.1:0") -> dict[str, object]:
+    return {
+        "namespace": {"model": "m"},
+        "block": {"bytes": BLOCK_BYTES},
+        "primary": {"capacity": 16 * BLOCK_BYTES},
+        "secondary": [{"type": "memory", "capacity": "1MiB"}],
+        "metrics": {"listen": listen},
+    }
+
+
+@pytest.fixture
+def stack() -> Iterator[Stack]:
+    with open_stack(config_of()) as stack:
+        yield stack
+
+
+def ask(server: StatusServer | None, path: str, method: str = "GET") -> tuple[int, dict[str, str], bytes]:
+    assert server is not None
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=TIMEOUT_S)
+    with closing(connection):
+        connection.request(method, path)
+        answer = connection.getresponse()
+        return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+
+
+def raw(server: StatusServer, request: bytes) -> bytes:
+    """Return all that comes back for some bytes."""
+    with socket.create_connection((server.host, server.port), timeout=TIMEOUT_S) as connection:
+        connection.sendall(request)
+        found = b""
+        while part := connection.recv(65536):
+            found += part
+        return found
+
+
+def test_a_stack_shows_its_metrics_and_its_status(stack: Stack) -> None:
+    keys, blocks = make_keys(8), np.zeros((8, BLOCK_BYTES), np.uint8)
+    stack.put(keys, blocks)
+    stack.flush()
+    status, headers, body = ask(stack.server, "/metrics")
+    assert (status, headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
+    assert list(text_string_to_metric_families(body.decode()))
+    status, headers, body = ask(stack.server, "/status?anything=else")
+    assert (status, headers["content-type"]) == (200, "application/json")
+    told = json.loads(body)
+    assert told["namespace"] == stack.config.identity.digest.hex()
+    cpu, memory = told["tiers"]
+    assert (cpu["name"], cpu["used_bytes"], cpu["capacity_bytes"]) == ("cpu", 8 * BLOCK_BYTES, 16 * BLOCK_BYTES)
+    assert (memory["type"], memory["breaker"], memory["is_disabled"]) == ("memory", "closed", False)
+    assert memory["budgets"]["store"] == {"used_bytes": 0, "limit_bytes": 4 * BLOCK_BYTES}
+    assert memory["p99_seconds"]["store"] > 0
+    assert memory["p99_seconds"]["load"] is None
+    assert memory["counters"]["stored_blocks_total"] == memory["counters"]["tier"]["blocks"] == 8
+    assert told["notices"] == []
+    assert ask(stack.server, "/healthz")[::2] == (200, b"ok\n")
+
+
+def test_what_changes_is_a_notice(stack: Stack) -> None:
+    stack.manager.reset_cache()
+    (notice,) = json.loads(ask(stack.server, "/status")[2])["notices"]
+    assert (notice["tier"], notice["what"]) == ("cpu", "cache reset")
+    assert abs(notice["time"] - time.time()) < 600
+
+
+def test_it_only_reads(stack: Stack) -> None:
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH"):
+        status, headers, _ = ask(stack.server, "/metrics", method)
+        assert (status, headers["allow"]) == (405, "GET, HEAD")
+    assert ask(stack.server, "/")[0] == ask(stack.server, "/metrics/../etc")[0] == 404
+    _, whole, body = ask(stack.server, "/metrics")
+    status, head, nothing = ask(stack.server, "/metrics", "HEAD")
+    assert (status, nothing) == (200, b"")
+    assert abs(int(head["content-length"]) - len(body)) < 200
+    assert whole["connection"] == "close"
+
+
+def test_it_listens_on_loopback_by_default() -> None:
+    assert MetricsSettings().address == ("127.0.0.1", 9464)
+    assert MetricsSettings(listen="[::1]:80").address == ("::1", 80)
+
+
+@pytest.mark.parametrize("listen", ["9464", ":9464", "127.0.0.1", "127.0.0.1:99999", "user:word@host:80", "a b:80"])
+def test_an_address_that_is_none_is_refused(listen: str) -> None:
+    with pytest.raises(ConfigError, match=r"metrics\.listen"):
+        open_stack(config_of(listen))
+
+
+def test_a_port_that_is_taken_is_a_clear_error_and_nothing_is_left(stack: Stack) -> None:
+    assert stack.server is not None
+    taken = f"127.0.0.1:{stack.server.port}"
+    with pytest.raises(ConfigError, match=rf"metrics.listen: cannot listen on {taken}: Address already in use"):
+        open_stack(config_of(taken))
+
+
+def test_a_stack_that_cannot_be_opened_listens_no_more() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    broken = config_of(f"127.0.0.1:{port}")
+    broken["secondary"] = [{"type": "memory", "capacity": 1}]
+    with pytest.raises(ConfigError, match="capacity"):
+        open_stack(broken)
+    open_stack(config_of(f"127.0.0.1:{port}")).close()
+
+
+def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'tiered-kv\[metrics\]'"):
+        open_stack(config_of())
+
+
+def test_a_stack_without_the_setting_listens_nowhere() -> None:
+    config = config_of()
+    del config["metrics"]
+    before = threading.active_count()
+    with open_stack(config) as stack:
+        assert stack.server is None
+        assert not [thread for thread in threading.enumerate() if "status" in thread.name]
+    assert threading.active_count() <= before
+
+
+# Its limits, with routes of the test's own.
+
+
+@pytest.fixture
+def server() -> Iterator[StatusServer]:
+    server = StatusServer("127.0.0.1", 0)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def test_a_ninth_connection_is_refused_and_served_once_another_has_ended(server: StatusServer, gate: Gate) -> None:
+    def slow(query: Any) -> Answer:
+        gate.pass_through()
+        return Answer(b"done", "text/plain")
+
+    server.start({"/slow": slow})
+    gate.close()
+    with ExitStack() as opened:
+        connections = []
+        for count in range(CONNECTIONS_MAX):
+            connection = socket.create_connection((server.host, server.port), timeout=TIMEOUT_S)
+            connections.append(opened.enter_context(connection))
+            connection.sendall(b"GET /slow HTTP/1.1\r\n\r\n")
+            wait_for(lambda count=count: gate.waiting == count + 1)
+        assert ask(server, "/slow")[0] == 503
+        gate.open()
+        assert all(connection.recv(12) == b"HTTP/1.1 200" for connection in connections)
+    wait_for(lambda: ask(server, "/slow")[0] == 200)
+
+
+def wait_for(is_so: Any) -> None:
+    end_s = time.monotonic() + TIMEOUT_S
+    while not is_so():
+        assert time.monotonic() < end_s
+        time.sleep(0.002)
+
+
+def test_a_head_is_bounded(server: StatusServer) -> None:
+    server.start({"/": lambda query: Answer(b"hello", "text/plain")})
+    assert raw(server, b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 100 + b"\r\n").startswith(b"HTTP/1.1 200")
+    assert raw(server, b"GET /" + b"x" * (HEAD_BYTES_MAX - 5)).startswith(b"HTTP/1.1 431")
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [b"\r\n\r\n", b"hello\r\n\r\n", b"GET /\r\n\r\n", b"GET / HTTP/2\r\n\r\n", b"\xff\xfe\x00 / HTTP/1.1 x\n\n"],
+)
+def test_what_is_no_request_is_refused(server: StatusServer, request_bytes: bytes) -> None:
+    server.start({"/": lambda query: Answer(b"hello", "text/plain")})
+    assert raw(server, request_bytes).startswith(b"HTTP/1.1 400")
+
+
+def test_a_request_that_never_ends_is_given_up(server: StatusServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "READ_TIMEOUT_S", 0.05)
+    server.start({"/": lambda query: Answer(b"hello", "text/plain")})
+    assert raw(server, b"GET / HTT") == b""
+
+
+def test_an_answer_that_nobody_reads_is_given_up(server: StatusServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "WRITE_TIMEOUT_S", 0.05)
+    server.start({"/": lambda query: Answer(bytes(64 << 20), "text/plain")})
+    with closing(socket.create_connection((server.host, server.port), timeout=TIMEOUT_S)) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        wait_for(lambda: not [each for each in threading.enumerate() if each.name == "tiered-kv-answer"])
+
+
+def test_a_route_that_fails_says_nothing_of_why(server: StatusServer, caplog: pytest.LogCaptureFixture) -> None:
+    def failing(query: Any) -> Answer:
+        raise RuntimeError("the password is tulip")
+
+    def picky(query: Any) -> Answer:
+        raise QueryError("expected key=HEX")
+
+    server.start({"/failing": failing, "/picky": picky})
+    for _ in range(2):
+        status, _, body = ask(server, "/failing")
+        assert (status, b"tulip" in body) == (500, False)
+    assert "tulip" not in caplog.text
+    assert len(caplog.records) == 1
+    assert ask(server, "/picky")[::2] == (400, b"expected key=HEX\n")
+    assert ask(server, "/picky?" + "&".join(f"a={number}" for number in range(2000)))[0] == 400
+
+
+def test_closing_ends_waiting_connections_in_bounded_time(server: StatusServer) -> None:
+    server.start({"/": lambda query: Answer(b"hello", "text/plain")})
+    with closing(socket.create_connection((server.host, server.port), timeout=TIMEOUT_S)) as connection:
+        wait_for(lambda: [each for each in threading.enumerate() if each.name == "tiered-kv-answer"])
+        began_s = time.monotonic()
+        server.close(timeout=TIMEOUT_S)
+        assert time.monotonic() - began_s < server_module.READ_TIMEOUT_S
+        assert connection.recv(100) == b""
+    server.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((server.host, server.port), timeout=1.0)
+
+
+def test_a_stack_is_scraped_while_it_works(stack: Stack) -> None:
+    ended = threading.Event()
+    keys, blocks = make_keys(64), np.zeros((64, BLOCK_BYTES), np.uint8)
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            while not ended.is_set():
+                stack.put(keys, blocks)
+                stack.get(keys, blocks)
+        except BaseException as error:
+            errors.append(error)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    try:
+        totals = []
+        for _ in range(20):
+            status, _, body = ask(stack.server, "/metrics")
+            assert status == 200
+            values = {each.name: each for each in text_string_to_metric_families(body.decode())}
+            (loaded,) = [
+                sample.value for sample in values["tiered_kv_loaded_blocks"].samples if sample.labels == {"tier": "cpu"}
+            ]
+            totals.append(loaded)
+            assert ask(stack.server, "/status")[0] == 200
+        assert totals == sorted(totals)
+    finally:
+        ended.set()
+        worker.join()
+    assert errors == []
+
+
+def test_a_forked_child_does_not_close_the_server(stack: Stack) -> None:
+    child = os.fork()
+    if not child:
+        stack.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert ask(stack.server, "/healthz")[0] == 200

@@ -1,0 +1,168 @@
+"""Series: counters as metrics with labels, whatever a stack or a stranger's tier calls them.
+
+The number of series is bounded, and no name or label is anything but a plain word: a stranger's tier may have a key, a
+password or a whole message where a name belongs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+from tiered_kv.config.redaction import HIDDEN, scrub
+from tiered_kv.counters import LABELS_MAX, OTHER
+from tiered_kv.observe.histogram import is_histogram
+from tiered_kv.observe.vocabulary import MANAGER, PREFIX, TIER, TIER_PREFIX, TOTAL, Metric
+
+Counters = Mapping[str, Mapping[str, Any]]  # Any: as `Stack.counters`
+Read = Callable[[], Counters]
+"""What reads counters; any thread may call."""
+
+STRANGE_SERIES_MAX: Final = 64
+"""Series of one tier whose names are not in the vocabulary."""
+DROPPED: Final = "dropped_series"
+DROPPED_METRIC: Final = Metric("Numbers of the tier that are no metrics: too many, or unfit names or values.")
+STRANGE: Final = Metric("A number of the tier's own; its author says which.", ("labels",))
+_DEPTH_MAX: Final = 4
+_NUMBERS_MAX: Final = 4096
+"""Numbers of one tier's own that are looked at."""
+_NAME = re.compile(r"[a-zA-Z][a-zA-Z0-9_]{0,99}", re.ASCII)
+_LABEL = re.compile(r"[\w.:-]{1,64}", re.ASCII)
+_UNFIT = re.compile(r"[^a-zA-Z0-9_]", re.ASCII)
+_RESERVED = ("_bucket", "_count", "_sum", "_created", "_info")
+"""Endings of names that Prometheus makes of others."""
+
+
+class Series(NamedTuple):
+    """One number, or histogram, with all that identifies it.
+
+    Attributes:
+        name: The metric's name.
+        metric: What it is.
+        labels: The values of its labels, `tier` first.
+        value: A number, or what `Histogram.snapshot` returned.
+    """
+
+    name: str
+    metric: Metric
+    labels: tuple[str, ...]
+    value: Any
+
+
+def series_of(counters: Counters, secrets: set[str]) -> Iterator[Series]:
+    """Yield the series of a stack's counters, each once, those of one metric not necessarily together.
+
+    Args:
+        counters: What `Stack.counters` returned.
+        secrets: Texts that no name and no label may hold.
+    """
+    strangers: dict[str, str] = {}  # names of strangers' metrics, without what tells their type, and the type
+    for tier, values in counters.items():
+        managed = {name: value for name, value in values.items() if name != "tier"}
+        yield from _known(PREFIX, MANAGER, tier, managed)
+        own = _Own(tier, values.get("tier", {}), secrets, strangers)
+        yield from own.series()
+        if "tier" in values:
+            yield Series(PREFIX + DROPPED, DROPPED_METRIC, (tier,), own.dropped)
+
+
+def word(text: str, secrets: set[str]) -> str:
+    """Return a label: `text` where it is a plain word that holds no secret, else a word that stands for it."""
+    if not _LABEL.fullmatch(text):
+        return OTHER
+    return text if scrub(text, secrets) == text else HIDDEN
+
+
+def _known(prefix: str, table: Mapping[str, Metric], tier: str, values: Mapping[str, Any]) -> Iterator[Series]:
+    for name, value in values.items():
+        metric = table.get(name)
+        if metric is not None:
+            for labels, number in leaves(value, len(metric.labels)):
+                if len(labels) == len(metric.labels):
+                    yield Series(prefix + name, metric, (tier, *labels), number)
+
+
+def leaves(value: Any, depth_max: int = _DEPTH_MAX) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the numbers and histograms below `value`, each with the labels that lead to it."""
+    if isinstance(value, Mapping) and not is_histogram(value):
+        if depth_max:
+            for label, inner in list(value.items()):
+                yield from (((str(label), *labels), number) for labels, number in leaves(inner, depth_max - 1))
+    else:
+        yield (), value
+
+
+class _Own:
+    """What one tier counts itself; it may be a stranger's, and say anything.
+
+    Attributes:
+        dropped: How many numbers are no series.
+    """
+
+    def __init__(self, tier: str, values: object, secrets: set[str], strangers: dict[str, str]) -> None:
+        self.dropped = 0
+        self._tier = tier
+        self._values = values if isinstance(values, Mapping) else {}
+        self._secrets = secrets
+        self._strangers = strangers
+        self._seen: set[tuple[str, ...]] = set()
+        self._counts: dict[str, int] = {}  # series by name, all strange ones together
+
+    def series(self) -> Iterator[Series]:
+        for name, labels, number in numbers_of(self._values):
+            value = _finite(number)
+            series = None if value is None else self._series(name, labels, value)
+            if series is None:
+                self.dropped += 1
+            else:
+                yield series
+
+    def _series(self, name: str, texts: tuple[str, ...], value: float) -> Series | None:
+        labels = tuple(word(text, self._secrets) for text in texts)
+        metric = TIER.get(name)
+        if metric is not None:
+            if len(metric.labels) != len(labels):
+                return None
+            series = Series(TIER_PREFIX + name, metric, (self._tier, *labels), value)
+            return series if self._is_admitted(series, name, LABELS_MAX + 8) else None
+        name = _UNFIT.sub("_", name)
+        if not self._is_fit(name):
+            return None
+        series = Series(TIER_PREFIX + name, STRANGE, (self._tier, ",".join(labels)), value)
+        return series if self._is_admitted(series, "", STRANGE_SERIES_MAX) else None
+
+    def _is_fit(self, name: str) -> bool:
+        """Return whether a stranger's name can be a metric's, beside those that are metrics already."""
+        if name in TIER or not _NAME.fullmatch(name) or name.endswith(_RESERVED) or scrub(name, self._secrets) != name:
+            return False
+        base = name.removesuffix(TOTAL)
+        kind = "" if base == name else TOTAL
+        # Prometheus takes a counter and a gauge whose names differ in "_total" alone for one metric.
+        return (base if kind else base + TOTAL) not in TIER and self._strangers.setdefault(base, kind) == kind
+
+    def _is_admitted(self, series: Series, group: str, count_max: int) -> bool:
+        identity = (series.name, *series.labels)
+        count = self._counts.get(group, 0)
+        if identity in self._seen or count >= count_max:
+            return False
+        self._seen.add(identity)
+        self._counts[group] = count + 1
+        return True
+
+
+def numbers_of(values: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...], Any]]:
+    """Yield what a tier counts itself, at most `_NUMBERS_MAX` numbers: each with its name and labels."""
+    found = ((str(name), labels, number) for name, value in list(values.items()) for labels, number in leaves(value))
+    return itertools.islice(found, _NUMBERS_MAX)
+
+
+def _finite(number: object) -> float | None:
+    """Return a number as Prometheus takes it; None for what is no number."""
+    if not isinstance(number, (int, float)):
+        return None
+    try:
+        return float(number)
+    except OverflowError:
+        return None

@@ -1,0 +1,122 @@
+"""The status of a stack, for people and programs that look at it now and then."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any, Protocol
+
+from tiered_kv.config.settings import TierSettings
+from tiered_kv.config.stack_config import PRIMARY_TIER_NAME, StackConfig
+from tiered_kv.observe.histogram import quantile
+from tiered_kv.observe.notices import Notices
+from tiered_kv.observe.series import numbers_of, word
+
+_BREAKER = {0: "closed", 1: "half_open", 2: "open"}
+
+
+class _Manager(Protocol):
+    @property
+    def notices(self) -> Notices: ...
+
+    def disabled_tiers(self) -> set[str]: ...
+
+
+class Observed(Protocol):
+    """What is looked at: a `Stack`."""
+
+    config: StackConfig
+    opened_s: float
+
+    @property
+    def manager(self) -> _Manager: ...
+
+    def counters(self) -> dict[str, dict[str, Any]]:
+        """Return all counters."""
+
+
+def status(stack: Observed) -> dict[str, Any]:  # Any: as JSON has it
+    """Return how a stack stands: docs/how-to/metrics.md describes the fields. Any thread may call.
+
+    No key, path, address or setting is in it, but for the names of tiers, and the namespace's digest.
+
+    Raises:
+        ShutdownError: The stack is closed.
+    """
+    config, counters = stack.config, stack.counters()
+    disabled, secrets = stack.manager.disabled_tiers(), config.secret_texts()
+    tiers = [_primary(counters[PRIMARY_TIER_NAME])]
+    tiers += [_secondary(tier, counters[tier.name], tier.name in disabled, secrets) for tier in config.secondary]
+    return {
+        "version": version("tiered-kv"),
+        "namespace": config.identity.digest.hex(),
+        "pid": os.getpid(),
+        "uptime_seconds": time.monotonic() - stack.opened_s,
+        "time": time.time(),
+        "tiers": tiers,
+        "notices": stack.manager.notices.snapshot(),
+    }
+
+
+def _primary(counted: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "name": PRIMARY_TIER_NAME,
+        "type": PRIMARY_TIER_NAME,
+        "breaker": "",
+        "is_disabled": False,
+        "used_bytes": counted["used_bytes"],
+        "capacity_bytes": counted["capacity_bytes"],
+        **_quantiles({"step": counted["step_seconds"]}),
+        "counters": counted,
+    }
+
+
+def _secondary(
+    settings: TierSettings, counted: Mapping[str, Any], is_disabled: bool, secrets: set[str]
+) -> dict[str, Any]:
+    own = _plain(counted["tier"], secrets)
+    return {
+        "name": settings.name,
+        "type": word(settings.type, secrets),
+        "breaker": _BREAKER[counted["breaker_state"]],
+        "is_disabled": is_disabled,
+        "used_bytes": _whole(own.get("used_bytes")),
+        "capacity_bytes": _whole(own.get("capacity_bytes")),
+        "budgets": {
+            direction: {
+                "used_bytes": counted[f"{direction}_budget_used_bytes"],
+                "limit_bytes": counted[f"{direction}_budget_bytes"],
+            }
+            for direction in ("store", "load")
+        },
+        **_quantiles({**counted["job_seconds"], "lookup": counted["lookup_seconds"]}),
+        "counters": {**counted, "tier": own},
+    }
+
+
+def _quantiles(histograms: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
+    return {
+        f"p{percent}_seconds": {name: quantile(told, percent / 100) for name, told in histograms.items()}
+        for percent in (50, 99)
+    }
+
+
+def _plain(values: Mapping[str, Any], secrets: set[str]) -> dict[str, Any]:
+    """Return what a tier counts itself, with plain words and numbers only; it may be a stranger's."""
+    shown: dict[str, Any] = {}
+    for name, labels, number in numbers_of(values):
+        *above, last = (word(text, secrets) for text in (name, *labels))
+        inner = shown
+        for label in above:
+            found = inner.setdefault(label, {})
+            inner = found if isinstance(found, dict) else {}
+        is_number = isinstance(number, (int, float)) and math.isfinite(number)
+        inner[last] = number if is_number else None
+    return shown
+
+
+def _whole(number: object) -> int | None:
+    return int(number) if isinstance(number, (int, float)) else None
