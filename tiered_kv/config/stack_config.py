@@ -90,6 +90,13 @@ class StackConfig(StrictModel):
         default="report", description="What to do about a tier whose block differs by more: report it, or stop its use."
     )
 
+    history: Count = Field(
+        default=1 << 20,
+        ge=0,
+        le=1 << 30,
+        description="Entries of the memory that says why a block was a miss, 8 bytes each; 0 for none.",
+    )
+
     @property
     def primary_blocks(self) -> int:
         """Blocks that the primary tier holds."""

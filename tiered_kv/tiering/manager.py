@@ -19,6 +19,8 @@ from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.mediums import CPULoadStoreSpec
+from tiered_kv.observe.fates import Fate
+from tiered_kv.observe.history import CPU, BlockHistory
 from tiered_kv.tiering.audit import Audit, AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.cascade import Cascade
@@ -29,6 +31,8 @@ from tiered_kv.tiering.search import Search
 from tiered_kv.tiering.step import PAUSES_MAX, STEP
 
 _DRAIN_POLL_S = 0.0005
+_SETTLED_KEYS_MAX = 512
+"""Keys that `counters` takes from the history's queue, in about 100 us; more are left to its thread."""
 
 
 class TieringOffloadingManager(OffloadingManager):
@@ -44,6 +48,8 @@ class TieringOffloadingManager(OffloadingManager):
         settings: The limits of each, and its name in counters; by default those of its `tier_type`.
         limits: The limits of all together.
         audit: Which requests are computed anew to compare their blocks; None for none.
+        history: Where it is noted why requests missed blocks, with the names of all tiers; None for nowhere. `shutdown`
+            closes it.
         clock: Seconds of a monotonic clock; deadlines given to tiers are in its time.
     """
 
@@ -55,6 +61,7 @@ class TieringOffloadingManager(OffloadingManager):
         settings: Sequence[TierSettings] | None = None,
         limits: ManagerLimits | None = None,
         audit: AuditRules | None = None,
+        history: BlockHistory | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.primary = primary
@@ -64,15 +71,18 @@ class TieringOffloadingManager(OffloadingManager):
         settings = settings or [TierSettings(type=tier.tier_type) for tier in self.secondary_tiers]
         backend = primary.backend
         self._tiers = tuple(
-            GuardedTier(*tier, backend.block_size, backend.block_size * backend.num_blocks, clock)
-            for tier in zip(self.secondary_tiers, settings, strict=True)
+            GuardedTier(*tier, backend.block_size, backend.block_size * backend.num_blocks, clock, number, history)
+            for number, tier in enumerate(zip(self.secondary_tiers, settings, strict=True), 1)
         )
         self._cascade = Cascade(primary)
         blocks_max = self.limits.promotion_blocks_max or max(backend.num_blocks // 2, 1)
         self._promotions = Promotions(primary, blocks_max, self.limits.hold_s, clock)
         # Twice as long, so that requests without an id reach the bound on waiting too.
         self._requests = RequestTable(self.limits.requests_max, 2 * self.limits.wait_max_s, self._end_request, clock)
-        self._search = Search(self._tiers, self._promotions, self._requests, self.limits.wait_max_s, clock)
+        self._history = history
+        if history is not None:
+            primary.evicted_keys = []
+        self._search = Search(self._tiers, self._promotions, self._requests, self.limits.wait_max_s, clock, history)
         self._lookup_below = self._search.below
         self._primary_blocks = primary.blocks  # the same dictionary, with one attribute lookup less
         self._counting = tuple(guarded for guarded in self._tiers if not guarded.admission.is_open())
@@ -143,6 +153,9 @@ class TieringOffloadingManager(OffloadingManager):
         STEP.pauses_left = PAUSES_MAX
         spec = self.primary.prepare_load(keys, req_context)
         state = self._requests.get(req_context)
+        if self._history is not None:
+            state = state or self._requests.state_of(req_context)
+            self._history.loaded(self._search.log_of(state), list(keys), state.sources)
         if state is not None:
             if state.held:
                 self._promotions.release(state, keys)
@@ -251,6 +264,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._requests.expire(now_s)
         if audit is not None:
             audit.tick(now_s)
+        self._report()
         self._search.refresh(now_s)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -283,6 +297,8 @@ class TieringOffloadingManager(OffloadingManager):
             self._submit()
             self.poll()
             if not self.jobs_in_flight:
+                if self._history is not None:
+                    self._history.settle()
                 return True
             if time.monotonic() >= end_s:
                 return False
@@ -297,11 +313,16 @@ class TieringOffloadingManager(OffloadingManager):
         for guarded in self._tiers:
             if not guarded.call("reset_cache"):
                 guarded.is_disabled = True
+            if self._history is not None:
+                self._history.reset(guarded.number)
         self._search.refresh(self._clock())
 
     def _forget_primary(self) -> None:
         if self._audit is not None:
             self._audit.reset()
+        self._report()
+        if self._history is not None:
+            self._history.reset(CPU, list(self._primary_blocks))
         self._promotions.reset()
         self.primary.reset_cache()
         self._prefetching.clear()
@@ -326,8 +347,13 @@ class TieringOffloadingManager(OffloadingManager):
         self.poll()
         if self._audit is not None:
             self._audit.close(timeout_s)
+        self._report()
+        for state in list(self._requests.states.values()):
+            self._report_end(state)
         self._requests.states.clear()
         self._search.stop()
+        if self._history is not None:
+            self._history.close()
         self.primary.shutdown(unmap=not self.jobs_in_flight)
 
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
@@ -349,10 +375,29 @@ class TieringOffloadingManager(OffloadingManager):
             }
         }
         counted |= {guarded.name: guarded.counted() for guarded in self._tiers}
+        if self._history is not None:
+            self._history.settle(_SETTLED_KEYS_MAX)
+            counted[PRIMARY_NAME]["unexplained_blocks_total"] = self._history.dropped_blocks
+            for name, values in zip(self._history.names, self._history.counted(), strict=True):
+                counted[name].update(values)
         if self._audit is not None:
             for name, values in self._audit.counted().items():
                 counted[name].update(values)
         return counted
+
+    def _report(self) -> None:
+        """Pass on to the history what was evicted since the last call, and then what was missed."""
+        evicted = self.primary.evicted_keys
+        if evicted and self._history is not None:
+            self._history.note(CPU, Fate.EVICTED, evicted)
+            self.primary.evicted_keys = []
+        self._search.report()
+
+    def _report_end(self, state: RequestState) -> None:
+        """Pass on to the history that a request has ended."""
+        self._search.report_of(state)
+        if state.log is not None and self._history is not None:
+            self._history.ended(state.log, state.troubles)
 
     def _submit(self) -> None:
         """Submit the step's jobs, here and in the tiers."""
@@ -366,6 +411,7 @@ class TieringOffloadingManager(OffloadingManager):
             found = [self._primary_blocks.get(key) for key in state.keys]
             ready = [block for block in found if block is not None and block.ref_cnt >= 0]
             self._cascade.offer(ready, state.request_level, state.req_context)
+        self._report_end(state)
         self._promotions.leave(state)
         self._prefetching.pop(state, None)
         self._requests.pop(state)
@@ -376,9 +422,13 @@ class TieringOffloadingManager(OffloadingManager):
     def _continue_prefetch(self, state: RequestState) -> None:
         """Ask again for keys whose promotion has not begun yet."""
         keys, state.wanted = state.wanted, []
+        self._search.report_of(state)
+        state.is_asking = False  # the request itself has not asked for these blocks
         for key in keys:
             if self.lookup(key, state.req_context) is None and key not in state.promoting:
                 state.wanted.append(key)
+        self._search.report_of(state)
+        state.is_asking = True
         if state.wanted:
             self._prefetching[state] = None
         else:
