@@ -10,8 +10,10 @@ import pytest
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.observe import history as history_module
+from tiered_kv.observe import ledger as ledger_module
 from tiered_kv.observe.fates import Fate, fate_of
-from tiered_kv.observe.history import CPU, PENDING_KEYS_MAX, BlockHistory, RequestLog
+from tiered_kv.observe.history import PENDING_KEYS_MAX, BlockHistory
+from tiered_kv.observe.ledger import CPU, RequestLog
 from tiered_kv.observe.table import FateTable, hashes
 from tiered_kv.testing.clock import ManualClock
 from tiered_kv.testing.rig import make_keys
@@ -126,7 +128,7 @@ def test_what_comes_too_fast_is_counted_and_bounds_memory(clock: ManualClock, mo
 
 
 def test_a_request_is_bounded_too(history: BlockHistory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history_module, "REQUEST_KEYS_MAX", 600)
+    monkeypatch.setattr(ledger_module, "REQUEST_KEYS_MAX", 600)
     log = RequestLog("r", 0.0)
     for first in range(0, 1024, 256):
         history.missed(log, b"", make_keys(1024)[first : first + 256])

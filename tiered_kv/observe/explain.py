@@ -12,7 +12,8 @@ from tiered_kv.config.stack_config import StackConfig
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.errors import ConfigError
 from tiered_kv.observe.fates import Fate
-from tiered_kv.observe.history import CPU, BlockHistory, EndedRequest
+from tiered_kv.observe.history import BlockHistory
+from tiered_kv.observe.ledger import CPU, EndedRequest
 
 KEYS_MAX: Final = 1024
 """Keys, or requests, in one question."""

@@ -20,7 +20,8 @@ from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.observe.fates import Fate
-from tiered_kv.observe.history import CPU, BlockHistory
+from tiered_kv.observe.history import BlockHistory
+from tiered_kv.observe.ledger import CPU
 from tiered_kv.tiering.audit import Audit, AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.cascade import Cascade

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.observe.history import Because, RequestLog
+from tiered_kv.observe.ledger import Because, RequestLog
 from tiered_kv.tiering.guarded import GuardedTier
 
 
