@@ -37,6 +37,7 @@ def ask(stack: tiered_kv.Stack, name: str) -> None:
     """Ask for a prompt's blocks, and say why the first was a miss."""
     keys = prompt(name)
     found = stack.get(keys, np.zeros((len(keys), BLOCK_BYTES), np.uint8))
+    stack.flush()  # a load is a use: it may be why a tier stores the block now
     (explanation,) = stack.explain(keys[:1])
     print(f"{name}: {found} of {len(keys)} blocks; the first: ", end="")
     print(", ".join(f"{tier.tier} {tier.fate}" for tier in explanation.tiers))

@@ -14,9 +14,9 @@ def test_every_prompt_has_its_reason() -> None:
     assert done.stdout.splitlines() == [
         "a prompt that nobody has asked before: 0 of 4 blocks; the first: cpu unknown, small unknown, picky unknown",
         "an old prompt: 0 of 4 blocks; the first: cpu evicted, small evicted, picky admission",
-        "a recent prompt: 4 of 4 blocks; the first: cpu present, small stored, picky admission",
-        "a recent prompt: 0 of 4 blocks; the first: cpu reset, small reset, picky admission",
+        "a recent prompt: 4 of 4 blocks; the first: cpu present, small stored, picky stored",
+        "a recent prompt: 0 of 4 blocks; the first: cpu reset, small reset, picky reset",
         "cpu: {'hit': 4, 'miss': 12}, misses {'absent': 4, 'evicted': 4, 'reset': 4}",
         "small: {'miss': 12}, misses {'absent': 4, 'evicted': 4, 'reset': 4}",
-        "picky: {'miss': 12}, misses {'absent': 4, 'admission': 8}",
+        "picky: {'miss': 12}, misses {'absent': 4, 'reset': 4, 'admission': 4}",
     ]

@@ -230,6 +230,18 @@ def test_what_went_with_a_reset() -> None:
         assert fates(stack, 2) == ["present", "stored"], "stored after the reset, within the same moment"
 
 
+def test_a_store_that_ends_after_a_reset_went_with_it() -> None:
+    with open_stack(stack_of(OBEDIENT)) as stack:
+        context = Engine(stack).begin("writer")
+        output = stack.manager.prepare_store(KEYS, context)
+        assert output is not None
+        stack.manager.complete_store(output.keys_to_store, context)
+        stack.manager.reset_cache()
+        Engine(stack).end(context)  # the tier reports the store
+        assert get(stack, KEYS) == 0
+        assert misses(stack, "disk") == {"reset": 4}
+
+
 def test_a_tier_that_cannot_be_reset_is_not_used() -> None:
     SecondaryTierFactory.register("four", FourMethodTier)
     try:

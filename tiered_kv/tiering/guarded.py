@@ -105,6 +105,7 @@ class GuardedTier:
         self.number = number
         """Its place in the order of the search, the primary tier's being 0."""
         self._history = history
+        self._jobs_before_reset: frozenset[JobId] = frozenset()
         self.tier = tier if tier.is_nonblocking else IsolatedTier(tier, settings.lookup_timeout, clock)
         self.settings = settings
         self.breaker = Breaker(settings.breaker_failures, settings.breaker_cooldown)
@@ -344,9 +345,18 @@ class GuardedTier:
         elif result.reason not in HARMLESS_REASONS:
             self.breaker.fail(self._clock())
 
+    def note_reset(self) -> None:
+        """Note that the tier has forgotten its blocks, those of stores in flight included."""
+        if self._history is not None:
+            self._jobs_before_reset = frozenset(self.jobs)
+            self._history.reset(self.number)
+
     def _note(self, job: Job, result: JobResult, done: int) -> None:
         """Note which blocks the tier has now, or does not have any more."""
         assert self._history is not None
+        if job.metadata.job_id in self._jobs_before_reset:
+            result = JobResult(job.metadata.job_id, False, reason="reset")
+            done = 0
         keys, is_load = list(job.metadata.keys), job.metadata.is_promotion
         if done == len(keys):
             if not is_load:

@@ -314,8 +314,7 @@ class TieringOffloadingManager(OffloadingManager):
         for guarded in self._tiers:
             if not guarded.call("reset_cache"):
                 guarded.is_disabled = True
-            if self._history is not None:
-                self._history.reset(guarded.number)
+            guarded.note_reset()
         self._search.refresh(self._clock())
 
     def _forget_primary(self) -> None:
