@@ -41,11 +41,9 @@ def main() -> None:
     result: dict[str, object] = {}
     for name, without in samples[0].items():
         with_history = samples[ENTRIES][name]
-        result[name] = {
-            "with": spread(with_history),
-            "without": spread(without),
-            "ratio": spread([mine / other for mine, other in zip(with_history, without, strict=True)]),
-        }
+        result[f"{name}_with"] = spread(with_history)
+        result[f"{name}_without"] = spread(without)
+        result[f"{name}_ratio"] = spread([mine / other for mine, other in zip(with_history, without, strict=True)])
     print(json.dumps(result, indent=2))
 
 

@@ -15,7 +15,7 @@ Fates = np.ndarray[Any, np.dtype[np.uint8]]
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 CHUNK_KEYS_MAX: Final = 256
-"""Keys in one call, for which the interpreter's lock is held. For more than 500 numpy releases it, and waits 5 ms for it."""
+"""Keys in one call, which holds the interpreter's lock. For more than 500 numpy would release it, and wait for it."""
 TICKS_PER_S: Final = 4
 """Resolution of times; 28 bits of them are two years."""
 _TICKS_MAX: Final = (1 << 28) - 1
