@@ -170,7 +170,8 @@ LIBRARIES = {"redis": "redis", "s3": "boto3"}
 def check_described(tier: str, counters: Mapping[str, Any], reasons_of_its_own: frozenset[str] = frozenset()) -> None:
     """Check that the page has each counter of a tier where it belongs, its labels, and its reasons."""
     page = (ROOT / "docs/reference/counters.md").read_text()
-    of_manager = counters_of("the primary tier" if tier == "cpu" else "every secondary tier") | counters_of("the audit")
+    of_manager = counters_of("the primary tier" if tier == "cpu" else "every secondary tier")
+    of_manager |= counters_of("the history") | counters_of("the audit")
     of_tier = counters_of("tiers made with the toolkit") | (counters_of(tier) if tier in BUILT_IN else {})
     for path, _ in flat_counts(counters):
         (name, *labels), described = (path[1:], of_tier) if path[0] == "tier" else (path, of_manager)

@@ -43,8 +43,16 @@ ROOMS: list[tuple[str, ...]] = [
     ("tiered_kv.config.validation", "tiered_kv.config.settings", "tiered_kv.config.namespace"),
     ("tiered_kv.config", "tiered_kv.hooks"),
     ("tiered_kv.cpu", "tiered_kv.tiering.base"),
-    ("tiered_kv.tiering", "tiered_kv.toolkit"),
+    (
+        "tiered_kv.tiering",
+        "tiered_kv.toolkit",
+        "tiered_kv.observe.fates",
+        "tiered_kv.observe.table",
+        "tiered_kv.observe.ledger",
+        "tiered_kv.observe.history",
+    ),
     ("tiered_kv.abstract",),
+    ("tiered_kv.observe",),
     ("tiered_kv_",),  # the plugins
     ("tiered_kv.observe",),
     ("tiered_kv.facade", "tiered_kv.stack"),

@@ -19,6 +19,7 @@ _VERBS = {
     "replay": "drive real bytes through a stack by a request trace, and check every block that comes back",
     "bench": "measure store and load throughput and lookup latency, tier by tier",
     "purge": "remove the bytes of a namespace, or of a tenant, from every tier of a stack",
+    "why": "say why blocks of a running stack were misses",
     "plugins": "list the tiers that were found, with their settings",
     "schema": "print the JSON schema of a stack's file, for editors",
 }

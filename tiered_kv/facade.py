@@ -243,8 +243,7 @@ class BlockFacade:
     @contextmanager
     def _call(self) -> Iterator[None]:
         """Count a call that runs, so that `close` can wait for it."""
-        if os.getpid() != self._pid:  # before the lock, which nobody will give back if it was held at the fork
-            raise ShutdownError(f"the stack belongs to process {self._pid}; open another one after a fork")
+        self._raise_if_forked()  # before the lock, which nobody will give back if it was held at the fork
         self._raise_if_closed()  # before the lock, which whoever closes keeps until the manager is shut down
         with self._lock:
             self._raise_if_closed()
@@ -270,6 +269,10 @@ class BlockFacade:
                     if not self._is_shut_down:
                         self.manager.on_request_finished(context)
                         self.manager.on_schedule_end()
+
+    def _raise_if_forked(self) -> None:
+        if os.getpid() != self._pid:
+            raise ShutdownError(f"the stack belongs to process {self._pid}; open another one after a fork")
 
     def _raise_if_closed(self) -> None:
         if self._is_closed:

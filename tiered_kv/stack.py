@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
+from tiered_kv.base import OffloadKey
 from tiered_kv.config.redaction import told
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.cpu.backend import CPUBackend
-from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.facade import BlockFacade
+from tiered_kv.observe.explain import Explanation, explain
+from tiered_kv.observe.history import BlockHistory
 from tiered_kv.observe.routes import routes_of
 from tiered_kv.observe.server import StatusServer
 from tiered_kv.tiering.audit import AuditRules
@@ -43,8 +46,8 @@ def open_stack(source: str | os.PathLike[str] | Mapping[str, object] | StackConf
 class Stack(BlockFacade):
     """An open stack.
 
-    `put`, `get`, `flush`, `counters` and `close` may be called by any thread. `manager` and `primary` belong to one
-    thread: an engine uses them from its scheduler, and leaves `put` and `get` alone while it does.
+    `put`, `get`, `flush`, `counters`, `explain` and `close` may be called by any thread. `manager` and `primary` belong
+    to one thread: an engine uses them from its scheduler, and leaves `put` and `get` alone while it does.
 
     A stack belongs to the process that opened it. In a child that is forked the threads of its tiers do not run: there
     these methods raise ShutdownError, `close` does nothing, and what the parent does is not disturbed.
@@ -65,6 +68,7 @@ class Stack(BlockFacade):
         tier_names: Their names.
         opened_s: When it was opened, by `time.monotonic`.
         server: What serves its metrics, if the configuration says `metrics`.
+        history: Why blocks were misses; None where `config.history` is 0.
     """
 
     def __init__(self, config: StackConfig, *, backend: CPUBackend | None = None, enable_events: bool = False) -> None:
@@ -91,6 +95,9 @@ class Stack(BlockFacade):
             )
             stops, dtype = config.audit_action == "stop", config.namespace.dtype
             audit = AuditRules(config.audit, config.audit_tolerance, stops, dtype) if config.audit else None
+            self.history = _history(config)
+            if self.history is not None:
+                undo.callback(self.history.close)
             manager = TieringOffloadingManager(
                 self.primary,
                 self.secondary_tiers,
@@ -98,6 +105,7 @@ class Stack(BlockFacade):
                 limits=limits,
                 audit=audit,
                 block_tokens=config.block.tokens,
+                history=self.history,
             )
             super().__init__(manager, backend.region, _batch_blocks(config))
             if self.server is not None:
@@ -108,6 +116,20 @@ class Stack(BlockFacade):
         if self.server is not None:
             self.server.close(timeout)
         super().close(timeout)
+
+    def explain(self, keys: Sequence[OffloadKey]) -> list[Explanation]:
+        """Return what became of each block in each tier: where it is, or why it is not there. Any thread may call.
+
+        The answer comes from memory: no tier is asked. So "stored" says that nobody has missed the block since.
+
+        Raises:
+            ConfigError: The stack keeps no history.
+            ShutdownError: It was opened before a fork by another process.
+        """
+        self._raise_if_forked()
+        if self.history is None:
+            raise ConfigError("the stack keeps no history: its setting is 0", location="history")
+        return explain(self.history, self.primary.blocks, keys)
 
     def __enter__(self) -> Stack:
         return self
@@ -165,6 +187,14 @@ def _shut_down(tiers: list[SecondaryTierManager], config: StackConfig) -> None:
         except Exception as error:  # whatever a stranger's tier raises
             # The text, since the error keeps the tier with its traceback.
             _log.warning("a '%s' tier failed to shut down: %s", tier.tier_type, told(error, config.secret_texts()))
+
+
+def _history(config: StackConfig) -> BlockHistory | None:
+    if not config.history:
+        return None
+    ttls = [getattr(tier, "ttl", None) for tier in config.secondary]
+    ttl_s = [float(ttl) if isinstance(ttl, (int, float)) else None for ttl in ttls]  # a stranger's may be anything
+    return BlockHistory(config.history, [PRIMARY_NAME, *(tier.name for tier in config.secondary)], [None, *ttl_s])
 
 
 def _batch_blocks(config: StackConfig) -> int:

@@ -10,7 +10,7 @@ import pytest
 from tiered_kv.observe.vocabulary import MANAGER, TIER, TOTAL, Metric
 
 PAGE = (Path(__file__).parents[2] / "docs/reference/counters.md").read_text()
-OF_MANAGER = ("Of the primary tier", "Of every secondary tier", "Of the audit", "Histograms")
+OF_MANAGER = ("Of the primary tier", "Of every secondary tier", "Of the history", "Of the audit", "Histograms")
 OF_TIERS = (
     "Of tiers made with the toolkit",
     *(f"Of {name}" for name in ("nvme", "memory", "fs", "redis", "s3")),

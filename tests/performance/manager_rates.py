@@ -1,6 +1,6 @@
 """Keys per second that the tiering manager handles: one JSON object.
 
-    python tests/performance/manager_rates.py --policy lru --blocks 20000
+    python tests/performance/manager_rates.py --policy lru --blocks 20000 --history 1048576
 
 The calls that a scheduler makes for requests of 512 keys, in its order, over one tier that keeps its keys in a
 dictionary and finishes every job at once, so that what is measured is the manager.
@@ -20,6 +20,7 @@ from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.observe.history import BlockHistory
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
 REQUEST_KEYS = 512
@@ -33,12 +34,25 @@ Watch = Callable[[TieringOffloadingManager], AbstractContextManager[object]]
 
 
 def measure(
-    policy: str, count: int, watch: Watch = nullcontext, clock: Callable[[], float] = time.perf_counter
+    policy: str,
+    count: int,
+    watch: Watch = nullcontext,
+    history: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, int]:
-    """Return keys per second by pattern, over a primary tier of `count` blocks, while `watch` looks at the manager."""
+    """Return keys per second of `clock` by pattern, over a primary tier of `count` blocks.
+
+    Args:
+        policy: Of the primary tier.
+        count: Its blocks.
+        watch: Looks at the manager meanwhile.
+        history: Entries of the history of blocks; 0 for none.
+        clock: Seconds.
+    """
     region = PrimaryRegion(count, BLOCK_BYTES)
     primary = CPUOffloadingManager(CPUBackend(region), policy)
-    manager = TieringOffloadingManager(primary, [InstantTier(region.kv_view)])
+    notes = BlockHistory(history, ["cpu", "instant"], [None, None]) if history else None
+    manager = TieringOffloadingManager(primary, [InstantTier(region.kv_view)], history=notes)
     keys = [block_key(number) for number in range(4 * count)]
     request_ids = itertools.count()
     lookup = manager.lookup
@@ -90,8 +104,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", default="lru")
     parser.add_argument("--blocks", type=int, default=20_000)
+    parser.add_argument("--history", type=int, default=0)
     arguments = parser.parse_args()
-    print(json.dumps({"policy": arguments.policy, **measure(arguments.policy, arguments.blocks)}))
+    print(
+        json.dumps(
+            {"policy": arguments.policy, **measure(arguments.policy, arguments.blocks, history=arguments.history)}
+        )
+    )
 
 
 if __name__ == "__main__":

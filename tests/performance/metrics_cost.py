@@ -71,7 +71,9 @@ def scraped(counters: Callable[[], Any], every_s: float) -> Iterator[None]:
 
 def rates(blocks: int, every_s: float) -> tuple[dict[str, int], dict[str, int]]:
     """Return the manager's keys per second with metrics, and without."""
-    measured = manager_rates.measure("lru", blocks, lambda manager: scraped(manager.counters, every_s), thread_time)
+    measured = manager_rates.measure(
+        "lru", blocks, lambda manager: scraped(manager.counters, every_s), clock=thread_time
+    )
     with unmeasured():
         return measured, manager_rates.measure("lru", blocks, clock=thread_time)
 

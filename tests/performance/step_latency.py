@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import tiered_kv
 from tests.performance.bench import block_key, spread
@@ -148,7 +149,9 @@ class Steps:
         return microseconds
 
 
-def measure(directory: str, tier: str, block_bytes: int, steps: int, rounds: int) -> dict[str, object]:
+def measure(
+    directory: str, tier: str, block_bytes: int, steps: int, rounds: int, history: int = 1 << 20
+) -> dict[str, Any]:
     """Return what steps take over one tier, idle and busy."""
     idle: list[dict[str, float]] = []
     busy: list[dict[str, float]] = []
@@ -160,6 +163,7 @@ def measure(directory: str, tier: str, block_bytes: int, steps: int, rounds: int
             "block": {"bytes": block_bytes, "tokens": 16},
             "primary": {"capacity": PRIMARY_BYTES},
             "secondary": [settings],
+            "history": history,
         }
         with tiered_kv.open_stack(config) as stack:
             gc.collect()

@@ -31,6 +31,11 @@ SCRIPTS: dict[str, tuple[list[str], list[str]]] = {
         [f"{name}_keys_per_s" for name in ("store", "lookup_hit", "lookup_miss", "load")],
         [],
     ),
+    f"history_cost.py {DIRECTORY} --rounds 1 --blocks 4096 --steps 10": (
+        [f"{name}_keys_per_s_ratio" for name in ("store", "lookup_hit", "lookup_miss", "load")]
+        + ["busy_step_us_p99_ratio"],
+        [],
+    ),
     "name_rates.py": (["blake2b_ns"], ["lookup_new_ns", "lookup_known_ns", "lookup_many_new_ns"]),
     f"nvme_rates.py {DIRECTORY} --blocks 512": ([*DIRECTIONS], []),
     f"nvme_rates.py {DIRECTORY} --blocks 2048 --capacity-blocks 1024": (["full_over_empty"], []),

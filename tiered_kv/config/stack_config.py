@@ -117,6 +117,13 @@ class StackConfig(StrictModel):
         default=None, description="Serve metrics and status over HTTP, to read only; left out, nothing listens."
     )
 
+    history: Count = Field(
+        default=1 << 20,
+        ge=0,
+        le=1 << 30,
+        description="Entries of the memory that says why a block was a miss, 8 bytes each; 0 for none.",
+    )
+
     @property
     def primary_blocks(self) -> int:
         """Blocks that the primary tier holds."""

@@ -50,6 +50,8 @@ class CPUOffloadingManager(OffloadingManager):
         self.step = 0
         """The number of the scheduler's step; blocks with this `step` are not evicted before the step ends."""
         self.evicted_blocks = 0
+        self.evicted_keys: list[OffloadKey] | None = None
+        """Where a list, gets the keys that are evicted, for a history."""
         self._chains: dict[str, RequestChain] = {}
         # Keys that reset_cache() forgot while an engine's transfer was in flight. They can't be stored again
         # before that transfer has completed: its complete call names the key only, and must find this block.
@@ -212,6 +214,8 @@ class CPUOffloadingManager(OffloadingManager):
                 del self.blocks[block.key]
                 self.backend.free(block)
             self.evicted_blocks += len(victims)
+            if self.evicted_keys is not None:
+                self.evicted_keys += evicted[-len(victims) :]
             self._tell(evicted[-len(victims) :], removed=True)
         blocks = self.backend.allocate_blocks(keys)
         for block in blocks:

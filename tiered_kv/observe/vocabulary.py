@@ -48,6 +48,11 @@ _EVERY: Final = {
     "loaded_blocks_total": Metric("Blocks loaded from the tier."),
     "loaded_bytes_total": Metric("Bytes loaded from the tier."),
 }
+_HISTORY: Final = {
+    "blocks_total": Metric("Blocks that requests asked for.", ("result",)),
+    "misses_total": Metric("Blocks that requests asked for and that this tier did not bring.", ("reason",)),
+    "unexplained_blocks_total": Metric("Blocks that came too fast for the history, and are in no miss or hit."),
+}
 _SECONDARY: Final = {
     "submitted_jobs_total": Metric("Jobs given to the tier.", ("direction",)),
     "jobs_in_flight": Metric("Jobs given to the tier and not yet reported."),
@@ -79,7 +84,7 @@ _AUDIT: Final = {
     "audit_busy_requests_total": Metric("Requests not audited because another was."),
     "audit_abandoned_blocks_total": Metric("Blocks that were to be compared and were not.", ("reason",)),
 }
-MANAGER: Final = {**_EVERY, **_PRIMARY, **_SECONDARY, **_AUDIT}
+MANAGER: Final = {**_EVERY, **_PRIMARY, **_HISTORY, **_SECONDARY, **_AUDIT}
 """The manager's counters, by name."""
 
 TIER: Final = {

@@ -17,6 +17,8 @@ from tiered_kv.config.settings import TierSettings
 from tiered_kv.counters import Counters
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.errors import TierError
+from tiered_kv.observe.fates import Fate, fate_of
+from tiered_kv.observe.history import BlockHistory
 from tiered_kv.observe.measures import TierMeasures
 from tiered_kv.observe.notices import Notices
 from tiered_kv.tiering.admission import Admission
@@ -105,9 +107,15 @@ class GuardedTier:
         region_bytes: int,
         clock: Callable[[], float],
         notices: Notices | None = None,
+        number: int = 1,
+        history: BlockHistory | None = None,
     ) -> None:
         self.name = settings.name
         self.notices = notices or Notices()
+        self.number = number
+        """Its place in the order of the search, the primary tier's being 0."""
+        self._history = history
+        self._jobs_before_reset: frozenset[JobId] = frozenset()
         self.tier = tier if tier.is_nonblocking else IsolatedTier(tier, settings.lookup_timeout, clock)
         self.settings = settings
         self.breaker = Breaker(settings.breaker_failures, settings.breaker_cooldown)
@@ -170,22 +178,22 @@ class GuardedTier:
         """
         reason = self.refusal()
         if reason:
-            self.skip(reason, len(offered))
+            self.skip(reason, offered)
             return []
         room = max(self.store_room(), 0)
         if self.admission.is_open():
-            self.skip("budget", max(len(offered) - room, 0))
+            self.skip("budget", offered[room:])
             return offered[:room]
         selected: list[CPUBlock] = []
-        not_admitted = 0
+        not_admitted: list[CPUBlock] = []
         for number, block in enumerate(offered):
             if len(selected) == room:  # an offer that finds no room does not count
-                self.skip("budget", len(offered) - number)
+                self.skip("budget", offered[number:])
                 break
             if self.admission.admit(block.key):
                 selected.append(block)
             else:
-                not_admitted += 1
+                not_admitted.append(block)
         self.skip("admission", not_admitted)
         return selected
 
@@ -283,6 +291,8 @@ class GuardedTier:
             self.counters.add("lookup_timeouts_total", count=failures - self._lookup_failures)
             self._lookup_failures = failures
             self.breaker.fail(now_s)
+            if self._history is not None:
+                self._history.gave_up(self.number)
         self.breaker.tick(now_s)
         if self.breaker.state is not self._noted_state:
             self._noted_state = self.breaker.state
@@ -294,10 +304,12 @@ class GuardedTier:
             self.is_disabled = True
             self.notices.add(self.name, f"disabled: {why}")
 
-    def skip(self, reason: str, num_blocks: int) -> None:
-        """Count blocks that are not stored to this tier."""
-        if num_blocks:
-            self.counters.add("skipped_blocks_total", reason, count=num_blocks)
+    def skip(self, reason: str, blocks: Sequence[CPUBlock]) -> None:
+        """Count, and note, blocks that are not stored to this tier."""
+        if blocks:
+            self.counters.add("skipped_blocks_total", reason, count=len(blocks))
+            if self._history is not None:
+                self._history.note(self.number, fate_of(reason), [block.key for block in blocks])
 
     def call(self, method: str, *arguments: object) -> Any:  # Any: as the tier's method returns
         """Call an optional method of the tier; an exception is counted, and the answer is None."""
@@ -355,12 +367,38 @@ class GuardedTier:
         what = "loaded" if job.metadata.is_promotion else "stored"
         self.counters.add(f"{what}_blocks_total", count=done)
         self.counters.add(f"{what}_bytes_total", count=done * self._block_bytes)
+        if self._history is not None:
+            self._note(job, result, done)
         if done < total:
             self._count_failed(job, total - done, result.reason or "failed")
         if done or not total:
             self.breaker.succeed()
         elif result.reason not in HARMLESS_REASONS:
             self.breaker.fail(self._clock())
+
+    def note_reset(self) -> None:
+        """Note that the tier has forgotten its blocks, those of stores in flight included."""
+        if self._history is not None:
+            self._jobs_before_reset = frozenset(self.jobs)
+            self._history.reset(self.number)
+
+    def _note(self, job: Job, result: JobResult, done: int) -> None:
+        """Note which blocks the tier has now, or does not have any more."""
+        assert self._history is not None
+        if job.metadata.job_id in self._jobs_before_reset:
+            result = JobResult(job.metadata.job_id, False, reason="reset")
+            done = 0
+        keys, is_load = list(job.metadata.keys), job.metadata.is_promotion
+        if done == len(keys):
+            if not is_load:
+                self._history.note(self.number, Fate.STORED, keys)
+            return
+        ok = frozenset(result.successful_keys or ())
+        if done and not is_load:
+            self._history.note(self.number, Fate.STORED, [key for key in keys if key in ok])
+        fate = fate_of(result.reason or "failed")
+        if not is_load or fate in (Fate.EVICTED, Fate.CORRUPT):  # after others the tier still has the block
+            self._history.note(self.number, fate, [key for key in keys if key not in ok])
 
     def _count_failed(self, job: Job, num_blocks: int, reason: str) -> None:
         self.counters.add("failed_blocks_total", job.direction, reason, count=num_blocks)

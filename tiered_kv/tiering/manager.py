@@ -19,6 +19,9 @@ from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.mediums import CPULoadStoreSpec
+from tiered_kv.observe.fates import Fate
+from tiered_kv.observe.history import BlockHistory
+from tiered_kv.observe.ledger import CPU
 from tiered_kv.observe.notices import Notices
 from tiered_kv.observe.restored import RestoredBlocks
 from tiered_kv.observe.step_timer import StepTimer
@@ -32,6 +35,8 @@ from tiered_kv.tiering.search import Search
 from tiered_kv.tiering.step import PAUSES_MAX, STEP
 
 _DRAIN_POLL_S = 0.0005
+_SETTLED_KEYS_MAX = 512
+"""Keys that `counters` takes from the history's queue, in about 100 us; more are left to its thread."""
 
 
 class TieringOffloadingManager(OffloadingManager):
@@ -48,6 +53,8 @@ class TieringOffloadingManager(OffloadingManager):
         limits: The limits of all together.
         audit: Which requests are computed anew to compare their blocks; None for none.
         block_tokens: Tokens that a block holds; 0 where nobody knows.
+        history: Where it is noted why requests missed blocks, with the names of all tiers; None for nowhere. `shutdown`
+            closes it.
         clock: Seconds of a monotonic clock; deadlines given to tiers are in its time.
 
     Attributes:
@@ -63,6 +70,7 @@ class TieringOffloadingManager(OffloadingManager):
         limits: ManagerLimits | None = None,
         audit: AuditRules | None = None,
         block_tokens: int = 0,
+        history: BlockHistory | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.primary = primary
@@ -73,15 +81,20 @@ class TieringOffloadingManager(OffloadingManager):
         self.notices = Notices()
         backend = primary.backend
         self._tiers = tuple(
-            GuardedTier(*tier, backend.block_size, backend.block_size * backend.num_blocks, clock, self.notices)
-            for tier in zip(self.secondary_tiers, settings, strict=True)
+            GuardedTier(
+                *tier, backend.block_size, backend.block_size * backend.num_blocks, clock, self.notices, number, history
+            )
+            for number, tier in enumerate(zip(self.secondary_tiers, settings, strict=True), 1)
         )
         self._cascade = Cascade(primary)
         blocks_max = self.limits.promotion_blocks_max or max(backend.num_blocks // 2, 1)
         self._promotions = Promotions(primary, blocks_max, self.limits.hold_s, clock)
         # Twice as long, so that requests without an id reach the bound on waiting too.
         self._requests = RequestTable(self.limits.requests_max, 2 * self.limits.wait_max_s, self._end_request, clock)
-        self._search = Search(self._tiers, self._promotions, self._requests, self.limits.wait_max_s, clock)
+        self._history = history
+        if history is not None:
+            primary.evicted_keys = []
+        self._search = Search(self._tiers, self._promotions, self._requests, self.limits.wait_max_s, clock, history)
         self._lookup_below = self._search.below
         self._primary_blocks = primary.blocks  # the same dictionary, with one attribute lookup less
         self._counting = tuple(guarded for guarded in self._tiers if not guarded.admission.is_open())
@@ -155,6 +168,9 @@ class TieringOffloadingManager(OffloadingManager):
         STEP.pauses_left = PAUSES_MAX
         spec = self.primary.prepare_load(keys, req_context)
         state = self._requests.get(req_context)
+        if self._history is not None:
+            state = state or self._requests.state_of(req_context)
+            self._history.loaded(self._search.log_of(state), list(keys), state.sources)
         if state is not None:
             if state.held:
                 self._promotions.release(state, keys)
@@ -265,6 +281,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._requests.expire(now_s)
         if audit is not None:
             audit.tick(now_s)
+        self._report()
         self._search.refresh(now_s)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -297,6 +314,8 @@ class TieringOffloadingManager(OffloadingManager):
             self._submit()
             self.poll()
             if not self.jobs_in_flight:
+                if self._history is not None:
+                    self._history.settle()
                 return True
             if time.monotonic() >= end_s:
                 return False
@@ -312,11 +331,15 @@ class TieringOffloadingManager(OffloadingManager):
         for guarded in self._tiers:
             if not guarded.call("reset_cache"):
                 guarded.disable("it cannot reset")
+            guarded.note_reset()
         self._search.refresh(self._clock())
 
     def _forget_primary(self) -> None:
         if self._audit is not None:
             self._audit.reset()
+        self._report()
+        if self._history is not None:
+            self._history.reset(CPU, list(self._primary_blocks))
         self._promotions.reset()
         self.primary.reset_cache()
         self._prefetching.clear()
@@ -341,8 +364,13 @@ class TieringOffloadingManager(OffloadingManager):
         self.poll()
         if self._audit is not None:
             self._audit.close(timeout_s)
+        self._report()
+        for state in list(self._requests.states.values()):
+            self._report_end(state)
         self._requests.states.clear()
         self._search.stop()
+        if self._history is not None:
+            self._history.close()
         self.primary.shutdown(unmap=not self.jobs_in_flight)
 
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
@@ -366,6 +394,11 @@ class TieringOffloadingManager(OffloadingManager):
             }
         }
         counted |= {guarded.name: guarded.counted() for guarded in self._tiers}
+        if self._history is not None:
+            self._history.settle(_SETTLED_KEYS_MAX)
+            counted[PRIMARY_NAME]["unexplained_blocks_total"] = self._history.dropped_blocks
+            for name, values in zip(self._history.names, self._history.counted(), strict=True):
+                counted[name].update(values)
         if self._audit is not None:
             for name, values in self._audit.counted().items():
                 counted[name].update(values)
@@ -374,6 +407,20 @@ class TieringOffloadingManager(OffloadingManager):
     def disabled_tiers(self) -> set[str]:
         """Return the names of the tiers that are not used any more. Any thread may call."""
         return {guarded.name for guarded in self._tiers if guarded.is_disabled}
+
+    def _report(self) -> None:
+        """Pass on to the history what was evicted since the last call, and then what was missed."""
+        evicted = self.primary.evicted_keys
+        if evicted and self._history is not None:
+            self._history.note(CPU, Fate.EVICTED, evicted)
+            self.primary.evicted_keys = []
+        self._search.report()
+
+    def _report_end(self, state: RequestState) -> None:
+        """Pass on to the history that a request has ended."""
+        self._search.report_of(state)
+        if state.log is not None and self._history is not None:
+            self._history.ended(state.log, state.troubles)
 
     def _submit(self) -> None:
         """Submit the step's jobs, here and in the tiers."""
@@ -387,6 +434,7 @@ class TieringOffloadingManager(OffloadingManager):
             found = [self._primary_blocks.get(key) for key in state.keys]
             ready = [block for block in found if block is not None and block.ref_cnt >= 0]
             self._cascade.offer(ready, state.request_level, state.req_context)
+        self._report_end(state)
         self._promotions.leave(state)
         self._prefetching.pop(state, None)
         self._requests.pop(state)
@@ -397,9 +445,13 @@ class TieringOffloadingManager(OffloadingManager):
     def _continue_prefetch(self, state: RequestState) -> None:
         """Ask again for keys whose promotion has not begun yet."""
         keys, state.wanted = state.wanted, []
+        self._search.report_of(state)
+        state.is_asking = False  # the request itself has not asked for these blocks
         for key in keys:
             if self.lookup(key, state.req_context) is None and key not in state.promoting:
                 state.wanted.append(key)
+        self._search.report_of(state)
+        state.is_asking = True
         if state.wanted:
             self._prefetching[state] = None
         else:

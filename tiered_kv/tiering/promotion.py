@@ -94,9 +94,10 @@ class Promotions:
             blocks = [promotion.block for promotion in promotions]
             keys = [block.key for block in blocks]
             # A half-open breaker admits one job, and another of this step may have been first.
-            if guarded.refusal() or not guarded.submit(keys, blocks, state.req_context, is_promotion=True):
+            refusal = guarded.refusal()
+            if refusal or not guarded.submit(keys, blocks, state.req_context, is_promotion=True):
                 for block in blocks:
-                    self._drop(block.key, block)
+                    self._drop(block.key, block, refusal)
                 self._primary.abandon(blocks)
 
     def finish(self, job: Job, result: JobResult) -> list[CPUBlock]:
@@ -112,14 +113,14 @@ class Promotions:
             if key in ok and self._arrive(key, block):
                 ready.append(block)
             else:
-                self._drop(key, block)
+                self._drop(key, block, result.reason)
                 self._primary.abandon([block])
         return ready
 
     def expire(self, job: Job) -> None:
         """Give up an expired load: its keys are a miss, and its blocks stay with the job until the tier reports it."""
         for block in job.blocks:
-            self._drop(block.key, block)
+            self._drop(block.key, block, "expired")
             self._primary.forget(block)
 
     def release(self, state: RequestState, keys: Iterable[OffloadKey] | None = None) -> None:
@@ -187,7 +188,7 @@ class Promotions:
             self._held[block.block_id] = len(waiters)
         return True
 
-    def _drop(self, key: OffloadKey, block: CPUBlock) -> None:
+    def _drop(self, key: OffloadKey, block: CPUBlock, reason: str = "") -> None:
         """End the waiting for a block whose load failed."""
         promotion = self._table.get(key)
         if promotion is None or promotion.block is not block:
@@ -196,3 +197,4 @@ class Promotions:
         for state in promotion.waiters:
             state.promoting.discard(key)
             state.failed.setdefault(key, set()).add(promotion.guarded)
+            state.troubles.setdefault(key, {})[promotion.guarded.number] = reason

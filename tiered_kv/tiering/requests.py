@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.observe.ledger import Because, RequestLog
 from tiered_kv.tiering.guarded import GuardedTier
 
 
@@ -51,6 +52,13 @@ class RequestState:
         keys: All keys of the request, in order; kept only for `request_level`.
         stores_pending: Keys between prepare_store and complete_store; kept only for `request_level`.
         is_finished: Whether the engine has finished it.
+        turn: The turn of the search in which it asked last.
+        missed: Keys that it was told not to have since then, for the history.
+        found: Keys of which it began to wait for a promotion since then, likewise.
+        because: Why tiers are not asked, for the history.
+        is_asking: Whether its lookups count: not those that `prefetch` makes.
+        troubles: Why tiers that had a block did not bring it, by key and the tier's number.
+        log: What the history knows of it.
     """
 
     req_context: ReqContext
@@ -69,11 +77,19 @@ class RequestState:
     keys: dict[OffloadKey, None] = field(default_factory=dict)
     stores_pending: int = 0
     is_finished: bool = False
+    turn: object = None
+    missed: list[OffloadKey] = field(default_factory=list)
+    found: list[OffloadKey] = field(default_factory=list)
+    because: Because = b""
+    is_asking: bool = True
+    troubles: dict[OffloadKey, dict[int, str]] = field(default_factory=dict)
+    log: RequestLog | None = None
 
     def forget_blocks(self) -> None:
         """Forget all state about blocks that are not valid any more; running promotions do not count."""
         self.stores_pending = 0
-        for kept in (self.failed, self.unanswered, self.sources, self.wanted, self.keys):
+        self.sources = {}  # the history still reads the other one
+        for kept in (self.failed, self.unanswered, self.wanted, self.keys):
             kept.clear()
 
 

@@ -7,6 +7,9 @@ from enum import Enum
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import PROMOTION, CPUBlock
+from tiered_kv.observe.fates import Fate, fate_of
+from tiered_kv.observe.history import BlockHistory
+from tiered_kv.observe.ledger import RequestLog
 from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.requests import RequestState, RequestTable
@@ -46,8 +49,11 @@ class Search:
         requests: RequestTable,
         wait_max_s: float,
         clock: Callable[[], float],
+        history: BlockHistory | None = None,
     ) -> None:
         self._tiers = tiers
+        self._history = history
+        self._asking: list[RequestState] = []
         self._promotions = promotions
         self._requests = requests
         self._states = requests.states
@@ -61,6 +67,7 @@ class Search:
     def refresh(self, now_s: float) -> None:
         """Note which tiers are in use, and the time; called at a step's end and when a breaker may have changed."""
         self._now_s = now_s
+        self._turn = object()
         self._searched = [(guarded, guarded.tier.lookup) for guarded in self._tiers if guarded.is_searched]
         self._steps += 1
         self._is_sampling = self._steps % SAMPLED_STEPS == 0
@@ -90,9 +97,10 @@ class Search:
         """Return the answer for a key whose primary block is absent, or (`block`) being written."""
         # The cost of each key that is not in the primary tier: no needless calls.
         state = self._states.get(req_context.req_id) or self._requests.state_of(req_context)
-        if state.asked_s < self._now_s:
-            self._count_wait(state)
+        if state.turn is not self._turn:
+            self._begin_turn(state)
         if state.has_waited:
+            state.missed.append(key)
             return False
         if block is not None:
             return self._await(key, block, state)
@@ -109,7 +117,10 @@ class Search:
                 continue
             verdict = self._judge(key, answer, guarded, state)
             if verdict is not _Verdict.NEXT:
-                return None if verdict is _Verdict.WAIT else False
+                if verdict is _Verdict.WAIT:
+                    return None
+                break
+        state.missed.append(key)
         return False
 
     def below_many(
@@ -117,9 +128,10 @@ class Search:
     ) -> dict[OffloadKey, bool | None]:
         """Return `below` of distinct keys, with one call of each tier for all of its keys."""
         state = self._requests.state_of(req_context)
-        if state.asked_s < self._now_s:
-            self._count_wait(state)
+        if state.turn is not self._turn:
+            self._begin_turn(state)
         if state.has_waited:
+            state.missed += keys
             return dict.fromkeys(keys, False)
         answers: dict[OffloadKey, bool | None] = {}
         rest: list[OffloadKey] = []
@@ -134,6 +146,7 @@ class Search:
                 break
             if guarded not in state.timed_out:
                 rest = self._ask_many(guarded, rest, req_context, state, answers)
+        state.missed += rest
         answers.update(dict.fromkeys(rest, False))
         return answers
 
@@ -169,14 +182,20 @@ class Search:
             verdict = self._judge(key, answer, guarded, state)
             if verdict is _Verdict.NEXT:
                 rest.append(key)
+            elif verdict is _Verdict.WAIT:
+                answers[key] = None
             else:
-                answers[key] = None if verdict is _Verdict.WAIT else False
+                answers[key] = False
+                state.missed.append(key)
         return rest
 
     def _await(self, key: OffloadKey, block: CPUBlock, state: RequestState) -> bool | None:
         """Return the answer for a block that is being written."""
-        if block.writer is PROMOTION and not self._promotions.join(key, state):
-            return False
+        if block.writer is PROMOTION:
+            if not self._promotions.join(key, state):
+                state.missed.append(key)
+                return False
+            state.found.append(key)
         state.asked_s = self._now_s
         return None
 
@@ -196,10 +215,62 @@ class Search:
         if not answer:
             return _Verdict.NEXT
         if self._promotions.begin(key, guarded, state):
+            state.found.append(key)
             state.asked_s = self._now_s
             return _Verdict.WAIT
         guarded.counters.add("refused_promotion_blocks_total")
+        state.troubles.setdefault(key, {})[guarded.number] = "refused"
         return _Verdict.MISS
+
+    # For the history.
+
+    def report(self) -> None:
+        """Pass on what requests were told not to have since the last call; once a step."""
+        asking, self._asking = self._asking, []
+        for state in asking:
+            self.report_of(state)
+
+    def report_of(self, state: RequestState) -> None:
+        """Pass on what one request was told not to have since the last call."""
+        missed, state.missed = state.missed, []
+        found, state.found = state.found, []
+        if self._history is not None:
+            if missed and state.is_asking:
+                self._history.missed(self.log_of(state), state.because, missed, state.troubles)
+            if found:
+                self._history.promoted(self.log_of(state), state.because, found)
+
+    def log_of(self, state: RequestState) -> RequestLog:
+        """Return the history's log of a request, and begin one if it has none."""
+        if state.log is None:
+            state.log = RequestLog(state.req_context.req_id, self._clock())
+        return state.log
+
+    def _begin_turn(self, state: RequestState) -> None:
+        """Note that a request asks for the first time since the tiers in use may have changed."""
+        state.turn = self._turn
+        if state.asked_s < self._now_s:
+            self._count_wait(state)
+        if state.missed or state.found:
+            self.report_of(state)
+        self._asking.append(state)
+        if self._history is not None:
+            self.log_of(state)
+            state.because = self._because(state)
+
+    def _because(self, state: RequestState) -> bytes:
+        """Return why tiers are not asked for this request, a byte for each; b"" where all are."""
+        if state.has_waited:
+            return bytes([Fate.TOO_LATE]) * (len(self._tiers) + 1)
+        if len(self._searched) == len(self._tiers) and not state.timed_out:
+            return b""
+        because = bytearray(len(self._tiers) + 1)
+        for guarded in self._tiers:
+            if guarded in state.timed_out:
+                because[guarded.number] = Fate.TIMEOUT
+            elif not guarded.is_searched:
+                because[guarded.number] = fate_of(guarded.refusal() or "budget")
+        return bytes(because)
 
     def _count_wait(self, state: RequestState) -> None:
         """Count the time since the request asked last."""
@@ -217,3 +288,4 @@ class Search:
         now_s = self._clock()
         guarded.breaker.fail(now_s)
         self.refresh(now_s)
+        self._begin_turn(state)

@@ -1,0 +1,179 @@
+"""What the tests of the history share: stacks, a tier that does as it is told, and an engine that asks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.config.settings import TierSettings
+from tiered_kv.config.units import Seconds
+from tiered_kv.hooks import TierType, hookimpl
+from tiered_kv.stack import Stack
+from tiered_kv.testing.rig import make_keys
+from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
+
+BLOCK_BYTES = 4096
+WAIT_S = 60.0
+PATIENT: dict[str, object] = {"lookup_timeout": "1h", "job_timeout": "1h"}
+OTHERS = make_keys(64, "other")
+"""Blocks that are stored to evict others."""
+
+
+class ObedientSettings(TierSettings):
+    """The entry of an obedient tier."""
+
+    ttl: Seconds | None = None
+
+
+class ObedientTier(SecondaryTierManager):
+    """Remembers keys, moves no bytes, and fails as a test says."""
+
+    is_nonblocking = True
+
+    def __init__(self, spec: object, view: memoryview, tier_type: str, settings: ObedientSettings) -> None:
+        super().__init__(spec, view, tier_type)
+        self.present: set[OffloadKey] = set()
+        self.answers_nothing = False
+        self.store_reason = ""
+        self.load_reason = ""
+        self.holds_jobs = False
+        self.lookup_failures_told = 0
+        self._results: list[JobResult] = []
+        self._held: list[JobMetadata] = []
+
+    @property
+    def lookup_failures(self) -> int:
+        return self.lookup_failures_told
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        return None if self.answers_nothing else key in self.present
+
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        if not self.store_reason:
+            self.present.update(job_metadata.keys)
+        self._results.append(JobResult(job_metadata.job_id, not self.store_reason, reason=self.store_reason))
+
+    def submit_load(self, job_metadata: JobMetadata) -> None:
+        if self.holds_jobs:
+            self._held.append(job_metadata)
+        else:
+            self._results.append(JobResult(job_metadata.job_id, not self.load_reason, reason=self.load_reason))
+
+    def get_finished(self) -> Iterable[JobResult]:
+        results, self._results = self._results, []
+        return results
+
+    def reset_cache(self) -> bool:
+        self.present.clear()
+        return True
+
+    def let_go(self) -> None:
+        """End the held loads."""
+        self._results += [JobResult(job.job_id, False, reason="late") for job in self._held]
+        self._held.clear()
+
+
+class ObedientPlugin:
+    @hookimpl
+    def tiered_kv_register_tiers(self) -> Iterable[TierType]:
+        return [TierType("obedient", ObedientSettings, lambda: ObedientTier)]
+
+
+def stack_of(*secondary: Mapping[str, object], blocks: int = 16, **top: object) -> dict[str, object]:
+    primary = {"capacity": blocks * BLOCK_BYTES, **top.pop("primary", {})}  # type: ignore[dict-item]
+    return {
+        "namespace": {"model": "m"},
+        "block": {"bytes": BLOCK_BYTES},
+        "primary": primary,
+        "secondary": [{**PATIENT, **entry} for entry in secondary],
+        **top,
+    }
+
+
+def obedient(stack: Stack, index: int = 0) -> ObedientTier:
+    tier = stack.secondary_tiers[index]
+    assert isinstance(tier, ObedientTier)
+    return tier
+
+
+def put(stack: Stack, keys: Sequence[OffloadKey]) -> None:
+    """Store blocks, until the tiers have them."""
+    assert stack.put(keys, np.zeros((len(keys), BLOCK_BYTES), np.uint8), timeout=WAIT_S) == len(keys)
+    assert stack.flush(WAIT_S)
+
+
+def get(stack: Stack, keys: Sequence[OffloadKey], timeout: float = WAIT_S) -> int:
+    """Load blocks; return how many were there."""
+    return stack.get(keys, np.zeros((len(keys), BLOCK_BYTES), np.uint8), timeout=timeout)
+
+
+def evict_all(stack: Stack) -> None:
+    """Make the primary tier evict all that it had."""
+    put(stack, OTHERS[: stack.region.num_blocks])
+
+
+class Engine:
+    """Asks as a scheduler does: key by key, in steps, until the first miss."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.manager = stack.manager
+
+    def begin(self, req_id: str) -> ReqContext:
+        context = ReqContext(req_id)
+        self.manager.on_new_request(context)
+        return context
+
+    def look_up(self, keys: Sequence[OffloadKey], context: ReqContext) -> int:
+        """Return how many blocks precede the first miss, once it is known; they are promoted then."""
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            found = 0
+            for key in keys:
+                answer = self.manager.lookup(key, context)
+                if not answer:
+                    break
+                found += 1
+            if found == len(keys) or answer is False:
+                return found
+            self.manager.on_schedule_end()
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def load(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
+        self.manager.prepare_load(keys, context)
+        self.manager.complete_load(keys, context)
+
+    def end(self, context: ReqContext) -> None:
+        self.manager.on_request_finished(context)
+        self.manager.on_schedule_end()
+
+    def request(self, keys: Sequence[OffloadKey], req_id: str) -> int:
+        """Ask for blocks, load those before the first miss, and end; return how many those were."""
+        context = self.begin(req_id)
+        found = self.look_up(keys, context)
+        if found:
+            self.load(keys[:found], context)
+        self.end(context)
+        return found
+
+    def store(self, keys: Sequence[OffloadKey], req_id: str) -> None:
+        context = self.begin(req_id)
+        output = self.manager.prepare_store(keys, context)
+        assert output is not None
+        self.manager.complete_store(output.keys_to_store, context)
+        self.end(context)
+
+
+def misses(stack: Stack, tier: str) -> Mapping[str, int]:
+    counted: Any = stack.counters()[tier].get("misses_total", {})
+    return dict(counted)
+
+
+def blocks(stack: Stack, tier: str) -> tuple[int, int]:
+    """Return a tier's hits and misses."""
+    counted: Any = stack.counters()[tier].get("blocks_total", {})
+    return counted.get("hit", 0), counted.get("miss", 0)

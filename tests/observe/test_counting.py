@@ -1,0 +1,184 @@
+"""What counts as a block that a request asked for: each once a request, whatever was called how often."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.observe.rig import OTHERS, Engine, blocks, evict_all, get, misses, obedient, put, stack_of
+from tiered_kv.base import ReqContext
+from tiered_kv.stack import open_stack
+from tiered_kv.testing.rig import make_keys
+
+KEYS = make_keys(6)
+OBEDIENT: dict[str, object] = {"type": "obedient", "name": "disk"}
+
+
+def test_an_engine_that_asks_key_by_key_asks_for_no_block_behind_the_first_miss() -> None:
+    with open_stack(stack_of(OBEDIENT)) as stack:
+        put(stack, KEYS[:2])
+        assert Engine(stack).request(KEYS, "r") == 2
+        assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((2, 1), (0, 1))
+
+
+def test_lookup_many_asks_for_all_of_its_keys() -> None:
+    with open_stack(stack_of(OBEDIENT)) as stack:
+        put(stack, KEYS[:2])
+        engine = Engine(stack)
+        context = engine.begin("r")
+        assert stack.manager.lookup_many(KEYS, context) == [True, True, False, False, False, False]
+        engine.load(KEYS[:2], context)
+        engine.end(context)
+        assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((2, 4), (0, 4))
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_request_that_asks_again_and_again_counts_once(many: bool) -> None:
+    with open_stack(stack_of(OBEDIENT)) as stack:
+        engine = Engine(stack)
+        context = engine.begin("r")
+        for _ in range(5):
+            if many:
+                stack.manager.lookup_many(KEYS, context)
+            for key in KEYS:
+                assert stack.manager.lookup(key, context) is False
+            stack.manager.on_schedule_end()
+        engine.end(context)
+        assert blocks(stack, "cpu") == blocks(stack, "disk") == (0, 6)
+        assert Engine(stack).request(KEYS, "another") == 0
+        assert blocks(stack, "cpu") == (0, 7)
+
+
+def test_a_block_that_was_missed_first_and_loaded_then_is_a_hit() -> None:
+    with open_stack(stack_of(OBEDIENT)) as stack:
+        engine = Engine(stack)
+        context = engine.begin("r")
+        assert engine.look_up(KEYS, context) == 0
+        stack.manager.on_schedule_end()
+        engine.store(KEYS, "another")
+        assert engine.look_up(KEYS, context) == 6
+        engine.load(KEYS, context)
+        engine.load(KEYS, context)  # once more, after a preemption
+        engine.end(context)
+        assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((6, 0), (0, 0))
+
+
+def test_the_reason_is_that_of_the_miss_although_the_request_stores_the_block_then() -> None:
+    with open_stack(stack_of(OBEDIENT)) as stack:
+        put(stack, KEYS)
+        evict_all(stack)
+        obedient(stack).present.clear()
+        engine = Engine(stack)
+        context = engine.begin("r")
+        assert stack.manager.lookup_many(KEYS, context) == [False] * 6
+        stack.manager.on_schedule_end()
+        output = stack.manager.prepare_store(KEYS, context)
+        assert output is not None
+        stack.manager.complete_store(output.keys_to_store, context)
+        stack.manager.on_schedule_end()
+        engine.end(context)
+        assert misses(stack, "cpu") == misses(stack, "disk") == {"evicted": 6}
+        assert [each.fate for each in stack.explain(KEYS)[0].tiers] == ["present", "stored"]
+
+
+def test_a_block_that_was_found_and_not_loaded_is_neither_hit_nor_miss() -> None:
+    with open_stack(stack_of(OBEDIENT)) as stack:
+        put(stack, KEYS)
+        engine = Engine(stack)
+        context = engine.begin("r")
+        assert engine.look_up(KEYS, context) == 6
+        engine.end(context)
+        assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((0, 0), (0, 0))
+
+
+def test_prefetch_asks_for_nothing() -> None:
+    with open_stack(stack_of(OBEDIENT)) as stack:
+        put(stack, KEYS[:2])
+        evict_all(stack)
+        engine = Engine(stack)
+        context = engine.begin("r")
+        stack.manager.prefetch(KEYS, context)
+        for _ in range(3):
+            stack.manager.on_schedule_end()
+        engine.end(context)
+        assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((0, 0), (0, 0))
+        context = engine.begin("s")
+        assert engine.look_up(KEYS[3:4], context) == 0
+        stack.manager.prefetch(KEYS, context)
+        assert engine.look_up(KEYS[:3], context) == 2
+        engine.load(KEYS[:2], context)
+        engine.end(context)
+        assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((2, 2), (0, 2))
+
+
+def test_calls_without_an_id_are_one_request() -> None:
+    with open_stack(stack_of(OBEDIENT)) as stack:
+        nameless = ReqContext()
+        for _ in range(3):
+            assert stack.manager.lookup_many(KEYS, nameless) == [False] * 6
+            stack.manager.on_schedule_end()
+        stack.close()
+        assert stack.manager.counters()["disk"]["blocks_total"] == {"miss": 6}
+
+
+def test_a_request_that_is_forgotten_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_stack(stack_of(OBEDIENT)) as stack:
+        engine = Engine(stack)
+        monkeypatch.setattr(stack.manager._requests, "_requests_max", 2)
+        for number in range(4):
+            assert engine.look_up(KEYS, engine.begin(f"never-finished-{number}")) == 0
+            stack.manager.on_schedule_end()
+        assert blocks(stack, "disk") == (0, 2)
+        stack.close()
+        assert stack.manager.counters()["disk"]["blocks_total"] == {"miss": 4}
+
+
+def test_a_request_goes_on_after_a_reset_and_counts_what_it_had() -> None:
+    with open_stack(stack_of(OBEDIENT)) as stack:
+        put(stack, KEYS[:4])
+        evict_all(stack)
+        engine = Engine(stack)
+        context = engine.begin("r")
+        assert engine.look_up(KEYS[:2], context) == 2
+        engine.load(KEYS[:2], context)
+        stack.manager.reset_cache()
+        assert engine.look_up(KEYS[2:], context) == 0
+        engine.end(context)
+        assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((0, 3), (2, 1))
+        assert misses(stack, "disk") == {"reset": 1}
+
+
+def test_the_facade_asks_once_however_long_it_waits() -> None:
+    with open_stack(stack_of(OBEDIENT)) as stack:
+        put(stack, KEYS[:4])
+        evict_all(stack)
+        assert get(stack, KEYS) == 4
+        assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((0, 6), (4, 2))
+        assert get(stack, KEYS) == 4
+        assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((4, 8), (4, 4))
+
+
+def test_hits_and_misses_of_a_tier_add_up_with_its_reasons() -> None:
+    with open_stack(stack_of({"type": "memory", "capacity": "64KiB"}, OBEDIENT)) as stack:
+        for first in range(0, 48, 8):
+            put(stack, OTHERS[first : first + 16])
+            get(stack, OTHERS[first // 2 : first // 2 + 16])
+        for tier in ("cpu", "memory", "disk"):
+            assert sum(misses(stack, tier).values()) == blocks(stack, tier)[1]
+        # What one tier misses is asked of the next.
+        assert blocks(stack, "cpu")[1] == sum(blocks(stack, "memory"))
+        assert blocks(stack, "memory")[1] == sum(blocks(stack, "disk"))
+
+
+def test_without_a_history_nothing_is_counted_or_kept() -> None:
+    with open_stack(stack_of(OBEDIENT, history=0)) as stack:
+        get(stack, KEYS)
+        assert stack.history is None
+        assert "misses_total" not in stack.counters()["disk"]
+        assert "unexplained_blocks_total" not in stack.counters()["cpu"]
+        context = ReqContext("r")
+        for _ in range(100):
+            stack.manager.lookup_many(KEYS, context)
+            stack.manager.on_schedule_end()
+        state = stack.manager._requests.get(context)
+        assert state is not None
+        assert state.missed == []

@@ -1,0 +1,200 @@
+"""The table and the history: bounded, forgetful, and never wrong about a block that was not overwritten."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.observe import history as history_module
+from tiered_kv.observe import ledger as ledger_module
+from tiered_kv.observe.fates import Fate, fate_of
+from tiered_kv.observe.history import PENDING_KEYS_MAX, BlockHistory
+from tiered_kv.observe.ledger import CPU, RequestLog
+from tiered_kv.observe.table import FateTable, hashes
+from tiered_kv.testing.clock import ManualClock
+from tiered_kv.testing.rig import make_keys
+
+NAMES = ("cpu", "disk")
+
+
+@pytest.fixture
+def history(clock: ManualClock) -> Iterator[BlockHistory]:
+    history = BlockHistory(1 << 16, NAMES, [None, 10.0], clock)
+    yield history
+    history.close()
+
+
+def ask(history: BlockHistory, keys: list[OffloadKey], req_id: str = "r", because: bytes = b"") -> None:
+    """Tell the history of a request that is told that nobody has these blocks."""
+    log = RequestLog(req_id, history._clock())
+    history.missed(log, because, keys)
+    history.ended(log)
+    history.settle()
+
+
+def misses(history: BlockHistory, tier: int) -> dict[str, int]:
+    history.settle()
+    return history.counted()[tier].get("misses_total", {})
+
+
+@pytest.mark.parametrize("entries", [1, 64, 1000, 1 << 16])
+def test_a_table_knows_what_was_not_overwritten_and_invents_nothing(entries: int) -> None:
+    """Fingerprints have 32 bits; the keys are fixed, and none of them agree."""
+    table, choose = FateTable(entries), random.Random(1)
+    keys = make_keys(600)
+    truth: dict[tuple[OffloadKey, int], tuple[Fate, int]] = {}
+    for tick in range(2000):
+        key, tier, fate = choose.choice(keys[:300]), choose.randrange(3), Fate(choose.randrange(1, 16))
+        table.note([key], tier, fate, tick)
+        truth[key, tier] = fate, tick
+    known = 0
+    for tier in range(3):
+        fates, ticks = table.read(hashes(keys), tier)
+        for key, fate, tick in zip(keys, fates.tolist(), ticks.tolist(), strict=True):
+            if fate != Fate.UNKNOWN:
+                assert truth.get((key, tier)) == (fate, tick)
+                known += 1
+    assert known <= min(entries, len(truth))
+    assert known >= min(entries, len(truth)) // 2
+    assert table.size_bytes == 8 * entries
+
+
+def test_a_small_history_explains_less_and_nothing_wrongly(clock: ManualClock) -> None:
+    history = BlockHistory(64, NAMES, [None, None], clock)
+    keys = make_keys(500)
+    history.note(CPU, Fate.EVICTED, keys[:250])
+    ask(history, keys)
+    reasons = misses(history, CPU)
+    history.close()
+    assert set(reasons) == {"absent", "evicted"}
+    assert 32 < reasons["evicted"] <= 64
+    assert sum(reasons.values()) == 500
+
+
+def test_times_and_ages(history: BlockHistory, clock: ManualClock) -> None:
+    (key,) = make_keys(1)
+    history.note(1, Fate.STORED, [key])
+    clock.advance(9)
+    assert history.fates([key]) == [[(Fate.UNKNOWN, pytest.approx(9, abs=1)), (Fate.STORED, 9.0)]]
+    ask(history, [key])
+    assert misses(history, 1) == {"evicted": 1}
+    history.note(1, Fate.STORED, [key])
+    clock.advance(11)
+    ask(history, [key])
+    assert misses(history, 1) == {"evicted": 1, "expired": 1}
+    clock.advance(100)
+    assert history.fates([key])[0][1] == (Fate.EXPIRED, 100.0), "when it was found to be gone"
+
+
+def test_a_reset_separates_blocks_of_one_moment(history: BlockHistory) -> None:
+    keys = make_keys(3)
+    for number in range(20):
+        history.note(1, Fate.STORED, keys[:2])
+        history.reset(1)
+        history.note(1, Fate.STORED, keys[1:2])
+        assert [fates[1][0] for fates in history.fates(keys)] == [Fate.RESET, Fate.STORED, Fate.UNKNOWN], number
+
+
+def test_a_skipped_store_does_not_hide_a_stored_block_but_one_from_before_a_reset(history: BlockHistory) -> None:
+    (key,) = make_keys(1)
+    history.note(1, Fate.STORED, [key])
+    history.note(1, Fate.BUDGET, [key])
+    assert history.fates([key])[0][1][0] is Fate.STORED
+    history.reset(1)
+    history.note(1, Fate.BUDGET, [key])
+    assert history.fates([key])[0][1][0] is Fate.BUDGET
+
+
+def test_what_comes_too_fast_is_counted_and_bounds_memory(clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history_module, "INTERVAL_S", 3600.0)  # the thread takes nothing
+    history = BlockHistory(64, NAMES, [None, None], clock)
+    keys = make_keys(1024)
+    for _ in range(2 * PENDING_KEYS_MAX // len(keys)):
+        history.note(CPU, Fate.EVICTED, keys)
+    assert len(history._pending) <= PENDING_KEYS_MAX // len(keys) + 1
+    assert history.dropped_blocks >= PENDING_KEYS_MAX - len(keys)
+    for _ in range(3 * history_module.PENDING_BATCHES_MAX):
+        history.ended(RequestLog("r", 0.0))
+    assert len(history._pending) <= history_module.PENDING_BATCHES_MAX + 1
+    history.settle()
+    assert not history._pending
+    ask(history, keys)
+    assert sum(misses(history, CPU).values()) == len(keys), "it goes on"
+    history.close()
+
+
+def test_a_request_is_bounded_too(history: BlockHistory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger_module, "REQUEST_KEYS_MAX", 600)
+    log = RequestLog("r", 0.0)
+    for first in range(0, 1024, 256):
+        history.missed(log, b"", make_keys(1024)[first : first + 256])
+    history.ended(log)
+    assert misses(history, CPU) == {"absent": 512}
+    assert history.dropped_blocks == 512
+
+
+def test_only_the_last_requests_are_kept(history: BlockHistory) -> None:
+    for number in range(1500):
+        ask(history, make_keys(1), f"r-{number}")
+    requests = history.requests()
+    assert [request.req_id for request in requests] == [f"r-{number}" for number in range(1500 - 1024, 1500)]
+    assert requests[-1].misses == {"cpu": {"absent": 1}, "disk": {"absent": 1}}
+    assert requests[-1].first_missed == make_keys(1)[0]
+
+
+def test_why_a_tier_was_not_asked_holds_for_its_keys_only(history: BlockHistory) -> None:
+    keys = make_keys(4)
+    log = RequestLog("r", history._clock())
+    history.missed(log, b"", keys[:2])
+    history.missed(log, bytes([0, Fate.BREAKER]), keys)
+    history.ended(log, {keys[0]: {1: "checksum"}})
+    assert misses(history, 1) == {"absent": 1, "breaker": 2, "corrupt": 1}
+    assert misses(history, CPU) == {"absent": 4}
+
+
+def test_the_reasons_of_jobs_have_fates() -> None:
+    for reason, fate in {"": Fate.FAILED, "checksum": Fate.CORRUPT, "unknown_key": Fate.FAILED}.items():
+        assert fate_of(reason) is fate
+
+
+def test_readers_on_threads_disturb_nothing(clock: ManualClock) -> None:
+    history = BlockHistory(1 << 12, NAMES, [None, None], clock)
+    keys = make_keys(256)
+    is_over = threading.Event()
+    errors: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            while not is_over.is_set():
+                for fates in history.fates(keys):
+                    assert {fate for fate, _ in fates} <= {Fate.UNKNOWN, Fate.EVICTED, Fate.STORED}
+                history.counted()
+                history.requests()
+        except BaseException as error:
+            errors.append(error)
+
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    try:
+        for number in range(200):
+            history.note(CPU, Fate.EVICTED, keys)
+            log = RequestLog(str(number), clock())
+            history.missed(log, b"", keys)
+            history.loaded(log, keys[:100], {})
+            history.ended(log)
+    finally:
+        is_over.set()
+        for reader in readers:
+            reader.join()
+    assert not errors
+    assert history.dropped_blocks == 0
+    counted = history.counted()[CPU]["blocks_total"]
+    history.settle()
+    counted = history.counted()[CPU]["blocks_total"]
+    history.close()
+    assert counted == {"hit": 200 * 100, "miss": 200 * 156}

@@ -1,0 +1,255 @@
+"""Every miss has its reason, in the counters and in what the stack explains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.observe.rig import (
+    BLOCK_BYTES,
+    OTHERS,
+    Engine,
+    blocks,
+    evict_all,
+    get,
+    misses,
+    obedient,
+    put,
+    stack_of,
+)
+from tiered_kv.stack import Stack, open_stack
+from tiered_kv.testing.damage import record_damages
+from tiered_kv.testing.faults import HangingTier
+from tiered_kv.testing.four_methods import FourMethodTier
+from tiered_kv.testing.gate import Gate
+from tiered_kv.testing.rig import make_keys
+from tiered_kv.tiering.factory import SecondaryTierFactory
+
+KEYS = make_keys(4)
+OBEDIENT: dict[str, object] = {"type": "obedient", "name": "disk", "breaker_failures": 1000}
+
+
+def fates(stack: Stack, index: int = 0) -> list[str]:
+    """Return what became of one of KEYS, in each tier."""
+    return [each.fate for each in stack.explain([KEYS[index]])[0].tiers]
+
+
+def test_what_was_never_stored_is_absent() -> None:
+    with open_stack(stack_of(OBEDIENT)) as stack:
+        assert get(stack, KEYS) == 0
+        assert misses(stack, "cpu") == misses(stack, "disk") == {"absent": 4}
+        assert fates(stack) == ["unknown", "unknown"]
+
+
+def test_what_is_there_is_no_miss() -> None:
+    with open_stack(stack_of(OBEDIENT)) as stack:
+        put(stack, KEYS)
+        assert get(stack, KEYS) == 4
+        assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((4, 0), (0, 0))
+        assert fates(stack) == ["present", "stored"]
+
+
+def test_what_a_full_tier_evicted() -> None:
+    small = {"type": "memory", "capacity": 8 * BLOCK_BYTES}
+    with open_stack(stack_of(small)) as stack:
+        put(stack, KEYS)
+        evict_all(stack)
+        assert get(stack, KEYS) == 0
+        assert misses(stack, "cpu") == misses(stack, "memory") == {"evicted": 4}
+        assert fates(stack) == ["evicted", "evicted"]
+        ages = [each.age_s for each in stack.explain(KEYS)[0].tiers]
+        assert all(age is not None and 0 <= age < 3600 for age in ages)
+
+
+def test_a_block_that_came_from_below_is_a_miss_above() -> None:
+    with open_stack(stack_of({"type": "memory", "capacity": 8 * BLOCK_BYTES}, OBEDIENT)) as stack:
+        put(stack, KEYS)
+        evict_all(stack)
+        assert get(stack, KEYS) == 4
+        assert (blocks(stack, "cpu"), blocks(stack, "memory"), blocks(stack, "disk")) == ((0, 4), (0, 4), (4, 0))
+        assert misses(stack, "cpu") == misses(stack, "memory") == {"evicted": 4}
+        assert misses(stack, "disk") == {}
+
+
+def test_what_was_not_admitted() -> None:
+    with open_stack(stack_of({**OBEDIENT, "admit_after": 2})) as stack:
+        put(stack, KEYS)
+        evict_all(stack)
+        assert get(stack, KEYS) == 0
+        assert misses(stack, "disk") == {"admission": 4}
+        assert fates(stack) == ["evicted", "admission"]
+
+
+def test_what_found_the_store_budget_used_up() -> None:
+    with open_stack(stack_of({**OBEDIENT, "store_budget": BLOCK_BYTES})) as stack:
+        Engine(stack).store(KEYS, "writer")
+        for index, key in enumerate(OTHERS[:16]):
+            Engine(stack).store([key], f"writer-{index}")
+        obedient(stack).present.clear()
+        context = Engine(stack).begin("reader")
+        assert stack.manager.lookup_many(KEYS, context) == [False] * 4
+        Engine(stack).end(context)
+        assert misses(stack, "disk") == {"evicted": 1, "budget": 3}
+
+
+@pytest.mark.parametrize(("told", "reason"), [("no_space", "no_space"), ("io_error", "failed"), ("timeout", "timeout")])
+def test_what_the_tier_did_not_store(told: str, reason: str) -> None:
+    with open_stack(stack_of(OBEDIENT)) as stack:
+        obedient(stack).store_reason = told
+        put(stack, KEYS)
+        evict_all(stack)
+        assert get(stack, KEYS) == 0
+        assert misses(stack, "disk") == {reason: 4}
+        assert fates(stack) == ["evicted", reason]
+
+
+def test_a_store_that_was_not_made_again_hides_no_stored_block() -> None:
+    with open_stack(stack_of({**OBEDIENT, "admit_after": 2})) as stack:
+        put(stack, KEYS)
+        get(stack, KEYS)  # a load is a use
+        assert stack.flush()
+        get(stack, KEYS)
+        assert fates(stack) == ["present", "stored"]
+
+
+@pytest.mark.parametrize(("told", "reason"), [("io_error", "failed"), ("checksum", "corrupt"), ("absent", "evicted")])
+def test_what_the_tier_had_and_did_not_bring(told: str, reason: str) -> None:
+    with open_stack(stack_of(OBEDIENT)) as stack:
+        put(stack, KEYS)
+        evict_all(stack)
+        obedient(stack).load_reason = told
+        assert get(stack, KEYS) == 0
+        assert misses(stack, "disk") == {reason: 4}
+        assert fates(stack)[1] == ("stored" if reason == "failed" else reason)
+
+
+def test_a_damaged_file_is_corrupt(tmp_path: Path) -> None:
+    damage = next(damage for damage in record_damages(full=False) if "payload" in damage.name)
+    with open_stack(stack_of({"type": "fs", "path": str(tmp_path), "capacity": "64MiB"})) as stack:
+        put(stack, KEYS)
+        evict_all(stack)
+        for path in tmp_path.rglob("*"):
+            if path.is_file() and path.stat().st_size > BLOCK_BYTES:
+                path.write_bytes(damage.apply(path.read_bytes()))
+        assert get(stack, KEYS) == 0
+        assert misses(stack, "fs") == {"corrupt": 4}
+        assert fates(stack) == ["evicted", "corrupt"]
+
+
+def test_an_open_breaker() -> None:
+    with open_stack(stack_of({**OBEDIENT, "breaker_failures": 1, "breaker_cooldown": "1h"})) as stack:
+        put(stack, KEYS[:2])
+        obedient(stack).store_reason = "io_error"
+        put(stack, KEYS[2:3])  # opens it
+        put(stack, KEYS[3:])
+        evict_all(stack)
+        assert get(stack, KEYS) == 0
+        assert misses(stack, "disk") == {"breaker": 4}
+        assert [fates(stack, index)[1] for index in range(4)] == ["stored", "stored", "failed", "breaker"]
+
+
+def test_a_tier_that_never_answers_is_too_slow() -> None:
+    with open_stack(stack_of({**OBEDIENT, "lookup_timeout": "1ms"})) as stack:
+        put(stack, KEYS)
+        evict_all(stack)
+        obedient(stack).answers_nothing = True
+        assert get(stack, KEYS) == 0
+        assert misses(stack, "disk") == {"timeout": 4}
+        assert fates(stack) == ["evicted", "stored"], "it still has the blocks"
+
+
+def test_a_tier_that_hangs_is_too_slow(gate: Gate) -> None:
+    class Hanging(FourMethodTier):
+        def __new__(cls, *arguments: object) -> HangingTier:  # type: ignore[misc]  # what the factory gets
+            return HangingTier(FourMethodTier(*arguments), gate, ("lookup",))  # type: ignore[arg-type]
+
+    SecondaryTierFactory.register("hanging", lambda: Hanging)
+    try:
+        with open_stack(stack_of({"type": "hanging", "lookup_timeout": "20ms"})) as stack:
+            put(stack, KEYS)
+            evict_all(stack)
+            gate.close()
+            assert get(stack, KEYS) == 0
+            gate.open()
+            assert misses(stack, "hanging") == {"timeout": 4}
+    finally:
+        SecondaryTierFactory.unregister("hanging")
+
+
+def test_a_load_that_is_not_reported_is_too_slow() -> None:
+    with open_stack(stack_of({**OBEDIENT, "job_timeout": "1ms"})) as stack:
+        put(stack, KEYS[:1])
+        evict_all(stack)
+        obedient(stack).holds_jobs = True
+        assert get(stack, KEYS[:1]) == 0
+        assert misses(stack, "disk") == {"timeout": 1}
+        obedient(stack).let_go()
+
+
+def test_a_request_that_has_waited_too_long() -> None:
+    with open_stack(stack_of(OBEDIENT, primary={"request_wait": "5ms"})) as stack:
+        put(stack, KEYS)
+        evict_all(stack)
+        obedient(stack).answers_nothing = True
+        assert get(stack, KEYS) == 0
+        assert misses(stack, "cpu") == misses(stack, "disk") == {"too_late": 4}
+
+
+def test_a_block_without_room_to_be_promoted_is_refused_and_tiers_below_are_not_asked() -> None:
+    last = {"type": "memory", "capacity": "1MiB"}
+    with open_stack(stack_of(OBEDIENT, last, primary={"promotion_budget": BLOCK_BYTES})) as stack:
+        put(stack, KEYS)
+        evict_all(stack)
+        context = Engine(stack).begin("r")
+        assert stack.manager.lookup_many(KEYS, context) == [None, False, False, False]
+        Engine(stack).end(context)
+        assert misses(stack, "disk") == {"refused": 3}
+        assert blocks(stack, "memory") == (0, 0)
+        assert misses(stack, "cpu") == {"evicted": 3}
+
+
+def test_what_is_older_than_the_tier_keeps_it() -> None:
+    with open_stack(stack_of({**OBEDIENT, "ttl": "1ms"})) as stack:
+        put(stack, KEYS)
+        evict_all(stack)
+        obedient(stack).present.clear()
+        assert get(stack, KEYS) == 0
+        assert misses(stack, "disk") == {"expired": 4}
+        assert fates(stack) == ["evicted", "expired"]
+
+
+def test_what_went_with_a_reset() -> None:
+    with open_stack(stack_of(OBEDIENT)) as stack:
+        put(stack, KEYS)
+        stack.manager.reset_cache()
+        assert get(stack, KEYS[:2]) == 0
+        assert misses(stack, "cpu") == misses(stack, "disk") == {"reset": 2}
+        put(stack, KEYS[2:])
+        assert fates(stack, 0) == ["reset", "reset"]
+        assert fates(stack, 2) == ["present", "stored"], "stored after the reset, within the same moment"
+
+
+def test_a_store_that_ends_after_a_reset_went_with_it() -> None:
+    with open_stack(stack_of(OBEDIENT)) as stack:
+        context = Engine(stack).begin("writer")
+        output = stack.manager.prepare_store(KEYS, context)
+        assert output is not None
+        stack.manager.complete_store(output.keys_to_store, context)
+        stack.manager.reset_cache()
+        Engine(stack).end(context)  # the tier reports the store
+        assert get(stack, KEYS) == 0
+        assert misses(stack, "disk") == {"reset": 4}
+
+
+def test_a_tier_that_cannot_be_reset_is_not_used() -> None:
+    SecondaryTierFactory.register("four", FourMethodTier)
+    try:
+        with open_stack(stack_of({"type": "four"})) as stack:
+            put(stack, KEYS)
+            stack.manager.reset_cache()
+            stack.manager.drain_jobs(10)  # the tier's thread has found that it cannot
+            assert get(stack, KEYS, timeout=0.5) == 0
+            assert set(misses(stack, "four")) <= {"disabled", "reset"}
+    finally:
+        SecondaryTierFactory.unregister("four")

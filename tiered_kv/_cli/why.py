@@ -1,0 +1,172 @@
+"""`tiered-kv why`: why blocks of a running stack were misses."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, Final
+
+from tiered_kv._cli.arguments import seconds
+from tiered_kv._cli.output import Status, print_json, print_table, print_text
+from tiered_kv.config.stack_config import StackConfig, load_config
+from tiered_kv.errors import ConfigError, TierUnavailableError
+from tiered_kv.observe.explain import SENTENCES
+from tiered_kv.observe.namespaces import TierNamespaces, tier_namespaces
+
+_TIMEOUT_S: Final = 10.0
+_ANSWER_BYTES_MAX: Final = 16 << 20
+
+Answer = Mapping[str, Any]  # Any: JSON
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Ask the process that has a stack open why blocks were misses. It opens no tier, and changes nothing. "
+        "The stack needs metrics: {listen: ADDRESS}."
+    )
+    parser.epilog = "Example: tiered-kv why stack.yaml --last"
+    parser.add_argument("stack", metavar="STACK|URL", help="the stack's YAML file, or http://HOST:PORT")
+    parser.add_argument("keys", metavar="KEY", nargs="*", help="keys of blocks, in hexadecimal")
+    parser.add_argument("--request", metavar="ID", help="a request that has ended")
+    parser.add_argument("--last", action="store_true", help="the last request that missed a block")
+    parser.add_argument(
+        "--namespaces", action="store_true", help="look for other namespaces in the storage of the stack's tiers"
+    )
+    parser.add_argument("--timeout", metavar="TIME", type=seconds, default=_TIMEOUT_S, help="for each answer (10s)")
+
+
+def run(args: argparse.Namespace) -> Status:
+    is_url = "://" in args.stack
+    if is_url and args.namespaces:
+        raise ConfigError("--namespaces needs the stack's file, which says where its tiers are")
+    query = [*(("key", key) for key in args.keys)]
+    query += [("request", args.request)] if args.request is not None else []
+    query += [("last", "1")] if args.last else []
+    if not query and not args.namespaces:
+        raise ConfigError("expected keys, --request, --last or --namespaces")
+    config = None if is_url else load_config(args.stack)
+    answer: Answer = {}
+    if query:
+        answer = _fetch(args.stack if config is None else _address(config), query, args.timeout)
+    tiers: list[TierNamespaces] = []
+    if config is not None and args.namespaces:
+        tiers = [tier_namespaces(config, each, time.monotonic() + args.timeout) for each in config.secondary]
+    if args.json:
+        print_json({**answer, **({"namespaces": [asdict(tier) for tier in tiers]} if args.namespaces else {})})
+    else:
+        _show(answer, args.request)
+        _show_namespaces(tiers)
+    return Status.FOUND if args.request is not None and not answer["requests"] else Status.OK
+
+
+def _address(config: StackConfig) -> str:
+    """Return where the process that has the stack open answers."""
+    if config.metrics is None:
+        raise ConfigError(
+            "the stack's file names no address: add metrics: {listen: '127.0.0.1:9464'} to it, or give "
+            "the URL of the process"
+        )
+    return f"http://{config.metrics.listen}"
+
+
+def _fetch(address: str, query: list[tuple[str, str]], timeout_s: float) -> Answer:
+    """Return what the process at `address` answers.
+
+    Raises:
+        ConfigError: The address is none, or the process refuses the question.
+        TierUnavailableError: Nobody answers there, or somebody else.
+    """
+    parts = urllib.parse.urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"expected the stack's file, or a URL such as http://127.0.0.1:9464, found {address!r}")
+    url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}/explain?{urllib.parse.urlencode(query)}"
+    where = f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s) as response:
+            answer = json.loads(response.read(_ANSWER_BYTES_MAX))
+    except urllib.error.HTTPError as error:
+        with error:
+            reason = error.read(4096).decode(errors="replace").strip()
+        raise ConfigError(f"{where} answers {error.code}: {reason or error.reason}") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise TierUnavailableError(
+            f"no process answers at {where}: {error}; the stack has to be open there, with 'metrics' and 'history'"
+        ) from error
+    except ValueError as error:
+        raise TierUnavailableError(f"what answers at {where} is no stack of this kind") from error
+    if not isinstance(answer, dict) or not {"keys", "requests"} <= answer.keys():
+        raise TierUnavailableError(f"what answers at {where} is no stack of this kind")
+    return answer
+
+
+def _show(answer: Answer, req_id: str | None) -> None:
+    if not answer:
+        return
+    for request in answer["requests"]:
+        _show_request(request)
+    if req_id is not None and not answer["requests"]:
+        print_text(f"request {req_id}: unknown, still running, or not among the last that ended")
+    elif not answer["requests"] and not answer["keys"]:
+        print_text("no request has missed a block yet")
+    for key in answer["keys"]:
+        _show_key(key, f"block {key['key']}")
+    if any(fate["fate"] in ("unknown", "absent") for key in answer["keys"] for fate in key["tiers"].values()):
+        print_text("a block may also be stored under another namespace: see --namespaces")
+
+
+def _show_request(request: Answer) -> None:
+    title = f"request {request['request']}, ended {_ago(request['age_seconds'])}"
+    title = f"{title}: {request['missed_blocks']:,} blocks missed"
+    tiers = dict.fromkeys([*request["misses"], *request["hits"]])
+    rows = [[tier, f"{request['hits'].get(tier, 0):,}", _reasons(request["misses"].get(tier, {}))] for tier in tiers]
+    print_table(["tier", "hits", "misses"], rows, title=title, numbers=False)
+    first = request["first_missed"]
+    if first is not None:
+        reasons = ", ".join(f"{tier}: {reason}" for tier, reason in request["first_missed_because"].items())
+        print_text(f"the first block that it missed: {reasons}")
+        _show_key(first, f"what is known of that block now, {first['key']}")
+
+
+def _reasons(reasons: Mapping[str, int]) -> str:
+    ordered = sorted(reasons.items(), key=lambda item: -item[1])
+    return ", ".join(f"{reason} {count:,}" for reason, count in ordered) or "-"
+
+
+def _show_key(key: Answer, title: str) -> None:
+    rows = [
+        [tier, fate["fate"], _ago(fate["age_seconds"]), SENTENCES.get(fate["fate"], "")]
+        for tier, fate in key["tiers"].items()
+    ]
+    print_table(["tier", "what", "when", "that is"], rows, title=title, numbers=False)
+
+
+def _ago(age_s: float | None) -> str:
+    if age_s is None:
+        return "-"
+    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if age_s >= 2 * length_s:
+            return f"{age_s / length_s:.0f} {unit} ago"
+    return f"{age_s:.0f} s ago"
+
+
+def _show_namespaces(tiers: list[TierNamespaces]) -> None:
+    for tier in tiers:
+        for line in _namespace_lines(tier):
+            print_text(f"{tier.tier}: {line}")
+
+
+def _namespace_lines(tier: TierNamespaces) -> Iterator[str]:
+    if tier.error:
+        yield f"FAILED: {tier.error}"
+        return
+    yield f"{'some' if tier.has_own else 'no'} data of this stack's namespace"
+    for other in tier.others:
+        found = [f"{name} is {ours!r} here and {theirs!r} there" for name, (ours, theirs) in other.differences.items()]
+        yield f"other namespace {other.digest}: {'; '.join(found) or 'it says nothing of itself'}"
