@@ -1,0 +1,202 @@
+"""The dashboard and the alerts, over a real Prometheus that reads a real stack under replay."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import math
+import os
+import re
+import threading
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.prometheus import MONITORING, Prometheus, missing_prometheus, panels, wait_for
+from tiered_kv.observe.vocabulary import MANAGER, PREFIX, TIER, TIER_PREFIX
+from tiered_kv.stack import Stack, open_stack
+from tiered_kv.testing.damage import Kind, record_damages
+from tiered_kv.testing.faults import HeldJobsTier, RaisingTier
+from tiered_kv.testing.four_methods import FourMethodTier
+from tiered_kv.testing.gate import Gate
+from tiered_kv.testing.server_process import free_port
+from tiered_kv.tiering.factory import SecondaryTierFactory
+from tiered_kv.workload.generator import ChatWorkload
+from tiered_kv.workload.replay import ReplaySettings, replay
+
+BLOCK_BYTES = 8 << 10
+OF_THE_MACHINE = {"TieredKVSlowLoads", "TieredKVSlowSteps"}
+"""Alerts that a busy machine may rightly have; test_alerts.py has them."""
+PAUSE_S, PAUSE_S_MAX = 0.004, 0.1
+NONE: set[str] = set()
+FAULTS = {
+    "TieredKVDamagedBlocks",
+    "TieredKVNoSpace",
+    "TieredKVStoresSkipped",
+    "TieredKVBlocksFail",
+    "TieredKVQuarantine",
+    "TieredKVExceptions",
+    "TieredKVBreakerOpen",
+}
+BOARD = json.loads((MONITORING / "dashboard.json").read_text())
+QUESTIONS = [
+    "Are hits worth it?",
+    "Which tier is slow?",
+    "What is skipped, and why?",
+    "How full is it?",
+    "Is the disk wearing out?",
+    "Are the bytes right?",
+]
+
+
+def test_the_dashboard_has_a_row_a_question_and_says_what_each_panel_shows() -> None:
+    known = {f"{PREFIX}{name}" for name in MANAGER} | {f"{TIER_PREFIX}{name}" for name in TIER}
+    assert [panel["title"] for panel in BOARD["panels"] if panel["type"] == "row"] == QUESTIONS
+    shown = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
+    assert len({panel["title"] for panel in shown}) == len(shown)
+    assert len({panel["id"] for panel in BOARD["panels"]}) == len(BOARD["panels"])
+    for panel in shown:
+        assert panel["title"]
+        assert panel["description"].endswith(".")
+        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+        assert panel["fieldConfig"]["defaults"]["unit"]
+        for target in panel["targets"]:
+            named = re.findall(r"(tiered_kv_\w+)\{([^}]*)\}", target["expr"])
+            assert {name.removesuffix("_bucket") for name, _ in named} <= known
+            assert named
+            assert all('instance=~"$instance"' in chosen for _, chosen in named)
+
+
+class Busy:
+    """A stack under a replay, in a thread of its own, that goes on until it is closed."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._counters = stack.counters
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(stack,))
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self, stack: Stack) -> None:
+        requests = itertools.chain.from_iterable(
+            ChatWorkload(seed=seed, chats=80, turns=4, active_chats=16, turn_blocks=4).requests() for seed in range(99)
+        )
+        settings = ReplaySettings(concurrency=4, request_timeout_s=0.5, drain_timeout_s=0.5)
+        replay(stack.manager, stack.kv_view, requests, settings, should_stop=self._pauses)
+
+    def _pauses(self) -> bool:
+        """Return whether to stop, once the stores on the disk have kept up, or after a while."""
+        end_s = time.monotonic() + PAUSE_S_MAX
+        while not self._stop.wait(PAUSE_S) and time.monotonic() < end_s:
+            counters = self._counters()
+            if not any(counters[tier]["store_budget_used_bytes"] for tier in ("nvme", "fs")):
+                break
+        return self._stop.is_set()
+
+
+@dataclass(slots=True)
+class Faulty:
+    """Tiers with a fault: one raises when it is told to, one holds its jobs while the gate is closed."""
+
+    gate: Gate
+    is_raising: bool = False
+
+    def register(self, closing: ExitStack) -> None:
+        faulty = self
+
+        class Raising(RaisingTier):
+            is_nonblocking = True  # so that its exceptions are the manager's to count
+
+            def __init__(self, spec: Any, view: memoryview, tier_type: str) -> None:  # Any: as the interface
+                super().__init__(FourMethodTier(spec, view, tier_type))
+
+            def _before(self, call: str) -> None:
+                self.raising = faulty.is_raising
+                super()._before(call)
+
+        class Held(HeldJobsTier):
+            def __init__(self, spec: Any, view: memoryview, tier_type: str) -> None:  # Any: as the interface
+                super().__init__(FourMethodTier(spec, view, tier_type), faulty.gate)
+
+        for name, tier in (("raising", Raising), ("held", Held)):
+            SecondaryTierFactory.register(name, tier)
+            closing.callback(SecondaryTierFactory.unregister, name)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing_prometheus()), reason=missing_prometheus() or "it is")
+def test_each_fault_has_its_alert_and_every_panel_has_series(
+    tmp_path: Path,
+    gate: Gate,
+    closing: ExitStack,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files, port, faulty = tmp_path / "fs", free_port(), Faulty(gate)
+    faulty.register(closing)
+    stack = open_stack(
+        {
+            "namespace": {"model": "monitored"},
+            "block": {"bytes": BLOCK_BYTES, "tokens": 512},
+            "primary": {"capacity": 128 * BLOCK_BYTES},
+            "secondary": [
+                {"type": "nvme", "path": str(tmp_path / "nvme"), "capacity": "4MiB"},
+                {"type": "fs", "path": str(files), "capacity": "64MiB"},
+                {"type": "held", "job_timeout": "1s"},
+                {"type": "raising"},
+            ],
+            "audit": 0.2,
+            "metrics": {"listen": f"127.0.0.1:{port}"},
+        }
+    )
+    closing.enter_context(stack)
+    prometheus = closing.enter_context(Prometheus(tmp_path, port))
+    busy = Busy(stack)
+    closing.callback(busy.close)
+    closing.callback(gate.open)
+
+    def firing() -> set[str]:
+        return prometheus.firing() - OF_THE_MACHINE
+
+    wait_for(lambda: {"Share of blocks found, by tier", "Share written in vain, over a day"} & empty(prometheus), NONE)
+    wait_for(firing, NONE)
+    gate.close()
+    faulty.is_raising = True
+    damage(files)
+    monkeypatch.setattr("tiered_kv_nvme.disk.Disk.pwritev", full)
+    wait_for(firing, FAULTS)
+    wait_for(lambda: empty(prometheus), NONE)
+    busy.close()
+    gate.open()
+    stack.close()
+    wait_for(lambda: prometheus.firing() & {"TieredKVDown"}, {"TieredKVDown"})
+
+
+def empty(prometheus: Prometheus) -> set[str]:
+    """Return the titles of panels that have a query without a number."""
+    return {title for title, queries in panels().items() for query in queries if not has_numbers(prometheus, query)}
+
+
+def has_numbers(prometheus: Prometheus, query: str) -> bool:
+    return any(not math.isnan(value) for value in prometheus.query(query).values())
+
+
+def full(*_: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def damage(directory: Path) -> None:
+    """Damage every file, in turns so that nobody can read it, and so that only this process cannot."""
+    changes = [each for each in record_damages(full=False) if each.name.startswith("payload: bit")][:1]
+    changes += [each for each in record_damages(full=False) if each.kind is Kind.UNREADABLE]
+    for file, change in zip(directory.rglob("*"), itertools.cycle(changes)):
+        with suppress(OSError):  # it is a directory, or has been deleted meanwhile
+            if len(record := file.read_bytes()) > BLOCK_BYTES:
+                file.write_bytes(change.apply(record))

@@ -1,0 +1,105 @@
+"""A Prometheus on loopback that reads one stack every second, with this repository's own configuration and alerts."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlencode
+from urllib.request import urlopen
+
+from tiered_kv.testing.server_process import ServerProcess
+
+MONITORING = Path(__file__).parents[2] / "examples" / "monitoring"
+LISTEN = "127.0.0.1:9464"
+WAIT_S = 30.0
+_POLL_S = 0.2
+
+Seen = TypeVar("Seen")
+Labels = frozenset[tuple[str, str]]
+
+
+def missing_prometheus() -> str:
+    """Return why there is no Prometheus here, or an empty string."""
+    return "" if shutil.which("prometheus") and shutil.which("promtool") else "prometheus is not installed"
+
+
+class Prometheus(ServerProcess):
+    """Reads the stack that listens on `target_port`; every pause before an alert is a second.
+
+    Args:
+        directory: An empty directory for it.
+    """
+
+    def __init__(self, directory: Path, target_port: int) -> None:
+        super().__init__()
+        self._directory = directory
+        config = (MONITORING / "prometheus.yml").read_text()
+        assert LISTEN in config
+        config = config.replace(LISTEN, f"127.0.0.1:{target_port}").replace("15s", "1s")
+        (directory / "prometheus.yml").write_text(config)
+        alerts = (MONITORING / "alerts.yml").read_text()
+        (directory / "alerts.yml").write_text(re.sub(r"for: \d+[mh]", "for: 1s", alerts))
+
+    def command(self) -> list[str]:
+        config, data = self._directory / "prometheus.yml", self._directory / "data"
+        listen = f"--web.listen-address=127.0.0.1:{self.port}"
+        return ["prometheus", f"--config.file={config}", f"--storage.tsdb.path={data}", listen, "--log.level=warn"]
+
+    def answers(self) -> bool:
+        try:
+            with urlopen(f"http://127.0.0.1:{self.port}/-/ready", timeout=WAIT_S) as answer:
+                return bool(answer.status == 200)
+        except (OSError, HTTPException):
+            return False
+
+    def query(self, expression: str) -> dict[Labels, float]:
+        """Return the value of each series now, by its labels."""
+        return {_labels(each): float(each["value"][1]) for each in self._ask("query", query=expression)}
+
+    def history(self, expression: str, begin: float, end: float) -> dict[Labels, list[tuple[float, float]]]:
+        """Return times, in seconds since 1970, and values of each series, one each second."""
+        asked = self._ask("query_range", query=expression, start=begin, end=end, step=1)
+        return {_labels(each): [(float(at), float(value)) for at, value in each["values"]] for each in asked}
+
+    def firing(self) -> set[str]:
+        """Return the names of the alerts that fire."""
+        return {dict(labels)["alertname"] for labels in self.query('ALERTS{alertstate="firing"}')}
+
+    def _ask(self, what: str, **fields: object) -> list[Mapping[str, Any]]:  # Any: JSON
+        with urlopen(f"http://127.0.0.1:{self.port}/api/v1/{what}?{urlencode(fields)}", timeout=WAIT_S) as answer:
+            result: list[Mapping[str, Any]] = json.load(answer)["data"]["result"]
+        return result
+
+
+def wait_for(look: Callable[[], Seen], wanted: Seen) -> None:
+    """Return once somebody who looks sees what is wanted.
+
+    Raises:
+        AssertionError: That was not so within `WAIT_S`.
+    """
+    end_s = time.monotonic() + WAIT_S
+    while (seen := look()) != wanted and time.monotonic() < end_s:
+        time.sleep(_POLL_S)
+    assert seen == wanted, f"seen {seen}, wanted {wanted}"
+
+
+def panels() -> dict[str, list[str]]:
+    """Return the queries of each panel of the dashboard by its title, for one instance and a short time."""
+    board = json.loads((MONITORING / "dashboard.json").read_text())
+    return {
+        panel["title"]: [
+            target["expr"].replace("$instance", ".*").replace("$__rate_interval", "1m") for target in panel["targets"]
+        ]
+        for panel in board["panels"]
+        if panel["type"] != "row"
+    }
+
+
+def _labels(series: Mapping[str, Any]) -> Labels:
+    return frozenset((name, value) for name, value in series["metric"].items() if name not in ("instance", "job"))
