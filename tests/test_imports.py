@@ -29,6 +29,7 @@ EXTRAS = frozenset(
         "cryptography",
         "zstandard",
         "prometheus_client",
+        "argcomplete",
     }
 )
 IMPORT_LIMIT_S = 0.150
