@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -78,6 +80,26 @@ def test_the_tab_key_completes(
         terminal.wait_for("ready")
         terminal.type(line + TAB)
         terminal.wait_for(f"{line[: line.rindex(' ')]} {expected}")
+
+
+def test_names_of_tiers_come_from_the_stack_s_file_whose_variables_need_not_be_set(directory: Path) -> None:
+    line = "tiered-kv bench stack.yaml --tier "
+    environ = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_SHELL": "bash", "COMP_LINE": line, "COMP_POINT": str(len(line))}
+    found = directory / "found"
+    environ["_ARGCOMPLETE_STDOUT_FILENAME"] = str(found)
+    command = [directory / "bin" / "tiered-kv"]
+    subprocess.run(command, cwd=directory, env={**os.environ, **environ}, capture_output=True, timeout=60, check=False)
+    assert found.read_text().split("\v") == ["disk", "redis"]
+
+
+def test_without_its_library_it_says_which_extra_brings_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "argcomplete.shell_integration", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["--print-completion", "bash"])
+    assert ended.value.code == 2
+    assert "pip install 'tiered-kv[completion]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", cli._VERBS)

@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,9 +20,11 @@ from rich.console import Console
 from tests.observe.test_live import JSON, answer, busy
 from tests.support.status_server import Status, StatusServer, response, status, tier
 from tests.support.terminal import CTRL_C, Terminal
+from tiered_kv import make_offload_key, open_stack
 from tiered_kv._cli.top_view import duration, number, screen
 from tiered_kv.cli import main
-from tiered_kv.observe.live import Sight, view_of
+from tiered_kv.observe.answer import NoticeAnswer
+from tiered_kv.observe.live import ReasonView, Sight, TierView, View, view_of
 
 COMMAND = [sys.executable, "-c", "from tiered_kv.cli import main; raise SystemExit(main())", "top"]
 HOSTILE = "\x1b]0;evil\x07\x1b[2J\r\n[red]\u202e\ud800" + "x" * 1000
@@ -142,6 +146,27 @@ def test_once_tells_by_its_status_whether_a_tier_is_out_of_use(capsys: pytest.Ca
     assert "OPEN" in capsys.readouterr().out
 
 
+def test_what_a_real_stack_did_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    block_bytes = 4096
+    config = {
+        "namespace": {"model": "test"},
+        "block": {"bytes": block_bytes, "tokens": 16},
+        "primary": {"capacity": 4 * block_bytes},
+        "secondary": [{"type": "memory", "name": "ram", "capacity": "1MiB"}],
+        "metrics": {"listen": "127.0.0.1:0"},
+    }
+    with open_stack(config) as stack:
+        keys = [make_offload_key(number.to_bytes(32, "big"), 0) for number in range(4)]
+        stack.put(keys, np.ones((4, block_bytes), np.uint8))
+        assert stack.flush()
+        assert stack.server is not None
+        assert main(["top", f"127.0.0.1:{stack.server.port}", "--json", "--interval", "100ms"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [(each["name"], each["breaker"]) for each in told["tiers"]] == [("cpu", ""), ("ram", "closed")]
+    assert [each["used_bytes"] for each in told["tiers"]] == [4 * block_bytes] * 2
+    assert told["tiers"][1]["store_budget_bytes"] > 0
+
+
 @pytest.mark.parametrize("answer_bytes", [b"", response(b"{}"), response(b"no", "HTTP/1.1 404 Not Found")])
 def test_once_without_a_status_is_an_error(capsys: pytest.CaptureFixture[str], answer_bytes: bytes) -> None:
     with StatusServer(lambda: answer_bytes) as server:
@@ -157,6 +182,13 @@ def test_a_hostile_answer_is_printed_without_what_a_terminal_obeys(capsys: pytes
         assert all(line.isprintable() for line in capsys.readouterr().out.splitlines())
         assert main(["top", server.address, "--json", "--interval", "100ms"]) == 0
     assert json.loads(capsys.readouterr().out)["version"].isprintable()
+
+
+def test_every_field_is_described() -> None:
+    page = (Path(__file__).parents[1] / "docs/reference/command.md").read_text()
+    section = page.partition("\n## top\n")[2].partition("\n## ")[0]
+    for model in (View, TierView, ReasonView, NoticeAnswer):
+        assert [each.name for each in fields(model) if f"`{each.name}`" not in section] == []
 
 
 @pytest.mark.parametrize("text", ["0s", "10ms", "2d", "soon"])

@@ -122,8 +122,9 @@ def _lost(sight: Sight, interval_s: float) -> str:
 
 
 def _totals(view: View) -> Text:
-    share = "-" if view.hit_share is None else f"{view.hit_share:.1%}"
-    asked = "" if view.asked_blocks_per_s is None else f" of {number(view.asked_blocks_per_s)} blocks/s"
+    hits = number(sum(tier.hits_per_s for tier in view.tiers))
+    share = f"{hits} blocks/s" if view.hit_share is None else f"{view.hit_share:.1%}"
+    asked = "" if view.hit_share is None else f" of {number(view.asked_blocks_per_s or 0.0)} blocks/s"
     step = "" if view.step_p99_seconds is None else f"  step p99 {duration(view.step_p99_seconds)}"
     over = "since it was opened" if view.is_since_start else f"over {duration(view.interval_seconds)}"
     text = Text("hits ", no_wrap=True, overflow="ellipsis")
@@ -233,7 +234,7 @@ def _capacity(tier: TierView, look: _Look, can_draw: bool) -> Text:
         return Text(size)
     share = min(1.0, tier.used_bytes / tier.capacity_bytes)
     text = Text(f"{size} of {rounded_bytes(tier.capacity_bytes)} " if look.has_sizes else "")
-    return text.append(_bar(share, look.capacity_bar, "cyan", can_draw)).append(f"{share:4.0%}")
+    return text.append(_bar(share, look.capacity_bar, "cyan", can_draw)).append(f"{share:5.0%}")
 
 
 def _budget(used: int | None, limit: int | None, bar: int, can_draw: bool) -> Text:
@@ -241,7 +242,7 @@ def _budget(used: int | None, limit: int | None, bar: int, can_draw: bool) -> Te
         return Text("-")
     share = min(1.0, used / limit)
     style = "red" if share >= _BUDGET_WARNING else "green"
-    return _bar(share, bar, style, can_draw).append(f"{share:4.0%}", style=style if share >= _BUDGET_WARNING else "")
+    return _bar(share, bar, style, can_draw).append(f"{share:5.0%}", style=style if share >= _BUDGET_WARNING else "")
 
 
 def _bar(share: float, width: int, style: str, can_draw: bool, rest: str = "") -> Text:
