@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -90,7 +91,7 @@ class Calls:
     """An object whose methods are called in steps."""
 
     def __init__(self) -> None:
-        self.timer = StepTimer(self, every=3)
+        self.timer = StepTimer(self, time.monotonic, every=3)
 
     def lookup(self) -> bool:
         return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import perf_counter
 from typing import Any, Final
 
 from tiered_kv.observe.histogram import SHORT_SECONDS, Histogram
@@ -35,14 +34,16 @@ class StepTimer:
 
     Args:
         manager: The object whose methods are timed; it calls `count_step` at the end of each step.
+        clock: Seconds, monotonic.
         every: One step in so many is timed.
 
     Attributes:
         seconds: How long the timed steps took.
     """
 
-    def __init__(self, manager: object, every: int = EVERY_STEPS) -> None:
+    def __init__(self, manager: object, clock: Callable[[], float], every: int = EVERY_STEPS) -> None:
         self.seconds = Histogram(SHORT_SECONDS)
+        self._clock = clock
         self._attributes = manager.__dict__
         self._manager = manager
         self._every = every
@@ -81,11 +82,11 @@ class StepTimer:
             if self._is_inside:  # one of the manager's methods calls another
                 return method(*arguments, **named)
             self._is_inside = True
-            began_s = perf_counter()
+            began_s = self._clock()
             try:
                 return method(*arguments, **named)
             finally:
-                self._spent_s += perf_counter() - began_s
+                self._spent_s += self._clock() - began_s
                 self._is_inside = False
                 if is_last and self._wrappers:
                     self._remove()

@@ -90,7 +90,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._stored_blocks = self._loaded_blocks = self._released_holds = 0
         self._block_tokens = block_tokens
         self._restored = RestoredBlocks()
-        self._timer = StepTimer(self)
+        self._timer = StepTimer(self, clock)
         self._is_closed = False
 
     # Lookups.

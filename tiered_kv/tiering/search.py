@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from time import perf_counter
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import PROMOTION, CPUBlock
@@ -75,10 +74,10 @@ class Search:
 
         def timed(key: OffloadKey, req_context: ReqContext) -> bool | None:
             searched[index] = guarded, lookup
-            began_s = perf_counter()
+            began_s = self._clock()
             answer = lookup(key, req_context)
             if answer is not None:
-                guarded.measures.lookup_seconds.add(perf_counter() - began_s)
+                guarded.measures.lookup_seconds.add(self._clock() - began_s)
             return answer
 
         return timed
@@ -150,11 +149,11 @@ class Search:
         asked = keys
         if state.failed:
             asked = [key for key in keys if guarded not in state.failed.get(key, ())]
-        began_s = perf_counter() if self._is_sampling else 0.0
+        began_s = self._clock() if self._is_sampling else 0.0
         try:
             replies = guarded.tier.lookup_many(asked, req_context)
-            if began_s and None not in replies:
-                guarded.measures.lookup_seconds.add(perf_counter() - began_s)
+            if self._is_sampling and None not in replies:
+                guarded.measures.lookup_seconds.add(self._clock() - began_s)
             found = dict(zip(asked, replies, strict=True))
         except Exception:
             self._fail(guarded, state, "lookup_many")
