@@ -6,7 +6,8 @@ exists and the first that does not. A prefix of 1,000 blocks takes three such ro
 hole, a block that is gone although later ones are there, is found by its load, as a miss. Where answers show that
 blocks were not asked for in the order of a prefix, each is asked for.
 
-Answers are kept for `presence_ttl`, whoever asked.
+Answers are kept for `presence_ttl`, whoever asked. A tier that sweeps also lists a namespace in the background whose
+blocks fit into one page; the listing answers for all blocks as long as one answer is kept.
 """
 
 from __future__ import annotations
@@ -15,10 +16,15 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from tiered_kv.errors import TierError
+from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv_s3.bucket import Bucket
+from tiered_kv_s3.control import Control
 from tiered_kv_s3.counters import Counters
+from tiered_kv_s3.naming import Naming
+from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.verdict import ABSENCE, Verdict
 
 ANSWERS_MAX = 65_536
@@ -27,18 +33,30 @@ ASKED_AT_ONCE = 16
 """Blocks of one prefix that are asked for side by side."""
 MISS_S = 30.0
 """How long a block is a miss that the bucket did not answer for while it answered for others."""
+LISTING_PAUSE_S = 600.0
+"""How long after a listing that failed, or had more than a page, the next is tried."""
 
 
 class Presence:
-    """Answers to "is it there?", which are kept for `answer_ttl_s`. Any thread may call."""
+    """Answers to "is it there?". Any thread may call."""
 
-    def __init__(self, bucket: Bucket, counters: Counters, answer_ttl_s: float) -> None:
+    def __init__(
+        self, bucket: Bucket, control: Control, counters: Counters, naming: Naming, settings: S3Settings
+    ) -> None:
         self._bucket = bucket
+        self._control = control
         self._counters = counters
-        self._answer_ttl_s = answer_ttl_s
+        self._naming = naming
+        self._answer_ttl_s = settings.presence_ttl
+        self._object_ttl_s = settings.ttl or math.inf
+        self._listing = BackgroundTask(self._list, "tiered-kv-s3-listing")
         self._lock = threading.Lock()  # guards the rest; never held across I/O
         self._answers: OrderedDict[str, tuple[float, Verdict]] = OrderedDict()  # name to (asked when, answer), by age
         self._answered_s = -math.inf  # when the bucket answered a lookup last
+        self._listed: Collection[str] = ()
+        self._listed_s = -math.inf
+        # boto3 reads a listing without a limit, so only a tier that sweeps, and lists anyway, lists here too.
+        self._list_at_s = -math.inf if self._answer_ttl_s and (settings.ttl or settings.capacity) else math.inf
 
     def note(self, name: str, verdict: Verdict, asked_s: float) -> None:
         """Keep what is known of a block since `asked_s`, in seconds of `time.monotonic()`, if nothing newer is.
@@ -62,6 +80,7 @@ class Presence:
         """Remove every answer."""
         with self._lock:
             self._answers.clear()
+            self._listed_s = -math.inf
 
     def ask(self, prefixes: Sequence[Sequence[str]], deadline: float) -> set[str]:
         """Return which blocks are there, without those whose answer could not be had by the deadline.
@@ -71,16 +90,43 @@ class Presence:
         with self._lock:
             now_s = time.monotonic()
             searches = [_Search(names, [self._known(name, now_s) for name in names]) for names in prefixes]
+            is_listing_due = now_s >= self._list_at_s
+            if is_listing_due:
+                self._list_at_s = now_s + LISTING_PAUSE_S
+        if is_listing_due:
+            self._listing.ask()
         while wanted := [(search, at) for search in searches for at in search.next_positions()]:
             verdicts = self._ask_each([search.names[at] for search, at in wanted], deadline)
             for (search, at), verdict in zip(wanted, verdicts, strict=True):
                 search.answers[at] = verdict
         return {name for search in searches for name in search.found()}
 
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end of a listing, if there is one under way."""
+        self._listing.join(timeout_s)
+
     def _known(self, name: str, now_s: float) -> Verdict | None:
         asked_s, verdict = self._answers.get(name, (-math.inf, Verdict.ABSENT))
-        kept_s = MISS_S if verdict is Verdict.UNANSWERED else self._answer_ttl_s
-        return verdict if now_s - asked_s < kept_s else None
+        if verdict is Verdict.UNANSWERED:
+            return verdict if now_s - asked_s < MISS_S else None
+        if self._listed_s > asked_s:
+            asked_s, verdict = self._listed_s, Verdict.DONE if name in self._listed else Verdict.ABSENT
+        return verdict if now_s - asked_s < self._answer_ttl_s else None
+
+    def _list(self) -> None:
+        """List the namespace's blocks, and keep the listing if they are few."""
+        asked_s = time.monotonic()
+        try:
+            pages = self._control.listed(self._naming.blocks)
+            page = next(pages)
+            if next(pages, None) is not None:
+                return
+        except TierError:  # the bucket may allow no listing; single requests answer as well
+            return
+        with self._lock:
+            self._listed = frozenset(entry.name for entry in page if entry.age_s <= self._object_ttl_s)
+            self._listed_s = asked_s
+            self._list_at_s = asked_s + self._answer_ttl_s / 2
 
     def _ask_each(self, names: Sequence[str], deadline: float) -> list[Verdict]:
         asked_s = time.monotonic()

@@ -87,7 +87,7 @@ class S3Tier(BlockingTier):
             shutdown_timeout_s=_SHUTDOWN_S,
         )
         self._epoch = Epoch(MarkObject(self._bucket, self._naming.epoch, name))
-        self._presence = Presence(self._bucket, self._counters, settings.presence_ttl)
+        self._presence = Presence(self._bucket, self._control, self._counters, self._naming, settings)
         self._loaded_s = -math.inf  # when the bucket answered a load last
         self._unreadable: Unreadable[str] = Unreadable()  # by their names in the bucket
         self._namespace: Mapping[str, object] = getattr(offloading_spec, "namespace", {})
@@ -167,6 +167,7 @@ class S3Tier(BlockingTier):
         self._bucket.close()  # what is in flight fails now, so that the threads end
         super().shutdown()
         self._saving.join(_SHUTDOWN_S)
+        self._presence.join(_SHUTDOWN_S)
         self._sweeper.join(_SHUTDOWN_S)
         self._control.close()
 

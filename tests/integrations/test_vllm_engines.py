@@ -42,7 +42,7 @@ HERE = Path(__file__).parent
 CHECKOUT = HERE.parents[1]
 MIB = 1 << 20
 
-CONVERSATIONS = 60
+CONVERSATIONS = 40
 TURNS = 3
 CHAT = {"mode": "chat", "threads": 1, "conversations": CONVERSATIONS, "turns": TURNS}
 

@@ -86,6 +86,7 @@ def test_what_vllm_does_not_tell_is_asked_for(name: str, says: str, engines: Eng
     assert says in engines[f"refused: {name}"]["refusal"]
 
 
+@pytest.mark.full
 def test_scheduler_and_worker_are_of_one_namespace(tmp_path: Path) -> None:
     nvme = {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "64MiB"}
     options = {"mode": "namespaces", "threads": 1, "kv_transfer_config": our_spec(1 << 20, [nvme])}

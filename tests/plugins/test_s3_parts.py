@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import pytest
 from pydantic import ValidationError
 
-from tiered_kv.errors import TierUnavailableError
+from tiered_kv.errors import TierError, TierUnavailableError
 from tiered_kv.testing.rig import make_keys
 from tiered_kv_s3.account import Account
 from tiered_kv_s3.bucket import Bucket
+from tiered_kv_s3.control import Control, Listed
 from tiered_kv_s3.counters import Counters
 from tiered_kv_s3.naming import Naming
 from tiered_kv_s3.presence import Presence
@@ -80,7 +81,7 @@ def test_settings_are_strict(wrong: dict[str, object]) -> None:
 
 
 class FakeBucket:
-    """Names of objects; counts requests."""
+    """Names of objects; counts requests. It lists a page at most, and nothing unless `lists` is set."""
 
     def __init__(self) -> None:
         self.objects: set[str] = set()
@@ -88,6 +89,8 @@ class FakeBucket:
         self.asked: list[str] = []
         self.answers: dict[str, Verdict] = {}
         self.meanwhile: Callable[[], None] = lambda: None
+        self.pages = 0
+        """Pages that a listing has."""
 
     @property
     def heads(self) -> int:
@@ -101,26 +104,59 @@ class FakeBucket:
         self.meanwhile()
         return told
 
+    def listed(self, prefix: str) -> Iterator[list[Listed]]:
+        if not self.pages:
+            raise TierError("this server does not list")
+        for _ in range(self.pages):
+            yield [Listed(1.0, name, 10) for name in sorted(self.objects)]
+
 
 def presence_of(bucket: FakeBucket, answer_ttl_s: float = 60.0) -> tuple[Presence, Counters]:
     counters = Counters()
-    return Presence(cast(Bucket, bucket), counters, answer_ttl_s), counters
+    settings = S3Settings.model_validate({"bucket": "bucket", "presence_ttl": answer_ttl_s, "capacity": "1GiB"})
+    presence = Presence(cast(Bucket, bucket), cast(Control, bucket), counters, NAMING, settings)
+    return presence, counters
 
 
 def names_of(label: str, count: int) -> list[str]:
     return [NAMING.block(FIRST_EPOCH, key) for key in make_keys(count, label)]
 
 
+@pytest.mark.parametrize("pages", [0, 2], ids=["unlisted", "large"])
 @pytest.mark.parametrize("there", [0, 1, 15, 16, 17, 64, 499, 500, 983, 984, 998, 999, 1000])
-def test_a_prompt_of_a_thousand_blocks_is_located_with_48_requests_and_three_round_trips(there: int) -> None:
+def test_a_prompt_of_a_thousand_blocks_is_located_with_48_requests_and_three_round_trips(
+    there: int, pages: int
+) -> None:
     bucket = FakeBucket()
+    bucket.pages = pages
     names = names_of("prompt", 1000)
     bucket.objects = set(names[:there])
     presence, _ = presence_of(bucket)
     assert presence.ask([names], soon()) == set(names[:there])
-    assert bucket.heads <= 48
+    presence.join(10.0)
+    assert bucket.heads <= 48 - pages
     assert bucket.rounds <= 3
     assert bucket.asked[0] == names[0], "the first block is always asked for"
+
+
+def test_a_small_namespace_is_listed_once_and_answers_come_from_that() -> None:
+    bucket = FakeBucket()
+    bucket.pages = 1
+    bucket.objects = set(names_of("listed", 300))
+    presence, _ = presence_of(bucket)
+    presence.ask([names_of("first", 1)], soon())
+    presence.join(10.0)
+    late, new = names_of("stored later", 2)
+    presence.note(late, Verdict.DONE, time.monotonic())
+    for number in range(10):
+        assert presence.ask([[*names_of("listed", 300), late, *names_of(f"other {number}", 40)]], soon()) == {
+            *bucket.objects,
+            late,
+        }
+    assert bucket.heads == 1
+    presence.forget()
+    bucket.objects.add(new)
+    assert presence.ask([[new]], soon()) == {new}, "the listing was of before a reset"
 
 
 def test_prompts_are_located_side_by_side() -> None:

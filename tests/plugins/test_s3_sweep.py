@@ -68,9 +68,9 @@ def sweeper_of(
 ) -> tuple[Sweeper, Presence, Counters]:
     counters = Counters()
     control = cast(Control, bucket)
-    limits = {"capacity": capacity_bytes, "ttl": ttl_s, "sweep_interval": interval_s}
+    limits = {"capacity": capacity_bytes, "ttl": ttl_s, "sweep_interval": interval_s, "presence_ttl": 60}
     settings = S3Settings.model_validate({"bucket": "bucket", **limits})
-    presence = Presence(cast(Bucket, None), counters, 60.0)
+    presence = Presence(cast(Bucket, None), control, counters, NAMING, settings)
     sweeper = Sweeper(control, NAMING, presence, counters, settings, "sweeper")
     return sweeper, presence, counters
 

@@ -26,7 +26,7 @@ from tiered_kv.tiering.search import Search
 from tiered_kv.toolkit.jobs import Part, PartQueue
 from tiered_kv.toolkit.record import RecordStatus
 
-SEEDS = 1000
+SEEDS = 250
 PLANTED_DEFECT_SEEDS = 500
 
 
@@ -64,9 +64,8 @@ def test_twenty_seeds_keep_every_promise() -> None:
 
 @pytest.mark.slow
 @pytest.mark.trust
-def test_a_thousand_seeds_keep_every_promise(figures: Figures, profile: Profile) -> None:
-    """Or five thousand, in the full profile."""
-    seeds = profile.pick(SEEDS, 5 * SEEDS)
+def test_no_seed_breaks_a_promise(figures: Figures, profile: Profile) -> None:
+    seeds = profile.pick(SEEDS, 20 * SEEDS)
     failure = first_failure(seeds)
     passed = seeds if failure is None else failure.scenario.seed
     figures.add("simulation", seeds, passed, f"{ACTIONS} actions each")
