@@ -17,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from tests.observe.test_live import JSON, answer, busy
-from tests.support.status_server import Status, StatusServer, response, status, tier
+from tests.support.status_server import JSON, Status, StatusServer, answer, busy, response, status, tier
 from tests.support.terminal import CTRL_C, Terminal
 from tiered_kv import make_offload_key, open_stack
 from tiered_kv._cli.top_view import duration, number, screen

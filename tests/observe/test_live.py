@@ -2,42 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.status_server import Status, histogram, status, tier
+from tests.support.status_server import JSON, Status, answer, busy, histogram, status, tier
 from tiered_kv.errors import FormatError, TierUnavailableError
 from tiered_kv.observe.answer import StatusAnswer, clean, read_status
 from tiered_kv.observe.live import ReasonView, Watcher, view_of
-
-
-def answer(told: object) -> StatusAnswer:
-    return read_status(json.dumps(told).encode())
-
-
-def busy(uptime_s: float, times: int, **fields: object) -> Status:
-    """Return the status of a stack where the same has happened so many times."""
-    cpu = {
-        "blocks_total": {"hit": 60 * times, "miss": 40 * times},
-        "loaded_bytes_total": 4_000_000 * times,
-        "stored_bytes_total": 1_000_000 * times,
-        "restored_tokens_total": 1600 * times,
-        "misses_total": {"evicted": 40 * times, "absent": 0},
-        "step_seconds": histogram(100 * times, 0, 0, 0),
-    }
-    disk = {
-        "blocks_total": {"hit": 30 * times, "miss": 10 * times},
-        "loaded_bytes_total": 2_000_000 * times,
-        "misses_total": {"absent": 10 * times},
-        "skipped_blocks_total": {"budget": 5 * times},
-        "failed_blocks_total": {"load": {"checksum": times}},
-        "job_seconds": {"load": histogram(0, 0, 100 * times, 0), "store": histogram(0, 0, 0, 0)},
-    }
-    return status(tier("cpu", cpu), tier("disk", disk), uptime_s=uptime_s, **fields)
 
 
 def test_rates_are_of_what_lies_between_two_answers() -> None:
@@ -92,7 +66,7 @@ def test_without_a_history_loaded_blocks_stand_for_hits() -> None:
     ("fields", "expected"),
     [({}, False), ({"breaker": "half_open"}, True), ({"breaker": "open"}, True), ({"is_disabled": True}, True)],
 )
-def test_a_stack_is_troubled_where_a_tier_is_out_of_use(fields: dict[str, object], expected: bool) -> None:
+def test_a_stack_is_troubled_where_a_tier_is_out_of_use(fields: Status, expected: bool) -> None:
     assert view_of(None, answer(status(tier("cpu"), tier("disk", **fields)))).is_troubled is expected
 
 
@@ -107,13 +81,6 @@ def test_a_name_holds_nothing_that_a_terminal_obeys(text: object) -> None:
     assert len(shown) <= 65
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.just("9" * 400),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=10,
-)
-
-
 @st.composite
 def spoiled(draw: st.DrawFn) -> object:
     """Return a status in which a few values, at any depth, are something else."""
@@ -126,9 +93,9 @@ def spoiled(draw: st.DrawFn) -> object:
                 if isinstance(place, dict)
                 else draw(st.integers(0, len(place) - 1))
             )
-            inner = place[key]  # type: ignore[call-overload]
+            inner = place[key]
             if not isinstance(inner, (dict, list)) or draw(st.integers(0, 3)) == 0:
-                place[key] = draw(JSON)  # type: ignore[call-overload]
+                place[key] = draw(JSON)
                 break
             place = inner
     return told

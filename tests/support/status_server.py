@@ -10,7 +10,18 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
+from hypothesis import strategies as st
+
+from tiered_kv.observe.answer import StatusAnswer, read_status
+
 Status = dict[str, Any]  # Any: JSON
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.just("9" * 400),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=10,
+)
+"""Whatever JSON may hold."""
 
 BUCKETS = ("0.001", "0.01", "0.1", "+Inf")
 
@@ -53,6 +64,32 @@ def response(body: bytes | Status, line: str = "HTTP/1.1 200 OK") -> bytes:
     """Return an HTTP response."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     return f"{line}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+def answer(told: object) -> StatusAnswer:
+    """Return what is read of a status."""
+    return read_status(json.dumps(told).encode())
+
+
+def busy(uptime_s: float, times: int, **fields: Any) -> Status:
+    """Return the status of a stack where the same has happened so many times."""
+    cpu = {
+        "blocks_total": {"hit": 60 * times, "miss": 40 * times},
+        "loaded_bytes_total": 4_000_000 * times,
+        "stored_bytes_total": 1_000_000 * times,
+        "restored_tokens_total": 1600 * times,
+        "misses_total": {"evicted": 40 * times, "absent": 0},
+        "step_seconds": histogram(100 * times, 0, 0, 0),
+    }
+    disk = {
+        "blocks_total": {"hit": 30 * times, "miss": 10 * times},
+        "loaded_bytes_total": 2_000_000 * times,
+        "misses_total": {"absent": 10 * times},
+        "skipped_blocks_total": {"budget": 5 * times},
+        "failed_blocks_total": {"load": {"checksum": times}},
+        "job_seconds": {"load": histogram(0, 0, 100 * times, 0), "store": histogram(0, 0, 0, 0)},
+    }
+    return status(tier("cpu", cpu), tier("disk", disk), uptime_s=uptime_s, **fields)
 
 
 class StatusServer:
