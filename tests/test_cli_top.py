@@ -87,6 +87,20 @@ def test_a_process_without_an_answer_is_shown_as_such() -> None:
     assert "NO ANSWER" in "\n".join(drawn(Sight(None, "connection refused"), 80, 24))
 
 
+def test_events_that_repeat_are_one_line() -> None:
+    notices = [
+        {"time": float(second), "tier": "disk", "what": what}
+        for second, what in enumerate(["first exception", *["breaker open", "breaker half open"] * 20])
+    ]
+    lines = drawn(Sight(view_of(None, answer(busy(100.0, 1, notices=notices)))), 80, 24)
+    shown = lines[lines.index(next(line for line in lines if line.startswith("last events"))) + 1 :]
+    assert [" ".join(line.split()[3:]) for line in shown] == [
+        "breaker half open (20 times)",
+        "breaker open (20 times)",
+        "first exception",
+    ]
+
+
 @given(st.dictionaries(st.sampled_from(sorted(tier("cpu"))), JSON), JSON, st.integers(20, 200), st.integers(8, 60))
 def test_a_screen_fits_whatever_the_process_answers(
     fields: dict[str, object], counters: object, width: int, height: int
@@ -162,7 +176,7 @@ def test_what_a_real_stack_did_is_shown(capsys: pytest.CaptureFixture[str]) -> N
         assert main(["top", f"127.0.0.1:{stack.server.port}", "--json", "--interval", "100ms"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [(each["name"], each["breaker"]) for each in told["tiers"]] == [("cpu", ""), ("ram", "closed")]
-    assert [each["used_bytes"] for each in told["tiers"]] == [4 * block_bytes] * 2
+    assert all(each["used_bytes"] >= 4 * block_bytes for each in told["tiers"])
     assert told["tiers"][1]["store_budget_bytes"] > 0
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from rich.cells import cell_len
@@ -47,7 +48,7 @@ def screen(sight: Sight, where: str, interval_s: float, console: Console) -> Ren
         parts += ["", _reason_table(reasons, len(view.reasons), width, can_draw)]
         left -= len(reasons) + 2
     if view.notices and left >= 3:
-        parts += ["", Text("last events", style="bold"), *map(_notice, view.notices[: left - 3])]
+        parts += ["", Text("last events", style="bold"), *map(_notice, _grouped(view.notices)[: left - 3])]
     return Group(*parts)
 
 
@@ -286,7 +287,15 @@ def _reason_table(reasons: Sequence[ReasonView], count: int, width: int, can_dra
     return table
 
 
+def _grouped(notices: Sequence[NoticeAnswer]) -> list[NoticeAnswer]:
+    """Return each event once, as old as the last of its kind: a breaker that tries again and again hides no other."""
+    counts = Counter((notice.tier, notice.what) for notice in notices)
+    latest = {(notice.tier, notice.what): notice for notice in reversed(notices)}
+    times = {key: f"{key[1]} ({count} times)" if count > 1 else key[1] for key, count in counts.items()}
+    return [replace(latest[key], what=what) for key, what in times.items()]
+
+
 def _notice(notice: NoticeAnswer) -> Text:
-    text = Text(f"{duration(notice.age_s):>6} ago  ", style="dim", no_wrap=True, overflow="ellipsis")
+    text = Text(f"{duration(max(1.0, round(notice.age_s))):>6} ago  ", style="dim", no_wrap=True, overflow="ellipsis")
     text.append(f"{_short(notice.tier)}  ", style="not dim bold")
     return text.append(notice.what, style="not dim")
