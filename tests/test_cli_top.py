@@ -278,6 +278,21 @@ def test_a_dumb_terminal_gets_tables(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_terminal_that_knows_ascii_only_gets_ascii(tmp_path: Path) -> None:
+    told = response(status(tier("cpu"), tier("näme"), uptime_s=5.0))
+    with (
+        StatusServer(lambda: told) as server,
+        Terminal([*COMMAND, server.address], tmp_path, {"PYTHONIOENCODING": "ascii"}) as terminal,
+    ):
+        shown = terminal.wait_for("closed")
+        assert "n?me" in shown
+        assert "###" in shown
+        assert shown.isascii()
+        terminal.type(CTRL_C)
+        assert terminal.end()[0] == 130
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number_", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_that_ends_it_puts_the_terminal_back(tmp_path: Path, number_: signal.Signals) -> None:
     with (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> Status:
     address = address_of(args.where)
     watcher = Watcher(lambda: _ask(address))
     if args.once or args.json:
-        return _once(watcher, args)
+        return _once(watcher, address, args)
     try:
         with _ended_by_signals():
             if sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown"):
@@ -74,7 +75,7 @@ def _ask(address: Address) -> StatusAnswer:
     return read_status(fetch(address, "/status"))
 
 
-def _once(watcher: Watcher, args: argparse.Namespace) -> Status:
+def _once(watcher: Watcher, address: Address, args: argparse.Namespace) -> Status:
     """Look twice, an interval apart, and show what happened in between.
 
     Raises:
@@ -84,11 +85,10 @@ def _once(watcher: Watcher, args: argparse.Namespace) -> Status:
     if not first.trouble:
         time.sleep(args.interval)
     sight = first if first.trouble else watcher.look()
-    where = str(address_of(args.where))
     if sight.view is None or sight.trouble:
-        raise TierUnavailableError(f"{where}: {sight.trouble}; is the stack open there, with 'metrics' in its file?")
+        raise TierUnavailableError(f"{address}: {sight.trouble}; is the stack open there, with 'metrics' in its file?")
     if args.json:
-        print_json({"url": where, **asdict(sight.view)})
+        print_json({"url": str(address), **asdict(sight.view)})
     else:
         _print_sight(sight, args.interval, notices_s=float("inf"))
     return Status.FOUND if sight.view.is_troubled else Status.OK
@@ -101,6 +101,8 @@ def _draw(watcher: Watcher, address: Address, interval_s: float) -> None:
 
     from tiered_kv._cli.top_view import screen
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a name may hold what the terminal's encoding has not
     console = Console()
     with Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
         while True:
@@ -144,12 +146,16 @@ def _print_sight(sight: Sight, interval_s: float, *, notices_s: float) -> None:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Turn a signal that ends the process into an exception, so that the terminal is put back as it was."""
+    """Turn a signal that ends the process into an exception, so that the terminal is put back as it was.
+
+    One that is ignored, as after `nohup`, stays so.
+    """
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    ending = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, end) for number in ending}
     try:
         yield
     finally:
