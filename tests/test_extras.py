@@ -29,6 +29,7 @@ LIBRARIES = {
     "zstd": ("zstandard",),
     "crypto": ("cryptography",),
     "metrics": ("prometheus_client",),
+    "completion": ("argcomplete",),
 }
 """What is missing where an extra was not installed."""
 

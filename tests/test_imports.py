@@ -30,6 +30,7 @@ EXTRAS = frozenset(
         "zstandard",
         "matplotlib",
         "prometheus_client",
+        "argcomplete",
     }
 )
 IMPORT_LIMIT_S = 0.150

@@ -1,7 +1,7 @@
 """How the command answers: exit statuses, JSON for machines, tables for people, progress where somebody watches.
 
-Results go to standard output; errors and progress to standard error. rich is imported only here, and only when
-a table or a progress bar is really drawn.
+Results go to standard output; errors and progress to standard error. rich is imported only when a table, a progress
+bar or the screen of `top` is really drawn.
 """
 
 from __future__ import annotations
