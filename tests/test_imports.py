@@ -32,6 +32,7 @@ ROOMS: list[tuple[str, ...]] = [
     ("tiered_kv.cpu", "tiered_kv.tiering.base"),
     ("tiered_kv.tiering", "tiered_kv.toolkit"),
     ("tiered_kv.abstract",),
+    ("tiered_kv.observe",),
     ("tiered_kv_",),  # the plugins
     ("tiered_kv.facade", "tiered_kv.stack"),
     ("tiered_kv.workload", "tiered_kv.worker"),

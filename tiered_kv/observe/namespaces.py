@@ -1,0 +1,93 @@
+"""Other namespaces in a tier's storage: the same keys under a namespace that differs are a miss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+from tiered_kv.config.redaction import told
+from tiered_kv.config.settings import TierSettings
+from tiered_kv.config.stack_config import StackConfig
+from tiered_kv.hooks import tier_plugins
+
+NAMESPACES_MAX = 64
+"""Namespaces that are described of each tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class OtherNamespace:
+    """A namespace, other than a stack's own, of which a tier's storage holds data.
+
+    Attributes:
+        digest: Its digest, 32 hexadecimal digits.
+        differences: For each field that differs, such as "namespace.revision": the stack's value, and this one's. None
+            stands for no value. It is empty if the storage has no readable form of the namespace.
+    """
+
+    digest: str
+    differences: Mapping[str, tuple[object, object]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TierNamespaces:
+    """The namespaces in the storage of one tier.
+
+    Attributes:
+        tier: The tier's name.
+        has_own: Whether there is data of the stack's namespace.
+        others: Other namespaces, those with the fewest differences first.
+        error: Why they could not be listed; empty if they were.
+    """
+
+    tier: str
+    has_own: bool = False
+    others: tuple[OtherNamespace, ...] = ()
+    error: str = ""
+
+
+def tier_namespaces(config: StackConfig, settings: TierSettings, deadline: float) -> TierNamespaces:
+    """Return the namespaces in one tier's storage. It does I/O, and opens no stack.
+
+    Args:
+        config: The stack's configuration.
+        settings: One of its `secondary`.
+        deadline: When to give up, in seconds of `time.monotonic()`.
+    """
+    own = config.identity
+    try:
+        load = tier_plugins().resolve(settings.type).administration
+        if load is None:
+            return TierNamespaces(settings.name, error=f"tiers of type '{settings.type}' cannot list their namespaces")
+        with closing(load()(settings)) as administration:
+            stored = administration.namespaces(deadline)
+    except Exception as error:  # whatever a stranger's administration raises
+        return TierNamespaces(settings.name, error=told(error, settings.secret_texts()))
+    digest = own.digest.hex()
+    others = [
+        OtherNamespace(each.digest, differences(own.described, each.described) if each.described else {})
+        for each in stored
+        if each.digest != digest
+    ]
+    others.sort(key=lambda other: (not other.differences, len(other.differences), other.digest))
+    return TierNamespaces(settings.name, len(others) < len(stored), tuple(others[:NAMESPACES_MAX]))
+
+
+def differences(ours: Mapping[str, object], theirs: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+    """Return the fields in which two readable forms differ, with both values; None stands for no value."""
+    mine, others = dict(_flat(ours)), dict(_flat(theirs))
+    return {
+        name: (mine.get(name), others.get(name))
+        for name in sorted(mine.keys() | others.keys())
+        if mine.get(name) != others.get(name)
+    }
+
+
+def _flat(described: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield each field of a readable form; they are nested four deep at most."""
+    for name, value in described.items():
+        if isinstance(value, Mapping) and prefix.count(".") < 4:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
