@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -341,8 +342,9 @@ def test_a_directory_of_somebody_else_is_an_error_with_a_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for kind in KINDS:
-        alice = Place(kind, tmp_path / kind).tenant("alice") if (tmp_path / kind).mkdir() is None else None
-        assert alice is not None
+        folder = tmp_path / kind
+        folder.mkdir()
+        alice = Place(kind, folder).tenant("alice")
         alice.path.mkdir()
         (alice.path / "holiday.jpg").write_bytes(b"")
         status, tier = inspect(alice, capsys)
@@ -404,3 +406,18 @@ def test_what_a_tier_of_another_type_tells_is_shown_and_what_it_cannot_is_said(
     assert "memory: tiers of type 'memory' show nothing to other processes" in text
     assert main(["inspect", str(file), "--verify"]) == 1, "what was asked for was not done"
     assert "tiers of type 'told' cannot be verified" in capsys.readouterr().out
+
+
+def test_the_commands_of_the_how_to_page_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alice = Place("fs", tmp_path).tenant("alice")
+    alice.store(BLOCKS)
+    alice.file.rename(tmp_path / "stack.yaml")
+    monkeypatch.chdir(tmp_path)
+    page = Path(__file__).parents[1] / "docs/how-to/inspect.md"
+    commands = re.findall(r"^tiered-kv (.*)$", page.read_text(), re.MULTILINE)
+    assert len(commands) >= 3
+    for command in commands:
+        assert main(command.split()) == 0, command
+        assert alice.digest in capsys.readouterr().out
