@@ -6,7 +6,7 @@ import argparse
 import textwrap
 from typing import Final
 
-from tiered_kv.config.units import parse_seconds
+from tiered_kv.config.units import parse_bytes, parse_seconds
 
 INTERVAL_MIN_S: Final = 0.1
 INTERVAL_MAX_S: Final = 86_400.0
@@ -29,6 +29,17 @@ def seconds(text: str) -> float:
         return parse_seconds(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{error}, found {text!r}") from None
+
+
+def rate(text: str) -> int:
+    """Return bytes a second, at least 1, from text such as "100MiB/s" or "100MiB"."""
+    try:
+        value = parse_bytes(text.removesuffix("/s"))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}, found {text!r}") from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1 byte a second, found {text!r}")
+    return value
 
 
 def interval(text: str) -> float:
