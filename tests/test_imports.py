@@ -19,6 +19,7 @@ import tiered_kv
 ROOT = Path(__file__).parent.parent
 EXTRAS = frozenset(
     {"torch", "transformers", "vllm", "redis", "boto3", "botocore", "aiofiles", "cryptography", "zstandard"}
+    | {"zmq", "msgspec"}
 )
 IMPORT_LIMIT_S = 0.150
 PLUGINS = sorted(path.name for path in (ROOT / "plugins").glob("tiered_kv_*"))
@@ -33,6 +34,7 @@ ROOMS: list[tuple[str, ...]] = [
     ("tiered_kv.tiering", "tiered_kv.toolkit"),
     ("tiered_kv.abstract",),
     ("tiered_kv_",),  # the plugins
+    ("tiered_kv.observe",),
     ("tiered_kv.facade", "tiered_kv.stack"),
     ("tiered_kv.workload", "tiered_kv.worker"),
     ("tiered_kv._cli", "tiered_kv.cli"),

@@ -15,6 +15,7 @@ from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.facade import BlockFacade
+from tiered_kv.observe.events import EventPublisher, medium_of
 from tiered_kv.tiering.audit import AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
@@ -50,7 +51,8 @@ class Stack(BlockFacade):
         config: The configuration.
         backend: Rows of a region that was made elsewhere, with the sizes of `config`; the stack closes the region. By
             default the stack makes a region of its own, pinned where this process has a GPU.
-        enable_events: Whether `manager.take_events` tells the primary tier's blocks too.
+        enable_events: Whether `manager.take_events` tells of stored and removed blocks, where the configuration does
+            not have them published.
 
     Attributes:
         config: The same.
@@ -60,6 +62,7 @@ class Stack(BlockFacade):
         kv_view: The same memory as a memoryview of shape (num_blocks, block_bytes).
         secondary_tiers: In the order they are searched.
         tier_names: Their names.
+        events: The publisher of events; None without one.
     """
 
     def __init__(self, config: StackConfig, *, backend: CPUBackend | None = None, enable_events: bool = False) -> None:
@@ -68,11 +71,15 @@ class Stack(BlockFacade):
             backend = backend or CPUBackend(open_region(config))
             undo.callback(backend.region.close)
             self.kv_view = backend.region.kv_view
-            self.primary = CPUOffloadingManager(backend, config.primary.policy, enable_events=enable_events)
+            self.events = _open_publisher(config)
+            if self.events is not None:
+                undo.callback(self.events.close)
+            tells_events = enable_events or self.events is not None
+            self.primary = CPUOffloadingManager(backend, config.primary.policy, enable_events=tells_events)
             self.secondary_tiers: list[SecondaryTierManager] = []
             undo.callback(_shut_down, self.secondary_tiers, config)
             for settings in config.secondary:
-                self.secondary_tiers.append(open_tier(config, settings, self.kv_view))
+                self.secondary_tiers.append(open_tier(config, settings, self.kv_view, wants_events=tells_events))
             self.tier_names = [tier.name for tier in config.secondary]
             budget_bytes = config.primary.promotion_budget
             limits = ManagerLimits(
@@ -86,6 +93,7 @@ class Stack(BlockFacade):
                 settings=config.secondary,
                 limits=limits,
                 audit=_audit_rules(config),
+                event_sink=self.events,
             )
             super().__init__(manager, backend.region, _batch_blocks(config))
             undo.pop_all()
@@ -97,19 +105,22 @@ class Stack(BlockFacade):
         self.close()
 
 
-def open_tier(config: StackConfig, settings: TierSettings, kv_view: memoryview) -> SecondaryTierManager:
+def open_tier(
+    config: StackConfig, settings: TierSettings, kv_view: memoryview, *, wants_events: bool = False
+) -> SecondaryTierManager:
     """Open one secondary tier of a stack over `kv_view`; the caller shuts it down.
 
     Args:
         config: The stack's configuration.
         settings: One of its `secondary`.
         kv_view: Writable, of shape (num_blocks, block_bytes).
+        wants_events: Whether somebody takes its events.
 
     Raises:
         ConfigError, TierError: The tier cannot be opened.
     """
     identity = config.identity
-    spec = TierSpec(settings.name, config.block.bytes, identity.digest, identity.described)
+    spec = TierSpec(settings.name, config.block.bytes, identity.digest, identity.described, wants_events)
     try:
         return SecondaryTierFactory.create(spec, kv_view, settings)
     except MissingExtraError:
@@ -151,6 +162,12 @@ def _shut_down(tiers: list[SecondaryTierManager], config: StackConfig) -> None:
         except Exception as error:  # whatever a stranger's tier raises
             # The text, since the error keeps the tier with its traceback.
             _log.warning("a '%s' tier failed to shut down: %s", tier.tier_type, told(error, config.secret_texts()))
+
+
+def _open_publisher(config: StackConfig) -> EventPublisher | None:
+    if config.events is None:
+        return None
+    return EventPublisher(config.events, {tier.name: medium_of(tier.type) for tier in config.secondary})
 
 
 def _audit_rules(config: StackConfig) -> AuditRules | None:

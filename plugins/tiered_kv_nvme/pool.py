@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from tiered_kv.toolkit.event_log import EventLog
 from tiered_kv_nvme.index import Index
 from tiered_kv_nvme.layout import BatchHeader, batch_header_bytes
 from tiered_kv_nvme.segment import Demand, Segment, SegmentState
@@ -53,9 +54,10 @@ class SegmentPool:
         digest: The namespace's.
         epoch: The directory's epoch.
         free_target: How many free segments the reclaimer keeps ready.
+        wants_events: Whether somebody takes `events`.
     """
 
-    def __init__(self, digest: bytes, epoch: int, free_target: int) -> None:
+    def __init__(self, digest: bytes, epoch: int, free_target: int, *, wants_events: bool = False) -> None:
         self.changed = threading.Condition(threading.Lock())
         self.digest = digest
         self.epoch = epoch
@@ -63,6 +65,8 @@ class SegmentPool:
         self.free_target = free_target
         self.segments: dict[int, Segment] = {}
         self.index = Index()
+        self.events = EventLog(wants_events)
+        """What entered and left the index."""
         self.generation = 0
         """The greatest generation so far."""
         self._growth_refused = False

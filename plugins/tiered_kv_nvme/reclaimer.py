@@ -206,8 +206,9 @@ class Reclaimer:
             chunk = keys[start : start + CHUNK_KEYS]
             first_place = place_of(segment.slot, start)
             with self.pool.changed:
-                dropped = sum(drop(key, place) for place, key in enumerate(chunk, first_place))
-            self.counters.add("evicted_blocks_total", count=dropped)
+                dropped = [key for place, key in enumerate(chunk, first_place) if drop(key, place)]
+                self.pool.events.removed(dropped)
+            self.counters.add("evicted_blocks_total", count=len(dropped))
             time.sleep(PAUSE_S)
 
     def _use_again(self, segment: Segment) -> bool:

@@ -51,6 +51,7 @@ class StoreOptions:
         codecs: The codecs of blocks.
         threads: How many threads will call; as many read the directory when it is opened.
         room_timeout_s: How long a store waits for a free segment.
+        wants_events: Whether somebody takes the events of `SegmentStore.events`.
     """
 
     sizing: Sizing
@@ -59,6 +60,7 @@ class StoreOptions:
     codecs: CodecSet = PLAIN
     threads: int = 8
     room_timeout_s: float = 5.0
+    wants_events: bool = False
 
 
 class SegmentStore:
@@ -112,8 +114,9 @@ class SegmentStore:
         self._files = SegmentFiles(
             disk, self._directory, not self.not_direct, self.counters, sizing.segment_bytes, sizing.capacity_bytes
         )
-        self._pool = SegmentPool(identity.digest, self._epoch.value, FREE_SEGMENTS)
+        self._pool = SegmentPool(identity.digest, self._epoch.value, FREE_SEGMENTS, wants_events=options.wants_events)
         self.index = self._pool.index
+        self.events = self._pool.events
         try:
             recover(self._files, self._pool, threads=options.threads)
         except OSError as error:
@@ -192,6 +195,7 @@ class SegmentStore:
         with self._pool.changed:
             self._pool.reset(epoch)
             self._forgotten.append(self.index.clear())
+            self.events.clear()
         self.counters.add("resets_total")
         self._noting.ask()
         return epoch

@@ -26,6 +26,7 @@ BUILT_IN_POLICIES = ("lru", "arc")
 PRIMARY_BLOCKS_MIN = 2
 _REFERENCE = re.compile(r"[\w.]+:[\w.]+")
 """How a class is named; nothing else is imported, a URL that stands in the wrong place for one."""
+_ADDRESS = r"^(tcp://(\[[0-9A-Fa-f:]+\]|[^\s/:\[\]]+):(\*|[0-9]{1,5})|ipc://\S+)$"
 PRIMARY_TIER_NAME = "cpu"
 """The primary tier's name in counters; no secondary tier may have it."""
 
@@ -69,6 +70,20 @@ class PrimarySettings(StrictModel):
         return policy
 
 
+class EventSettings(StrictModel):
+    """Where the events of all tiers are published. Only addresses of this machine's loopback are closed to others."""
+
+    publish: str = Field(
+        pattern=_ADDRESS, description="Address to listen at for subscribers, such as tcp://127.0.0.1:5557."
+    )
+    replay: str | None = Field(
+        default=None,
+        pattern=_ADDRESS,
+        description="Address to listen at for subscribers that missed events; by default there is none.",
+    )
+    topic: str = Field(default="kv", max_length=256, description="The first frame of each message.")
+
+
 class StackConfig(StrictModel):
     """A whole stack. `load_config` makes one from a file or a mapping; a program may make one itself."""
 
@@ -88,6 +103,10 @@ class StackConfig(StrictModel):
     )
     audit_action: Literal["report", "stop"] = Field(
         default="report", description="What to do about a tier whose block differs by more: report it, or stop its use."
+    )
+
+    events: EventSettings | None = Field(
+        default=None, description="Where events of stored and removed blocks are published; by default nowhere."
     )
 
     @property

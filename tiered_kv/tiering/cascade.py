@@ -30,6 +30,7 @@ class Cascade:
             for _, blocks in selections:
                 self._primary.pin(blocks)
             self._primary.unpin(written)
+        self._primary.tell_stored(written)
         self._submit(selections, req_context)
 
     def offer(self, ready: list[CPUBlock], tiers: Iterable[GuardedTier], req_context: ReqContext) -> None:

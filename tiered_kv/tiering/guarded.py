@@ -19,6 +19,7 @@ from tiered_kv.errors import TierError
 from tiered_kv.tiering.admission import Admission
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.breaker import Breaker, BreakerState
+from tiered_kv.tiering.events import TierEvents
 from tiered_kv.tiering.isolation import IsolatedTier
 from tiered_kv.toolkit.status import RecordStatus
 
@@ -81,7 +82,7 @@ class GuardedTier:
     or not, so a tier that never reports can take its budgets and no more.
 
     A tier whose class does not say `is_nonblocking` gets a thread of its own. Budgets are a quarter of `region_bytes`
-    by default.
+    by default. With `tells_events` somebody takes its events.
     """
 
     def __init__(
@@ -91,6 +92,8 @@ class GuardedTier:
         block_bytes: int,
         region_bytes: int,
         clock: Callable[[], float],
+        *,
+        tells_events: bool = False,
     ) -> None:
         self.name = settings.name
         self.tier = tier if tier.is_nonblocking else IsolatedTier(tier, settings.lookup_timeout, clock)
@@ -98,6 +101,7 @@ class GuardedTier:
         self.breaker = Breaker(settings.breaker_failures, settings.breaker_cooldown)
         self.admission = Admission(settings.admit_after)
         self.counters = Counters(_NAMES, _LABELLED)
+        self._events = TierEvents(self.tier, self.name, block_bytes) if tells_events else None
         self.jobs: dict[JobId, Job] = {}
         self.is_disabled = False
         """Set for good when the tier cannot reset."""
@@ -302,11 +306,23 @@ class GuardedTier:
 
     def take_events(self) -> list[OffloadingEvent]:
         """Return the tier's events since the last call."""
+        if self._events is None:
+            return []
         try:
-            return list(self.tier.take_events())
+            return self._events.take()
         except Exception:
             self.note_exception("take_events")
             return []
+
+    def reset_cache(self) -> None:
+        """Let the tier forget every block; one that cannot is not used any more."""
+        if not self.call("reset_cache"):
+            self.is_disabled = True
+        if self._events is not None:
+            try:
+                self._events.reset(list(self.jobs))
+            except Exception:
+                self.note_exception("take_events")
 
     def _room(self, free_blocks: int) -> int:
         return 0 if self.refusal() else free_blocks
@@ -337,6 +353,8 @@ class GuardedTier:
         self.counters.add(f"{what}_bytes_total", count=done * self._block_bytes)
         if done < total:
             self._count_failed(job, total - done, result.reason or "failed")
+        if self._events is not None:
+            self._events.note(job.metadata, result)
         if done or not total:
             self.breaker.succeed()
         elif result.reason not in HARMLESS_REASONS:

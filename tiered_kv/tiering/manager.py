@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from tiered_kv.base import (
@@ -22,6 +22,7 @@ from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.tiering.audit import Audit, AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.cascade import Cascade
+from tiered_kv.tiering.events import EventSink
 from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.limits import ManagerLimits
 from tiered_kv.tiering.promotion import Promotions
@@ -45,6 +46,8 @@ class TieringOffloadingManager(OffloadingManager):
         settings: The limits of each, and its name in counters; by default those of its `tier_type`.
         limits: The limits of all together.
         audit: Which requests are computed anew to compare their blocks; None for none.
+        event_sink: Who gets the events of all tiers at the end of each step; closed with the manager. With one,
+            `take_events` has nothing to return. Tiers have events if the primary tier `tells_events`.
         clock: Seconds of a monotonic clock; deadlines given to tiers are in its time.
     """
 
@@ -56,16 +59,24 @@ class TieringOffloadingManager(OffloadingManager):
         settings: Sequence[TierSettings] | None = None,
         limits: ManagerLimits | None = None,
         audit: AuditRules | None = None,
+        event_sink: EventSink | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.primary = primary
+        self._event_sink = event_sink
         self.secondary_tiers = list(secondary_tiers)
         self.limits = limits or ManagerLimits()
         self._clock = clock
         settings = settings or [TierSettings(type=tier.tier_type) for tier in self.secondary_tiers]
         backend = primary.backend
         self._tiers = tuple(
-            GuardedTier(*tier, backend.block_size, backend.block_size * backend.num_blocks, clock)
+            GuardedTier(
+                *tier,
+                backend.block_size,
+                backend.block_size * backend.num_blocks,
+                clock,
+                tells_events=primary.tells_events,
+            )
             for tier in zip(self.secondary_tiers, settings, strict=True)
         )
         self._cascade = Cascade(primary)
@@ -227,6 +238,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._submit()
         self.poll()
         self.primary.on_schedule_end()
+        if self._event_sink is not None:
+            self._publish(self._event_sink)
         STEP.pauses_left = 0
         if self._audit is not None and self._audit.stopped:
             self._stop_audited_tiers(self._audit.stopped)
@@ -253,11 +266,16 @@ class TieringOffloadingManager(OffloadingManager):
             audit.tick(now_s)
         self._search.refresh(now_s)
 
-    def take_events(self) -> Iterable[OffloadingEvent]:
+    def take_events(self) -> list[OffloadingEvent]:
         events = list(self.primary.take_events())
         for guarded in self._tiers:
             events += guarded.take_events()
         return events
+
+    def _publish(self, sink: EventSink) -> None:
+        events = self.take_events()
+        if events:
+            sink.publish(events)
 
     # Emptying and closing.
 
@@ -296,8 +314,10 @@ class TieringOffloadingManager(OffloadingManager):
         """
         self._forget_primary()
         for guarded in self._tiers:
-            if not guarded.call("reset_cache"):
-                guarded.is_disabled = True
+            guarded.reset_cache()
+        if self._event_sink is not None:
+            self.primary.take_events()  # each of its blocks; one event for all tiers says more
+            self._event_sink.clear()
         self._search.refresh(self._clock())
 
     def _forget_primary(self) -> None:
@@ -325,6 +345,9 @@ class TieringOffloadingManager(OffloadingManager):
         for guarded in self._tiers:
             guarded.call("shutdown")
         self.poll()
+        if self._event_sink is not None:
+            self._publish(self._event_sink)
+            self._event_sink.close()
         if self._audit is not None:
             self._audit.close(timeout_s)
         self._requests.clear()
@@ -354,6 +377,8 @@ class TieringOffloadingManager(OffloadingManager):
         if self._audit is not None:
             for name, values in self._audit.counted().items():
                 counted[name].update(values)
+        if self._event_sink is not None:
+            counted[PRIMARY_NAME].update(self._event_sink.counted())
         return counted
 
     def _submit(self) -> None:

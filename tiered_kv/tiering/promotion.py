@@ -130,6 +130,7 @@ class Promotions:
             else:
                 self._drop(key, block)
                 self._primary.abandon([block])
+        self._primary.tell_stored(ready)
         return ready
 
     def expire(self, job: Job) -> None:

@@ -8,7 +8,7 @@ what each counts. What a tier counts itself has names that begin with `tier_`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -57,8 +57,16 @@ class CounterReport:
         return stats
 
 
-def vllm_events(events: Iterable[OffloadingEvent], locality: Any = None) -> Iterator[VllmEvent]:
-    """Yield `events` as vLLM's; `locality` is vLLM's Locality of secondary tiers, or None."""
+def vllm_events(
+    events: Iterable[OffloadingEvent], telling: Collection[str], locality: Any = None
+) -> Iterator[VllmEvent]:
+    """Yield `events` as vLLM's.
+
+    Args:
+        events: Ours; the medium of a secondary tier's is its name.
+        telling: Names of tiers that report each block that they remove. vLLM remembers the block's tokens until then.
+        locality: vLLM's Locality of secondary tiers, or None.
+    """
     for event in events:
         is_primary = event.medium == CPULoadStoreSpec.medium()
         yield VllmEvent(
@@ -67,6 +75,7 @@ def vllm_events(events: Iterable[OffloadingEvent], locality: Any = None) -> Iter
             removed=event.removed,
             locality=None if is_primary else locality,
             ownership=None if is_primary else event.medium,
+            removal_expected=not event.removed and event.medium in telling,
         )
 
 
