@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import msgspec
 import zmq
 
-from tiered_kv.base import OffloadKey
 from tiered_kv.observe.events import EventPublisher
 
 PATIENCE_S = 30.0
-Index = dict[str, set[OffloadKey]]
-"""The blocks of each medium."""
+Index = dict[str, set[int]]
+"""The hashes of the blocks of each medium."""
 
 
 class Message(NamedTuple):
@@ -91,12 +90,10 @@ def index_of(messages: Iterable[Message]) -> Index:
         if event["type"] == "AllBlocksCleared":
             index.clear()
             continue
-        group = event["group_idx"].to_bytes(4, "big")
-        keys = {OffloadKey(block_hash + group) for block_hash in event["block_hashes"]}
         known = index.setdefault(event["medium"], set())
-        known |= keys
+        known.update(event["block_hashes"])
         if event["type"] == "BlockRemoved":
-            known -= keys
+            known.difference_update(event["block_hashes"])
     return index
 
 

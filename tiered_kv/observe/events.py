@@ -42,6 +42,7 @@ _NUMBER_BYTES: Final = 8
 _END: Final = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 _RANK: Final = 0
 _GROUP_BYTES: Final = 4
+_HASH_BYTES: Final = 8
 
 _Fields = dict[str, Any]  # Any: as the fields of vLLM's events
 _UNKNOWN: Final[_Fields] = {
@@ -91,7 +92,7 @@ class EventPublisher:
         self._next_number = 0
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
-        self._counts = {"event_messages_total": 0, "dropped_event_batches_total": 0, "event_replays_total": 0}
+        self._counts = {"event_messages_total": 0, "dropped_event_batches_total": 0, "event_replay_requests_total": 0}
         self._is_closing = threading.Event()
         self._context = zmq.Context()
         try:
@@ -196,9 +197,9 @@ class EventPublisher:
 
     def _fields(self, event: OffloadingEvent, keys: Sequence[OffloadKey]) -> Iterator[_Fields]:
         """Yield one event for each KV cache group of `keys`."""
-        hashes: dict[bytes, list[bytes]] = {}
+        hashes: dict[bytes, list[int]] = {}
         for key in keys:
-            hashes.setdefault(key[-_GROUP_BYTES:], []).append(key[:-_GROUP_BYTES])
+            hashes.setdefault(key[-_GROUP_BYTES:], []).append(hash_of(key))
         is_primary = event.medium == CPULoadStoreSpec.medium()
         where: _Fields = {"medium": event.medium if is_primary else self._mediums.get(event.medium, event.medium)}
         if not is_primary:
@@ -232,12 +233,17 @@ class EventPublisher:
         if len(frames) != 3 or len(frames[2]) != _NUMBER_BYTES:
             return
         client, first = frames[0], int.from_bytes(frames[2], "big")
-        self._counts["event_replays_total"] += 1
+        self._counts["event_replay_requests_total"] += 1
         for number, payload in self._kept:
             if number >= first:
                 self._replayer.send_multipart((client, b"", self._topic, _frame(number), payload))
                 give_way()
         self._replayer.send_multipart((client, b"", b"", _END, b""))
+
+
+def hash_of(key: OffloadKey) -> int:
+    """Return what events call a block: the last 64 bits of its hash, as in vLLM's events and its routers."""
+    return int.from_bytes(key[-_HASH_BYTES - _GROUP_BYTES : -_GROUP_BYTES], "big")
 
 
 def medium_of(tier_type: str) -> str:
