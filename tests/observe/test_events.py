@@ -17,7 +17,7 @@ from tiered_kv.base import OffloadingEvent, OffloadKey, make_offload_key
 from tiered_kv.config.stack_config import EventSettings
 from tiered_kv.errors import ConfigError
 from tiered_kv.observe import events
-from tiered_kv.observe.events import EventPublisher, hash_of
+from tiered_kv.observe.events import EventPublisher, hashes_of
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.redis_servers import PATIENT, RedisServer, redis_server
@@ -66,7 +66,7 @@ def publisher_of(stack: Stack) -> EventPublisher:
 
 
 def hashes(keys: Iterable[OffloadKey]) -> set[int]:
-    return set(map(hash_of, keys))
+    return {each for of_group in hashes_of(list(keys)).values() for each in of_group}
 
 
 def put(stack: Stack, keys: list[OffloadKey]) -> None:
@@ -257,6 +257,15 @@ def test_blocks_of_several_groups_are_told_apart(publisher: EventPublisher) -> N
         (0, [0, 2, 4]),
         (1, [1, 3, 5]),
     ]
+
+
+@pytest.mark.parametrize("lengths", [(32, 32, 32), (8, 8, 8), (7, 7, 7), (32, 16, 20)])
+def test_a_block_is_known_by_the_last_64_bits_of_its_hash(lengths: tuple[int, ...]) -> None:
+    parts = [bytes(range(number, number + length)) for number, length in enumerate(lengths, 200)]
+    expected = [int.from_bytes(part[-8:], "big") for part in parts]
+    assert hashes_of([make_offload_key(part, 5) for part in parts]) == {5: expected}
+    two_groups = [make_offload_key(part, number % 2) for number, part in enumerate(parts)]
+    assert hashes_of(two_groups) == {0: expected[::2], 1: expected[1::2]}
 
 
 def test_no_message_is_large(publisher: EventPublisher) -> None:

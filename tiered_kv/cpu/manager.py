@@ -118,7 +118,7 @@ class CPUOffloadingManager(OffloadingManager):
         written = self.written_blocks(keys, req_context)
         if success:
             self.commit(written)
-            self.tell_stored(written)
+            self.tell_stored([block.key for block in written])
         else:
             self.abandon(written)
 
@@ -258,10 +258,9 @@ class CPUOffloadingManager(OffloadingManager):
         if not pins:
             self.policy.add(blocks)
 
-    def tell_stored(self, blocks: Collection[CPUBlock]) -> None:
-        """Tell of blocks that became ready together, in one event."""
-        if self._events is not None:
-            self._tell([block.key for block in blocks], removed=False)
+    def tell_stored(self, keys: list[OffloadKey]) -> None:
+        """Tell of blocks that became ready together, in one event, which keeps the list."""
+        self._tell(keys, removed=False)
 
     def abandon(self, blocks: Iterable[CPUBlock]) -> None:
         """Forget blocks in state writing whose transfer has ended without success."""

@@ -20,6 +20,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
+
 from tiered_kv.base import OffloadingEvent, OffloadKey
 from tiered_kv.config.stack_config import EventSettings
 from tiered_kv.errors import ConfigError, MissingExtraError
@@ -197,15 +199,12 @@ class EventPublisher:
 
     def _fields(self, event: OffloadingEvent, keys: Sequence[OffloadKey]) -> Iterator[_Fields]:
         """Yield one event for each KV cache group of `keys`."""
-        hashes: dict[bytes, list[int]] = {}
-        for key in keys:
-            hashes.setdefault(key[-_GROUP_BYTES:], []).append(hash_of(key))
         is_primary = event.medium == CPULoadStoreSpec.medium()
         where: _Fields = {"medium": event.medium if is_primary else self._mediums.get(event.medium, event.medium)}
         if not is_primary:
             where["ownership"] = event.medium
-        for group, of_group in hashes.items():
-            about = {"block_hashes": of_group, "group_idx": int.from_bytes(group, "big"), **where}
+        for group, hashes in hashes_of(keys).items():
+            about = {"block_hashes": hashes, "group_idx": group, **where}
             yield {"type": "BlockRemoved", **about} if event.removed else {"type": "BlockStored", **about, **_UNKNOWN}
 
     def _send(self, time_s: float, events: list[_Fields]) -> None:
@@ -241,9 +240,20 @@ class EventPublisher:
         self._replayer.send_multipart((client, b"", b"", _END, b""))
 
 
-def hash_of(key: OffloadKey) -> int:
-    """Return what events call a block: the last 64 bits of its hash, as in vLLM's events and its routers."""
-    return int.from_bytes(key[-_HASH_BYTES - _GROUP_BYTES : -_GROUP_BYTES], "big")
+def hashes_of(keys: Sequence[OffloadKey]) -> dict[int, list[int]]:
+    """Return what events call blocks, by KV cache group: the last 64 bits of each hash, as in vLLM's events."""
+    length = len(keys[0])
+    if length >= _HASH_BYTES + _GROUP_BYTES and set(map(len, keys)) == {length}:
+        # The usual case, without the interpreter for each key: the scheduler may wait for its lock.
+        table = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, length)[:, -_HASH_BYTES - _GROUP_BYTES :]
+        groups = np.ascontiguousarray(table[:, _HASH_BYTES:]).view(">u4")[:, 0]
+        if (groups == groups[0]).all():
+            return {int(groups[0]): np.ascontiguousarray(table[:, :_HASH_BYTES]).view(">u8")[:, 0].tolist()}
+    by_group: dict[int, list[int]] = {}
+    for key in keys:
+        block_hash = int.from_bytes(key[-_HASH_BYTES - _GROUP_BYTES : -_GROUP_BYTES], "big")
+        by_group.setdefault(int.from_bytes(key[-_GROUP_BYTES:], "big"), []).append(block_hash)
+    return by_group
 
 
 def medium_of(tier_type: str) -> str:

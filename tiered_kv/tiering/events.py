@@ -57,13 +57,12 @@ class TierEvents:
         """Note what a job that ended tells about its blocks: a store has stored them, a load may have found none."""
         if self._tells_stored or job.job_id in self._void:
             return
-        if result.success:
-            keys = [] if job.is_promotion else list(job.keys)
-        elif job.is_promotion and result.reason not in _GONE_REASONS:
-            keys = []
-        else:
+        if job.is_promotion and (result.success or result.reason not in _GONE_REASONS):
+            return
+        keys = list(job.keys)
+        if not result.success:
             done = frozenset(result.successful_keys or ())
-            keys = [key for key in job.keys if (key in done) is not job.is_promotion]
+            keys = [key for key in keys if (key in done) is not job.is_promotion]
         if keys:
             self._noted.append(OffloadingEvent(keys, self._block_bytes, self._name, removed=job.is_promotion))
 
