@@ -325,7 +325,7 @@ def test_where_too_much_waits_the_oldest_is_dropped_and_the_numbers_show_it(
     publisher: EventPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(is_open=False)
-    monkeypatch.setattr(events, "give_way", gate.pass_through)
+    monkeypatch.setattr(events, "give_way", lambda *_: gate.pass_through())
     monkeypatch.setattr(events, "QUEUE_KEYS_MAX", 4)
     keys = make_keys(12)
     with Subscriber(publisher) as subscriber:

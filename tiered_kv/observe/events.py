@@ -181,7 +181,8 @@ class EventPublisher:
             self._taken_keys += sum(len(event.keys) for event in events)
             for message in self._messages(events):
                 self._send(time_s, message)
-                give_way()
+                if not self._is_closing.is_set():
+                    give_way(_POLL_MS / 1000)
 
     def _messages(self, events: Sequence[OffloadingEvent]) -> Iterator[list[_Fields]]:
         """Yield the events of each message, at most `MESSAGE_KEYS_MAX` keys."""
