@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from tests.support.event_subscriber import Index, Message, Subscriber, index_of
 from tiered_kv.base import OffloadingEvent, OffloadKey, make_offload_key
 from tiered_kv.config.stack_config import EventSettings
-from tiered_kv.errors import ConfigError
+from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.observe import events
 from tiered_kv.observe.events import EventPublisher, hashes_of
 from tiered_kv.stack import Stack, open_stack
@@ -375,6 +376,13 @@ def test_an_address_that_is_none_is_refused(address: object) -> None:
     config = {"namespace": {"model": "m"}, "block": {"bytes": BLOCK_BYTES}, "primary": {"capacity": "64KiB"}}
     with pytest.raises(ConfigError, match=r"events\.publish"):
         open_stack({**config, "events": {"publish": address}})
+
+
+@pytest.mark.parametrize("library", ["zmq", "msgspec"])
+def test_without_its_libraries_it_names_the_extra(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(MissingExtraError, match=r"'events' needs a library .* 'tiered-kv\[events\]'"):
+        EventPublisher(SETTINGS, {})
 
 
 def test_an_address_in_use_is_named_and_nothing_stays_open() -> None:

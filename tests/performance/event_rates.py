@@ -2,11 +2,12 @@
 
     python tests/performance/event_rates.py --rounds 9
 
-Each step is a request of 512 keys that are looked up, stored and loaded, over a full primary tier and one tier that
-finishes every job at once. The rounds are made in turns; a subscriber in a process of its own reads what comes. With
-`--pause` a step is followed by a pause, as in an engine, where the model computes then. One JSON object: the medians,
-and the ratios with over without. The time that the scheduler's thread computes is told as well: on a busy machine
-the others say little.
+Each step is a request of 512 keys that are looked up, stored and loaded. The primary tier is full, and the one tier
+behind it finishes every job at once. The rounds are made in turns. A subscriber in a process of its own reads what
+comes. With `--pause` a step is followed by a pause, as in an engine, where the model computes then.
+
+Prints the medians, and the ratios with over without, as one JSON object. On a busy machine only the time that the
+scheduler's thread computes says much.
 """
 
 from __future__ import annotations

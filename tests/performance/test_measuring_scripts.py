@@ -29,6 +29,11 @@ def test_manager_rates() -> None:
     assert all(rates[f"{name}_keys_per_s"] > 0 for name in ("store", "lookup_hit", "lookup_miss", "load"))
 
 
+def test_event_rates() -> None:
+    rates = run("event_rates.py", "--rounds", "1", "--steps", "20")
+    assert all(rates[f"{name}_ratio"] > 0 for name in ("keys_per_s", "step_p99_us", "thread_ns_per_key"))
+
+
 def test_name_rates() -> None:
     rates = run("name_rates.py")
     assert rates["blake2b_ns"] > 0
