@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import hypothesis
@@ -59,13 +60,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out cases of slow tests as `--one-in` says, the same ones in each run, and tests that are marked `full`."""
     one_in = config.getoption("--one-in")
+    left = {item for item in items if one_in > 1 and item.get_closest_marker("full") is not None}
     cases: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("slow") is not None:
+        if item.get_closest_marker("slow") is not None and item not in left:
             cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
-    left = {item for each in cases.values() if len(each) > 2 for n, item in enumerate(each) if n % one_in}
-    if one_in > 1:
-        left |= {item for item in items if item.get_closest_marker("full") is not None}
+    left |= {item for each in cases.values() if len(each) > 2 for n, item in enumerate(each) if n % one_in}
     if left:
         config.hook.pytest_deselected(items=list(left))
         items[:] = [item for item in items if item not in left]
@@ -151,6 +151,13 @@ def gate() -> Iterator[Gate]:
     gate = Gate()
     yield gate
     gate.open()
+
+
+@pytest.fixture
+def closing() -> Iterator[ExitStack]:
+    """Closes what a fixture opens in the course of a test, at its end and the last first."""
+    with ExitStack() as closing:
+        yield closing
 
 
 @pytest.fixture

@@ -67,18 +67,42 @@ def nvme(directory: Path, name: str = "nvme") -> str:
     return f"type: nvme, name: {name}, path: {directory}, capacity: 64MiB"
 
 
-def printed(capsys: pytest.CaptureFixture[str]) -> Any:  # Any: JSON
-    return json.loads(capsys.readouterr().out)
+MEMORY = "type: memory, capacity: 64MiB"
 
 
-def test_check_shows_what_every_tier_can_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+class Command:
+    """The command in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def out(self, *arguments: str, status: int = 0) -> str:
+        """Return what it prints, where it ends with this status."""
+        assert main(list(arguments)) == status
+        return self._capsys.readouterr().out
+
+    def err(self, *arguments: str) -> str:
+        """Return what it says of a mistake, beside which it prints nothing."""
+        assert main(list(arguments)) == 2
+        captured = self._capsys.readouterr()
+        assert captured.out == ""
+        return captured.err
+
+    def json(self, *arguments: str, status: int = 0) -> Any:  # Any: JSON
+        return json.loads(self.out(*arguments, "--json", status=status))
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys)
+
+
+def test_check_shows_what_every_tier_can_do(tmp_path: Path, command: Command) -> None:
     stack = stack_file(tmp_path, nvme(tmp_path / "cache"))
-    assert main(["check", stack]) == 0
-    text = capsys.readouterr().out
+    text = command.out("check", stack)
     assert "direct_io" in text
     assert "capacity: 64MiB" in text
-    assert main(["check", stack, "--json"]) == 0
-    result = printed(capsys)
+    result = command.json("check", stack)
     assert result["ok"]
     assert [tier["name"] for tier in result["tiers"]] == ["cpu", "nvme"]
     assert result["tiers"][0]["details"]["blocks"] == 256
@@ -86,50 +110,39 @@ def test_check_shows_what_every_tier_can_do(tmp_path: Path, capsys: pytest.Captu
     assert len(result["namespace_digest"]) == 32
 
 
-def test_check_shows_the_other_tiers_where_one_cannot_be_opened(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_shows_the_other_tiers_where_one_cannot_be_opened(tmp_path: Path, command: Command) -> None:
     (tmp_path / "file").write_text("not a directory")
     stack = stack_file(tmp_path, nvme(tmp_path / "file", "bad"), nvme(tmp_path / "cache", "good"))
-    assert main(["check", stack, "--json"]) == 1
-    result = printed(capsys)
+    result = command.json("check", stack, status=1)
     assert not result["ok"]
     assert [(tier["name"], tier["ok"]) for tier in result["tiers"]] == [("cpu", True), ("bad", False), ("good", True)]
     assert "file" in result["tiers"][1]["error"]
-    assert main(["check", stack]) == 1
-    assert "FAILED" in capsys.readouterr().out
+    assert "FAILED" in command.out("check", stack, status=1)
 
 
-def test_check_survives_a_tier_that_cannot_describe_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", stack_file(tmp_path, "type: 'tests.test_cli:SpeechlessTier'"), "--json"]) == 1
-    assert printed(capsys)["tiers"][1]["error"] == "RuntimeError: no words"
+def test_check_survives_a_tier_that_cannot_describe_itself(tmp_path: Path, command: Command) -> None:
+    result = command.json("check", stack_file(tmp_path, "type: 'tests.test_cli:SpeechlessTier'"), status=1)
+    assert result["tiers"][1]["error"] == "RuntimeError: no words"
 
 
-def test_check_finds_two_tiers_that_exclude_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_finds_two_tiers_that_exclude_each_other(tmp_path: Path, command: Command) -> None:
     stack = stack_file(tmp_path, nvme(tmp_path / "cache", "one"), nvme(tmp_path / "cache", "two"))
-    assert main(["check", stack, "--json"]) == 1
-    assert [tier["ok"] for tier in printed(capsys)["tiers"]] == [True, True, False]
+    assert [tier["ok"] for tier in command.json("check", stack, status=1)["tiers"]] == [True, True, False]
 
 
 @pytest.mark.parametrize("verb", ["check", "replay", "bench"])
-def test_a_bad_file_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str) -> None:
+def test_a_bad_file_is_one_clear_line(tmp_path: Path, command: Command, verb: str) -> None:
     stack = stack_file(tmp_path, "type: nvme, path: x, capacity: 64MiB, colour: red")
-    assert main([verb, stack]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("error: ")
-    assert "colour" in captured.err
-    assert "Traceback" not in captured.err
-    assert main([verb, stack, "--debug"]) == 2
-    assert "Traceback" in capsys.readouterr().err
+    told = command.err(verb, stack)
+    assert told.startswith("error: ")
+    assert "colour" in told
+    assert "Traceback" not in told
+    assert "Traceback" in command.err(verb, stack, "--debug")
 
 
-def test_replay_counts_hits_by_tier_and_finds_no_corrupt_block(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_replay_counts_hits_by_tier_and_finds_no_corrupt_block(tmp_path: Path, command: Command) -> None:
     stack = stack_file(tmp_path, nvme(tmp_path / "cache"), capacity="400KiB")
-    assert main(["replay", stack, "--json", *SMALL_CHATS]) == 0
-    first = printed(capsys)
+    first = command.json("replay", stack, *SMALL_CHATS)
     assert set(first["step_us"]) == {"p50", "p99", "max"}
     assert {"blocks", "misses", "hit_rate", "stored_blocks", "skipped_stores", "seconds"} <= set(first)
     assert set(first["hits"]) == {"cpu", "nvme"}
@@ -137,52 +150,41 @@ def test_replay_counts_hits_by_tier_and_finds_no_corrupt_block(
     assert first["verified_blocks"] == sum(first["hits"].values())
     assert first["corrupt_blocks"] == 0
     assert first["requests"] == 80
-    assert main(["replay", stack, "--json", "--requests", "10", *SMALL_CHATS]) == 0
-    second = printed(capsys)
+    second = command.json("replay", stack, "--requests", "10", *SMALL_CHATS)
     assert second["requests"] == 10
     assert second["first_request_hits"] > 0
     assert second["hits"]["nvme"] > 0  # in the first run the disk may be slower than eighty requests
 
 
-def test_replay_prints_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["replay", stack_file(tmp_path, "type: memory, capacity: 64MiB"), *SMALL_CHATS]) == 0
-    words = capsys.readouterr().out.split()
+def test_replay_prints_a_table_for_people(tmp_path: Path, command: Command) -> None:
+    words = command.out("replay", stack_file(tmp_path, MEMORY), *SMALL_CHATS).split()
     assert {"cpu", "memory", "misses", "verified_blocks"} <= set(words)
     assert words[words.index("corrupt_blocks") + 1] == "0"
 
 
-def test_replay_reads_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_reads_a_trace(tmp_path: Path, command: Command) -> None:
     line = {"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}
     trace = tmp_path / "trace.jsonl"
     trace.write_text(3 * (json.dumps(line) + "\n"))
-    stack = stack_file(tmp_path, "type: memory, capacity: 64MiB")
-    assert main(["replay", stack, "--trace", str(trace), "--concurrency", "1", "--json"]) == 0
-    result = printed(capsys)
+    replay = ["replay", stack_file(tmp_path, MEMORY), "--trace", str(trace)]
+    result = command.json(*replay, "--concurrency", "1")
     assert (result["requests"], result["blocks"], result["misses"]) == (3, 6, 2)
     trace.write_text(json.dumps(line) + "\n{}\n")
-    assert main(["replay", stack, "--trace", str(trace)]) == 2
-    assert capsys.readouterr().err == f"error: {trace}:2: timestamp: this key is required\n"
-
-
-def test_options_of_the_built_in_chats_do_not_go_with_a_trace(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["replay", stack_file(tmp_path), "--trace", "t", "--active-chats", "3"]) == 2
-    assert "--active-chats is for built-in chats" in capsys.readouterr().err
+    assert command.err(*replay) == f"error: {trace}:2: timestamp: this key is required\n"
+    assert "--active-chats is for built-in chats" in command.err(*replay, "--active-chats", "3")
 
 
 def test_a_corrupt_block_ends_replay_and_bench_with_a_status_of_its_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], flipping: str
+    tmp_path: Path, command: Command, flipping: str
 ) -> None:
     stack = stack_file(tmp_path, f"type: {flipping}", capacity="400KiB")
-    assert main(["replay", stack, *SMALL_CHATS]) == 1
-    assert "CORRUPT: block" in capsys.readouterr().out
-    assert main(["bench", stack, "--blocks", "64", "--rounds", "1", "--json"]) == 1
-    assert printed(capsys)["tiers"][0]["corrupt_blocks"] == 64
+    assert "CORRUPT: block" in command.out("replay", stack, *SMALL_CHATS, status=1)
+    result = command.json("bench", stack, "--blocks", "64", "--rounds", "1", status=1)
+    assert result["tiers"][0]["corrupt_blocks"] == 64
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_a_replay_in_good_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_ends_a_replay_in_good_order(tmp_path: Path, command: Command) -> None:
     cache = tmp_path / "cache"
     stack = stack_file(tmp_path, nvme(cache))
     replay = [*COMMAND, "replay", stack, "--json", "--chats", "1000000", "--active-chats", "50"]
@@ -200,8 +202,7 @@ def test_ctrl_c_ends_a_replay_in_good_order(tmp_path: Path, capsys: pytest.Captu
     assert result["interrupted"]
     assert result["requests"] > 0
     assert result["corrupt_blocks"] == 0
-    assert main(["check", stack, "--json"]) == 0
-    capsys.readouterr()
+    assert command.json("check", stack)["ok"]
 
 
 @pytest.mark.slow
@@ -217,15 +218,11 @@ def test_the_quickstart_hits_in_cpu_and_nvme(tmp_path: Path) -> None:
     assert result["corrupt_blocks"] == 0
 
 
-def test_every_field_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_field_is_described(tmp_path: Path, command: Command) -> None:
     described = (ROOT / "docs/reference/command.md").read_text()
-    stack = stack_file(tmp_path, "type: memory, capacity: 64MiB")
-    assert main(["replay", stack, "--json", "--requests", "5"]) == 0
-    fields = set(printed(capsys))
-    assert main(["bench", stack, "--blocks", "8", "--rounds", "1", "--json"]) == 0
-    fields |= set(printed(capsys)["tiers"][0])
-    assert main(["check", stack, "--json"]) == 0
-    fields |= set(printed(capsys))
+    stack = stack_file(tmp_path, MEMORY)
+    fields = {*command.json("replay", stack, "--requests", "5"), *command.json("check", stack)}
+    fields |= set(command.json("bench", stack, "--blocks", "8", "--rounds", "1")["tiers"][0])
     assert {field for field in fields if f"`{field}`" not in described} == set()
 
 
@@ -237,11 +234,9 @@ def test_the_program_in_the_quickstart_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_bench_measures_every_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stack = stack_file(tmp_path, nvme(tmp_path / "cache"), "type: memory, capacity: 64MiB")
-    arguments = ["bench", stack, "--blocks", "100", "--batch", "16", "--rounds", "2"]
-    assert main([*arguments, "--json"]) == 0
-    result = printed(capsys)
+def test_bench_measures_every_tier(tmp_path: Path, command: Command) -> None:
+    bench = ["bench", stack_file(tmp_path, nvme(tmp_path / "cache"), MEMORY), "--blocks", "100", "--batch", "16"]
+    result = command.json(*bench, "--rounds", "2")
     assert [tier["name"] for tier in result["tiers"]] == ["nvme", "memory"]
     for tier in result["tiers"]:
         assert tier["type"] == tier["name"]
@@ -249,47 +244,37 @@ def test_bench_measures_every_tier(tmp_path: Path, capsys: pytest.CaptureFixture
         assert tier["store_gb_per_s"] > 0
         assert tier["load_gb_per_s"] > 0
         assert {"p50", "p99"} <= set(tier["lookup_us"])
-    assert main([*arguments, "--tier", "memory"]) == 0
-    text = capsys.readouterr().out
+    text = command.out(*bench, "--rounds", "2", "--tier", "memory")
     assert "memory" in text
     assert "800KiB" in text  # what it wrote
-    assert main([*arguments, "--tier", "tape"]) == 2
-    assert "no secondary tier 'tape'; it has nvme, memory" in capsys.readouterr().err
+    assert "no secondary tier 'tape'; it has nvme, memory" in command.err(*bench, "--tier", "tape")
+    assert "no secondary tier" in command.err("bench", stack_file(tmp_path))
 
 
-def test_bench_of_a_stack_without_tiers_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", stack_file(tmp_path)]) == 2
-    assert "no secondary tier" in capsys.readouterr().err
-
-
-def test_plugins_lists_tiers_with_their_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plugins", "--json"]) == 0
-    result = printed(capsys)
+def test_plugins_lists_tiers_with_their_settings(command: Command) -> None:
+    result = command.json("plugins")
     tiers = {tier["name"]: {setting["name"]: setting for setting in tier["settings"]} for tier in result["tiers"]}
     assert {"nvme", "memory"} <= set(tiers)
     assert tiers["nvme"]["path"]["required"]
     assert tiers["nvme"]["capacity"]["accepts"] == "size"
     assert tiers["nvme"]["job_timeout"]["accepts"] == "duration"
     assert all(setting["description"] for setting in tiers["nvme"].values())
-    assert main(["plugins"]) == 0
-    assert "job_timeout" in capsys.readouterr().out
+    assert "job_timeout" in command.out("plugins")
 
 
-def test_a_broken_plugin_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_plugin_is_shown(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     class Plugins:
         def reports(self) -> list[PluginReport]:
             return [PluginReport("tape", "tiered-kv-tape 1.0", (), "ImportError: no tape")]
 
     monkeypatch.setattr(plugins_verb, "tier_plugins", Plugins)
-    assert main(["plugins"]) == 1
-    assert capsys.readouterr().out == "broken: plugin 'tape' of tiered-kv-tape 1.0: ImportError: no tape\n"
-    assert main(["plugins", "--json"]) == 1
-    assert printed(capsys)["broken"][0]["error"] == "ImportError: no tape"
+    told = command.out("plugins", status=1)
+    assert told == "broken: plugin 'tape' of tiered-kv-tape 1.0: ImportError: no tape\n"
+    assert command.json("plugins", status=1)["broken"][0]["error"] == "ImportError: no tape"
 
 
-def test_schema_describes_every_tier(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schema"]) == 0
-    text = capsys.readouterr().out
+def test_schema_describes_every_tier(command: Command) -> None:
+    text = command.out("schema")
     assert json.loads(text)["properties"]["secondary"]
     assert '"tier-nvme"' in text
 
@@ -321,14 +306,14 @@ class UnluckyPolicy(LRUPolicy):
         raise RuntimeError(f"cannot order {num_blocks} blocks")
 
 
-def test_check_builds_the_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", stack_file(tmp_path, capacity="1MiB, policy: 'tests.test_cli:UnluckyPolicy'"), "--json"]) == 1
-    assert "RuntimeError: cannot order 256 blocks" in printed(capsys)["tiers"][0]["error"]
+def test_check_builds_the_policy(tmp_path: Path, command: Command) -> None:
+    stack = stack_file(tmp_path, capacity="1MiB, policy: 'tests.test_cli:UnluckyPolicy'")
+    assert "RuntimeError: cannot order 256 blocks" in command.json("check", stack, status=1)["tiers"][0]["error"]
 
 
 @pytest.mark.parametrize("arguments", [["schema"], ["plugins"], ["--help"], ["check", "STACK"]])
 def test_output_that_cannot_be_written_is_an_error(tmp_path: Path, arguments: list[str]) -> None:
-    stack = stack_file(tmp_path, "type: memory, capacity: 64MiB")
+    stack = stack_file(tmp_path, MEMORY)
     command = [*COMMAND, *(stack if argument == "STACK" else argument for argument in arguments)]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=300)

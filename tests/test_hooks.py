@@ -26,6 +26,9 @@ def tiered_kv_register_tiers():
 """
 
 
+Install = Callable[[str, str], None]
+
+
 class Plugin:
     def __init__(self, *names: str) -> None:
         self.names = names
@@ -36,7 +39,7 @@ class Plugin:
 
 
 @pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterable[Callable[[str, str], None]]:
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterable[Install]:
     """Install a distribution of one module, called like the distribution, with the given source."""
     installed: list[str] = []
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -61,7 +64,7 @@ def load_installed() -> TierPlugins:
     return plugins
 
 
-def test_an_installed_plugin_is_found(install: Callable[[str, str], None]) -> None:
+def test_an_installed_plugin_is_found(install: Install) -> None:
     install("outsider", HOOK.format(name="outside"))
     plugins = load_installed()
     assert plugins.resolve("outside").load() is FourMethodTier
@@ -69,7 +72,7 @@ def test_an_installed_plugin_is_found(install: Callable[[str, str], None]) -> No
     assert (report.distribution, report.error) == ("outsider 1.0", "")
 
 
-def test_plugins_that_were_loaded_are_not_loaded_again(install: Callable[[str, str], None]) -> None:
+def test_plugins_that_were_loaded_are_not_loaded_again(install: Install) -> None:
     install("outsider", HOOK.format(name="outside"))
     plugins = load_installed()
     before = plugins.reports()
@@ -88,7 +91,7 @@ def test_plugins_that_were_loaded_are_not_loaded_again(install: Callable[[str, s
     ],
 )
 def test_a_broken_plugin_is_reported_and_costs_nobody_else(
-    install: Callable[[str, str], None], caplog: pytest.LogCaptureFixture, source: str, reason: str
+    install: Install, caplog: pytest.LogCaptureFixture, source: str, reason: str
 ) -> None:
     install("broken", source)
     install("healthy", HOOK.format(name="health"))
@@ -101,7 +104,7 @@ def test_a_broken_plugin_is_reported_and_costs_nobody_else(
         plugins.resolve("x")
 
 
-def test_a_name_that_two_distributions_claim_is_an_error_that_names_both(install: Callable[[str, str], None]) -> None:
+def test_a_name_that_two_distributions_claim_is_an_error_that_names_both(install: Install) -> None:
     install("first", HOOK.format(name="twice"))
     install("second", HOOK.format(name="twice"))
     install("third", HOOK.format(name="once"))
@@ -158,12 +161,10 @@ class TestReferences:
         module.number = 1  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "some_program", module)
 
-    def test_a_class_is_found_by_its_name(self) -> None:
+    def test_a_class_and_a_tier_type_are_found_by_their_names(self) -> None:
         tier_type = TierPlugins().resolve("some_program:Tier")
         assert tier_type.load() is FourMethodTier
         assert tier_type.settings is ClassArguments
-
-    def test_a_tier_type_is_found_by_its_name(self) -> None:
         assert TierPlugins().resolve("some_program:tier_type").name == "thing"
 
     @pytest.mark.parametrize("name", ["some_program:number", "some_program:missing", "no_such_program:Tier", ":", "a:"])

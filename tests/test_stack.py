@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,11 @@ from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.counters import count_of
 from tiered_kv.errors import ShutdownError, TierError
 from tiered_kv.facade import Blocks
-from tiered_kv.stack import Stack, open_stack
-from tiered_kv.testing.faults import HangingTier
+from tiered_kv.stack import open_stack
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.waiting import wait_until
-from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
+from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
 
 BLOCK_BYTES = 4096
@@ -65,23 +63,15 @@ def opened_at_the_end(gate: Gate) -> Iterator[None]:
         gate.open()
 
 
-def new_name() -> str:
-    """Return a name for shared memory that no other process's tests use."""
-    return f"tiered-kv-test-{uuid.uuid4().hex}"
-
-
 @pytest.fixture
-def register() -> Iterator[Register]:
+def register(closing: ExitStack) -> Register:
     """Make tier classes known for one test."""
-    names: list[str] = []
 
     def register(name: str, tier: Any) -> None:
         SecondaryTierFactory.register(name, tier)
-        names.append(name)
+        closing.callback(SecondaryTierFactory.unregister, name)
 
-    yield register
-    for name in names:
-        SecondaryTierFactory.unregister(name)
+    return register
 
 
 @pytest.fixture
@@ -178,34 +168,6 @@ class TestPutAndGet:
 
 
 class TestThreads:
-    @pytest.mark.usefixtures("four")
-    def test_threads_that_share_prefixes_get_right_bytes_or_none(self) -> None:
-        shared, content = keys_of(48), blocks_of(48)
-        failures: list[str] = []
-
-        def work(seed: int, stack: Stack) -> int:
-            rng, out, hits = np.random.default_rng(seed), empty(48), 0
-            for _ in range(30):
-                count = int(rng.integers(1, 48))
-                if rng.random() < 0.5:
-                    stack.put(shared[:count], content[:count], timeout=0.05)
-                else:
-                    got = stack.get(shared[:count], out[:count], timeout=0.2)
-                    hits += got
-                    if not np.array_equal(out[:got], content[:got]):
-                        failures.append(f"thread {seed} got wrong bytes")
-            return hits
-
-        with open_stack(stack_of({"type": "four"}, blocks=32)) as stack:
-            with ThreadPoolExecutor(4) as pool:
-                hits = list(pool.map(lambda seed: work(seed, stack), range(4)))
-            assert stack.flush(WAIT_S)
-            # No pin and no request was left behind: the whole region can be taken again.
-            fresh = keys_of(32, "fresh")
-            assert stack.put(fresh, blocks_of(32), timeout=WAIT_S) == 32
-        assert not failures
-        assert sum(hits) > 0
-
     def test_the_lock_is_free_while_blocks_are_copied(self) -> None:
         keys, blocks = keys_of(2), blocks_of(2)
         with open_stack(stack_of()) as stack:
@@ -241,30 +203,6 @@ class TestThreads:
             with pytest.raises(RuntimeError, match="unplugged"):
                 stack.get(keys, empty(16).view(Failing))
             assert stack.put(keys_of(16, "other"), blocks_of(16)) == 16
-
-
-class TestSlowTiers:
-    def test_a_hung_tier_costs_time_within_the_limit_and_nothing_else(self, register: Register, gate: Gate) -> None:
-        def hanging(*arguments: Any) -> SecondaryTierManager:
-            return HangingTier(FourMethodTier(*arguments), gate)
-
-        class Hanging(FourMethodTier):
-            def __new__(cls, *arguments: Any) -> Any:  # what the factory gets is the wrapper
-                return hanging(*arguments)
-
-        register("hanging", lambda: Hanging)
-        gate.close()
-        entry: dict[str, object] = {"type": "hanging", "lookup_timeout": "50ms", "job_timeout": "100ms"}
-        keys, blocks = keys_of(4), blocks_of(4)
-        with open_stack(stack_of(entry)) as stack:
-            began_s = time.monotonic()
-            assert stack.get(keys, empty(4), timeout=0.2) == 0
-            assert stack.put(keys, blocks, timeout=0.2) == 4
-            assert stack.get(keys, empty(4), timeout=0.2) == 4
-            assert stack.flush(timeout=0.2) is False
-            assert time.monotonic() - began_s < 8.0  # all of them have 0.8 s
-            gate.open()
-            assert stack.flush(WAIT_S)
 
 
 class TestOpening:

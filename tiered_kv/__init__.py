@@ -24,9 +24,8 @@ if TYPE_CHECKING:
         make_offload_key,
     )
     from tiered_kv.config.namespace import Namespace
-    from tiered_kv.config.schema import stack_schema
     from tiered_kv.config.settings import TierSettings
-    from tiered_kv.config.stack_config import StackConfig, load_config
+    from tiered_kv.config.stack_config import StackConfig, load_config, stack_schema
     from tiered_kv.errors import (
         ConfigError,
         FormatError,
@@ -82,9 +81,8 @@ _MODULES = {
     "tiered_kv.base": "OffloadKey OffloadingManager ReqContext get_offload_block_hash get_offload_group_idx "
     "make_offload_key",
     "tiered_kv.config.namespace": "Namespace",
-    "tiered_kv.config.schema": "stack_schema",
     "tiered_kv.config.settings": "TierSettings",
-    "tiered_kv.config.stack_config": "StackConfig load_config",
+    "tiered_kv.config.stack_config": "StackConfig load_config stack_schema",
     "tiered_kv.errors": "ConfigError FormatError MissingExtraError ShutdownError TierBusyError TierError "
     "TierUnavailableError TieredKVError",
     "tiered_kv.hooks": "TierType hookimpl tier_plugins",

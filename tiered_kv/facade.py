@@ -134,10 +134,7 @@ class BlockFacade:
         return loaded
 
     def flush(self, timeout: float = 10.0) -> bool:
-        """Wait until no transfer to or from a secondary tier is in flight.
-
-        Args:
-            timeout: Seconds to wait at most.
+        """Wait until no transfer to or from a secondary tier is in flight, `timeout` seconds at most.
 
         Returns:
             Whether all have ended. A tier that hangs keeps its transfers in flight beyond their deadline.

@@ -132,11 +132,9 @@ class TierPlugins:
                 _log.warning("%s", conflicts)
 
     def register(self, plugin: object, name: str | None = None) -> PluginReport:
-        """Add a plugin of the program's own.
+        """Add a plugin of the program's own: a module or object with the `tiered_kv_register_tiers` hook.
 
-        Args:
-            plugin: A module or object with the `tiered_kv_register_tiers` hook.
-            name: What messages call it; by default its `__name__`, or its class's.
+        Messages call it `name`, by default its `__name__`, or its class's.
 
         Raises:
             ConfigError: The plugin is registered already, gives no valid tier types, or gives one whose name
@@ -198,10 +196,9 @@ class TierPlugins:
     def _tiers_of(self, plugin: object, name: str) -> tuple[TierType, ...]:
         """Register `plugin` with pluggy and return its tier types; on an error it is not registered."""
         try:
-            registered = self._manager.register(plugin, name)
+            self._manager.register(plugin, name)
         except ValueError as error:  # the same object or name twice
             raise ConfigError(f"it cannot be registered: {error}") from error
-        assert registered is not None, "no plugin is ever blocked"
         try:
             others = [other for other in self._manager.get_plugins() if other is not plugin]
             hook = self._manager.subset_hook_caller("tiered_kv_register_tiers", remove_plugins=others)

@@ -28,11 +28,9 @@ class NotPrivateError(OSError):
 
 
 def open_directory(path: str, *, make: bool = True) -> int:
-    """Return a descriptor of the directory at `path`, which must not be a symbolic link.
+    """Return a descriptor of the directory at an absolute `path`, which must not be a symbolic link.
 
-    Args:
-        path: An absolute path.
-        make: Make it, and the directories above it, with mode 0700 where they are missing.
+    With `make`, it is made with mode 0700 if it is missing, and so are the directories above it.
 
     Raises:
         ConfigError: It is a symbolic link.
@@ -52,12 +50,9 @@ def open_directory(path: str, *, make: bool = True) -> int:
 
 
 def check_directory(fd: int, path: str, *, may_tighten: bool) -> None:
-    """Refuse a directory that is not this process's user's alone, root being a user like any other.
+    """Refuse an open directory that is not this process's user's alone, root being a user like any other.
 
-    Args:
-        fd: The directory, open.
-        path: For messages.
-        may_tighten: It holds nothing yet, so its mode is set to 0700 if it is another one.
+    With `may_tighten` it holds nothing yet, so its mode is set to 0700 if it is another one. `path` is for messages.
 
     Raises:
         ConfigError: It is another user's, or others can get at it; the message says what to do.
@@ -86,9 +81,7 @@ def check_directory(fd: int, path: str, *, may_tighten: bool) -> None:
 def check_inner_directory(fd: int, name: str) -> None:
     """Refuse a directory inside a private one, into which others may have put something before that was private.
 
-    Args:
-        fd: The directory, open; the caller has not followed a symbolic link.
-        name: For messages.
+    The caller has opened it without following a symbolic link. `name` is for messages.
 
     Raises:
         NotPrivateError: It is another user's, or others can write to it.
@@ -111,15 +104,8 @@ def check_file(fd: int, name: str, *, any_owner: bool = False) -> os.stat_result
     """Refuse a file that may be somebody else's too, before it is written to, or believed, and set its mode to 0600.
 
     A hard link is refused, since who may make entries in a directory could have made one to a file that only this
-    process may write to.
-
-    Args:
-        fd: The file, open; the caller has not followed a symbolic link.
-        name: For messages.
-        any_owner: Do not look at owner and mode, which the file system does not keep.
-
-    Returns:
-        Its status.
+    process may write to. The caller has opened it without following a symbolic link. `name` is for messages.
+    With `any_owner`, owner and mode are not looked at, which the file system does not keep. Return its status.
 
     Raises:
         NotPrivateError: It is no regular file, another user's, or has further names.

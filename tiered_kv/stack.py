@@ -19,8 +19,8 @@ from tiered_kv.observe.events import EventPublisher, medium_of
 from tiered_kv.tiering.audit import AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
-from tiered_kv.tiering.limits import ManagerLimits
 from tiered_kv.tiering.manager import TieringOffloadingManager
+from tiered_kv.tiering.requests import ManagerLimits
 
 _log = logging.getLogger(__name__)
 
@@ -87,12 +87,14 @@ class Stack(BlockFacade):
                 hold_s=config.primary.promotion_hold,
                 wait_max_s=config.primary.request_wait,
             )
+            stops, dtype = config.audit_action == "stop", config.namespace.dtype
+            audit = AuditRules(config.audit, config.audit_tolerance, stops, dtype) if config.audit else None
             manager = TieringOffloadingManager(
                 self.primary,
                 self.secondary_tiers,
                 settings=config.secondary,
                 limits=limits,
-                audit=_audit_rules(config),
+                audit=audit,
                 event_sink=self.events,
             )
             super().__init__(manager, backend.region, _batch_blocks(config))
@@ -108,13 +110,9 @@ class Stack(BlockFacade):
 def open_tier(
     config: StackConfig, settings: TierSettings, kv_view: memoryview, *, wants_events: bool = False
 ) -> SecondaryTierManager:
-    """Open one secondary tier of a stack over `kv_view`; the caller shuts it down.
+    """Open one of a stack's `secondary` over `kv_view`, of shape (num_blocks, block_bytes); the caller shuts it down.
 
-    Args:
-        config: The stack's configuration.
-        settings: One of its `secondary`.
-        kv_view: Writable, of shape (num_blocks, block_bytes).
-        wants_events: Whether somebody takes its events.
+    With `wants_events` somebody takes its events.
 
     Raises:
         ConfigError, TierError: The tier cannot be opened.
@@ -168,11 +166,6 @@ def _open_publisher(config: StackConfig) -> EventPublisher | None:
     if config.events is None:
         return None
     return EventPublisher(config.events, {tier.name: medium_of(tier.type) for tier in config.secondary})
-
-
-def _audit_rules(config: StackConfig) -> AuditRules | None:
-    stops, dtype = config.audit_action == "stop", config.namespace.dtype
-    return AuditRules(config.audit, config.audit_tolerance, stops, dtype) if config.audit else None
 
 
 def _batch_blocks(config: StackConfig) -> int:

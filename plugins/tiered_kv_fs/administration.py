@@ -31,16 +31,7 @@ from tiered_kv.toolkit.claimed import TEMPORARY, walk
 from tiered_kv.toolkit.small_files import fields_of, read_file
 from tiered_kv_fs.directory import claimed
 from tiered_kv_fs.files import locked, occupied_bytes
-from tiered_kv_fs.layout import (
-    BLOCK,
-    EPOCH,
-    LEDGER_NAME,
-    LOCK_NAME,
-    NAMESPACE_NAME,
-    SHARD,
-    SWEEP_NAME,
-    TEMPORARY_BLOCK,
-)
+from tiered_kv_fs.layout import BLOCK, EPOCH, NAMESPACE_NAME, SHARD, SWEEP_NAME, TEMPORARY_BLOCK
 from tiered_kv_fs.ledger import Ledger
 from tiered_kv_fs.settings import FsSettings
 
@@ -83,7 +74,7 @@ class FsAdministration(TierAdministration):
     def _purge(self, fd: int, digest: str, deadline: float) -> Purged:
         with suppress(FileNotFoundError):
             os.rename(f"{self._path}/{digest}", f"{self._path}/.{digest}.{secrets.token_hex(8)}.purged")
-        ledger = Ledger(f"{self._path}/{LEDGER_NAME}", f"{self._path}/{LOCK_NAME}")
+        ledger = Ledger(self._path)
         with ledger.locked() as state:
             users = [name for name, holder in state.holders.items() if holder.namespace == digest]
             for name in users:  # a running one registers again; the others must not stay

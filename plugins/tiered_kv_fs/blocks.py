@@ -19,7 +19,7 @@ from tiered_kv.toolkit.status import REFUSED, UNREADABLE
 from tiered_kv.toolkit.unreadable import Unreadable
 from tiered_kv_fs.counters import Counters
 from tiered_kv_fs.files import ALLOCATION_BYTES, make_directory, read_all, reason_of, round_up
-from tiered_kv_fs.layout import block_name, block_path, temporary_path
+from tiered_kv_fs.layout import block_path, temporary_path
 
 TOUCH_INTERVAL_S: Final = 60.0
 """How often a used block is marked as used, at most: a mark is a call to the server."""
@@ -30,42 +30,25 @@ _ENTRY_BYTES: Final = 512
 
 @dataclass(slots=True)
 class Moved:
-    """The result for a batch of blocks.
-
-    Args:
-        done: The keys that succeeded.
-        reason: Why the others did not; the last reason if there were several.
-        used_bytes: Bytes of the grant that were filled.
-    """
+    """The result for a batch of blocks."""
 
     done: list[OffloadKey]
-    reason: str = ""
-    used_bytes: int = 0
+    reason: str = ""  # why the others failed; the last reason if there were several
+    used_bytes: int = 0  # of the grant
 
 
 @dataclass(eq=False)
 class BlockFiles:
-    """Reads and writes blocks. Several threads may call at once.
-
-    Args:
-        namespace_path: The namespace's directory.
-        namespace_digest: 16 bytes.
-        owner: The owner of unfinished files; 16 hexadecimal digits.
-        block_bytes: Bytes of one block.
-        codecs: How blocks are written and read.
-        counters: Where to count.
-        is_granted: Whether the grant in use is still valid.
-        private: Read no file of another user.
-    """
+    """Reads and writes blocks. Several threads may call at once."""
 
     namespace_path: str
     namespace_digest: bytes
-    owner: str
+    owner: str  # of unfinished files; 16 hexadecimal digits
     block_bytes: int
     codecs: CodecSet
     counters: Counters
-    is_granted: Callable[[], bool]
-    private: bool = True
+    is_granted: Callable[[], bool]  # whether the grant in use is still valid
+    private: bool = True  # whether files of other users are not read
 
     def __post_init__(self) -> None:
         self._uid = os.geteuid() if self.private else None
@@ -73,12 +56,7 @@ class BlockFiles:
         self._unreadable: Unreadable[str] = Unreadable()  # by path
 
     def store(self, epoch: str, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Moved:
-        """Write the blocks that are missing, or that this process cannot read.
-
-        Args:
-            epoch: Name of the directory to write to.
-            keys, blocks: As in `AsyncTier.store_blocks`.
-        """
+        """Write the blocks that are missing, or that this process cannot read, to the directory of an epoch."""
         moved = Moved([])
         # Backwards, so that the head of a prefix, without which its tail is worthless, is evicted last.
         for key, block in zip(reversed(keys), reversed(blocks), strict=True):
@@ -125,7 +103,7 @@ class BlockFiles:
         return [self._contains_one(self._path_of(epoch, key)) for key in keys]
 
     def _path_of(self, epoch: str, key: OffloadKey) -> str:
-        return f"{self.namespace_path}/{epoch}/{block_path(block_name(key, self.namespace_digest))}"
+        return f"{self.namespace_path}/{epoch}/{block_path(key, self.namespace_digest)}"
 
     def _contains_one(self, path: str) -> bool:
         if path in self._unreadable:

@@ -33,14 +33,8 @@ class Directory:
     It is made if it is missing, and refused if it is someone else's. Any thread may call, except the scheduler's: all
     calls may wait for the file system.
 
-    Args:
-        path: Its path.
-        identity: The identity of the tier's blocks.
-        tier: The tier's name, for messages.
-        private: Refuse a directory that other users can access; see `tiered_kv.permissions`.
-
     Raises:
-        ConfigError: It is a symbolic link, another user's, or open to others.
+        ConfigError: It is a symbolic link, or it is to be private and is another user's, or open to others.
         FormatError: It is of another format version, or holds files and is not this tier's at all.
         TierUnavailableError: The file system refuses.
     """
@@ -53,9 +47,6 @@ class Directory:
         self.namespace = identity.digest.hex()
         self.namespace_path = f"{self.path}/{self.namespace}"
         self._epoch_path = f"{self.namespace_path}/{EPOCH_NAME}"
-        self.lock_path = f"{self.path}/{LOCK_NAME}"
-        self.ledger_path = f"{self.path}/{LEDGER_NAME}"
-        self.sweep_path = f"{self.path}/{SWEEP_NAME}"
         try:
             os.close(open_directory(self.path))  # with the directories above it
             self.make()

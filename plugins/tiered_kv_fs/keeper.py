@@ -61,13 +61,6 @@ class Keeper:
     The event loop owns it. Two tasks run while the tier is open, each with one thread at most: one uses the
     ledger, the other sweeps.
 
-    Args:
-        directory, epoch, counters: The tier's.
-        call: Lets a thread make a call.
-        capacity_bytes: What the directory may occupy.
-        grant_bytes: Bytes of one request to the ledger.
-        room_timeout_s: How long a store waits for room.
-
     Raises:
         OSError: The ledger cannot be read or locked.
     """
@@ -76,15 +69,15 @@ class Keeper:
     epoch: Epoch
     counters: Counters
     call: Call
-    capacity_bytes: int
-    grant_bytes: int
-    room_timeout_s: float
+    capacity_bytes: int  # what the directory may occupy
+    grant_bytes: int  # of one request to the ledger
+    room_timeout_s: float  # how long a store waits for room
 
     def __post_init__(self) -> None:
         self.owner = secrets.token_hex(8)
         """This tier's name in the ledger."""
         self._usable_bytes = self.capacity_bytes - OPENING_BYTES
-        self._ledger = Ledger(self.directory.ledger_path, self.directory.lock_path)
+        self._ledger = Ledger(self.directory.path)
         self._sweeper = Sweeper(self.directory, self._ledger, self._usable_bytes, self.counters)
         with self._ledger.locked() as state:
             self.used_bytes = state.total_bytes or 0

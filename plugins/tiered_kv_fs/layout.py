@@ -40,17 +40,12 @@ TEMPORARY_BLOCK: Final = re.compile(r"\.[0-9a-f]{32}\.(?P<owner>[0-9a-f]{16})\.[
 _numbers = itertools.count()
 
 
-def block_name(key: OffloadKey, namespace_digest: bytes) -> str:
-    """Return the file name of a block.
+def block_path(key: OffloadKey, namespace_digest: bytes) -> str:
+    """Return a block's path in its epoch's directory.
 
-    BLAKE2b, while the record inside has an XXH3 of the same key: keys that collide in one do not collide in
-    both.
+    BLAKE2b, while the record inside has an XXH3 of the same key: keys that collide in one do not collide in both.
     """
-    return hashlib.blake2b(key, digest_size=16, key=namespace_digest).hexdigest()
-
-
-def block_path(name: str) -> str:
-    """Return a block's path in its epoch's directory."""
+    name = hashlib.blake2b(key, digest_size=16, key=namespace_digest).hexdigest()
     return f"{name[:2]}/{name}"
 
 

@@ -27,6 +27,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from tiered_kv.toolkit.small_files import SMALL_FILE_BYTES_MAX, read_file, replace_file
 from tiered_kv_fs.files import locked
+from tiered_kv_fs.layout import LEDGER_NAME, LOCK_NAME
 
 LAPSE_S: Final = 60.0
 """The silence after which a holder counts as ended or stopped."""
@@ -40,40 +41,26 @@ Seconds = Annotated[float, Field(allow_inf_nan=False)]
 
 @dataclass(slots=True)
 class Holder:
-    """A tier in a process that shares the directory.
-
-    Args:
-        namespace, epoch: Those of its blocks.
-        granted_bytes: Bytes that it may still fill, or is filling, at most.
-        seen_s: When it last used the ledger.
-    """
+    """A tier in a process that shares the directory, and the namespace and epoch of its blocks."""
 
     namespace: str
     epoch: str
-    granted_bytes: Bytes
-    seen_s: Seconds
+    granted_bytes: Bytes  # that it may still fill, or is filling, at most
+    seen_s: Seconds  # when it last used the ledger
 
 
 @dataclass(slots=True)
 class LedgerState:
-    """The ledger's content; change it while the lock is held.
+    """The ledger's content; change it while the lock is held."""
 
-    Args:
-        total_bytes: See above; None if it is not known.
-        pending_bytes: Bytes granted when the last survey began, plus those granted since, less those given
-            back. A survey adds it to its count.
-        survey: The running or last survey; another random word each time.
-        surveyed_s: When the last survey ended; 0 if one is due.
-        holders: By their random names.
-        now_s: The file server's time when the lock was taken; not stored.
-    """
-
-    total_bytes: Bytes | None = None
+    total_bytes: Bytes | None = None  # see above; None if it is not known
     pending_bytes: Bytes = 0
-    survey: str = ""
-    surveyed_s: Seconds = 0.0
-    holders: dict[str, Holder] = field(default_factory=dict)
-    now_s: float = 0.0
+    """Bytes granted when the last survey began, plus those granted since, less those given back. A survey adds it to
+    its count."""
+    survey: str = ""  # the running or last one; another random word each time
+    surveyed_s: Seconds = 0.0  # when the last survey ended; 0 if one is due
+    holders: dict[str, Holder] = field(default_factory=dict)  # by their random names
+    now_s: float = 0.0  # the file server's time when the lock was taken; not stored
 
     def add(self, size_bytes: int) -> None:
         """Add granted bytes to the total, or subtract those given back (negative)."""
@@ -95,16 +82,11 @@ class LedgerState:
 
 
 class Ledger:
-    """The ledger file, which is replaced as a whole. Any thread but the scheduler's may call.
+    """The ledger of a directory, a file that is replaced as a whole. Any thread but the scheduler's may call."""
 
-    Args:
-        path: Its path.
-        lock_path: The file whose lock is held meanwhile.
-    """
-
-    def __init__(self, path: str, lock_path: str) -> None:
-        self._path = path
-        self._lock_path = lock_path
+    def __init__(self, directory: str) -> None:
+        self._path = f"{directory}/{LEDGER_NAME}"
+        self._lock_path = f"{directory}/{LOCK_NAME}"
 
     @contextmanager
     def locked(self) -> Iterator[LedgerState]:

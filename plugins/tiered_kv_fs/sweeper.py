@@ -22,7 +22,7 @@ from tiered_kv.toolkit.small_files import read_file, remove
 from tiered_kv_fs.counters import Counters
 from tiered_kv_fs.directory import Directory
 from tiered_kv_fs.files import locked, occupied_bytes
-from tiered_kv_fs.layout import BLOCK, EPOCH, EPOCH_NAME, NAMESPACE, SHARD, TEMPORARY_BLOCK
+from tiered_kv_fs.layout import BLOCK, EPOCH, EPOCH_NAME, NAMESPACE, SHARD, SWEEP_NAME, TEMPORARY_BLOCK
 from tiered_kv_fs.ledger import LAPSE_S, Ledger, LedgerState
 
 SURVEY_INTERVAL_S: Final = 600.0
@@ -63,14 +63,7 @@ class _Survey:
 
 @dataclass(eq=False)
 class Sweeper:
-    """Makes room. One thread at a time.
-
-    Args:
-        directory: What to sweep.
-        ledger: Its ledger.
-        capacity_bytes: What the directory may occupy.
-        counters: Where to count.
-    """
+    """Makes room in a directory, which may occupy `capacity_bytes`. One thread at a time."""
 
     directory: Directory
     ledger: Ledger
@@ -79,7 +72,6 @@ class Sweeper:
 
     def __post_init__(self) -> None:
         self._root = self.directory.path
-        self._sweep_path = self.directory.sweep_path
         self._candidates: deque[tuple[str, int, int]] = deque()  # path, size and time of last change, oldest use first
         self._candidates_until_s = 0.0
         self._is_stopped = threading.Event()
@@ -96,7 +88,7 @@ class Sweeper:
         """
         with ExitStack() as held:
             try:
-                held.enter_context(locked(self._sweep_path, 0.0))
+                held.enter_context(locked(f"{self._root}/{SWEEP_NAME}", 0.0))
             except TimeoutError:
                 return Sweep.BUSY
             has_surveyed = False

@@ -19,10 +19,6 @@ class DaemonThreads(Executor):
 
     Each of the first calls starts a thread. The event loop's thread submits calls; any thread may call the rest.
     Callers limit how many calls they make at once, so the queue needs no limit.
-
-    Args:
-        name: The threads' name, before their number.
-        threads_max: How many there are, at most.
     """
 
     def __init__(self, name: str, threads_max: int) -> None:

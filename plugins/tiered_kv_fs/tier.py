@@ -131,15 +131,9 @@ class FsTier(AsyncTier):
             )
         except OSError as error:
             raise self._directory.claimed.unavailable(error) from error
+        path, owner, is_granted = self._directory.namespace_path, self._keeper.owner, self._keeper.is_granted
         self._files = BlockFiles(
-            self._directory.namespace_path,
-            digest,
-            self._keeper.owner,
-            block_bytes,
-            self._codecs,
-            self._counters,
-            self._keeper.is_granted,
-            private=settings.private,
+            path, digest, owner, block_bytes, self._codecs, self._counters, is_granted, settings.private
         )
         self._threads = DaemonThreads(f"tiered-kv-{name}", settings.threads + _LOOKUPS_MAX + _KEEPER_THREADS)
         self._lookup_slots = asyncio.Semaphore(_LOOKUPS_MAX)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,27 +59,11 @@ class MemoryTier(BlockingTier):
     # Worker threads.
 
     def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        stored: list[OffloadKey] = []
-        reason = ""
         # Backwards, so that the head of a prefix, without which its tail is worthless, is evicted last.
-        for key, block in zip(reversed(keys), reversed(blocks), strict=True):
-            failure = self._store(key, block)
-            if failure:
-                reason = failure
-            else:
-                stored.append(key)
-        return Outcome(stored, reason)
+        return _each(self._store, keys[::-1], blocks[::-1])
 
     def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        loaded: list[OffloadKey] = []
-        reason = ""
-        for key, block in zip(keys, blocks, strict=True):
-            failure = self._load(key, block)
-            if failure:
-                reason = failure
-            else:
-                loaded.append(key)
-        return Outcome(loaded, reason)
+        return _each(self._load, keys, blocks)
 
     def contains_blocks(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         return [key in self._records for key in keys]
@@ -196,3 +180,12 @@ class MemoryTier(BlockingTier):
         record.is_dropped = True
         if not record.readers:
             self._used_bytes -= len(record.data)
+
+
+def _each(
+    transfer: Callable[[OffloadKey, memoryview], str], keys: Sequence[OffloadKey], blocks: Sequence[memoryview]
+) -> Outcome:
+    """Store or load one block after the other; `transfer` returns why one failed, or an empty string."""
+    results = [(key, transfer(key, block)) for key, block in zip(keys, blocks, strict=True)]
+    reasons = [failure for _, failure in results if failure]
+    return Outcome([key for key, failure in results if not failure], reasons[-1] if reasons else "")

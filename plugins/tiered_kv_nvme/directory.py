@@ -56,11 +56,6 @@ def claimed(path: str, tier: str) -> ClaimedDirectory:
 class Directory:
     """An owned directory. It is made if it is missing, claimed if it is empty, and refused if it is another owner's.
 
-    Args:
-        path: Its path.
-        identity: The identity of the tier's blocks.
-        tier: The tier's name, for messages.
-
     Raises:
         ConfigError: It is a symbolic link, another user's, or open to others; see `tiered_kv.permissions`.
         TierBusyError: Another process owns it.
@@ -136,11 +131,7 @@ class Directory:
 
 
 def take_lock(directory_fd: int, path: str, tier: str) -> int:
-    """Become the owner of a directory; return the descriptor that holds its lock until `give_back`.
-
-    Args:
-        directory_fd: The directory, open.
-        path, tier: For messages.
+    """Become the owner of an open directory; return the descriptor that holds its lock until `give_back`.
 
     Raises:
         TierBusyError: Another process, or another tier of this one, owns it.

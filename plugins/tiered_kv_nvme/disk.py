@@ -16,6 +16,7 @@ from contextlib import suppress
 import numpy as np
 
 from tiered_kv.tiering.step import give_way
+from tiered_kv.toolkit.small_files import remove
 from tiered_kv_nvme.layout import PAGE_BYTES
 
 OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -70,10 +71,7 @@ def write_fully(disk: Disk, fd: int, buffers: Sequence[memoryview], offset: int)
 
 
 def read_fully(disk: Disk, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Fill `buffers` from `offset`, continuing after short reads.
-
-    Returns:
-        Bytes that were read: fewer than asked for only where the file ends.
+    """Fill `buffers` from `offset`, continuing after short reads; return how many bytes came before the file's end.
 
     Raises:
         OSError: The disk failed.
@@ -128,7 +126,7 @@ def refusal_of_direct(disk: Disk, directory_fd: int) -> str:
     try:
         fd = os.open(PROBE_NAME, flags, FILE_MODE, dir_fd=directory_fd)
     except OSError as error:
-        _unlink_quietly(directory_fd)
+        remove(PROBE_NAME, dir_fd=directory_fd)
         return f"the file system refuses O_DIRECT ({error.strerror})"
     try:
         write_fully(disk, fd, [page], 0)
@@ -138,7 +136,7 @@ def refusal_of_direct(disk: Disk, directory_fd: int) -> str:
         return f"a direct write fails here ({error.strerror})"
     finally:
         os.close(fd)
-        _unlink_quietly(directory_fd)
+        remove(PROBE_NAME, dir_fd=directory_fd)  # if it stays, the next opening reports the error
     return ""
 
 
@@ -152,10 +150,3 @@ def _rest(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
             rest.append(buffer[done:] if done else buffer)
             done = 0
     return rest
-
-
-def _unlink_quietly(directory_fd: int) -> None:
-    try:
-        os.unlink(PROBE_NAME, dir_fd=directory_fd)
-    except OSError:
-        pass  # it was never made, or the next open reports the error

@@ -20,13 +20,10 @@ EPOCH_NAME = "epoch"
 
 
 class DirectoryEpoch:
-    """The epoch of a directory that this process owns, and the file that keeps its mark, an `EpochStore`.
+    """The epoch of an open directory that this process owns, and the file that keeps its mark, an `EpochStore`.
 
     The file is one page, preallocated, so that a full disk does not refuse it. `renew` belongs to the scheduler's
     thread; one other thread at a time calls the rest.
-
-    Args:
-        directory_fd: The directory, open.
 
     Raises:
         FormatError: Another version of this project wrote the mark.

@@ -27,30 +27,19 @@ class NoSegment(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SegmentFiles:
-    """The segment files of a directory. Used by the thread that opens it, and then by the reclaimer alone.
-
-    Args:
-        disk: System calls.
-        directory: Where they are.
-        is_direct: Whether they are opened for direct I/O.
-        counters: The store's.
-        segment_bytes: Size of the files made from now on.
-        capacity_bytes: What the directory may occupy with everything in it.
-    """
+    """The segment files of a directory. Used by the thread that opens it, and then by the reclaimer alone."""
 
     disk: Disk
     directory: Directory
-    is_direct: bool
+    is_direct: bool  # whether they are opened for direct I/O
     counters: Counters
-    segment_bytes: int
-    capacity_bytes: int
+    segment_bytes: int  # the size of the files made from now on
+    capacity_bytes: int  # what the directory may occupy with everything in it
 
     def create(self, taken: Set[int], generation: int) -> Segment | NoSegment:
         """Make and preallocate the file of a free segment, if the capacity has room for it.
 
-        Args:
-            taken: The slots of all segments. A segment file in another slot is one that could not be deleted.
-            generation: The segment's.
+        `taken` are the slots of all segments. A segment file in another slot is one that could not be deleted.
         """
         slot = -1
         flags = OPEN_FLAGS | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if self.is_direct else 0)

@@ -47,16 +47,13 @@ def ordinal_of(place: int) -> int:
 
 
 class Index:
-    """The blocks that can be loaded now.
-
-    Attributes:
-        places: Key to place. Replaced by `clear`, so look it up afresh each time.
-    """
+    """The blocks that can be loaded now."""
 
     __slots__ = ("places",)
 
     def __init__(self) -> None:
         self.places: dict[OffloadKey, int] = {}
+        """Key to place. Replaced by `clear`, so look it up afresh each time."""
 
     def add(self, keys: Sequence[OffloadKey], first_place: int) -> None:
         """Add blocks with consecutive entries; the place of an existing key changes."""

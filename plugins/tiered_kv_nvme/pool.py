@@ -48,13 +48,9 @@ class Reservation:
 
 
 class SegmentPool:
-    """All segments of a directory.
+    """All segments of a directory, of which the reclaimer keeps `free_target` free.
 
-    Args:
-        digest: The namespace's.
-        epoch: The directory's epoch.
-        free_target: How many free segments the reclaimer keeps ready.
-        wants_events: Whether somebody takes `events`.
+    With `wants_events` somebody takes the `events`.
     """
 
     def __init__(self, digest: bytes, epoch: int, free_target: int, *, wants_events: bool = False) -> None:
@@ -79,14 +75,8 @@ class SegmentPool:
     def reserve(self, demand: Demand, epoch: int, timeout_s: float, stream: Stream) -> Reservation | None:
         """Take room for as many blocks of `demand` as the stream's active segment still holds, at least one.
 
-        Args:
-            demand: The blocks.
-            epoch: The value of `self.epoch` when the blocks were offered.
-            timeout_s: How long to wait for a free segment.
-            stream: The kind of writer.
-
-        Returns:
-            The room. None if none became or can become free in time, the cache was reset, or the pool is closed.
+        Waits at most `timeout_s` for a free segment. Returns None if none became or can become free in time, the cache
+        was reset since `epoch`, or the pool is closed.
         """
         deadline = time.monotonic() + timeout_s
         with self.changed:

@@ -36,15 +36,10 @@ class Wanted(NamedTuple):
 
 @dataclass(slots=True)
 class Run:
-    """Blocks of one segment that one call reads, in the order they lie on the disk.
-
-    Args:
-        blocks: At first one.
-        scatter: Whether each is read straight to its destination; otherwise through a buffer.
-    """
+    """Blocks of one segment, one at first, that one call reads, in the order they lie on the disk."""
 
     blocks: list[Wanted]
-    scatter: bool
+    scatter: bool  # whether each is read straight to its destination; otherwise through a buffer
     end_offset: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -73,36 +68,20 @@ class Run:
 
 @dataclass(eq=False)
 class BlockReader:
-    """Reads blocks; every method may be called by several threads at once.
-
-    Args:
-        disk: System calls.
-        pool, counters: The store's.
-        block_bytes: Size of a block.
-        codecs: The codecs that may be read.
-        scatter: Whether blocks may be read straight into the caller's memory, as `gather` of `BatchWriter`.
-    """
+    """Reads blocks; every method may be called by several threads at once."""
 
     disk: Disk
     pool: SegmentPool
     counters: Counters
     block_bytes: int
     codecs: CodecSet
-    scatter: bool
+    scatter: bool  # whether blocks may be read straight into the caller's memory, as `gather` of `BatchWriter`
 
     def __post_init__(self) -> None:
         self._local = ThreadScratch()
 
     def load(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        """Load blocks.
-
-        Args:
-            keys: The blocks' keys.
-            blocks: Writable memory of `block_bytes` for each; undefined after a failure.
-
-        Returns:
-            The keys that were loaded and verified, and why others were not.
-        """
+        """Return which keys were loaded and verified, and why others were not, whose `blocks` are undefined then."""
         wanted, epoch = self._pin(keys, blocks)
         slots = {item.segment.slot for item in wanted}
         loaded: set[OffloadKey] = set()

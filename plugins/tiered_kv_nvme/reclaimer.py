@@ -33,19 +33,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Reclaimer:
-    """Keeps `pool.free_target` segments free: new ones up to the capacity, then the oldest ones.
-
-    Args:
-        files, pool, counters, reader, writer: The store's.
-        name: The thread's name.
-    """
+    """Keeps `pool.free_target` segments free: new ones up to the capacity, then the oldest ones."""
 
     files: SegmentFiles
     pool: SegmentPool
     counters: Counters
     reader: BlockReader
     writer: BatchWriter
-    name: str
+    name: str  # the thread's
 
     def __post_init__(self) -> None:
         self._buffer = Scratch()

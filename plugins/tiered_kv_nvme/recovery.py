@@ -17,25 +17,13 @@ from tiered_kv.toolkit.codecs import OVERHEAD_BYTES_MAX
 from tiered_kv_nvme.disk import Disk, Scratch, read_fully
 from tiered_kv_nvme.files import SegmentFiles
 from tiered_kv_nvme.index import place_of
-from tiered_kv_nvme.layout import (
-    PAGE_BYTES,
-    BatchHeader,
-    EntryTable,
-    SegmentHeader,
-    Summary,
-    checksum,
-)
+from tiered_kv_nvme.layout import PAGE_BYTES, BatchHeader, EntryTable, SegmentHeader, Summary, checksum
 from tiered_kv_nvme.pool import SegmentPool
 from tiered_kv_nvme.segment import Segment, SegmentState
 
 
 def recover(files: SegmentFiles, pool: SegmentPool, *, threads: int) -> None:
-    """Fill `pool` and its index from the directory; unusable segments, and those over the capacity, are deleted.
-
-    Args:
-        files: The directory's segment files.
-        pool: Empty; nobody else uses it yet.
-        threads: How many segments are read at once.
+    """Fill an empty pool and its index from the directory; delete unusable segments, and those over the capacity.
 
     Raises:
         OSError: A segment file cannot be opened, or there is no memory to read it; no file is left open.

@@ -8,13 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
 
-from tiered_kv_nvme.layout import (
-    PAGE_BYTES,
-    EntryTable,
-    batch_header_bytes,
-    pages,
-    summary_bytes,
-)
+from tiered_kv_nvme.layout import PAGE_BYTES, EntryTable, batch_header_bytes, pages, summary_bytes
 
 
 class SegmentState(Enum):
@@ -34,15 +28,10 @@ class SegmentState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The size of a batch, for every number of blocks that may fit.
+    """The size of a batch, for every number of blocks that may fit."""
 
-    Args:
-        payload_ends: Payload bytes of the first n blocks, at n - 1.
-        key_ends: Key bytes of the first n blocks, at n - 1.
-    """
-
-    payload_ends: Sequence[int]
-    key_ends: Sequence[int]
+    payload_ends: Sequence[int]  # payload bytes of the first n blocks, at n - 1
+    key_ends: Sequence[int]  # key bytes of the first n blocks, at n - 1
 
     @classmethod
     def of(cls, payload_bytes: Sequence[int], key_bytes: Sequence[int]) -> Demand:
@@ -59,13 +48,8 @@ class Segment:
     """A segment's file and state.
 
     All fields but `slot`, `fd` and `segment_bytes` belong to the pool and change under its lock. When the segment is
-    used again, `table` is replaced and not emptied, so a reader may keep the old one.
-
-    Args:
-        slot: The number in its file's name and in index entries.
-        fd: The file, open.
-        segment_bytes: Its size.
-        generation: The number of its current use.
+    used again, `table` is replaced and not emptied, so a reader may keep the old one. `slot` is the number in its
+    file's name and in index entries, `generation` that of its current use.
     """
 
     __slots__ = (

@@ -24,14 +24,9 @@ _BLOCKS_COMFORTABLE = 8
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """Sizes of a directory.
+    """Sizes of a directory."""
 
-    Args:
-        capacity_bytes: What it may occupy, with all files.
-        segment_bytes: Size of a segment.
-    """
-
-    capacity_bytes: int
+    capacity_bytes: int  # what it may occupy, with all files
     segment_bytes: int
 
     @property
@@ -43,13 +38,7 @@ class Sizing:
     def of(
         cls, capacity_bytes: int, block_bytes: int, segment_bytes: int | None = None, *, overhead_bytes: int = 0
     ) -> Sizing:
-        """Return the sizing for blocks of `block_bytes`.
-
-        Args:
-            capacity_bytes: The directory's capacity.
-            block_bytes: Size of a block.
-            segment_bytes: Size of a segment; by default it is chosen here.
-            overhead_bytes: By how many bytes a stored block may exceed its size.
+        """Return the sizing for blocks of `block_bytes`; stored ones exceed that by `overhead_bytes` at most.
 
         Raises:
             ConfigError: The sizes do not fit each other; the message says which would.

@@ -42,49 +42,26 @@ CLOSE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """A store's options; its `Identity` describes its blocks.
-
-    Args:
-        sizing: Sizes of the directory and its segments.
-        aligned: Whether all passed blocks begin on page boundaries.
-        want_direct: Whether to use O_DIRECT if the file system supports it.
-        codecs: The codecs of blocks.
-        threads: How many threads will call; as many read the directory when it is opened.
-        room_timeout_s: How long a store waits for a free segment.
-        wants_events: Whether somebody takes the events of `SegmentStore.events`.
-    """
+    """A store's options; its `Identity` describes its blocks."""
 
     sizing: Sizing
-    aligned: bool = True
-    want_direct: bool = True
+    aligned: bool = True  # whether all passed blocks begin on page boundaries
+    want_direct: bool = True  # whether to use O_DIRECT if the file system supports it
     codecs: CodecSet = PLAIN
-    threads: int = 8
-    room_timeout_s: float = 5.0
-    wants_events: bool = False
+    threads: int = 8  # how many threads will call; as many read the directory when it is opened
+    room_timeout_s: float = 5.0  # how long a store waits for a free segment
+    wants_events: bool = False  # whether somebody takes the store's `events`
 
 
 class SegmentStore:
-    """Blocks in a directory of segments. Every method but `close` may be called by any thread.
-
-    Args:
-        path: The directory, made if it is missing.
-        identity: The identity of its blocks.
-        options: Its options.
-        tier: The tier's name, for messages.
-        disk: System calls; another one in tests.
+    """Blocks in a directory of segments, made if it is missing. Every method but `close` may be called by any thread.
 
     Raises:
         TierBusyError, FormatError, TierUnavailableError: As `Directory`.
     """
 
     def __init__(
-        self,
-        path: str,
-        identity: Identity,
-        options: StoreOptions,
-        *,
-        tier: str = "nvme",
-        disk: Disk | None = None,
+        self, path: str, identity: Identity, options: StoreOptions, *, tier: str = "nvme", disk: Disk | None = None
     ) -> None:
         disk = disk or Disk()
         self._options = options
@@ -130,22 +107,10 @@ class SegmentStore:
         # Memory that is not aligned, or payloads that are not whole pages, go through a buffer.
         whole_pages = identity.block_bytes % PAGE_BYTES == 0
         straight = whole_pages and (options.aligned or bool(self.not_direct))
-        self._reader = BlockReader(
-            disk,
-            self._pool,
-            self.counters,
-            block_bytes=identity.block_bytes,
-            codecs=options.codecs,
-            scatter=straight,
-        )
-        self._writer = BatchWriter(
-            disk,
-            self._pool,
-            self.counters,
-            codecs=options.codecs,
-            gather=straight and options.codecs.writes_raw,
-            room_timeout_s=options.room_timeout_s,
-        )
+        codecs = options.codecs
+        self._reader = BlockReader(disk, self._pool, self.counters, identity.block_bytes, codecs, scatter=straight)
+        gather = straight and codecs.writes_raw
+        self._writer = BatchWriter(disk, self._pool, self.counters, codecs, gather, options.room_timeout_s)
         self._reclaimer = Reclaimer(
             self._files, self._pool, self.counters, self._reader, self._writer, name=f"{self._name}-reclaimer"
         )
@@ -184,12 +149,9 @@ class SegmentStore:
         return self._pool.epoch
 
     def reset(self) -> int:
-        """Forget every block; a block that is being loaded is reported as failed. The scheduler's thread; no I/O.
+        """Forget every block, and return the new epoch, which a thread of its own writes into the directory.
 
-        A thread of its own writes the new epoch into the directory.
-
-        Returns:
-            The new epoch.
+        A block that is being loaded is reported as failed. The scheduler's thread; no I/O.
         """
         epoch = self._epoch.renew()
         with self._pool.changed:
@@ -257,16 +219,10 @@ class SegmentStore:
             self._pool.close()
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Write the missing summaries and release the directory.
+        """Write the missing summaries and release the directory. Return False if some is left, for a later call.
 
         A segment in which a call still hangs stays open, and the directory locked, until the process ends:
         the call must not change another process's file.
-
-        Args:
-            timeout_s: How long to wait for the reclaimer and for resets; `CLOSE_TIMEOUT_S` by default.
-
-        Returns:
-            Whether all was released; if not, a later call continues.
         """
         if self._released:
             return True

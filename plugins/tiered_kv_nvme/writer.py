@@ -33,13 +33,8 @@ class Payload(NamedTuple):
 class BatchWriter:
     """Writes batches; every method may be called by several threads at once.
 
-    Args:
-        disk: System calls.
-        pool, counters: The store's.
-        codecs: What is done to blocks.
-        gather: Whether payloads go to the disk from where they lie. Otherwise they are copied into an aligned
-            buffer first, which direct I/O needs unless blocks are whole pages on page boundaries.
-        room_timeout_s: How long a store waits for a free segment.
+    With `gather`, payloads go to the disk from where they lie. Otherwise they are copied into an aligned buffer first,
+    which direct I/O needs unless blocks are whole pages on page boundaries.
     """
 
     disk: Disk
@@ -47,21 +42,15 @@ class BatchWriter:
     counters: Counters
     codecs: CodecSet
     gather: bool
-    room_timeout_s: float
+    room_timeout_s: float  # how long a store waits for a free segment
 
     def __post_init__(self) -> None:
         self._local = ThreadScratch()
 
     def store(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], epoch: int) -> Outcome:
-        """Store blocks, except existing ones.
+        """Store blocks, except existing ones; return the keys that are stored now, and why others are not.
 
-        Args:
-            keys: The blocks' keys, of at most `KEY_BYTES_MAX` bytes each.
-            blocks: Their bytes, unchanged until this returns.
-            epoch: The pool's when the blocks were offered; if it has changed, no block is stored.
-
-        Returns:
-            The keys that are stored now, and why others are not.
+        `epoch` is the pool's when the blocks were offered; if it has changed, no block is stored.
         """
         here = self.pool.index.places
         wanted = {key: block for key, block in zip(keys, blocks, strict=True) if key not in here}
@@ -189,9 +178,7 @@ class BatchWriter:
         return checksum(target)
 
 
-def _batches(
-    wanted: dict[OffloadKey, memoryview],
-) -> Iterator[tuple[list[OffloadKey], list[memoryview]]]:
+def _batches(wanted: dict[OffloadKey, memoryview]) -> Iterator[tuple[list[OffloadKey], list[memoryview]]]:
     """Divide blocks into batches of at most `BATCH_BLOCKS_MAX` and, if that is more than one, `BATCH_BYTES_MAX`."""
     keys, blocks = list(wanted), list(wanted.values())
     count = max(1, min(BATCH_BLOCKS_MAX, BATCH_BYTES_MAX // len(blocks[0]))) if blocks else 1

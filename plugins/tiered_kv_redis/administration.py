@@ -8,7 +8,6 @@ namespace's prefix stay, and are reported.
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections import Counter
@@ -28,6 +27,7 @@ from tiered_kv.tiering.administration import (
     TierAdministration,
     believed,
 )
+from tiered_kv.toolkit.small_files import fields_of
 from tiered_kv_redis.endpoint import check_tls_files
 from tiered_kv_redis.keyspace import KEY_PREFIX
 from tiered_kv_redis.node import Node
@@ -141,6 +141,6 @@ def _names(client: Redis, digest: str | None, deadline: float) -> Iterator[bytes
 def _described(client: Redis, name: bytes, digest: str) -> Mapping[str, object]:
     try:
         text = client.get(name) if client.strlen(name) <= DESCRIPTION_BYTES_MAX else b""
-        return believed(json.loads(text or b""), digest)
-    except (ResponseError, ValueError, RecursionError):  # another program wrote it
+    except ResponseError:  # another program wrote it
         return {}
+    return believed(fields_of(text), digest)

@@ -28,24 +28,12 @@ Conversation = TypeVar("Conversation", bound=Exchange)
 class Blocks:
     """The blocks of one namespace. Worker threads.
 
-    Args:
-        settings: The tier's.
-        topology: The servers.
-        counters: Counts `present_blocks_total` and `corrupt_blocks_total`.
-        block_bytes: Bytes of a block.
-        namespace_digest: 16 bytes.
-
     Raises:
         MissingExtraError: The codec's library is not installed.
     """
 
     def __init__(
-        self,
-        settings: RedisSettings,
-        topology: Topology,
-        counters: Counters,
-        block_bytes: int,
-        namespace_digest: bytes,
+        self, settings: RedisSettings, topology: Topology, counters: Counters, block_bytes: int, namespace_digest: bytes
     ) -> None:
         self._topology = topology
         self._counters = counters

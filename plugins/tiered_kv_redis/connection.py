@@ -43,11 +43,7 @@ class SendRoom:
 
 
 class Link:
-    """A connected socket with the buffers for it; one thread at a time.
-
-    Args:
-        sock: The socket, connected, under TLS where that is wanted.
-    """
+    """A connected socket, under TLS where that is wanted, with the buffers for it; one thread at a time."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.stream = stream_of(sock)

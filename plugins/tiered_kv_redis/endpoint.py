@@ -91,8 +91,7 @@ def _credentials(username: SecretStr | None, password: SecretStr | None) -> User
     if username is None and password is None:
         return None
     return UsernamePasswordCredentialProvider(
-        None if username is None else username.get_secret_value(),
-        _text_of(password),
+        None if username is None else username.get_secret_value(), _text_of(password)
     )
 
 

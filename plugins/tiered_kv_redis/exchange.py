@@ -24,47 +24,32 @@ _STORED = b"+OK\r\n"
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Blocks of one part of a job, or the names of a lookup.
-
-    Args:
-        keys: Their keys.
-        names: Their names in the servers.
-        blocks: The blocks; empty for a lookup.
-        deadline: For all work with them, in seconds of `time.monotonic()`.
-    """
+    """Blocks of one part of a job, or the names of a lookup."""
 
     keys: Sequence[OffloadKey]
-    names: Sequence[bytes]
-    blocks: Sequence[memoryview]
-    deadline: float
+    names: Sequence[bytes]  # in the servers
+    blocks: Sequence[memoryview]  # empty for a lookup
+    deadline: float  # for all work with them, in seconds of `time.monotonic()`
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """How blocks are stored and loaded.
-
-    Args:
-        namespace_digest, codecs: For the records. Payloads that are not raw are read through a buffer.
-        ttl_ms: The blocks' lifetime; None for ever.
-        send_bytes: Of records in one call to send, at most one block more.
-        pipeline_bytes: Of replies that may be pending; two blocks may exceed it. A server buffers unsent replies,
-            which for many large blocks is slower than sending them one by one.
-    """
+    """How blocks are stored and loaded."""
 
     namespace_digest: bytes
-    codecs: CodecSet = PLAIN
-    ttl_ms: int | None = None
-    send_bytes: int = 1 << 20
+    codecs: CodecSet = PLAIN  # payloads that are not raw are read through a buffer
+    ttl_ms: int | None = None  # None for ever
+    send_bytes: int = 1 << 20  # of records in one call to send, at most one block more
     pipeline_bytes: int = 1 << 20
+    """Of replies that may be pending; two blocks may exceed it. A server buffers unsent replies, which for many large
+    blocks is slower than sending them one by one."""
 
 
 class Exchange(ABC):
     """Commands for one server, one for each block; `converse` runs it.
 
-    Args:
-        node: The server.
-        positions: The blocks, by their position in a batch.
-        failures: Gets the reasons of failed blocks; exchanges may share it.
+    `positions` are those of its blocks in a batch. It puts the reasons of failed ones into `failures`, which exchanges
+    may share.
     """
 
     def __init__(self, node: Node, positions: Sequence[int], failures: Failures) -> None:
@@ -102,10 +87,6 @@ def converse(exchanges: Sequence[Exchange], deadline: float) -> None:
 
     A server without an open connection comes last, and alone: it may not answer, and use up the time.
     A connection is used again only if every reply on it has been read; otherwise it is closed.
-
-    Args:
-        exchanges: One a server.
-        deadline: Seconds of `time.monotonic()`.
     """
     ready = [each for each in exchanges if each.node.has_connection or each.node.is_down]
     _run(ready, deadline)
@@ -186,11 +167,7 @@ class Calls(Exchange):
 
 
 class Stores(Exchange):
-    """Blocks to store, sent without a copy.
-
-    Args:
-        overwrite: Whether to replace what lies there; if not, the server says where something does.
-    """
+    """Blocks to store, sent without a copy. Without `overwrite` the server says where a value exists, and keeps it."""
 
     def __init__(
         self,

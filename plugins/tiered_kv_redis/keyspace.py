@@ -19,15 +19,10 @@ KEY_PREFIX = b"tkv1:"
 
 
 class KeySpace:
-    """The names of a namespace's blocks, and the `EpochStore` of its mark.
+    """The names of a namespace's blocks, and the `EpochStore` of its mark, beside which it stores the readable form.
 
     Methods that take a deadline (seconds of `time.monotonic()`) ask the server, and raise `NodeError` if it is not
     reached or refuses. They raise `FormatError` if another version of this project wrote the mark.
-
-    Args:
-        topology: The servers.
-        namespace_digest: 16 bytes.
-        namespace: The same in readable form, which is stored beside the blocks.
     """
 
     def __init__(self, topology: Topology, namespace_digest: bytes, namespace: Mapping[str, object]) -> None:
@@ -39,12 +34,7 @@ class KeySpace:
     # Worker threads.
 
     def prefix(self, deadline: float, *, is_saved: bool = False) -> bytes:
-        """Return the prefix of the names of the epoch's blocks.
-
-        Args:
-            deadline: As above.
-            is_saved: Whether the server must have the epoch's mark, as it must before a store.
-        """
+        """Return the prefix of the epoch's blocks. Before a store the server must have its mark: `is_saved`."""
         try:
             token = self.epoch.saved_token(deadline) if is_saved else self.epoch.token(deadline)
         except TimeoutError:

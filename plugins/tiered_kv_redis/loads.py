@@ -33,8 +33,7 @@ class Loads(Exchange):
     ) -> None:
         super().__init__(node, positions, failures)
         self.damaged: list[int] = []
-        """Positions whose value no process can read. It counts as the block and no store replaces
-        it, so it must be deleted."""
+        """Positions whose value no process can read. No store replaces it, so it must be deleted."""
         self.unreadable: list[int] = []
         """Positions whose value is a sound record, whose codec or key this process lacks. Others may read it."""
         self._keys = [batch.keys[at] for at in positions]

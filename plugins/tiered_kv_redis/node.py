@@ -28,12 +28,7 @@ class Node:
 
     After a failure the server counts as down: `take` fails at once, so that its keys cost no time. A background
     thread sends it a request, after 50 ms and then twice as long each time, up to two seconds, until it answers.
-
-    Args:
-        label: Its address, for messages.
-        pool_settings: The arguments of redis-py's `ConnectionPool`.
-        on_connect: Called when a connection was made.
-        on_failure: Called when the server failed, and when it failed again to answer the background thread.
+    `on_failure` is called when the server failed, and when it failed again to answer that thread.
     """
 
     def __init__(
@@ -90,12 +85,7 @@ class Node:
             self._close_idle()
 
     def drop(self, connection: WireConnection, reason: str) -> None:
-        """Close a connection that may have unread bytes.
-
-        Args:
-            connection: The connection.
-            reason: The server's fault; empty if it has none.
-        """
+        """Close a connection that may have unread bytes; `reason` is the server's fault, empty if it has none."""
         self._close(connection)
         if reason and reason != TOO_LONG:  # which is a client's fault, not the server's
             self.note_failure(reason)
@@ -115,8 +105,7 @@ class Node:
     def memory_limit(self) -> tuple[int, str] | None:
         """Ask the server for its `maxmemory`, in bytes and 0 for none, and its `maxmemory-policy`.
 
-        Returns:
-            None where the server does not answer, or the user has no right to ask.
+        None where the server does not answer, or the user has no right to ask.
         """
         with contextlib.closing(self.client()) as client, contextlib.suppress(RedisError, OSError):
             told = client.info("memory")

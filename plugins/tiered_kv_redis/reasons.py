@@ -89,11 +89,7 @@ _BY_TYPE: Final[tuple[tuple[type[BaseException], str], ...]] = (
 
 
 class NodeError(Exception):
-    """A server cannot be used now, or sent an invalid reply.
-
-    Args:
-        reason: One word for the counters.
-    """
+    """A server cannot be used now, or sent an invalid reply; `reason` is one word for the counters."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason

@@ -16,13 +16,9 @@ _LENGTH_DIGITS_MAX = 12
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An error reply.
+    """An error reply."""
 
-    Args:
-        reason: One word for the counters.
-    """
-
-    reason: str
+    reason: str  # one word for the counters
 
 
 Reply = bytes | int | Refusal | None
@@ -38,11 +34,7 @@ def command(*arguments: bytes) -> bytes:
 
 
 class ReplyReader:
-    """Replies out of a stream, in order, through a buffer of bounded size; one thread at a time.
-
-    Args:
-        stream: Their source.
-    """
+    """Replies out of a stream, in order, through a buffer of bounded size; one thread at a time."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -66,17 +58,10 @@ class ReplyReader:
             size -= taken
 
     def skip(self, expected: bytes, count: int, deadline: float) -> int:
-        """Pass over replies that are exactly `expected`, up to the first that is not or is not there yet.
+        """Pass over replies that are `expected`, the shortest that may come; return how many, of `count` still to come.
 
-        Waits only if nothing at all has been received. What it does not pass over is for `reply`.
-
-        Args:
-            expected: A whole reply, and the shortest that may come.
-            count: How many replies are still to come, at least 1.
-            deadline: Seconds of `time.monotonic()`.
-
-        Returns:
-            How many were passed over, at most `count`.
+        Stops at the first that is another or is not there yet, which is for `reply`. Waits only if nothing at all has
+        been received.
         """
         if self._start == self._end:
             self._make_room(count * len(expected))

@@ -8,7 +8,6 @@ import ssl
 import struct
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 IOV_MAX = os.sysconf("SC_IOV_MAX")
 """Buffers that one system call takes."""
@@ -20,28 +19,12 @@ _ARMED_SLACK_US = 10_000
 Buffer = bytes | bytearray | memoryview
 
 
-class Stream(Protocol):
-    """A connection's bytes; one thread at a time.
-
-    Every method raises `TimeoutError` when `deadline` (seconds of `time.monotonic()`) has passed, and another
-    `OSError` when the connection is gone. Either leaves the stream in doubt.
-    """
-
-    def start(self) -> None: ...  # take the socket over from redis-py, which leaves its timeouts on it
-
-    def send(self, parts: Sequence[Buffer], deadline: float) -> None: ...  # all of them, one after the other
-
-    def receive(self, views: Sequence[memoryview], deadline: float) -> int:
-        """Fill the beginning of `views`, none of which is empty, with what is there; return how many bytes."""
-
-    def pending_bytes(self) -> int: ...  # that have left the socket and have not been received
-
-
 class PlainStream:
-    """A socket as it is. The kernel keeps the time, so that a call is one system call and needs no poll before it.
+    """A connected socket as it is; one thread at a time.
 
-    Args:
-        sock: A connected stream socket.
+    The kernel keeps the time, so that a call is one system call and needs no poll before it. Every method raises
+    `TimeoutError` when `deadline` (seconds of `time.monotonic()`) has passed, and another `OSError` when the connection
+    is gone. Either leaves the stream in doubt.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -49,10 +32,12 @@ class PlainStream:
         self._armed_us: dict[int, int] = {}  # what the kernel was last told, by socket option
 
     def start(self) -> None:
+        """Take the socket over from redis-py, which leaves its timeouts on it."""
         self._sock.settimeout(None)
         self._armed_us.clear()
 
     def send(self, parts: Sequence[Buffer], deadline: float) -> None:
+        """Send all of them, one after the other."""
         rest, at = list(parts), 0
         while at < len(rest):
             self._arm(socket.SO_SNDTIMEO, deadline)
@@ -67,6 +52,7 @@ class PlainStream:
                 rest[at] = memoryview(rest[at])[sent:]
 
     def receive(self, views: Sequence[memoryview], deadline: float) -> int:
+        """Fill the beginning of `views`, none of which is empty, with what is there; return how many bytes."""
         self._arm(socket.SO_RCVTIMEO, deadline)
         try:
             count = self._sock.recvmsg_into(views[:IOV_MAX])[0]
@@ -77,6 +63,7 @@ class PlainStream:
         return count
 
     def pending_bytes(self) -> int:
+        """Return how many bytes have left the socket and have not been received."""
         return 0
 
     def _arm(self, option: int, deadline: float) -> None:
@@ -89,11 +76,7 @@ class PlainStream:
 
 
 class TlsStream:
-    """A socket under TLS, which takes and gives one buffer at a time.
-
-    Args:
-        sock: A connected TLS socket.
-    """
+    """A connected socket under TLS, which takes and gives one buffer at a time; otherwise as `PlainStream`."""
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self._sock = sock
@@ -123,6 +106,9 @@ class TlsStream:
         if left_s <= 0:
             raise TimeoutError("the deadline has passed")
         self._sock.settimeout(left_s)
+
+
+Stream = PlainStream | TlsStream
 
 
 def stream_of(sock: socket.socket) -> Stream:

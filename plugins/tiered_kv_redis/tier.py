@@ -214,8 +214,7 @@ class RedisTier(BlockingTier):
     def _failed(self, operation: str, count: int, reason: str) -> Outcome:
         """Count blocks that failed for one reason, and log the first of its kind.
 
-        Returns:
-            What the tier's breaker makes of it: nothing, where the reason says something of one of several servers.
+        Return what the tier's breaker makes of it: nothing, where the reason says something of one of several servers.
         """
         if operation == "lookup":
             self._counters.add("failed_lookups_total", reason, count=count)

@@ -33,10 +33,8 @@ class Topology:
     asked after the other, and each may take long. So a thread in the background asks, one at a time, and nobody waits
     for it longer than a deadline allows.
 
-    Args:
-        settings: The tier's; nothing is connected yet.
-        on_change: Called by any thread when a connection was made anew, or addresses were received. A
-            server may have been replaced then by one with older data.
+    `on_change` is called by any thread when a connection was made anew, or addresses were received. A server may have
+    been replaced then by one with older data.
     """
 
     def __init__(self, settings: RedisSettings, on_change: Callable[[], None] = lambda: None) -> None:
@@ -173,11 +171,9 @@ class Topology:
 def masters_of(ranges: Sequence[Any], member: Address) -> dict[int, Address]:  # Any: as redis-py has it
     """Return where the master of each slot is that has one.
 
-    Slots may have none: nobody names them, or their master has no address any more, and its port is 0 then.
-
-    Args:
-        ranges: The reply to CLUSTER SLOTS (https://redis.io/docs/latest/commands/cluster-slots/).
-        member: Who sent it: the host that is meant where none is named.
+    Slots may have none: nobody names them, or their master has no address any more, and its port is 0 then. `ranges`
+    is the reply to CLUSTER SLOTS (https://redis.io/docs/latest/commands/cluster-slots/) of `member`, which is the host
+    that is meant where none is named.
     """
     masters: dict[int, Address] = {}
     for first, last, (host, port, *_), *_ in ranges:

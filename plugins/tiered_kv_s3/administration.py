@@ -7,7 +7,6 @@ every version, and are reported. The tier sends whole objects, so it leaves no u
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -20,6 +19,7 @@ from tiered_kv.tiering.administration import (
     believed,
 )
 from tiered_kv.toolkit.epoch import Epoch, EpochMark
+from tiered_kv.toolkit.small_files import fields_of
 from tiered_kv_s3.account import Account
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import Control
@@ -134,9 +134,4 @@ class S3Administration(TierAdministration):
         if not others:
             return None
         _, text = self._bucket.read(naming.namespace, DESCRIPTION_BYTES_MAX, deadline)
-        try:
-            fields = json.loads(text or b"null")
-        except (ValueError, RecursionError):
-            fields = None
-        described = believed(fields.get("namespace"), digest) if isinstance(fields, dict) else {}
-        return StoredNamespace(digest, described, blocks, size_bytes)
+        return StoredNamespace(digest, believed(fields_of(text).get("namespace"), digest), blocks, size_bytes)

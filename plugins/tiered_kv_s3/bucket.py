@@ -15,10 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tiered_kv_s3.account import Account
-from tiered_kv_s3.connection import Answer, BadAnswerError, Connection, Patience
+from tiered_kv_s3.connection import Answer, BadAnswerError, Connection, ConnectionPool, Patience
 from tiered_kv_s3.counters import Counters
-from tiered_kv_s3.endpoint import Endpoint
-from tiered_kv_s3.pool import ConnectionPool
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.signer import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD, Credentials, Signer
 from tiered_kv_s3.verdict import ABSENCE, RETRYABLE, Verdict, region_in, verdict_of, verdict_of_error
@@ -60,18 +58,10 @@ class Bucket:
         self._ttl_s = settings.ttl or math.inf
         self._signs_payload = settings.sign_payload
         self._put_headers = _put_headers(settings)
-        self._pool = ConnectionPool(account.endpoint(account.region), settings.ca_file, counters)
+        self.pool = ConnectionPool(account.endpoint(account.region), settings.ca_file, counters)
         self._signer = Signer(account.region)
         self._closing = threading.Event()
         self._moving = threading.Lock()  # held by the thread that follows a bucket to its region
-
-    @property
-    def open_connections(self) -> int:
-        return self._pool.open_connections
-
-    @property
-    def endpoint(self) -> Endpoint:
-        return self._pool.endpoint
 
     def put(
         self, name: str, pieces: Sequence[bytes | memoryview], deadline: float, *, only_if_absent: bool = False
@@ -123,12 +113,7 @@ class Bucket:
 
     def delete(self, name: str, deadline: float) -> Verdict:
         """Delete an object; one that is not there is deleted too."""
-
-        def delete(attempt: _Attempt) -> Verdict:
-            self._send(attempt, "DELETE", name)
-            return self._settle(attempt, attempt.connection.receive_head(attempt.patience))
-
-        return self._persist(delete, deadline)
+        return self._persist(lambda attempt: self._ask(attempt, "DELETE", name), deadline)
 
     def are_there(self, names: Sequence[str], deadline: float) -> list[Verdict]:
         """Return DONE for each object that is there, ABSENT or EXPIRED for those that are not, or what went wrong.
@@ -152,7 +137,7 @@ class Bucket:
     def close(self) -> None:
         """Make what is in flight fail, and close every connection."""
         self._closing.set()
-        self._pool.close()
+        self.pool.close()
 
     # One request.
 
@@ -168,20 +153,18 @@ class Bucket:
         """Send a signed request for an object."""
         endpoint = attempt.connection.endpoint
         path = endpoint.path_of(name)
-        signed = attempt.signer.sign(
-            method,
-            path,
-            {"host": endpoint.authority, **(headers or {})},
-            payload_hash,
-            attempt.credentials,
-            time.time(),
-        )
+        headers = {"host": endpoint.authority, **(headers or {})}
+        signed = attempt.signer.sign(method, path, headers, payload_hash, attempt.credentials, time.time())
         lines = "".join([f"{header}: {value}\r\n" for header, value in signed.items()])
         if endpoint.proxy is not None and not endpoint.is_tls:  # TLS goes through a tunnel
             path = f"http://{endpoint.authority}{path}"
             lines = f"{endpoint.proxy.authorization}{lines}"
         self._counters.add("requests_total", method.lower())
         attempt.connection.send([f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode(), *pieces], attempt.patience)
+
+    def _ask(self, attempt: _Attempt, method: str, name: str, headers: Mapping[str, str] | None = None) -> Verdict:
+        self._send(attempt, method, name, headers)
+        return self._settle(attempt, attempt.connection.receive_head(attempt.patience))
 
     def _settle(self, attempt: _Attempt, answer: Answer) -> Verdict:
         """Return the verdict of an answer without a body, or of an error; prepare another try."""
@@ -219,7 +202,7 @@ class Bucket:
         credentials = self._account.credentials(patience.deadline)
         signer = self._signer
         try:
-            connection = self._pool.take(patience)
+            connection = self.pool.take(patience)
         except OSError as error:
             return verdict_of_error(error)
         try:
@@ -227,7 +210,7 @@ class Bucket:
         except OSError as error:
             return verdict_of_error(error)
         finally:
-            self._pool.give_back(connection)
+            self.pool.give_back(connection)
 
     def _follow(self, asked: str, region: str) -> Verdict:
         """Use `region` from now on, because the bucket is not in the former one."""
@@ -235,7 +218,7 @@ class Bucket:
             if region == asked:
                 return Verdict.REFUSED  # a redirect that leads nowhere
             if region != self._signer.region:  # otherwise another thread has done it
-                self._pool.move(self._account.endpoint(region))
+                self.pool.move(self._account.endpoint(region))
                 self._account.region = region
                 self._signer = Signer(region)
         return Verdict.MOVED
@@ -261,7 +244,7 @@ class Bucket:
         try:
             while waiting or travelling:
                 while waiting and len(travelling) < HEADS_IN_FLIGHT_MAX:
-                    connection = self._pool.take(patience)
+                    connection = self.pool.take(patience)
                     travelling[connection.fileno] = (waiting[0], connection, time.monotonic() + patience.stall_s)
                     poll.register(connection.fileno, select.POLLIN)
                     self._send(_Attempt(connection, self._signer, credentials, patience), "HEAD", names[waiting[0]])
@@ -279,14 +262,14 @@ class Bucket:
                         verdicts[index] = Verdict.TIMEOUT
                     poll.unregister(number)
                     del travelling[number]
-                    self._pool.give_back(connection)
+                    self.pool.give_back(connection)
         except OSError as error:  # none can be opened, or the time is over
             unsent = waiting if time.monotonic() < deadline else ()
             for index in (*unsent, *(index for index, _, _ in travelling.values())):
                 verdicts[index] = verdict_of_error(error)
         finally:
             for _, connection, _ in travelling.values():
-                self._pool.give_back(connection, reuse=False)
+                self.pool.give_back(connection, reuse=False)
 
     def _receive_presence(self, connection: Connection, patience: Patience) -> Verdict:
         try:
@@ -306,11 +289,8 @@ class Bucket:
         if not refused:
             return again
 
-        def explain(attempt: _Attempt) -> Verdict:
-            self._send(attempt, "GET", names[refused[0]], {"range": "bytes=0-0"})
-            return self._settle(attempt, attempt.connection.receive_head(attempt.patience))
-
-        verdict = self._persist(explain, deadline)
+        only_a_byte = {"range": "bytes=0-0"}
+        verdict = self._persist(lambda attempt: self._ask(attempt, "GET", names[refused[0]], only_a_byte), deadline)
         if verdict is Verdict.DONE or verdict in ABSENCE:  # what was wrong with the requests has been mended
             return again + refused
         for index in refused:

@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection to the bucket's server: bodies are sent from, and received into, the caller's memory.
+"""HTTP/1.1 connections to the bucket's server: bodies are sent from, and received into, the caller's memory.
 
 The standard library's client would do, but parses headers with the e-mail package, which takes longer than signing
 the request. Only a little of HTTP is needed: requests and answers with a known length. Answers
@@ -11,11 +11,14 @@ import re
 import select
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tiered_kv.errors import ConfigError
 from tiered_kv.toolkit.resolver import connect
+from tiered_kv_s3.counters import Counters
 from tiered_kv_s3.endpoint import Endpoint, Proxy
 
 HEAD_BYTES_MAX = 64 << 10
@@ -24,6 +27,8 @@ ERROR_BYTES_MAX = 64 << 10
 """Body of an answer that is read for its error code."""
 INTERIM_ANSWERS_MAX = 4
 """Answers such as "100 Continue" before the one that counts."""
+IDLE_S_MAX = 15.0
+"""A connection that was not used for longer is not used again: S3 closes them after 20 seconds or so."""
 
 _HEAD_END = b"\r\n\r\n"
 _BUFFER_BYTES = 4096
@@ -71,10 +76,13 @@ class Connection:
         self.is_reusable = False
         """Whether the last answer was read to its end and the server keeps the connection."""
         where = endpoint.proxy or endpoint
-        plain = connect(where.host, where.port, patience.next_timeout_s)
+        self._socket = plain = connect(where.host, where.port, patience.next_timeout_s)
+        self._is_tls = False
+        self._keeps_open = False
+        self._buffer = bytearray()  # received, and not yet asked for
         try:
             if endpoint.proxy is not None and tls is not None:
-                _open_tunnel(plain, endpoint, endpoint.proxy, patience)
+                self._open_tunnel(endpoint.proxy, patience)
             plain.settimeout(patience.next_timeout_s())
             self._socket = tls.wrap_socket(plain, server_hostname=endpoint.host) if tls else plain
         except BaseException:
@@ -82,8 +90,6 @@ class Connection:
             raise
         self.fileno = self._socket.fileno()
         self._is_tls = tls is not None
-        self._keeps_open = False
-        self._buffer = bytearray()  # received, and not yet asked for
 
     def send(self, pieces: Sequence[bytes | memoryview], patience: Patience) -> None:
         """Send a request: its head, and the pieces of its body."""
@@ -152,6 +158,16 @@ class Connection:
         self.is_reusable = False
         self._socket.close()
 
+    def _open_tunnel(self, proxy: Proxy, patience: Patience) -> None:
+        host = f"[{self.endpoint.host}]" if ":" in self.endpoint.host else self.endpoint.host
+        authority = f"{host}:{self.endpoint.port}"
+        lines = f"CONNECT {authority} HTTP/1.1\r\nHost: {authority}\r\n{proxy.authorization}\r\n"
+        self.send([lines.encode()], patience)
+        if not 200 <= self.receive_head(patience).status < 300:
+            raise ConnectionRefusedError("the proxy does not connect to the server")
+        if self._buffer:  # under TLS a server is silent until it is spoken to
+            raise BadAnswerError("the proxy sends more than an answer")
+
     def _read_until(self, end: bytes, patience: Patience) -> bytes:
         """Receive up to `end`, which is dropped."""
         searched = 0
@@ -184,20 +200,93 @@ class Connection:
             position += received
 
 
-def _open_tunnel(plain: socket.socket, endpoint: Endpoint, proxy: Proxy, patience: Patience) -> None:
-    host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
-    authority = f"{host}:{endpoint.port}"
-    plain.settimeout(patience.next_timeout_s())
-    plain.sendall(f"CONNECT {authority} HTTP/1.1\r\nHost: {authority}\r\n{proxy.authorization}\r\n".encode())
-    head = bytearray()
-    while not head.endswith(_HEAD_END):  # byte by byte: what follows belongs to TLS
-        plain.settimeout(patience.next_timeout_s())
-        received = plain.recv(1)
-        if not received or len(head) > HEAD_BYTES_MAX:
-            raise BadAnswerError("the proxy closed the connection, or sends no end of its answer")
-        head += received
-    if not 200 <= _parse_head(bytes(head[: -len(_HEAD_END)]))[0].status < 300:
-        raise ConnectionRefusedError("the proxy does not connect to the server")
+class ConnectionPool:
+    """Connections to one endpoint, the one that was used last first. Any thread may call.
+
+    The callers bound how many are in use.
+
+    Raises:
+        ConfigError: The file cannot be read, or holds no certificate.
+    """
+
+    def __init__(self, endpoint: Endpoint, ca_file: str | None, counters: Counters) -> None:
+        self._tls = tls_context(ca_file) if endpoint.is_tls else None
+        self._counters = counters
+        self._lock = threading.Lock()  # guards the rest; never held across I/O
+        self.endpoint = endpoint
+        self._idle: list[tuple[float, Connection]] = []
+        self._used: set[Connection] = set()
+        self._is_closed = False
+
+    @property
+    def open_connections(self) -> int:
+        return len(self._idle) + len(self._used)
+
+    def move(self, endpoint: Endpoint) -> None:
+        """Connect to `endpoint` from now on."""
+        with self._lock:
+            self.endpoint = endpoint
+            idle, self._idle = self._idle, []
+        for _, connection in idle:
+            connection.close()
+
+    def take(self, patience: Patience) -> Connection:
+        """Return a connection that is nobody else's until `give_back`.
+
+        Raises:
+            OSError: None could be opened.
+        """
+        while self._idle:
+            with self._lock:
+                if not self._idle:
+                    break
+                since, connection = self._idle.pop()
+                self._used.add(connection)
+            if time.monotonic() - since < IDLE_S_MAX and connection.is_usable():
+                return connection
+            self.give_back(connection, reuse=False)
+        endpoint = self.endpoint
+        connection = Connection(endpoint, self._tls if endpoint.is_tls else None, patience)
+        self._counters.add("opened_connections_total")
+        with self._lock:
+            if not self._is_closed:
+                self._used.add(connection)
+                return connection
+        connection.close()
+        raise ConnectionAbortedError("the tier is being shut down")
+
+    def give_back(self, connection: Connection, *, reuse: bool = True) -> None:
+        """Take a connection back, to be used again if it can be."""
+        with self._lock:
+            self._used.discard(connection)
+            if reuse and connection.is_reusable and connection.endpoint == self.endpoint and not self._is_closed:
+                self._idle.append((time.monotonic(), connection))
+                return
+        connection.close()
+
+    def close(self) -> None:
+        """Close what is idle, make what is in use fail, and open no more."""
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+            for connection in self._used:  # under the lock, so that none is closed, and its number reused, meanwhile
+                connection.abort()
+        for _, connection in idle:
+            connection.close()
+
+
+def tls_context(ca_file: str | None) -> ssl.SSLContext:
+    """Return what server certificates are verified with: the system's authorities, or those in `ca_file` alone.
+
+    Raises:
+        ConfigError: The file cannot be read, or holds no certificate.
+    """
+    try:
+        context = ssl.create_default_context(cafile=ca_file)
+    except OSError as error:
+        raise ConfigError(f"no certificates can be read: {error.strerror}", location="ca_file") from None
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    return context
 
 
 def _parse_head(head: bytes) -> tuple[Answer, bool]:

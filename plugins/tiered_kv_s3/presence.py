@@ -61,10 +61,7 @@ class Presence:
     def note(self, name: str, verdict: Verdict, asked_s: float) -> None:
         """Keep what is known of a block since `asked_s`, in seconds of `time.monotonic()`, if nothing newer is.
 
-        Args:
-            name: The block's.
-            verdict: DONE, one of `ABSENCE`, or UNANSWERED, which makes the block a miss for a while.
-            asked_s: When it was asked for.
+        The verdict is DONE, one of `ABSENCE`, or UNANSWERED, which makes the block a miss for a while.
         """
         with self._lock:
             if self._answers.get(name, (asked_s, verdict))[0] > asked_s:
@@ -88,9 +85,7 @@ class Presence:
     def ask(self, prefixes: Sequence[Sequence[str]], deadline: float) -> set[str]:
         """Return which blocks are there, without those whose answer could not be had by the deadline.
 
-        Args:
-            prefixes: Names of blocks, each sequence in the order of one prompt; all are searched side by side.
-            deadline: When the answers must be there, in seconds of `time.monotonic()`.
+        Each prefix has the names of blocks in the order of one prompt; all are searched side by side.
         """
         with self._lock:
             now_s = time.monotonic()

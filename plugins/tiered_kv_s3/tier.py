@@ -137,7 +137,8 @@ class S3Tier(BlockingTier):
         return True
 
     def stats(self) -> Mapping[str, Any]:
-        counted = {**super().stats(), **self._counters.snapshot(), "open_connections": self._bucket.open_connections}
+        counted = {**super().stats(), **self._counters.snapshot()}
+        counted["open_connections"] = self._bucket.pool.open_connections
         if self._settings.capacity is None:
             return counted
         return {**counted, "used_bytes": self._sweeper.used_bytes, "capacity_bytes": self._settings.capacity}
@@ -153,8 +154,8 @@ class S3Tier(BlockingTier):
         return {
             "medium": "s3",
             **self._settings.model_dump(include={"bucket", "prefix", "connections", "codec"}),
-            "server": self._bucket.endpoint.authority,
-            "tls": self._bucket.endpoint.is_tls,
+            "server": self._bucket.pool.endpoint.authority,
+            "tls": self._bucket.pool.endpoint.is_tls,
             "region": self._account.region,
             "capacity_bytes": self._settings.capacity,
             "ttl_s": self._settings.ttl,

@@ -13,9 +13,8 @@ from pydantic import Field, SecretStr
 
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.reading import FILE_BYTES_MAX, parse_stack_text
-from tiered_kv.config.schema import stack_schema
 from tiered_kv.config.settings import StrictModel, TierSettings
-from tiered_kv.config.stack_config import BUILT_IN_POLICIES, StackConfig, load_config
+from tiered_kv.config.stack_config import BUILT_IN_POLICIES, StackConfig, load_config, stack_schema
 from tiered_kv.config.units import (
     BYTES_MAX,
     Bytes,
@@ -175,13 +174,10 @@ class TestFile:
     def test_a_missing_file_is_an_error_with_its_path(self, tmp_path: Path) -> None:
         assert str(tmp_path / "none.yaml") in error_of(tmp_path / "none.yaml")
 
-    def test_a_syntax_error_gives_line_and_column(self) -> None:
-        with pytest.raises(ConfigError, match="line 3, column 1: expected"):
-            parse_stack_text("version: 1\nblock: {bytes: 1\n")
-
     @pytest.mark.parametrize(
         ("text", "message"),
         [
+            ("version: 1\nblock: {bytes: 1\n", "line 3, column 1: expected"),
             ("version: 1\nversion: 1\n", "line 2, column 1: the key 'version' stands here twice"),
             ("block: {bytes: 1, bytes: 2}\n", "the key 'bytes' stands here twice"),
             ("keys: {1: A, 01: B}\n", "line 1, column 14: the key '01' stands here twice"),
@@ -230,14 +226,6 @@ class TestVariables:
         assert isinstance(tier, VaultSettings)
         assert (tier.url, tier.port, config.namespace.model) == ("vaults://localhost/$x", 7, "m")
 
-    def test_a_missing_variable_is_named_with_its_key(self) -> None:
-        assert error_of(vault(password="${VAULT_PASSWORD}")).startswith(
-            "secondary.0.password: the environment variable VAULT_PASSWORD is not set"
-        )
-
-    def test_a_malformed_reference_is_refused(self) -> None:
-        assert "$$ for a plain $" in error_of(vault(url="${not a name}"))
-
 
 class TestMistakes:
     @pytest.mark.parametrize(
@@ -263,9 +251,16 @@ class TestMistakes:
             ({"primary": {"capacity": "100KiB"}}, "primary.capacity: expected room for at least 2 blocks of 64KiB"),
             ({"primary": {"capacity": "1MiB", "promotion_budget": 1}}, "primary.promotion_budget: expected room"),
             ({"primary": {"capacity": "1MiB", "shared": "../x"}}, "primary.shared: "),
+            *(({"audit": share}, "audit: ") for share in (-0.1, 1.5, "often", True, float("nan"))),
+            ({"audit_tolerance": 2}, "audit_tolerance: "),
+            ({"audit_action": "panic"}, "audit_action: expected 'report' or 'stop'"),
             ({"secondary": {}}, "secondary: expected a list of tiers"),
             ({"secondary": ["vault"]}, "secondary.0: expected a mapping with the key 'type'"),
             ({"secondary": [{"type": "valt"}]}, "secondary.0.type: unknown tier type 'valt'; did you mean 'vault'?"),
+            (
+                {"secondary": [{"type": "no module:X"}]},
+                "secondary.0.type: expected a tier type, or 'module:Class', found",
+            ),
             ({"secondary": [{"type": "no.such.module:X"}]}, "secondary.0.type: 'no.such.module:X' cannot be loaded"),
             ({"secondary": [{"type": "vault"}]}, "secondary.0.capacity: this key is required: How much the vault"),
         ],
@@ -284,6 +279,8 @@ class TestMistakes:
             ({"store_budget": "1KiB"}, "secondary.0.store_budget: expected room for at least 1 block of 64KiB"),
             ({"name": "cpu"}, "secondary.0.name: the name 'cpu' is taken by the primary tier"),
             ({"name": "../x"}, "secondary.0.name: "),
+            ({"password": "${NONE}"}, "secondary.0.password: the environment variable NONE is not set"),
+            ({"url": "${not a name}"}, "$$ for a plain $"),
             ({"job_timeout": 0}, "secondary.0.job_timeout: expected a value greater than 0"),
         ],
     )
@@ -303,37 +300,6 @@ class TestMistakes:
         )
         config = load_config({**MINIMAL, "secondary": [entry, {**entry, "name": "vault-2"}]}, environ={})
         assert [tier.name for tier in config.secondary] == ["vault", "vault-2"]
-
-
-class TestSecrets:
-    SECRET = "hunter2-hunter2"
-
-    @pytest.mark.parametrize(
-        "settings",
-        [
-            {"password": ["hunter2-hunter2"]},
-            {"sasl": {"a": "hunter2-hunter2"}},
-            {"api_key": "hunter2-hunter2"},
-            {"port": "${SECRET}"},
-            {"ttl": "${SECRET}"},
-            {"capacity": ["${SECRET}"]},
-            {"tls": "${SECRET}"},
-            {"nonsense": "vault://user:hunter2-hunter2@host"},
-            {"nonsense": {"password": "hunter2-hunter2"}},
-            {"type": "${SECRET}"},
-            {"type": "os:${SECRET}"},
-            {"name": "${SECRET} "},
-            {"store_budget": "${SECRET}"},
-        ],
-    )
-    def test_no_error_shows_a_secret(self, settings: dict[str, object]) -> None:
-        with pytest.raises(ConfigError) as caught:
-            load_config(vault(**settings), environ={"SECRET": self.SECRET})
-        assert "***" in str(caught.value)
-        error: BaseException | None = caught.value
-        while error is not None:
-            assert self.SECRET not in str(error) + repr(error)
-            error = error.__cause__ or error.__context__
 
 
 def test_a_program_makes_a_configuration_without_a_file() -> None:

@@ -38,27 +38,6 @@ def used_rows(manager: CPUOffloadingManager) -> int:
     return NUM_BLOCKS - manager.backend.get_num_free_blocks()
 
 
-def test_a_block_is_absent_then_writing_then_ready(manager: CPUOffloadingManager) -> None:
-    (key,) = keys(1)
-    context = ReqContext("a")
-    assert manager.lookup(key, context) is False
-    output = manager.prepare_store([key], context)
-    assert output is not None
-    assert output.keys_to_store == [key]
-    assert manager.lookup(key, context) is None
-    manager.complete_store([key], context)
-    assert manager.lookup(key, context) is True
-
-
-def test_a_failed_store_frees_its_block(manager: CPUOffloadingManager) -> None:
-    context = ReqContext("a")
-    manager.prepare_store(keys(1, 2), context)
-    manager.complete_store(keys(1), context, success=False)
-    manager.complete_store(keys(2), context)
-    assert [manager.lookup(key, context) for key in keys(1, 2)] == [False, True]
-    assert used_rows(manager) == 1
-
-
 def test_blocks_that_are_there_or_on_their_way_are_not_stored_again(manager: CPUOffloadingManager) -> None:
     store(manager, keys(1), "a")
     first = manager.prepare_store(keys(1, 2, 2), ReqContext("a"))
@@ -117,16 +96,6 @@ def test_loading_what_is_not_ready_is_an_error_that_pins_nothing(manager: CPUOff
     with pytest.raises(ValueError, match="not ready"):
         manager.prepare_load(keys(1, 2), ReqContext("a"))
     assert store(manager, keys(*range(10, 18)), "b") == keys(1)
-
-
-def test_the_rows_of_a_load_are_those_of_its_store(manager: CPUOffloadingManager) -> None:
-    output = manager.prepare_store(keys(3, 1, 2), ReqContext("a"))
-    assert output is not None
-    manager.complete_store(keys(3, 1, 2), ReqContext("a"))
-    spec = manager.prepare_load(keys(1, 2, 3), ReqContext("b"))
-    rows = dict(zip(output.keys_to_store, output.store_spec.block_ids.tolist(), strict=True))  # type: ignore[attr-defined]  # a CPULoadStoreSpec
-    assert spec.block_ids.tolist() == [rows[key] for key in keys(1, 2, 3)]
-    assert spec.block_ids.dtype == "int64"
 
 
 def test_a_request_completes_only_its_own_stores(manager: CPUOffloadingManager) -> None:

@@ -257,10 +257,6 @@ def test_a_policy_never_loses_or_invents_a_block(
     assert sorted(evicted_ids(policy, len(evictable), step + 1)) == sorted(evictable)
 
 
-class ClockPolicy(LRUPolicy):
-    """A policy from outside."""
-
-
 def test_a_policy_is_found_by_name_or_by_module_and_class() -> None:
     assert isinstance(make_policy("lru", 4), LRUPolicy)
     assert isinstance(make_policy("arc", 4), ARCPolicy)

@@ -305,13 +305,6 @@ def hold(prefixes: PrefixCache, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class TestClosing:
-    def test_closing_waits_for_what_was_saved(self, model: Any, tmp_path: Path) -> None:
-        ids = prompt(400)
-        with open_cache(model, stack_at(tmp_path / "kv")) as prefixes:
-            assert prefixes.save(ids, computed(model, ids)) == 50
-        with open_cache(model, stack_at(tmp_path / "kv")) as prefixes:
-            assert prefixes.restore(ids).tokens == 392
-
     def test_a_stack_that_hangs_does_not_hold_up_closing(
         self, model: Any, monkeypatch: pytest.MonkeyPatch, gate: Gate
     ) -> None:

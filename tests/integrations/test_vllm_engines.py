@@ -22,7 +22,7 @@ import pytest
 
 from tests.support.vllm_programs import (
     TIMEOUT_S,
-    VARIABLES,
+    VERSIONS,
     Message,
     Program,
     environment_of_programs,
@@ -42,7 +42,7 @@ HERE = Path(__file__).parent
 CHECKOUT = HERE.parents[1]
 MIB = 1 << 20
 
-CONVERSATIONS = 60
+CONVERSATIONS = 40
 TURNS = 3
 CHAT = {"mode": "chat", "threads": 1, "conversations": CONVERSATIONS, "turns": TURNS}
 
@@ -50,7 +50,7 @@ CHAT = {"mode": "chat", "threads": 1, "conversations": CONVERSATIONS, "turns": T
 # vLLM's manager, with our tiers below it.
 
 
-@pytest.mark.parametrize("version", VARIABLES)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_vllm_s_own_manager_is_served_by_our_tiers(
     version: str, tmp_path: Path, redis_server: RedisServer, moto_server: S3Server, moto_bucket: str
 ) -> None:
@@ -61,7 +61,7 @@ def test_vllm_s_own_manager_is_served_by_our_tiers(
     assert len(results) >= 13
 
 
-@pytest.mark.parametrize("version", VARIABLES)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_our_spec_serves_vllm_s_scheduler_and_workers(version: str, tmp_path: Path) -> None:
     with running(version, HERE / "vllm_spec_program.py", str(tmp_path / "specs")) as program:
         results = list(program.messages())
@@ -69,7 +69,7 @@ def test_our_spec_serves_vllm_s_scheduler_and_workers(version: str, tmp_path: Pa
     assert len(results) >= 8
 
 
-@pytest.mark.parametrize("version", VARIABLES)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_vllm_s_own_classes_read_our_events(version: str, tmp_path: Path) -> None:
     with running(version, HERE / "vllm_events_program.py", str(tmp_path / "events")) as program:
         results = list(program.messages())

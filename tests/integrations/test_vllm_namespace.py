@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.vllm_programs import TIMEOUT_S, VARIABLES, environment_of_programs, interpreter, our_spec, running
+from tests.support.vllm_programs import TIMEOUT_S, VERSIONS, environment_of_programs, interpreter, our_spec, running
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +33,7 @@ COUNTS = names_in("What shapes the bytes")
 SAME = names_in("What changes nothing")
 
 
-@pytest.fixture(scope="module", params=VARIABLES)
+@pytest.fixture(scope="module", params=VERSIONS)
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engines:
     directory = tmp_path_factory.mktemp("vllm") / "namespaces"
     done = subprocess.run(
@@ -86,6 +86,7 @@ def test_what_vllm_does_not_tell_is_asked_for(name: str, says: str, engines: Eng
     assert says in engines[f"refused: {name}"]["refusal"]
 
 
+@pytest.mark.full
 def test_scheduler_and_worker_are_of_one_namespace(tmp_path: Path) -> None:
     nvme = {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "64MiB"}
     options = {"mode": "namespaces", "threads": 1, "kv_transfer_config": our_spec(1 << 20, [nvme])}

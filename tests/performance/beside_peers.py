@@ -137,30 +137,23 @@ class Measurements:
         self.samples[what, whom].append(float(value))
 
 
+DISK = ("store 64 KiB", "load 64 KiB", "store 1 MiB", "load 1 MiB")
+DISK_TARGETS = {"vLLM fs": ("3 x", "1.3 x", "1.3 x", "1 x"), "fio": ("0.9 x",) * 4, "LMCache fs_native": ("",) * 4}
+FULL_TARGETS = {"own empty rate": ("0.7 x", "0.7 x"), "vLLM fs": ("3 x", "1.3 x"), "fio": ("0.9 x", "0.9 x")}
+
 ROWS = (
-    ("store 64 KiB (GB/s)", "vLLM fs", "3 x"),
-    ("load 64 KiB (GB/s)", "vLLM fs", "1.3 x"),
-    ("store 1 MiB (GB/s)", "vLLM fs", "1.3 x"),
-    ("load 1 MiB (GB/s)", "vLLM fs", "1 x"),
-    ("store 64 KiB (GB/s)", "fio", "0.9 x"),
-    ("load 64 KiB (GB/s)", "fio", "0.9 x"),
-    ("store 1 MiB (GB/s)", "fio", "0.9 x"),
-    ("load 1 MiB (GB/s)", "fio", "0.9 x"),
-    ("store 64 KiB (GB/s)", "LMCache fs_native", ""),
-    ("load 64 KiB (GB/s)", "LMCache fs_native", ""),
-    ("store 1 MiB (GB/s)", "LMCache fs_native", ""),
-    ("load 1 MiB (GB/s)", "LMCache fs_native", ""),
-    ("store 64 KiB while full (GB/s)", "own empty rate", "0.7 x"),
-    ("store 1 MiB while full (GB/s)", "own empty rate", "0.7 x"),
-    ("store 64 KiB while full (GB/s)", "vLLM fs", "3 x"),
-    ("store 1 MiB while full (GB/s)", "vLLM fs", "1.3 x"),
-    ("store 64 KiB while full (GB/s)", "fio", "0.9 x"),
-    ("store 1 MiB while full (GB/s)", "fio", "0.9 x"),
+    *(
+        (f"{what} (GB/s)", whom, target)
+        for whom, targets in DISK_TARGETS.items()
+        for what, target in zip(DISK, targets, strict=True)
+    ),
+    *(
+        (f"{what} while full (GB/s)", whom, target)
+        for whom, targets in FULL_TARGETS.items()
+        for what, target in zip(DISK[::2], targets, strict=True)
+    ),
     ("open 1,000,000 blocks (s)", "", "2 s"),
-    ("manager store (keys/s)", "vLLM manager", "3 x"),
-    ("manager lookup_hit (keys/s)", "vLLM manager", "3 x"),
-    ("manager lookup_miss (keys/s)", "vLLM manager", "3 x"),
-    ("manager load (keys/s)", "vLLM manager", "3 x"),
+    *((f"manager {what} (keys/s)", "vLLM manager", "3 x") for what in ("store", "lookup_hit", "lookup_miss", "load")),
     ("step p50 (us)", "own idle step", ""),
     ("step p99 (us)", "own idle step", "at most 3 x"),
     *(

@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from tests.performance.bench import timed
 from tiered_kv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.mediums import CPULoadStoreSpec
@@ -47,12 +47,12 @@ def measure(device: str, page_bytes: int, total_bytes: int, rounds: int) -> dict
     seconds: dict[str, list[float]] = {name: [] for name in ("store", "load", "plain_store", "plain_load")}
     try:
         for _ in range(rounds):
-            seconds["plain_store"].append(timed(lambda: copy(host, plain)))
-            seconds["store"].append(timed(lambda: run(handlers.store, jobs)))
+            seconds["plain_store"].append(timed(lambda: copy(host, plain)).wall_s)
+            seconds["store"].append(timed(lambda: run(handlers.store, jobs)).wall_s)
             for tensor in tensors:
                 tensor.zero_()
-            seconds["plain_load"].append(timed(lambda: copy(plain, host)))
-            seconds["load"].append(timed(lambda: run(handlers.load, back)))
+            seconds["plain_load"].append(timed(lambda: copy(plain, host)).wall_s)
+            seconds["load"].append(timed(lambda: run(handlers.load, back)).wall_s)
             assert all(torch.equal(tensor.cpu(), cache) for tensor, cache in zip(tensors, caches, strict=True))
     finally:
         handlers.shutdown()
@@ -84,12 +84,6 @@ def run(handler: OffloadingHandler, jobs: Sequence[TransferSpec]) -> None:
         handler.transfer_async(job_id, spec)
     handler.wait(range(len(jobs)))
     assert all(result.success for result in handler.get_finished())
-
-
-def timed(action: Callable[[], None]) -> float:
-    began = time.perf_counter()
-    action()
-    return time.perf_counter() - began
 
 
 def main() -> None:

@@ -31,9 +31,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import tiered_kv
-from tests.performance.bench import spread
+from tests.performance.bench import block_key, spread
 from tests.performance.nginx import start_nginx
-from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
+from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.testing.redis_servers import RedisServer
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
@@ -44,10 +44,6 @@ BATCHES = 8
 """Batches stored, and asked for, before each busy step: more than the tier moves between two."""
 MODEL_STEP_S = 0.005
 TIERS = ("memory", "nvme", "fs", "redis", "s3")
-
-
-def make_key(number: int) -> OffloadKey:
-    return make_offload_key(number.to_bytes(32, "big"), 0)
 
 
 @contextmanager
@@ -77,8 +73,8 @@ class Steps:
         self._numbers = iter(range(1 << 40))
         self._stored = self._asked = 0
         self._asking: deque[tuple[ReqContext, list[OffloadKey]]] = deque()
-        resident = [make_key((1 << 40) + i) for i in range(KEYS // 2)]
-        absent = [make_key((1 << 41) + i) for i in range(KEYS // 2)]
+        resident = [block_key((1 << 40) + i) for i in range(KEYS // 2)]
+        absent = [block_key((1 << 41) + i) for i in range(KEYS // 2)]
         owner = ReqContext("resident")
         output = manager.prepare_store(resident, owner)
         assert output is not None
@@ -109,13 +105,13 @@ class Steps:
         """Store new blocks, and begin to promote blocks that the primary tier has evicted."""
         for _ in range(BATCHES):
             context = ReqContext(f"store-{self._stored}")
-            output = self._manager.prepare_store([make_key(self._stored + i) for i in range(BATCH)], context)
+            output = self._manager.prepare_store([block_key(self._stored + i) for i in range(BATCH)], context)
             if output is not None:
                 self._manager.complete_store(output.keys_to_store, context)
                 self._stored += BATCH
             self._manager.on_request_finished(context)
             if self._asked < self._stored - 2 * self._primary_blocks:
-                self._ask(ReqContext(f"load-{self._asked}"), [make_key(self._asked + i) for i in range(BATCH)])
+                self._ask(ReqContext(f"load-{self._asked}"), [block_key(self._asked + i) for i in range(BATCH)])
                 self._asked += BATCH
         for context, keys in [self._asking.popleft() for _ in range(len(self._asking) - BATCHES)]:
             self._manager.lookup_many(keys, context)  # by now a server has answered
@@ -136,7 +132,7 @@ class Steps:
         time.sleep(MODEL_STEP_S)
         before()
         manager, context = self._manager, ReqContext(f"step-{next(self._numbers)}")
-        new = [make_key(self._stored + i) for i in range(KEYS)]
+        new = [block_key(self._stored + i) for i in range(KEYS)]
         start = time.perf_counter() - self._processor_wait_s()
         lookup = manager.lookup
         for key in self._wanted:

@@ -24,69 +24,54 @@ def run(script: str, *arguments: str) -> dict[str, Any]:
     return answer
 
 
-def test_manager_rates() -> None:
-    rates = run("manager_rates.py", "--blocks", "4096", "--policy", "arc")
-    assert all(rates[f"{name}_keys_per_s"] > 0 for name in ("store", "lookup_hit", "lookup_miss", "load"))
+DIRECTORY = "DIRECTORY"
+DIRECTIONS = ("store_gb_per_s", "load_gb_per_s")
+SCRIPTS: dict[str, tuple[list[str], list[str]]] = {
+    "manager_rates.py --blocks 4096 --policy arc": (
+        [f"{name}_keys_per_s" for name in ("store", "lookup_hit", "lookup_miss", "load")],
+        [],
+    ),
+    "event_rates.py --rounds 1 --steps 20": (["keys_per_s_ratio", "step_p99_us_ratio", "thread_ns_per_key_ratio"], []),
+    "name_rates.py": (["blake2b_ns"], ["lookup_new_ns", "lookup_known_ns", "lookup_many_new_ns"]),
+    f"nvme_rates.py {DIRECTORY} --blocks 512": ([*DIRECTIONS], []),
+    f"nvme_rates.py {DIRECTORY} --blocks 2048 --capacity-blocks 1024": (["full_over_empty"], []),
+    f"encryption_rates.py {DIRECTORY} --blocks 64 --rounds 1": (
+        [name for each in DIRECTIONS for name in (f"raw_{each}", f"codec_{each}_over_raw")],
+        [],
+    ),
+    f"open_directory.py {DIRECTORY} --blocks 2000 --rounds 1": (["open_seconds"], []),
+    "s3_rates.py --blocks 32 --rounds 1": (["ours_store_gb_per_s", "boto3_load_cpu_s_per_gb"], []),
+    "redis_rates.py --blocks 64 --rounds 1": (
+        [f"{side}_{each}" for side in ("one_connection", "spread", "default") for each in DIRECTIONS]
+        + ["one_connection_load_gb_per_s_over_spread"],
+        [],
+    ),
+}
+"""Of each command the figures that are more than 0, and others that it prints."""
+SERVERS = {"s3": "nginx", "redis": "redis-server"}
 
 
-def test_event_rates() -> None:
-    rates = run("event_rates.py", "--rounds", "1", "--steps", "20")
-    assert all(rates[f"{name}_ratio"] > 0 for name in ("keys_per_s", "step_p99_us", "thread_ns_per_key"))
+def needs_server_of(tier: str) -> None:
+    if tier in SERVERS and shutil.which(SERVERS[tier]) is None:
+        pytest.skip(f"{SERVERS[tier]} is not installed")
 
 
-def test_name_rates() -> None:
-    rates = run("name_rates.py")
-    assert rates["blake2b_ns"] > 0
-    assert rates.keys() >= {"lookup_new_ns", "lookup_known_ns", "lookup_many_new_ns", "lookup_many_known_ns"}
+@pytest.mark.parametrize("command", SCRIPTS)
+def test_a_script_prints_its_figures(command: str, tmp_path: Path) -> None:
+    script, *arguments = command.replace(DIRECTORY, str(tmp_path)).split()
+    needs_server_of(script.partition("_")[0])
+    printed = run(script, *arguments)
+    above_zero, others = SCRIPTS[command]
+    assert printed.keys() >= {*above_zero, *others}
+    for name in above_zero:
+        figure = printed[name]
+        (least,) = [figure["median"]] if isinstance(figure, dict) else figure if isinstance(figure, list) else [figure]
+        assert least > 0, name
 
 
-def test_nvme_rates(tmp_path: Path) -> None:
-    rates = run("nvme_rates.py", str(tmp_path), "--blocks", "512")
-    assert rates["store_gb_per_s"] > 0
-    assert rates["load_gb_per_s"] > 0
-    rates = run("nvme_rates.py", str(tmp_path), "--blocks", "2048", "--capacity-blocks", "1024")
-    assert rates["full_over_empty"] > 0
-
-
-def test_encryption_rates(tmp_path: Path) -> None:
-    rates = run("encryption_rates.py", str(tmp_path), "--blocks", "64", "--rounds", "1")
-    for direction in ("store", "load"):
-        assert rates[f"raw_{direction}_gb_per_s"] > 0
-        assert rates[f"codec_{direction}_gb_per_s_over_raw"]["median"] > 0
-
-
-def test_open_directory(tmp_path: Path) -> None:
-    opened = run("open_directory.py", str(tmp_path), "--blocks", "2000", "--rounds", "1")
-    assert len(opened["open_seconds"]) == 1
-
-
-@pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
-def test_s3_rates() -> None:
-    rates = run("s3_rates.py", "--blocks", "32", "--rounds", "1")
-    assert rates["ours_store_gb_per_s"] > 0
-    assert rates["boto3_load_cpu_s_per_gb"] > 0
-
-
-@pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
-def test_redis_rates() -> None:
-    rates = run("redis_rates.py", "--blocks", "64", "--rounds", "1")
-    for side in ("one_connection", "spread", "default"):
-        assert rates[f"{side}_store_gb_per_s"] > 0
-        assert rates[f"{side}_load_gb_per_s"] > 0
-    assert rates["one_connection_load_gb_per_s_over_spread"]["median"] > 0
-
-
-@pytest.mark.parametrize(
-    "tier",
-    [
-        "memory",
-        "nvme",
-        "fs",
-        pytest.param("redis", marks=pytest.mark.skipif(shutil.which("redis-server") is None, reason="no redis-server")),
-        pytest.param("s3", marks=pytest.mark.skipif(shutil.which("nginx") is None, reason="no nginx")),
-    ],
-)
+@pytest.mark.parametrize("tier", ["memory", "nvme", "fs", "redis", "s3"])
 def test_step_latency(tmp_path: Path, tier: str) -> None:
+    needs_server_of(tier)
     steps = run("step_latency.py", str(tmp_path), "--tiers", tier, "--steps", "20", "--rounds", "1")[tier]
     assert steps["jobs_in_flight_median"] > 0, "the tier was not busy"
     assert steps["idle_step_us"]["p50"] > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from tests.support.entries import OpenRig, rig_of
 from tests.support.patient_nvme import waiting_until_closed
 from tiered_kv.base import OffloadKey
-from tiered_kv.testing.redis_servers import PATIENT
+from tiered_kv.testing.redis_servers import PATIENT, RedisServer
 from tiered_kv.testing.rig import TierRig, block_content
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.toolkit.claimed import Identity
@@ -131,18 +132,26 @@ OpenRedis = Callable[..., TierRig]
 
 
 @pytest.fixture
-def open_redis() -> Iterator[OpenRedis]:
+def open_redis(closing: contextlib.ExitStack) -> OpenRedis:
     """Return a callable that opens a redis tier by its settings, closed at the end of the test."""
-    rigs: list[TierRig] = []
 
     def open_(block_bytes: int = 16 << 10, digest: bytes = DIGEST, **settings: object) -> TierRig:
         entry = {"type": "redis", **PATIENT, **settings}
-        rigs.append(rig_of(entry, block_bytes=block_bytes, num_blocks=(8 << 20) // block_bytes, namespace=digest))
-        return rigs[-1]
+        num_blocks = (8 << 20) // block_bytes
+        rig = rig_of(entry, block_bytes=block_bytes, num_blocks=num_blocks, namespace=digest)
+        return closing.enter_context(contextlib.closing(rig))
 
-    yield open_
-    for rig in rigs:
-        rig.close()
+    return open_
+
+
+def block_names(server: RedisServer) -> list[bytes]:
+    return [name for name in server.keys("tkv1:*") if not name.endswith((b":epoch", b":namespace"))]
+
+
+def calls(server: RedisServer, command: str) -> int:
+    """Return how often the server was asked for a command."""
+    found = re.search(rf"cmdstat_{command}:calls=(\d+)", server.call("INFO", "commandstats").decode())
+    return int(found[1]) if found else 0
 
 
 @pytest.fixture
@@ -162,19 +171,20 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def open_rig(
-    path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, patient_fs_shutdown: None
-) -> Iterator[OpenRig]:
+    path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    patient_fs_shutdown: None,
+    closing: contextlib.ExitStack,
+) -> OpenRig:
     """Open fs tiers on the directory, for blocks and a capacity that the module names; they are closed at the end."""
     monkeypatch.setattr("tiered_kv_fs.tier._ROOM_TIMEOUT_MAX_S", WAIT_S)  # or a busy machine makes stores find no room
     sizes = {"block_bytes": request.module.BLOCK_BYTES, "capacity": request.module.CAPACITY_BYTES}
-    rigs: list[TierRig] = []
 
     def open_one(namespace: bytes = DIGEST, **changes: int) -> TierRig:
         chosen = {**sizes, **changes}
         entry = {"type": "fs", "path": str(path), "capacity": chosen["capacity"], "threads": 4, "job_timeout": "120s"}
-        rigs.append(rig_of(entry, block_bytes=chosen["block_bytes"], num_blocks=512, namespace=namespace))
-        return rigs[-1]
+        rig = rig_of(entry, block_bytes=chosen["block_bytes"], num_blocks=512, namespace=namespace)
+        return closing.enter_context(contextlib.closing(rig))
 
-    yield open_one
-    for rig in rigs:
-        rig.close()
+    return open_one

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -83,18 +83,16 @@ Start = Callable[..., Process]
 
 
 @pytest.fixture
-def start(path: Path) -> Iterator[Start]:
+def start(path: Path, closing: ExitStack) -> Start:
     """Start processes on the directory; what still runs at the end of the test is killed."""
-    processes: list[Process] = []
 
     def start_one(namespace: bytes = bytes(range(16))) -> Process:
-        processes.append(Process(path, namespace))
-        return processes[-1]
+        process = Process(path, namespace)
+        closing.callback(process.end)
+        closing.callback(process.signal, signal.SIGKILL)
+        return process
 
-    yield start_one
-    for process in processes:
-        process.signal(signal.SIGKILL)
-        process.end()
+    return start_one
 
 
 @pytest.fixture

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -21,16 +22,12 @@ MakeRig = Callable[..., TierRig]
 
 
 @pytest.fixture
-def make_rig() -> Iterator[MakeRig]:
-    rigs: list[TierRig] = []
-
+def make_rig(closing: contextlib.ExitStack) -> MakeRig:
     def make(**settings: object) -> TierRig:
-        rigs.append(rig_of({"type": "memory", **settings}, block_bytes=BLOCK_BYTES, num_blocks=64))
-        return rigs[-1]
+        rig = rig_of({"type": "memory", **settings}, block_bytes=BLOCK_BYTES, num_blocks=64)
+        return closing.enter_context(contextlib.closing(rig))
 
-    yield make
-    for rig in rigs:
-        rig.close()
+    return make
 
 
 def found(rig: TierRig, keys: list[OffloadKey]) -> list[bool]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,30 +49,33 @@ def count_loadable(bench: StoreBench) -> int:
     return len(loaded)
 
 
+def flip(offset: int) -> Callable[[bytearray], object]:
+    return lambda data: data.__setitem__(offset, data[offset] ^ 1)
+
+
+def cut(size_bytes: int) -> Callable[[bytearray], object]:
+    return lambda data: data.__delitem__(slice(size_bytes, None))
+
+
 @pytest.mark.parametrize(
-    ("offset", "left_clean", "left_after_crash"),
+    ("damage", "left_clean", "left_after_crash"),
     [
-        (60, 0, 0),  # the segment's size
-        (PAGE_BYTES + 100, 20, 0),  # an entry of the first batch
-        (7 * PAGE_BYTES, 20, 5),  # the second batch's header
-        (24 * PAGE_BYTES + 1, 19, 15),  # the last batch's last payload
+        (flip(60), 0, 0),  # the segment's size
+        (flip(PAGE_BYTES + 100), 20, 0),  # an entry of the first batch
+        (flip(7 * PAGE_BYTES), 20, 5),  # the second batch's header
+        (flip(24 * PAGE_BYTES + 1), 19, 15),  # the last batch's last payload
+        (cut(100), 0, 0),
+        (cut(7 * PAGE_BYTES), 5, 5),
+        (cut(40 * PAGE_BYTES), 20, 20),
     ],
 )
-def test_a_flipped_byte_costs_what_it_held(
-    bench: StoreBench, offset: int, left_clean: int, left_after_crash: int
+def test_damage_costs_what_it_hit(
+    bench: StoreBench, damage: Callable[[bytearray], object], left_clean: int, left_after_crash: int
 ) -> None:
     for clean, left in ((True, left_clean), (False, left_after_crash)):
         bench.path = bench.path.with_name(f"clean {clean}")
         segment = filled(bench, clean=clean)
         data = bytearray(segment.read_bytes())
-        data[offset] ^= 1
+        damage(data)
         segment.write_bytes(data)
         assert count_loadable(bench) == left
-
-
-@pytest.mark.parametrize("clean", [True, False])
-@pytest.mark.parametrize(("size_bytes", "left"), [(100, 0), (7 * PAGE_BYTES, 5), (40 * PAGE_BYTES, 20)])
-def test_a_truncated_segment_costs_what_was_cut_off(bench: StoreBench, clean: bool, size_bytes: int, left: int) -> None:
-    with filled(bench, clean=clean).open("r+b") as file:
-        file.truncate(size_bytes)
-    assert count_loadable(bench) == left

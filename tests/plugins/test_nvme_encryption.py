@@ -69,31 +69,6 @@ def test_used_blocks_move_on_without_their_key(bench: StoreBench) -> None:
     assert bench.get(bench.open(codecs=codecs()), system_prompt) == set(system_prompt)
 
 
-def test_what_encryption_refuses_is_counted_by_reason_and_stored_again(bench: StoreBench) -> None:
-    old, plain = make_keys(3, "old"), make_keys(4, "plain")
-    store = bench.open(codecs=codecs())
-    bench.put(store, old)
-    store.close()
-    store = bench.open(codecs=CodecSet("raw", Cipher({1: SECRET}, None)))
-    bench.put(store, plain)
-    assert bench.get(store, [*old, *plain]) == {*old, *plain}
-    store.close()
-    store = bench.open(codecs=codecs(key_id=2))
-    blocks = bench.memory(3)
-    outcome = store.load(old, blocks)
-    assert (list(outcome.successful_keys or ()), outcome.reason) == ([], "unknown_key")
-    outcome = store.load(plain[:3], blocks)
-    assert (list(outcome.successful_keys or ()), outcome.reason) == ([], "unencrypted")
-    stats = store.stats()
-    assert stats["unreadable_blocks_total"] == {"unknown_key": 3}
-    assert stats["corrupt_blocks_total"] == {"unencrypted": 3}
-    assert store.contains([*old, *plain]) == [False] * 6 + [True]
-    bench.put(store, [*old, *plain])
-    assert bench.get(store, [*old, *plain]) == {*old, *plain[:3]}, "the last had not been found out yet"
-    bench.put(store, plain)
-    assert bench.get(store, [*old, *plain]) == {*old, *plain}
-
-
 def test_a_rotten_byte_is_told_from_a_changed_one(bench: StoreBench) -> None:
     """Whoever changes a block on purpose writes a right checksum: see tests/trust/test_encryption.py."""
     keys = make_keys(2)

@@ -18,7 +18,6 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.toolkit.epoch import forget_retired
 from tiered_kv_nvme.layout import PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -77,20 +76,6 @@ def test_closing_and_opening_at_any_moment_finds_what_was_stored(bench: StoreBen
         store.close()
 
     check()
-
-
-def test_a_reset_that_found_no_thread_is_written_at_the_next_store(
-    bench: StoreBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    store = bench.open()
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        store.reset()
-    bench.put(store, make_keys(1))
-    bench.wait_until(lambda: f"{store.epoch:016x}".encode() in (bench.path / "epoch").read_bytes())
 
 
 def test_a_reset_does_not_wait_for_a_file_system_that_hangs(bench: StoreBench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,29 +193,6 @@ def test_a_reset_that_cannot_be_written_holds_at_once_and_after_closing(
     bench.put(store, old)
     store.close()
     assert bench.get(bench.open(), old) == set(old)
-
-
-def test_a_reset_that_was_never_flushed_holds_after_a_loss_of_power(
-    bench: StoreBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(fd: int) -> None:
-        raise OSError(errno.EIO, "injected")
-
-    store = bench.open()
-    keys = make_keys(20)
-    bench.put(store, keys)
-    before = (bench.path / "epoch").read_bytes()
-    monkeypatch.setattr(os, "fdatasync", refuse)
-    failures = store.stats()["io_errors_total"]
-    store.reset()
-    bench.wait_until(lambda: store.stats()["io_errors_total"] > failures)
-    store.stop_stores()  # it is not tried again
-    assert store._noting.join(60.0)
-    (bench.path / "epoch").write_bytes(before)  # as if the page that could not be written had been dropped
-    store.close()
-    monkeypatch.undo()
-    forget_retired()
-    assert not any(bench.open().contains(keys))
 
 
 def test_what_was_read_before_a_read_error_stays_and_the_rest_is_found_later(bench: StoreBench) -> None:

@@ -79,20 +79,6 @@ def test_the_index_takes_at_most_150_bytes_a_block_beyond_its_key() -> None:
         del tables
 
 
-def test_blocks_that_do_not_get_smaller_are_stored_as_they_are(bench: StoreBench) -> None:
-    store = bench.open(codec="zstd")
-    keys, zeros = make_keys(8), make_keys(8, "zeros")
-    bench.put(store, keys)  # random bytes
-    store.store(zeros, bench.memory(8))
-    assert bench.get(store, keys) == set(keys)
-    assert store.load(zeros, blocks := bench.memory(8)).successful_keys is None
-    assert all(block == bytes(bench.block_bytes) for block in blocks)
-    store.close()
-    stored = [size for batch in SegmentMap(bench.segments[0].read_bytes()).batches for _, _, size in batch.entries]
-    assert stored[:8] == [bench.block_bytes] * 8
-    assert max(stored[8:]) < 100
-
-
 def test_a_block_is_found_only_after_its_batch_is_written(bench: StoreBench, gate: Gate) -> None:
     disk = FaultyDisk()
     store = bench.open(disk)

@@ -32,15 +32,6 @@ def test_an_engine_that_passes_no_spec_is_served(tmp_path: Path) -> None:
     tier.shutdown()
 
 
-def test_what_it_can_do_here_is_described(tmp_path: Path) -> None:
-    rig = TierRig(open_with(tmp_path / "kv"), num_blocks=8, block_bytes=4096, wait_s=PATIENCE_S)
-    described = rig.tier.describe()
-    assert described["capacity_bytes"] == 64 << 20
-    assert described["segment_bytes"] == 8 << 20 or described["segments_max"] == 8
-    assert str(described["direct_io"]).startswith(("yes", "no: "))
-    rig.close()
-
-
 def test_direct_io_that_is_demanded_and_not_to_be_had_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,15 +114,16 @@ def test_the_commands_that_the_page_names_are_enough_in_a_cluster(one_master: Re
         open_rig(mode="cluster", url=url)
 
 
-@pytest.mark.parametrize("entry", [{"mode": "cluster"}, {"mode": "sentinel", "service": "blocks"}])
-def test_a_tier_may_be_opened_before_its_cluster_or_sentinels(
+@pytest.mark.parametrize("entry", [{}, {"mode": "cluster"}, {"mode": "sentinel", "service": "blocks"}])
+def test_a_tier_may_be_opened_before_its_servers(
     entry: dict[str, object], caplog: pytest.LogCaptureFixture, open_rig: OpenRedis
 ) -> None:
     with contextlib.ExitStack() as held:
         members = [held.enter_context(socket.socket()) for _ in range(3)]
         for member in members:  # where nobody else listens either
             member.bind(("127.0.0.1", 0))
-        rig = open_rig(**entry, nodes=[f"127.0.0.1:{member.getsockname()[1]}" for member in members])
+        nodes = [f"127.0.0.1:{member.getsockname()[1]}" for member in members]
+        rig = open_rig(**(entry | {"nodes": nodes} if entry else {"url": f"redis://{nodes[0]}"}))
         held.callback(rig.close)
         assert "no server can be used yet (unavailable)" in caplog.text
         result = rig.store(make_keys(4))

@@ -39,15 +39,3 @@ def test_an_old_snapshot_under_a_running_process_brings_no_old_block_back(
     forget_retired()  # as in a process that has not seen the reset
     newcomer = open_redis(url=redis_server.url)
     assert (newcomer.load(OLD), newcomer.load(NEW)) == (set(), set(NEW))
-
-
-def test_after_flushall_the_running_process_goes_on_and_writes_its_mark_again(
-    redis_server: RedisServer, open_redis: OpenRedis
-) -> None:
-    rig = open_redis(url=redis_server.url)
-    assert rig.store(OLD).success
-    before = mark_of(redis_server)
-    redis_server.call("FLUSHALL")
-    redis_server.call("CLIENT", "KILL", "TYPE", "normal")  # so that it connects anew
-    assert rig.load(OLD) == set()
-    assert mark_of(redis_server) == before

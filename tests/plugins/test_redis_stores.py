@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.plugins.conftest import OpenRedis
+from tests.plugins.conftest import OpenRedis, block_names, calls
 from tiered_kv.testing.redis_servers import RedisServer, redis_server
 from tiered_kv.testing.rig import make_keys
 
@@ -13,16 +13,8 @@ pytest.importorskip("redis", reason="redis-py is not installed")
 __all__ = ["redis_server"]
 
 
-def calls(server: RedisServer, name: str) -> int:
-    """Return how often the server was asked for a command."""
-    statistics = server.call("INFO", "commandstats").decode()
-    counts = [line for line in statistics.splitlines() if line.startswith(f"cmdstat_{name}:calls=")]
-    return int(counts[0].partition("=")[2].partition(",")[0]) if counts else 0
-
-
 def values(server: RedisServer) -> dict[bytes, bytes]:
-    names = [name for name in server.keys("tkv1:*") if not name.endswith((b":epoch", b":namespace"))]
-    return {name: server.get(name) for name in names}
+    return {name: server.get(name) for name in block_names(server)}
 
 
 def test_new_blocks_cost_no_question(redis_server: RedisServer, open_redis: OpenRedis) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import contextlib
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -60,16 +61,8 @@ Start = Callable[[Callable[[list[bytes]], Iterable[bytes]]], LyingRedis]
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
-    servers: list[LyingRedis] = []
-
-    def start_one(answer: Callable[[list[bytes]], Iterable[bytes]]) -> LyingRedis:
-        servers.append(LyingRedis(answer))
-        return servers[-1]
-
-    yield start_one
-    for server in servers:
-        server.close()
+def start(closing: contextlib.ExitStack) -> Start:
+    return lambda answer: closing.enter_context(contextlib.closing(LyingRedis(answer)))
 
 
 @pytest.mark.parametrize("answer", [b"-ERR no\r\n", b"+OK\r\n", b"*1\r\n*1\r\n:7\r\n", b"*0\r\n"])

@@ -35,10 +35,9 @@ from tiered_kv.testing.waiting import wait_until
 from tiered_kv.toolkit.record import encode_record
 from tiered_kv.toolkit.resolver import Addresses, addresses_of
 from tiered_kv_s3 import connection as connection_module
-from tiered_kv_s3.connection import Connection, Patience
+from tiered_kv_s3.connection import Connection, Patience, tls_context
 from tiered_kv_s3.endpoint import Endpoint, Proxy
 from tiered_kv_s3.naming import Naming
-from tiered_kv_s3.pool import tls_context
 
 pytest.importorskip("boto3", reason="boto3 is not installed")
 

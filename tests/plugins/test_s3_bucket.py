@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from typing import Any
 
 import pytest
@@ -36,22 +36,18 @@ MakeRig = Callable[..., TierRig]
 
 
 @pytest.fixture
-def make_rig(moto_server: S3Server, moto_bucket: str) -> Iterator[MakeRig]:
-    rigs: list[TierRig] = []
-
+def make_rig(moto_server: S3Server, moto_bucket: str, closing: contextlib.ExitStack) -> MakeRig:
     def make(**changes: object) -> TierRig:
         entry = {**moto_server.settings(moto_bucket, connections=4, **PATIENCE), **changes}
-        rigs.append(rig_of(entry, block_bytes=BLOCK_BYTES, num_blocks=1024, wait_s=2 * WAIT_S))
-        return rigs[-1]
+        rig = rig_of(entry, block_bytes=BLOCK_BYTES, num_blocks=1024, wait_s=2 * WAIT_S)
+        return closing.enter_context(contextlib.closing(rig))
 
-    yield make
-    for rig in rigs:
-        rig.close()
+    return make
 
 
 @pytest.fixture
 def client(moto_server: S3Server) -> Iterator[Any]:
-    with closing(moto_server.client()) as client:
+    with contextlib.closing(moto_server.client()) as client:
         yield client
 
 
@@ -103,7 +99,7 @@ def test_a_block_that_is_renewed_stays_what_it_is(
     name = blocks_in(client, moto_bucket)[0]["Key"]
     before = client.head_object(Bucket=moto_bucket, Key=name)
     settings = S3Settings.model_validate(moto_server.settings(moto_bucket, storage_class="ONEZONE_IA"))
-    with closing(Control(Account(settings, "s3"), settings, "s3")) as control:
+    with contextlib.closing(Control(Account(settings, "s3"), settings, "s3")) as control:
         control.renew(name)
     after = client.head_object(Bucket=moto_bucket, Key=name)
     assert (after["StorageClass"], after["ETag"]) == ("ONEZONE_IA", before["ETag"])

@@ -71,9 +71,6 @@ def test_names_are_ours_only_if_all_of_them_is() -> None:
         {"profile": "p", "access_key_id": "i", "secret_access_key": "s"},
         {"kms_key_id": "k"},
         {"server_encryption": "ROT13"},
-        {"connections": 1},
-        {"capacity": 0},
-        {"size": 3},
     ],
     ids=str,
 )

@@ -19,11 +19,13 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final, Self, TypeVar
 
+import pytest
+
 from tests.support.crash_scenario import CrashScenario
 from tests.support.crash_server import Case
 from tests.support.figures import Figures
-from tests.support.mounts import command_in_namespace
-from tests.support.syscalls import Call
+from tests.support.mounts import command_in_namespace, missing_for_ext4
+from tests.support.syscalls import Call, missing_for_tracing
 
 T = TypeVar("T")
 
@@ -58,27 +60,21 @@ _PROGRAM: Final = ("-m", "tests.support.crash_server")
 
 @dataclass(frozen=True, slots=True)
 class CaseOutcome:
-    """What came of a case.
-
-    Args:
-        case: Which.
-        was_hit: Whether the fault happened; if not, the case tells nothing.
-        loaded: How many blocks were loaded afterwards, every byte right.
-        answered: How many the tier said it had.
-        problems: What must not be.
-    """
+    """What came of a case."""
 
     case: Case
-    was_hit: bool
-    loaded: int
-    answered: int
+    was_hit: bool  # the fault happened; if not, the case tells nothing
+    loaded: int  # blocks afterwards, every byte right
+    answered: int  # blocks, of which the tier said that it had them
     problems: Sequence[str]
 
 
 class CrashCases:
-    """Servers that run cases, several at once."""
+    """Servers that run cases, several at once; the test skips where they cannot."""
 
     def __init__(self, folder: Path, *, image: bool = False, program: Sequence[str] = _PROGRAM) -> None:
+        if missing := missing_for_tracing() or (missing_for_ext4() if image else ""):
+            pytest.skip(missing)
         self._servers = [_Server(folder / str(number), image, program) for number in range(_SERVERS)]
         self._free: SimpleQueue[_Server] = SimpleQueue()
         for server in self._servers:
@@ -106,20 +102,17 @@ class CrashCases:
             return list(threads.map(self._run_one, cases))
 
     def _run_one(self, case: Case) -> CaseOutcome:
-        outcome = self._try_one(case)
-        for number in range(1, _TRIES):
+        for number in range(_TRIES):
+            if number:  # in a namespace of its own: what the run before has stored may lie on a server
+                scenario = dataclasses.replace(case.scenario, tenant=f"{case.scenario.tenant}-again")
+                case = dataclasses.replace(case, scenario=scenario)
+            try:
+                outcome = CaseOutcome(case, **self._ask(case, do="case"))
+            except RuntimeError as error:
+                outcome = CaseOutcome(case, True, 0, 0, [f"the case could not be run: {error}"])
             if outcome.was_hit or outcome.problems:
                 break
-            # In a namespace of its own: what the run before has stored may lie on a server.
-            scenario = dataclasses.replace(case.scenario, tenant=f"{case.scenario.tenant}-again-{number}")
-            outcome = self._try_one(dataclasses.replace(case, scenario=scenario))
         return outcome
-
-    def _try_one(self, case: Case) -> CaseOutcome:
-        try:
-            return CaseOutcome(case, **self._ask(case, do="case"))
-        except RuntimeError as error:
-            return CaseOutcome(case, True, 0, 0, [f"the case could not be run: {error}"])
 
     def _ask(self, case: Case, **request: object) -> Any:  # Any: JSON
         server = self._free.get()

@@ -27,20 +27,13 @@ from tiered_kv.testing.rig import block_content, make_keys
 
 BLOCK_BYTES: Final = 4096
 JOB_BLOCKS: Final = 4
-JOBS_BEFORE_RESET: Final = 3
+_JOBS_BEFORE_RESET: Final = 3
 _PRIMARY_BLOCKS: Final = 16
 _WAIT_S: Final = 30.0
 _POLL_S: Final = 0.0005
 _COUNTED_S: Final = 15.0
 """A block is gone a moment before it is counted, by a thread that a busy machine may hold up in between."""
 _VERSION_OF_NEW = 9
-_EVICTIONS: Final = {
-    "nvme": "evicted_blocks_total",
-    "fs": "evicted_blocks_total",
-    "redis": "evicted_blocks_total",
-    "s3": "deleted_blocks_total",
-}
-"""Each tier's counter of blocks that it removed to make room."""
 
 
 class Progress:
@@ -68,19 +61,14 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Excuses:
-    """What the fault of a run excuses.
-
-    Args:
-        damaged: Blocks that are answered may be damaged.
-        one_call: One call may fail, and cost the block that it was about. Nothing looks for blocks while they are
-            stored then, since the look may be what fails.
-        for_good: What failed may fail again. A block that cannot be read may be answered on and on, since the disk may
-            recover; and jobs end soon, since nothing makes room any more.
-    """
+    """What the fault of a run excuses."""
 
     damaged: bool = False
+    """Blocks that are answered may be damaged."""
     one_call: bool = False
+    """One call may fail, and cost its block. Nothing looks for blocks while they are stored: the look may fail."""
     for_good: bool = False
+    """Calls go on to fail. What cannot be read may be answered on and on; jobs end soon, as nothing makes room."""
 
 
 NOTHING: Final = Excuses()
@@ -97,22 +85,13 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class CrashScenario:
-    """One tier, and what is done with it.
-
-    Args:
-        entry: The tier's YAML entry.
-        tenant: The namespace's; another one for each case that shares a server.
-        jobs: How many jobs of `JOB_BLOCKS` blocks are stored after the reset.
-        device: Whether what is on the device counts: the file system is flushed once amid the run, as the kernel does
-            from time to time, and a reset has to be there to have been held.
-        occupied_bytes_max: What the tier's directory may occupy at any moment; 0 for anything.
-    """
+    """One tier, and what is done with it."""
 
     entry: Mapping[str, object]
-    tenant: str
-    jobs: int
-    device: bool = False
-    occupied_bytes_max: int = 0
+    tenant: str  # the namespace's; another one for each case that shares a server
+    jobs: int  # of `JOB_BLOCKS` blocks, that are stored after the reset
+    device: bool = False  # what is on the device counts: the file system is flushed once amid the run, as kernels do
+    occupied_bytes_max: int = 0  # by the tier's directory, at any moment; 0 for anything
 
     @property
     def tier(self) -> str:
@@ -131,36 +110,25 @@ class CrashScenario:
         return make_keys((self.jobs + 2) * JOB_BLOCKS, "crash")
 
     def write(self, progress: Progress, excuses: Excuses = NOTHING) -> None:
-        """Do it all, and note how far it came.
-
-        Raises:
-            AssertionError: The tier broke a promise before it was killed.
-        """
+        """Do it all, and note how far it came; raise where the tier breaks a promise."""
         job_timeout_s = 1.0 if excuses.for_good else 30.0
         try:
-            with self._opened(job_timeout_s) as stack:
+            with self.opened(job_timeout_s) as stack:
                 writer = _Writer(self, stack, progress, excuses)
-                writer.before_reset()
-                writer.reset()
-                writer.after_reset()
-            with self._opened(job_timeout_s) as stack:
-                _Writer(self, stack, progress, excuses).after_reopening()
+                writer.store_and_reset()
+                writer.store_anew()
+            with self.opened(job_timeout_s) as stack:
+                _Writer(self, stack, progress, excuses).go_on()
         except TierError:  # it cannot be opened with this fault, and says so
             pass
 
     def verify(
         self, progress: Mapping[str, int], excuses: Excuses = NOTHING, *, keeps: bool, accepts_old: bool = False
     ) -> Found:
-        """Open the tier that a writer left, and return what is wrong with it.
+        """Open the tier that a writer with some progress left, and return what is wrong with it.
 
-        Args:
-            progress: What the writer had noted.
-            excuses: What its fault excuses.
-            keeps: Whether the newest job that was stored must be there.
-            accepts_old: Whether the reset may have been lost whatever the writer noted.
-
-        Raises:
-            TierError: It cannot be opened.
+        If it `keeps`, the newest job that was stored must be there. If it `accepts_old`, the reset may have been lost
+        whatever the writer noted. A `TierError` says that it cannot be opened.
         """
         found = Found()
         if not progress["reset_asked"]:
@@ -169,7 +137,7 @@ class CrashScenario:
             versions = {1}
         else:
             versions = {0, 1}
-        with self._opened() as stack:
+        with self.opened() as stack:
             loaded = look(stack, self.keys, versions, found, excuses)
             newest = progress["newest_stored"]
             if keeps and newest >= 0:
@@ -181,7 +149,8 @@ class CrashScenario:
             _store_more(stack, found)
         return found
 
-    def _opened(self, job_timeout_s: float = 30.0) -> Stack:
+    def opened(self, job_timeout_s: float = 30.0) -> Stack:
+        """Open a stack with the tier alone."""
         # A breaker that opens would hide what the tier does, and so would a lookup that a busy machine makes late.
         patient = {"breaker_failures": 1_000_000, "job_timeout": job_timeout_s, "lookup_timeout": job_timeout_s}
         return open_stack(
@@ -195,64 +164,61 @@ class CrashScenario:
         )
 
 
+@dataclass(frozen=True, slots=True)
 class _Writer:
     """The steps of `CrashScenario.write` on an open stack."""
 
-    def __init__(self, scenario: CrashScenario, stack: Stack, progress: Progress, excuses: Excuses) -> None:
-        self._scenario = scenario
-        self._stack = stack
-        self._progress = progress
-        self._excuses = excuses
+    scenario: CrashScenario
+    stack: Stack
+    progress: Progress
+    excuses: Excuses
 
-    def before_reset(self) -> None:
-        """Store some blocks, and look for them."""
-        for job in range(JOBS_BEFORE_RESET):
+    def store_and_reset(self) -> None:
+        """Store some blocks, look for them, reset the cache, and note when that holds."""
+        for job in range(_JOBS_BEFORE_RESET):
             self._store(job, version=0)
         self._check(version=0)
-
-    def reset(self) -> None:
-        """Reset the cache, and note when that holds."""
-        self._progress.note("newest_stored", -1)
-        self._progress.note("reset_asked")
-        self._stack.manager.reset_cache()
-        if self._scenario.path is not None:
+        self.progress.note("newest_stored", -1)
+        self.progress.note("reset_asked")
+        self.stack.manager.reset_cache()
+        if self.scenario.path is not None:
             for thread in threading.enumerate():
                 if thread.name.endswith("-reset"):  # it lives until the reset is on the device
                     thread.join(_WAIT_S)
-            self._progress.note("reset_held")
-        # The others write a reset down before they store anything: see `after_reset`.
+            self.progress.note("reset_held")
+        # The others write a reset down before they store anything.
 
-    def after_reset(self) -> None:
+    def store_anew(self) -> None:
         """Store the same keys anew and more than there is room for, and use some of the older ones."""
-        for job in range(self._scenario.jobs):
+        for job in range(self.scenario.jobs):
             self._store(job, version=1)
-            self._progress.note("reset_held")
-            if self._scenario.device and job == self._scenario.jobs // 3:
-                assert self._scenario.path is not None
-                flush_file_system(self._scenario.path)
+            self.progress.note("reset_held")
+            if self.scenario.device and job == self.scenario.jobs // 3:
+                assert self.scenario.path is not None
+                flush_file_system(self.scenario.path)
             if job % 4 == 3:
-                for key in self._scenario.keys[(job - 3) * JOB_BLOCKS : (job - 1) * JOB_BLOCKS : 2]:
-                    content = load(self._stack, key)
+                for key in self.scenario.keys[(job - 3) * JOB_BLOCKS : (job - 1) * JOB_BLOCKS : 2]:
+                    content = load(self.stack, key)
                     assert content in (None, block_content(key, BLOCK_BYTES, 1)), f"wrong bytes under {key.hex()}"
         self._check(version=1)
 
-    def after_reopening(self) -> None:
-        """Look for what is there, and go on."""
+    def go_on(self) -> None:
+        """Look for what is there, and store more."""
         self._check(version=1)
-        for job in range(self._scenario.jobs, self._scenario.jobs + 2):
+        for job in range(self.scenario.jobs, self.scenario.jobs + 2):
             self._store(job, version=1)
 
     def _store(self, job: int, version: int) -> None:
-        keys = self._scenario.keys[job * JOB_BLOCKS : (job + 1) * JOB_BLOCKS]
-        put(self._stack, keys, version)
-        assert self._stack.flush(_WAIT_S), "a job was not reported"
-        if not self._excuses.one_call and all(ask(self._stack, keys)):
-            self._progress.note("newest_stored", job)
+        keys = self.scenario.keys[job * JOB_BLOCKS : (job + 1) * JOB_BLOCKS]
+        put(self.stack, keys, version)
+        assert self.stack.flush(_WAIT_S), "a job was not reported"
+        if not self.excuses.one_call and all(ask(self.stack, keys)):
+            self.progress.note("newest_stored", job)
 
     def _check(self, version: int) -> None:
         found = Found()
-        self._stack.primary.reset_cache()
-        look(self._stack, self._scenario.keys, {version}, found, self._excuses)
+        self.stack.primary.reset_cache()
+        look(self.stack, self.scenario.keys, {version}, found, self.excuses)
         assert not found.problems, "; ".join(found.problems)
 
 
@@ -313,7 +279,7 @@ def _losses(stack: Stack, excuses: Excuses) -> int:
     tier = stack.secondary_tiers[0]
     stats = tier.stats()
     corrupt = count_of(stats, "corrupt_blocks_total") if excuses.damaged else 0
-    return count_of(stats, _EVICTIONS[tier.tier_type]) + corrupt
+    return count_of(stats, "deleted_blocks_total" if tier.tier_type == "s3" else "evicted_blocks_total") + corrupt
 
 
 def _is_phantom(stack: Stack, key: OffloadKey) -> bool:

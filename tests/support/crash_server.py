@@ -46,28 +46,16 @@ _KINDS: Final = {"changes": CHANGES, "reads": READS, "sends": SENDS}
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One fault in one run.
-
-    Args:
-        scenario: The run.
-        fault: A system call that goes wrong.
-        cut: Instead: the number of a write that takes only half of its bytes, and
-        cut_ends: whether the process is killed then.
-        power: Whether, and how, power is cut once the writer has ended.
-        lies: Whether the fault is a disk that lies, or one that never recovers.
-        loses_pages: Whether files may come back with their names and without their bytes, so that blocks are answered
-            that turn out to be damaged when they are loaded.
-        accepts_old: Whether the reset may be lost by this fault.
-    """
+    """One fault in one run: a system call that goes wrong, or a write that takes half of its bytes."""
 
     scenario: CrashScenario
     fault: Fault | None = None
-    cut: int | None = None
-    cut_ends: bool = False
-    power: PowerLoss | None = None
-    lies: bool = False
-    loses_pages: bool = False
-    accepts_old: bool = False
+    cut: int | None = None  # the number of the write
+    cut_ends: bool = False  # the process is killed then
+    power: PowerLoss | None = None  # is cut once the writer has ended
+    lies: bool = False  # the disk does, or it never recovers
+    loses_pages: bool = False  # files may come back without their bytes: blocks are answered, and found to be damaged
+    accepts_old: bool = False  # the reset may be lost by this fault
 
     @classmethod
     def of_json(cls, told: Mapping[str, Any]) -> Case:
@@ -127,17 +115,12 @@ class CrashServer:
         ended = self._write(case)
         problems = [*_problems_of(ended, kills=case.kills), *_over_capacity(scenario, "when the writer ended")]
         if case.power is not None:
-            self._lose_power(case.power)
+            assert self._image is not None
+            self._image.cut_power(case.power)
             problems += _over_capacity(scenario, "after the power failure")
         found = self._verify(case)
         problems += [*found.problems, *_over_capacity(scenario, "at the end")]
         return {"was_hit": ended.was_hit, "loaded": found.loaded, "answered": found.answered, "problems": problems}
-
-    def _lose_power(self, power: PowerLoss) -> None:
-        assert self._image is not None
-        self._image.cut_power(power)
-        self._image.unmount()
-        self._image.mount()
 
     def _write(self, case: Case) -> Ended:
         """Run a writer with the fault or the cut."""

@@ -6,7 +6,6 @@ file, by a client of the server, by the dictionary. `tests.support.segment_map` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +15,7 @@ from tiered_kv.testing.rig import TierRig
 from tiered_kv.testing.s3_servers import S3Server
 from tiered_kv.toolkit.epoch import EpochMark
 from tiered_kv.toolkit.record import RecordHeader, digest_of, read_header
+from tiered_kv_fs.layout import block_path
 
 
 class Door(Protocol):
@@ -71,12 +71,10 @@ class FsDoor:
 
     def path_of(self, key: OffloadKey) -> Path | None:
         """Return a block's file in the namespace's present epoch; None if there is none."""
-        from tiered_kv_fs.layout import block_name, block_path
-
         namespace = self._directory / self._digest.hex()
         mark = EpochMark.decode((namespace / "epoch").read_bytes())
         assert mark is not None, "the epoch's mark is damaged"
-        path = namespace / mark.token / block_path(block_name(key, self._digest))
+        path = namespace / mark.token / block_path(key, self._digest)
         return path if path.exists() else None
 
 
@@ -93,10 +91,6 @@ class RedisDoor:
 
     def write(self, key: OffloadKey, data: bytes) -> None:
         self._server.set(self.name_of(key), data)
-
-    def everything(self) -> Mapping[str, bytes]:
-        """Return all that is stored, by its name in hexadecimal digits."""
-        return {name.hex(): self._server.get(name) for name in self._server.keys("*")}
 
     def name_of(self, key: OffloadKey) -> bytes:
         """Return what a block is called in the present epoch."""
@@ -121,12 +115,6 @@ class S3Door:
 
     def write(self, key: OffloadKey, data: bytes) -> None:
         self._client.put_object(Bucket=self._bucket, Key=self.name_of(key), Body=data)
-
-    def everything(self) -> Mapping[str, bytes]:
-        """Return all that is stored, by its name."""
-        pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket)
-        names = [entry["Key"] for page in pages for entry in page.get("Contents", ())]
-        return {name: self._get(name) or b"" for name in names}
 
     def name_of(self, key: OffloadKey) -> str:
         """Return what a block is called in the present epoch."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from tiered_kv.testing.rig import TierRig
+from tiered_kv.testing.rig import Content, TierRig, block_content
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
 
+EntryOf = Callable[[str], dict[str, object]]
+"""Returns the entry of a tier over new storage, by the tier's type."""
 OpenRig = Callable[..., TierRig]
 """Opens a tier on a rig, which is closed at the end of the test."""
 
@@ -22,23 +24,12 @@ def rig_of(
     num_blocks: int = 256,
     wait_s: float = 60.0,
     namespace: bytes = NAMESPACE,
+    content: Content = block_content,
 ) -> TierRig:
     """Open the tier of an entry on a rig, which its caller closes.
 
-    Args:
-        entry: `type`, and what that type of tier takes.
-        block_bytes: Bytes of a block.
-        num_blocks: Rows of the rig's region.
-        wait_s: How long a job or a lookup may take. Unless the entry says otherwise, the tier too waits for so long
-            before a lookup is a miss: what is there would not be found while a busy machine holds a thread up.
-        namespace: The digest of the namespace, 16 bytes. Rigs with different ones are different tenants.
-
-    Returns:
-        The rig. Opened again, by `reopen` or here, it is the same namespace's.
-
-    Raises:
-        ConfigError: The entry cannot be used.
-        TierError: The tier cannot be opened.
+    Unless the entry says otherwise, the tier too waits for `wait_s` before a lookup is a miss: what is there would not
+    be found while a busy machine holds a thread up. Rigs with different namespaces are different tenants.
     """
     return TierRig(
         lambda spec, view: SecondaryTierFactory.create(spec, view, {"lookup_timeout": wait_s, **entry}),
@@ -46,4 +37,5 @@ def rig_of(
         block_bytes=block_bytes,
         wait_s=wait_s,
         spec=TierSpec(str(entry["type"]), block_bytes, namespace, {"model": "bench"}, wants_events=True),
+        content=content,
     )

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.support.entries import rig_of
 from tests.support.loopback import LoopbackServer
 from tiered_kv.testing.rig import TierRig
 from tiered_kv.toolkit.codecs import OVERHEAD_BYTES_MAX
 from tiered_kv.toolkit.epoch import EpochMark
-from tiered_kv_s3.settings import S3Settings
 
 WAIT_S = 60.0
 """How long a job or a lookup may take, so that what never ends fails a test."""
@@ -182,12 +182,11 @@ def open_rig(server: FakeS3) -> Iterator[OpenRig]:
 
     Only a server that stalls is given up by time. A test that has one sets `request_timeout`.
     """
-    from tiered_kv_s3.tier import S3Tier
-
     rigs: list[TierRig] = []
 
     def open_one(**changes: object) -> TierRig:
         entry = {
+            "type": "s3",
             "bucket": "bucket",
             "endpoint_url": server.url,
             "access_key_id": "id",
@@ -199,15 +198,8 @@ def open_rig(server: FakeS3) -> Iterator[OpenRig]:
             "presence_ttl": 0,
             **changes,
         }
-        settings = S3Settings.model_validate({name: value for name, value in entry.items() if value is not None})
-        rigs.append(
-            TierRig(
-                lambda spec, view: S3Tier(spec, view, "s3", settings),
-                num_blocks=256,
-                block_bytes=BLOCK_BYTES,
-                wait_s=2 * WAIT_S,
-            )
-        )
+        given = {name: value for name, value in entry.items() if value is not None}
+        rigs.append(rig_of(given, block_bytes=BLOCK_BYTES, wait_s=2 * WAIT_S))
         return rigs[-1]
 
     yield open_one

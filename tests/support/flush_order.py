@@ -1,13 +1,7 @@
 """The order in which nvme's segment files are written and flushed, held against what a power failure asks of it.
 
-A disk may bring what was not flushed to the device in any order, so what an ext4 image loses when it is shut down shows
-little of it. `FlushOrder` is a disk that notes what each file was given since its last flush, and calls it a problem
-when something is written that must not be on the device before that is:
-
-    disk = FlushOrder()
-    store = SegmentStore(path, identity, options, disk=disk)
-    ...                                                     # fill it, so that segments are sealed and used again
-    assert not disk.problems and disk.summaries
+A disk may bring what was not flushed to the device in any order. What an ext4 image loses when it is shut down shows
+little of that.
 """
 
 from __future__ import annotations
@@ -20,10 +14,11 @@ from tiered_kv_nvme.disk import Disk
 
 
 class FlushOrder(Disk):
-    """The system's disk, looked at. Any thread may call.
+    """A disk that notes what each file was given since its last flush. Any thread may call.
 
-    The rules are those of `tiered_kv_nvme.files` and `formats-nvme.md`. What is told by its place in the file:
-    the header is written at 0, a summary ends where the file does, all else are batches.
+    It is a problem if something is written that must not be on the device before that is. The rules are those of
+    `tiered_kv_nvme.files` and `formats-nvme.md`. Places in the file tell what is written: the header is at 0, a summary
+    ends where the file does, all else are batches.
 
     - A batch comes after its segment's header is on the device. Otherwise the header of the use before may stand over
       it, and that use's summary may be taken for what the file holds.

@@ -76,36 +76,29 @@ class Ext4Image:
 
     def __init__(self, image: Path, point: Path) -> None:
         self._image = image
-        self.point = point
-        self._is_mounted = False
+        self._point = point
         make_image(image)
         point.mkdir(exist_ok=True)
 
     def __enter__(self) -> Ext4Image:
-        self.mount()
+        self._mount()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.unmount()
-
-    def mount(self) -> None:
-        """Mount it; the loop device detaches itself when it is unmounted."""
-        _run("mount", "-o", "loop", "-t", "ext4", str(self._image), str(self.point))
-        self._is_mounted = True
-
-    def unmount(self) -> None:
-        """Unmount it, if it is mounted."""
-        if self._is_mounted:
-            _run("umount", str(self.point))
-            self._is_mounted = False
+        _run("umount", str(self._point))
 
     def cut_power(self, how: PowerLoss) -> None:
-        """Shut the file system down at once. Every call on it fails from then on, until it is mounted anew."""
-        fd = os.open(self.point, os.O_RDONLY)
+        """Shut the file system down at once, so that every call on it fails, and mount it anew."""
+        fd = os.open(self._point, os.O_RDONLY)
         try:
             fcntl.ioctl(fd, _SHUTDOWN, struct.pack("<I", how.value))
         finally:
             os.close(fd)
+        _run("umount", str(self._point))
+        self._mount()
+
+    def _mount(self) -> None:  # the loop device detaches itself when it is unmounted
+        _run("mount", "-o", "loop", "-t", "ext4", str(self._image), str(self._point))
 
 
 def make_image(image: Path) -> None:

@@ -1,9 +1,5 @@
 """Nvme tiers that a busy machine may hold up when they are shut down, for tests that open their directory again.
 
-    from tests.support.patient_nvme import patient_nvme
-
-    pytestmark = pytest.mark.usefixtures("patient_nvme")
-
 A program has no fixtures: it opens and closes its stacks within `waiting_until_closed()`.
 """
 

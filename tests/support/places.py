@@ -1,24 +1,40 @@
-"""Storage of a test's own for a tier of any built-in type, and the door to what the tier stores there."""
+"""Storage of a test's own for tiers of any built-in type: how they are opened on it, and everything that lies there.
+
+place = Place("fs", tmp_path)
+rig = place.open(spec)                      # a tier on a rig
+place.door(rig).read(key)
+alice = place.tenant("alice")               # stacks of a tenant
+alice.store(64)
+assert place.holds(alice.marker)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.doors import Door, FsDoor, MemoryDoor, RedisDoor, S3Door
+from tests.support.redis_sentinels import SERVICE
+from tests.support.tenants import Tenant
+from tiered_kv.testing.redis_servers import RedisServer
 from tiered_kv.testing.rig import Content, TierRig, block_content
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
-from tiered_kv.tiering.keyed_names import KeyedNames
 
 STORED = ("nvme", "fs", "redis", "s3")
 """Tiers whose blocks outlive them."""
-PATIENT = {"lookup_timeout": "60s", "job_timeout": "60s"}
-"""A lookup that is a miss because the machine is busy would look like a block that is damaged or lost."""
+_PATIENT: Mapping[str, Mapping[str, object]] = {
+    "redis": {"connect_timeout": "60s", "timeout": "60s"},
+    "s3": {"request_timeout": "30s"},
+}
+"""A lookup that is a miss, or a store that is given up, because the machine is busy would look like a lost block."""
+_OF_RIGS: Mapping[str, Mapping[str, object]] = {"s3": {"presence_ttl": 0, "connections": 8}}
 _WAIT_S = 60.0
 _OF_PROCESSES = ("/lock", "/sweep", "/owners/", "/grants/", "/ledger")
 
@@ -27,61 +43,79 @@ class Place:
     """New storage for tiers of one type.
 
     Args:
-        kind: The type.
+        kind: The type; or `redis-cluster`, `redis-sentinel`, or `s3-versioned`, a bucket that keeps versions.
         folder: For directories.
-        server: Returns a running server by the name of its fixture, `redis_server` or `moto_server`.
-        closing: Ends what is opened here.
+        server: Returns a running server by the name of its fixture.
+        ending: Ends what is opened here.
     """
 
-    def __init__(self, kind: str, folder: Path, server: Callable[[str], Any], closing: ExitStack) -> None:
+    def __init__(
+        self,
+        kind: str,
+        folder: Path,
+        server: Callable[[str], Any] = lambda name: pytest.fail(f"there is no {name}"),
+        ending: ExitStack | None = None,
+    ) -> None:
         self.kind = kind
-        self.path = folder / f"kv-{kind}"
-        self.entry: dict[str, object] = {"type": kind, **PATIENT}
+        self.folder = folder
+        self.path = folder / "kv"
+        self._ending = ending or ExitStack()
+        self._type = kind.partition("-")[0]
+        self.masters: list[RedisServer] = []
+        self.entry: dict[str, object] = {"type": self._type}
         """Of the tier; changes hold when it is opened the next time."""
-        self._closing = closing
+        if self._type == "redis":
+            pytest.importorskip("redis", reason="redis-py is not installed")
         match kind:
-            case "memory":
-                self.entry |= {"capacity": "64MiB"}
-            case "nvme":
-                self.entry |= {"path": str(self.path), "capacity": "64MiB", "segment": "1MiB"}
-            case "fs":
+            case "nvme" | "fs":
                 self.entry |= {"path": str(self.path), "capacity": "64MiB"}
             case "redis":
-                pytest.importorskip("redis", reason="redis-py is not installed")
-                self._redis = server("redis_server")
-                self.entry |= {"url": self._redis.url, "connect_timeout": "60s", "timeout": "60s"}
-            case "s3":
+                self.masters = [server("redis_server")]
+                self.entry |= {"url": self.masters[0].url}
+            case "redis-cluster":
+                cluster = server("redis_cluster")
+                cluster.keep_masters()
+                self.masters = cluster.masters()
+                self.entry |= {"mode": "cluster", "nodes": cluster.addresses}
+            case "redis-sentinel":
+                servers = server("redis_sentinel")
+                self.masters = [servers.master]
+                self.entry |= {"mode": "sentinel", "service": SERVICE, "nodes": [servers.address]}
+            case "s3" | "s3-versioned":
                 pytest.importorskip("boto3", reason="boto3 is not installed")
-                self._s3 = server("moto_server")
-                self._bucket = self._s3.make_bucket()
-                more = {"prefix": "kv", "presence_ttl": 0, "connections": 8, "request_timeout": "30s"}
-                self.entry |= self._s3.settings(self._bucket, **more)
+                self.s3 = server("moto_server")
+                self.bucket = self.s3.make_bucket()
+                self.entry |= self.s3.settings(self.bucket, prefix="kv")
+                if kind == "s3-versioned":
+                    with closing(self.s3.client()) as client:
+                        client.put_bucket_versioning(Bucket=self.bucket, VersioningConfiguration={"Status": "Enabled"})
+            case _:
+                self.entry |= {"capacity": "64MiB"}
+        if kind == "nvme":
+            self.entry |= {"segment": "1MiB"}
 
     def open(
-        self,
-        spec: TierSpec,
-        content: Content = block_content,
-        *,
-        num_blocks: int = 512,
-        name_key: bytes | None = None,
-        **settings: object,
+        self, spec: TierSpec, content: Content = block_content, *, num_blocks: int = 512, **settings: object
     ) -> TierRig:
-        """Open a tier on a rig; settings come on top of the entry, and `name_key` has it store under keyed names."""
+        """Open a tier on a rig; settings come on top of the entry."""
 
         def open_tier(spec: TierSpec, view: memoryview) -> SecondaryTierManager:
-            tier = SecondaryTierFactory.create(spec, view, {**self.entry, **settings})
-            return tier if name_key is None else KeyedNames(tier, name_key)
+            return SecondaryTierFactory.create(
+                spec, view, {**self._patient, **_OF_RIGS.get(self._type, {}), **self.entry, **settings}
+            )
 
         rig = TierRig(
-            open_tier,
-            num_blocks=num_blocks,
-            block_bytes=spec.block_bytes,
-            wait_s=_WAIT_S,
-            spec=spec,
-            content=content,
+            open_tier, num_blocks=num_blocks, block_bytes=spec.block_bytes, wait_s=_WAIT_S, spec=spec, content=content
         )
-        self._closing.callback(rig.close)
+        self._ending.callback(rig.close)
         return rig
+
+    def tenant(self, name: str, **settings: object) -> Tenant:
+        """Return a tenant with stacks here: in nvme with a directory of its own, as it must be."""
+        entry = {**self._patient, **self.entry, **settings}
+        if self.kind == "nvme":
+            entry["path"] = str(self.folder / f"kv-{re.sub(r'[^a-z]', '_', name)[:64]}")
+        return Tenant(name, self.folder, entry)
 
     def door(self, rig: TierRig) -> Door:
         """Return the way to the stored bytes of a rig's tier; nvme has none but its files."""
@@ -92,35 +126,73 @@ class Place:
             case "fs":
                 return FsDoor(self.path, digest)
             case "redis":
-                return RedisDoor(self._redis, digest)
+                return RedisDoor(self.masters[0], digest)
             case _:
-                door = S3Door(self._s3, self._bucket, "kv", digest)
-                self._closing.callback(door.close)
+                door = S3Door(self.s3, self.bucket, "kv", digest)
+                self._ending.callback(door.close)
                 return door
 
-    def stored(self, rig: TierRig) -> dict[str, bytes]:
+    def everything(self) -> Iterator[tuple[str, bytes, bytes | None]]:
+        """Yield of all that lies there its name, the name that the tier gave, and its bytes; of an object each version.
+
+        The first is a path relative to `path`, the name in hexadecimal digits, or the object's. A directory, and the
+        mark of an object that is deleted, have no bytes.
+        """
+        for server in self.masters:
+            for raw in server.keys("*"):
+                yield raw.hex(), raw, server.get(raw)
+        for path in sorted(self.folder.glob("kv*/**/*")):
+            yield os.path.relpath(path, self.path), path.name.encode(), path.read_bytes() if path.is_file() else None
+        if self._type != "s3":
+            return
+        with closing(self.s3.client()) as client:
+            for page in client.get_paginator("list_object_versions").paginate(Bucket=self.bucket):
+                for found in page.get("DeleteMarkers", ()):
+                    yield found["Key"], found["Key"].encode(), None
+                for found in page.get("Versions", ()):
+                    name, version = found["Key"], found["VersionId"]
+                    body = client.get_object(Bucket=self.bucket, Key=name, VersionId=version)["Body"].read()
+                    yield name, name.encode(), body
+
+    def holds(self, marker: bytes) -> list[str]:
+        """Return the names of what has `marker` in it, or in its name."""
+        return self.hold(marker)[0]
+
+    def hold(self, *markers: bytes) -> list[list[str]]:
+        """Return the same for each marker, as of one look at everything."""
+        found: list[list[str]] = [[] for _ in markers]
+        for name, raw, data in self.everything():
+            for names, marker in zip(found, markers, strict=True):
+                if marker in raw or marker in (data or b""):
+                    names.append(name)
+        return found
+
+    def stored(self) -> dict[str, bytes]:
         """Return what the storage holds, by name, but for what belongs to processes."""
-        door = None if self.kind == "nvme" else self.door(rig)
-        if isinstance(door, RedisDoor | S3Door):
-            found: Mapping[str, bytes] = door.everything()
-        else:
-            files = [path for path in self.path.rglob("*") if path.is_file()]
-            found = {str(path.relative_to(self.path)): path.read_bytes() for path in files}
+        found = {name: data for name, _, data in self.everything() if data is not None}
         return {name: data for name, data in found.items() if not any(each in f"/{name}" for each in _OF_PROCESSES)}
 
     def restore(self, stored: Mapping[str, bytes]) -> None:
         """Put into the storage what `stored` returned."""
-        client = self._s3.client() if self.kind == "s3" else None
+        client = self.s3.client() if self._type == "s3" else None
         for name, data in stored.items():
             if client is not None:
-                client.put_object(Bucket=self._bucket, Key=name, Body=data)
+                client.put_object(Bucket=self.bucket, Key=name, Body=data)
             elif self.kind == "redis":
-                self._redis.set(bytes.fromhex(name), data)
+                self.masters[0].set(bytes.fromhex(name), data)
             else:
                 path = self.path / name
-                for parent in reversed(path.relative_to(self.path.parent).parents[:-1]):
-                    (self.path.parent / parent).mkdir(mode=0o700, exist_ok=True)
+                for parent in reversed(path.relative_to(self.folder).parents[:-1]):
+                    (self.folder / parent).mkdir(mode=0o700, exist_ok=True)
                 path.write_bytes(data)
                 path.chmod(0o600)
         if client is not None:
             client.close()
+
+    @property
+    def _patient(self) -> dict[str, object]:
+        return {"lookup_timeout": "60s", "job_timeout": "60s", **_PATIENT.get(self._type, {})}
+
+
+PlaceOf = Callable[[str], Place]
+"""Returns new storage of a kind."""

@@ -1,26 +1,44 @@
-"""Races that take more than threads and time: late workers, damage amid loads, loads amid stores.
+"""Races that take more than threads and time: late workers, damage amid loads, loads amid stores, processes.
 
 Each returns what was wrong, as sentences, and how often that which it is about has really happened.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from unittest import mock
 
-from tests.support.hindrance import Hindrance
+from tests.support.figures import Figures
 from tests.support.races import Prompts, Race, open_guarded, phantoms, problems_at_rest, race_facade
 from tests.support.racing_scheduler import RacingScheduler
 from tiered_kv.counters import count_of
 from tiered_kv.errors import TierBusyError
 from tiered_kv.stack import Stack, open_stack
+from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
 
+BLOCK_BYTES = 4096
+SIZES: dict[str, dict[str, object]] = {
+    "memory": {"capacity": 1 << 20},
+    "nvme": {"capacity": 1 << 20, "segment": 128 << 10},
+    "fs": {"capacity": 2 << 20},
+    "redis": {},
+    "s3": {"presence_ttl": 0.2},
+}
+"""Settings of each tier that is raced on, so that it has hardly any room."""
+TIERS = tuple(SIZES)
+ROUNDS_MAX = 20
+"""How often a race goes on that has not yet come to what it is about: on a slow machine that takes longer."""
+_PRIMARY_BLOCKS = 32
 _DAMAGE_PAUSE_S = 0.002
 _DAMAGE_ROUNDS = 10
 _WEDGES = 3
@@ -28,6 +46,71 @@ _WEDGES_MAX = 30
 _RESETS_EVERY = 50
 _LATE_LIMIT_S = 60.0
 _STORES_MAX = 1000
+
+
+def stack_of(*entries: Mapping[str, object], block_bytes: int = BLOCK_BYTES) -> dict[str, object]:
+    """Return the configuration of a stack with 32 blocks of primary memory over tiers."""
+    return {
+        "namespace": {"model": "races"},
+        "block": {"bytes": block_bytes},
+        "primary": {"capacity": _PRIMARY_BLOCKS * block_bytes},
+        "secondary": list(entries),
+    }
+
+
+def unless(happened: bool, what: str) -> list[str]:
+    """Return a problem where that which a case is about has not happened in it."""
+    return [] if happened else [f"the case proves nothing: {what}"]
+
+
+Note = Callable[[list[str]], None]
+"""Takes problems of a case."""
+
+
+def seeds_of(case: str, count: int, figures: Figures) -> Iterator[tuple[int, Note]]:
+    """Yield each seed of a case, and who notes its problems; then count the seeds, and fail with what was wrong."""
+    found: dict[str, list[str]] = {f"{case}, seed {seed}": [] for seed in range(count)}
+    for seed, problems in enumerate(found.values()):
+        yield seed, problems.extend
+    bad = {name: problems for name, problems in found.items() if problems}
+    figures.add("races", len(found), len(found) - len(bad))
+    assert not bad, "\n".join(f"{name}: {problem}" for name, problems in bad.items() for problem in problems)
+
+
+class Hindrance:
+    """Holds up the workers of tiers: each call for a random time, and all of them while `gate` is closed."""
+
+    def __init__(self, seed: int, delay_max_s: float) -> None:
+        self.gate = Gate()
+        self.under_way = 0
+        self._lock = threading.Lock()  # guards that number
+        self._chance = random.Random(seed)
+        self._delay_max_s = delay_max_s
+
+    @contextmanager
+    def before(self, *places: tuple[object, str]) -> Iterator[None]:
+        """Hold up every call of functions, named by their module or class, until the end of the block."""
+        with ExitStack() as patched:
+            for owner, name in places:
+                patched.enter_context(mock.patch.object(owner, name, self._late(getattr(owner, name))))
+            patched.callback(self.gate.open)
+            yield
+
+    def _late(self, function: Callable[..., object]) -> Callable[..., object]:
+        def late(*arguments: object, **named: object) -> object:
+            self._count(1)
+            try:
+                time.sleep(self._chance.random() * self._delay_max_s)
+                self.gate.pass_through()
+                return function(*arguments, **named)
+            finally:
+                self._count(-1)
+
+        return late
+
+    def _count(self, number: int) -> None:
+        with self._lock:
+            self.under_way += number
 
 
 def race_late_workers(
@@ -187,3 +270,23 @@ def race_loads_with_stores(
     finally:
         rig.close()
     return problems, answers
+
+
+def race_as_told() -> None:
+    """Race on a stack of its own as CONFIG SEED SECONDS RESET_EVERY of `sys.argv` say, and print a report as JSON.
+
+    It goes on, if need be, until it has loaded something, and reset if it shall.
+    """
+    config, seed, seconds, reset_every = sys.argv[1:]
+    with open_stack(json.loads(config)) as stack:
+        prompts = Prompts(stack.config.block.bytes)
+        scheduler = RacingScheduler(stack.manager, stack.region, prompts, seed=int(seed), has_epochs=False)
+        print("running", flush=True)
+        for _ in range(ROUNDS_MAX):
+            scheduler.run(float(seconds), reset_every=int(reset_every))
+            has_reset = scheduler.race.resets > 0 or reset_every == "0"
+            if scheduler.race.problems or (scheduler.race.verified_blocks and has_reset):
+                break
+        race = scheduler.finish()
+        race.note([*problems_at_rest(stack.manager), *phantoms(stack.manager)])
+    print(json.dumps(asdict(race)), flush=True)

@@ -1,13 +1,9 @@
 """Races: threads, or a scheduler with its tiers' threads, over few keys and hardly any room, with every byte compared.
 
-    prompts = Prompts(block_bytes=4096)
-    race = race_facade(stack, prompts, seed=1, threads=4, seconds=2.0)
-    assert not race.problems
-
 Keys have overlapping prefixes, and there are many times more of them than the primary tier has rows, so that blocks are
-evicted, promoted and stored all the time. Each key, in each epoch (which a reset begins), has content of its own, so
-that a block that is loaded with another's bytes, with bytes from before a reset, or half written, is found. What a seed
-decides is which calls are made; when they meet is up to the machine.
+evicted, promoted and stored all the time. Each key has content of its own in each epoch, which a reset begins. So a
+block is found that is loaded with another's bytes, with bytes from before a reset, or half written. A seed decides
+which calls are made; when they meet is up to the machine.
 """
 
 from __future__ import annotations
@@ -20,9 +16,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.support.guard import GuardedBackend
+from tiered_kv.backend import BlockStatus
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.stack_config import load_config
+from tiered_kv.cpu.backend import CPUBackend, CPUBlock
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ShutdownError
 from tiered_kv.facade import Blocks
@@ -33,32 +30,25 @@ from tiered_kv.tiering.manager import TieringOffloadingManager
 GARBAGE = 0xA5
 """What the rows of `out` hold before a `get`."""
 REST_LIMIT_S = 60.0
-GET_TIMEOUT_S = 0.5
-PUT_TIMEOUT_S = 0.5
+_CALL_TIMEOUT_S = 0.5
 
 _PROBLEMS_SHOWN = 10
+_PATTERN = b"\xfe\xedreleased\xde\xad block"
 _CALLS_MIN = 20
+_PROMPTS, _OWN_BLOCKS = 4, 8
+"""Of each family, and of each of its prompts behind what they share."""
 
 
 class Prompts:
     """Prompts that share beginnings, and the content of their blocks. Any thread may read."""
 
-    def __init__(
-        self,
-        block_bytes: int,
-        *,
-        families: int = 4,
-        prompts: int = 4,
-        shared_blocks: int = 6,
-        own_blocks: int = 8,
-        label: str = "race",
-    ) -> None:
+    def __init__(self, block_bytes: int, *, families: int = 4, shared_blocks: int = 6, label: str = "race") -> None:
         self.block_bytes = block_bytes
         self.prompts: list[list[OffloadKey]] = []
         for family in range(families):
             head = make_keys(shared_blocks, f"{label}-{family}")
-            for prompt in range(prompts):
-                self.prompts.append(head + make_keys(own_blocks, f"{label}-{family}-{prompt}"))
+            for prompt in range(_PROMPTS):
+                self.prompts.append(head + make_keys(_OWN_BLOCKS, f"{label}-{family}-{prompt}"))
         self._contents: dict[tuple[OffloadKey, int], Blocks] = {}
 
     def choose(self, chance: random.Random) -> list[OffloadKey]:
@@ -88,21 +78,13 @@ class Prompts:
 
 @dataclass
 class Race:
-    """What happened in a race.
+    """What happened in a race."""
 
-    Args:
-        calls: Calls of the facade, or steps of the scheduler.
-        verified_blocks: Blocks that were loaded and compared.
-        stored_blocks: Blocks that were stored, or found to be there.
-        resets: How often the cache was reset.
-        problems: What must not have happened, as sentences.
-    """
-
-    calls: int = 0
-    verified_blocks: int = 0
-    stored_blocks: int = 0
+    calls: int = 0  # of the facade, or steps of the scheduler
+    verified_blocks: int = 0  # which were loaded, and compared
+    stored_blocks: int = 0  # or found to be there
     resets: int = 0
-    problems: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # what must not have happened, as sentences
 
     def note(self, problems: Sequence[str]) -> None:
         """Keep the first few problems."""
@@ -120,14 +102,7 @@ class Race:
 # Threads on the facade.
 
 
-def race_facade(
-    stack: Stack,
-    prompts: Prompts,
-    *,
-    seed: int,
-    threads: int,
-    seconds: float,
-) -> Race:
+def race_facade(stack: Stack, prompts: Prompts, *, seed: int, threads: int, seconds: float) -> Race:
     """Have threads put, get and flush until the time is over."""
     races = [Race() for _ in range(threads)]
     end_s = time.monotonic() + seconds
@@ -161,13 +136,13 @@ def _call_facade(stack: Stack, prompts: Prompts, chance: random.Random, race: Ra
     race.calls += 1
     what = chance.random()
     if what < 0.45:
-        stored = stack.put(keys, prompts.contents(keys), timeout=PUT_TIMEOUT_S)
+        stored = stack.put(keys, prompts.contents(keys), timeout=_CALL_TIMEOUT_S)
         race.stored_blocks += stored
         if not 0 <= stored <= len(keys):
             race.note([f"put of {len(keys)} blocks says that it stored {stored}"])
     elif what < 0.95:
         out = np.full((len(keys), prompts.block_bytes), GARBAGE, dtype=np.uint8)
-        loaded = stack.get(keys, out, timeout=GET_TIMEOUT_S)
+        loaded = stack.get(keys, out, timeout=_CALL_TIMEOUT_S)
         race.verified_blocks += loaded
         race.note(prompts.differences(keys[:loaded], out[:loaded], 0, "get"))
         if (out[loaded:] != GARBAGE).any():
@@ -216,6 +191,47 @@ def phantoms(manager: TieringOffloadingManager) -> list[str]:
         if corrupt or {"checksum", "truncated"} & failed.keys():
             found.append(f"tier {name}: corrupt {corrupt}, failed loads {failed}, and nothing was damaged")
     return found
+
+
+class GuardedBackend(CPUBackend):
+    """Notices when somebody writes into a block that has been given back. Pass it to `Stack(config, backend=...)`.
+
+    If a block is released too early, a late worker writes into memory that is free, or is somebody else's by then. So a
+    block is filled with a pattern when it becomes free, and looked at when it is given out again: the first kind shows
+    at once. The second kind shows by content, if every key has bytes of its own; so does a store that reads too late.
+
+    Owned by the manager's thread, like its base. Violations are noted and not raised; a test asserts that there are
+    none.
+    """
+
+    def __init__(self, region: PrimaryRegion) -> None:
+        super().__init__(region)
+        self.violations: list[str] = []
+        repeats = -(-region.block_bytes // len(_PATTERN))
+        self._free_row = np.frombuffer((_PATTERN * repeats)[: region.block_bytes], dtype=np.uint8)
+        self._rows = region.array  # also when the region is closed: late workers may still write
+        self._rows[:] = self._free_row
+
+    def allocate_blocks(self, block_hashes: Sequence[OffloadKey]) -> list[CPUBlock]:
+        blocks = super().allocate_blocks(block_hashes)
+        self._check([block.block_id for block in blocks])
+        return blocks
+
+    def free(self, block: BlockStatus) -> None:
+        super().free(block)
+        assert isinstance(block, CPUBlock)
+        self._rows[block.block_id] = self._free_row
+
+    def check(self) -> None:
+        """Look at every block that is free now, or was when the stack was closed."""
+        self._check([*(block.block_id for block in self._free), *range(self._num_made, self.num_blocks)])
+
+    def _check(self, rows: Sequence[int]) -> None:
+        if not rows or len(self.violations) >= _PROBLEMS_SHOWN:
+            return
+        changed = (self._rows[rows] != self._free_row).any(axis=1)
+        for position in np.flatnonzero(changed).tolist():
+            self.violations.append(f"block {rows[position]} was written to after it had been released")
 
 
 def open_guarded(config: Mapping[str, object]) -> tuple[Stack, GuardedBackend]:

@@ -116,19 +116,20 @@ class RacingScheduler:
             self._store(running)
             return
         running.moving = running.keys[:found]
-        running.rows = rows_of(self._manager.prepare_load(running.moving, running.context))
-        running.is_load, running.epoch = True, self._epoch
-        running.steps_left = self._chance.randint(0, _TRANSFER_STEPS_MAX)
+        self._begin(running, self._manager.prepare_load(running.moving, running.context), is_load=True)
 
     def _store(self, running: _Running) -> None:
         output = self._manager.prepare_store(running.keys, running.context)
         if output is None or not output.keys_to_store:
             self._end(running)
             return
-        running.moving, running.rows = list(output.keys_to_store), rows_of(output.store_spec)
-        running.is_load, running.epoch = False, self._epoch
-        running.steps_left = self._chance.randint(0, _TRANSFER_STEPS_MAX)
+        running.moving = list(output.keys_to_store)
+        self._begin(running, output.store_spec, is_load=False)
         self._region.array[running.rows] = self._prompts.contents(running.moving, running.epoch)
+
+    def _begin(self, running: _Running, spec: object, *, is_load: bool) -> None:
+        running.rows, running.is_load, running.epoch = rows_of(spec), is_load, self._epoch
+        running.steps_left = self._chance.randint(0, _TRANSFER_STEPS_MAX)
 
     def _move(self, running: _Running, *, stores: bool = True) -> None:
         """Go on with a transfer; at its end compare its rows, which nobody else may have touched."""

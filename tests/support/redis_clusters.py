@@ -1,8 +1,4 @@
-"""A Redis Cluster for tests: real servers on loopback.
-
-A test module that imports a fixture has it; it skips, with the reason, where `redis-server` or `redis-cli` is not
-installed.
-"""
+"""A Redis Cluster for tests: real servers on loopback. A fixture skips where a program is missing."""
 
 from __future__ import annotations
 
@@ -21,12 +17,7 @@ CLUSTER_TIMEOUT_S = 120.0
 
 
 class RedisClusterServers:
-    """Three masters with a replica each.
-
-    Args:
-        directory: An empty directory for them.
-        tls: Listen with TLS only, for each other too, and require a client's certificate.
-    """
+    """Three masters with a replica each; with TLS for each other too, and for clients that have a certificate."""
 
     def __init__(self, directory: Path, *, tls: TlsFiles | None = None) -> None:
         self.servers: list[RedisServer] = []

@@ -1,7 +1,4 @@
-"""A Redis master with a replica, and a sentinel that watches both, for tests: real ones on loopback.
-
-A test module that imports a fixture has it; it skips, with the reason, where `redis-server` is not installed.
-"""
+"""A Redis master with a replica, and a sentinel that watches both, for tests: real ones on loopback."""
 
 from __future__ import annotations
 
@@ -29,12 +26,7 @@ _ADDRESS = re.compile(rb"address=127\.0\.0\.1:(\d+),slaves=(\d+)")
 
 
 class RedisSentinelServers:
-    """A master, its replica, and one sentinel. It promotes the replica when the master was stopped or killed.
-
-    Args:
-        directory: A directory for them.
-        tls: Listen with TLS only, among themselves too, and ask for a client's certificate.
-    """
+    """A master, its replica, and one sentinel. It promotes the replica when the master was stopped or killed."""
 
     def __init__(self, directory: Path, *, tls: TlsFiles | None = None) -> None:
         own = [directory / name for name in ("master", "replica", "sentinel")]

@@ -1,10 +1,5 @@
 """Looking for planted secrets in everything that a stack shows of itself.
 
-    planted = new_marker()
-    sheet = Sheet({"password": planted})
-    show_running_stack(sheet, "a wrong password", {..., "secondary": [{..., "password": planted}]})
-    assert sheet.findings() == []
-
 A marker is found as it is, in hexadecimal, percent-encoded, and in base64 at any of its three alignments.
 """
 
@@ -15,7 +10,6 @@ import io
 import logging
 import secrets
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,11 +21,11 @@ from tiered_kv.base import make_offload_key
 from tiered_kv.config.secret_keys import KEY_BYTES
 from tiered_kv.errors import TieredKVError
 from tiered_kv.stack import Stack, open_stack
+from tiered_kv.testing.waiting import wait_until
 from tiered_kv.tiering.keyed_names import KeyedNames
 
 _WAIT_S = 1.0
 _CONDITION_WAIT_S = 20.0
-_POLL_S = 0.01
 _BLOCKS = 2
 
 
@@ -104,7 +98,7 @@ def show_running_stack(
             with open_stack(source) as stack:
                 is_open = True
                 _use(sheet, place, stack)
-                _wait_for(until, stack)
+                wait_until(lambda: until(stack), _CONDITION_WAIT_S, what="what the stack was to do")
         except TieredKVError as error:
             sheet.note_error(place, error)
     sheet.note(f"{place}: the log", log.getvalue())
@@ -139,13 +133,6 @@ def _use(sheet: Sheet, place: str, stack: Stack) -> None:
     for each in (stack, stack.manager, stack.config, *stack.config.secondary):
         sheet.note(f"{place}: {type(each).__name__}", each, vars(each))
     sheet.note(f"{place}: the threads", *threading.enumerate(), *process_as_seen())
-
-
-def _wait_for(condition: Callable[[Stack], bool], stack: Stack) -> None:
-    deadline = time.monotonic() + _CONDITION_WAIT_S
-    while not condition(stack):
-        assert time.monotonic() < deadline, "what the stack was to do did not come about"
-        time.sleep(_POLL_S)
 
 
 @contextmanager

@@ -23,6 +23,13 @@ _MAGIC, _SUM = Field("magic", 0, 8), Field("checksum", 8, 16)
 _SIZES = (0, 1, 4095, 4097, 1 << 20, 1 << 31, 1 << 40, 1 << 62, (1 << 63) - 4096, 1 << 63)
 _NUMBERS = (0, 1, 2, (1 << 63) - 1, 1 << 63)
 
+_WHOSE = (
+    Field("namespace digest", 32, 16),
+    Field("generation", 48, 8, _NUMBERS),
+    Field("epoch", 56, 8, _NUMBERS),
+    Field("sequence", 64, 8, _NUMBERS),
+)
+
 SEGMENT_FIELDS = (
     _MAGIC,
     _SUM,
@@ -38,10 +45,7 @@ BATCH_FIELDS = (
     _SUM,
     Field("header size", 24, 4, (0, 1, 8192, 1 << 31)),
     Field("count", 28, 4, (0, 1, 126, 127, 1 << 16, 1 << 31)),
-    Field("namespace digest", 32, 16),
-    Field("generation", 48, 8, _NUMBERS),
-    Field("epoch", 56, 8, _NUMBERS),
-    Field("sequence", 64, 8, _NUMBERS),
+    *_WHOSE,
     Field("offset", 72, 8, _SIZES),
     Field("batch size", 80, 8, _SIZES),
 )
@@ -51,10 +55,7 @@ FOOTER_FIELDS = (
     _SUM,
     Field("table size", 24, 4, (0, 1, 8192, 1 << 31)),
     Field("count", 28, 4, (0, 1, 1 << 16, 1 << 31)),
-    Field("namespace digest", 32, 16),
-    Field("generation", 48, 8, _NUMBERS),
-    Field("epoch", 56, 8, _NUMBERS),
-    Field("sequence", 64, 8, _NUMBERS),
+    *_WHOSE,
     Field("end", 72, 8, _SIZES),
     Field("segment size", 80, 8, _SIZES),
     Field("table checksum", 88, 16),
@@ -90,36 +91,23 @@ _NOBODY = OffloadKey(b"")
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Bytes that are a part of one thing.
-
-    Args:
-        part: Of what.
-        start, end: Where they lie, the end left out.
-        batch: Which batch, from 0; -1 if none.
-        key: Whose payload; empty if nobody's.
-    """
+    """Bytes that are a part of one thing."""
 
     part: Part
     start: int
-    end: int
-    batch: int = -1
-    key: OffloadKey = _NOBODY
+    end: int  # left out
+    batch: int = -1  # which batch, from 0
+    key: OffloadKey = _NOBODY  # whose payload
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch as its header tells it.
-
-    Args:
-        offset, end: Where it lies.
-        header_bytes: Of its header.
-        entries: Key, offset and stored size of each block.
-    """
+    """A batch as its header tells it."""
 
     offset: int
     end: int
     header_bytes: int
-    entries: tuple[tuple[OffloadKey, int, int], ...]
+    entries: tuple[tuple[OffloadKey, int, int], ...]  # key, offset and stored size of each block
 
 
 class SegmentMap:

@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.doors import FsDoor, RedisDoor
-from tests.support.entries import NAMESPACE
+from tests.support.entries import NAMESPACE, rig_of
 from tests.support.fake_s3 import FakeS3
 from tiered_kv.base import OffloadKey
 from tiered_kv.testing.redis_servers import PATIENT, RedisServer
 from tiered_kv.testing.rig import TierRig, compressible_content
-from tiered_kv.tiering.base import TierSpec
-from tiered_kv.tiering.factory import SecondaryTierFactory
 from tiered_kv.toolkit.record import digest_of
 
 BLOCK_BYTES = 4096
@@ -44,35 +42,19 @@ class FakeS3Door:
 
 @dataclass
 class SharedStorage:
-    """Opens tiers on one storage.
-
-    Args:
-        kind: One of `KINDS`.
-        entry: A tier's entry.
-        door: To the blocks.
-        read_mark, write_mark: The mark of the epoch; None where there is none.
-        refuse_deletions: From then on nothing may be deleted.
-        rigs: Those that were opened; they are closed at the end of the test.
-    """
+    """Opens tiers on one storage; they are closed at the end of the test."""
 
     kind: str
     entry: dict[str, object]
     door: FsDoor | RedisDoor | FakeS3Door
-    read_mark: Callable[[], bytes | None]
+    read_mark: Callable[[], bytes | None]  # of the epoch; None where there is none
     write_mark: Callable[[bytes | None], object]
     refuse_deletions: Callable[[], object]
     rigs: list[TierRig] = field(default_factory=list)
 
     def open(self, settings: Mapping[str, object] | None = None, *, block_bytes: int = BLOCK_BYTES) -> TierRig:
-        entry = {**self.entry, "lookup_timeout": "60s", **(settings or {})}
-        rig = TierRig(
-            lambda spec, view: SecondaryTierFactory.create(spec, view, entry),
-            num_blocks=64,
-            block_bytes=block_bytes,
-            wait_s=60.0,
-            spec=TierSpec("shared", block_bytes, NAMESPACE, {"model": "shared"}),
-            content=compressible_content,
-        )
+        entry = {**self.entry, **(settings or {})}
+        rig = rig_of(entry, block_bytes=block_bytes, num_blocks=64, content=compressible_content)
         self.rigs.append(rig)
         return rig
 

@@ -1,10 +1,6 @@
 """A write that takes less than it was given, in front of the system's own calls.
 
-strace(1) can make a call do nothing, but not less. So `os.write` and its like are replaced in the process that writes:
-
-    short = ShortWrites("/mnt/kv", at=3, ends=False)
-    short.around(work)()        # the fourth write below /mnt/kv takes half of its bytes
-    assert short.was_hit
+strace(1) can make a call do nothing, but not less. So `os.write` and its like are replaced in the process that writes.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ _NAMES: Final = ("write", "pwrite", "writev", "pwritev")
 
 
 class ShortWrites:
-    """Counts the writes of a process that can come short, and lets one of them.
+    """Counts the writes of a process below a path that can come short, and lets the one `at` a number, from 0.
 
     Half of the bytes are written, to the byte: a kernel may stop anywhere. Direct I/O takes whole pages only (open(2),
     O_DIRECT), so of a direct write half of the pages are. A direct write of one page and a write of one byte come

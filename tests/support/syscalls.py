@@ -1,7 +1,7 @@
 """System calls as a proof wants them: recorded, failed, answered with a lie, or the last ones of their process.
 
 strace(1) counts the calls of each thread by themselves, and a thread can be attached to as soon as it begins. So a call
-is named by the role of its thread (`traced_child`), the call's name, and a number, and a program that does the same
+is named by the role of its thread, the call's name, and a number, and a program that does the same
 thing in every run makes the same calls in every run.
 
     calls = record(work, log=path)                                     # what `work` does to the disk
@@ -13,21 +13,26 @@ child (`missing_for_tracing`).
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import mmap
 import os
 import re
 import shutil
 import signal
+import struct
 import subprocess
+import sys
 import tempfile
+import threading
+import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
-
-from tests.support.traced_child import ATTACH_S_MAX, MAIN, TracedChild
 
 CHANGES: Final = (
     *("write", "writev", "pwrite64", "pwritev", "pwritev2", "ftruncate", "fallocate", "fsync", "fdatasync"),
@@ -39,6 +44,13 @@ READS: Final = ("read", "pread64", "preadv", "preadv2", "getdents64", "stat", "l
 SENDS: Final = ("sendto", "sendmsg", "write", "writev", "connect")
 """Calls by which something leaves for a server."""
 
+_MAIN: Final = "main"
+"""The role of the thread that does the work."""
+_ATTACH_S_MAX: Final = 30.0
+"""How long it may take until a thread is there, or a tracer attached."""
+_POLL_S: Final = 0.001
+_PR_SET_PTRACER: Final = 0x59616D61
+_PR_SET_PTRACER_ANY: Final = ctypes.c_ulong(-1)
 _LOG_S_MAX: Final = 30.0
 """How long strace may go on once its tracees have ended: what is missing in its log counts as not having happened."""
 
@@ -49,21 +61,13 @@ _RESULT = re.compile(r"= (-?\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A system call that was made.
+    """A system call that was made."""
 
-    Args:
-        role: Its thread's.
-        name: Which call.
-        number: The how manieth of that name in its thread, from 1.
-        text: Its arguments as strace shows them, descriptors with their paths.
-        result: What it returned; None if it did not return.
-    """
-
-    role: str
+    role: str  # its thread's
     name: str
-    number: int
-    text: str
-    result: int | None
+    number: int  # the how manieth of that name in its thread, from 1
+    text: str  # its arguments as strace shows them, descriptors with their paths
+    result: int | None  # None if it did not return
 
     @property
     def makes_file(self) -> bool:
@@ -73,19 +77,13 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What shall happen to one call, or to all from one on.
-
-    Args:
-        role, name, number: Which, as in `Call`.
-        what: What strace shall do, as in its `inject=`; "kill" for the end of the process.
-        onwards: Whether it also happens to all later calls of that name in that thread.
-    """
+    """What shall happen to one call, or to all from one on."""
 
     role: str
     name: str
     number: int
-    what: str
-    onwards: bool = False
+    what: str  # for strace, as in its `inject=`; "kill" for the end of the process
+    onwards: bool = False  # also to all later calls of that name in that thread
 
     @classmethod
     def kill(cls, call: Call) -> Fault:
@@ -142,7 +140,7 @@ def missing_for_tracing() -> str:
             capture_output=True,
             text=True,
             check=False,
-            timeout=ATTACH_S_MAX,
+            timeout=_ATTACH_S_MAX,
         )
     if "Input/output error" in probe.stderr:
         return ""
@@ -153,7 +151,7 @@ def record(
     work: Callable[[], None], *, log: Path, names: Sequence[str] = CHANGES, timeout_s: float = 300.0
 ) -> list[Call]:
     """Have `work` done in a child and return the calls that it made, thread by thread."""
-    with TracedChild(work, wanted=MAIN, log=log) as child:
+    with _TracedChild(work, wanted=_MAIN, log=log) as child:
         trace = ["-f", "-e", "trace=" + ",".join(f"?{name}" for name in names)]
         with _tracing(child.wait_for_thread(), log, trace):
             child.let_go()
@@ -167,7 +165,7 @@ def record(
 def run_with_fault(work: Callable[[], None], fault: Fault, *, log: Path, timeout_s: float = 300.0) -> Ended:
     """Have `work` done in a child with a fault in it, and return how the child ended."""
     log.write_text("")
-    with TracedChild(work, wanted=fault.role, log=log) as child:
+    with _TracedChild(work, wanted=fault.role, log=log) as child:
         tid = child.wait_for_thread(timeout_s)
         if tid:
             with _tracing(tid, log, ["-e", f"trace={fault.name}", "-e", fault.expression]):
@@ -181,7 +179,7 @@ def run_with_fault(work: Callable[[], None], fault: Fault, *, log: Path, timeout
 
 def run_plain(work: Callable[[], None], *, log: Path, timeout_s: float = 300.0) -> Ended:
     """Have `work`, which brings its own fault, done in a child, and return how the child ended."""
-    with TracedChild(work, wanted="", log=log) as child:
+    with _TracedChild(work, wanted="", log=log) as child:
         child.wait(timeout_s)
     return Ended(child.status, child.in_time, True, child.error)
 
@@ -228,3 +226,145 @@ def _parsed(text: str, roles: dict[str, str]) -> Iterator[Call]:
 def _result_of(text: str) -> int | None:
     found = _RESULT.search(text[text.rfind(")") :])
     return int(found[1]) if found else None
+
+
+# The child.
+
+
+class _TracedChild:
+    """A forked child that does `work`; it is killed at the latest when the context is left.
+
+    Its threads say who they are before they do anything, so that a tracer can be attached to one of them. The role of a
+    thread is its name without the project's prefix, and from the second of that name on its number: `main`,
+    `nvme-reclaimer`, `nvme-reclaimer#1`.
+    """
+
+    def __init__(self, work: Callable[[], None], *, wanted: str, log: Path) -> None:
+        self.status = 0
+        self.in_time = False
+        self._wanted = wanted
+        self._roles = _ThreadRoles(wanted)
+        self._slot = -1
+        self._has_ended = False
+        self._error_path = log.with_suffix(".error")
+        self._error_path.unlink(missing_ok=True)
+        assert threading.active_count() == 1, "a process with several threads cannot be forked"
+        self._pid = os.fork()
+        if not self._pid:
+            self._be_child(work)
+
+    def __enter__(self) -> _TracedChild:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    @property
+    def error(self) -> str:
+        """The traceback of what the work raised."""
+        return self._error_path.read_text() if self._error_path.exists() else ""
+
+    def roles(self) -> list[tuple[str, int]]:
+        """Return role and thread id of each thread so far."""
+        return [(role, tid) for _, role, tid in self._roles.seen()]
+
+    def wait_for_thread(self, timeout_s: float = _ATTACH_S_MAX) -> int:
+        """Return the id of the wanted thread once it waits, or 0 if the child ended without it."""
+        end_s = time.monotonic() + timeout_s
+        while time.monotonic() < end_s and not self._poll():
+            for slot, role, tid in self._roles.seen():
+                if role == self._wanted:
+                    self._slot = slot
+                    return tid
+            time.sleep(_POLL_S)
+        self._end()
+        return 0
+
+    def let_go(self) -> None:
+        """Let the wanted thread go on."""
+        self._roles.let_go(self._slot)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the child's end; kill it when the time is up."""
+        end_s = time.monotonic() + timeout_s
+        while not self._poll() and time.monotonic() < end_s:
+            time.sleep(_POLL_S)
+        self._end()
+
+    def _poll(self) -> bool:
+        if not self._has_ended:
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            if pid:
+                self._has_ended = self.in_time = True
+                self.status = os.waitstatus_to_exitcode(status)
+        return self._has_ended
+
+    def _end(self) -> None:
+        if not self._poll():
+            os.kill(self._pid, signal.SIGKILL)
+            _, status = os.waitpid(self._pid, 0)
+            self._has_ended = True
+            self.status = os.waitstatus_to_exitcode(status)
+
+    def _be_child(self, work: Callable[[], None]) -> None:
+        status = 1
+        try:
+            if self._wanted:
+                # Where only ancestors may trace (Yama's ptrace_scope 1), allow any: strace is this process's sibling.
+                ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
+                _announce_threads(self._roles)
+                self._roles.enter(_MAIN)
+            work()
+            status = 0
+        except BaseException:
+            self._error_path.write_text(traceback.format_exc())
+        finally:
+            os._exit(status)
+
+
+class _ThreadRoles:
+    """Which thread plays which role, in memory that the child shares with its parent."""
+
+    _SLOT = struct.Struct("<II56s")  # thread id, whether it may go on, role
+    _SLOTS_MAX = 256
+
+    def __init__(self, wanted: str) -> None:
+        self._wanted = wanted
+        self._memory = mmap.mmap(-1, self._SLOT.size * self._SLOTS_MAX)
+        self._names: Counter[str] = Counter()
+        self._count = 0
+        self._lock = threading.Lock()
+
+    def enter(self, name: str) -> None:
+        """Say who this thread is; the wanted one waits until it may go on. In the child."""
+        with self._lock:
+            number = self._names[name]
+            self._names[name] += 1
+            slot, self._count = self._count, self._count + 1
+        role = f"{name}#{number}" if number else name
+        at = slot * self._SLOT.size
+        self._SLOT.pack_into(self._memory, at, threading.get_native_id(), 0, role.encode()[:56])
+        while role == self._wanted and not self._SLOT.unpack_from(self._memory, at)[1]:
+            time.sleep(_POLL_S)
+
+    def seen(self) -> Iterator[tuple[int, str, int]]:
+        """Yield slot, role and thread id of each thread so far. In the parent."""
+        for slot in range(self._SLOTS_MAX):
+            tid, _, name = self._SLOT.unpack_from(self._memory, slot * self._SLOT.size)
+            if not tid:
+                return
+            yield slot, name.rstrip(b"\0").decode(), tid
+
+    def let_go(self, slot: int) -> None:
+        """Let the thread in `slot` go on. In the parent."""
+        struct.pack_into("<I", self._memory, slot * self._SLOT.size + 4, 1)
+
+
+def _announce_threads(roles: _ThreadRoles) -> None:
+    """Have every thread that is started from now on say who it is before it does anything."""
+
+    def announce(*_: object) -> None:  # called first when the thread enters `run`
+        sys.setprofile(None)
+        roles.enter(threading.current_thread().name.removeprefix("tiered-kv-"))
+
+    threading.setprofile(announce)

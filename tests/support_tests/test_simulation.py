@@ -23,11 +23,10 @@ from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.guarded import GuardedTier, Job
 from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.search import Search
-from tiered_kv.toolkit.jobs import Part
-from tiered_kv.toolkit.queue import PartQueue
+from tiered_kv.toolkit.jobs import Part, PartQueue
 from tiered_kv.toolkit.record import RecordStatus
 
-SEEDS = 1000
+SEEDS = 250
 PLANTED_DEFECT_SEEDS = 500
 
 
@@ -65,9 +64,8 @@ def test_twenty_seeds_keep_every_promise() -> None:
 
 @pytest.mark.slow
 @pytest.mark.trust
-def test_a_thousand_seeds_keep_every_promise(figures: Figures, profile: Profile) -> None:
-    """Or five thousand, in the full profile."""
-    seeds = profile.pick(SEEDS, 5 * SEEDS)
+def test_no_seed_breaks_a_promise(figures: Figures, profile: Profile) -> None:
+    seeds = profile.pick(SEEDS, 20 * SEEDS)
     failure = first_failure(seeds)
     passed = seeds if failure is None else failure.scenario.seed
     figures.add("simulation", seeds, passed, f"{ACTIONS} actions each")
@@ -80,7 +78,7 @@ def test_a_seed_replays_its_run_exactly() -> None:
 
 
 def test_the_command_says_how_many_seeds_it_played(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--seeds", "5:7", "--actions", "30"]) == 0
+    assert main(["--seeds", "5:7"]) == 0
     assert capsys.readouterr().out == "2 seeds, 0 failed\n"
 
 
@@ -188,14 +186,10 @@ def test_a_planted_defect_is_found(defect: str) -> None:
     with ExitStack() as planted:
         for owner, name, instead in patches:
             planted.enter_context(mock.patch.object(owner, name, instead))
-        assert_found(text)
-
-
-def assert_found(text: str) -> None:
-    failure = first_failure(PLANTED_DEFECT_SEEDS)
-    assert failure is not None, "the planted defect was not found"
-    shortest = failure.shortest()
-    assert text in shortest.error
-    assert len(shortest.scenario.actions) < len(failure.scenario.actions)
-    assert run(shortest.scenario) is not None, "the shortest scenario does not fail when it is played again"
-    assert f"seed {failure.scenario.seed}," in str(shortest)
+        failure = first_failure(PLANTED_DEFECT_SEEDS)
+        assert failure is not None, "the planted defect was not found"
+        shortest = failure.shortest()
+        assert text in shortest.error
+        assert len(shortest.scenario.actions) < len(failure.scenario.actions)
+        assert run(shortest.scenario) is not None, "the shortest scenario does not fail when it is played again"
+        assert f"seed {failure.scenario.seed}," in str(shortest)

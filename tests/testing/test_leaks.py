@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.leaks import Footprint, left_behind
@@ -35,27 +38,27 @@ def test_a_thread_that_is_about_to_end_is_waited_for(temporary_directory: Path, 
     assert left_behind(before, temporary_directory, grace_s=60) == []
 
 
-def test_a_descriptor_that_is_left_is_named(temporary_directory: Path) -> None:
-    before = Footprint.take(temporary_directory)
-    descriptor = os.open(os.devnull, os.O_RDONLY)
-    left = left_behind(before, temporary_directory, grace_s=0)
-    os.close(descriptor)
-    assert left == [f"file descriptor {descriptor} of {os.devnull}"]
+def descriptor() -> tuple[str, Callable[[], None]]:
+    number = os.open(os.devnull, os.O_RDONLY)
+    return f"file descriptor {number} of {os.devnull}", lambda: os.close(number)
 
 
-def test_a_temporary_file_that_is_left_is_named(temporary_directory: Path) -> None:
-    before = Footprint.take(temporary_directory)
-    descriptor, path = tempfile.mkstemp()
-    os.close(descriptor)
-    left = left_behind(before, temporary_directory, grace_s=0)
-    os.unlink(path)
-    assert left == [f"temporary file {Path(path).name}"]
+def temporary_file() -> tuple[str, Callable[[], None]]:
+    number, path = tempfile.mkstemp()
+    os.close(number)
+    return f"temporary file {Path(path).name}", Path(path).unlink
 
 
-def test_shared_memory_that_is_left_is_named(temporary_directory: Path) -> None:
-    before = Footprint.take(temporary_directory)
+def shared_memory() -> tuple[str, Callable[[], None]]:
     path = Path("/dev/shm", f"tiered-kv-test-{os.getpid()}")
     path.touch()
+    return f"shared memory {path}", path.unlink
+
+
+@pytest.mark.parametrize("leave", [descriptor, temporary_file, shared_memory])
+def test_what_is_left_is_named(temporary_directory: Path, leave: Callable[[], tuple[str, Callable[[], None]]]) -> None:
+    before = Footprint.take(temporary_directory)
+    name, remove = leave()
     left = left_behind(before, temporary_directory, grace_s=0)
-    path.unlink()
-    assert f"shared memory {path}" in left
+    remove()
+    assert name in left

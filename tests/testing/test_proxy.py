@@ -43,16 +43,8 @@ Connect = Callable[[], socket.socket]
 
 
 @pytest.fixture
-def connect(proxy: FaultProxy) -> Iterator[Connect]:
-    clients: list[socket.socket] = []
-
-    def connect_one() -> socket.socket:
-        clients.append(socket.create_connection((proxy.host, proxy.port), timeout=10))
-        return clients[-1]
-
-    yield connect_one
-    for client in clients:
-        client.close()
+def connect(proxy: FaultProxy, closing: contextlib.ExitStack) -> Connect:
+    return lambda: closing.enter_context(socket.create_connection((proxy.host, proxy.port), timeout=10))
 
 
 def receive(client: socket.socket, size: int) -> bytes:

@@ -18,8 +18,15 @@ from tiered_kv.testing.lies import Lie, LyingTier
 from tiered_kv.testing.proxy import Direction, FaultProxy
 from tiered_kv.testing.rig import TierRig
 from tiered_kv.testing.waiting import wait_until
-from tiered_kv.testing.wire_bench import Blow, ByteFault, LastingFault, WireBench
-from tiered_kv.testing.wire_faults import TierUnderWireFaults, a_load, a_store
+from tiered_kv.testing.wire_faults import (
+    Blow,
+    ByteFault,
+    LastingFault,
+    TierUnderWireFaults,
+    WireBench,
+    a_load,
+    a_store,
+)
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.toolkit.jobs import Outcome
 from tiered_kv.toolkit.record import HEADER_BYTES
@@ -203,25 +210,25 @@ FAULTS: list[tuple[str, MakeTier, Check, str]] = [
 ]
 
 
+def close_what_is_left() -> None:
+    while LeavingTier.left:
+        LeavingTier.left.pop().close()
+
+
 @pytest.fixture
-def open_bench(server: KeyValueServer) -> Iterator[OpenBench]:
-    with FaultProxy(server.address) as proxy:
-        rigs: list[TierRig] = []
+def open_bench(server: KeyValueServer, closing: contextlib.ExitStack) -> OpenBench:
+    proxy = closing.enter_context(FaultProxy(server.address))
 
-        def open_(make_tier: MakeTier, says: str = "") -> WireBench:
-            address = (proxy.host, proxy.port)
-            rigs.append(
-                TierRig(
-                    lambda spec, view: make_tier(spec, view, address), num_blocks=128, block_bytes=512, wait_s=WAIT_S
-                )
-            )
-            return FaultBench(rigs[0], proxy, says)
+    def open_(make_tier: MakeTier, says: str = "") -> WireBench:
+        def open_tier(spec: object, view: memoryview) -> SecondaryTierManager:
+            return make_tier(spec, view, (proxy.host, proxy.port))
 
-        yield open_
-        for rig in rigs:
-            rig.close()
-        while LeavingTier.left:
-            LeavingTier.left.pop().close()
+        rig = TierRig(open_tier, num_blocks=128, block_bytes=512, wait_s=WAIT_S)
+        closing.callback(close_what_is_left)
+        closing.callback(rig.close)
+        return FaultBench(rig, proxy, says)
+
+    return open_
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.counters import count_of
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.stack import Stack
-from tiered_kv.tiering.audited import is_chosen
+from tiered_kv.tiering.audit import is_chosen
 from tiered_kv.tiering.spare_rows import BLOCKS_MAX
 
 BLOCK_BYTES = 4096
@@ -24,6 +25,7 @@ NUM_BLOCKS = 256
 
 Rows = np.ndarray[Any, np.dtype[np.uint8]]
 Config = dict[str, object]
+OpenStack = Callable[[Config], Stack]
 
 
 def keys(count: int, label: str = "prompt", group: int = 0) -> list[OffloadKey]:
@@ -95,16 +97,14 @@ def config(*tiers: Config, audit: float = 1.0, dtype: str = "float32", **options
 
 
 @pytest.fixture
-def open_stack() -> Iterator[Callable[[Config], Stack]]:
-    stacks: list[Stack] = []
+def open_stack(closing: ExitStack) -> OpenStack:
+    return lambda settings: closing.enter_context(tiered_kv.open_stack(settings))
 
-    def open_one(settings: Config) -> Stack:
-        stacks.append(tiered_kv.open_stack(settings))
-        return stacks[-1]
 
-    yield open_one
-    for stack in stacks:
-        stack.close()
+@pytest.fixture
+def engine(open_stack: OpenStack) -> Engine:
+    """An engine over a memory tier, all of whose requests are audited."""
+    return Engine(open_stack(config(MEMORY)))
 
 
 def nvme(tmp_path: Path) -> Config:
@@ -128,10 +128,7 @@ def check_nothing_is_held(stack: Stack) -> None:
 # What is compared.
 
 
-def test_an_engine_that_computes_the_same_is_quiet(
-    open_stack: Callable[[Config], Stack], caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = Engine(open_stack(config(MEMORY)))
+def test_an_engine_that_computes_the_same_is_quiet(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     assert engine.serve(keys(8)) == 0
     assert engine.serve(keys(8)) == 0, "the blocks were found, and the request was to be computed anew"
     assert counted(engine.stack, "cpu") == {
@@ -144,7 +141,7 @@ def test_an_engine_that_computes_the_same_is_quiet(
 
 @pytest.mark.parametrize("tier", ["memory", "nvme"])
 def test_blocks_of_other_weights_in_a_secondary_tier_are_found(
-    tier: str, open_stack: Callable[[Config], Stack], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tier: str, open_stack: OpenStack, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     stack = open_stack(config(MEMORY if tier == "memory" else nvme(tmp_path)))
     Engine(stack).serve(keys(8))
@@ -161,7 +158,7 @@ def test_blocks_of_other_weights_in_a_secondary_tier_are_found(
 
 
 def test_blocks_that_the_primary_tier_promoted_count_for_the_tier_that_they_came_from(
-    open_stack: Callable[[Config], Stack], tmp_path: Path
+    open_stack: OpenStack, tmp_path: Path
 ) -> None:
     with tiered_kv.open_stack(config(nvme(tmp_path), audit=0)) as stack:
         Engine(stack).serve(keys(4))
@@ -179,7 +176,7 @@ def test_blocks_that_the_primary_tier_promoted_count_for_the_tier_that_they_came
     [({}, "close"), ({"audit_tolerance": 0.01}, "different"), ({"dtype": "auto"}, "different")],
 )
 def test_small_differences_are_close_within_the_tolerance_and_where_the_type_is_known(
-    open_stack: Callable[[Config], Stack], caplog: pytest.LogCaptureFixture, settings: dict[str, Any], verdict: str
+    open_stack: OpenStack, caplog: pytest.LogCaptureFixture, settings: dict[str, Any], verdict: str
 ) -> None:
     engine = Engine(open_stack(config(MEMORY, **settings)))
     engine.serve(keys(4))
@@ -192,8 +189,7 @@ def test_small_differences_are_close_within_the_tolerance_and_where_the_type_is_
         assert found["audit_largest_difference_ratio"] == pytest.approx(0.02, rel=0.1)
 
 
-def test_what_no_tier_had_is_not_compared(open_stack: Callable[[Config], Stack]) -> None:
-    engine = Engine(open_stack(config(MEMORY)))
+def test_what_no_tier_had_is_not_compared(engine: Engine) -> None:
     engine.serve(keys(4))
     engine.serve(keys(8))
     assert count_of(counted(engine.stack, "cpu"), "audited_blocks_total") == 4
@@ -201,9 +197,8 @@ def test_what_no_tier_had_is_not_compared(open_stack: Callable[[Config], Stack])
     assert counted(engine.stack, "cpu")["audited_requests_total"] == 1
 
 
-def test_only_what_comes_after_the_first_lookup_is_compared(open_stack: Callable[[Config], Stack]) -> None:
+def test_only_what_comes_after_the_first_lookup_is_compared(engine: Engine) -> None:
     """An engine asks for nothing that it has itself; what it has may have come from the tier."""
-    engine = Engine(open_stack(config(MEMORY)))
     names, others = keys(8), keys(8, group=1)
     engine.serve(names + others)
     engine.weights = 1
@@ -213,14 +208,14 @@ def test_only_what_comes_after_the_first_lookup_is_compared(open_stack: Callable
     assert count_of(counted(engine.stack, "cpu"), "audited_blocks_total") == 3
 
 
-def test_a_request_is_compared_up_to_a_limit(open_stack: Callable[[Config], Stack]) -> None:
+def test_a_request_is_compared_up_to_a_limit(open_stack: OpenStack) -> None:
     engine = Engine(open_stack({**config(MEMORY), "primary": {"capacity": 1024 * BLOCK_BYTES}}))
     engine.serve(keys(BLOCKS_MAX + 10))
     engine.serve(keys(BLOCKS_MAX + 10))
     assert count_of(counted(engine.stack, "cpu"), "audited_blocks_total") == BLOCKS_MAX
 
 
-def test_put_and_get_are_audited(open_stack: Callable[[Config], Stack], tmp_path: Path) -> None:
+def test_put_and_get_are_audited(open_stack: OpenStack, tmp_path: Path) -> None:
     stack = open_stack(config(nvme(tmp_path)))
     names = keys(8)
     out = np.empty((8, BLOCK_BYTES), dtype=np.uint8)
@@ -247,7 +242,7 @@ def test_the_share_is_kept_and_the_same_ids_are_chosen() -> None:
     assert not any(is_chosen(f"request-{number}", 0.0) for number in range(100))
 
 
-def test_other_requests_find_the_blocks_all_the_while(open_stack: Callable[[Config], Stack]) -> None:
+def test_other_requests_find_the_blocks_all_the_while(open_stack: OpenStack) -> None:
     plain, audited = ids_by_choice(0.5)
     engine = Engine(open_stack(config(MEMORY, audit=0.5)))
     names = keys(8)
@@ -275,8 +270,7 @@ def found_by_another(stack: Stack, names: list[OffloadKey], req_id: str, expecte
     return same
 
 
-def test_one_request_is_audited_at_a_time(open_stack: Callable[[Config], Stack]) -> None:
-    engine = Engine(open_stack(config(MEMORY)))
+def test_one_request_is_audited_at_a_time(engine: Engine) -> None:
     engine.serve(keys(4), "before")
     _, first = engine.begin(keys(4), "first")
     _, second = engine.begin(keys(4), "second")
@@ -288,8 +282,7 @@ def test_one_request_is_audited_at_a_time(open_stack: Callable[[Config], Stack])
 
 
 @pytest.mark.parametrize("tier", ["primary", "secondary"])
-def test_a_store_that_fails_is_not_compared(tier: str, open_stack: Callable[[Config], Stack]) -> None:
-    engine = Engine(open_stack(config(MEMORY)))
+def test_a_store_that_fails_is_not_compared(tier: str, engine: Engine) -> None:
     engine.serve(keys(4))
     if tier == "secondary":
         evict_all(engine.stack)
@@ -300,8 +293,7 @@ def test_a_store_that_fails_is_not_compared(tier: str, open_stack: Callable[[Con
     check_nothing_is_held(engine.stack)
 
 
-def test_a_reset_while_the_engine_writes_leaves_no_row_behind(open_stack: Callable[[Config], Stack]) -> None:
-    engine = Engine(open_stack(config(MEMORY)))
+def test_a_reset_while_the_engine_writes_leaves_no_row_behind(engine: Engine) -> None:
     engine.serve(keys(4))
     context, _ = engine.begin(keys(4))
     written = engine.prepare(keys(4), context)
@@ -330,9 +322,7 @@ def evict_all(stack: Stack) -> None:
 # What follows.
 
 
-def test_a_tier_that_differs_is_stopped_until_it_is_opened_again(
-    open_stack: Callable[[Config], Stack], tmp_path: Path
-) -> None:
+def test_a_tier_that_differs_is_stopped_until_it_is_opened_again(open_stack: OpenStack, tmp_path: Path) -> None:
     with tiered_kv.open_stack(config(nvme(tmp_path), audit=0)) as stack:
         Engine(stack).serve(keys(4))
     settings = config(nvme(tmp_path), audit=0.5, audit_action="stop")
@@ -349,7 +339,7 @@ def test_a_tier_that_differs_is_stopped_until_it_is_opened_again(
 
 
 def test_no_block_is_found_any_more_where_the_engine_differs_from_what_it_stored_itself(
-    open_stack: Callable[[Config], Stack],
+    open_stack: OpenStack,
 ) -> None:
     plain, audited = ids_by_choice(0.5)
     engine = Engine(open_stack(config(MEMORY, audit=0.5, audit_action="stop")))
@@ -359,19 +349,3 @@ def test_no_block_is_found_any_more_where_the_engine_differs_from_what_it_stored
     assert counted(engine.stack, "cpu")["audit_stopped"] == 1
     assert engine.serve(keys(4), plain) == 0
     assert engine.serve(keys(4), plain) == 0
-
-
-# Settings.
-
-
-@pytest.mark.parametrize("audit", [-0.1, 1.5, "often", True, float("nan")])
-def test_a_share_is_a_number_from_0_to_1(audit: object) -> None:
-    with pytest.raises(tiered_kv.ConfigError, match=r"^audit: .*found"):
-        tiered_kv.load_config({**config(), "audit": audit})
-
-
-def test_the_other_settings_are_checked() -> None:
-    with pytest.raises(tiered_kv.ConfigError, match=r"^audit_tolerance: "):
-        tiered_kv.load_config(config(audit_tolerance=2))
-    with pytest.raises(tiered_kv.ConfigError, match=r"^audit_action: .*'report' or 'stop'"):
-        tiered_kv.load_config(config(audit_action="panic"))

@@ -61,6 +61,10 @@ def test_a_class_with_the_three_arguments_is_built_by_its_name(view: memoryview)
         assert isinstance(tier, FourMethodTier)
         assert tier.tier_type == "four"
     assert "four" not in SecondaryTierFactory.known()
+    with plugged(TierType("plain", TierSettings, lambda: FourMethodTier)):
+        assert SecondaryTierFactory.create(SPEC, view, {"type": "plain"}).tier_type == "plain"
+    with pytest.raises(ConfigError, match="unknown tier type 'plain'"):
+        SecondaryTierFactory.create(SPEC, view, {"type": "plain"})
 
 
 def test_the_further_keys_of_an_entry_are_arguments_of_its_class(view: memoryview) -> None:
@@ -75,12 +79,6 @@ def test_a_key_that_the_class_does_not_take_is_an_error_that_names_it(view: memo
         SecondaryTierFactory.create(SPEC, view, {"type": "sized", "sise": 7})
 
 
-def test_a_class_is_built_from_its_module_and_name(view: memoryview) -> None:
-    entry = {"type": "tiered_kv.testing.four_methods:FourMethodTier"}
-    tier = SecondaryTierFactory.create(None, view, entry)
-    assert tier.tier_type == "FourMethodTier"
-
-
 def test_a_plugin_s_class_gets_its_settings(view: memoryview) -> None:
     with plugged(TierType("vault", VaultSettings, lambda: VaultTier)):
         tier = SecondaryTierFactory.create(SPEC, view, {"type": "vault", "password": "hunter2"})
@@ -89,11 +87,6 @@ def test_a_plugin_s_class_gets_its_settings(view: memoryview) -> None:
         again = SecondaryTierFactory.create(SPEC, view, tier.settings)
         assert isinstance(again, VaultTier)
         assert again.settings is tier.settings
-
-
-def test_a_plugin_s_class_without_settings_gets_three_arguments(view: memoryview) -> None:
-    with plugged(TierType("plain", TierSettings, lambda: FourMethodTier)):
-        assert SecondaryTierFactory.create(SPEC, view, {"type": "plain"}).tier_type == "plain"
 
 
 def test_what_a_stranger_raises_becomes_a_tier_error_without_secrets(view: memoryview) -> None:
@@ -133,8 +126,3 @@ def test_a_name_is_registered_once() -> None:
         with pytest.raises(ConfigError, match="four"):
             SecondaryTierFactory.register("four", FourMethodTier)
         assert "four" in SecondaryTierFactory.known()
-
-
-def test_an_unknown_type_lists_the_known_ones(view: memoryview) -> None:
-    with registered("four", FourMethodTier), pytest.raises(ConfigError, match=r"unknown tier type 'fore'.*four"):
-        SecondaryTierFactory.create(SPEC, view, {"type": "fore"})

@@ -15,14 +15,16 @@ from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, make_offload
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.testing.clock import ManualClock
 from tiered_kv.testing.four_methods import FourMethodTier
+from tiered_kv.testing.waiting import wait_until
 from tiered_kv.tiering import isolation
 from tiered_kv.tiering.base import JobMetadata, JobResult
 from tiered_kv.tiering.isolation import HINTS_MAX, IsolatedTier
 
 WAIT_S = 30.0
+OpenTier = Callable[..., IsolatedTier]
 
 
-class BlockingFourMethodTier(FourMethodTier):
+class HeldTier(FourMethodTier):
     """Methods wait until the test lets them through, and raise once what the test says."""
 
     def __init__(self, view: memoryview) -> None:
@@ -91,12 +93,12 @@ def region() -> Iterator[PrimaryRegion]:
 
 
 @pytest.fixture
-def inner(region: PrimaryRegion) -> BlockingFourMethodTier:
-    return BlockingFourMethodTier(region.kv_view)
+def inner(region: PrimaryRegion) -> HeldTier:
+    return HeldTier(region.kv_view)
 
 
 @pytest.fixture
-def open_tier(inner: BlockingFourMethodTier) -> Iterator[Callable[..., IsolatedTier]]:
+def open_tier(inner: HeldTier) -> Iterator[OpenTier]:
     opened: list[IsolatedTier] = []
 
     def open_one(*arguments: Any) -> IsolatedTier:  # Any: as the tier takes them
@@ -111,7 +113,7 @@ def open_tier(inner: BlockingFourMethodTier) -> Iterator[Callable[..., IsolatedT
 
 
 @pytest.fixture
-def tier(open_tier: Callable[..., IsolatedTier]) -> IsolatedTier:
+def tier(open_tier: OpenTier) -> IsolatedTier:
     return open_tier()
 
 
@@ -123,31 +125,26 @@ def job(job_id: int, wanted: list[OffloadKey], *, is_promotion: bool = False) ->
     return JobMetadata(job_id, wanted, np.arange(len(wanted), dtype=np.int64), is_promotion, ReqContext("a"))
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.0005)
-
-
 def answer(tier: IsolatedTier, key: OffloadKey, context: ReqContext) -> bool | None:
-    answers: list[bool | None] = []
-    eventually(lambda: answers.append(tier.lookup(key, context)) or answers[-1] is not None)  # type: ignore[func-returns-value]  # append returns None
-    return answers[-1]
+    wait_until(lambda: tier.lookup(key, context) is not None)
+    return tier.lookup(key, context)
 
 
 def finished(tier: IsolatedTier, count: int) -> list[JobResult]:
     results: list[JobResult] = []
-    eventually(lambda: results.extend(tier.get_finished()) or len(results) >= count)  # type: ignore[func-returns-value]  # extend returns None
+
+    def enough() -> bool:
+        results.extend(tier.get_finished())
+        return len(results) >= count
+
+    wait_until(enough)
     return results
 
 
-def test_no_call_waits_for_a_tier_that_hangs_and_memory_stays_bounded(
-    tier: IsolatedTier, inner: BlockingFourMethodTier
-) -> None:
+def test_no_call_waits_for_a_tier_that_hangs_and_memory_stays_bounded(tier: IsolatedTier, inner: HeldTier) -> None:
     inner.open.clear()
     tier.submit_store(job(1, keys(1)))
-    eventually(lambda: "submit_store" in inner.calls)
+    wait_until(lambda: "submit_store" in inner.calls)
     end_s = time.monotonic() + WAIT_S / 3  # less than one call that waits for the tier
     for number in range(HINTS_MAX):
         context = ReqContext(f"r{number}")
@@ -164,7 +161,7 @@ def test_no_call_waits_for_a_tier_that_hangs_and_memory_stays_bounded(
 
 
 def test_a_lookup_that_hangs_is_a_miss_and_a_failure_in_time(
-    open_tier: Callable[..., IsolatedTier], inner: BlockingFourMethodTier, clock: ManualClock
+    open_tier: OpenTier, inner: HeldTier, clock: ManualClock
 ) -> None:
     tier, (key,) = open_tier(1.0, clock), keys(1)
     inner.blocks[key] = bytes(64)
@@ -178,7 +175,7 @@ def test_a_lookup_that_hangs_is_a_miss_and_a_failure_in_time(
 
 
 def test_an_answer_does_not_wait_for_a_later_lookup_that_hangs(
-    open_tier: Callable[..., IsolatedTier], inner: BlockingFourMethodTier, clock: ManualClock
+    open_tier: OpenTier, inner: HeldTier, clock: ManualClock
 ) -> None:
     tier, (first, second) = open_tier(1.0, clock), keys(1, 2)
     may_end = threading.Event()
@@ -187,7 +184,7 @@ def test_an_answer_does_not_wait_for_a_later_lookup_that_hangs(
     inner.before_lookup = lambda key: key == second and has_ended.append(may_end.wait(WAIT_S / 3))  # type: ignore[func-returns-value]  # append returns None
     inner.open.clear()
     tier.submit_store(job(1, keys(3)))
-    eventually(lambda: "submit_store" in inner.calls)
+    wait_until(lambda: "submit_store" in inner.calls)
     assert tier.lookup_many([first, second], ReqContext("a")) == [None, None]
     inner.open.set()
     try:
@@ -198,7 +195,7 @@ def test_an_answer_does_not_wait_for_a_later_lookup_that_hangs(
 
 
 def test_jobs_are_reported_while_one_lookup_follows_the_other(
-    open_tier: Callable[..., IsolatedTier], inner: BlockingFourMethodTier, clock: ManualClock
+    open_tier: OpenTier, inner: HeldTier, clock: ManualClock
 ) -> None:
     tier = open_tier(1.0, clock)
     has_begun, may_end = threading.Semaphore(0), threading.Semaphore(0)
@@ -222,7 +219,7 @@ def test_jobs_are_reported_while_one_lookup_follows_the_other(
     "method", ["submit_store", "get_finished", "take_events", "touch", "lookup", "on_schedule_end", "reset_cache"]
 )
 def test_whatever_a_method_raises_what_comes_after_it_is_done(
-    tier: IsolatedTier, inner: BlockingFourMethodTier, method: str, error: type[BaseException]
+    tier: IsolatedTier, inner: HeldTier, method: str, error: type[BaseException]
 ) -> None:
     inner.can_reset = True
     inner.raises[method] = error
@@ -238,14 +235,14 @@ def test_whatever_a_method_raises_what_comes_after_it_is_done(
     ]
     if method == "reset_cache":
         tier.reset_cache()
-    eventually(lambda: not inner.raises)
+    wait_until(lambda: not inner.raises)
     assert tier.lookup_failures == (method == "lookup")
     tier.submit_store(job(2, keys(2)))
     assert finished(tier, 1) == [JobResult(2, method != "reset_cache", reason="disabled" * (method == "reset_cache"))]
 
 
 def test_what_is_reported_beside_nonsense_and_exceptions_counts(
-    tier: IsolatedTier, inner: BlockingFourMethodTier, monkeypatch: pytest.MonkeyPatch
+    tier: IsolatedTier, inner: HeldTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sound = inner.get_finished
 
@@ -263,7 +260,7 @@ def test_what_is_reported_beside_nonsense_and_exceptions_counts(
 def test_no_figure_of_the_tier_is_asked_for_on_the_scheduler_s_thread(region: PrimaryRegion) -> None:
     asked_by: list[threading.Thread] = []
 
-    class Watched(BlockingFourMethodTier):
+    class Watched(HeldTier):
         @property
         def lookup_failures(self) -> int:
             asked_by.append(threading.current_thread())
@@ -276,10 +273,10 @@ def test_no_figure_of_the_tier_is_asked_for_on_the_scheduler_s_thread(region: Pr
     inner = Watched(region.kv_view)
     tier = IsolatedTier(inner)
     answer(tier, keys(1)[0], ReqContext("a"))
-    eventually(lambda: tier.lookup_failures == 7)
+    wait_until(lambda: tier.lookup_failures == 7)
     tier.submit_store(job(1, keys(1)))
     assert finished(tier, 1) == [JobResult(1, True)]
-    eventually(lambda: tier.stats() == {"blocks": 1})
+    wait_until(lambda: tier.stats() == {"blocks": 1})
     tier.shutdown()
     inner._region.release()
     assert len(set(asked_by)) == 1
@@ -288,7 +285,7 @@ def test_no_figure_of_the_tier_is_asked_for_on_the_scheduler_s_thread(region: Pr
 
 @pytest.mark.parametrize(("error", "told"), [(OSError, OSError), (SystemExit, RuntimeError)])
 def test_what_stats_raises_is_raised_to_who_asks_and_ends_nobody(
-    tier: IsolatedTier, inner: BlockingFourMethodTier, error: type[BaseException], told: type[Exception]
+    tier: IsolatedTier, inner: HeldTier, error: type[BaseException], told: type[Exception]
 ) -> None:
     inner.raises["stats"] = error
 
@@ -299,11 +296,11 @@ def test_what_stats_raises_is_raised_to_who_asks_and_ends_nobody(
             return True
         return False
 
-    eventually(is_told)
-    eventually(lambda: not is_told() and tier.stats() == {"blocks": 0})
+    wait_until(is_told)
+    wait_until(lambda: not is_told() and tier.stats() == {"blocks": 0})
 
 
-def test_a_job_that_expired_while_it_waited_is_not_begun(tier: IsolatedTier, inner: BlockingFourMethodTier) -> None:
+def test_a_job_that_expired_while_it_waited_is_not_begun(tier: IsolatedTier, inner: HeldTier) -> None:
     late = job(1, keys(1))
     late.deadline = time.monotonic() - 1
     tier.submit_store(late)
@@ -311,17 +308,17 @@ def test_a_job_that_expired_while_it_waited_is_not_begun(tier: IsolatedTier, inn
     assert "submit_store" not in inner.calls
 
 
-def test_loads_go_before_stores(tier: IsolatedTier, inner: BlockingFourMethodTier) -> None:
+def test_loads_go_before_stores(tier: IsolatedTier, inner: HeldTier) -> None:
     inner.open.clear()
     tier.submit_store(job(1, keys(1)))
-    eventually(lambda: "submit_store" in inner.calls)
+    wait_until(lambda: "submit_store" in inner.calls)
     tier.submit_store(job(2, keys(2)))
     tier.submit_load(job(3, keys(1), is_promotion=True))
     inner.open.set()
     assert [result.job_id for result in finished(tier, 3)] == [1, 3, 2]
 
 
-def test_a_tier_that_cannot_forget_is_silent_after_a_reset(tier: IsolatedTier, inner: BlockingFourMethodTier) -> None:
+def test_a_tier_that_cannot_forget_is_silent_after_a_reset(tier: IsolatedTier, inner: HeldTier) -> None:
     tier.submit_store(job(1, keys(1)))
     finished(tier, 1)
     assert tier.reset_cache()
@@ -331,13 +328,11 @@ def test_a_tier_that_cannot_forget_is_silent_after_a_reset(tier: IsolatedTier, i
     assert tier.lookup(keys(2)[0], ReqContext("c")) is False
 
 
-def test_stores_that_wait_when_the_cache_is_reset_never_reach_the_tier(
-    tier: IsolatedTier, inner: BlockingFourMethodTier
-) -> None:
+def test_stores_that_wait_when_the_cache_is_reset_never_reach_the_tier(tier: IsolatedTier, inner: HeldTier) -> None:
     inner.can_reset = True
     inner.open.clear()
     tier.submit_store(job(1, keys(1)))
-    eventually(lambda: "submit_store" in inner.calls)
+    wait_until(lambda: "submit_store" in inner.calls)
     tier.submit_store(job(2, keys(2)))
     tier.reset_cache()
     inner.open.set()
@@ -347,14 +342,14 @@ def test_stores_that_wait_when_the_cache_is_reset_never_reach_the_tier(
 
 
 def test_shutdown_does_not_wait_for_a_tier_that_hangs(
-    tier: IsolatedTier, inner: BlockingFourMethodTier, monkeypatch: pytest.MonkeyPatch
+    tier: IsolatedTier, inner: HeldTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(isolation, "CLOSE_TIMEOUT_S", 0.05)
     inner.open.clear()
     tier.submit_store(job(1, keys(1)))
-    eventually(lambda: "submit_store" in inner.calls)
+    wait_until(lambda: "submit_store" in inner.calls)
     start = time.perf_counter()
     tier.shutdown()
     assert time.perf_counter() - start < 10
     inner.open.set()
-    eventually(lambda: "shutdown" in inner.calls)
+    wait_until(lambda: "shutdown" in inner.calls)

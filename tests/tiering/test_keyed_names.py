@@ -17,7 +17,7 @@ from tiered_kv.errors import ConfigError
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.conformance import TierConformance
 from tiered_kv.testing.four_methods import FourMethodTier
-from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
+from tiered_kv.testing.rig import OpenTier, make_keys
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
 from tiered_kv.tiering.keyed_names import NAMES_MAX, KeyedNames, NameMap
@@ -50,16 +50,6 @@ class TestKeyedNvmeTier(TierConformance):
         path = str(tmp_path / "kv")
         entry = {"type": "nvme", "path": path, "capacity": "64MiB", "segment": "1MiB", "name_key_file": str(file)}
         return lambda spec, view: SecondaryTierFactory.create(spec, view, entry)
-
-
-class TestKeyedFourMethodTier(TierConformance):
-    @pytest.fixture
-    def open_tier(self) -> OpenTier:
-        entry = {"type": FOUR, "name_key": NAME_KEY.hex()}
-        return lambda spec, view: SecondaryTierFactory.create(spec, view, entry)
-
-    @pytest.mark.skip(reason="the tier has no verification, and reports a job whole or not at all")
-    def test_a_load_of_present_and_absent_blocks_names_only_present_ones(self, rig: TierRig) -> None: ...
 
 
 # -- names ---------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -238,57 +238,38 @@ def s3_at(server: S3Server, bucket: str, **settings: object) -> MakeTier:
     return lambda spec, view, directory: S3Tier(namespace_of(directory, spec), view, spec.name, checked)
 
 
-def damage_redis(server: RedisServer, directory: Path) -> None:
-    server.damage("tkv1:*", HEADER_BYTES)
+def damage_redis(server: RedisServer) -> Corrupt:
+    return lambda directory: server.damage("tkv1:*", HEADER_BYTES)
 
 
-def damage_bucket(server: S3Server, bucket: str, directory: Path) -> None:
-    server.damage(bucket, "/blocks/")
-
-
-@pytest.fixture
-def bad_wire_to_redis(redis_server: RedisServer) -> Iterator[FaultProxy]:
-    with FaultProxy(("127.0.0.1", redis_server.port)) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def bad_wire_to_s3(moto_server: S3Server) -> Iterator[FaultProxy]:
-    with FaultProxy(moto_server.address) as proxy:
-        yield proxy
+def damage_bucket(server: S3Server, bucket: str) -> Corrupt:
+    return lambda directory: server.damage(bucket, "/blocks/")
 
 
 @pytest.mark.slow
-def test_a_stack_over_redis_keeps_its_promises(redis_server: RedisServer) -> None:
-    corrupt = partial(damage_redis, redis_server)
-    run(open_stack_over(redis_at(redis_server.port), corrupt=corrupt), examples=REDIS_EXAMPLES)
-
-
-@pytest.mark.slow
-def test_a_stack_over_redis_keeps_its_promises_on_a_bad_wire(
-    redis_server: RedisServer, bad_wire_to_redis: FaultProxy
-) -> None:
+@pytest.mark.parametrize("is_wire_bad", [False, True])
+def test_a_stack_over_redis_keeps_its_promises(redis_server: RedisServer, is_wire_bad: bool) -> None:
+    corrupt = damage_redis(redis_server)
+    if not is_wire_bad:
+        run(open_stack_over(redis_at(redis_server.port), corrupt=corrupt), examples=REDIS_EXAMPLES)
+        return
     timeouts = {"timeout": "50ms", "connect_timeout": "50ms", "lookup_timeout": "50ms"}
-    tier = redis_at(bad_wire_to_redis.port, **timeouts)
-    corrupt = partial(damage_redis, redis_server)
-    run(open_stack_over(tier, corrupt=corrupt, wire=bad_wire_to_redis), examples=REDIS_EXAMPLES)
+    with FaultProxy(("127.0.0.1", redis_server.port)) as wire:
+        tier = redis_at(wire.port, **timeouts)
+        run(open_stack_over(tier, corrupt=corrupt, wire=wire), examples=REDIS_EXAMPLES)
 
 
 @pytest.mark.slow
-def test_a_stack_over_s3_keeps_its_promises(moto_server: S3Server, moto_bucket: str) -> None:
-    corrupt = partial(damage_bucket, moto_server, moto_bucket)
-    run(open_stack_over(s3_at(moto_server, moto_bucket), corrupt=corrupt), examples=S3_EXAMPLES)
-
-
-@pytest.mark.slow
-def test_a_stack_over_s3_keeps_its_promises_on_a_bad_wire(
-    moto_server: S3Server, moto_bucket: str, bad_wire_to_s3: FaultProxy
-) -> None:
-    url = f"http://{bad_wire_to_s3.host}:{bad_wire_to_s3.port}"
+@pytest.mark.parametrize("is_wire_bad", [False, True])
+def test_a_stack_over_s3_keeps_its_promises(moto_server: S3Server, moto_bucket: str, is_wire_bad: bool) -> None:
+    corrupt = damage_bucket(moto_server, moto_bucket)
+    if not is_wire_bad:
+        run(open_stack_over(s3_at(moto_server, moto_bucket), corrupt=corrupt), examples=S3_EXAMPLES)
+        return
     timeouts = {"job_timeout": "200ms", "request_timeout": "100ms", "lookup_timeout": "100ms", "attempts": 2}
-    tier = s3_at(moto_server, moto_bucket, endpoint_url=url, **timeouts)
-    corrupt = partial(damage_bucket, moto_server, moto_bucket)
-    run(open_stack_over(tier, corrupt=corrupt, wire=bad_wire_to_s3), examples=S3_EXAMPLES)
+    with FaultProxy(moto_server.address) as wire:
+        tier = s3_at(moto_server, moto_bucket, endpoint_url=f"http://{wire.host}:{wire.port}", **timeouts)
+        run(open_stack_over(tier, corrupt=corrupt, wire=wire), examples=S3_EXAMPLES)
 
 
 @pytest.mark.slow
@@ -296,4 +277,4 @@ def test_a_stack_over_redis_and_s3_keeps_its_promises(
     redis_server: RedisServer, moto_server: S3Server, moto_bucket: str
 ) -> None:
     tiers = redis_at(redis_server.port), s3_at(moto_server, moto_bucket)
-    run(open_stack_over(nvme, *tiers, corrupt=partial(damage_redis, redis_server)), examples=S3_EXAMPLES)
+    run(open_stack_over(nvme, *tiers, corrupt=damage_redis(redis_server)), examples=S3_EXAMPLES)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -98,17 +98,14 @@ OpenEngine = Callable[[Wrap], Engine]
 
 
 @pytest.fixture
-def open_engine(gate: Gate, clock: ManualClock) -> Iterator[OpenEngine]:
-    engines: list[Engine] = []
-
+def open_engine(gate: Gate, clock: ManualClock, closing: ExitStack) -> OpenEngine:
     def open_one(wrap: Wrap) -> Engine:
-        engines.append(Engine(wrap, gate, clock))
-        return engines[-1]
+        engine = Engine(wrap, gate, clock)
+        closing.callback(engine.manager.shutdown, timeout_s=0.5)
+        closing.callback(gate.open)
+        return engine
 
-    yield open_one
-    gate.open()
-    for engine in engines:
-        engine.manager.shutdown(timeout_s=0.5)
+    return open_one
 
 
 @contextmanager

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.config.schema import stack_schema
 from tiered_kv.config.secret_keys import parse_key
-from tiered_kv.config.stack_config import load_config, tier_settings
+from tiered_kv.config.stack_config import load_config, stack_schema, tier_settings
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import tier_plugins
 from tiered_kv.toolkit.codec_settings import CodecSettings
@@ -46,11 +45,6 @@ def key_file(tmp_path: Path) -> Path:
     path.touch(mode=0o600)
     path.write_text(f"{BASE64}\n")
     return path
-
-
-def test_every_built_in_tier_has_the_same_settings() -> None:
-    for name, tier_type in tier_plugins().tier_types().items():
-        assert issubclass(tier_type.settings, CodecSettings), name
 
 
 def test_the_schema_has_them() -> None:
@@ -121,9 +115,6 @@ def test_plain_blocks_are_accepted_only_where_that_is_asked_for() -> None:
         ({"keys": {HEX: 7}}, "whole numbers from 1"),
         ({"key_files": {HEX: "x"}}, "whole numbers from 1"),
         ({"keys": {1: HEX[:-1]}}, "key 1: expected a key: 32 bytes as 64 hexadecimal digits or as base64"),
-        ({"keys": {1: "zz" * 32}}, "key 1: expected a key"),
-        ({"keys": {1: BASE64[:-4]}}, "key 1: expected a key"),
-        ({"keys": {1: ""}}, "key 1: expected a key"),
         ({"keys": {1: [HEX]}}, "expected a text"),
         ({"keys": HEX}, "expected a mapping"),
         ({"keys": {1: HEX}, "write_key": 0}, "write_key"),
@@ -142,7 +133,6 @@ def test_what_cannot_be_used_is_told_without_the_key(encryption: dict[str, objec
     said = str(raised.value)
     assert message in said
     assert HEX[:-1] not in said
-    assert "zz" * 32 not in said
     assert BASE64[:-4] not in said
 
 

@@ -99,20 +99,6 @@ def test_two_that_open_an_empty_storage_at_once_share_an_epoch(storage: Storage)
     assert [Epoch(Raced(storage)).saved_token(NEVER)] == tokens
 
 
-def test_a_reset_is_joined_by_who_opens_later_and_by_nobody_else(storage: Storage) -> None:
-    resetting, running = Epoch(storage), Epoch(storage)
-    before = running.saved_token(NEVER)
-    assert resetting.saved_token(NEVER) == before
-    resetting.renew()
-    assert not resetting.is_saved
-    after = resetting.saved_token(NEVER)
-    assert resetting.is_saved
-    assert after != before
-    check(running)
-    assert running.saved_token(NEVER) == before
-    assert Epoch(storage).saved_token(NEVER) == after == stored_token(storage)
-
-
 def test_a_reset_needs_no_storage(storage: Storage) -> None:
     epoch = Epoch(storage)
     before = epoch.saved_token(NEVER)
@@ -126,13 +112,6 @@ def test_a_reset_needs_no_storage(storage: Storage) -> None:
 
 
 @pytest.mark.parametrize("found", [None, b"", b"nonsense", b"tiered-kv epoch 1 5 0123456789abcdef 0000000000000000\n"])
-def test_a_mark_that_is_gone_or_damaged_is_drawn_anew(storage: Storage, found: bytes | None) -> None:
-    first = Epoch(storage).saved_token(NEVER)
-    storage.data = found
-    assert Epoch(storage).saved_token(NEVER) == stored_token(storage) != first
-
-
-@pytest.mark.parametrize("found", [None, b"", b"nonsense"])
 def test_a_mark_that_is_lost_while_a_process_runs_is_written_again(storage: Storage, found: bytes | None) -> None:
     epoch = Epoch(storage)
     token = epoch.saved_token(NEVER)

@@ -10,8 +10,7 @@ import pytest
 
 from tiered_kv.base import ReqContext, make_offload_key
 from tiered_kv.tiering.base import JobMetadata
-from tiered_kv.toolkit.jobs import Job, Outcome
-from tiered_kv.toolkit.queue import PartQueue
+from tiered_kv.toolkit.jobs import Job, Outcome, PartQueue
 
 
 def job_of(blocks: int, is_load: bool = True, part_blocks: int = 3, job_id: int = 1) -> Job:

@@ -87,11 +87,8 @@ def test_a_truncated_record_is_noticed(name: str) -> None:
         assert decode(record[:size])[0] is RecordStatus.TRUNCATED
 
 
-def test_a_record_with_a_tail_is_refused() -> None:
+def test_another_blocks_record_and_one_with_a_tail_are_refused() -> None:
     assert decode(record_of(BLOCK) + b"x")[0] is RecordStatus.BAD_LENGTH
-
-
-def test_another_blocks_record_is_refused() -> None:
     assert decode(record_of(BLOCK, PLAIN, OTHER_KEY))[0] is RecordStatus.WRONG_KEY
     assert decode(record_of(BLOCK, namespace=bytes(16)))[0] is RecordStatus.WRONG_NAMESPACE
     assert decode(record_of(BLOCK[:-1]))[0] is RecordStatus.BAD_LENGTH

@@ -1,11 +1,11 @@
-"""A `crash_server` over code with a defect: `defective_crash_server.py DEFECT FOLDER [--image]`."""
+"""A `crash_server` over code with a defect, which is a function here: `… DEFECT FOLDER [--image]`."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from unittest import mock
 
 import tiered_kv_fs.blocks
@@ -63,19 +63,6 @@ def nvme_does_not_flush_a_reset() -> None:
     mock.patch.object(DirectoryEpoch, "sync", sync_once).start()
 
 
-DEFECTS: dict[str, Callable[[], None]] = {
-    defect.__name__: defect
-    for defect in (
-        fs_publishes_before_it_writes,
-        fs_takes_a_short_write_for_a_whole_one,
-        nvme_believes_torn_batches,
-        nvme_makes_a_segment_too_many,
-        nvme_does_not_flush_its_marker,
-        nvme_does_not_flush_a_reset,
-    )
-}
-
-
 if __name__ == "__main__":
-    DEFECTS[sys.argv.pop(1)]()
+    globals()[sys.argv.pop(1)]()
     crash_server.main()

@@ -10,14 +10,16 @@ from __future__ import annotations
 import os
 import random
 import re
+import shutil
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from tests.support.entries import rig_of
 from tests.support.figures import Figures, Profile
-from tests.support.patient_nvme import patient_nvme
-from tests.support.segment_bench import CODECS, KEYS, SEGMENT_NAME, Case, SegmentBench, cost
 from tests.support.segment_map import (
     BATCH_FIELDS,
     BATCH_FIXED_BYTES,
@@ -27,17 +29,122 @@ from tests.support.segment_map import (
     SEGMENT_FIELDS,
     Part,
     SegmentMap,
+    Stretch,
     entry_fields,
     seal,
 )
 from tiered_kv.base import OffloadKey
 from tiered_kv.counters import count_of
 from tiered_kv.testing.damage import SEED, Damage, Field, field_damages
-from tiered_kv.testing.rig import make_keys
-
-__all__ = ["patient_nvme"]
+from tiered_kv.testing.rig import TierRig, block_content, compressible_content, make_keys
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow, pytest.mark.usefixtures("patient_nvme")]
+
+
+BLOCK_BYTES = 4096
+KEYS = make_keys(12)
+CODECS = {"raw": block_content, "zstd": compressible_content}
+SEGMENT_NAME = "segment-00010203-000000.kv"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A damage to a segment file, and what it may cost."""
+
+    name: str
+    data: bytes  # of the file afterwards
+    left: frozenset[OffloadKey]  # the blocks that must load
+    claimed: frozenset[OffloadKey] = frozenset()  # of those that are lost what is found first, so that it is counted
+    is_discarded: bool = False  # the file as a whole is of no use
+
+
+@dataclass
+class SegmentBench:
+    """A directory with one segment of three batches, made by a tier that was closed; opened again for each case."""
+
+    path: Path
+    pristine: Path
+    codec: str
+    tried: int = 0
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def open(self) -> TierRig:
+        """Open the tier on the directory as it is."""
+        entry = {"type": "nvme", "path": str(self.path), "capacity": "1MiB", "segment": "96KiB", "threads": 2}
+        return rig_of(
+            {**entry, "codec": self.codec}, block_bytes=BLOCK_BYTES, num_blocks=64, content=CODECS[self.codec]
+        )
+
+    def fill(self) -> None:
+        """Store `KEYS` in three batches, close the tier, and keep a copy."""
+        with closing(self.open()) as rig:
+            for start in range(0, len(KEYS), 4):
+                assert rig.store(KEYS[start : start + 4]).success
+        for path in self.path.glob("segment-*.kv"):
+            if path.name != SEGMENT_NAME:
+                path.unlink()  # made ahead of time, and empty
+        shutil.copytree(self.path, self.pristine)
+
+    def segment(self, *, clean: bool) -> bytes:
+        """Return the segment as it was closed, or as a crash before its end would have left it."""
+        data = (self.pristine / SEGMENT_NAME).read_bytes()
+        return data if clean else data[:-PAGE_BYTES] + bytes(PAGE_BYTES)
+
+    def place(self, data: bytes) -> None:
+        """Make the directory what it was, but for the segment."""
+        shutil.rmtree(self.path)
+        shutil.copytree(self.pristine, self.path)
+        (self.path / SEGMENT_NAME).write_bytes(data)
+
+    def try_reopening(self, case: Case) -> None:
+        """Open the damaged directory, and note what does not hold."""
+        self.tried += 1
+        self.place(case.data)
+        try:
+            why = self._reopened(case)
+        except Exception as error:  # none may come out of an opening, whatever it finds
+            why = f"{type(error).__name__}: {error}"
+        if why:
+            self.failures[case.name] = why
+
+    def _reopened(self, case: Case) -> str:
+        with closing(self.open()) as rig:
+            found = {key for key, here in zip(KEYS, rig.lookup_all(KEYS), strict=True) if here}
+            loaded = rig.load(KEYS)  # checks the bytes
+            stats = rig.tier.stats()
+            offered = {key for key, here in zip(KEYS, rig.lookup_all(KEYS), strict=True) if here}
+            healed = rig.store(KEYS).success and rig.load(KEYS) == set(KEYS)
+        corrupt = count_of(stats, "corrupt_blocks_total")
+        checks = {
+            "blocks that were found and not loaded are not counted": corrupt == len(found - loaded),
+            "a block is loaded that was not found": loaded <= found,
+            "what failed to load is offered again": offered == loaded,
+            "a new store does not make everything good again": healed,
+            "a file of no use is not counted as discarded": stats["discarded_segments_total"] == int(case.is_discarded),
+            f"{len(loaded)} blocks are left, and not {len(case.left)}": loaded == case.left,
+            f"{len(found - loaded)} were claimed, and not {len(case.claimed)}": found - loaded == case.claimed,
+        }
+        return "; ".join(why for why, holds in checks.items() if not holds)
+
+    def report(self, figures: Figures, note: str) -> None:
+        """Add the cases to the table of figures, and fail if one did not hold."""
+        figures.add("corruption/nvme", self.tried, self.tried - len(self.failures), note)
+        assert not self.failures, "\n".join(
+            f"{self.codec}: {name}: {why}" for name, why in list(self.failures.items())[:20]
+        )
+
+
+def cost(found: SegmentMap, hit: Stretch, *, clean: bool) -> tuple[frozenset[OffloadKey], frozenset[OffloadKey]]:
+    """Return the blocks that are left when one byte of a stretch is another, and those that are claimed and lost."""
+    everything = frozenset(KEYS)
+    if hit.part is Part.HEADER:
+        return frozenset(), frozenset()
+    if hit.part is Part.PAYLOAD and clean:  # the summary answers for the batch, so nobody looks before it is loaded
+        return everything - {hit.key}, frozenset({hit.key})
+    if hit.part in (Part.PAYLOAD, Part.BATCH_HEADER) and not clean:  # a batch that is not whole ends its segment
+        before = found.batches[: hit.batch]
+        return frozenset(key for batch in before for key, _, _ in batch.entries), frozenset()
+    return everything, frozenset()
 
 
 @pytest.fixture(params=list(CODECS))
@@ -167,10 +274,9 @@ def test_a_segment_that_says_it_is_shorter_is_not_sealed_over_its_payloads(
         directory.try_reopening(Case("shorter than its batches", data, kept))
     directory.place(data)
     for _ in range(2):  # what the first closing leaves is what the second opening finds
-        rig = directory.open()
-        loaded = rig.load(KEYS)
-        corrupt = count_of(rig.tier.stats(), "corrupt_blocks_total")
-        rig.close()
+        with closing(directory.open()) as rig:
+            loaded = rig.load(KEYS)
+            corrupt = count_of(rig.tier.stats(), "corrupt_blocks_total")
         if (loaded, corrupt) != (set(kept), 0):
             directory.failures["closed and opened again"] = f"{len(loaded)} loaded, {corrupt} corrupt"
     directory.report(figures, "")
@@ -212,15 +318,12 @@ def test_a_block_that_is_damaged_while_the_tier_is_open_is_a_counted_miss(
     for name, data, victims in payload_changes(found, profile):
         directory.place(found.data)
         directory.tried += len(victims)
-        rig = directory.open()
-        try:
+        with closing(directory.open()) as rig:
             _write_in_place(directory.path / SEGMENT_NAME, data)
             loaded = rig.load(KEYS)
             counted = count_of(rig.tier.stats(), "corrupt_blocks_total")
             offered = {key for key, here in zip(KEYS, rig.lookup_all(KEYS), strict=True) if here}
             healed = rig.store(sorted(victims)).success and rig.load(KEYS) == set(KEYS)
-        finally:
-            rig.close()
         if (loaded, counted, offered, healed) != (set(KEYS) - victims, len(victims), set(KEYS) - victims, True):
             directory.failures[name] = f"loaded {len(loaded)}, counted {counted}, offered {len(offered)}, {healed=}"
     directory.report(figures, "payloads under an open tier")
@@ -237,8 +340,7 @@ def test_headers_that_are_damaged_while_the_tier_is_open_cost_nothing_until_it_i
             data = bytearray(found.data)
             data[stretch.start : stretch.end] = b"\xff" * (stretch.end - stretch.start)
             directory.place(found.data)
-            rig = directory.open()
-            try:
+            with closing(directory.open()) as rig:
                 _write_in_place(directory.path / SEGMENT_NAME, bytes(data))
                 loaded = rig.load(KEYS)
                 assert rig.store(make_keys(2, "later")).success
@@ -246,8 +348,6 @@ def test_headers_that_are_damaged_while_the_tier_is_open_cost_nothing_until_it_i
                 after = rig.load(KEYS)
                 rig.store(KEYS)
                 healed = rig.load(KEYS) == set(KEYS)
-            finally:
-                rig.close()
             kept = set() if part is Part.HEADER else set(KEYS)
             if (loaded, after, healed) != (set(KEYS), kept, True):
                 why = f"{len(loaded)} loaded, {len(after)} after opening again, {healed=}"
@@ -260,16 +360,12 @@ def test_an_older_use_of_a_segment_brings_no_block_back(directory: SegmentBench,
     old = directory.segment(clean=True)
     directory.tried += 2
     directory.place(old)
-    rig = directory.open()
-    assert rig.tier.reset_cache()
-    rig.close()
+    with closing(directory.open()) as rig:
+        assert rig.tier.reset_cache()
     for name, data in (("closed", old), ("crashed", directory.segment(clean=False))):
         _write_in_place(directory.path / SEGMENT_NAME, data)
-        rig = directory.open()
-        try:
+        with closing(directory.open()) as rig:
             offered, loaded = rig.lookup_all(KEYS), rig.load(KEYS)
-        finally:
-            rig.close()
         if any(offered) or loaded:
             directory.failures[name] = f"{sum(offered)} are offered, {len(loaded)} loaded"
     directory.report(figures, "segments of before a reset")

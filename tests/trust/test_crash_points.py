@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,26 +18,15 @@ from tests.support.crash_cases import FS, NO_BLOCKS, NVME, CrashCases, changes_o
 from tests.support.crash_scenario import CrashScenario
 from tests.support.crash_server import Case
 from tests.support.figures import Figures, Profile
-from tests.support.mounts import PowerLoss, missing_for_ext4
-from tests.support.syscalls import Fault, missing_for_tracing
-from tiered_kv.testing.redis_servers import RedisServer, redis_server
-from tiered_kv.testing.s3_servers import S3Server, moto_server
-
-__all__ = ["moto_server", "redis_server"]
+from tests.support.mounts import PowerLoss
+from tests.support.places import PlaceOf
+from tests.support.syscalls import Fault
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow]
 
 KILLS, CUTS, POWER_CUTS, SENDS = (20, 160), (8, 60), (6, 40), (10, 60)
 """How many the short and the full profile take. Many calls are alike: an even sample has all kinds of them. A kill
 after a call is like one before the next."""
-
-
-@pytest.fixture
-def cases(tmp_path: Path) -> Iterator[CrashCases]:
-    if missing := missing_for_tracing():
-        pytest.skip(missing)
-    with CrashCases(tmp_path / "crash") as cases:
-        yield cases
 
 
 @pytest.mark.parametrize("scenario", [NVME, FS], ids=["nvme", "fs"])
@@ -57,14 +45,10 @@ def test_killed_at_any_call_a_directory_is_sound(
 
 @pytest.mark.parametrize("tier", ["redis", "s3"])
 def test_killed_at_any_send_to_a_server_a_process_leaves_others_what_they_need(
-    cases: CrashCases, tier: str, request: pytest.FixtureRequest, profile: Profile, figures: Figures
+    cases: CrashCases, tier: str, place_of: PlaceOf, profile: Profile, figures: Figures
 ) -> None:
-    if tier == "redis":
-        redis: RedisServer = request.getfixturevalue("redis_server")
-        entry: dict[str, object] = {"type": tier, "url": redis.url, "connections": 1, "connect_timeout": 30.0}
-    else:
-        moto: S3Server = request.getfixturevalue("moto_server")
-        entry = moto.settings(moto.make_bucket(), connections=2, prefix="kv")
+    more: dict[str, object] = {"connections": 1, "connect_timeout": 30.0} if tier == "redis" else {"connections": 2}
+    entry = {**place_of(tier).entry, **more}
     tenants = itertools.count()
 
     def of_its_own() -> CrashScenario:
@@ -83,15 +67,11 @@ BUFFERED = dataclasses.replace(NVME_ON_DEVICE, entry={**NVME.entry, "direct": "o
 
 
 @pytest.mark.parametrize(
-    "scenario",
-    [NVME_ON_DEVICE, BUFFERED, dataclasses.replace(FS, device=True)],
-    ids=["nvme", "nvme-buffered", "fs"],
+    "scenario", [NVME_ON_DEVICE, BUFFERED, dataclasses.replace(FS, device=True)], ids=["nvme", "nvme-buffered", "fs"]
 )
 def test_a_file_system_that_is_shut_down_at_any_call_holds_no_wrong_byte(
     tmp_path: Path, scenario: CrashScenario, profile: Profile, figures: Figures
 ) -> None:
-    if missing := missing_for_tracing() or missing_for_ext4():
-        pytest.skip(missing)
     # docs/reference/fs.md: a reset may be lost when the host dies, and the bytes of files that keep their names.
     is_fs = scenario.tier == "fs"
     with CrashCases(tmp_path / "power", image=True) as cases:

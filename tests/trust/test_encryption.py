@@ -15,21 +15,15 @@ import pytest
 import xxhash
 
 from tests.support.figures import Figures, Profile
-from tests.support.patient_nvme import patient_nvme
-from tests.support.places import Place
+from tests.support.places import Place, PlaceOf
 from tests.support.segment_map import BATCH_FIXED_BYTES, ENTRY_BYTES, PAGE_BYTES, SegmentMap, seal
 from tiered_kv.base import OffloadKey
 from tiered_kv.counters import count_of
 from tiered_kv.testing.damage import RECORD_FIELDS, RECORD_HEADER_BYTES, seal_record
-from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.rig import block_content, compressible_content, make_keys
-from tiered_kv.testing.s3_servers import moto_server
 from tiered_kv.tiering.base import TierSpec
-from tiered_kv.toolkit.codecs import AES_ID, RAW_ID, ZSTD_AES_ID, ZSTD_ID, CodecSet, binding_of
-from tiered_kv.toolkit.compression import Zstd
+from tiered_kv.toolkit.codecs import AES_ID, RAW_ID, ZSTD_AES_ID, ZSTD_ID, CodecSet, Zstd, binding_of
 from tiered_kv.toolkit.encryption import Cipher
-
-__all__ = ["moto_server", "patient_nvme", "redis_server"]
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow, pytest.mark.usefixtures("patient_nvme")]
 
@@ -131,7 +125,7 @@ Opened = Callable[[str, str], Bench]
 
 
 @pytest.fixture
-def opened(place_of: Callable[[str], Place]) -> Opened:
+def opened(place_of: PlaceOf) -> Opened:
     return lambda kind, codec: Bench(place_of(kind), codec, keys={1: KEY_1})
 
 
@@ -148,6 +142,8 @@ def attacks_on(key: OffloadKey, other: bytes, codec_id: int) -> list[Callable[[b
     def made_with(secret: str, key_id: int, namespace: bytes = SPEC.namespace_digest) -> Callable[[bytes], Planted]:
         return lambda own: Planted(codec_id, _sealed(key, namespace, codec_id, secret, key_id)[: len(own)])
 
+    zeros = bytes(BLOCK_BYTES)
+    plain = Planted(RAW_ID, zeros) if codec_id == AES_ID else Planted(ZSTD_ID, Zstd().compress(memoryview(zeros)))
     return [
         *(flipped(at) for at in range(-TAG_BYTES, HEAD_BYTES)),
         *(flipped(HEAD_BYTES + step * (BLOCK_BYTES // 4 - 2 * HEAD_BYTES) // 8) for step in range(8)),
@@ -164,7 +160,7 @@ def attacks_on(key: OffloadKey, other: bytes, codec_id: int) -> list[Callable[[b
         made_with(KEY_1, 1, OTHER_NAMESPACE),
         made_with(WRONG, 1),
         made_with(KEY_2, 2),
-        lambda own: Planted(RAW_ID, bytes(BLOCK_BYTES)) if codec_id == AES_ID else Planted(ZSTD_ID, _zstd()),
+        lambda own: plain,
     ]
 
 
@@ -176,10 +172,6 @@ def _sealed(key: OffloadKey, namespace_digest: bytes, codec_id: int, secret: str
     target = bytearray(draft.payload_bytes)
     draft.write_into(memoryview(target), binding_of(namespace_digest, key))
     return bytes(target)
-
-
-def _zstd() -> bytes:
-    return Zstd().compress(memoryview(bytes(BLOCK_BYTES)))
 
 
 @pytest.mark.parametrize("codec", CODECS)

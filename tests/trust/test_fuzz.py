@@ -60,7 +60,7 @@ def test_no_input_breaks_a_promise(name: str, profile: Profile, figures: Figures
         figures.add(target.proof, tried, tried - broken, name)
 
 
-LEDGER = b'tiered-kv-fs-ledger-1 x\n{"total_bytes": %b, "granted_bytes": 0, "counted_at_s": 0, "grants": {}}'
+LEDGER = b'\0{"total_bytes": %b, "pending_bytes": 0, "surveyed_s": 0, "holders": {}}'
 FOUND = [
     ("stack-file", b"a: " + b"1:" * 400 + b"1.5"),  # a number to the base of 60 that no float holds
     ("stack-file", b"version: 0x" + b"f" * 5000),  # and one that no message could hold
@@ -68,11 +68,11 @@ FOUND = [
     ("answers", b"HTTP/1.1 403 F\r\ndate: Thu, 02 Jan 2147502025 03:04:05 GMT\r\ncontent-length: 0\r\n\r\n"),
     ("answers", b"HTTP/1.1 200 F\r\ncontent-length: 113\r\n\r\n<ListBucketResult><Key>k</Key><Size>0</Size>"
      b"<LastModified>0001-01-01T00:00:00</LastModified></ListBucketResult>"),
-    ("small-files", b"\x01tiered-kv-fs-ledger-1 x\n" + b"[" * 100_000),  # under a right checksum, as all of these
-    ("small-files", b"\x01tiered-kv-fs-ledger-1 x\n[]"),
-    ("small-files", b"\x01" + LEDGER % b'"1"'),
-    ("small-files", b"\x01" + LEDGER % b"-9"),
-    ("small-files", b"\x04" + b"[" * 100_000),
+    ("small-files", b"\0" + b"[" * 100_000),
+    ("small-files", b"\0[]"),
+    ("small-files", LEDGER % b'"1"'),
+    ("small-files", LEDGER % b"-9"),
+    ("small-files", b"\2" + b"[" * 100_000),
     ("segment", b"\x08" + b"[" * 100_000),
 ]  # fmt: skip
 

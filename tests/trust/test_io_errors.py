@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +10,7 @@ from tests.support.crash_cases import FS, NO_BLOCKS, NVME, CrashCases, sample, s
 from tests.support.crash_scenario import CrashScenario
 from tests.support.crash_server import Case
 from tests.support.figures import Figures, Profile
-from tests.support.syscalls import Call, Fault, missing_for_tracing
+from tests.support.syscalls import Call, Fault
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow]
 
@@ -25,14 +23,6 @@ TIERS = pytest.mark.parametrize("scenario", [NVME, FS], ids=["nvme", "fs"])
 WRITES = ("write", "writev", "pwrite64", "pwritev", "pwritev2")
 FLUSHES = ("fsync", "fdatasync")
 TAKES_SPACE = (*WRITES, *FLUSHES, "fallocate", "ftruncate", "mkdir", "mkdirat", "rename", "renameat", "openat")
-
-
-@pytest.fixture
-def cases(tmp_path: Path) -> Iterator[CrashCases]:
-    if missing := missing_for_tracing():
-        pytest.skip(missing)
-    with CrashCases(tmp_path / "errors") as cases:
-        yield cases
 
 
 @TIERS

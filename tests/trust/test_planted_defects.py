@@ -6,7 +6,7 @@ The simulation's are in `tests/support_tests/test_simulation.py`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -18,22 +18,18 @@ from tests.support.crash_cases import FS, NVME, CrashCases
 from tests.support.crash_scenario import CrashScenario
 from tests.support.crash_server import Case
 from tests.support.flush_order import FlushOrder
-from tests.support.mounts import PowerLoss, missing_for_ext4
-from tests.support.race_cases import race_damage, race_late_workers, race_loads_with_stores
-from tests.support.race_stacks import BLOCK_BYTES, stack_of
+from tests.support.mounts import PowerLoss
+from tests.support.race_cases import BLOCK_BYTES, race_damage, race_late_workers, race_loads_with_stores, stack_of
 from tests.support.races import Prompts, open_guarded, problems_at_rest
 from tests.support.racing_scheduler import RacingScheduler
-from tests.support.syscalls import Fault, missing_for_tracing
+from tests.support.syscalls import Fault
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.tiering.base import JobMetadata
 from tiered_kv.tiering.cascade import Cascade
 from tiered_kv.tiering.guarded import GuardedTier, Job
 from tiered_kv_memory.tier import MemoryTier
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.tier import NvmeTier
-
-__all__ = ["redis_server"]
 
 pytestmark = [pytest.mark.trust("planted-defects"), pytest.mark.slow]
 
@@ -46,16 +42,12 @@ WRITES_TRIED = 48
 CASES_A_ROUND = 8
 
 
-def late(entry: dict[str, object]) -> dict[str, object]:
-    return stack_of({**entry, "job_timeout": 0.03, "breaker_failures": 1_000_000})
-
-
-def assert_found(race: Callable[[int], Sequence[str]], text: str) -> None:
-    """Race, seed after seed, until a problem says `text`."""
+def assert_found(rounds: Iterable[Sequence[str]], *texts: str) -> None:
+    """Go on until a problem says one of the texts."""
     said: list[str] = []
-    for seed in SEEDS:
-        said += race(seed)
-        if any(text in problem for problem in said):
+    for problems in rounds:
+        said += problems
+        if any(text in problem for problem in said for text in texts):
             return
     pytest.fail(f"the planted defect was not found: {said}")
 
@@ -65,10 +57,6 @@ MEMORY_PLACES: list[tuple[object, str]] = [
     (tiered_kv_memory.tier, "decode_record"),
     (tiered_kv_memory.tier, "encode_record"),
 ]
-
-
-def race_late(seed: int) -> list[str]:
-    return race_late_workers(late(MEMORY), MEMORY_PLACES, seed=seed, seconds=SECONDS)[0]
 
 
 def test_a_store_s_blocks_released_before_its_worker_has_ended_are_found_by_late_workers() -> None:
@@ -97,7 +85,9 @@ def test_a_store_s_blocks_released_before_its_worker_has_ended_are_found_by_late
         mock.patch.object(GuardedTier, "expire", release_at_once),
         mock.patch.object(Cascade, "finish", ignore_expired),
     ):
-        assert_found(race_late, "holds other bytes")
+        config = stack_of({**MEMORY, "job_timeout": 0.03, "breaker_failures": 1_000_000})
+        races = (race_late_workers(config, MEMORY_PLACES, seed=seed, seconds=SECONDS)[0] for seed in SEEDS)
+        assert_found(races, "holds other bytes")
 
 
 class EagerTier(NvmeTier):
@@ -127,7 +117,7 @@ def test_a_block_that_is_answered_before_its_write_is_found_by_loads_amid_stores
             block_bytes=BLOCK_BYTES,
         )[0]
 
-    assert_found(race, "could not be loaded")
+    assert_found(map(race, SEEDS), "could not be loaded")
 
 
 def test_a_checksum_that_nvme_does_not_check_is_found_by_damage_amid_loads(tmp_path: Path) -> None:
@@ -142,10 +132,8 @@ def test_a_checksum_that_nvme_does_not_check_is_found_by_damage_amid_loads(tmp_p
         __hash__ = bytes.__hash__
 
     with mock.patch.object(tiered_kv_nvme.reader, "checksum", return_value=Unchecked()):
-        assert_found(
-            lambda seed: race_damage(stack_of(entry), tmp_path / "nvme", seed=seed, seconds=SECONDS)[0],
-            "holds other bytes",
-        )
+        races = (race_damage(stack_of(entry), tmp_path / "nvme", seed=seed, seconds=SECONDS)[0] for seed in SEEDS)
+        assert_found(races, "holds other bytes")
 
 
 def test_a_tier_that_forgets_nothing_at_a_reset_is_found_by_a_scheduler_that_resets() -> None:
@@ -175,32 +163,24 @@ def test_a_tier_that_forgets_nothing_at_a_reset_is_found_by_a_scheduler_that_res
 def test_a_write_that_is_not_what_it_seems_is_found_by_cutting_writes(
     tmp_path: Path, defect: str, scenario: CrashScenario, cut_ends: bool
 ) -> None:
-    if missing := missing_for_tracing():
-        pytest.skip(missing)
     with CrashCases(tmp_path / "crash", program=(str(PROGRAM), defect)) as cases:
         tried = [Case(scenario, cut=cut, cut_ends=cut_ends) for cut in range(WRITES_TRIED)]
-        assert_found_by(cases, tried, "answered and are damaged")
+        assert_found(problems_of(cases, tried), "answered and are damaged")
 
 
-def assert_found_by(cases: CrashCases, tried: Sequence[Case], *texts: str) -> None:
-    """Run cases, a few at a time, until one of their problems says one of the texts."""
-    said: list[str] = []
+def problems_of(cases: CrashCases, tried: Sequence[Case]) -> Iterator[list[str]]:
+    """Run cases, a few at a time, and yield their problems."""
     for start in range(0, len(tried), CASES_A_ROUND):
-        for outcome in cases.run(tried[start : start + CASES_A_ROUND]):
-            said += outcome.problems
-        if any(text in problem for problem in said for text in texts):
-            return
-    pytest.fail(f"the planted defect was not found: {said}")
+        outcomes = cases.run(tried[start : start + CASES_A_ROUND])
+        yield [problem for outcome in outcomes for problem in outcome.problems]
 
 
 def test_a_segment_over_the_capacity_is_found_by_a_crash(tmp_path: Path) -> None:
-    if missing := missing_for_tracing():
-        pytest.skip(missing)
     with CrashCases(tmp_path / "crash", program=(str(PROGRAM), "nvme_makes_a_segment_too_many")) as cases:
         # How far reclaiming has come when the writer ends differs from run to run, so it goes on with earlier writes.
         cuts = range(cases.count_writes(NVME) - 1, 0, -1)[:WRITES_TRIED]
         tried = [Case(NVME, cut=cut, cut_ends=True) for cut in cuts]
-        assert_found_by(cases, tried, "when the writer ended", "at the end")
+        assert_found(problems_of(cases, tried), "when the writer ended", "at the end")
 
 
 @pytest.mark.parametrize(
@@ -214,13 +194,11 @@ def test_a_segment_over_the_capacity_is_found_by_a_crash(tmp_path: Path) -> None
 def test_a_flush_that_is_left_out_is_found_by_a_loss_of_power(
     tmp_path: Path, defect: str, role: str, text: str
 ) -> None:
-    if missing := missing_for_tracing() or missing_for_ext4():
-        pytest.skip(missing)
     scenario = dataclasses.replace(NVME, device=True)
     with CrashCases(tmp_path / "power", image=True, program=(str(PROGRAM), defect)) as cases:
         calls = [call for call in cases.record(scenario, "changes") if call.role == role]
         tried = [Case(scenario, fault=Fault.kill(call), power=power) for call in calls for power in PowerLoss]
-        assert_found_by(cases, tried, text)
+        assert_found(problems_of(cases, tried), text)
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,18 @@ import pytest
 
 import tiered_kv_fs.blocks
 import tiered_kv_memory.tier
+from tests.support.entries import EntryOf
 from tests.support.figures import Figures, Profile
-from tests.support.hindrance import Hindrance
-from tests.support.race_cases import race_damage, race_late_shutdown, race_late_workers, race_loads_with_stores
-from tests.support.race_stacks import (
+from tests.support.race_cases import (
     BLOCK_BYTES,
     ROUNDS_MAX,
     TIERS,
-    EntryOf,
-    conclude,
-    entry_of,
+    Hindrance,
+    race_damage,
+    race_late_shutdown,
+    race_late_workers,
+    race_loads_with_stores,
+    seeds_of,
     stack_of,
     unless,
 )
@@ -29,13 +31,9 @@ from tests.support.races import Prompts, Race, open_guarded, phantoms, problems_
 from tests.support.racing_scheduler import RacingScheduler
 from tiered_kv.counters import count_of
 from tiered_kv.testing.proxy import NO_FAULTS, FaultProxy, Faults
-from tiered_kv.testing.redis_servers import redis_server
-from tiered_kv.testing.s3_servers import moto_bucket, moto_server
 from tiered_kv_nvme.disk import Disk
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.tier import NvmeTier
-
-__all__ = ["entry_of", "moto_bucket", "moto_server", "redis_server"]
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow]
 
@@ -48,8 +46,7 @@ def test_threads_on_the_facade_get_what_was_put(
     tier: str, threads: int, entry_of: EntryOf, profile: Profile, figures: Figures
 ) -> None:
     entry = entry_of(tier)
-    cases: dict[str, list[str]] = {}
-    for seed in range(profile.pick(1, 3)):
+    for seed, note in seeds_of(f"{tier}, {threads} threads", profile.pick(1, 3), figures):
         stack, guard = open_guarded(stack_of(entry))
         with stack:
             prompts = Prompts(BLOCK_BYTES, label=f"{threads}-{seed}")
@@ -61,12 +58,10 @@ def test_threads_on_the_facade_get_what_was_put(
                 went_round = counters["cpu"]["evicted_blocks_total"] and counters[tier].get("loaded_blocks_total")
                 if race.problems or (went_round and race.verified_blocks):
                     break
-            problems = [*race.problems, *problems_at_rest(stack.manager, guard), *phantoms(stack.manager)]
-        problems += unless(counters["cpu"]["evicted_blocks_total"] > 0, "nothing was evicted")
-        problems += unless(counters[tier].get("loaded_blocks_total", 0) > 0, "nothing was promoted")
-        problems += unless(race.verified_blocks > 0, "nothing was loaded")
-        cases[f"{tier}, {threads} threads, seed {seed}"] = problems
-    conclude(figures, cases)
+            note([*race.problems, *problems_at_rest(stack.manager, guard), *phantoms(stack.manager)])
+        note(unless(counters["cpu"]["evicted_blocks_total"] > 0, "nothing was evicted"))
+        note(unless(counters[tier].get("loaded_blocks_total", 0) > 0, "nothing was promoted"))
+        note(unless(race.verified_blocks > 0, "nothing was loaded"))
 
 
 # A scheduler that resets.
@@ -77,8 +72,7 @@ def test_a_scheduler_that_resets_amid_transfers_never_loads_what_was_before(
     tier: str, entry_of: EntryOf, profile: Profile, figures: Figures
 ) -> None:
     entry = entry_of(tier)
-    cases = {}
-    for seed in range(profile.pick(1, 3)):
+    for seed, note in seeds_of(f"{tier}, resets", profile.pick(1, 3), figures):
         stack, guard = open_guarded(stack_of(entry))
         with stack:
             scheduler = RacingScheduler(
@@ -93,12 +87,10 @@ def test_a_scheduler_that_resets_amid_transfers_never_loads_what_was_before(
                 if race.problems or (race.resets > 1 and race.verified_blocks and has_stored):
                     break
             scheduler.finish()
-            problems = [*race.problems, *problems_at_rest(stack.manager, guard), *phantoms(stack.manager)]
-        problems += unless(race.resets > 1, "hardly any reset")
-        problems += unless(race.verified_blocks > 0, "nothing was loaded")
-        problems += unless(has_stored, "nothing was stored")
-        cases[f"{tier}, resets, seed {seed}"] = problems
-    conclude(figures, cases)
+            note([*race.problems, *problems_at_rest(stack.manager, guard), *phantoms(stack.manager)])
+        note(unless(race.resets > 1, "hardly any reset"))
+        note(unless(race.verified_blocks > 0, "nothing was loaded"))
+        note(unless(has_stored, "nothing was stored"))
 
 
 # Late workers.
@@ -117,37 +109,27 @@ def places_of(tier: str) -> list[tuple[object, str]]:
 def test_no_block_is_used_again_while_a_late_worker_may_touch_it(
     tier: str, entry_of: EntryOf, profile: Profile, figures: Figures
 ) -> None:
-    cases = {}
     config = stack_of({**entry_of(tier), "job_timeout": 0.03, "breaker_failures": 1_000_000})
-    for seed in range(profile.pick(1, 3)):
-        problems, expired = race_late_workers(config, places_of(tier), seed=seed, seconds=3.0)
-        cases[f"{tier}, late workers, seed {seed}"] = problems + unless(expired > 0, "no job has expired")
-    conclude(figures, cases)
+    for seed, note in seeds_of(f"{tier}, late workers", profile.pick(1, 3), figures):
+        found, expired = race_late_workers(config, places_of(tier), seed=seed, seconds=3.0)
+        note(found + unless(expired > 0, "no job has expired"))
 
 
 @pytest.mark.parametrize("tier", ["memory", "nvme", "fs"])
 def test_a_stack_that_is_closed_before_its_late_workers_come_leaves_them_their_blocks(
     tier: str, entry_of: EntryOf, profile: Profile, figures: Figures
 ) -> None:
-    cases = {}
     config = stack_of(entry_of(tier))
-    for seed in range(profile.pick(2, 6)):
-        problems, late = race_late_shutdown(config, places_of(tier), seed=seed, seconds=0.1 + 0.05 * seed)
-        cases[f"{tier}, closed before late workers, seed {seed}"] = problems + unless(late > 0, "nobody was late")
-    conclude(figures, cases)
+    for seed, note in seeds_of(f"{tier}, closed before late workers", profile.pick(2, 6), figures):
+        found, late = race_late_shutdown(config, places_of(tier), seed=seed, seconds=0.1 + 0.05 * seed)
+        note(found + unless(late > 0, "nobody was late"))
 
 
 @pytest.mark.parametrize("direction", ["to_client", "to_server"])
 @pytest.mark.parametrize("tier", ["redis", "s3"])
 def test_no_block_is_used_again_while_a_stalled_connection_may_touch_it(
-    tier: str,
-    direction: str,
-    entry_of: EntryOf,
-    profile: Profile,
-    figures: Figures,
-    request: pytest.FixtureRequest,
+    tier: str, direction: str, entry_of: EntryOf, profile: Profile, figures: Figures, request: pytest.FixtureRequest
 ) -> None:
-    cases = {}
     entry = entry_of(tier)
     if tier == "redis":
         address = ("127.0.0.1", request.getfixturevalue("redis_server").port)
@@ -160,7 +142,7 @@ def test_no_block_is_used_again_while_a_stalled_connection_may_touch_it(
         # What is sent must not fit the buffers of the sockets, or nobody reads the block any more when time is over.
         block_bytes = 4 << 20 if direction == "to_server" else BLOCK_BYTES
         few = {"families": 1, "shared_blocks": 2} if direction == "to_server" else {}
-        for seed in range(profile.pick(1, 3)):
+        for seed, note in seeds_of(f"{tier}, connections stalled {direction}", profile.pick(1, 3), figures):
             stack, guard = open_guarded(stack_of(entry, block_bytes=block_bytes))
             with stack:
                 prompts = Prompts(block_bytes, label=f"stalled-{seed}", **few)
@@ -176,11 +158,9 @@ def test_no_block_is_used_again_while_a_stalled_connection_may_touch_it(
                     if scheduler.race.problems or (number >= 2 and late and scheduler.race.verified_blocks):
                         break
                 race = scheduler.finish()
-                problems = [*race.problems, *problems_at_rest(stack.manager, guard), *phantoms(stack.manager)]
-            problems += unless(late > 0, "no job was late")
-            problems += unless(race.verified_blocks > 0, "nothing was loaded")
-            cases[f"{tier}, connections stalled {direction}, seed {seed}"] = problems
-    conclude(figures, cases)
+                note([*race.problems, *problems_at_rest(stack.manager, guard), *phantoms(stack.manager)])
+            note(unless(late > 0, "no job was late"))
+            note(unless(race.verified_blocks > 0, "nothing was loaded"))
 
 
 # A tier's own threads, and damage.
@@ -189,29 +169,23 @@ def test_no_block_is_used_again_while_a_stalled_connection_may_touch_it(
 def test_what_nvme_says_it_has_can_be_loaded_at_any_moment_of_its_store(
     tmp_path: Path, profile: Profile, figures: Figures
 ) -> None:
-    cases = {}
     settings = NvmeSettings(path=str(tmp_path / "nvme"), capacity=4 << 20, segment=256 << 10)
-    for seed in range(profile.pick(1, 3)):
+    for seed, note in seeds_of("nvme, loads amid stores", profile.pick(1, 3), figures):
         with Hindrance(seed, delay_max_s=0.005).before((Disk, "pwritev")):
-            problems, answers = race_loads_with_stores(
+            found, answers = race_loads_with_stores(
                 lambda spec, view: NvmeTier(spec, view, "nvme", settings),
                 seed=seed,
                 seconds=profile.pick(1.0, 3.0),
                 block_bytes=BLOCK_BYTES,
             )
-        problems += unless(answers > 0, "no lookup was made amid a store")
-        cases[f"nvme, loads amid stores, seed {seed}"] = problems
-    conclude(figures, cases)
+        note(found + unless(answers > 0, "no lookup was made amid a store"))
 
 
 @pytest.mark.parametrize("tier", ["nvme", "fs"])
 def test_blocks_that_are_damaged_while_they_are_read_are_misses(
     tier: str, entry_of: EntryOf, profile: Profile, figures: Figures, tmp_path: Path
 ) -> None:
-    cases = {}
     config = stack_of(entry_of(tier))
-    for seed in range(profile.pick(1, 3)):
-        problems, corrupt = race_damage(config, tmp_path / tier, seed=seed, seconds=profile.pick(1.0, 3.0))
-        problems += unless(corrupt > 0, "no load has met the damage")
-        cases[f"{tier}, damaged amid loads, seed {seed}"] = problems
-    conclude(figures, cases)
+    for seed, note in seeds_of(f"{tier}, damaged amid loads", profile.pick(1, 3), figures):
+        found, corrupt = race_damage(config, tmp_path / "kv", seed=seed, seconds=profile.pick(1.0, 3.0))
+        note(found + unless(corrupt > 0, "no load has met the damage"))

@@ -12,43 +12,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from unittest import mock
 
 import pytest
 
+from tests.support.entries import EntryOf
 from tests.support.figures import Figures, Profile
-from tests.support.patient_nvme import patient_nvme
-from tests.support.race_stacks import (
-    BLOCK_BYTES,
-    TIERS,
-    EntryOf,
-    conclude,
-    entry_of,
-    stack_of,
-    unless,
-)
-from tests.support.races import (
-    Prompts,
-    Race,
-    open_guarded,
-    phantoms,
-    problems_at_rest,
-    race_facade,
-)
+from tests.support.race_cases import BLOCK_BYTES, TIERS, race_as_told, seeds_of, stack_of, unless
+from tests.support.races import Prompts, Race, open_guarded, phantoms, problems_at_rest, race_facade
 from tests.support.racing_scheduler import RacingScheduler
 from tiered_kv.stack import open_stack
-from tiered_kv.testing.redis_servers import redis_server
-from tiered_kv.testing.s3_servers import moto_bucket, moto_server
-
-__all__ = ["entry_of", "moto_bucket", "moto_server", "patient_nvme", "redis_server"]
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow, pytest.mark.usefixtures("patient_nvme")]
 
 WAIT_S = 60.0
 LIMIT_S = 600.0
 SHARED = ("fs", "redis", "s3")
-PROGRAM = Path(__file__).with_name("racing_program.py")
+PROGRAM = f"from {race_as_told.__module__} import race_as_told as main; main()"
 
 
 # Opening and closing.
@@ -59,9 +40,7 @@ def test_a_shutdown_amid_transfers_is_bounded_and_what_is_opened_next_is_sound(
     tier: str, entry_of: EntryOf, profile: Profile, figures: Figures
 ) -> None:
     entry = entry_of(tier)
-    cases = {}
-    for seed in range(profile.pick(2, 6)):
-        problems: list[str] = []
+    for seed, note in seeds_of(f"{tier}, shutdown", profile.pick(2, 6), figures):
         prompts = Prompts(BLOCK_BYTES, label="shutdown")
         stack, guard = open_guarded(stack_of(entry))
         scheduler = RacingScheduler(stack.manager, stack.region, prompts, seed=seed, has_epochs=False)
@@ -69,16 +48,14 @@ def test_a_shutdown_amid_transfers_is_bounded_and_what_is_opened_next_is_sound(
         begin_s = time.monotonic()
         stack.close(timeout=0.0)
         if (took_s := time.monotonic() - begin_s) > 30:
-            problems.append(f"close took {took_s:.1f} s")
+            note([f"close took {took_s:.1f} s"])
         guard.check()
-        problems += [*scheduler.race.problems, *guard.violations]
+        note([*scheduler.race.problems, *guard.violations])
         with open_stack(stack_of(entry)) as again:  # at once, also where a directory has one owner
             scheduler = RacingScheduler(again.manager, again.region, prompts, seed=seed, has_epochs=False)
             scheduler.run(0.3)
             race = scheduler.finish()
-            problems += [*race.problems, *problems_at_rest(again.manager), *phantoms(again.manager)]
-        cases[f"{tier}, shutdown, seed {seed}"] = problems
-    conclude(figures, cases)
+            note([*race.problems, *problems_at_rest(again.manager), *phantoms(again.manager)])
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -87,19 +64,19 @@ def test_a_stack_that_is_closed_under_its_threads_ends_their_calls(
 ) -> None:
     """Without waiting for them, between any two steps of theirs: the interpreter changes threads as often as it can."""
     config = stack_of(entry_of(tier))
-    cases = {}
-    for seed in range(profile.pick(20, 200) if tier == "memory" else profile.pick(2, 6)):
+    count = profile.pick(20, 200) if tier == "memory" else profile.pick(2, 6)
+    for seed, note in seeds_of(f"{tier}, closed under threads", count, figures):
         stack, guard = open_guarded(config)
         closer = threading.Timer(0.01 + 0.0005 * (seed % 40), stack.close, (0.0,))
-        with switching_often(), no_thread_fails() as failures:
+        with switching_often(), mock.patch("threading.excepthook") as hook:
             closer.start()
             race = race_facade(stack, Prompts(BLOCK_BYTES), seed=seed, threads=4, seconds=WAIT_S)
             closer.join()
         guard.check()
-        problems = [*race.problems, *failures, *guard.violations]
-        problems += [f"{stack.manager.jobs_in_flight} jobs are left"] if stack.manager.jobs_in_flight else []
-        cases[f"{tier}, closed under threads, seed {seed}"] = problems + unless(race.calls > 0, "no call was made")
-    conclude(figures, cases)
+        failures = [f"{call.args[0].thread}: {call.args[0].exc_value!r}" for call in hook.call_args_list]
+        note([*race.problems, *failures, *guard.violations])
+        note([f"{stack.manager.jobs_in_flight} jobs are left"] if stack.manager.jobs_in_flight else [])
+        note(unless(race.calls > 0, "no call was made"))
 
 
 @contextlib.contextmanager
@@ -113,18 +90,6 @@ def switching_often() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-@contextlib.contextmanager
-def no_thread_fails() -> Iterator[list[str]]:
-    """Yield what threads raise until the end of the block."""
-    failures: list[str] = []
-    before = threading.excepthook
-    threading.excepthook = lambda raised: failures.append(f"{raised.thread}: {raised.exc_value!r}")
-    try:
-        yield failures
-    finally:
-        threading.excepthook = before
-
-
 # Processes.
 
 
@@ -135,12 +100,17 @@ class Racer:
         arguments = [json.dumps(config), str(seed), str(seconds), str(reset_every)]
         # Without a buffer: `communicate` would not see what a line was read with.
         self._process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), *arguments], bufsize=0, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            [sys.executable, "-c", PROGRAM, *arguments], bufsize=0, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
 
     def wait_until_it_runs(self) -> None:
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == b"running\n", self._process.communicate()[1].decode()
+
+    def close(self) -> None:
+        self.kill()
+        with contextlib.suppress(ValueError):  # it was read to its end already
+            self._process.communicate(timeout=WAIT_S)
 
     def kill(self) -> None:
         self._process.kill()
@@ -154,49 +124,31 @@ class Racer:
         return Race(**json.loads(output.splitlines()[-1]))
 
 
-@pytest.fixture
-def start() -> Iterator[Callable[..., Racer]]:
-    """Start racers; those that still run at the end are killed."""
-    racers: list[Racer] = []
-
-    def start_one(*arguments: object, **options: object) -> Racer:
-        racers.append(Racer(*arguments, **options))  # type: ignore[arg-type]  # passed on
-        return racers[-1]
-
-    yield start_one
-    for racer in racers:
-        racer.kill()
-        with contextlib.suppress(ValueError):  # it was read to its end already
-            racer._process.communicate(timeout=WAIT_S)
-
-
 @pytest.mark.parametrize("what", ["both go on", "one resets", "one is killed"])
 @pytest.mark.parametrize("tier", SHARED)
 def test_two_processes_race_on_one_storage(
-    tier: str, what: str, entry_of: EntryOf, profile: Profile, figures: Figures, start: Callable[..., Racer]
+    tier: str, what: str, entry_of: EntryOf, profile: Profile, figures: Figures
 ) -> None:
     config = stack_of(entry_of(tier))
     seconds = profile.pick(2.0, 3.0)
-    cases = {}
-    for seed in range(profile.pick(1, 3)):
-        first = start(config, seed, seconds)
+    for seed, note in seeds_of(f"{tier}, two processes, {what}", profile.pick(1, 3), figures):
         # One that is to be killed does not end before, however late that comes.
         second_s = LIMIT_S if what == "one is killed" else seconds
-        second = start(config, 1000 + seed, second_s, 200 if what == "one resets" else 0)
-        for racer in (first, second):
-            racer.wait_until_it_runs()
-        if what == "one is killed":
-            time.sleep(seconds / 2)
-            second.kill()
-        races = [first.finish(), second.finish()]
-        problems = [problem for race in races if race is not None for problem in race.problems]
-        problems += unless(races[0] is not None and races[0].verified_blocks > 0, "nothing was loaded")
-        problems += unless((races[1] is None) == (what == "one is killed"), "nobody was killed")
+        resets = 200 if what == "one resets" else 0
+        racers = Racer(config, seed, seconds), Racer(config, 1000 + seed, second_s, resets)
+        with contextlib.closing(racers[0]) as first, contextlib.closing(racers[1]) as second:
+            for racer in racers:
+                racer.wait_until_it_runs()
+            if what == "one is killed":
+                time.sleep(seconds / 2)
+                second.kill()
+            races = [first.finish(), second.finish()]
+        note([problem for race in races if race is not None for problem in race.problems])
+        note(unless(races[0] is not None and races[0].verified_blocks > 0, "nothing was loaded"))
+        note(unless((races[1] is None) == (what == "one is killed"), "nobody was killed"))
         if what == "one resets":
-            problems += unless(races[1] is not None and races[1].resets > 0, "nobody has reset")
+            note(unless(races[1] is not None and races[1].resets > 0, "nobody has reset"))
         # And what they have left is sound for a third.
         with open_stack(config) as stack:
             third = race_facade(stack, Prompts(BLOCK_BYTES), seed=seed, threads=2, seconds=0.5)
-            problems += [*third.problems, *problems_at_rest(stack.manager), *phantoms(stack.manager)]
-        cases[f"{tier}, two processes, {what}, seed {seed}"] = problems
-    conclude(figures, cases)
+            note([*third.problems, *problems_at_rest(stack.manager), *phantoms(stack.manager)])

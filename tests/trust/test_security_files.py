@@ -1,4 +1,4 @@
-"""What lies on disks and in shared memory is its owner's alone, and nothing planted there is followed or written to."""
+"""What lies on disks and in shared memory is its owner's alone, and nothing planted is followed or written to."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tenants import BLOCK_BYTES, DirectoryStorage, Tenant
+from tests.support.places import Place
+from tests.support.tenants import BLOCK_BYTES, Tenant
 from tiered_kv.cli import main
 from tiered_kv.cpu.geometry import Geometry
-from tiered_kv.errors import ConfigError, TieredKVError, TierUnavailableError
+from tiered_kv.errors import ConfigError, FormatError, TieredKVError, TierUnavailableError
 from tiered_kv.stack import open_stack
+from tiered_kv.worker.shared import SharedRegion
 from tiered_kv.worker.shared_file import SharedFile
-from tiered_kv.worker.shared_region import SharedRegion
 
 pytestmark = pytest.mark.trust("security")
 
@@ -34,12 +35,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a 
 
 @pytest.fixture(params=TIERS)
 def tenant(request: pytest.FixtureRequest, tmp_path: Path) -> Tenant:
-    return Tenant("alice", DirectoryStorage(tmp_path, request.param))
-
-
-def directory_of(tenant: Tenant) -> Path:
-    assert isinstance(tenant.storage, DirectoryStorage)
-    return tenant.storage.path("alice")
+    return Place(request.param, tmp_path).tenant("alice")
 
 
 def mode_of(path: Path) -> int:
@@ -60,7 +56,7 @@ def umask(mask: int) -> Iterator[None]:
 def test_what_is_made_is_its_owner_s_alone_whatever_the_umask(tier: str, mask: int, tmp_path: Path) -> None:
     nested = tmp_path / "made" / "above"
     with umask(mask):
-        tenant = Tenant("alice", DirectoryStorage(tmp_path, tier))
+        tenant = Place(tier, tmp_path).tenant("alice")
         tenant.file.write_text(tenant.file.read_text().replace(str(tmp_path), str(nested)))
         tenant.store(8)
     entries = [tmp_path / "made", nested, *nested.rglob("*")]
@@ -74,7 +70,7 @@ def test_a_directory_with_blocks_that_others_can_get_at_is_refused_and_says_what
     tenant: Tenant, mode: int
 ) -> None:
     tenant.store(4)
-    directory = directory_of(tenant)
+    directory = tenant.path
     directory.chmod(mode)
     with pytest.raises(ConfigError, match=rf"secondary\.0\.path: .*mode {mode:04o}; .*chmod 700 {directory}"):
         open_stack(tenant.file)
@@ -85,7 +81,7 @@ def test_a_directory_with_blocks_that_others_can_get_at_is_refused_and_says_what
 @pytest.mark.parametrize("mode", [0o755, 0o777, 0o1777])
 def test_an_empty_directory_of_ours_is_closed_to_others(tenant: Tenant, mode: int) -> None:
     """A new file system's directory for lost files is nothing."""
-    directory = directory_of(tenant)
+    directory = tenant.path
     directory.mkdir()
     (directory / "lost+found").mkdir(mode=0o700)
     if os.geteuid() == 0:
@@ -98,7 +94,7 @@ def test_an_empty_directory_of_ours_is_closed_to_others(tenant: Tenant, mode: in
 @needs_root
 def test_another_user_s_directory_is_refused_and_not_purged(tenant: Tenant, capsys: pytest.CaptureFixture[str]) -> None:
     tenant.store(4)
-    directory = directory_of(tenant)
+    directory = tenant.path
     before = sorted(os.listdir(directory))
     os.chown(directory, STRANGER, STRANGER)
     with pytest.raises(ConfigError, match=r"found .* of uid 12345; .*make sure that nobody has put .*: chown -R 0"):
@@ -113,7 +109,7 @@ def test_another_user_s_directory_is_refused_and_not_purged(tenant: Tenant, caps
 def test_a_directory_that_is_a_symbolic_link_is_refused(tenant: Tenant, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
-    directory_of(tenant).symlink_to(elsewhere)
+    tenant.path.symlink_to(elsewhere)
     with pytest.raises(ConfigError, match=r"found the symbolic link .*; give the path that it leads to"):
         open_stack(tenant.file)
     assert os.listdir(elsewhere) == []
@@ -121,43 +117,32 @@ def test_a_directory_that_is_a_symbolic_link_is_refused(tenant: Tenant, tmp_path
 
 def made(tier: str, name: str, tmp_path: Path) -> tuple[Tenant, Path]:
     """Return a tenant that has stored blocks, and one of the files that its tier opens."""
-    tenant = Tenant("alice", DirectoryStorage(tmp_path, tier))
+    tenant = Place(tier, tmp_path).tenant("alice")
     tenant.store(8)
-    directory = directory_of(tenant)
+    directory = tenant.path
     path = min(directory.glob("segment-*")) if name == "segment" else directory / name
     assert path.is_file()
     return tenant, path
 
 
-Plant = Callable[[Path, Path], None]
+PLANTS: dict[str, Callable[[Path, Path], None]] = {
+    "symbolic link": lambda path, victim: path.symlink_to(victim),
+    "hard link": lambda path, victim: path.hardlink_to(victim),
+    "pipe": lambda path, victim: os.mkfifo(path),
+    "directory": lambda path, victim: path.mkdir(),
+}
 
 
-def symbolic_link(path: Path, victim: Path) -> None:
-    path.symlink_to(victim)
-
-
-def hard_link(path: Path, victim: Path) -> None:
-    path.hardlink_to(victim)
-
-
-def pipe(path: Path, victim: Path) -> None:
-    os.mkfifo(path)
-
-
-def directory(path: Path, victim: Path) -> None:
-    path.mkdir()
-
-
-@pytest.mark.parametrize("plant", [symbolic_link, hard_link, pipe, directory])
+@pytest.mark.parametrize("plant", PLANTS)
 @pytest.mark.parametrize(("tier", "name"), CASES)
 def test_what_is_planted_in_a_file_s_place_is_neither_followed_nor_written_to_nor_waited_for(
-    tier: str, name: str, plant: Plant, tmp_path: Path
+    tier: str, name: str, plant: str, tmp_path: Path
 ) -> None:
     tenant, path = made(tier, name, tmp_path)
     victim = tmp_path / "victim"
     victim.write_bytes(VICTIM)
     path.unlink()
-    plant(path, victim)
+    PLANTS[plant](path, victim)
     refusal = ""
     try:
         with open_stack(tenant.file) as stack:  # a planted segment may be dropped: a cache may lose blocks
@@ -167,7 +152,7 @@ def test_what_is_planted_in_a_file_s_place_is_neither_followed_nor_written_to_no
         refusal = str(error)
     assert not refusal or name in refusal or str(path.parent) in refusal
     assert victim.read_bytes() == VICTIM
-    assert victim.stat().st_nlink == (2 if plant is hard_link and path.exists() else 1)
+    assert victim.stat().st_nlink == (2 if plant == "hard link" and path.exists() else 1)
 
 
 @needs_root
@@ -188,26 +173,30 @@ def test_a_file_with_a_looser_mode_is_closed_to_others(tier: str, name: str, tmp
 
 
 def test_a_namespace_that_is_a_symbolic_link_is_refused(tmp_path: Path) -> None:
-    tenant = Tenant("alice", DirectoryStorage(tmp_path, "fs"))
-    directory_of(tenant).mkdir(mode=0o700)
+    tenant = Place("fs", tmp_path).tenant("alice")
+    tenant.path.mkdir(mode=0o700)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    (directory_of(tenant) / "tiered-kv-fs.json").write_text('{"format": 1}')
-    (directory_of(tenant) / tenant.digest).symlink_to(elsewhere)
+    (tenant.path / "tiered-kv-fs.json").write_text('{"format": 1}')
+    (tenant.path / tenant.digest).symlink_to(elsewhere)
     with pytest.raises(TieredKVError, match="is a symbolic link; remove it"):
         open_stack(tenant.file)
     assert os.listdir(elsewhere) == []
 
 
 def test_where_a_file_system_keeps_no_modes_the_check_can_be_turned_off_and_check_shows_it(tmp_path: Path) -> None:
-    tenant = Tenant("alice", DirectoryStorage(tmp_path, "fs"))
+    """Then the directory is everybody's."""
+    tenant = Place("fs", tmp_path).tenant("alice", private=False)
     tenant.store(4)
-    directory_of(tenant).chmod(0o777)
-    tenant.file.write_text(tenant.file.read_text().replace("type: fs", "type: fs\n  private: false"))
+    for path in (tenant.path, *tenant.path.rglob("*")):
+        if os.geteuid() == 0:
+            os.chown(path, STRANGER, STRANGER)
+        path.chmod(0o777)
     with open_stack(tenant.file) as stack:
         assert tenant.wrong(stack, tenant.keys(4)) == (4, 0)
+        assert tenant.put(stack, tenant.keys(4, 100)) == 4
         assert stack.secondary_tiers[0].describe()["private"] is False
-    assert mode_of(directory_of(tenant)) == 0o777
+    assert mode_of(tenant.path) == 0o777
 
 
 @pytest.fixture
@@ -225,12 +214,12 @@ def join(name: str) -> None:
     SharedRegion.join(SharedFile(name, "a", ["a"]), Geometry(2, BLOCK_BYTES)).close()
 
 
-@pytest.mark.parametrize("plant", [symbolic_link, hard_link, pipe, directory])
-def test_what_is_planted_in_the_place_of_a_region_is_refused(plant: Plant, shared_name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("plant", PLANTS)
+def test_what_is_planted_in_the_place_of_a_region_is_refused(plant: str, shared_name: str, tmp_path: Path) -> None:
     victim = Path("/dev/shm") / f"{shared_name}-victim"  # a hard link needs the same file system
     victim.write_bytes(bytes(2 * BLOCK_BYTES))
     try:
-        plant(Path("/dev/shm") / f"{shared_name}+workers", victim)
+        PLANTS[plant](Path("/dev/shm") / f"{shared_name}+workers", victim)
         with pytest.raises(ConfigError):
             join(shared_name)
         assert victim.read_bytes() == bytes(2 * BLOCK_BYTES)
@@ -254,3 +243,92 @@ def test_a_region_is_its_owner_s_alone_whatever_the_umask(shared_name: str) -> N
         assert mode_of(Path("/dev/shm") / f"{shared_name}+workers") == 0o600
     finally:
         joined.close()
+
+
+# In a directory of fs, which a namespace shares with others.
+
+
+@pytest.fixture
+def alice(tmp_path: Path) -> Tenant:
+    return Place("fs", tmp_path).tenant("alice")
+
+
+def entries(path: Path) -> dict[str, tuple[int, int, int]]:
+    """Return all that is in a directory, itself included: whose, with what mode, changed when."""
+    found = [path, *path.rglob("*")]
+    return {str(each): (each.lstat().st_uid, each.lstat().st_mode, each.lstat().st_mtime_ns) for each in found}
+
+
+PLANTED: dict[str, Callable[[Path], object]] = {
+    "f" * 32: lambda path: path.mkdir(),
+    f".{'f' * 32}.{'0' * 16}.purged": lambda path: path.mkdir(),
+    "ledger": lambda path: path.write_bytes(b""),
+    "tiered-kv-fs.json": lambda path: path.write_text('{"format": 1, "tier": "fs"}'),
+}
+"""Names that this tier gives, a namespace's first, and how to put something there."""
+
+
+@needs_root
+@pytest.mark.parametrize("mode", [0o1777, 0o755, 0o700])
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_directory_that_is_not_used_yet_and_holds_a_stranger_s_entry_is_refused_untouched(
+    alice: Tenant, name: str, mode: int
+) -> None:
+    alice.path.mkdir()
+    PLANTED[name](alice.path / name)
+    os.chown(alice.path / name, STRANGER, STRANGER)
+    alice.path.chmod(mode)
+    before = entries(alice.path)
+    with pytest.raises(TieredKVError, match=rf"{STRANGER}|not a directory of this tier|mode (1777|0755)"):
+        open_stack(alice.file)
+    assert entries(alice.path) == before
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_directory_that_is_open_to_others_and_holds_anything_is_not_closed_but_refused(
+    alice: Tenant, name: str
+) -> None:
+    alice.path.mkdir()
+    PLANTED[name](alice.path / name)
+    alice.path.chmod(0o1777)
+    before = entries(alice.path)
+    with pytest.raises(
+        (ConfigError, FormatError), match=rf"not a directory of this tier|mode 1777; .*chmod 700 {alice.path}"
+    ):
+        open_stack(alice.file)
+    assert entries(alice.path) == before
+
+
+@needs_root
+def test_a_stranger_s_namespace_in_a_directory_of_ours_is_refused_at_the_opening(alice: Tenant) -> None:
+    alice.store(8)
+    path = alice.path / alice.digest
+    os.chown(path, STRANGER, STRANGER)
+    with pytest.raises(TierUnavailableError, match=rf"{path} belongs to another user \(uid {STRANGER}\)"):
+        open_stack(alice.file)
+    os.chown(path, os.geteuid(), os.getegid())
+    assert alice.load(8) == (8, 0)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o720, 0o702])
+def test_a_namespace_s_directory_into_which_others_can_write_is_refused_and_says_what_to_do(
+    alice: Tenant, mode: int
+) -> None:
+    alice.store(8)
+    path = alice.path / alice.digest
+    path.chmod(mode)
+    with pytest.raises(TierUnavailableError, match=rf"{path} can be written to by others \(mode {mode:04o}\)"):
+        open_stack(alice.file)
+    path.chmod(0o700)
+    assert alice.load(8) == (8, 0)
+
+
+@needs_root
+def test_a_block_of_another_user_is_a_counted_miss_and_is_stored_again(alice: Tenant) -> None:
+    alice.store(8)
+    with open_stack(alice.file) as stack:
+        for block in alice.path.glob("*/*/*/*"):
+            os.chown(block, STRANGER, STRANGER)
+        assert alice.wrong(stack, alice.keys(8)) == (0, 0)
+    assert alice.store(8) == 8
+    assert alice.load(8) == (8, 0)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tests.support.tenants import BucketStorage, MakeStorage, RedisStorage, Storage, Tenant
+from tests.support.places import PlaceOf
 from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.cli import main
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack import open_stack
-from tiered_kv.testing.redis_servers import RedisServer, redis_server
-from tiered_kv.testing.s3_servers import moto_server
+from tiered_kv.testing.redis_servers import RedisServer
 
-__all__ = ["moto_server", "redis_server"]
+redis = pytest.importorskip("redis", reason="redis-py is not installed")
 
 pytestmark = [pytest.mark.trust("security"), pytest.mark.slow]
 
@@ -42,41 +42,17 @@ TENANTS = ["../../../tmp/evil", "a\0b", "a\r\nFLUSHALL\r\n", "[a-z]*", "${HOME}"
 NAMES = {
     "nvme": r"lock|epoch|tiered-kv-nvme\.json|segment-[0-9a-f]{8}-\d{6}\.kv",
     "fs": r"tiered-kv-fs\.json|lock|ledger|sweep|namespace\.json|epoch|[0-9a-f]{32}|[0-9a-f]{16}|[0-9a-f]{2}",
-    "s3": r"tiered-kv/[0-9a-f]{32}/(namespace\.json|epoch|blocks/[0-9a-f]{16}/[0-9a-f]{2}/[0-9a-f]{32})",
+    "s3": r"kv/[0-9a-f]{32}/(namespace\.json|epoch|blocks/[0-9a-f]{16}/[0-9a-f]{2}/[0-9a-f]{32})",
 }
 KINDS = ("nvme", "fs", "redis", "s3")
 
 
-def names_in(storage: Storage) -> set[bytes]:
-    """Return what things are called in a storage, of paths the last part."""
-    if isinstance(storage, RedisStorage):
-        return {name for server in storage.servers for name in raw_names(server)}
-    if isinstance(storage, BucketStorage):
-        client = storage.server.client()
-        listed = client.list_objects_v2(Bucket=storage.bucket).get("Contents", ())
-        client.close()
-        return {entry["Key"].encode() for entry in listed}
-    return {path.name.encode() for path in storage.folder.glob("kv*/**/*")}
-
-
-def raw_names(server: RedisServer) -> list[bytes]:
-    """Return the names of values; each as hexadecimal digits on its way, since a name may hold anything."""
-    script = (
-        "local found = {} for i, k in ipairs(redis.call('KEYS', '*')) do "
-        "found[i] = k:gsub('.', function(c) return string.format('%02x', c:byte()) end):gsub('\\n', '0a') end "
-        "return table.concat(found, ',')"
-    )
-    reply = server.call("EVAL", script, "0")
-    joined = reply[reply.index(b"\r\n") + 2 : -2].decode()
-    return [bytes.fromhex(each) for each in joined.split(",")] if joined else []
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_a_key_holds_it_is_part_of_no_path_and_means_nothing_to_a_server(
-    kind: str, make_storage: MakeStorage, tmp_path: Path
+    kind: str, place_of: PlaceOf, tmp_path: Path
 ) -> None:
-    storage = make_storage(kind)
-    tenant = Tenant("alice", storage)
+    storage = place_of(kind)
+    tenant = storage.tenant("alice")
     keys: list[OffloadKey] = [make_offload_key(each, 0) for each in HASHES]
     with open_stack(tenant.file) as stack:
         # nvme keeps no key that is longer than a batch header has room for: that one is a failed store, and counted.
@@ -84,7 +60,7 @@ def test_whatever_a_key_holds_it_is_part_of_no_path_and_means_nothing_to_a_serve
         assert stored >= len(keys) - (2 if kind == "nvme" else 0)
     with open_stack(tenant.file) as stack:
         assert tenant.wrong(stack, keys) == (stored, 0)
-        names = names_in(storage)
+        names = {raw for _, raw, _ in storage.everything()}
     if kind == "redis":
         prefix = f"tkv1:{tenant.digest}:".encode()
         blocks = {
@@ -102,12 +78,12 @@ def test_whatever_a_key_holds_it_is_part_of_no_path_and_means_nothing_to_a_serve
 @pytest.mark.parametrize("name", TENANTS, ids=repr)
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_a_tenant_is_called_its_name_is_part_of_no_path_and_can_be_purged(
-    kind: str, name: str, make_storage: MakeStorage, capsys: pytest.CaptureFixture[str]
+    kind: str, name: str, place_of: PlaceOf, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    storage = make_storage(kind)
-    tenant, other = Tenant(name.replace("$", "$$"), storage), Tenant("alice", storage)
+    storage = place_of(kind)
+    tenant, other = storage.tenant(name.replace("$", "$$")), storage.tenant("alice")
     assert (tenant.store(2), other.store(2)) == (2, 2)
-    for found in names_in(storage):
+    for _, found, _ in storage.everything():
         if kind == "redis":
             assert re.fullmatch(rb"tkv1:[0-9a-f]{32}:(namespace|epoch|[0-9a-f]{16}:.*)", found, re.DOTALL)
         else:
@@ -116,6 +92,34 @@ def test_whatever_a_tenant_is_called_its_name_is_part_of_no_path_and_can_be_purg
     assert '"purged": true' in capsys.readouterr().out
     assert storage.holds(tenant.marker) == []
     assert other.load(2) == (2, 0)
+
+
+RIGHTS = ("+get", "+set", "+strlen", "+unlink")
+
+
+@pytest.mark.parametrize("name_key", [None, "5a" * 32])
+def test_names_in_redis_are_seen_by_who_may_scan_and_say_nothing_if_they_are_keyed(
+    name_key: str | None, place_of: PlaceOf, redis_server: RedisServer
+) -> None:
+    """As the page says of tenants on one server, each with a user of its own."""
+    place = place_of("redis")
+    bob, alice = place.tenant("bob", name_key=name_key), place.tenant("alice")
+    assert bob.store(4) == 4
+    url = f"redis://alice:secret@127.0.0.1:{redis_server.port}"
+    user = ("ACL", "SETUSER", "alice", "reset", "on", ">secret", f"~tkv1:{alice.digest}:*", *RIGHTS)
+    assert redis_server.call(*user, "+scan") == b"+OK\r\n"
+    with closing(redis.Redis.from_url(url)) as client:
+        seen = list(client.scan_iter(f"tkv1:{bob.digest}:*"))
+        told = [key for key in bob.keys(4) if any(name.endswith(b":" + bytes(key)) for name in seen)]
+        assert len(seen) >= 4
+        assert len(told) == (0 if name_key else 4)
+        for name in seen:
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                client.get(name)
+    assert redis_server.call(*user) == b"+OK\r\n"
+    with closing(redis.Redis.from_url(url)) as client, pytest.raises(redis.exceptions.NoPermissionError):
+        client.scan(match="*")
+    assert place.tenant("alice", url=url).store(4) == 4, "such a user is not enough for a stack"
 
 
 @pytest.mark.parametrize("field", ["model", "revision", "tenant", "layout"])

@@ -1,4 +1,7 @@
-"""A purge leaves no byte of a tenant in any tier, takes nothing of another's, and disturbs nobody who goes on."""
+"""A purge leaves no byte of a tenant in any tier, and disturbs nobody who goes on.
+
+It takes nothing of another's, nor of what only has a name that begins like the namespace's.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +11,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.disk_use import occupied_bytes
-from tests.support.redis_clusters import redis_cluster
-from tests.support.redis_sentinels import SERVICE, RedisSentinelServers, redis_sentinel
-from tests.support.tenants import BucketStorage, DirectoryStorage, MakeStorage, RedisStorage, Storage, Tenant
+from tests.support.places import Place, PlaceOf
+from tests.support.redis_sentinels import RedisSentinelServers
+from tests.support.tenants import Tenant
 from tiered_kv.cli import main
 from tiered_kv.stack import open_stack
-from tiered_kv.testing.redis_servers import redis_server
-from tiered_kv.testing.s3_servers import moto_server
+from tiered_kv.testing.redis_servers import RedisServer
 from tiered_kv.testing.waiting import wait_until
-
-__all__ = ["moto_server", "redis_cluster", "redis_sentinel", "redis_server"]
 
 pytestmark = [pytest.mark.trust("security"), pytest.mark.slow]
 
-PROGRAM = Path(__file__).with_name("purge_neighbour_program.py")
-BLOCKS = 16
+PROGRAM = f"from {Tenant.__module__} import store_and_load_until_told as main; main()"
+BLOCKS, FEW = 16, 4
 ROUNDS = 4
 """Of a neighbour, which loads again what it stored six rounds before."""
 KINDS = ("nvme", "fs", "redis", "redis-cluster", "redis-sentinel", "s3", "s3-versioned")
@@ -47,10 +47,10 @@ def purge(tenant: Tenant, capsys: pytest.CaptureFixture[str], *options: str) -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_purge_leaves_no_byte_of_the_tenant_and_every_block_of_the_other(
-    kind: str, make_storage: MakeStorage, capsys: pytest.CaptureFixture[str]
+    kind: str, place_of: PlaceOf, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    storage = make_storage(kind)
-    alice, bob = Tenant("alice", storage), Tenant("bob", storage)
+    storage = place_of(kind)
+    alice, bob = storage.tenant("alice"), storage.tenant("bob")
     assert (alice.store(BLOCKS), bob.store(BLOCKS)) == (BLOCKS, BLOCKS)
     if kind == "s3-versioned":
         leave_versions(storage, alice)
@@ -77,25 +77,22 @@ def test_a_purge_leaves_no_byte_of_the_tenant_and_every_block_of_the_other(
     assert alice.load(BLOCKS) == (BLOCKS, 0)
 
 
-def leave_versions(storage: Storage, tenant: Tenant) -> None:
+def leave_versions(storage: Place, tenant: Tenant) -> None:
     """Make older versions of the tenant's blocks: overwritten, and deleted."""
-    assert isinstance(storage, BucketStorage)
-    client = storage.server.client()
-    listed = client.list_objects_v2(Bucket=storage.bucket, Prefix=f"tiered-kv/{tenant.digest}/blocks/")["Contents"]
-    names = [entry["Key"] for entry in listed]
-    for name in names[:8]:
-        body = client.get_object(Bucket=storage.bucket, Key=name)["Body"].read()
-        client.put_object(Bucket=storage.bucket, Key=name, Body=body)
-        client.delete_object(Bucket=storage.bucket, Key=name)
-    client.close()
+    with closing(storage.s3.client()) as client:
+        listed = client.list_objects_v2(Bucket=storage.bucket, Prefix=f"kv/{tenant.digest}/blocks/")["Contents"]
+        for name in [entry["Key"] for entry in listed][:8]:
+            body = client.get_object(Bucket=storage.bucket, Key=name)["Body"].read()
+            client.put_object(Bucket=storage.bucket, Key=name, Body=body)
+            client.delete_object(Bucket=storage.bucket, Key=name)
 
 
 @pytest.mark.parametrize("kind", ["fs", "redis", "s3-versioned"])
 def test_what_a_reset_made_unreachable_is_purged_too(
-    kind: str, make_storage: MakeStorage, capsys: pytest.CaptureFixture[str]
+    kind: str, place_of: PlaceOf, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    storage = make_storage(kind)
-    alice = Tenant("alice", storage)
+    storage = place_of(kind)
+    alice = storage.tenant("alice")
     with open_stack(alice.file) as stack:
         alice.put(stack, alice.keys(BLOCKS))
         stack.manager.reset_cache()
@@ -108,11 +105,7 @@ def test_what_a_reset_made_unreachable_is_purged_too(
 
 
 class Neighbour:
-    """A process that stores and loads all the while.
-
-    Args:
-        process: It.
-    """
+    """A process that stores and loads all the while."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -135,7 +128,7 @@ class Neighbour:
 
 @contextmanager
 def neighbour(tenant: Tenant) -> Iterator[Neighbour]:
-    command = [sys.executable, str(PROGRAM), tenant.tenant, str(tenant.file)]
+    command = [sys.executable, "-c", PROGRAM, tenant.tenant, str(tenant.file)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield Neighbour(process)
@@ -148,10 +141,10 @@ def neighbour(tenant: Tenant) -> Iterator[Neighbour]:
 
 @pytest.mark.parametrize("kind", SHARED)
 def test_a_purge_disturbs_nobody_who_uses_the_same_storage(
-    kind: str, make_storage: MakeStorage, capsys: pytest.CaptureFixture[str]
+    kind: str, place_of: PlaceOf, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    storage = make_storage(kind)
-    alice, bob = Tenant("alice", storage), Tenant("bob", storage)
+    storage = place_of(kind)
+    alice, bob = storage.tenant("alice"), storage.tenant("bob")
     with neighbour(alice) as purged, neighbour(bob) as other:
         purged.go_on(ROUNDS)
         before = other.go_on(ROUNDS)
@@ -178,15 +171,14 @@ def test_a_purge_disturbs_nobody_who_uses_the_same_storage(
 
 
 def test_a_purge_through_a_sentinel_finds_the_master_that_there_is_now(
-    redis_sentinel: RedisSentinelServers, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    redis_sentinel: RedisSentinelServers, place_of: PlaceOf, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    replica = redis_sentinel.replica
-    settings = {"mode": "sentinel", "service": SERVICE, "nodes": [redis_sentinel.address]}
-    storage = RedisStorage(tmp_path, [replica], **settings)
-    alice, bob = Tenant("alice", storage), Tenant("bob", storage)
+    replica, storage = redis_sentinel.replica, place_of("redis-sentinel")
+    alice, bob = storage.tenant("alice"), storage.tenant("bob")
     assert (alice.store(BLOCKS), bob.store(BLOCKS)) == (BLOCKS, BLOCKS)
     wait_until(lambda: len(replica.keys("*")) >= len(redis_sentinel.master.keys("*")), what="the replica's following")
     redis_sentinel.fail_over()
+    storage.masters = [replica]
     assert storage.holds(alice.marker)
     status, tier = purge(alice, capsys, "--tenant", "alice")
     assert (status, tier["error"]) == (0, "")
@@ -195,11 +187,9 @@ def test_a_purge_through_a_sentinel_finds_the_master_that_there_is_now(
     assert bob.load(BLOCKS) == (BLOCKS, 0)
 
 
-def test_an_nvme_directory_that_is_open_is_not_purged(
-    make_storage: MakeStorage, capsys: pytest.CaptureFixture[str]
-) -> None:
-    storage = make_storage("nvme")
-    alice = Tenant("alice", storage)
+def test_an_nvme_directory_that_is_open_is_not_purged(place_of: PlaceOf, capsys: pytest.CaptureFixture[str]) -> None:
+    storage = place_of("nvme")
+    alice = storage.tenant("alice")
     with neighbour(alice) as owner:
         owner.go_on(2)
         status, tier = purge(alice, capsys)
@@ -209,30 +199,26 @@ def test_an_nvme_directory_that_is_open_is_not_purged(
         owner.go_on(2)
 
 
-def test_a_directory_of_another_namespace_is_not_touched(
-    make_storage: MakeStorage, capsys: pytest.CaptureFixture[str]
-) -> None:
-    storage = make_storage("nvme")
-    alice, bob = Tenant("alice", storage), Tenant("bob", storage)
+def test_a_directory_of_another_namespace_is_not_touched(place_of: PlaceOf, capsys: pytest.CaptureFixture[str]) -> None:
+    storage = place_of("nvme")
+    alice, bob = storage.tenant("alice"), storage.tenant("bob")
     bob.store(BLOCKS)
-    path = storage.folder / "kv-bob"
-    before = {entry.name: entry.read_bytes() for entry in path.iterdir()}
-    alice.file.write_text(alice.file.read_text().replace("kv-alice", "kv-bob"))
+    before = {entry.name: entry.read_bytes() for entry in bob.path.iterdir()}
+    alice.file.write_text(alice.file.read_text().replace(str(alice.path), str(bob.path)))
     status, tier = purge(alice, capsys, "--tenant", "alice")
     assert (status, tier["namespaces"], tier["error"]) == (0, [], "")
-    assert {entry.name: entry.read_bytes() for entry in path.iterdir()} == before
+    assert {entry.name: entry.read_bytes() for entry in bob.path.iterdir()} == before
 
 
 @pytest.mark.parametrize("where", ["nvme", "fs", "fs namespace"])
 def test_what_is_not_the_tier_s_stays_and_is_told_where_it_may_be_a_copy_of_blocks(
-    where: str, make_storage: MakeStorage, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    where: str, place_of: PlaceOf, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """An nvme directory is one namespace's, and so is a namespace's in one of fs, which is many's."""
-    storage = make_storage(where.partition(" ")[0])
-    assert isinstance(storage, DirectoryStorage)
-    alice = Tenant("alice", storage)
+    storage = place_of(where.partition(" ")[0])
+    alice = storage.tenant("alice")
     alice.store(BLOCKS)
-    folder = storage.path("alice") / (alice.digest if where == "fs namespace" else "")
+    folder = alice.path / (alice.digest if where == "fs namespace" else "")
     (folder / "notes.txt").write_text("mine")
     victim = tmp_path / "victim"
     victim.mkdir()
@@ -241,16 +227,16 @@ def test_what_is_not_the_tier_s_stays_and_is_told_where_it_may_be_a_copy_of_bloc
     status, tier = purge(alice, capsys)
     told = " ".join(tier["namespaces"][0]["left"])
     assert (status, "notes.txt, which is not this tier's" in told) == ((0, False) if where == "fs" else (1, True))
-    assert [path.read_text() for path in storage.path("alice").rglob("notes.txt")] == ["mine"]
+    assert [path.read_text() for path in alice.path.rglob("notes.txt")] == ["mine"]
     assert (victim / ("0" * 32)).read_bytes() == b"precious"
     assert storage.holds(alice.marker) == []
 
 
 def test_what_a_killed_purge_or_a_killed_writer_left_is_purged(
-    make_storage: MakeStorage, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    place_of: PlaceOf, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    storage = make_storage("fs")
-    alice, bob = Tenant("alice", storage), Tenant("bob", storage)
+    storage = place_of("fs")
+    alice, bob = storage.tenant("alice"), storage.tenant("bob")
     assert (alice.store(BLOCKS), bob.store(BLOCKS)) == (BLOCKS, BLOCKS)
     directory = tmp_path / "kv"
     block = next((directory / alice.digest).glob("*/*/*"))
@@ -264,10 +250,10 @@ def test_what_a_killed_purge_or_a_killed_writer_left_is_purged(
 
 
 def test_the_ledger_gets_back_what_a_purge_has_freed(
-    make_storage: MakeStorage, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    place_of: PlaceOf, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    storage = make_storage("fs")
-    alice, bob = Tenant("alice", storage), Tenant("bob", storage)
+    storage = place_of("fs")
+    alice, bob = storage.tenant("alice"), storage.tenant("bob")
     alice.store(BLOCKS)
     bob.store(BLOCKS)
 
@@ -279,10 +265,10 @@ def test_the_ledger_gets_back_what_a_purge_has_freed(
 
 
 def test_a_readable_form_that_names_another_tenant_is_not_believed(
-    make_storage: MakeStorage, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    place_of: PlaceOf, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    storage = make_storage("fs")
-    alice, bob = Tenant("alice", storage), Tenant("bob", storage)
+    storage = place_of("fs")
+    alice, bob = storage.tenant("alice"), storage.tenant("bob")
     assert (alice.store(BLOCKS), bob.store(BLOCKS)) == (BLOCKS, BLOCKS)
     readable = tmp_path / "kv" / bob.digest / "namespace.json"
     readable.write_bytes(readable.read_bytes().replace(b'"bob"', b'"alice"'))
@@ -294,10 +280,10 @@ def test_a_readable_form_that_names_another_tenant_is_not_believed(
 
 
 def test_an_epoch_survives_a_purge_as_a_new_one_so_that_nothing_from_before_a_reset_is_joined(
-    make_storage: MakeStorage, capsys: pytest.CaptureFixture[str]
+    place_of: PlaceOf, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    storage = make_storage("s3-versioned")
-    alice = Tenant("alice", storage)
+    storage = place_of("s3-versioned")
+    alice = storage.tenant("alice")
     with open_stack(alice.file) as never_reset:
         alice.put(never_reset, alice.keys(4))
         with open_stack(alice.file) as stack:
@@ -308,3 +294,89 @@ def test_an_epoch_survives_a_purge_as_a_new_one_so_that_nothing_from_before_a_re
         assert alice.load(4, 100) == (0, 0)
         wait_until(lambda: not never_reset.counters()["s3"]["jobs_in_flight"])
     assert [name for name in storage.holds(b"tiered-kv epoch 1") if "epoch" in name]
+
+
+# Names that only begin like the namespace's.
+
+
+def test_names_in_redis_that_others_put_beside_or_among_the_namespace_s_stay(
+    redis_server: RedisServer, place_of: PlaceOf, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alice = place_of("redis").tenant("alice")
+    alice.store(FEW)
+    own, another = alice.digest, "f" * 32
+    ours = f"tkv1:{own}:"
+    redis_server.set(f"{ours}{'a' * 16}:".encode() + b"any\nbytes", b"a block")
+    among = [
+        f"{ours}notes", f"{ours}epoch2", f"{ours}epoch\n", f"{ours}", f"{ours}{'a' * 16}",
+        f"{ours}{'A' * 16}:key", f"{ours}{'a' * 17}:key", f"{ours}x:namespace",
+    ]  # fmt: skip
+    beside = [
+        f"tkv1:{another}:{'0' * 16}:key", f"tkv1:{own}", f"tkv1:{own}x:key", f"xtkv1:{own}:key", f"tkv12:{own}:key",
+        f"tkv1:{'?' * 32}:key", "tkv1:*:key", f"tkv1:[{own}]:key", f"tkv1:{another}\n{own}:key", own,
+    ]  # fmt: skip
+    for name in (*among, *beside):
+        redis_server.set(name.encode(), b"precious")
+    status, tier = purge(alice, capsys)
+    (found,) = tier["namespaces"]
+    assert sorted(redis_server.keys("*")) == sorted(name.encode() for name in (*among, *beside))
+    assert (status, found["blocks"]) == (1, FEW + 1)
+    assert found["left"] == [f"{len(among)} names that are not of this tool were left"]
+    assert main(["purge", str(alice.file), "--yes"]) == 0, "nothing of this tool is stored any more"
+
+
+def test_prefixes_of_a_bucket_that_begin_alike_are_apart(place_of: PlaceOf) -> None:
+    place = place_of("s3")
+    tenants = {prefix: place.tenant("alice", prefix=prefix) for prefix in ("prod", "prod2", "prod/x")}
+    assert [tenant.store(FEW) for tenant in tenants.values()] == [FEW] * 3
+    alice = tenants["prod"]
+    client = place.s3.client()
+    foreign = ["prod", "prod/notes.txt", f"prod/{alice.digest}", f"prod/{alice.digest}2/notes.txt"]
+    for name in foreign:
+        client.put_object(Bucket=place.bucket, Key=name, Body=b"precious")
+    assert main(["purge", str(alice.file), "--yes", "--tenant", "alice"]) == 0
+    left = [entry["Key"] for entry in client.list_objects_v2(Bucket=place.bucket)["Contents"]]
+    client.close()
+    assert [name for name in left if name.startswith(f"prod/{alice.digest}/")] == []
+    assert set(foreign) <= set(left)
+    assert tenants["prod2"].load(FEW) == tenants["prod/x"].load(FEW) == (FEW, 0)
+
+
+def test_a_bucket_s_objects_that_others_put_under_the_namespace_s_names_stay_and_are_told(
+    place_of: PlaceOf, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = place_of("s3-versioned")
+    alice = place.tenant("alice", capacity="64MiB")
+    client = place.s3.client()
+    assert alice.store(FEW) == FEW
+    with open_stack(alice.file) as stack:
+        stack.manager.reset_cache()
+        alice.put(stack, alice.keys(FEW))
+    root = f"kv/{alice.digest}/"
+    key = "ab" + "0" * 30
+    foreign = [f"{root}{name}" for name in (
+        "notes.txt", "namespace.json.bak", "epoch/old", "epochs", f"blocks/{key}", f"blocks/{'0' * 16}/ab/{key}.bak",
+        f"blocks/{'0' * 16}/cd/{key}", f"blocks/{'0' * 16}/ab/{key.upper()}", "grants/notes.txt",
+        f"grants/{'0' * 16}-1-60-old", f"grants/{'0' * 16}-1-{chr(0x0663)}", "more/blocks", "<&> and \"",
+    )]  # fmt: skip
+    for name in foreign:
+        for body in (b"precious", b"more precious"):
+            client.put_object(Bucket=place.bucket, Key=name, Body=body)
+    client.delete_object(Bucket=place.bucket, Key=foreign[0])  # its older versions are somebody's all the same
+
+    client.close()
+
+    def versions() -> list[tuple[str, bytes]]:
+        return sorted((name, data) for name, _, data in place.everything() if data is not None)
+
+    before = [each for each in versions() if each[0] in foreign]
+    status, tier = purge(alice, capsys)
+    (found,) = tier["namespaces"]
+    after = versions()
+    assert len(before) == 2 * len(foreign)
+    assert [each for each in after if each[0] in foreign] == before
+    assert {name for name, _ in after} == {*foreign, f"{root}epoch"}, "whatever was this tool's is gone"
+    assert place.holds(alice.marker) == []
+    assert (status, found["purged"], found["blocks"]) == (1, False, 2 * FEW)
+    assert found["left"] == [f"{len(foreign)} objects that are not of this tool were left"]
+    assert main(["purge", str(alice.file), "--yes"]) == 0, "nothing of this tool is stored any more"

@@ -16,17 +16,16 @@ from pathlib import Path
 import pytest
 
 from tests.support.loopback import LoopbackServer
-from tests.support.tenants import BucketStorage, DirectoryStorage, RedisStorage, Tenant, UnseenStorage
+from tests.support.places import Place, PlaceOf
+from tests.support.tenants import Tenant
 from tiered_kv.cli import main
 from tiered_kv.config.secret_keys import read_key_file
 from tiered_kv.config.stack_config import load_config
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.stack import open_stack
-from tiered_kv.testing.redis_servers import RedisServer, redis_server
-from tiered_kv.testing.s3_servers import REGION, S3Server, missing_for_moto, moto_bucket, moto_server
+from tiered_kv.testing.redis_servers import RedisServer
+from tiered_kv.testing.s3_servers import REGION, S3Server, missing_for_moto
 from tiered_kv.workload.trace import read_trace
-
-__all__ = ["moto_bucket", "moto_server", "redis_server"]
 
 pytestmark = [pytest.mark.trust("security"), pytest.mark.slow]
 
@@ -105,11 +104,9 @@ SMALL_FILES = [
 
 @pytest.mark.parametrize(("tier", "name", "opens"), SMALL_FILES)
 def test_a_small_file_of_a_directory(tier: str, name: str, opens: bool, tmp_path: Path) -> None:
-    storage = DirectoryStorage(tmp_path, tier)
-    tenant = Tenant("alice", storage)
+    tenant = Place(tier, tmp_path).tenant("alice")
     tenant.store(BLOCKS)
-    directory = storage.path("alice")
-    paths = list(directory.glob(name)) or [directory / name]
+    paths = list(tenant.path.glob(name)) or [tenant.path / name]
     paths[0].touch(mode=0o600)
     grow(paths[0])
     with little_memory():
@@ -124,28 +121,28 @@ def test_a_small_file_of_a_directory(tier: str, name: str, opens: bool, tmp_path
 
 
 def test_a_block_s_file(tmp_path: Path) -> None:
-    tenant = Tenant("alice", DirectoryStorage(tmp_path, "fs"))
+    tenant = Place("fs", tmp_path).tenant("alice")
     tenant.store(BLOCKS)
-    for path in (tmp_path / "kv").glob("*/*/*/*"):
+    for path in tenant.path.glob("*/*/*/*"):
         grow(path)
     with little_memory():
         assert tenant.load(BLOCKS) == (0, 0)
 
 
 def test_a_segment_s_file(tmp_path: Path) -> None:
-    tenant = Tenant("alice", DirectoryStorage(tmp_path, "nvme"))
+    tenant = Place("nvme", tmp_path).tenant("alice")
     tenant.store(BLOCKS)
-    for path in (tmp_path / "kv-alice").glob("segment-*"):
+    for path in tenant.path.glob("segment-*"):
         grow(path)
     with little_memory(), open_stack(tenant.file) as stack:
         assert tenant.wrong(stack, tenant.keys(BLOCKS))[1] == 0
     # What a file occupies is counted, not what it says that it is long: the capacity holds all the same.
-    assert sum(path.stat().st_blocks * 512 for path in (tmp_path / "kv-alice").iterdir()) <= 64 << 20
+    assert sum(path.stat().st_blocks * 512 for path in tenant.path.iterdir()) <= 64 << 20
 
 
 @pytest.mark.parametrize("which", ["block", "epoch", "namespace"])
-def test_a_value_in_redis(which: str, redis_server: RedisServer, tmp_path: Path) -> None:
-    tenant = Tenant("alice", RedisStorage(tmp_path, [redis_server], url=redis_server.url))
+def test_a_value_in_redis(which: str, redis_server: RedisServer, place_of: PlaceOf) -> None:
+    tenant = place_of("redis").tenant("alice")
     tenant.store(BLOCKS)
     prefix = f"tkv1:{tenant.digest}:"
     names = [name for name in redis_server.keys(f"{prefix}*") if re.match(rf"{prefix}[0-9a-f]{{16}}:".encode(), name)]
@@ -159,15 +156,16 @@ def test_a_value_in_redis(which: str, redis_server: RedisServer, tmp_path: Path)
 
 
 @pytest.mark.parametrize("which", ["blocks/", "epoch", "namespace.json"])
-def test_an_object_in_a_bucket(which: str, moto_server: S3Server, moto_bucket: str, tmp_path: Path) -> None:
-    tenant = Tenant("alice", BucketStorage(tmp_path, moto_server, moto_bucket))
+def test_an_object_in_a_bucket(which: str, place_of: PlaceOf) -> None:
+    place = place_of("s3")
+    tenant = place.tenant("alice")
     tenant.store(BLOCKS)
-    client = moto_server.client()
-    root = f"tiered-kv/{tenant.digest}/"
-    listed = client.list_objects_v2(Bucket=moto_bucket, Prefix=f"{root}{which}").get("Contents", ())
+    client = place.s3.client()
+    root = f"kv/{tenant.digest}/"
+    listed = client.list_objects_v2(Bucket=place.bucket, Prefix=f"{root}{which}").get("Contents", ())
     body = bytes(LARGE_BYTES)
     for name in [entry["Key"] for entry in listed][:2] or [f"{root}{which}"]:
-        client.put_object(Bucket=moto_bucket, Key=name, Body=body)
+        client.put_object(Bucket=place.bucket, Key=name, Body=body)
     client.close()
     del body
     with little_memory():
@@ -216,7 +214,7 @@ def test_an_s3_server_s_answers(form: str, tmp_path: Path) -> None:
     with closing(EndlessServer(*ENDLESS_HTTP[form])) as server:
         entry = {"type": "s3", "bucket": "kv-bucket", "region": REGION, "access_key_id": "a", "secret_access_key": "b"}
         entry |= {"endpoint_url": f"http://{server.address}", "job_timeout": "1s", "lookup_timeout": "200ms"}
-        tenant = Tenant("alice", UnseenStorage(tmp_path, {**entry, "attempts": 1, "request_timeout": "400ms"}))
+        tenant = Tenant("alice", tmp_path, {**entry, "attempts": 1, "request_timeout": "400ms"})
         with little_memory(), suppress(TieredKVError), open_stack(tenant.file) as stack:
             tenant.put(stack, tenant.keys(BLOCKS))  # a server that says that it has done so is believed
             assert tenant.wrong(stack, tenant.keys(BLOCKS, 100)) == (0, 0)

@@ -12,22 +12,21 @@ from typing import Any
 
 import pytest
 
-from tests.support.redis_clusters import RedisClusterServers, tls_redis_cluster
-from tests.support.redis_sentinels import SERVICE, RedisSentinelServers, tls_redis_sentinel
-from tests.support.tenants import BucketStorage, RedisStorage, Tenant
+from tests.support.redis_clusters import RedisClusterServers
+from tests.support.redis_sentinels import SERVICE, RedisSentinelServers
+from tests.support.tenants import Tenant
 from tiered_kv.cli import main
 from tiered_kv.counters import count_of
 from tiered_kv.stack import open_stack
-from tiered_kv.testing.redis_servers import PASSWORD, RedisServer, TlsFiles, make_tls_files, tls_redis_server
+from tiered_kv.testing.redis_servers import PASSWORD, PATIENT, RedisServer, TlsFiles, make_tls_files
 from tiered_kv.testing.s3_servers import S3Server, missing_for_moto, start_moto
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv_s3.settings import S3Settings
 
-__all__ = ["tls_redis_cluster", "tls_redis_sentinel", "tls_redis_server"]
-
 pytestmark = [pytest.mark.trust("security"), pytest.mark.slow]
 
 BLOCKS = 30
+S3_PATIENT = {"job_timeout": "60s", "lookup_timeout": "60s", "request_timeout": "60s"}
 REFUSED = "does not pass the check of its certificate"
 
 
@@ -56,15 +55,11 @@ def show(servers: Sequence[RedisServer], files: TlsFiles) -> None:
         assert reply == b"+OK\r\n"
 
 
-def tenant_of(servers: Sequence[RedisServer], tls: TlsFiles | None, folder: Path, **settings: object) -> Tenant:
+def tenant_of(tls: TlsFiles | None, folder: Path, **settings: object) -> Tenant:
     assert tls is not None
-    own = {
-        "tls": None if "url" in settings else True,
-        "tls_ca": str(tls.ca),
-        "tls_cert": str(tls.cert),
-        "tls_key": str(tls.key),
-    }
-    return Tenant("alice", RedisStorage(folder, servers, **{**own, **settings}))
+    own = {"tls": None if "url" in settings else True, "tls_ca": tls.ca, "tls_cert": tls.cert, "tls_key": tls.key}
+    paths = {name: str(value) if isinstance(value, Path) else value for name, value in own.items()}
+    return Tenant("alice", folder, {"type": "redis", **PATIENT, "job_timeout": "60s", **paths, **settings})
 
 
 def check(tenant: Tenant, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
@@ -103,15 +98,15 @@ def test_a_redis_that_does_not_prove_who_it_is_gets_nothing(
     settings |= {"tls_ca": None if reason == "system authorities" else str(other.ca)}
     if reason == "wrong name":
         show([server], other)
-    expect_refused(tenant_of([server], server.tls, tmp_path, **settings), capsys)
-    expect_used(tenant_of([server], server.tls, tmp_path, **settings, tls_verify=False), capsys, verified=False)
+    expect_refused(tenant_of(server.tls, tmp_path, **settings), capsys)
+    expect_used(tenant_of(server.tls, tmp_path, **settings, tls_verify=False), capsys, verified=False)
 
 
 def test_a_redis_that_proves_who_it_is_is_used_and_check_says_verified(
     tls_redis_server: RedisServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = tls_redis_server
-    expect_used(tenant_of([server], server.tls, tmp_path, url=server.url, password=PASSWORD), capsys)
+    expect_used(tenant_of(server.tls, tmp_path, url=server.url, password=PASSWORD), capsys)
 
 
 def test_a_cluster_s_members_prove_who_they_are(
@@ -121,14 +116,14 @@ def test_a_cluster_s_members_prove_who_they_are(
     assert tls is not None
     cluster.keep_masters()  # a member that loses its links, too: what it shows later would keep it from having others
     entry = {"mode": "cluster", "nodes": cluster.addresses}
-    expect_refused(tenant_of(cluster.servers, tls, tmp_path, **entry, tls_ca=str(other.ca)), capsys)
-    expect_refused(tenant_of(cluster.servers, tls, tmp_path, **entry, tls_ca=None), capsys)
+    expect_refused(tenant_of(tls, tmp_path, **entry, tls_ca=str(other.ca)), capsys)
+    expect_refused(tenant_of(tls, tmp_path, **entry, tls_ca=None), capsys)
     assert values_of(cluster.servers) == 0
     trusting = {**entry, "tls_ca": both(tls, other, tmp_path)}
-    expect_used(tenant_of(cluster.servers, tls, tmp_path, **trusting), capsys)
+    expect_used(tenant_of(tls, tmp_path, **trusting), capsys)
     assert all(values_of([master]) for master in cluster.masters()), "the blocks are not spread over the masters"
     show(cluster.servers, other)
-    expect_refused(tenant_of(cluster.servers, tls, tmp_path, **trusting), capsys)
+    expect_refused(tenant_of(tls, tmp_path, **trusting), capsys)
 
 
 def test_a_master_that_a_cluster_names_proves_who_it_is_too(
@@ -139,7 +134,7 @@ def test_a_master_that_a_cluster_names_proves_who_it_is_too(
     assert tls is not None
     cluster.keep_masters()
     ca = both(tls, other, tmp_path)
-    tenant = tenant_of(cluster.servers, tls, tmp_path, mode="cluster", nodes=cluster.addresses, tls_ca=ca)
+    tenant = tenant_of(tls, tmp_path, mode="cluster", nodes=cluster.addresses, tls_ca=ca)
     assert tenant.store(BLOCKS) == BLOCKS
     masters = cluster.masters()
     asked = next(master for master in masters if master.keys("tkv1:*:epoch"))  # without it no tier is opened
@@ -159,16 +154,16 @@ def test_a_sentinel_and_the_master_that_it_names_prove_who_they_are(
     assert tls is not None
     data = [servers.master, servers.replica]
     entry = {"mode": "sentinel", "service": SERVICE, "nodes": [servers.address]}
-    expect_refused(tenant_of(data, tls, tmp_path, **entry, tls_ca=str(other.ca)), capsys)
+    expect_refused(tenant_of(tls, tmp_path, **entry, tls_ca=str(other.ca)), capsys)
     trusting = {**entry, "tls_ca": both(tls, other, tmp_path)}
     # The sentinel by a name that its certificate has not.
-    expect_refused(tenant_of(data, tls, tmp_path, **{**trusting, "nodes": [servers.other_address]}), capsys)
+    expect_refused(tenant_of(tls, tmp_path, **{**trusting, "nodes": [servers.other_address]}), capsys)
     assert values_of(data) == 0
-    expect_used(tenant_of(data, tls, tmp_path, **trusting), capsys)
+    expect_used(tenant_of(tls, tmp_path, **trusting), capsys)
     wait_until(lambda: values_of([servers.master]) == values_of([servers.replica]))
     # The sentinel as it should be, and a master that shows what was signed for another.
     show([servers.master], other)
-    expect_refused(tenant_of(data, tls, tmp_path, **trusting), capsys)
+    expect_refused(tenant_of(tls, tmp_path, **trusting), capsys)
 
 
 @pytest.fixture
@@ -197,13 +192,13 @@ def test_an_s3_server_that_does_not_prove_who_it_is_gets_nothing(
 ) -> None:
     names = "elsewhere.example" if reason == "wrong name" else "127.0.0.1"
     files = files_in(tmp_path / "own", names)
-    settings: dict[str, object] = {"ca_file": str(files.ca), "attempts": 1, "request_timeout": "60s"}
+    settings: dict[str, object] = {"ca_file": str(files.ca), "attempts": 1}
     if reason == "wrong authority":
         settings["ca_file"] = str(files_in(tmp_path / "other").ca)
     elif reason == "system authorities":
         del settings["ca_file"]
     server = moto_with(files)
-    tenant = Tenant("alice", BucketStorage(tmp_path, server, "kv-bucket", **settings))
+    tenant = Tenant("alice", tmp_path, server.settings("kv-bucket", **S3_PATIENT, **settings))
     expect_refused(tenant, capsys, "untrusted")
     with open_stack(tenant.file) as stack:
         assert tenant.put(stack, tenant.keys(BLOCKS)) == 0
@@ -214,7 +209,8 @@ def test_an_s3_server_that_proves_who_it_is_is_used(
     moto_with: Callable[[TlsFiles], S3Server], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = files_in(tmp_path / "own")
-    tenant = Tenant("alice", BucketStorage(tmp_path, moto_with(files), "kv-bucket", ca_file=str(files.ca)))
+    server = moto_with(files)
+    tenant = Tenant("alice", tmp_path, server.settings("kv-bucket", **S3_PATIENT, ca_file=str(files.ca)))
     expect_used(tenant, capsys, verified=None)
 
 

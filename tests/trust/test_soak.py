@@ -8,14 +8,13 @@ is stalled and frozen, made long steps 6 % of the time.
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.figures import Figures, Profile
-from tests.support.soak import SoakSettings, run
+from tests.support.soak.soak import SoakSettings, run
 from tiered_kv.testing.s3_servers import missing_for_moto
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow]
@@ -31,8 +30,6 @@ def quiet() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def servers() -> None:
-    if shutil.which("redis-server") is None:
-        pytest.skip("redis-server is not installed")
     if missing := missing_for_moto():
         pytest.skip(missing)
     pytest.importorskip("redis", reason="redis-py is not installed")

@@ -9,39 +9,33 @@ import base64
 import json
 import logging
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.support.figures import Figures
-from tests.support.patient_nvme import patient_nvme
-from tests.support.places import STORED, Place
+from tests.support.places import STORED, Place, PlaceOf
 from tests.support.segment_map import PAGE_BYTES, SEGMENT_FIELDS, seal
 from tests.trust.golden.make_golden import FORMS, NAME_KEY, SMALL, SPEC
 from tiered_kv.counters import count_of
 from tiered_kv.errors import FormatError
 from tiered_kv.testing.damage import RECORD_FIELDS, RECORD_HEADER_BYTES, seal_record
-from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.rig import TierRig, make_keys
-from tiered_kv.testing.s3_servers import moto_server
 from tiered_kv.toolkit.codecs import AES_ID, RAW_ID, ZSTD_AES_ID, ZSTD_ID
-
-__all__ = ["moto_server", "patient_nvme", "redis_server"]
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow, pytest.mark.usefixtures("patient_nvme")]
 
 GOLDEN = Path(__file__).parent / "golden"
 OTHER_VERSIONS = (0, 2)
 RECORD_MAGIC = b"\x89TKVREC\n"
-PlaceOf = Callable[[str], Place]
 
 
 def opened(place: Place, codec: str = "raw", form: str = "", **settings: object) -> TierRig:
     """Open a tier as `make_golden` did."""
     content = FORMS[form].codecs[codec]
     more = {**SMALL.get(place.kind, {}), "codec": codec, **FORMS[form].settings, **settings}
-    return place.open(SPEC, content, num_blocks=32, **more)  # type: ignore[arg-type]  # by name
+    return place.open(SPEC, content, num_blocks=32, **more)
 
 
 def golden(tier: str, form: str = "", version: int = 1) -> dict[str, bytes]:
@@ -105,10 +99,10 @@ def test_what_is_stored_today_has_the_names_and_bytes_of_version_1(
     assert len(expected) == 4 * len(FORMS[form].codecs)
     place.restore({name: data for name, data in stored.items() if not data.startswith(RECORD_MAGIC)})
     for codec in FORMS[form].codecs:
-        rig = opened(place, codec, form, name_key=NAME_KEY if FORMS[form].has_names else None)
+        rig = opened(place, codec, form)
         assert rig.store(make_keys(4, f"golden {codec}")).success
         rig.tier.shutdown()
-    conclude(figures, comparable(place.stored(rig)), expected)
+    conclude(figures, comparable(place.stored()), expected)
 
 
 def comparable(stored: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -135,7 +129,7 @@ def test_the_head_of_a_segment_is_that_of_version_1(place_of: PlaceOf, figures: 
     rig.tier.shutdown()
     (name,) = (each for each in golden("nvme") if each.startswith("segment-"))
     generation = next(field for field in SEGMENT_FIELDS if field.name == "generation")
-    pages = [stored[name][:PAGE_BYTES] for stored in (place.stored(rig), golden("nvme"))]
+    pages = [stored[name][:PAGE_BYTES] for stored in (place.stored(), golden("nvme"))]
     today, old = (seal(generation.written(page, 1), 0, PAGE_BYTES) for page in pages)
     conclude(figures, today, old)
 
@@ -209,7 +203,7 @@ def test_names_of_another_version_in_a_server_are_left_alone(place_of: PlaceOf, 
     assert rig.tier.reset_cache()
     assert rig.store(keys).success
     rig.tier.shutdown()
-    now = place.stored(rig)
+    now = place.stored()
     conclude(figures, (*found, {name: now.get(name) for name in theirs}), ([False] * 4, set(), theirs))
 
 
@@ -235,7 +229,7 @@ def test_a_bucket_of_another_version_is_refused_and_left_alone(
         results += rig.wait([rig.submit_store(make_keys(2, "new"))])
         rig.tier.shutdown()
     reasons = [(result.success, result.reason) for result in results]
-    now = {each: data for each, data in place.stored(rig).items() if each in theirs}
+    now = {each: data for each, data in place.stored().items() if each in theirs}
     advice = (f"version {version}", "reads version 1", "use the release that wrote it")
     unsaid = [each for each in advice if each not in str(refused.value)]
     conclude(figures, (now, reasons, offered, unsaid), (theirs, [(False, "format")] * 3, [False] * 4, []))

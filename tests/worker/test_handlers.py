@@ -16,7 +16,7 @@ from tiered_kv.errors import ShutdownError
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.waiting import wait_until
-from tiered_kv.worker import host, open_handlers
+from tiered_kv.worker import handlers, open_handlers
 from tiered_kv.worker.handlers import CopyHandler
 from tiered_kv.worker.plan import CopyPlan
 
@@ -112,7 +112,7 @@ def test_copies_of_a_handler_that_is_dropped_do_not_outlive_their_memory(
         was_there.append(memory() is not None)
         return 0.0
 
-    monkeypatch.setattr(host, "copy_runs", held_up)
+    monkeypatch.setattr(handlers, "copy_runs", held_up)
     was_there: list[bool] = []
     rigs = [Rig("cpu")]
     memory = weakref.ref(rigs[0].cache)
@@ -138,8 +138,8 @@ def test_shutdown_waits_for_the_copy_that_runs_and_drops_those_behind_it(
         gate.pass_through()
         return copy_runs(plan)
 
-    copy_runs = host.copy_runs
-    monkeypatch.setattr(host, "copy_runs", held_up)
+    copy_runs = handlers.copy_runs
+    monkeypatch.setattr(handlers, "copy_runs", held_up)
     rig = Rig("cpu")
     store = rig.handlers.store
     assert isinstance(store, CopyHandler)
@@ -171,9 +171,9 @@ def test_a_copy_that_fails_is_reported_and_the_next_one_succeeds(monkeypatch: py
         return copy_runs(plan)
 
     copied: list[CopyPlan] = []
-    copy_runs = host.copy_runs
+    copy_runs = handlers.copy_runs
     rig = Rig("cpu")
-    monkeypatch.setattr(host, "copy_runs", fail_once)  # for good: a copy may begin long after it was submitted
+    monkeypatch.setattr(handlers, "copy_runs", fail_once)  # for good: a copy may begin long after it was submitted
     rig.store(1, [0], [0])
     rig.store(2, [0], [0])
     rig.handlers.store.wait([1, 2])
@@ -264,35 +264,6 @@ def test_caches_that_cannot_be_offloaded_are_refused(caches: CanonicalKVCaches, 
     with pytest.raises(ValueError, match=message):
         open_handlers(caches, region)
     assert region.close()
-
-
-@pytest.mark.parametrize(
-    ("sizes", "firsts", "num_rows"),
-    [
-        ([3], [1], 2),  # the first place of the first row is left out
-        ([3], [0], 2),  # a place of some row is left out, and nothing tells which
-        ([1], [2], 1),
-        ([2], [1], 2),  # a place of two rows is left out; block 1 would lie where the second row has none
-    ],
-)
-def test_a_store_that_leaves_out_blocks_of_its_rows_is_refused_and_such_a_load_is_not(
-    sizes: list[int], firsts: list[int], num_rows: int
-) -> None:
-    tensor = torch.zeros(8, 4, dtype=torch.uint8)
-    region = PrimaryRegion(4, 8)
-    region.array[:] = 7
-    handlers = open_handlers(caches_of(tensor, 4), region, block_size_factor=2)
-    spec = (GPULoadStoreSpec(list(range(sizes[0])), sizes, firsts), CPULoadStoreSpec(list(range(num_rows))))
-    with pytest.raises(ValueError, match=r"whole offloaded blocks, 2 device blocks each, found .* of group 0"):
-        handlers.store.transfer_async(1, spec)
-    assert handlers.store.get_finished() == []
-    assert (region.array == 7).all()
-    handlers.load.transfer_async(1, spec[::-1])
-    handlers.load.wait([1])
-    assert (tensor[: sizes[0]] == 7).all()
-    assert not tensor[sizes[0] :].any()
-    handlers.shutdown()
-    region.close()
 
 
 @pytest.mark.parametrize(("offset", "part_bytes"), [(-1, 8), (512, 8), (0, 513), (500, 13)])

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 
-from tiered_kv.worker.host import HostCopier
+from tiered_kv.worker.handlers import HostCopier
 from tiered_kv.worker.plan import CopyPlan
 
 

@@ -18,8 +18,8 @@ from tiered_kv.cpu.geometry import ROWS_OFFSET, Geometry
 from tiered_kv.cpu.region import SHARED_MEMORY_DIRECTORY
 from tiered_kv.errors import ConfigError
 from tiered_kv.worker import shared_file
+from tiered_kv.worker.shared import SharedRegion
 from tiered_kv.worker.shared_file import SharedFile
-from tiered_kv.worker.shared_region import SharedRegion
 
 PARTIES = ["scheduler", "worker 0", "worker 1"]
 
@@ -44,7 +44,7 @@ def hold(name: str, party: str) -> subprocess.Popen[str]:
     """Start a process that has joined, and waits to be killed."""
     program = (
         "import sys; from tiered_kv.worker.shared_file import SharedFile\n"
-        "from tiered_kv.worker.shared_region import Geometry, SharedRegion\n"
+        "from tiered_kv.worker.shared import Geometry, SharedRegion\n"
         "SharedRegion.join(SharedFile(sys.argv[1], sys.argv[2], sys.argv[3:]), Geometry(4, 4096))\n"
         "print('joined', flush=True); sys.stdin.read()"
     )

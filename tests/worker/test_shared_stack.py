@@ -79,27 +79,6 @@ def prepare_store(stack: Stack, keys: list[OffloadKey]) -> list[int] | None:
     return rows
 
 
-def test_each_worker_has_its_own_part_of_every_row(name: str) -> None:
-    shared = shared_stack(name)
-    caches = [Cache(), Cache()]
-    handlers = [shared.open_handlers(cache.canonical, rank) for rank, cache in enumerate(caches)]
-    stack = shared.open_stack()
-    rows = prepare_store(stack, KEYS[:2])
-    assert rows is not None
-    for rank, cache in enumerate(caches):
-        cache.tensor[2], cache.tensor[0] = 10 + rank, 20 + rank
-        transfer(handlers[rank], [2, 0], rows, is_store=True)
-    stack.manager.complete_store(KEYS[:2], ReqContext(req_id="r"))
-    assert stack.region.array[rows[0], ::PAGE_BYTES].tolist() == [10, 11]
-    assert stack.region.array[rows[1], ::PAGE_BYTES].tolist() == [20, 21]
-    for rank, cache in enumerate(caches):
-        transfer(handlers[rank], [3, 1], rows, is_store=False)
-        assert cache.tensor[:, 0].tolist() == [20 + rank, 20 + rank, 10 + rank, 10 + rank]
-    for each in handlers:
-        each.shutdown()
-    stack.close()
-
-
 def test_workers_of_different_sizes_do_not_share_bytes(name: str) -> None:
     sizes = [PAGE_BYTES, PAGE_BYTES // 2]  # of the last pipeline stage, say, with fewer layers
     sides = [SharedStack(stack_of(), name=name, bytes_per_worker=size, num_workers=2) for size in sizes]

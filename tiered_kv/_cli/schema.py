@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from tiered_kv._cli.output import Status, print_json
-from tiered_kv.config.schema import stack_schema
+from tiered_kv.config.stack_config import stack_schema
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Hashable, Mapping
-from pathlib import Path
 from typing import TypeVar
 
 import yaml
@@ -35,28 +34,19 @@ def from_source(
     """Return what `use` makes of a mapping, or of what the YAML file at a path says; an error then names the file."""
     if isinstance(source, Mapping):
         return use(source)
-    raw = read_stack_file(source)
+    path = os.fspath(source)
+    try:
+        with open(path, "rb") as file:
+            text = file.read(FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(f"the stack's file cannot be read: {error.strerror}", location=path) from error
+    if len(text) > FILE_BYTES_MAX:
+        raise ConfigError(f"a stack's file has at most {format_bytes(FILE_BYTES_MAX)}", location=path)
+    raw = parse_stack_text(text, path)
     try:
         return use(raw)
     except ConfigError as error:
-        raise ConfigError(error.message, location=error.location, file=os.fspath(source)) from None
-
-
-def read_stack_file(path: str | os.PathLike[str]) -> dict[str, object]:
-    """Return what the YAML file at `path` says, variables not yet filled in.
-
-    Raises:
-        ConfigError: The file cannot be read, is larger than `FILE_BYTES_MAX`, is not YAML, or is no mapping.
-    """
-    source = Path(path)
-    try:
-        with source.open("rb") as file:
-            text = file.read(FILE_BYTES_MAX + 1)
-    except OSError as error:
-        raise ConfigError(f"the stack's file cannot be read: {error.strerror}", location=str(source)) from error
-    if len(text) > FILE_BYTES_MAX:
-        raise ConfigError(f"a stack's file has at most {format_bytes(FILE_BYTES_MAX)}", location=str(source))
-    return parse_stack_text(text, str(source))
+        raise ConfigError(error.message, location=error.location, file=path) from None
 
 
 def parse_stack_text(text: str | bytes, source: str = "the stack") -> dict[str, object]:

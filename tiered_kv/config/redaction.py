@@ -7,7 +7,7 @@ setting that holds it is named like one. User, password, query and fragment of a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from urllib.parse import quote, unquote
 
 from pydantic import SecretBytes, SecretStr
@@ -75,7 +75,7 @@ def texts_in(value: object) -> set[str]:
     return {str(leaf) for leaf in leaves if isinstance(leaf, (str, int, float)) and not isinstance(leaf, bool)}
 
 
-def scrub(text: str, secrets: set[str]) -> str:
+def scrub(text: str, secrets: Set[str]) -> str:
     """Return `text`, which a library wrote, without any of `secrets` and without what is secret in URLs."""
     for secret in sorted(secrets, key=len, reverse=True):
         if secret:
@@ -83,7 +83,7 @@ def scrub(text: str, secrets: set[str]) -> str:
     return _QUERY.sub(rf"\1{HIDDEN}", _USERINFO_IN_TEXT.sub(rf"\1{HIDDEN}@", text))
 
 
-def told(error: Exception, secrets: set[str]) -> str:
+def told(error: Exception, secrets: Set[str]) -> str:
     """Return what an error says, without any of `secrets`: a stranger's says too what it is."""
     text = scrub(str(error), secrets)
     return text if isinstance(error, TieredKVError) else f"{type(error).__name__}: {text}"

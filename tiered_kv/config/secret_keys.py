@@ -13,8 +13,9 @@ import binascii
 import os
 import re
 import stat
+from collections.abc import Set
 
-from tiered_kv.config.redaction import redact
+from tiered_kv.config.redaction import redact, scrub
 from tiered_kv.config.units import format_bytes
 from tiered_kv.errors import ConfigError
 from tiered_kv.permissions import OTHERS
@@ -29,13 +30,9 @@ _ACCEPTED = f"{KEY_BYTES} bytes as 64 hexadecimal digits or as base64, such as `
 
 
 def parse_key(text: str) -> bytes:
-    """Return the key that `text` stands for; white space around it does not matter.
+    """Return the 32 bytes of a key: 64 hexadecimal digits, or base64 (RFC 4648, of either alphabet, padded or not).
 
-    Args:
-        text: 64 hexadecimal digits, or base64 (RFC 4648, of either alphabet, padded or not) of 32 bytes.
-
-    Returns:
-        32 bytes.
+    White space around it does not matter.
 
     Raises:
         ConfigError: It is no key. The message shows nothing of it, nor how long it is.
@@ -70,14 +67,13 @@ def problem_of_key(text: str) -> str:
     return ""
 
 
-def read_key_file(path: str | os.PathLike[str]) -> bytes:
+def read_key_file(path: str | os.PathLike[str], *, location: str = "", secrets: Set[str] = frozenset()) -> bytes:
     """Return the key in the file at `path`, which must be this user's own and closed to everybody else.
 
     Args:
         path: A regular file, or a link to one, that holds nothing but a key as `parse_key` takes it.
-
-    Returns:
-        32 bytes.
+        location: The setting that names the file, for errors.
+        secrets: Texts that no error shows, such as a path from a variable.
 
     Raises:
         ConfigError: The file cannot be read, belongs to another user, may be used by its group or by others, is larger
@@ -97,7 +93,7 @@ def read_key_file(path: str | os.PathLike[str]) -> bytes:
     except (OSError, ValueError) as error:  # a path with a null character is a ValueError
         problem = f"cannot be opened: {getattr(error, 'strerror', None) or 'this is no path'}"
     if problem:
-        raise ConfigError(f"the key file '{redact(os.fspath(path))}' {problem}")
+        raise ConfigError(scrub(f"the key file '{redact(os.fspath(path))}' {problem}", secrets), location=location)
     return parse_key(text)
 
 

@@ -9,18 +9,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from tiered_kv.config.namespace import Namespace, NamespaceIdentity
 from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.redaction import HIDDEN, EnvironmentText, redact
-from tiered_kv.config.settings import StrictModel, TierSettings
+from tiered_kv.config.settings import ClassArguments, StrictModel, TierSettings
 from tiered_kv.config.units import Bytes, Count, Seconds, Share, format_bytes
 from tiered_kv.config.validation import Location, check, combined, dotted
 from tiered_kv.errors import ConfigError
-from tiered_kv.hooks import tier_plugins
+from tiered_kv.hooks import TierType, tier_plugins
 
 BUILT_IN_POLICIES = ("lru", "arc")
 PRIMARY_BLOCKS_MIN = 2
@@ -193,10 +193,7 @@ def _config_of(raw: Mapping[str, object], environ: Mapping[str, str]) -> StackCo
 
 
 def tier_settings(entry: object) -> TierSettings:
-    """Return an entry of `secondary`, checked by the model of its type.
-
-    Args:
-        entry: A mapping with the key `type`, or settings, returned as they are.
+    """Return an entry of `secondary`, checked by the model of its type; settings are returned as they are.
 
     Raises:
         ConfigError: Its type is unknown, or a setting cannot be used.
@@ -247,3 +244,47 @@ def _check_entry(entry: object, location: Location) -> TierSettings | list[Confi
         message = hidden if isinstance(name, EnvironmentText) else str(error)
         return [ConfigError(message, location=dotted((*location, "type")))]
     return check(tier_type.settings, entry, location)
+
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+Schema = dict[str, Any]  # Any: JSON
+
+
+def stack_schema() -> Schema:
+    """Return the JSON schema of a stack's file with every tier type that is installed here."""
+    schema = StackConfig.model_json_schema()
+    definitions: Schema = schema.setdefault("$defs", {})
+    definitions.pop("TierSettings", None)
+    entries: list[Schema] = [
+        _entry_schema(tier_type, definitions) for tier_type in tier_plugins().tier_types().values()
+    ]
+    entries.append(
+        {
+            "type": "object",
+            "description": "A tier by its class.",
+            "properties": {"type": {"type": "string", "pattern": "^[^:]+:[^:]+$"}},
+            "required": ["type"],
+        }
+    )
+    schema["properties"]["secondary"]["items"] = {"oneOf": entries}
+    schema["$schema"] = DIALECT
+    schema["title"] = "tiered-kv stack"
+    return schema
+
+
+def _entry_schema(tier_type: TierType, definitions: Schema) -> Schema:
+    """Add the schema of one tier type's entry to `definitions`, its own definitions included, and refer to it."""
+    prefix = f"tier-{tier_type.name}"
+    entry = tier_type.settings.model_json_schema(ref_template=f"#/$defs/{prefix}-{{model}}")
+    for name, definition in entry.pop("$defs", {}).items():
+        definitions[f"{prefix}-{name}"] = definition
+    entry["title"] = tier_type.name
+    if tier_type.description:
+        entry["description"] = tier_type.description
+    if issubclass(tier_type.settings, ClassArguments):
+        entry["description"] = f"{tier_type.description} Further keys are arguments of its class.".strip()
+    entry["properties"]["type"] = {"const": tier_type.name}
+    entry["required"] = sorted({"type", *entry.get("required", ())})
+    definitions[prefix] = entry
+    return {"$ref": f"#/$defs/{prefix}"}

@@ -24,13 +24,8 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What all processes that map a region must agree on.
-
-    Args:
-        rows: Blocks that the region holds, at least 1.
-        row_bytes: Bytes of a row, at least 1.
-        workers: Workers that have a part of every row.
-        block_size_factor: Device blocks in a row.
+    """What all processes that map a region must agree on: its rows, their bytes, the workers with a part of every row,
+    and the device blocks in a row (`block_size_factor`).
 
     Raises:
         ConfigError: A number is less than 1.

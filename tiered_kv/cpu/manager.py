@@ -198,13 +198,10 @@ class CPUOffloadingManager(OffloadingManager):
     def allocate(
         self, keys: Sequence[OffloadKey], writer: str, chain: RequestChain, evicted: list[OffloadKey]
     ) -> list[CPUBlock] | None:
-        """Give each of `keys`, which must be absent, a block in state writing.
+        """Give each of `keys`, which are distinct and absent, a block in state writing, and `evicted` what had to go.
 
-        Args:
-            keys: Distinct absent keys.
-            writer: The request that will write them, or `PROMOTION`.
-            chain: The request that wants them; its own blocks are evicted only where no others are left.
-            evicted: Gets the keys that were evicted.
+        `writer` is the request that will write them, or `PROMOTION`. The blocks of `chain`, which wants them, are
+        evicted only where no others are left.
 
         Returns:
             The blocks in order, without a chain yet; or None, with nothing changed, if there is no room.

@@ -81,22 +81,21 @@ class PrimaryRegion:
         huge_pages: bool = False,
         numa_node: int | None = None,
     ) -> Self:
-        """Map rows of a file that the caller made and removes.
+        """Map rows of a file that the caller made and removes; the other arguments are those of `PrimaryRegion`.
 
         Args:
             fd: The open file, which still belongs to the caller.
             path: Its name, for messages.
-            num_blocks: Rows, at least 1.
-            block_bytes: Bytes of a row, at least 1.
             offset: Where the first row begins, in bytes; a multiple of the page size. The last row ends the file.
-            huge_pages: As for `PrimaryRegion`.
-            numa_node: Likewise.
 
         Raises:
             ConfigError: The file is another user's, its size is another, or it cannot be bound to the node.
         """
         wanted = offset + num_blocks * block_bytes
-        found = _check_private(fd, path)
+        try:
+            found = check_file(fd, str(path)).st_size  # any user may make files in /dev/shm
+        except NotPrivateError as error:
+            raise ConfigError(f"cannot attach to the region: {error.strerror}") from error
         if found != wanted:
             raise ConfigError(
                 f"expected {num_blocks} blocks of {format_bytes(block_bytes)} in the region {path}, a file of "
@@ -181,14 +180,6 @@ class PrimaryRegion:
             return False
         self._mapping = None
         return True
-
-
-def _check_private(fd: int, path: str | os.PathLike[str]) -> int:
-    """Return the size of a file, which must be this user's: any user may make files in /dev/shm."""
-    try:
-        return check_file(fd, str(path)).st_size
-    except NotPrivateError as error:
-        raise ConfigError(f"cannot attach to the region: {error.strerror}") from error
 
 
 def size_shared(fd: int, path: Path, size_bytes: int) -> None:

@@ -1,7 +1,7 @@
 """Tools for authors of tiers to test their tiers. This project tests its own tiers with them too.
 
     conformance     a pytest class to subclass: the contract of a secondary tier, check by check
-    wire_faults     a pytest class to subclass: a tier whose server is behind a bad network (its bench: wire_bench)
+    wire_faults     a pytest class to subclass: a tier whose server is behind a bad network
     state_machine   a Hypothesis state machine over a whole stack, against the dictionary in `model`
     rig             a tier on a test bench, with known bytes in every block
     faults, lies    tiers that hang, fail, come late or lie, made by wrapping one that does not
@@ -28,5 +28,5 @@ if importlib.util.find_spec("pytest") is not None:
 
     # So that a failed `assert` of these modules shows its values in an author's test run too.
     pytest.register_assert_rewrite(
-        *(f"tiered_kv.testing.{name}" for name in ("conformance", "rig", "model", "wire_bench", "wire_faults"))
+        *(f"tiered_kv.testing.{name}" for name in ("conformance", "rig", "model", "wire_faults"))
     )

@@ -69,11 +69,7 @@ class TierConformance:
     def rig(self, open_tier: OpenTier) -> Iterator[TierRig]:
         content = compressible_content if self.compressible else block_content
         rig = TierRig(
-            open_tier,
-            num_blocks=self.num_blocks,
-            block_bytes=self.block_bytes,
-            wait_s=self.wait_s,
-            content=content,
+            open_tier, num_blocks=self.num_blocks, block_bytes=self.block_bytes, wait_s=self.wait_s, content=content
         )
         yield rig
         rig.close()

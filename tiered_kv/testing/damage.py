@@ -22,19 +22,13 @@ SEED = 20
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field of a header.
+    """A field of a header; offset and length are in bytes."""
 
-    Args:
-        name: Its name in the format's table.
-        offset: Where it begins, in bytes.
-        length: Its length in bytes.
-        values: Plausible values of a number, little-endian: another version, another codec, the sizes of others.
-    """
-
-    name: str
+    name: str  # in the format's table
     offset: int
     length: int
     values: tuple[int, ...] = ()
+    """Plausible values of a number, little-endian: another version, another codec, the sizes of others."""
 
     @property
     def end(self) -> int:
@@ -85,17 +79,11 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One damage to a stored record.
+    """One damage to a stored record."""
 
-    Args:
-        name: Says which one it is, for whoever has to replay it.
-        apply: Takes a record, header and payload, and returns the bytes that are stored afterwards.
-        kind: What it leaves.
-    """
-
-    name: str
-    apply: Change
-    kind: Kind = Kind.BROKEN
+    name: str  # says which one it is, for whoever has to replay it
+    apply: Change  # takes a record, header and payload, and returns the bytes that are stored afterwards
+    kind: Kind = Kind.BROKEN  # what it leaves
 
 
 def seal_record(data: bytes) -> bytes:
@@ -122,9 +110,7 @@ def record_damages(*, full: bool) -> list[Damage]:
 def field_damages(field: Field, *, full: bool) -> Iterator[Damage]:
     """Yield damages to one field whose checksum is left as it was; some may leave a record unchanged.
 
-    Args:
-        field: The field.
-        full: Every bit, and every byte set to 0, 255 and its complement; otherwise three bits.
+    In `full` that is every bit, and every byte set to 0, 255 and its complement; otherwise three bits.
     """
     name = field.name
     first, last = 8 * field.offset, 8 * field.end - 1

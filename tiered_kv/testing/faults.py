@@ -67,13 +67,7 @@ class _InterruptedTier(WrapperTier):
 
 
 class HangingTier(_InterruptedTier):
-    """Calls hang in their thread while the gate is closed: a mount that went away, a client without timeouts.
-
-    Args:
-        inner: The wrapped tier.
-        gate: Calls hang while it is closed.
-        calls: Names of the methods that hang.
-    """
+    """Calls of some methods hang in their thread while the gate is closed, as on a mount that went away."""
 
     def __init__(
         self,
@@ -103,12 +97,8 @@ class RaisingTier(_InterruptedTier):
 class HeldJobsTier(JobWrapperTier):
     """No job begins while the gate is closed; then all do, however late that is.
 
-    The load that comes late is the dangerous one: it writes into blocks that the manager gave up long ago.
-
-    Args:
-        inner: The wrapped tier.
-        gate: Jobs are held while it is closed.
-        hold_lookups: Also answer every lookup with None while it is closed.
+    The load that comes late is the dangerous one: it writes into blocks that the manager gave up long ago. With
+    `hold_lookups` every lookup is answered with None, too, while the gate is closed.
     """
 
     def __init__(self, inner: SecondaryTierManager, gate: Gate, *, hold_lookups: bool = False) -> None:
@@ -162,12 +152,7 @@ class FailingTier(JobWrapperTier):
 
 
 class PartialTier(JobWrapperTier):
-    """Only some keys succeed: the others are left out of each job, and reported as failed.
-
-    Args:
-        inner: The wrapped tier.
-        succeeds: Whether a key may succeed.
-    """
+    """Only keys for which `succeeds` is true succeed: the others are left out of each job, and reported as failed."""
 
     def __init__(self, inner: SecondaryTierManager, succeeds: Callable[[OffloadKey], bool]) -> None:
         super().__init__(inner)

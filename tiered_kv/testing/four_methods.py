@@ -14,11 +14,6 @@ class FourMethodTier(SecondaryTierManager):
 
     It supports no partial success, deadlines, verification or resets. A tier may leave these
     out, so the manager must work without them.
-
-    Args:
-        offloading_spec: Ignored.
-        primary_kv_view: The primary tier's region, of shape (num_blocks, block_bytes).
-        tier_type: Name used in messages.
     """
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str) -> None:

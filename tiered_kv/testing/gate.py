@@ -6,11 +6,7 @@ import threading
 
 
 class Gate:
-    """Open or closed; any thread may use it.
-
-    Args:
-        is_open: Whether it is open at first.
-    """
+    """Open or closed; any thread may use it."""
 
     def __init__(self, *, is_open: bool = True) -> None:
         self._opened = threading.Event()

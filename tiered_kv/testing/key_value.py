@@ -105,12 +105,7 @@ def _left_s(deadline: float) -> float:
 
 
 class KeyValueTier(BlockingTier):
-    """Keeps blocks in a `KeyValueServer`. A subclass may override single steps to make them faulty.
-
-    Args:
-        spec, view: As in `SecondaryTierManager`.
-        address: Of the server, or of a proxy before it.
-    """
+    """Keeps blocks in the `KeyValueServer` at an address. A subclass may override single steps to make them faulty."""
 
     def __init__(self, spec: object, view: memoryview, address: tuple[str, int]) -> None:
         super().__init__(spec, view, "key-value", threads=2, lookup_timeout_s=LOOKUP_S, shutdown_timeout_s=1.0)

@@ -24,17 +24,11 @@ _POLL_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """The resources of a process at one moment.
+    """The resources of a process at one moment."""
 
-    Args:
-        threads: Python threads that are alive, by identity.
-        shared_memory: Files in /dev/shm.
-        others: Open file descriptors and temporary files, as lines for a person.
-    """
-
-    threads: frozenset[threading.Thread]
-    shared_memory: frozenset[Path]
-    others: frozenset[str]
+    threads: frozenset[threading.Thread]  # that are alive
+    shared_memory: frozenset[Path]  # files in /dev/shm
+    others: frozenset[str]  # open file descriptors and temporary files, as lines for a person
 
     @classmethod
     def take(cls, temporary_directory: Path) -> Self:

@@ -40,12 +40,7 @@ DETECTABLE = (
 
 
 class LyingTier(JobWrapperTier):
-    """Tells one lie for as long as `lying` is set.
-
-    Args:
-        inner: The wrapped tier.
-        lie: The way.
-    """
+    """Tells one lie for as long as `lying` is set."""
 
     def __init__(self, inner: SecondaryTierManager, lie: Lie) -> None:
         super().__init__(inner)

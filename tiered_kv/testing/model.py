@@ -26,21 +26,13 @@ _MUCH_STORED = 8
 
 @dataclass(frozen=True, slots=True)
 class StackUnderTest:
-    """A stack, and the means by which a test disturbs it.
+    """A stack, and the means by which a test disturbs it."""
 
-    Args:
-        manager: The stack's manager, made with `clock`.
-        clock: The clock that its deadlines follow.
-        faults: For each fault that can be switched, a callable that switches it on or off.
-        corrupt: Damages the blocks that the tiers have stored, or does nothing.
-        ledger: Shared by the `WatchedTier`s of the stack, if it has any.
-    """
-
-    manager: TieringOffloadingManager
+    manager: TieringOffloadingManager  # made with `clock`
     clock: ManualClock
-    faults: Mapping[str, Callable[[bool], None]] = field(default_factory=dict)
-    corrupt: Callable[[], None] = lambda: None
-    ledger: RowLedger = field(default_factory=RowLedger)
+    faults: Mapping[str, Callable[[bool], None]] = field(default_factory=dict)  # each switches one on or off
+    corrupt: Callable[[], None] = lambda: None  # damages the blocks that the tiers have stored
+    ledger: RowLedger = field(default_factory=RowLedger)  # shared by the `WatchedTier`s of the stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +51,6 @@ class StackModel:
 
     A stack may lose any block at any time. It must not find a block that was never stored, or one from before a
     reset. A loaded block has the stored bytes.
-
-    Args:
-        stack: The stack.
     """
 
     def __init__(self, stack: StackUnderTest) -> None:

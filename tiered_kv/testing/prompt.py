@@ -12,14 +12,10 @@ _POLL_S = 0.0002
 
 
 class PromptTier(JobWrapperTier):
-    """Waits in `get_finished` until every job that it was given has ended.
+    """Waits in `get_finished` until every job that it was given has ended, at most `wait_s`.
 
     So when a job ends depends on the order of calls and not on threads, and a random test that failed fails again.
     For tests only: a manager's tier must never wait.
-
-    Args:
-        inner: The wrapped tier.
-        wait_s: How long jobs may take.
     """
 
     def __init__(self, inner: SecondaryTierManager, wait_s: float = 20.0) -> None:

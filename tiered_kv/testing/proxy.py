@@ -71,9 +71,6 @@ class FaultProxy:
     One thread with an event loop of its own; all methods may be called by any other. When it is closed, no thread,
     socket or connection is left.
 
-    Args:
-        server: Host and port of the server.
-
     Raises:
         OSError: No port is free.
     """

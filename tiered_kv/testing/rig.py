@@ -11,13 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tiered_kv.base import (
-    OffloadKey,
-    ReqContext,
-    get_offload_block_hash,
-    get_offload_group_idx,
-    make_offload_key,
-)
+from tiered_kv.base import OffloadKey, ReqContext, get_offload_block_hash, get_offload_group_idx, make_offload_key
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager, TierSpec
 

@@ -15,17 +15,13 @@ class RowLedger:
     """The rows that jobs in flight read and write, over all tiers of one stack.
 
     Violations are noted and not raised: the manager treats a tier's exception as the tier's failure.
-
-    Attributes:
-        violations: What went wrong, as sentences; a test asserts that there are none.
-        read: How many stores in flight read each row.
-        written: Rows that loads in flight write.
     """
 
     def __init__(self) -> None:
         self.violations: list[str] = []
-        self.read: Counter[int] = Counter()
-        self.written: set[int] = set()
+        """What went wrong, as sentences; a test asserts that there are none."""
+        self.read: Counter[int] = Counter()  # how many stores in flight read each row
+        self.written: set[int] = set()  # rows that loads in flight write
 
     def begin(self, job: JobMetadata) -> None:
         """Note a job's rows, and whether they conflict with another job in flight."""
@@ -54,15 +50,8 @@ class WatchedTier(JobWrapperTier):
     """Notes what the manager does wrong towards the tier that it wraps.
 
     Two jobs must not use one row if one of them writes. The source of a store must not change from
-    submission to report, even if the job has expired meanwhile.
-
-    Args:
-        inner: The wrapped tier; it must return at once.
-        ledger: Shared by all tiers of the stack.
-
-    Attributes:
-        store_blocks_peak: The most blocks that were in flight for stores at one time.
-        load_blocks_peak: The same for loads.
+    submission to report, even if the job has expired meanwhile. The wrapped tier must return at once; all tiers of
+    the stack share the ledger.
     """
 
     def __init__(self, inner: SecondaryTierManager, ledger: RowLedger) -> None:
@@ -73,7 +62,7 @@ class WatchedTier(JobWrapperTier):
         self._region = inner._primary_kv_view.cast("B")
         self._ledger = ledger
         self._jobs: dict[JobId, tuple[JobMetadata, list[int]]] = {}
-        self.store_blocks_peak = self.load_blocks_peak = 0
+        self.store_blocks_peak = self.load_blocks_peak = 0  # the most blocks in flight at one time
 
     def submit(self, job: JobMetadata) -> None:
         self._ledger.begin(job)

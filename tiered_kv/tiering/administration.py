@@ -72,10 +72,7 @@ class TierAdministration(ABC):
     """One tier's storage, without a stack. A subclass is constructed with the tier's settings; one thread uses it.
 
     Every method raises `TierError` if the storage cannot be reached, another process owns it, or it belongs to no such
-    tier. All of them end by their deadlines.
-
-    Args:
-        settings: The tier's YAML entry.
+    tier. All of them end by their deadlines, in seconds of `time.monotonic()`. A digest has 32 hexadecimal digits.
     """
 
     @abstractmethod
@@ -84,22 +81,13 @@ class TierAdministration(ABC):
 
     @abstractmethod
     def namespaces(self, deadline: float, only: str | None = None) -> list[StoredNamespace]:
-        """Return the namespaces of which the storage holds data.
-
-        Args:
-            deadline: When to give up, in seconds of `time.monotonic()`.
-            only: Search the namespace with this digest only.
-        """
+        """Return the namespaces of which the storage holds data; with `only`, just the one with that digest."""
 
     @abstractmethod
     def purge(self, digest: str, deadline: float) -> Purged:
-        """Delete all stored data of a namespace, and check that none is left.
+        """Delete all stored data of the namespace with this digest, and check that none is left.
 
         Blocks that other processes store meanwhile may be left. The processes continue; their lookups are misses.
-
-        Args:
-            digest: The namespace's digest, 32 hexadecimal digits.
-            deadline: When to give up, in seconds of `time.monotonic()`.
         """
 
     def close(self) -> None:

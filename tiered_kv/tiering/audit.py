@@ -9,9 +9,10 @@ misses. The engine then computes their blocks and stores them, and here each is 
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import logging
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,22 +20,19 @@ from typing import Any, Final
 import numpy as np
 
 from tiered_kv.base import OffloadKey, PrepareStoreOutput, ReqContext
-from tiered_kv.counters import Counters
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.mediums import CPULoadStoreSpec
-from tiered_kv.tiering.audited import Audited, is_chosen, log_name
 from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.comparison import is_known
 from tiered_kv.tiering.guarded import GuardedTier, Job
-from tiered_kv.tiering.spare_rows import BLOCKS_MAX, Pair, SpareRows
+from tiered_kv.tiering.spare_rows import BLOCKS_MAX, Audited, Pair, SpareRows
 
 logger = logging.getLogger(__name__)
 
 DURATION_MAX_S: Final = 60.0
 """How long after its first lookup a request's blocks may take to be stored and compared."""
 LOGGED_KEYS_MAX: Final = 8
-
 _SHOWN_MAX: Final = 1e3
 """The largest difference that a counter shows; values that are not finite, or of an unknown type, differ by more."""
 
@@ -59,8 +57,7 @@ class AuditRules:
 class Audit:
     """Chooses requests, one at a time, and follows their blocks until they have been compared.
 
-    Owned by the manager's thread. A thread of the audit's own compares the bytes.
-    `on_active` is called with True when lookups have to ask `withholds` from now on, and with False when not.
+    Owned by the manager's thread. `on_active` is called with `is_active` when that may have changed.
     """
 
     def __init__(
@@ -81,17 +78,17 @@ class Audit:
         self._current: Audited | None = None
         self._written: dict[OffloadKey, Pair] = {}  # whose spare row the engine is writing
         self._loads: dict[Job, list[Pair]] = {}
-        self._counters = {guarded.name: Counters((), ("audited_blocks_total",)) for guarded in tiers}
-        # Counts that belong to no tier are the primary tier's.
-        self._counters[PRIMARY_NAME] = self._of_all = Counters(
-            ("audited_requests_total", "audit_busy_requests_total"),
-            ("audited_blocks_total", "audit_abandoned_blocks_total"),
-        )
-        self._gauges: defaultdict[str, dict[str, float]] = defaultdict(dict)  # by tier
-        self.is_active = False
-        """Whether lookups have to ask `withholds`."""
+        self._verdicts = {name: Counter[str]() for name in (PRIMARY_NAME, *(guarded.name for guarded in tiers))}
+        self._largest: dict[str, float] = {}  # by tier
+        self._abandoned: Counter[str] = Counter()  # by reason
+        self._num_requests = self._busy_requests = 0
         self.stopped: set[str] = set()
         """Tiers that are not to be used any more."""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether lookups have to ask `withholds`."""
+        return self._current is not None or PRIMARY_NAME in self.stopped
 
     @property
     def in_flight(self) -> int:
@@ -99,8 +96,21 @@ class Audit:
         return self._spare_rows.in_flight
 
     def counted(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
-        """Return what was counted, by tier."""
-        return {name: {**counters.snapshot(), **self._gauges[name]} for name, counters in self._counters.items()}
+        """Return what was counted, by tier; counts that belong to no tier are the primary tier's."""
+        counted: dict[str, dict[str, Any]] = {
+            name: {"audited_blocks_total": dict(verdicts)} if verdicts else {}
+            for name, verdicts in self._verdicts.items()
+        }
+        for name, largest in self._largest.items():
+            counted[name]["audit_largest_difference_ratio"] = largest
+        for name in self.stopped:
+            counted[name]["audit_stopped"] = 1
+        counted[PRIMARY_NAME] |= {
+            "audited_requests_total": self._num_requests,
+            "audit_busy_requests_total": self._busy_requests,
+            "audit_abandoned_blocks_total": dict(self._abandoned),
+        }
+        return counted
 
     # The engine's calls.
 
@@ -112,15 +122,15 @@ class Audit:
         if current is None:
             context = ReqContext(f"\0audit-{next(self._numbers)}")
             self._current = Audited(req_id, context, self._clock() + DURATION_MAX_S)
-            self._set_active(True)
+            self._on_active(True)
         elif current.req_id != req_id:
-            self._of_all.add("audit_busy_requests_total")
+            self._busy_requests += 1
 
     def withholds(self, key: OffloadKey, req_context: ReqContext) -> bool:
         """Return whether a lookup is to be answered with a miss."""
+        audited = self._current
         if PRIMARY_NAME in self.stopped:
             return True
-        audited = self._current
         if audited is None or audited.req_id != req_context.req_id:
             return False
         if audited.first_key is None:
@@ -133,11 +143,11 @@ class Audit:
     ) -> PrepareStoreOutput:
         """Return the rows that a request stores into, with spare rows for blocks that the primary tier has."""
         audited = self._current
-        if audited is None or not audited.is_stored_by(req_context.req_id, keys):
+        if audited is None:
             return output
         fresh = set(output.keys_to_store)
         present: list[CPUBlock] = []
-        for key in audited.computed(keys):
+        for key in audited.computed(req_context.req_id, keys):
             block = self._primary.blocks.get(key)
             if block is None or (key not in fresh and (block.ref_cnt < 0 or key in self._written)):
                 continue
@@ -158,12 +168,10 @@ class Audit:
     ) -> None:
         """Continue with blocks whose store has ended; `written` are those in rows of their own, if it succeeded."""
         req_id = req_context.req_id
-        if self._written:
-            pairs = [self._written[key] for key in keys if key in self._written]
-            for pair in pairs:
-                if pair.writer == req_id:
-                    del self._written[pair.block.key]
-                    self._compare(pair) if success else self._release(pair, "failed_store")
+        for pair in [self._written[key] for key in keys if key in self._written]:
+            if pair.spare.writer == req_id:
+                del self._written[pair.block.key]
+                self._end_pair(pair, "" if success else "failed_store")
         audited = self._current
         if audited is None or audited.storer != req_id or not audited.asked:
             return
@@ -207,22 +215,17 @@ class Audit:
         for pair in pairs:
             if job.is_expired:
                 self._spare_rows.free(pair)
-            elif pair.block.key in loaded:
-                self._compare(pair)
             else:
-                self._release(pair, "failed_load")
+                self._end_pair(pair, "" if pair.block.key in loaded else "failed_load")
         return True
 
     def expire(self, job: Job) -> bool:
         """Give up an expired load; return False if it is not the audit's. Its spare rows stay with the job."""
         pairs = self._loads.get(job)
-        if pairs is None:
-            return False
-        for pair in pairs:
+        for pair in pairs or ():
             self._spare_rows.expire(pair)
-            if pair.audited is self._current:
-                self._abandon("failed_load", 1)
-        return True
+            self._abandon("failed_load", pair.audited is self._current)
+        return pairs is not None
 
     def tick(self, now_s: float) -> None:
         """Process finished comparisons, and end an audit whose time is over."""
@@ -232,7 +235,7 @@ class Audit:
             if difference is None:
                 self._abandon("error", 1)
             else:
-                self._judge(pair.audited, pair.tier, pair.key, difference)
+                self._judge(pair.audited, pair.tier, pair.block.key, difference)
         audited = self._current
         if audited is None:
             return
@@ -241,7 +244,7 @@ class Audit:
             self._end("stopped")
         elif now_s >= audited.until_s:
             self._end("expired")
-        elif not (audited.is_taking or audited.asked or audited.pending):
+        elif not (audited.is_taking or audited.asked or self._spare_rows.pending(audited)):
             self._end()
 
     def reset(self) -> None:
@@ -250,7 +253,7 @@ class Audit:
             self._end("reset")
 
     def close(self, timeout_s: float) -> None:
-        """End the comparing thread after its last comparison; wait at most `timeout_s`."""
+        """End the audit, and its thread after the last comparison; wait at most `timeout_s`."""
         self.reset()
         self._spare_rows.stop(timeout_s)
         self.tick(self._clock())
@@ -287,9 +290,7 @@ class Audit:
         evicted: list[OffloadKey] = []
         pairs = self._spare_rows.pair(audited, present, req_context, evicted)
         self._abandon("no_room", len(present) - len(pairs))
-        for pair in pairs:
-            pair.writer = req_context.req_id
-            self._written[pair.block.key] = pair
+        self._written |= {pair.block.key: pair for pair in pairs}
         assert isinstance(output.store_spec, CPULoadStoreSpec)
         rows = dict(zip(output.keys_to_store, output.store_spec.block_ids.tolist(), strict=True))
         rows |= {pair.block.key: pair.spare.block_id for pair in pairs}
@@ -307,65 +308,68 @@ class Audit:
         job = guarded.submit(keys, rows, audited.context, is_promotion=True)
         if job is not None:
             self._loads[job] = pairs
-        else:
-            for pair in pairs:
-                self._release(pair, "failed_load")
+            return
+        for pair in pairs:
+            self._end_pair(pair, "failed_load")
 
-    def _compare(self, pair: Pair) -> None:
-        if pair.audited is self._current:
+    def _end_pair(self, pair: Pair, failure: str = "") -> None:
+        """Compare a pair whose spare row has been filled; release it if that failed, or if its audit has ended."""
+        if pair.audited is not self._current:  # it was counted when its audit ended
+            self._spare_rows.release(pair)
+        elif failure:
+            self._spare_rows.release(pair)
+            self._abandon(failure, 1)
+        else:
             self._spare_rows.compare(pair)
-        else:
-            self._release(pair, "")
-
-    def _release(self, pair: Pair, reason: str) -> None:
-        self._spare_rows.release(pair)
-        if pair.audited is self._current:  # loads that ended with their audit were counted there
-            self._abandon(reason, 1)
 
     def _judge(self, audited: Audited, tier: str, key: OffloadKey, difference: float) -> None:
         audited.compared += 1
         audited.largest = max(audited.largest, difference)
-        gauges = self._gauges[tier]
-        shown = round(min(difference, _SHOWN_MAX), 6)
-        gauges["audit_largest_difference_ratio"] = max(gauges.get("audit_largest_difference_ratio", 0.0), shown)
+        self._largest[tier] = max(self._largest.get(tier, 0.0), round(min(difference, _SHOWN_MAX), 6))
         verdict = "identical" if not difference else "close" if difference <= self._rules.tolerance else "different"
-        self._counters[tier].add("audited_blocks_total", verdict)
+        self._verdicts[tier][verdict] += 1
         if verdict == "different":
             audited.different.append(key)
             if self._rules.stops:
                 self.stopped.add(tier)
-                gauges["audit_stopped"] = 1
-
-    def _set_active(self, is_active: bool) -> None:
-        self.is_active = is_active
-        self._on_active(is_active)
 
     def _abandon(self, reason: str, num_blocks: int) -> None:
         if num_blocks:
-            self._of_all.add("audit_abandoned_blocks_total", reason, count=num_blocks)
+            self._abandoned[reason] += num_blocks
 
     def _end(self, reason: str = "") -> None:
         """End the audit of the current request; `reason` says why some of its blocks may not have been compared."""
         audited = self._current
         assert audited is not None
         self._current = None
-        self._set_active(PRIMARY_NAME in self.stopped)
+        self._on_active(self.is_active)
         for guarded in self._tiers:
             guarded.call("on_request_finished", audited.context)
-        self._abandon(reason, audited.pending + len(audited.asked))
-        self._of_all.add("audited_requests_total", count=bool(audited.compared))
+        self._abandon(reason, self._spare_rows.pending(audited) + len(audited.asked))
+        self._num_requests += bool(audited.compared)
         if audited.different:
-            shown = [log_name(key) for key in audited.different[:LOGGED_KEYS_MAX]]
+            shown = " ".join(map(_log_name, audited.different[:LOGGED_KEYS_MAX]))
             logger.error(
                 "audit: %d of %d stored blocks differ from what the engine computed for request %s; largest difference "
                 "%.3g of the values, tolerance %.3g, type %s; blocks %s%s%s",
                 len(audited.different),
                 audited.compared,
-                log_name(audited.req_id),
+                _log_name(audited.req_id),
                 audited.largest,
                 self._rules.tolerance,
                 self._rules.dtype if is_known(self._rules.dtype) else f"{self._rules.dtype}, compared as bytes",
-                " ".join(shown),
+                shown,
                 " ..." if len(audited.different) > LOGGED_KEYS_MAX else "",
                 f"; not used any more: {', '.join(sorted(self.stopped))}" if self.stopped else "",
             )
+
+
+def is_chosen(req_id: str, share: float) -> bool:
+    """Return whether a request is in the audited share; the same ids always are."""
+    return int(_log_name(req_id), 16) < share * 2.0**64
+
+
+def _log_name(named: str | bytes) -> str:
+    """Return the digest of a request or a block for a log."""
+    name = named.encode("utf-8", "surrogatepass") if isinstance(named, str) else named
+    return hashlib.blake2b(name, digest_size=8).hexdigest()

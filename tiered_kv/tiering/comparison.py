@@ -21,10 +21,8 @@ def difference_of(stored: Bytes, computed: Bytes, dtype: str) -> float:
     """Return how far two copies of a block differ, each a contiguous array of the same length.
 
     The difference of a stretch of 256 values is the sum of |stored - computed| over the sum of the larger magnitudes.
-    A value that is not finite agrees with the same bits only.
-
-    Args:
-        dtype: The values' type, as a namespace names it; bytes of an unknown type agree, or differ infinitely.
+    A value that is not finite agrees with the same bits only. `dtype` is the values' type, as a namespace names it;
+    bytes of an unknown type agree, or differ infinitely.
 
     Returns:
         That of the stretch that differs most: 0 if all values agree, about 1 if they are unrelated.

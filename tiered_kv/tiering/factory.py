@@ -88,20 +88,11 @@ class SecondaryTierFactory:
 
 
 def _name_key(settings: TierSettings) -> bytes | None:
-    """Return the name key, if there is one.
-
-    Raises:
-        ConfigError: Its file cannot be used.
-    """
     if settings.name_key is not None:
         return parse_key(settings.name_key.get_secret_value())
     if settings.name_key_file is None:
         return None
-    try:
-        return read_key_file(settings.name_key_file)
-    except ConfigError as error:
-        problem = scrub(error.message, settings.secret_texts())  # a path from a variable is not shown
-    raise ConfigError(problem, location="name_key_file")
+    return read_key_file(settings.name_key_file, location="name_key_file", secrets=settings.secret_texts())
 
 
 def _check_keywords(tier_class: Callable[..., object], keywords: Mapping[str, object], name: str) -> None:

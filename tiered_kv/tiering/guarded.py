@@ -58,11 +58,8 @@ _job_ids = itertools.count()
 class Job:
     """A job that was submitted to a tier.
 
-    Attributes:
-        metadata: The tier's description of it.
-        blocks: Its rows: pinned for a store, in state writing for a load. They belong to the job until the tier has
-            reported it, however long that takes.
-        is_expired: Whether its deadline has passed. Its blocks are in quarantine then, and its result does not count.
+    Its blocks are pinned for a store, in state writing for a load. They belong to the job until the tier has reported
+    it, however long that takes. When its deadline has passed they are in quarantine, and its result does not count.
     """
 
     metadata: JobMetadata
@@ -75,14 +72,23 @@ class Job:
         return "load" if self.metadata.is_promotion else "store"
 
 
+@dataclass(slots=True)
+class _Budget:
+    """Blocks that the jobs of one direction may take, and take; those of expired jobs are free at an unknown time."""
+
+    blocks_max: int
+    blocks: int = 0
+    expired_blocks: int = 0
+
+
 class GuardedTier:
-    """Submits jobs to one tier within its budgets, and processes their results.
+    """Submits jobs to one tier within its budgets, and processes their results. Owned by the manager's thread.
 
-    Owned by the manager's thread. The budgets count the blocks of a job until the tier has reported it, expired
-    or not, so a tier that never reports can take its budgets and no more.
+    The budgets, by default a quarter of `region_bytes`, count the blocks of a job until the tier has reported it,
+    expired or not. So a tier that never reports can take its budgets and no more.
 
-    A tier whose class does not say `is_nonblocking` gets a thread of its own. Budgets are a quarter of `region_bytes`
-    by default. With `tells_events` somebody takes its events.
+    A tier whose class does not say `is_nonblocking` gets a thread of its own. With `tells_events` somebody takes its
+    events.
     """
 
     def __init__(
@@ -106,17 +112,13 @@ class GuardedTier:
         self.is_disabled = False
         """Set for good when the tier cannot reset."""
         default_budget = max(region_bytes // 4, block_bytes)
-        self.store_blocks_max = _blocks(settings.store_budget, default_budget, block_bytes)
-        self.load_blocks_max = _blocks(settings.load_budget, default_budget, block_bytes)
-        self.store_blocks = 0
-        self.load_blocks = 0
+        self.loads = _Budget(_blocks(settings.load_budget, default_budget, block_bytes))
+        self.stores = _Budget(_blocks(settings.store_budget, default_budget, block_bytes))
         self.load_blocks_reserved = 0
         """Blocks taken for loads that will be submitted at the end of the step."""
         self._clock = clock
         self._block_bytes = block_bytes
         self._lookup_failures = 0
-        self._expired_store_blocks = 0
-        self._expired_load_blocks = 0
         # All jobs have the same timeout, so the order of submission is the order of deadlines.
         self._unexpired: dict[JobId, Job] = {}
 
@@ -125,25 +127,25 @@ class GuardedTier:
         """Whether lookups ask this tier: not if none of its blocks could be loaded."""
         if self.is_disabled or self.breaker.state is BreakerState.OPEN:
             return False
-        return self.is_loading or self.load_blocks < self.load_blocks_max
+        return self.is_loading or self.loads.blocks < self.loads.blocks_max
 
     @property
     def is_loading(self) -> bool:
         """Whether load budget will become free in time: some of it is taken by loads that have not expired."""
-        return self.load_blocks_reserved > 0 or self.load_blocks > self._expired_load_blocks
+        return self.load_blocks_reserved > 0 or self.loads.blocks > self.loads.expired_blocks
 
     @property
     def is_storing(self) -> bool:
         """Whether store budget will become free in time."""
-        return self.store_blocks > self._expired_store_blocks
+        return self.stores.blocks > self.stores.expired_blocks
 
     def store_room(self) -> int:
         """Return how many blocks may be stored now."""
-        return self._room(self.store_blocks_max - self.store_blocks)
+        return 0 if self.refusal() else self.stores.blocks_max - self.stores.blocks
 
     def load_room(self) -> int:
         """Return how many blocks may be loaded now."""
-        return self._room(self.load_blocks_max - self.load_blocks - self.load_blocks_reserved)
+        return 0 if self.refusal() else self.loads.blocks_max - self.loads.blocks - self.load_blocks_reserved
 
     def refusal(self) -> str:
         """Return why no job may be submitted: "disabled", "breaker", or "" if jobs may be."""
@@ -206,7 +208,7 @@ class GuardedTier:
             self.breaker.fail(self._clock())
             return None
         self.jobs[job_id] = self._unexpired[job_id] = job
-        self._charge(job, len(blocks))
+        self._budget_of(job).blocks += len(blocks)
         self.counters.add("submitted_jobs_total", job.direction)
         return job
 
@@ -233,10 +235,10 @@ class GuardedTier:
                 self.counters.add("unknown_results_total")
                 continue
             result = _believed(told_of_job)
-            self._charge(job, -len(job.blocks))
+            self._budget_of(job).blocks -= len(job.blocks)
             if job.is_expired:
                 self.counters.add("late_jobs_total")
-                self._quarantine(job, -len(job.blocks))
+                self._budget_of(job).expired_blocks -= len(job.blocks)
                 self.breaker.answer()
             else:
                 del self._unexpired[job.metadata.job_id]
@@ -256,7 +258,7 @@ class GuardedTier:
             del self._unexpired[job.metadata.job_id]
             job.is_expired = True
             self.counters.add("expired_jobs_total")
-            self._quarantine(job, len(job.blocks))
+            self._budget_of(job).expired_blocks += len(job.blocks)
             self._count_failed(job, len(job.blocks), "expired")
             self.breaker.fail(now_s)
         return expired
@@ -298,7 +300,7 @@ class GuardedTier:
         return {
             **self.counters.snapshot(),
             "jobs_in_flight": len(self.jobs),
-            "quarantined_bytes": (self._expired_store_blocks + self._expired_load_blocks) * self._block_bytes,
+            "quarantined_bytes": (self.loads.expired_blocks + self.stores.expired_blocks) * self._block_bytes,
             "breaker_state": self.breaker.state.value,
             "breaker_opened_total": self.breaker.times_opened,
             "tier": dict(stats) if isinstance(stats, Mapping) else {},
@@ -324,20 +326,8 @@ class GuardedTier:
             except Exception:
                 self.note_exception("take_events")
 
-    def _room(self, free_blocks: int) -> int:
-        return 0 if self.refusal() else free_blocks
-
-    def _charge(self, job: Job, num_blocks: int) -> None:
-        if job.metadata.is_promotion:
-            self.load_blocks += num_blocks
-        else:
-            self.store_blocks += num_blocks
-
-    def _quarantine(self, job: Job, num_blocks: int) -> None:
-        if job.metadata.is_promotion:
-            self._expired_load_blocks += num_blocks
-        else:
-            self._expired_store_blocks += num_blocks
+    def _budget_of(self, job: Job) -> _Budget:
+        return self.loads if job.metadata.is_promotion else self.stores
 
     def _judge(self, job: Job, result: JobResult) -> None:
         """Count a job's result, and inform the breaker."""

@@ -64,7 +64,6 @@ class IsolatedTier(WrapperTier):
         self._inner_failures = 0  # the tier's own, after its last round
         self._stats: Mapping[str, Any] = {}  # its last answer
         self._stats_error: Exception | None = None  # its exception then
-        self._stats_noted_s = -math.inf
         self._stats_due_s = 0.0  # when to ask it next
         self._is_idle = False
         self._is_closing = False
@@ -193,7 +192,7 @@ class IsolatedTier(WrapperTier):
             num_running = len(self._running)
             self._collect()
             if len(self._running) < num_running:
-                self._stats_due_s = min(self._stats_due_s, self._stats_noted_s + STATS_INTERVAL_S)
+                self._stats_due_s = min(self._stats_due_s, time.monotonic() + STATS_INTERVAL_S)
         self._attempt(self._note_lookup_failures)
         if time.monotonic() >= self._stats_due_s:
             self._note_stats()
@@ -258,7 +257,6 @@ class IsolatedTier(WrapperTier):
             self._stats_error = error
         except BaseException as error:  # the caller is the scheduler, which it must not end
             self._stats_error = RuntimeError(f"stats raised {type(error).__name__}")
-        self._stats_noted_s = time.monotonic()
 
     def _reset(self) -> None:
         try:

@@ -35,12 +35,8 @@ _GROUP_BYTES = 4
 class NameMap(dict[OffloadKey, OffloadKey]):
     """The name of each key, computed when it is first asked for. One thread.
 
-    A dictionary, so that a known name is found without a call in Python. It is cleared when it is full: to track
-    the use of entries would cost more than to compute them again.
-
-    Args:
-        name_key: 32 bytes, secret.
-        namespace_digest: At most 255 bytes.
+    A dictionary, so that a known name is found without a call in Python. It is cleared when it is full: to track the
+    use of entries would cost more than to compute them again. `namespace_digest` has at most 255 bytes.
     """
 
     __slots__ = ("_new_mac",)
@@ -71,9 +67,8 @@ class NameMap(dict[OffloadKey, OffloadKey]):
 class KeyedNames(WrapperTier):
     """Wraps a tier, which gets names instead of keys, so that its callers see keys.
 
-    Calls are as cheap and as thread-bound as those of the wrapped tier.
-
-    The tier's events are dropped: they name blocks whose keys may not be known, such as those of earlier processes.
+    Calls are as cheap and as thread-bound as those of the wrapped tier. Its events are dropped: they name blocks whose
+    keys may not be known, such as those of earlier processes.
 
     Args:
         inner: The tier, opened; it is shut down with this one.

@@ -24,9 +24,8 @@ from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.cascade import Cascade
 from tiered_kv.tiering.events import EventSink
 from tiered_kv.tiering.guarded import GuardedTier
-from tiered_kv.tiering.limits import ManagerLimits
 from tiered_kv.tiering.promotion import Promotions
-from tiered_kv.tiering.requests import RequestState, RequestTable
+from tiered_kv.tiering.requests import ManagerLimits, RequestState, RequestTable
 from tiered_kv.tiering.search import Search
 from tiered_kv.tiering.step import PAUSES_MAX, STEP
 
@@ -262,6 +261,7 @@ class TieringOffloadingManager(OffloadingManager):
                     self._promotions.expire(job)
             guarded.tick(now_s)
         self._released_holds += self._promotions.release_overdue(now_s)
+        self._requests.expire(now_s)
         if audit is not None:
             audit.tick(now_s)
         self._search.refresh(now_s)
@@ -307,10 +307,9 @@ class TieringOffloadingManager(OffloadingManager):
             time.sleep(_DRAIN_POLL_S)
 
     def reset_cache(self) -> None:
-        """Forget every block in every tier.
+        """Forget every block in every tier. A tier that cannot is not used any more: its blocks are no longer valid.
 
-        Rows in flight become free when their transfers have ended, and not before. A tier that
-        cannot reset is not used any more: its blocks are no longer valid.
+        Rows in flight become free when their transfers have ended, and not before.
         """
         self._forget_primary()
         for guarded in self._tiers:
@@ -326,7 +325,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._promotions.reset()
         self.primary.reset_cache()
         self._prefetching.clear()
-        for state in list(self._requests):
+        for state in list(self._requests.states.values()):
             state.forget_blocks()
             if state.is_finished:
                 self._end_request(state)
@@ -339,7 +338,7 @@ class TieringOffloadingManager(OffloadingManager):
         if self._is_closed:
             return
         self._is_closed = True
-        for state in list(self._requests):
+        for state in self._requests.states.values():
             self._promotions.leave(state)
         self.drain_jobs(timeout_s)
         for guarded in self._tiers:
@@ -350,13 +349,12 @@ class TieringOffloadingManager(OffloadingManager):
             self._event_sink.close()
         if self._audit is not None:
             self._audit.close(timeout_s)
-        self._requests.clear()
+        self._requests.states.clear()
         self._search.stop()
         self.primary.shutdown(unmap=not self.jobs_in_flight)
 
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
-        """Return everything counted so far, by tier: blocks and bytes stored and loaded, and what was skipped, expired
-        or failed, by reason. A secondary tier's own `stats` are under "tier"."""
+        """Return everything counted so far, by tier. A secondary tier's own `stats` are under "tier"."""
         blocks, block_bytes = len(self._primary_blocks), self.primary.backend.block_size
         counted: dict[str, dict[str, Any]] = {
             PRIMARY_NAME: {
@@ -422,7 +420,6 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _fill(self, source: GuardedTier, ready: list[CPUBlock]) -> None:
         """Offer blocks that were promoted from `source` to the tiers above it that want them."""
-        above = self._tiers[: self._tiers.index(source)]
-        tiers = [guarded for guarded in above if guarded.settings.fill_on_promotion]
+        tiers = [each for each in self._tiers[: self._tiers.index(source)] if each.settings.fill_on_promotion]
         if tiers:
             self._cascade.offer(ready, tiers, ReqContext())

@@ -16,13 +16,7 @@ from tiered_kv.tiering.requests import RequestState
 
 @dataclass(slots=True, eq=False)
 class Promotion:
-    """One block that is being promoted.
-
-    Attributes:
-        block: Its primary block, in state writing.
-        guarded: The tier that it is loaded from.
-        waiters: The requests that want it.
-    """
+    """A block, in state writing, that is being loaded from a tier for the requests that wait for it."""
 
     block: CPUBlock
     guarded: GuardedTier
@@ -33,18 +27,12 @@ class Promotions:
     """The blocks that are being promoted, and the promoted ones that are held for their requests.
 
     A promoted block is pinned for each request that waits for it (a *hold*) until the request loads it or ends, or the
-    hold's time is over. Otherwise a full primary tier could evict it before it was used, and the request
-    would promote it again, for ever.
-
-    Owned by the manager's thread.
+    hold's time is over. Otherwise a full primary tier could evict it before it was used, and the request would promote
+    it again, for ever. Owned by the manager's thread.
     """
 
     def __init__(
-        self,
-        primary: CPUOffloadingManager,
-        blocks_max: int,
-        hold_s: float,
-        clock: Callable[[], float],
+        self, primary: CPUOffloadingManager, blocks_max: int, hold_s: float, clock: Callable[[], float]
     ) -> None:
         self._primary = primary
         self._blocks_max = blocks_max
@@ -89,11 +77,7 @@ class Promotions:
         return True
 
     def join(self, key: OffloadKey, state: RequestState) -> bool:
-        """Make `state` wait for a running promotion.
-
-        Returns:
-            False if there is none, or if its tier has already failed on this key for the request.
-        """
+        """Make `state` wait for a running promotion; False if there is none, or its tier has failed for it before."""
         promotion = self._table.get(key)
         if promotion is None or promotion.guarded in state.failed.get(key, ()):
             return False

@@ -1,14 +1,33 @@
-"""The requests that the tiering manager knows."""
+"""The requests that the tiering manager knows, and its limits."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.tiering.guarded import GuardedTier
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerLimits:
+    """The limits of all secondary tiers together.
+
+    Args:
+        promotion_blocks_max: Primary blocks that may be promoted, or kept for a request that waits for them, at one
+            time; None for half of the primary tier.
+        hold_s: How long a promoted block is kept for a request that does not load it.
+        wait_max_s: How long a request may be answered None, whatever it waits for, until it loads a block that it
+            waited for. At the bound, blocks that are not ready are misses for it until it ends.
+        requests_max: Requests whose state is kept; the oldest is forgotten first.
+    """
+
+    promotion_blocks_max: int | None = None
+    hold_s: float = 10.0
+    wait_max_s: float = 30.0
+    requests_max: int = 100_000
 
 
 @dataclass(slots=True, eq=False)
@@ -62,10 +81,8 @@ class RequestTable:
     """The state of each request, bounded in number.
 
     Calls without a request id share one state, the *anonymous* request. It has no end, so it is forgotten and begun
-    anew after a while. Then failed keys may be tried again for it.
-    Owned by the manager's thread.
-
-    Beyond `requests_max` the request seen first is forgotten, and `forget` called with it.
+    anew after a while. Then failed keys may be tried again for it. Beyond `requests_max` the request seen first is
+    forgotten, and `forget` called with it. Owned by the manager's thread.
     """
 
     def __init__(
@@ -79,55 +96,38 @@ class RequestTable:
         self._anonymous_max_s = anonymous_max_s
         self._forget = forget
         self._clock = clock
-        self.named: dict[str, RequestState] = {}
-        """The states of requests that have an id, by id; for reading where a call of `get` costs too much."""
-        self._anonymous: RequestState | None = None
+        self.states: dict[str, RequestState] = {}
+        """By request id, which is empty for the anonymous request."""
         self._anonymous_until_s = 0.0
         self.forgotten = 0
 
-    def __iter__(self) -> Iterator[RequestState]:
-        yield from self.named.values()
-        if self._anonymous is not None:
-            yield self._anonymous
-
     def get(self, req_context: ReqContext) -> RequestState | None:
         """Return the state of a request, or None where it is not known."""
-        req_id = req_context.req_id
-        return self.named.get(req_id) if req_id else self._anonymous
+        return self.states.get(req_context.req_id)
 
     def state_of(self, req_context: ReqContext) -> RequestState:
         """Return the state of a request, and create it if it is not known."""
         req_id = req_context.req_id
-        if not req_id:
-            return self._anonymous_state(req_context)
-        state = self.named.get(req_id)
+        state = self.states.get(req_id)
         if state is None:
-            if len(self.named) >= self._requests_max:
-                oldest = next(iter(self.named.values()))
+            if len(self.states) >= self._requests_max:
+                oldest = next(iter(self.states.values()))
                 self.pop(oldest)
                 self._forget(oldest)
                 self.forgotten += 1
-            state = self.named[req_id] = RequestState(req_context)
+            if not req_id:
+                self._anonymous_until_s = self._clock() + self._anonymous_max_s
+            state = self.states[req_id] = RequestState(req_context)
         return state
 
     def pop(self, state: RequestState) -> None:
         """Forget a request."""
-        if state is self._anonymous:
-            self._anonymous = None
-        elif self.named.get(state.req_context.req_id) is state:
-            del self.named[state.req_context.req_id]
+        if self.states.get(state.req_context.req_id) is state:
+            del self.states[state.req_context.req_id]
 
-    def clear(self) -> None:
-        """Forget all requests."""
-        self.named.clear()
-        self._anonymous = None
-
-    def _anonymous_state(self, req_context: ReqContext) -> RequestState:
-        state, now_s = self._anonymous, self._clock()
-        if state is None or now_s >= self._anonymous_until_s:
-            if state is not None:
-                self.pop(state)
-                self._forget(state)
-            state = self._anonymous = RequestState(req_context)
-            self._anonymous_until_s = now_s + self._anonymous_max_s
-        return state
+    def expire(self, now_s: float) -> None:
+        """Forget the anonymous request if its time is over; once a step."""
+        state = self.states.get("")
+        if state is not None and now_s >= self._anonymous_until_s:
+            self.pop(state)
+            self._forget(state)

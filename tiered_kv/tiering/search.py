@@ -45,7 +45,7 @@ class Search:
         self._tiers = tiers
         self._promotions = promotions
         self._requests = requests
-        self._named = requests.named
+        self._states = requests.states
         self._wait_max_s = wait_max_s
         self._clock = clock
         self._searched: list[tuple[GuardedTier, Callable[[OffloadKey, ReqContext], bool | None]]] = []
@@ -63,7 +63,7 @@ class Search:
     def below(self, key: OffloadKey, block: CPUBlock | None, req_context: ReqContext) -> bool | None:
         """Return the answer for a key whose primary block is absent, or (`block`) being written."""
         # The cost of each key that is not in the primary tier: no needless calls.
-        state = self._named.get(req_context.req_id) or self._requests.state_of(req_context)
+        state = self._states.get(req_context.req_id) or self._requests.state_of(req_context)
         if state.asked_s < self._now_s:
             self._count_wait(state)
         if state.has_waited:

@@ -42,19 +42,17 @@ class AsyncTier(QueuedTier):
     """A tier whose author writes coroutines, which all run on one event loop in a thread of its own.
 
     Jobs are cut into parts, and as many parts run at once as `blocks_in_flight_max` allows; lookups need no room.
-    Lookups go before loads and loads before stores, and stores leave room for one part of a load. A coroutine
-    that has not returned by its job's deadline is cancelled; its job is reported once it has really ended: until
-    then it may write into its blocks. An exception fails the part it was raised in.
+    Lookups go before loads and loads before stores, and stores leave room for one part of a load. A coroutine that has
+    not returned by its job's deadline is cancelled; its job is reported once it has really ended: until then it may
+    write into its blocks. An exception fails the part it was raised in.
 
-    The thread is started by the first job or lookup, and is a daemon. Nothing may block the event loop: to
-    compress or hash megabytes use `uninterrupted(asyncio.to_thread(...))`, or build on `BlockingTier`.
+    The thread is started by the first job or lookup, and is a daemon. Nothing may block the event loop: to compress or
+    hash megabytes use `uninterrupted(asyncio.to_thread(...))`, or build on `BlockingTier`.
 
     Args:
-        offloading_spec, primary_kv_view, tier_type: As in `SecondaryTierManager`.
         blocks_in_flight_max: Blocks in running parts, at most; at least 1.
-        part_bytes: Bytes of one part of a job, at most; a part has at least one block.
-        lookup_timeout_s: How long a lookup may go unanswered before it is a miss.
         shutdown_timeout_s: How long `shutdown` waits; from half of it on, what still runs is cancelled.
+        offloading_spec, primary_kv_view, tier_type, part_bytes, lookup_timeout_s: As in `BlockingTier`.
     """
 
     def __init__(

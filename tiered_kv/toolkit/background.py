@@ -10,14 +10,10 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundTask:
-    """Runs an action soon after a request, once for all requests before it begins.
+    """Runs an action soon after a request, once for all requests before it begins; its exceptions are logged only.
 
-    The thread lives for the task only, so an action that hangs blocks nothing else. There is never more
+    The thread, called `name`, lives for the task only, so an action that hangs blocks nothing else. There is never more
     than one. If no thread can be started, the action is not run: its owner must have another way to run it.
-
-    Args:
-        action: The action. Its exceptions are logged only.
-        name: The thread's.
     """
 
     def __init__(self, action: Callable[[], None], name: str) -> None:

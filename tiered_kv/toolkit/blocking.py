@@ -21,14 +21,12 @@ _STOP = False
 class BlockingTier(QueuedTier):
     """A tier whose author writes four blocking methods, each called on worker threads, several at a time.
 
-    Jobs are cut into parts of at most `part_bytes`, so that all threads serve one large job. Lookups go
-    before loads and loads before stores, and stores leave one thread free (if there are two). An exception
-    fails the part it was raised in. Parts that have not started by their job's deadline never start; a call
-    that is running cannot be ended from outside, so an author gives each call to a client or server a
-    timeout of its own.
+    Jobs are cut into parts of at most `part_bytes`, so that all threads serve one large job. Lookups go before loads
+    and loads before stores, and stores leave one thread free (if there are two). An exception fails the part it was
+    raised in. Parts that have not started by their job's deadline never start. A call that is running cannot be ended
+    from outside, so an author gives each call to a client or server a timeout of its own.
 
-    Threads are started by the first job or lookup and are daemons: one that hangs for ever does not keep the
-    process.
+    Threads are started by the first job or lookup and are daemons: one that hangs for ever does not keep the process.
 
     Args:
         offloading_spec, primary_kv_view, tier_type: As in `SecondaryTierManager`.
@@ -84,11 +82,9 @@ class BlockingTier(QueuedTier):
 
     @abstractmethod
     def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        """Load blocks into place. A block that is absent or fails verification is not a successful key.
+        """Load blocks into place, the views of `store_blocks` but writable.
 
-        Args:
-            keys: The blocks' keys.
-            blocks: Writable views of `block_bytes` each, in the order of `keys`. They must not be kept.
+        A block that is absent or fails verification is not a successful key.
         """
 
     @abstractmethod

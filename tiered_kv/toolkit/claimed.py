@@ -40,13 +40,7 @@ _REMEDIES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The identity of a tier's blocks.
-
-    Args:
-        digest: The namespace's digest, 16 bytes.
-        namespace: The namespace in readable form.
-        block_bytes: Size of a block.
-    """
+    """The identity of a tier's blocks: the namespace's digest of 16 bytes, its readable form, and a block's size."""
 
     digest: bytes
     namespace: Mapping[str, object]
@@ -134,10 +128,7 @@ class ClaimedDirectory:
 
     @contextmanager
     def opened(self, operation: str) -> Iterator[int | None]:
-        """Yield a descriptor of the directory, None if it is missing.
-
-        Args:
-            operation: The caller's operation, for the error.
+        """Yield a descriptor of the directory, None if it is missing; errors name the caller's `operation`.
 
         Raises:
             ConfigError: It is a symbolic link.

@@ -7,11 +7,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
-from tiered_kv.config.redaction import scrub
-from tiered_kv.config.secret_keys import is_key_for_path, parse_key, read_key_file
+from tiered_kv.config.secret_keys import is_key_for_path, parse_key, problem_of_key, read_key_file
 from tiered_kv.config.settings import StrictModel, TierSettings
 from tiered_kv.config.units import Count
-from tiered_kv.errors import ConfigError
 from tiered_kv.toolkit.codecs import CODEC_IDS, ENCRYPTED_IDS, CodecSet
 from tiered_kv.toolkit.encryption import KEY_ID_MAX, Cipher
 
@@ -46,7 +44,7 @@ class EncryptionSettings(StrictModel):
     @classmethod
     def _names_are_no_keys(cls, data: object) -> object:
         """Refuse a key in place of a setting's name: an error would show it as an unknown name."""
-        if isinstance(data, Mapping) and any(not _problem_of(SecretStr(str(name))) for name in data):
+        if isinstance(data, Mapping) and any(not problem_of_key(str(name)) for name in data):
             raise ValueError("expected keys by their ids in 'keys', found one in place of a setting's name")
         return data
 
@@ -64,7 +62,7 @@ class EncryptionSettings(StrictModel):
     @classmethod
     def _keys_are_keys(cls, keys: dict[int, SecretStr]) -> dict[int, SecretStr]:
         for key_id, text in keys.items():
-            problem = _problem_of(text)
+            problem = problem_of_key(text.get_secret_value())
             if problem:
                 raise ValueError(f"key {key_id}: {problem}")
         return keys
@@ -92,16 +90,9 @@ class EncryptionSettings(StrictModel):
             ConfigError: A file cannot be used.
         """
         found = {key_id: parse_key(text.get_secret_value()) for key_id, text in self.keys.items()}
-        problem, location = "", ""
         for key_id, path in self.key_files.items():
-            try:
-                found[key_id] = read_key_file(path)
-            except ConfigError as error:
-                problem = scrub(error.message, self.secret_texts())  # a path from a variable is not shown
-                location = f"encryption.key_files.{key_id}"
-                break
-        if problem:  # outside of the handler: the original error must not be shown beside this one
-            raise ConfigError(problem, location=location)
+            location = f"encryption.key_files.{key_id}"
+            found[key_id] = read_key_file(path, location=location, secrets=self.secret_texts())
         return found
 
 
@@ -145,11 +136,3 @@ def _is_id(name: object) -> bool:
     if isinstance(name, str) and name.isascii() and name.isdecimal() and len(name) <= len(str(KEY_ID_MAX)):
         name = int(name)
     return isinstance(name, int) and not isinstance(name, bool) and 1 <= name <= KEY_ID_MAX
-
-
-def _problem_of(key: SecretStr) -> str:
-    try:
-        parse_key(key.get_secret_value())
-    except ConfigError as error:
-        return error.message
-    return ""

@@ -7,13 +7,77 @@ each payload.
 from __future__ import annotations
 
 import functools
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from tiered_kv.errors import MissingExtraError
-from tiered_kv.toolkit.compression import Zstd
 from tiered_kv.toolkit.encryption import ENVELOPE_BYTES, Cipher
 from tiered_kv.toolkit.room import ThreadRoom
 from tiered_kv.toolkit.status import RecordStatus
+
+_LEVEL: Final = 1
+"""Higher levels gain nothing on key/value blocks, whose mantissas are noise, and take up to three times as long."""
+_WINDOW_BYTES_MIN: Final = 1 << 20
+_FRAME_LENGTH_BYTES: Final = 4
+
+
+class Zstd:
+    """Compresses the bytes at even offsets, and those at odd ones, each with a Huffman table of its own.
+
+    In 16-bit floats one byte holds the exponent, which compresses, and the other mantissa, which does not. Apart,
+    they take about a tenth of the block less than together. Any thread may call, several at once.
+
+    Raises:
+        MissingExtraError: The zstandard library is not installed.
+    """
+
+    def __init__(self) -> None:
+        try:
+            import zstandard
+        except ImportError as error:
+            raise MissingExtraError("codec 'zstd'", "zstd") from error
+        self._zstandard = zstandard
+
+    def compress(self, block: memoryview) -> bytes:
+        """Return both planes, which may be longer than the block."""
+        values = np.frombuffer(block, dtype=np.uint8)
+        compressor = self._zstandard.ZstdCompressor(level=_LEVEL)
+        evens: bytes = compressor.compress(np.ascontiguousarray(values[0::2]).data)
+        odds: bytes = compressor.compress(np.ascontiguousarray(values[1::2]).data)
+        return b"".join((len(evens).to_bytes(_FRAME_LENGTH_BYTES, "little"), evens, odds))
+
+    def decompress(self, payload: memoryview, block: memoryview) -> RecordStatus:
+        """Write the block that `payload` stands for into `block`; return why not, and leave anything in it then.
+
+        The payload may be hostile: nothing is allocated that is much larger than `block`.
+        """
+        first = _FRAME_LENGTH_BYTES + int.from_bytes(payload[:_FRAME_LENGTH_BYTES], "little")
+        pairs = len(block) // 2
+        evens = self._plane(payload[_FRAME_LENGTH_BYTES:first], len(block) - pairs)
+        odds = self._plane(payload[first:], pairs)
+        if evens is None or odds is None:
+            return RecordStatus.BAD_PAYLOAD
+        # One pass over 16-bit words is three times as fast as two strided ones over bytes.
+        words = np.frombuffer(block, dtype="<u2", count=pairs)
+        words[:] = odds
+        words <<= 8
+        words |= evens[:pairs]
+        if len(evens) > pairs:
+            block[-1] = int(evens[-1])
+        return RecordStatus.OK
+
+    def _plane(self, frame: memoryview, size: int) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
+        try:
+            # The library allocates what a frame claims to hold, so the claim is checked first.
+            if self._zstandard.frame_content_size(frame) != size:
+                return None
+            decompressor = self._zstandard.ZstdDecompressor(max_window_size=max(_WINDOW_BYTES_MIN, size))
+            plane = np.frombuffer(decompressor.decompress(frame, allow_extra_data=False), dtype=np.uint8)
+        except self._zstandard.ZstdError:
+            return None
+        return plane if len(plane) == size else None
+
 
 RAW_ID: Final = 0
 ZSTD_ID: Final = 1
@@ -45,13 +109,8 @@ def payload_bytes_range(codec_id: int, raw_bytes: int) -> range:
 
 
 def binding_of(namespace_digest: bytes, key: bytes) -> bytes:
-    """Return the namespace and block as bytes. An encrypted payload is bound to them, and is a miss elsewhere.
-
-    Args:
-        namespace_digest: 16 bytes, so that no two pairs give the same.
-        key: The block's whole key.
-    """
-    return namespace_digest + key
+    """Return a namespace and a whole key as bytes. An encrypted payload is bound to them, and is a miss elsewhere."""
+    return namespace_digest + key  # digests have one length, so no two pairs give the same
 
 
 class Draft(NamedTuple):
@@ -80,12 +139,7 @@ class Draft(NamedTuple):
         return len(self.content) if self.cipher is None else len(self.content) + ENVELOPE_BYTES
 
     def write_into(self, target: memoryview, binding: bytes) -> None:
-        """Write the payload.
-
-        Args:
-            target: Memory of `payload_bytes`, apart from `content`.
-            binding: What the payload belongs to; see `binding_of`.
-        """
+        """Write the payload, which belongs to `binding` (`binding_of`), into `payload_bytes` apart from `content`."""
         if self.cipher is None:
             target[:] = self.content
         else:
@@ -152,8 +206,7 @@ class CodecSet:
             codec_id: What the record names.
             payload: The payload. The caller has verified its checksum, unless it is encrypted: then the tag answers for
                 it, and the checksum may be asked afterwards.
-            block: Where the block belongs.
-            binding: As in `Draft.write_into`.
+            block, binding: Where the block belongs; see `binding_of`.
         """
         status = self.refusal(codec_id)
         if status is not RecordStatus.OK:

@@ -4,13 +4,11 @@ A payload is an envelope (`formats.md`): key id, key check, salt, nonce, ciphert
 data is the head of the envelope, the codec's number, the block's length, the namespace's digest and the block's whole
 key. So a payload that was changed, or moved to another key, namespace or codec, fails its tag.
 
-Nonces. Under one key no nonce may be used twice: two messages would reveal the XOR of their texts, and the
-authentication key. Random nonces of 96 bits under one key are safe for 2**32 messages (SP 800-38D, 8.3), which many
-processes that share a key reach. So a `Cipher` draws a random salt of 128 bits and derives a *session key* from key
-and salt by HKDF-SHA256 (RFC 5869), under which it counts its nonces from 0. A new session begins after
-`SESSION_MESSAGES_MAX` messages, and in the child of a fork. Two sessions have the same key only if two salts of 128
-random bits are equal. For 2**48 sessions the chance is 2**-33. A process cannot detect that it was
-copied while it ran, as by a snapshot of its virtual machine that is resumed twice.
+Under one key no nonce may be used twice. Random nonces of 96 bits are safe for 2**32 messages (SP 800-38D, 8.3), which
+many processes that share a key reach. So a `Cipher` draws a random salt of 128 bits and derives a *session key* from
+key and salt by HKDF-SHA256 (RFC 5869), under which it counts its nonces from 0. A new session begins after
+`SESSION_MESSAGES_MAX` messages, and in the child of a fork. `formats.md` says how likely two equal salts are. A process
+cannot detect that it was copied while it ran, as by a snapshot of its virtual machine that is resumed twice.
 """
 
 from __future__ import annotations
@@ -127,13 +125,9 @@ class Cipher:
     def decrypt_into(
         self, payload: memoryview, target: memoryview, codec_id: int, raw_bytes: int, binding: bytes
     ) -> RecordStatus:
-        """Decrypt an envelope into `target`. A failure may leave unauthenticated bytes there.
+        """Decrypt an envelope into `target`, which is `ENVELOPE_BYTES` shorter; the rest as `CodecSet.decode`.
 
-        Args:
-            payload: The envelope.
-            target: Memory, apart from `payload` and `ENVELOPE_BYTES` shorter.
-            codec_id, raw_bytes: What the record says.
-            binding: What the payload belongs to.
+        A failure may leave unauthenticated bytes there.
         """
         head = bytes(payload[: _HEAD.size])
         key_id, check, salt, nonce = _HEAD.unpack(head)

@@ -45,12 +45,7 @@ _RETIRED_MAX = 4096
 
 @dataclass(frozen=True, slots=True)
 class EpochMark:
-    """The storage's record of an epoch.
-
-    Args:
-        number: Resets before it, as far as its process knew.
-        token: Sixteen hexadecimal digits; they stand in the names of the epoch's blocks.
-    """
+    """The storage's record of an epoch: how many resets came before it, and its token of 16 hexadecimal digits."""
 
     number: int
     token: str
@@ -99,13 +94,9 @@ class EpochStore(Protocol):
 
 
 class Epoch:
-    """The epoch that this process is in.
+    """The epoch that this process is in, with its mark in `store`. Deadlines are times of `time.monotonic()`.
 
     Threads: `renew` belongs to the scheduler's thread and does no I/O. Any other thread may call the rest.
-
-    Args:
-        store: Where the mark is kept.
-        clock: Seconds, monotonic; deadlines are times of `time.monotonic()`.
     """
 
     def __init__(self, store: EpochStore, *, clock: Callable[[], float] = time.monotonic) -> None:

@@ -30,12 +30,7 @@ class _Question:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Probe:
-    """Keys to be looked up in one round trip.
-
-    Args:
-        keys: The keys.
-        deadline: When the first of them becomes a miss, in seconds of the clock.
-    """
+    """Keys to be looked up in one round trip; at `deadline`, in seconds of the clock, the first becomes a miss."""
 
     keys: list[OffloadKey]
     deadline: float
@@ -50,15 +45,13 @@ class Probe:
 class BatchedLookups:
     """Answers of a remote index, gathered for the requests that asked.
 
-    The first unanswered key calls `start_probe`. Until the probe ends, further keys are collected,
-    and the same runner takes them as its next probe. An answer is kept for the
-    requests that asked, until they finish. A key whose answer is None is probed again. A key without an answer
-    at its deadline is a miss for them, and so is one that would exceed `PENDING_KEYS_MAX`. Answers
-    for an empty request id are not kept: each is returned once.
+    The first unanswered key calls `start_probe`. Until the probe ends, further keys are collected, and the same runner
+    takes them as its next probe. An answer is kept for the requests that asked, until they finish. A key whose answer
+    is None is probed again. A key without an answer at its deadline is a miss for them, and so is one that would exceed
+    `PENDING_KEYS_MAX`. Answers for an empty request id are not kept: each is returned once.
 
-    The scheduler thread owns everything here but two deques, `_gathered` and `_arrived`, over which it and
-    the runners hand each other messages. It calls all methods except `take` and `answer`, which belong to
-    the runners.
+    The scheduler thread owns everything here but two deques, `_gathered` and `_arrived`, over which it and the runners
+    hand each other messages. It calls all methods except `take` and `answer`, which belong to the runners.
 
     Args:
         start_probe: Must start a runner without waiting. The runner calls `take` until it returns

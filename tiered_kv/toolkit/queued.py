@@ -16,9 +16,8 @@ from typing import Any, ClassVar
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
-from tiered_kv.toolkit.jobs import ALL_DONE, Job, Outcome, Part, failure_reason
+from tiered_kv.toolkit.jobs import ALL_DONE, Job, Outcome, Part, PartQueue, failure_reason
 from tiered_kv.toolkit.lookups import BatchedLookups
-from tiered_kv.toolkit.queue import PartQueue
 
 _log = logging.getLogger("tiered_kv.toolkit")
 
@@ -50,13 +49,8 @@ class QueuedTier(SecondaryTierManager):
     Threads: the scheduler's thread calls the public methods. Workers share `_part_queue`, `_batched_lookups`
     and `_job_results` with it, and use nothing else that it owns.
 
-    Args:
-        offloading_spec, primary_kv_view, tier_type: As in `SecondaryTierManager`.
-        part_blocks: Blocks of one part of a job, at most.
-        stores_running_max: Parts of stores that may run at once.
-        lookup_timeout_s: How long a lookup may go unanswered before it is a miss.
-        shutdown_timeout_s: How long `shutdown` may wait for workers.
-        clock: Seconds, monotonic; the clock of the jobs' deadlines.
+    Arguments are those of `SecondaryTierManager` and `BlockingTier`. A part has at most `part_blocks`, at most
+    `stores_running_max` parts of stores run at once, and `clock` is that of the jobs' deadlines.
     """
 
     is_nonblocking: ClassVar[bool] = True
@@ -155,9 +149,7 @@ class QueuedTier(SecondaryTierManager):
         self._batched_lookups.forget_request(req_context.req_id)
 
     def stats(self) -> Mapping[str, Any]:
-        return {
-            "refused_lookups_total": self._batched_lookups.refused,
-        }
+        return {"refused_lookups_total": self._batched_lookups.refused}
 
     def begin_epoch(self, epoch: int | None = None) -> None:
         """Invalidate all submitted jobs; for an author's `reset_cache`, on the scheduler's thread.

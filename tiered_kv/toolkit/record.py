@@ -64,11 +64,10 @@ Room = Callable[[int], memoryview]
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """A header's fields, not verified.
+    """A header's fields, not verified. It has no flags in this version.
 
     Args:
         codec_id: How the payload was written.
-        flags: 0 in this version.
         key_id: Which key encrypted the payload; 0 for none. The envelope in the payload says it too.
         raw_bytes: Bytes of the block.
         payload_bytes: Bytes of the payload, which follow the header.
@@ -78,7 +77,6 @@ class RecordHeader:
     """
 
     codec_id: int
-    flags: int
     key_id: int
     raw_bytes: int
     payload_bytes: int
@@ -108,12 +106,7 @@ def encode_record(
 
     Where the codec would not make the block shorter, and always with `raw`, the payload is `block` itself, not a copy.
 
-    Args:
-        key: The block's key.
-        block: The block's bytes, one-dimensional.
-        namespace_digest: 16 bytes.
-        codecs: How to write the payload.
-        room: Where an encrypted payload goes; by default into memory of its own.
+    `block` is one-dimensional. An encrypted payload goes into the memory that `room` gives, by default new memory.
     """
     give_way()
     draft = codecs.draft(block)
@@ -140,7 +133,7 @@ def read_header(header: Bytes) -> RecordHeader | RecordStatus:
         return RecordStatus.BAD_HEADER
     if payload_bytes not in payload_bytes_range(codec_id, raw_bytes):
         return RecordStatus.BAD_LENGTH
-    return RecordHeader(codec_id, flags, key_id, *rest)
+    return RecordHeader(codec_id, key_id, *rest)
 
 
 def check_header(header: RecordHeader, key: OffloadKey, block_bytes: int, namespace_digest: bytes) -> RecordStatus:
@@ -171,9 +164,8 @@ def decode_record(
         header: The record's first 128 bytes.
         payload: The bytes after them, one-dimensional, without anything that may follow. Where a payload of the
             block's length has already been read into `block`, pass `block` itself: nothing is copied then.
-        key: The key that was asked for.
+        key, namespace_digest: What was asked for.
         block: Where the block belongs, one-dimensional and writable, of the block's size.
-        namespace_digest: 16 bytes.
         codecs: The codecs that may be read.
     """
     give_way()

@@ -18,10 +18,6 @@ _lookups: dict[tuple[str, int], Future[Addresses]] = {}
 def addresses_of(host: str, port: int, timeout_s: float) -> Addresses:
     """Return the addresses of a server. Any thread; a look-up that takes too long continues for the next caller.
 
-    Args:
-        host, port: The server.
-        timeout_s: How long to wait for the look-up of a name.
-
     Raises:
         OSError: It has no address; `TimeoutError` if the look-up did not end in time.
     """
@@ -45,9 +41,7 @@ def addresses_of(host: str, port: int, timeout_s: float) -> Addresses:
 def connect(host: str, port: int, next_timeout_s: Callable[[], float]) -> socket.socket:
     """Return a socket that is connected to the first of a server's addresses that answers. Any thread.
 
-    Args:
-        host, port: The server.
-        next_timeout_s: Returns how long the next step may take; raises `TimeoutError` where no time is left.
+    `next_timeout_s` returns how long the next step may take; it raises `TimeoutError` where no time is left.
 
     Raises:
         OSError: None answers.

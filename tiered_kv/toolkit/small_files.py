@@ -51,8 +51,6 @@ def replace_file(
 
     Args:
         path: Its path; relative to `dir_fd` if that is given.
-        data: The whole content.
-        dir_fd: A directory, open.
         only_new: Do not replace an existing file.
         flush: Whether the file must be whole after a power failure, which may leave an empty one otherwise.
     """
@@ -102,7 +100,7 @@ def remove(path: str, *, dir_fd: int | None = None) -> bool:
     return False
 
 
-def fields_of(text: bytes | None) -> dict[str, object]:
+def fields_of(text: bytes | str | None) -> dict[str, object]:
     """Return the fields of a small JSON file, none if it cannot be read."""
     try:
         fields = json.loads(text or b"")

@@ -9,9 +9,8 @@ is not stored again. So a tier whose storage is shared keeps this memory:
 - a lookup answers False for a name that is noted;
 - a store of such a block replaces the record, and forgets the name. So does a load that succeeds.
 
-A fleet in the middle of a change of keys or codecs converges by that: who stores writes what those who were changed
-last can read. Who has wrong keys, and only loads, removes nothing. A name that is dropped, by age or for want of room,
-costs one more load that fails, if the record is still the same.
+A name that is dropped, by age or for want of room, costs one more load that fails, if the record is still the same.
+`encryption.md` says how a fleet converges in the middle of a change of keys.
 """
 
 from __future__ import annotations
@@ -35,10 +34,6 @@ class Unreadable(Generic[Name]):
 
     A name stands for one place in the storage, in one epoch: after a reset the same block has another one. Where a
     load and a store of one block end at the same time, a name may be noted that has just been made good.
-
-    Args:
-        names_max: As `NAMES_MAX`.
-        clock: Seconds, monotonic.
     """
 
     def __init__(self, *, names_max: int = NAMES_MAX, clock: Callable[[], float] = time.monotonic) -> None:

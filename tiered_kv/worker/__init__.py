@@ -16,8 +16,7 @@ from tiered_kv.base import (
     TransferType,
 )
 from tiered_kv.worker.handlers import WorkerHandlers, open_handlers
-from tiered_kv.worker.shared import SharedStack
-from tiered_kv.worker.spec import TieredOffloadingSpec
+from tiered_kv.worker.shared import SharedStack, TieredOffloadingSpec
 
 __all__ = [
     "CanonicalKVCacheRef",

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
+import logging
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from tiered_kv.base import (
@@ -20,19 +26,13 @@ from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ShutdownError
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.worker.cuda import CudaCopier
-from tiered_kv.worker.host import HostCopier
 from tiered_kv.worker.layout import BlockLayout, device_of, lay_out
-from tiered_kv.worker.plan import LOAD, STORE, Copier, Copy, plan_transfer
+from tiered_kv.worker.plan import LOAD, STORE, Copier, Copy, CopyPlan, plan_transfer
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerHandlers:
-    """A worker's two directions.
-
-    Args:
-        store: From the device's KV cache to the primary tier's region.
-        load: From the region to the device.
-    """
+    """A worker's two directions: `store` from the device's KV cache to the primary tier's region, `load` back."""
 
     store: OffloadingHandler
     load: OffloadingHandler
@@ -174,3 +174,66 @@ class CopyHandler(OffloadingHandler):
 def _end_copies(copier: Copier, memory: object) -> None:
     """Close the copier while the memory is still referenced."""
     copier.close()
+
+
+_log = logging.getLogger(__name__)
+
+
+class HostCopier:
+    """Copies within the CPU's memory, each run by one `memmove`, on a thread of its own called `name`.
+
+    The thread keeps the interpreter lock for a whole job. ctypes usually releases it for each call. While the engine's
+    thread runs Python, the copying thread would then wait five milliseconds (the switch interval) after each run, and a
+    run takes microseconds. So a job delays the engine's Python by the job's own copying at most.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+
+    def submit(self, plan: CopyPlan) -> HostCopy:
+        return HostCopy(self._pool.submit(copy_runs, plan))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class HostCopy:
+    """A plan on the copier's thread."""
+
+    def __init__(self, future: Future[float]) -> None:
+        self._future = future
+
+    def has_ended(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> None:
+        # Not `concurrent.futures.wait`: it never returns for futures that a pool cancelled at its shutdown.
+        with contextlib.suppress(CancelledError):
+            self._future.exception()
+
+    def seconds(self) -> float | None:
+        if self._future.cancelled():
+            return None
+        error = self._future.exception()
+        if error is not None:
+            _log.warning("a copy in the CPU's memory failed: %s: %s", type(error).__name__, error)
+            return None
+        return self._future.result()
+
+
+def copy_runs(plan: CopyPlan) -> float:
+    """Copy all runs of a plan, and return how many seconds it took."""
+    began = time.perf_counter()
+    memmove = _memmove()
+    runs = zip(plan.destinations.tolist(), plan.sources.tolist(), plan.lengths.tolist(), strict=True)
+    for destination, source, length in runs:
+        memmove(destination, source, length)
+    return time.perf_counter() - began
+
+
+@functools.cache
+def _memmove() -> Callable[[int, int, int], None]:
+    memmove = ctypes.PyDLL(None).memmove  # PyDLL: calls keep the interpreter lock
+    memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    memmove.restype = None
+    return memmove

@@ -53,15 +53,7 @@ class GroupLayout:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Both sides of a worker's copies.
-
-    Args:
-        groups: The KV cache groups.
-        block_size_factor: Device blocks in an offloaded block.
-        part_address: Of the worker's part of row 0.
-        row_bytes: Bytes from a row to the next.
-        num_rows: Rows of the region.
-    """
+    """Both sides of a worker's copies; `part_address` is that of the worker's part of row 0."""
 
     groups: tuple[GroupLayout, ...]
     block_size_factor: int
@@ -78,14 +70,7 @@ def lay_out(
     part_offset: int = 0,
     part_bytes: int | None = None,
 ) -> BlockLayout:
-    """Return the layout of `kv_caches` in `region`.
-
-    Args:
-        kv_caches: The device's caches; their addresses must not change.
-        region: The primary tier's memory; likewise.
-        block_size_factor: Device blocks in an offloaded block.
-        part_offset: Where the worker's part of a row begins.
-        part_bytes: Bytes of that part; by default the rest of the row.
+    """Return the layout of `kv_caches` in `region`; the arguments are those of `open_handlers`.
 
     Raises:
         ValueError: The caches contradict themselves, or a block of them does not fit into the part.

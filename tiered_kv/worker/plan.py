@@ -22,12 +22,9 @@ LOAD: TransferType = (CPULoadStoreSpec.medium(), GPULoadStoreSpec.medium())
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """Runs to copy, each contiguous on both sides. The arrays are contiguous as well: native code reads them.
+    """Runs to copy, each contiguous on both sides: addresses, and lengths in bytes.
 
-    Args:
-        sources: Addresses, shape (runs,).
-        destinations: Addresses, shape (runs,).
-        lengths: Bytes, shape (runs,).
+    The arrays, of shape (runs,), are contiguous as well: native code reads them.
     """
 
     sources: Int64Array

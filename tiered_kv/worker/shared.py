@@ -1,22 +1,23 @@
-"""One stack for an engine of several processes: a scheduler and its workers."""
+"""One stack, and one region of memory, for an engine of several processes: a scheduler and its workers."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
 
-from tiered_kv.base import CanonicalKVCaches
+from tiered_kv.base import CanonicalKVCaches, LoadStoreSpec, OffloadingHandler, OffloadingManager, OffloadingSpec
 from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.config.units import format_bytes
 from tiered_kv.cpu.backend import CPUBackend
-from tiered_kv.cpu.geometry import Geometry
+from tiered_kv.cpu.geometry import ROWS_OFFSET, Geometry, check_header, has_header, write_header
+from tiered_kv.cpu.region import PrimaryRegion, size_shared
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.stack import Stack
 from tiered_kv.worker.handlers import WorkerHandlers, open_handlers
 from tiered_kv.worker.shared_file import SharedFile
-from tiered_kv.worker.shared_region import SharedRegion
 
 _log = logging.getLogger(__name__)
 
@@ -36,9 +37,8 @@ def parties_of(num_workers: int) -> list[str]:
 class SharedStack:
     """The stack that every process of an engine constructs with the same arguments, to open its own side.
 
-    The scheduler's process and each worker's map the region. The first to open creates it, and no process waits for the
-    others. Until all have opened, the manager stores and promotes nothing, and a transfer is refused: its bytes would
-    go to a region that the others do not map.
+    No process waits for the others. Until all have opened, the manager stores and promotes nothing, and a transfer is
+    refused: its bytes would go to a region that the others do not map.
 
     Args:
         source: The stack: the path of a YAML file, a mapping, or a configuration. Its secondary tiers are opened by
@@ -64,8 +64,6 @@ class SharedStack:
     ) -> None:
         self.config = load_config(source)
         self.bytes_per_worker = bytes_per_worker
-        self.num_workers = num_workers
-        self.block_size_factor = block_size_factor
         given = name or self.config.primary.shared
         if given is None:
             raise ConfigError("a stack of several processes needs a name for its memory", location="primary.shared")
@@ -83,9 +81,7 @@ class SharedStack:
     def open_stack(self, *, enable_events: bool = False, file: SharedFile | None = None) -> Stack:
         """Open the scheduler's side: the manager, and the secondary tiers. Close it with `Stack.close`.
 
-        Args:
-            enable_events: As for `Stack`.
-            file: The shared file, if this process has joined it already. The stack owns it from now on.
+        A process that has joined the shared `file` already gives it. The stack owns it from now on.
 
         Raises:
             ConfigError, TierError: As `open_stack`; or the memory is in use by another run.
@@ -106,8 +102,8 @@ class SharedStack:
             ValueError: The caches contradict themselves, or do not fit into the worker's part of a block.
             ConfigError: The memory cannot be mapped or pinned, or another process has this rank.
         """
-        if not 0 <= rank < self.num_workers:
-            raise ValueError(f"there is no worker {rank} among {self.num_workers}")
+        if not 0 <= rank < self.geometry.workers:
+            raise ValueError(f"there is no worker {rank} among {self.geometry.workers}")
         region = self._join(worker_party(rank), file)
         # Equal shares, whatever `bytes_per_worker` is: it differs between workers that have different layers.
         part_bytes = self.geometry.part_bytes
@@ -115,7 +111,7 @@ class SharedStack:
             return open_handlers(
                 kv_caches,
                 region,
-                block_size_factor=self.block_size_factor,
+                block_size_factor=self.geometry.block_size_factor,
                 part_offset=rank * part_bytes,
                 part_bytes=part_bytes,
                 check=functools.partial(_check_complete, region),
@@ -128,7 +124,7 @@ class SharedStack:
     def _join(self, party: str, file: SharedFile | None) -> SharedRegion:
         settings = self.config.primary
         return SharedRegion.join(
-            file or SharedFile(self.name, party, parties_of(self.num_workers)),
+            file or SharedFile(self.name, party, parties_of(self.geometry.workers)),
             self.geometry,
             huge_pages=settings.huge_pages,
             numa_node=settings.numa_node,
@@ -161,3 +157,124 @@ def _check_complete(region: SharedRegion) -> None:
             f"a transfer was begun before every process had mapped the region; {missing} did not. "
             "An engine starts its scheduler and all its workers anew under a new name"
         )
+
+
+class SharedRegion(PrimaryRegion):
+    """A region that several processes map. Made by `join`; one thread calls.
+
+    The first process to map it sizes the file and writes its header. The others compare the header and map it. The last
+    one removes its name. From then on the kernel frees the memory with the last mapping, even if processes are killed.
+    """
+
+    _file: SharedFile | None = None
+    """None until it is mapped."""
+
+    @classmethod
+    def join(
+        cls, file: SharedFile, geometry: Geometry, *, huge_pages: bool = True, numa_node: int | None = None
+    ) -> Self:
+        """Map the rows of `file`, in which this process has a place; all parties give the same `geometry`.
+
+        The region owns the file from now on, even if this raises. The rest is as for `PrimaryRegion`.
+
+        Raises:
+            ConfigError: The memory cannot be allocated, or another party expects another geometry.
+        """
+        region: Self | None = None
+        try:
+            with file.exclusive():
+                is_first = not has_header(file.fd)
+                if is_first:
+                    os.ftruncate(file.fd, ROWS_OFFSET + geometry.size_bytes)
+                else:
+                    check_header(file.fd, file.path, geometry)
+                region = cls.map_file(
+                    file.fd,
+                    file.path,
+                    geometry.rows,
+                    geometry.row_bytes,
+                    offset=ROWS_OFFSET,
+                    huge_pages=huge_pages,
+                    numa_node=numa_node,
+                )
+                region._file = file
+                if is_first:
+                    size_shared(file.fd, file.path, geometry.size_bytes)  # its pages are where the mapping was bound
+                    write_header(file.fd, geometry)
+                file.complete()
+        except BaseException:
+            file.leave()
+            if region is not None:
+                region.close()
+            raise
+        return region
+
+    def is_complete(self) -> bool:
+        """Return whether all parties have joined; they may have left since."""
+        return self._file is None or self._file.is_complete()
+
+    def missing_parties(self) -> list[str]:
+        """Return the parties that have not joined yet."""
+        return [] if self._file is None else self._file.missing_parties()
+
+    def unlink(self) -> None:
+        """Leave, if not all have joined yet. The last one to leave removes the name. Otherwise do nothing."""
+        if self._file is not None:
+            self._file.leave()
+
+
+class TieredOffloadingSpec(OffloadingSpec):
+    """Builds the manager in the scheduler's process, and the handlers in each worker's, from one stack.
+
+    Every process makes a spec from the same configuration. The method that it calls decides which side it opens.
+
+    Args:
+        vllm_config: As for `OffloadingSpec`. `kv_transfer_config.kv_connector_extra_config["stack"]` is the stack: a
+            path, a mapping or a `StackConfig`. `kv_transfer_config.engine_id` names this run of the engine; without
+            it, the stack's `primary.shared` does. `parallel_config.world_size` is the number of workers, and
+            `parallel_config.rank` which of them this process is.
+        kv_cache_config: Likewise, with `num_blocks`, and `kv_cache_tensors` that have a `size` in bytes each.
+
+    Attributes:
+        shared: The stack, for an engine that needs more than the interface offers.
+
+    Raises:
+        ConfigError: The stack cannot be used, or its blocks are smaller than the parts of all workers.
+        ValueError: The block sizes do not fit each other.
+    """
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:  # Any: the engine's own classes
+        super().__init__(vllm_config, kv_cache_config)
+        source = self.extra_config.get("stack")
+        if source is None:
+            raise ConfigError("expected the path of a stack's YAML file, or the same as a mapping", location="stack")
+        engine_id = getattr(vllm_config.kv_transfer_config, "engine_id", None)
+        gpu_block_bytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors) // kv_cache_config.num_blocks
+        self.shared = SharedStack(
+            source,
+            name=f"tiered-kv-{engine_id}" if engine_id else None,
+            bytes_per_worker=gpu_block_bytes * self.block_size_factor,
+            num_workers=vllm_config.parallel_config.world_size,
+            block_size_factor=self.block_size_factor,
+        )
+        self._stack: Stack | None = None
+
+    def get_manager(self) -> OffloadingManager:
+        """Return the stack's manager. The first call opens it; its `shutdown` closes the stack.
+
+        Raises:
+            ConfigError, TierError: The stack cannot be opened.
+        """
+        if self._stack is None:
+            self._stack = self.shared.open_stack()
+        return self._stack.manager
+
+    def get_handlers(
+        self, kv_caches: CanonicalKVCaches
+    ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]:
+        """Open and return this worker's handlers.
+
+        Raises:
+            ConfigError, ValueError: As `SharedStack.open_handlers`.
+        """
+        return self.shared.open_handlers(kv_caches, self.vllm_config.parallel_config.rank).triples()

@@ -20,7 +20,7 @@ _DATE = b"date: Thu, 02 Jan 2025 03:04:05 GMT\r\nlast-modified: Thu, 02 Jan 2025
 _MARK = EpochMark(3, "0123456789abcdef").encode()
 
 
-def answer_target() -> Target:
+def make() -> Target:
     """Return the target: a whole answer, or an epoch's mark."""
     seeds = (
         b"HTTP/1.1 200 OK\r\n%bcontent-length: %d\r\n\r\n%b" % (_DATE, len(_MARK), _MARK),

@@ -20,7 +20,7 @@ _CIPHER = Cipher({1: bytes(range(32))}, 1)
 _CODECS = CodecSet("aes-256-gcm", _CIPHER)
 
 
-def record_target() -> Target:
+def make() -> Target:
     """Return the target: one byte that says whether the checksum is made right, and who reads, then a record."""
     contents = (block_content(KEY, BLOCK_BYTES), compressible_content(KEY, BLOCK_BYTES), bytes(BLOCK_BYTES))
     records = [_record(content, codec) for content in contents for codec in ("raw", "zstd")]

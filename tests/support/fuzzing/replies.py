@@ -17,7 +17,7 @@ from tiered_kv_redis.loads import Loads
 from tiered_kv_redis.node import Node
 from tiered_kv_redis.reasons import NodeError
 from tiered_kv_redis.replies import Refusal, ReplyReader
-from tiered_kv_redis.stream import Buffer
+from tiered_kv_redis.stream import Buffer, Stream
 
 BLOCK_BYTES = 256
 NAMESPACE = bytes(range(16))
@@ -27,7 +27,7 @@ _BUFFER_BYTES_MAX = 1 << 20
 _PIECES = (1, 7, 100, 1000, 1 << 20)
 
 
-def reply_target() -> Target:
+def make() -> Target:
     """Return the target: a byte that says who reads, one for how it is cut, and what the server sends."""
     raw, zstd = (b"".join(_bulk(_record(number, codec)) for number in range(4)) for codec in ("raw", "zstd"))
     mixed = _bulk(_record(0, "raw")) + b"$-1\r\n-LOADING wait\r\n" + _bulk(_record(3, "zstd"))
@@ -88,7 +88,7 @@ class _ScriptedLink:
 
     def __init__(self, script: _Script) -> None:
         self.stream = script
-        self.replies = ReplyReader(script)
+        self.replies = ReplyReader(cast(Stream, script))
 
     def heads(self, size: int) -> memoryview:
         return memoryview(bytearray(size))

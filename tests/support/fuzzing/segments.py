@@ -6,6 +6,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tests.support.segment_map import PAGE_BYTES, seal, seal_summary
 from tiered_kv.base import OffloadKey
 from tiered_kv.counters import count_of
 from tiered_kv.errors import TierError
-from tiered_kv.testing.rig import block_content, compressible_content, make_keys
+from tiered_kv.testing.rig import Content, block_content, compressible_content, make_keys
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codecs import CodecSet
 from tiered_kv.toolkit.epoch import EpochMark
@@ -34,7 +35,7 @@ _SEAL_HEADER, _SEAL_BATCHES, _SEAL_SUMMARY = 1, 2, 4
 _SEGMENT, _FUZZ_MARKER, _FUZZ_EPOCH = 0, 8, 16
 
 
-def segment_target() -> Target:
+def make() -> Target:
     """Return the target: a byte that says which file it is and which checksums are made right, then the file."""
     seeds = []
     for codec in ("raw", "zstd"):
@@ -55,12 +56,10 @@ def _made(codec: str) -> dict[str, bytes]:
         path.mkdir(mode=0o700)
         _write(path / "epoch", _EPOCH)
         content = compressible_content if codec == "zstd" else block_content
-        with _Opened(path, codec) as store:
-            for keys in (KEYS[:5], KEYS[5:]):
-                blocks = _memory(len(keys))
-                for key, block in zip(keys, blocks, strict=True):
-                    block[:] = content(key, BLOCK_BYTES)
-                assert store.store(keys, blocks).successful_keys is None
+        store = _opened(path, codec)
+        for keys in (KEYS[:5], KEYS[5:]):
+            _store(store, keys, content)
+        store.close()
         return {each.name: each.read_bytes() for each in path.iterdir() if each.name in (_NAME, _MARKER)}
 
 
@@ -76,21 +75,12 @@ class _BoundedDisk(Disk):
         """Wait for no device: nothing here survives the input."""
 
 
-class _Opened:
-    """A store on a directory, opened with a disk that notices what is read, and closed again."""
-
-    def __init__(self, path: Path, codec: str = "raw") -> None:
-        sizing = Sizing.of(8 * SEGMENT_BYTES + (128 << 10), BLOCK_BYTES, SEGMENT_BYTES)
-        options = StoreOptions(sizing, want_direct=False, codecs=CodecSet(codec), threads=1)
-        self._store = SegmentStore(
-            str(path), Identity(NAMESPACE, {"model": "fuzz"}, BLOCK_BYTES), options, disk=_BoundedDisk()
-        )
-
-    def __enter__(self) -> SegmentStore:
-        return self._store
-
-    def __exit__(self, *_: object) -> None:
-        self._store.close()
+def _opened(path: Path, codec: str = "raw") -> SegmentStore:
+    """Open a store on a directory, with a disk that notices what is read."""
+    sizing = Sizing.of(8 * SEGMENT_BYTES + (128 << 10), BLOCK_BYTES, SEGMENT_BYTES)
+    options = StoreOptions(sizing, want_direct=False, codecs=CodecSet(codec), threads=1)
+    identity = Identity(NAMESPACE, {"model": "fuzz"}, BLOCK_BYTES)
+    return SegmentStore(str(path), identity, options, disk=_BoundedDisk())
 
 
 def _run(data: bytes) -> None:
@@ -107,12 +97,12 @@ def _run(data: bytes) -> None:
         for file, text in files.items():
             _write(path / file, text)
         try:
-            opened = _Opened(path)
+            store = _opened(path)
         except TierError:
             assert kind != _SEGMENT, "a damaged segment refuses the directory"
             assert (path / _NAME).read_bytes() == files[_NAME], "a refused directory is changed"
             return
-        with opened as store:
+        with closing(store):
             _check(store, is_sealed=bool(mode & (_SEAL_BATCHES | _SEAL_SUMMARY)))
 
 
@@ -143,10 +133,14 @@ def _check(store: SegmentStore, *, is_sealed: bool) -> None:
     corrupt = count_of(store.stats(), "corrupt_blocks_total")
     assert corrupt == len(claimed) - len(loaded), f"{corrupt} are counted, {len(claimed) - len(loaded)} did not load"
     assert set(store.index.places) <= loaded, "what does not load is claimed"
-    fresh = _memory(len(KEYS))
-    for key, block in zip(KEYS, fresh, strict=True):
-        block[:] = block_content(key, BLOCK_BYTES)
-    assert store.store(KEYS, fresh).successful_keys is None, "the directory takes no blocks"
+    _store(store, KEYS, block_content)
+
+
+def _store(store: SegmentStore, keys: Sequence[OffloadKey], content: Content) -> None:
+    blocks = _memory(len(keys))
+    for key, block in zip(keys, blocks, strict=True):
+        block[:] = content(key, BLOCK_BYTES, 0)
+    assert store.store(keys, blocks).successful_keys is None, "the directory takes no blocks"
 
 
 _CONTENTS = {content(key, BLOCK_BYTES) for key in KEYS for content in (block_content, compressible_content)}

@@ -19,7 +19,7 @@ NAMESPACE = bytes(range(16))
 _KINDS = (LEDGER_NAME, EPOCH_NAME, MARKER_NAME, NAMESPACE_NAME)
 
 
-def small_files_target() -> Target:
+def make() -> Target:
     """Return the target: a byte that says which file it is, then the file."""
     made = _made()
     seeds = tuple(bytes([number]) + made[kind] for number, kind in enumerate(_KINDS))
@@ -32,7 +32,7 @@ def _made() -> dict[str, bytes]:
     """Return each kind of file as a directory in use has it."""
     with tempfile.TemporaryDirectory(prefix="tiered-kv-fuzz-") as name:
         directory = _open(Path(name) / "kv")
-        with Ledger(directory.ledger_path, directory.lock_path).locked() as state:
+        with Ledger(directory.path).locked() as state:
             state.total_bytes = 1 << 20
             state.holders["0123456789abcdef"] = Holder(directory.namespace, "f" * 16, 4096, state.now_s)
         return {kind: _path_of(Path(directory.path), kind).read_bytes() for kind in _KINDS}
@@ -72,7 +72,7 @@ def _open(path: Path) -> Directory:
 
 def _check_ledger(directory: Directory) -> None:
     """Look at what the ledger is taken for."""
-    with Ledger(directory.ledger_path, directory.lock_path).locked() as state:
+    with Ledger(directory.path).locked() as state:
         numbers = (state.total_bytes, state.pending_bytes, *(holder.granted_bytes for holder in state.holders.values()))
         for number in numbers:
             assert number is None or type(number) is int, f"the ledger has {number!r} for a number"

@@ -60,7 +60,7 @@ _WORDS = (
 )  # fmt: skip
 
 
-def stack_file_target() -> Target:
+def make() -> Target:
     """Return the target: a stack's file."""
     return Target("fuzz/stack-file", _SEEDS, _run, _WORDS)
 

@@ -14,19 +14,12 @@ _KINDS = ("flip", "set", "insert", "overwrite", "delete", "repeat", "cut", "spli
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Something that reads what others wrote.
+    """Something that reads what others wrote."""
 
-    Args:
-        proof: The row of `tests.support.figures` that counts its inputs.
-        seeds: Valid inputs to begin with.
-        run: Reads an input; raises where a promise is broken, and returns else. One thread.
-        words: Pieces of the format, to be put in anywhere.
-    """
-
-    proof: str
-    seeds: tuple[bytes, ...]
-    run: Callable[[bytes], None]
-    words: tuple[bytes, ...] = (b"\0",)
+    proof: str  # the row of `tests.support.figures` that counts its inputs
+    seeds: tuple[bytes, ...]  # valid inputs to begin with
+    run: Callable[[bytes], None]  # reads an input; raises where a promise is broken
+    words: tuple[bytes, ...] = (b"\0",)  # pieces of the format, to be put in anywhere
 
 
 def inputs(target: Target) -> st.SearchStrategy[bytes]:

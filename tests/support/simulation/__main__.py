@@ -6,8 +6,7 @@ import argparse
 import logging
 import sys
 
-from tests.support.simulation.runner import run
-from tests.support.simulation.scenario import ACTIONS, Scenario
+from tests.support.simulation import Scenario, run
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -16,14 +15,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--seeds", default="0:1000", metavar="FIRST:STOP", help="the seeds to play (default: %(default)s)"
     )
-    parser.add_argument("--actions", type=int, default=ACTIONS, help="actions of each (default: %(default)s)")
     options = parser.parse_args(arguments)
     first, _, stop = options.seeds.partition(":")
     logging.disable(logging.CRITICAL)  # tiers raise on purpose, and the manager logs it
     failed = 0
     seeds = range(int(first), int(stop) if stop else int(first) + 1)
     for seed in seeds:
-        failure = run(Scenario.of_seed(seed, options.actions))
+        failure = run(Scenario.of_seed(seed))
         if failure is not None:
             failed += 1
             print(failure.shortest(), flush=True)

@@ -54,10 +54,10 @@ class Scenario:
     actions: tuple[Action, ...]
 
     @classmethod
-    def of_seed(cls, seed: int, actions: int = ACTIONS) -> Scenario:
+    def of_seed(cls, seed: int) -> Scenario:
         """Return the scenario that a seed stands for; the same one in every process."""
         rng = Random(seed)
-        names = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()), k=actions)
+        names = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()), k=ACTIONS)
         return cls(seed, tuple(Action(name, rng.getrandbits(32)) for name in names))
 
     def without(self, start: int, stop: int) -> Scenario:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import cached_property
 from random import Random
 
 from tests.support.simulation.scenario import Action
-from tests.support.simulation.storage import Mood
+from tests.support.simulation.storage import Mood, World
 from tests.support.simulation.tier import SimulatedTier
 from tests.support.simulation.toolkit_tier import SimulatedToolkitTier
-from tests.support.simulation.world import World
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBackend
@@ -22,8 +20,8 @@ from tiered_kv.testing.model import StackModel, StackUnderTest
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.watch import RowLedger, WatchedTier
 from tiered_kv.tiering.base import TierSpec
-from tiered_kv.tiering.limits import ManagerLimits
 from tiered_kv.tiering.manager import TieringOffloadingManager
+from tiered_kv.tiering.requests import ManagerLimits
 from tiered_kv.tiering.search import PAUSE_S_MAX
 
 BLOCK_BYTES = 64
@@ -73,6 +71,7 @@ class Simulation:
         rng = Random(f"stack {seed}")
         self.world = World()
         self.tiers: list[SimulatedTier | SimulatedToolkitTier] = []
+        self._ledger = RowLedger()
         self.manager = self._open(rng)
         self.model = StackModel(StackUnderTest(self.manager, self.world.clock, ledger=self._ledger))
         self._waits: defaultdict[str, _Wait] = defaultdict(_Wait)
@@ -90,9 +89,7 @@ class Simulation:
 
     def conclude(self) -> None:
         """End all faults and all work; then every tier must be in use again, and give back what it is given."""
-        self.world.rng = Random(0)
-        for tier in self.tiers:
-            tier.storage.mood = Mood()
+        self._end_faults()
         self._settle()
         self._check_recovery()
         self._settle()
@@ -101,14 +98,16 @@ class Simulation:
 
     def close(self) -> None:
         """Shut the stack down."""
-        self.world.rng = Random(0)
-        for tier in self.tiers:
-            tier.storage.mood = Mood()
-        while self.model.loads:
-            self.model.loads.pop()
+        self._end_faults()
+        self.model.loads.clear()
         self._end_step(JOB_TIMEOUT_S)
         self._end_step(JOB_TIMEOUT_S)
         self.manager.shutdown(timeout_s=0.0)
+
+    def _end_faults(self) -> None:
+        self.world.rng = Random(0)
+        for tier in self.tiers:
+            tier.storage.mood = Mood()
 
     # The engine.
 
@@ -168,8 +167,7 @@ class Simulation:
 
     def store_others(self) -> None:
         """Blocks come that nobody asks for again, and others must go."""
-        self._fillers += 1
-        self._store_at_once(make_keys(self.world.rng.randint(1, 12), f"filler {self._fillers}"))
+        self._store_at_once(self._strangers(self.world.rng.randint(1, 12)))
         self._end_step(0.0)
 
     def store_under_a_load(self) -> None:
@@ -178,8 +176,7 @@ class Simulation:
             return
         req_id = self._any_request()
         found = self._found(req_id)
-        self._fillers += 1
-        self._store_at_once(make_keys(12, f"filler {self._fillers}"))
+        self._store_at_once(self._strangers(12))
         if found and len(self.model.loads) < TRANSFERS_MAX:
             self.model.begin_load(req_id, found)
             self._waits[req_id] = _Wait()
@@ -207,9 +204,8 @@ class Simulation:
 
     def change_mood(self) -> None:
         """A tier begins to behave in another way."""
-        if self.tiers:
-            tier, mood = self.world.rng.choice(self.tiers), self.world.rng.choice(_MOODS)
-            tier.storage.mood = Mood(**{name: getattr(mood, name) for name in Mood.__slots__})
+        tier, mood = self.world.rng.choice(self.tiers), self.world.rng.choice(_MOODS)
+        tier.storage.mood = mood
 
     def wedge_busy(self) -> None:
         """Tiers that have transfers under way get stuck in the middle of them."""
@@ -219,24 +215,17 @@ class Simulation:
 
     def heal(self) -> None:
         """A tier behaves well again."""
-        if self.tiers:
-            self.world.rng.choice(self.tiers).storage.mood = Mood()
+        self.world.rng.choice(self.tiers).storage.mood = Mood()
 
     def damage(self) -> None:
         """What a tier has stored rots."""
-        if self.tiers:
-            self.world.rng.choice(self.tiers).storage.damage(self.world.rng)
+        self.world.rng.choice(self.tiers).storage.damage(self.world.rng)
 
     def lose_everything(self) -> None:
         """A tier's server was started anew, empty."""
-        if self.tiers:
-            self.world.rng.choice(self.tiers).storage.records.clear()
+        self.world.rng.choice(self.tiers).storage.records.clear()
 
     # How the stack is built.
-
-    @cached_property
-    def _ledger(self) -> RowLedger:
-        return RowLedger()
 
     def _open(self, rng: Random) -> TieringOffloadingManager:
         region = PrimaryRegion(rng.choice((12, 14, 20)), BLOCK_BYTES)
@@ -292,6 +281,10 @@ class Simulation:
         shared = make_keys(3, "system prompt") if number < 2 else []
         return shared + make_keys(CHAT_BLOCKS - len(shared), f"chat {number}", group_idx=number % 2)
 
+    def _strangers(self, count: int) -> list[OffloadKey]:
+        self._fillers += 1
+        return make_keys(count, f"filler {self._fillers}")
+
     def _any_request(self) -> str:
         return self.world.rng.choice(sorted(self.model.requests))
 
@@ -337,9 +330,9 @@ class Simulation:
 
     def _settle(self) -> None:
         """Let everything come to its end in simulated time, and check that nothing is held then."""
-        for _ in range(len(self.model.loads)):
+        while self.model.loads:
             self.model.complete_load(0)
-        for _ in range(len(self.model.stores)):
+        while self.model.stores:
             self.model.complete_store(0, success=True)
         for req_id in list(self.model.requests):
             self._finish(req_id)
@@ -371,10 +364,8 @@ class Simulation:
 
     def _check_limits(self) -> None:
         for watched, limits in zip(self._watched, self._limits, strict=True):
-            assert limits.store_budget is not None
-            assert limits.load_budget is not None
-            assert watched.store_blocks_peak * BLOCK_BYTES <= limits.store_budget, "a store budget was exceeded"
-            assert watched.load_blocks_peak * BLOCK_BYTES <= limits.load_budget, "a load budget was exceeded"
+            assert watched.store_blocks_peak * BLOCK_BYTES <= (limits.store_budget or 0), "a store budget was exceeded"
+            assert watched.load_blocks_peak * BLOCK_BYTES <= (limits.load_budget or 0), "a load budget was exceeded"
 
     def _check_expiry(self) -> None:
         """As of the last poll, exactly those jobs count as expired that are late and have not been reported."""
@@ -419,7 +410,6 @@ class Simulation:
             self.model.finish(req_id)
 
     def _evict(self) -> None:
-        for number in range(self.manager.primary.backend.num_blocks):
-            self._store_at_once(make_keys(1, f"last filler {self._fillers} {number}"))
+        for _ in range(self.manager.primary.backend.num_blocks):
+            self._store_at_once(self._strangers(1))
             self._end_step(1.0)
-        self._fillers += 1

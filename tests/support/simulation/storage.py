@@ -1,41 +1,58 @@
-"""What a simulated tier keeps, and the moods in which it does."""
+"""Simulated time, what a simulated tier keeps in it, and the moods in which it does."""
 
 from __future__ import annotations
 
+import heapq
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from tests.support.simulation.world import World
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TierUnavailableError
+from tiered_kv.testing.clock import ManualClock
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record
 
+_EPOCH_S = 1_000_000.0
 
-@dataclass(slots=True)
+
+class World:
+    """The clock, and the calls that are due at some time of it, in an order that depends on nothing else."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.clock._now_s = _EPOCH_S  # the same moment in every run
+        self.rng = Random(0)
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    def call_after(self, seconds: float, call: Callable[[], None]) -> None:
+        """Have `call` called once `seconds` have passed."""
+        heapq.heappush(self._due, (self.clock() + seconds, next(self._numbers), call))
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass, and do on the way what becomes due."""
+        end_s = self.clock() + seconds
+        while self._due and self._due[0][0] <= end_s:
+            at_s, _, call = heapq.heappop(self._due)
+            self.clock.advance(at_s - self.clock())
+            call()
+        self.clock.advance(end_s - self.clock())
+
+
+@dataclass(frozen=True, slots=True)
 class Mood:
-    """How a tier behaves just now; probabilities are from 0 to 1.
+    """How a tier behaves just now; verbs say how likely it does something, from 0 to 1."""
 
-    Attributes:
-        block_s: Seconds that a block takes, drawn evenly from 0 to twice this.
-        answer_s: Seconds until a lookup is answered; 0 for at once.
-        is_wedged: Transfers stand still. Those that have begun go on when it ends, whatever has expired meanwhile.
-        is_mute: Nothing is reported and no lookup answered, though transfers go on.
-        fails: How likely a block is not stored, or not loaded.
-        raises: How likely a call raises.
-        lies: How likely a lookup is answered with the contrary of what is true.
-        babbles: How likely `get_finished` adds results that nobody waits for.
-        tears: How likely only a part of a record is written, and called a success.
-    """
-
-    block_s: float = 0.005
-    answer_s: float = 0.0
-    is_wedged: bool = False
-    is_mute: bool = False
-    fails: float = 0.0
+    block_s: float = 0.005  # that a block takes, drawn evenly from 0 to twice this
+    answer_s: float = 0.0  # until a lookup is answered
+    is_wedged: bool = False  # transfers stand still, and go on when it ends, whatever has expired meanwhile
+    is_mute: bool = False  # nothing is reported and no lookup answered, though transfers go on
+    fails: float = 0.0  # a block is not stored, or not loaded
     raises: float = 0.0
-    lies: float = 0.0
-    babbles: float = 0.0
-    tears: float = 0.0
+    lies: float = 0.0  # a lookup is answered with the contrary of what is true
+    babbles: float = 0.0  # `get_finished` adds results that nobody waits for
+    tears: float = 0.0  # only a part of a record is written, and called a success
 
 
 class SimulatedStorage:

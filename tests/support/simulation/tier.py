@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar
 
-from tests.support.simulation.storage import SimulatedStorage
-from tests.support.simulation.world import World
+from tests.support.simulation.storage import SimulatedStorage, World
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager, TierSpec
 
@@ -137,19 +137,17 @@ class SimulatedTier(SecondaryTierManager):
         return self._world.rng.random() * 2 * self.storage.mood.block_s
 
 
+@dataclass(slots=True)
 class _Transfer:
     """A job on its way."""
 
-    __slots__ = ("done", "epoch", "job", "keys", "next_block", "reason", "rows")
-
-    def __init__(self, job: JobMetadata, keys: list[OffloadKey], rows: list[int], epoch: int) -> None:
-        self.job = job
-        self.keys = keys
-        self.rows = rows
-        self.epoch = epoch
-        self.next_block = 0
-        self.done: list[OffloadKey] = []
-        self.reason = ""
+    job: JobMetadata
+    keys: list[OffloadKey]
+    rows: list[int]
+    epoch: int
+    next_block: int = 0
+    done: list[OffloadKey] = field(default_factory=list)
+    reason: str = ""
 
     def result(self) -> JobResult:
         if len(self.done) == len(self.keys):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
-from tests.support.simulation.storage import SimulatedStorage
-from tests.support.simulation.world import World
+from tests.support.simulation.storage import SimulatedStorage, World
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, TierSpec
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, Part
 from tiered_kv.toolkit.lookups import Probe
@@ -23,13 +23,7 @@ class SimulatedToolkitTier(QueuedTier):
     """
 
     def __init__(
-        self,
-        world: World,
-        spec: TierSpec,
-        primary_kv_view: memoryview,
-        *,
-        records_max: int,
-        lookup_timeout_s: float,
+        self, world: World, spec: TierSpec, primary_kv_view: memoryview, *, records_max: int, lookup_timeout_s: float
     ) -> None:
         super().__init__(
             spec,
@@ -53,11 +47,11 @@ class SimulatedToolkitTier(QueuedTier):
     # What the manager calls.
 
     def submit_store(self, job_metadata: JobMetadata) -> None:
-        self._note_deadline(job_metadata)
+        self.deadlines_s[job_metadata.job_id] = job_metadata.deadline or 0.0
         super().submit_store(job_metadata)
 
     def submit_load(self, job_metadata: JobMetadata) -> None:
-        self._note_deadline(job_metadata)
+        self.deadlines_s[job_metadata.job_id] = job_metadata.deadline or 0.0
         super().submit_load(job_metadata)
 
     def get_finished(self) -> Iterable[JobResult]:
@@ -154,24 +148,18 @@ class SimulatedToolkitTier(QueuedTier):
         self._tokens = self._workers_idle = 0
         return 0
 
-    def _note_deadline(self, job: JobMetadata) -> None:
-        assert job.deadline is not None
-        self.deadlines_s[job.job_id] = job.deadline
-
     def _block_s(self) -> float:
         return self._world.rng.random() * 2 * self.storage.mood.block_s
 
 
+@dataclass(slots=True)
 class _Transfer:
     """A part on its way."""
 
-    __slots__ = ("blocks", "moved", "part", "reasons")
-
-    def __init__(self, part: Part, blocks: list[memoryview]) -> None:
-        self.part = part
-        self.blocks = blocks
-        self.moved = 0
-        self.reasons: list[str] = []
+    part: Part
+    blocks: list[memoryview]
+    moved: int = 0
+    reasons: list[str] = field(default_factory=list)
 
     def outcome(self) -> Outcome:
         if not any(self.reasons):

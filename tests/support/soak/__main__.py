@@ -16,10 +16,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.support.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="how long (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="decides chats and faults (default: %(default)s)")
-    parser.add_argument("--dir", type=Path, help="where tiers and servers are put; by default a temporary directory")
     options = parser.parse_args()
     logging.disable(logging.WARNING)  # what fails is counted
-    with tempfile.TemporaryDirectory(prefix="soak-", dir=options.dir) as directory:
+    with tempfile.TemporaryDirectory(prefix="soak-") as directory:
         report = run(SoakSettings(60 * options.minutes, options.seed), Path(directory))
     print("\n".join(report.lines()))
     return 1 if report.problems else 0

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from tiered_kv.testing.proxy import FaultProxy
@@ -40,8 +38,8 @@ class Grounds:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.fs_directory = directory / "fs"  # which processes share
         self._undo = ExitStack()
-        self._s3_lock = threading.Lock()
 
     def __enter__(self) -> Self:
         with ExitStack() as undo:
@@ -50,23 +48,16 @@ class Grounds:
             self.redis = RedisServer(redis_directory, _REDIS_OPTIONS)
             undo.callback(self.redis.kill)
             self.redis.start()
-            self._s3 = start_moto()
-            undo.callback(lambda: self._s3.stop())
+            self.s3: S3Server = start_moto()
+            undo.callback(lambda: self.s3.stop())
             self._make_bucket()
             self.redis_proxy = undo.enter_context(FaultProxy(("127.0.0.1", self.redis.port)))
-            self.s3_proxy = undo.enter_context(FaultProxy(self._s3.address))
+            self.s3_proxy = undo.enter_context(FaultProxy(self.s3.address))
             self._undo = undo.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._undo.close()
-
-    @property
-    def fs_directory(self) -> Path:
-        """The directory of the fs tiers, which processes share."""
-        return self.directory / "fs"
 
     @property
     def foreign_descriptors(self) -> int:
@@ -80,63 +71,39 @@ class Grounds:
         """The directory of a process's nvme tier."""
         return self.directory / f"nvme-{process}"
 
-    @property
-    def s3(self) -> S3Server:
-        """The server as it runs now."""
-        return self._s3
-
     def config(self, process: int) -> dict[str, object]:
         """Return the stack of a process: the same blocks, its own nvme directory, the others shared."""
         limits = {"job_timeout": JOB_TIMEOUT_S, "lookup_timeout": 1.0, "breaker_cooldown": 0.5}
-        s3 = self._s3.settings(_BUCKET, name="s3", capacity=S3_CAPACITY_BYTES, sweep_interval=2.0, presence_ttl=1.0)
+        s3 = self.s3.settings(_BUCKET, name="s3", capacity=S3_CAPACITY_BYTES, sweep_interval=2.0, presence_ttl=1.0)
         s3 |= {"endpoint_url": f"http://{self.s3_proxy.host}:{self.s3_proxy.port}", "request_timeout": 2.0}
+        s3 |= {"connections": 4, **limits, "lookup_timeout": 2.0, "admit_after": 2}
+        nvme = {"type": "nvme", "path": str(self.nvme_directory(process)), "capacity": NVME_CAPACITY_BYTES}
+        fs = {"type": "fs", "path": str(self.fs_directory), "capacity": FS_CAPACITY_BYTES}
+        redis = {"type": "redis", "url": f"redis://{self.redis_proxy.host}:{self.redis_proxy.port}/0", "timeout": 1.0}
         return {
             "namespace": {"model": "soak"},
             "block": {"bytes": BLOCK_BYTES, "tokens": 512},
             "primary": {"capacity": PRIMARY_BLOCKS * BLOCK_BYTES},
-            "secondary": [
-                {
-                    "type": "nvme",
-                    "path": str(self.nvme_directory(process)),
-                    "capacity": NVME_CAPACITY_BYTES,
-                    "segment": 256 << 10,
-                    **limits,
-                },
-                {"type": "fs", "path": str(self.fs_directory), "capacity": FS_CAPACITY_BYTES, **limits},
-                {
-                    "type": "redis",
-                    "url": f"redis://{self.redis_proxy.host}:{self.redis_proxy.port}/0",
-                    "timeout": 1.0,
-                    **limits,
-                },
-                {**s3, "connections": 4, **limits, "lookup_timeout": 2.0, "admit_after": 2},
-            ],
+            "secondary": [{**nvme, "segment": 256 << 10, **limits}, {**fs, **limits}, {**redis, **limits}, s3],
         }
 
     def restart_s3(self) -> None:
         """Kill moto's server and start another, with an empty bucket."""
-        with self._s3_lock:
-            self._s3.stop()
-            self._s3 = start_moto()
-            self._make_bucket()
-        self.s3_proxy.server = self._s3.address
+        self.s3.stop()
+        self.s3 = start_moto()
+        self._make_bucket()
+        self.s3_proxy.server = self.s3.address
         self.s3_proxy.reset_connections()
 
     def s3_used_bytes(self) -> int:
         """Return what the objects in the bucket take; the server must run."""
-        client = self._s3.client()
-        try:
+        with closing(self.s3.client()) as client:
             pages = client.get_paginator("list_objects_v2").paginate(Bucket=_BUCKET)
             return sum(entry["Size"] for page in pages for entry in page.get("Contents", ()))
-        finally:
-            client.close()
 
     def _make_bucket(self) -> None:
-        client = self._s3.client()
-        try:
+        with closing(self.s3.client()) as client:
             client.create_bucket(Bucket=_BUCKET)
-        finally:
-            client.close()
 
 
 def chats(seed: int) -> Iterator[Request]:

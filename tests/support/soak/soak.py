@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import gc
+import json
+import logging
 import os
+import select
+import subprocess
+import sys
 import threading
 import time
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +35,6 @@ from tests.support.soak.grounds import (
     chats,
 )
 from tests.support.soak.holdings import Holdings, growth_problems, left_problems
-from tests.support.soak.second import SecondProcess
 from tests.support.soak.troubles import Troubles
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.workload.replay import replay
@@ -50,55 +55,40 @@ _STEP_S = 0.003
 """What a step of the model takes, in which the scheduler sleeps and servers and workers run."""
 _CALM_STEP_S = 0.1
 """The same in the recovery: there a server that a busy machine makes slow must come to answer what it is asked."""
+_SECOND_LIMIT_S = 300.0
+"""Longer than all that the second process waits for at its end, one after the other."""
+_SECOND_STEP_S = 0.02
+"""What a step of its model takes: enough that two processors do for both processes and the servers."""
 _PROBLEMS_SHOWN = 20
 _LOOKS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class SoakSettings:
-    """How a soak goes.
+    """How a soak goes."""
 
-    Args:
-        seconds: How long, until the last fault is switched off; recovery and the end come on top.
-        seed: Decides the chats, the order of faults, and where they strike.
-        warm_s: How long before the first fault.
-        fault_s: How long each fault is on.
-        quiet_s: How long none is on after it.
-        kinds_min: How many kinds of faults there have to be, one of which has struck. On a busy machine each takes
-            longer, so the soak goes on for up to five minutes more until that is so.
-    """
-
-    seconds: float
-    seed: int = 0
-    warm_s: float = 10.0
-    fault_s: float = 3.0
-    quiet_s: float = 1.5
+    seconds: float  # until the last fault is switched off; recovery and the end come on top
+    seed: int = 0  # decides the chats, the order of faults, and where they strike
+    warm_s: float = 10.0  # before the first fault
+    fault_s: float = 3.0  # that each fault is on
+    quiet_s: float = 1.5  # after it
     kinds_min: int = 0
+    """How many kinds of faults there have to be, one of which has struck. On a busy machine each takes longer, so the
+    soak goes on for up to five minutes more until that is so."""
 
 
 @dataclass
 class SoakReport:
-    """What a soak came to.
+    """What a soak came to."""
 
-    Args:
-        seconds: How long it took, servers' start and end left out.
-        verified_blocks: Blocks that came back, and were compared, in both processes.
-        hits: The first process's, by tier.
-        switched: How often each fault was switched on.
-        struck: How often it has hit something, as far as that can be told.
-        held_s: Times of the scheduler's steps, without what its thread stood in the run queue.
-        samples: What each process held, every half second.
-        problems: What must not have happened, as sentences.
-    """
-
-    seconds: float = 0.0
-    verified_blocks: int = 0
-    hits: dict[str, int] = field(default_factory=dict)
-    switched: dict[str, int] = field(default_factory=dict)
-    struck: dict[str, int] = field(default_factory=dict)
-    held_s: array[float] = field(default_factory=lambda: array("d"))
-    samples: list[list[Holdings]] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    seconds: float = 0.0  # servers' start and end left out
+    verified_blocks: int = 0  # which came back, and were compared, in both processes
+    hits: dict[str, int] = field(default_factory=dict)  # the first process's, by tier
+    switched: dict[str, int] = field(default_factory=dict)  # how often each fault was switched on
+    struck: dict[str, int] = field(default_factory=dict)  # how often it hit something, as far as that can be told
+    held_s: array[float] = field(default_factory=lambda: array("d"))  # by steps, without time in the run queue
+    samples: list[list[Holdings]] = field(default_factory=list)  # what each process held, every half second
+    problems: list[str] = field(default_factory=list)  # what must not have happened, as sentences
 
     def lines(self) -> list[str]:
         """Return it for a person."""
@@ -125,7 +115,7 @@ def run(settings: SoakSettings, directory: Path) -> SoakReport:
     with Grounds(directory) as grounds:
         before = Holdings.now(grounds.foreign_descriptors)
         with ExitStack() as undo:
-            second = SecondProcess(grounds.config(1), settings.seed)
+            second = _SecondProcess(grounds.config(1), settings.seed)
             undo.callback(second.kill)
             with open_stack(grounds.config(0)) as stack:
                 # As engines do once they are loaded: a full collection over what was imported holds the interpreter,
@@ -289,3 +279,67 @@ class _Soak:
     def _note(self, problem: str) -> None:
         if len(self._report.problems) < _PROBLEMS_SHOWN:
             self._report.problems.append(problem)  # by any thread: one operation of the interpreter
+
+
+# The second process.
+
+
+class _SecondProcess:
+    """A process with a stack of its own on the same storage; it runs once the constructor returns."""
+
+    def __init__(self, config: Mapping[str, object], seed: int) -> None:
+        command = [sys.executable, "-c", f"from {__name__} import second; second()", json.dumps(config), str(seed)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        if self._process.stdout.readline() != "running\n":
+            self.kill()
+            raise RuntimeError("the second process of the soak did not start")
+
+    def finish(self) -> tuple[int, list[Holdings], list[str]]:
+        """Have it end; return how many blocks it verified, its samples, and what was wrong."""
+        try:
+            told: dict[str, Any] = json.loads(self._process.communicate("", timeout=_SECOND_LIMIT_S)[0])  # Any: JSON
+        except (subprocess.TimeoutExpired, ValueError) as error:
+            return 0, [], [f"the second process did not end well: {type(error).__name__}"]
+        samples = [Holdings(*sample) for sample in told["samples"]]
+        problems = [*told["problems"], *growth_problems(samples)]
+        return told["verified"], samples, [f"the second process: {problem}" for problem in problems]
+
+    def kill(self) -> None:
+        """End it by force if it still runs."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def second() -> None:
+    """Replay the same chats on the stack in `sys.argv`, until there is input, and print a report as JSON."""
+    logging.disable(logging.WARNING)  # what fails is counted
+    config, seed = json.loads(sys.argv[1]), int(sys.argv[2])
+    samples: list[Holdings] = []
+    before = Holdings.now()
+
+    def after_step(tally: Tally) -> None:
+        del tally.step_s[:]  # they would be kept for ever
+        if not samples or time.monotonic() - samples[-1].at_s >= SAMPLE_S:
+            samples.append(Holdings.now())
+        time.sleep(_SECOND_STEP_S)
+
+    with open_stack(config) as stack:
+        print("running", flush=True)
+        report = replay(
+            stack.manager,
+            stack.kv_view,
+            chats(seed),
+            CHATS_SETTINGS,
+            should_stop=lambda: bool(select.select([sys.stdin], [], [], 0)[0]),
+            on_progress=after_step,
+        )
+        problems = problems_at_rest(stack.manager)
+    problems += left_problems(before, Holdings.now)
+    if report.corrupt_blocks:
+        problems.append(f"{report.corrupt_blocks} blocks came with wrong bytes")
+    told = {"verified": report.verified_blocks, "problems": problems, "samples": list(map(astuple, samples))}
+    print(json.dumps(told), flush=True)

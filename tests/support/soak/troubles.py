@@ -6,12 +6,12 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from tests.support.race_cases import flip_a_bit
 from tests.support.soak.grounds import BLOCK_BYTES, Grounds
 from tiered_kv.testing.proxy import NO_FAULTS, FaultProxy, Faults
+from tiered_kv.testing.server_process import ServerProcess
 
 _AGAIN_S = 0.25
 """How often a fault that strikes once is set again."""
@@ -54,9 +54,9 @@ class Troubles:
             for name, faults in _wire_faults(self._chance).items():
                 made[f"{tier}: {name}"] = lambda proxy=proxy, faults=faults: self._on_the_wire(proxy, faults)  # type: ignore[misc]  # bound now
             made[f"{tier}: resets"] = lambda proxy=proxy: self._again(proxy.reset_connections)  # type: ignore[misc]
-        made["redis: frozen"] = lambda: self._frozen(grounds.redis.freeze, grounds.redis.thaw)
+        made["redis: frozen"] = lambda: self._frozen(grounds.redis)
         made["redis: restarted empty"] = grounds.redis.restart
-        made["s3: frozen"] = lambda: self._frozen(grounds.s3.freeze, grounds.s3.thaw)
+        made["s3: frozen"] = lambda: self._frozen(grounds.s3)
         made["s3: restarted empty"] = grounds.restart_s3
         made["nvme: damaged"] = lambda: self._damage("nvme: damaged", "nvme-*")
         made["fs: damaged"] = lambda: self._damage("fs: damaged", "fs")
@@ -72,17 +72,12 @@ class Troubles:
                         return
                     self._on_quiet()
                     self.switched[name] += 1
-                    with self._counted(name):
-                        self.faults[name]()
+                    before = self._strikes()
+                    self.faults[name]()
+                    if self._strikes() > before:
+                        self.struck[name] += 1
         except Exception as error:  # told at the end of the soak
             self.error = error
-
-    @contextmanager
-    def _counted(self, name: str) -> Iterator[None]:
-        before = self._strikes()
-        yield
-        if self._strikes() > before:
-            self.struck[name] += 1
 
     def _strikes(self) -> int:
         counts = [proxy.counts() for proxy in (self._grounds.redis_proxy, self._grounds.s3_proxy)]
@@ -97,12 +92,12 @@ class Troubles:
         finally:
             proxy.to_server = proxy.to_client = NO_FAULTS
 
-    def _frozen(self, freeze: Callable[[], None], thaw: Callable[[], None]) -> None:
-        freeze()
+    def _frozen(self, server: ServerProcess) -> None:
+        server.freeze()
         try:
             self._stop.wait(self._fault_s)
         finally:
-            thaw()
+            server.thaw()
 
     def _damage(self, name: str, pattern: str) -> None:
         def damage() -> None:

@@ -32,23 +32,16 @@ from tiered_kv.tiering.base import TierSpec
 VERSION = 1
 SPEC = TierSpec("golden", 512, bytes(range(16)), {"model": "golden", "tenant": "ä"})
 ENCRYPTION = {"keys": {7: "a7" * 32}, "write_key": 7}
-NAME_KEY = bytes(range(32))
+NAME_KEY = bytes(range(32)).hex()
 SMALL: Mapping[str, Mapping[str, object]] = {"nvme": {"capacity": "1MiB", "segment": "32KiB"}}
 """Settings by the tier's type, so that little is stored."""
 
 
 class Form(NamedTuple):
-    """How blocks are stored.
-
-    Args:
-        codecs: The content of the blocks of each codec.
-        settings: Of the tier, besides its codec.
-        has_names: Whether blocks are stored under names by `NAME_KEY`.
-    """
+    """How blocks are stored: the content for each codec, and further settings of the tier."""
 
     codecs: Mapping[str, Content]
     settings: Mapping[str, object]
-    has_names: bool = False
 
 
 FORMS = {
@@ -56,7 +49,7 @@ FORMS = {
     "encrypted": Form(
         {"aes-256-gcm": block_content, "zstd+aes-256-gcm": compressible_content}, {"encryption": ENCRYPTION}
     ),
-    "keyed": Form({"raw": block_content}, {}, has_names=True),
+    "keyed": Form({"raw": block_content}, {"name_key": NAME_KEY}),
 }
 
 
@@ -86,15 +79,14 @@ def made(tier: str, form: Form) -> dict[str, bytes]:
             return redis
 
         place = Place(tier, Path(folder), started, closing)
-        name_key = NAME_KEY if form.has_names else None
         for number, (codec, content) in enumerate(form.codecs.items()):
             settings = {**SMALL.get(tier, {}), "codec": codec, **form.settings}
-            rig = place.open(SPEC, content, num_blocks=16, name_key=name_key, **settings)
+            rig = place.open(SPEC, content, num_blocks=16, **settings)
             if tier == "s3" and not number:
                 assert rig.tier.reset_cache()
             assert rig.store(make_keys(4, f"golden {codec}")).success
             rig.tier.shutdown()
-        stored = place.stored(rig)
+        stored = place.stored()
     return {name: data for name, data in stored.items() if not name.startswith("segment-") or b"TKVNBAT1" in data}
 
 

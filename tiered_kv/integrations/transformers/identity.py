@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from tiered_kv.integrations.transformers import layout as block_layout
-from tiered_kv.integrations.transformers import token_hash
 from tiered_kv.integrations.transformers.layout import BlockLayout
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ def namespace_fields(model: Any, layout: BlockLayout, weights: Weights) -> dict[
     return {
         "dtype": str(layout.dtype).removeprefix("torch."),
         "layout": block_layout.NAME,
-        "hash_algorithm": token_hash.ALGORITHM,
+        "hash_algorithm": block_layout.ALGORITHM,
         "layers": layout.layers,
         "groups": (f"full attention, {layout.kv_heads} heads of {layout.head_dim}",),
         "extra": extra,

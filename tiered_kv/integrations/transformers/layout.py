@@ -1,4 +1,4 @@
-"""What a block's bytes are: the keys and values of some tokens, of every layer, one row of the primary tier.
+"""A block: its bytes are the keys and values of some tokens, of every layer, one row of the primary tier.
 
 A row is an array of shape (layers, 2, kv_heads, block_tokens, head_dim) in C order, of the cache's data type: for
 each layer its keys, then its values. Tokens and head_dim stand last, as in the tensors of Transformers, so that a
@@ -7,13 +7,15 @@ copy moves runs of `block_tokens * head_dim` elements.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.facade import Blocks
 
 if TYPE_CHECKING:
@@ -55,12 +57,7 @@ class BlockLayout:
         return (self.layers, 2, self.kv_heads, self.block_tokens, self.head_dim)
 
     def gather(self, states: States, first_block: int, blocks: int) -> Blocks:
-        """Copy blocks out of a cache's tensors.
-
-        Args:
-            states: Tensors of at least `(first_block + blocks) * block_tokens` tokens, on any device.
-            first_block: Number of the first block to copy.
-            blocks: How many to copy, at least 1.
+        """Copy `blocks` blocks, at least 1, from `first_block` on out of a cache's tensors, on any device.
 
         Returns:
             uint8 of shape (blocks, block_bytes), which shares no memory with `states`.
@@ -73,12 +70,9 @@ class BlockLayout:
         return rows
 
     def scatter(self, rows: Blocks, states: States, first_block: int) -> None:
-        """Copy blocks into a cache's tensors.
+        """Copy blocks from `first_block` on into a cache's tensors, all on one device.
 
-        Args:
-            rows: uint8 of shape (blocks, block_bytes), writable, rows contiguous and one after the other; not changed.
-            states: Tensors of at least `(first_block + blocks) * block_tokens` tokens, all on one device.
-            first_block: Number of the block that the first row holds.
+        `rows` are uint8 of shape (blocks, block_bytes), contiguous and writable; they are not changed.
         """
         # To the device in one transfer; on the CPU this is no copy.
         shaped = self._shaped(rows).to(states[0][0].device)
@@ -108,3 +102,35 @@ class BlockLayout:
         begin, end = first_block * self.block_tokens, (first_block + blocks) * self.block_tokens
         shape = (self.kv_heads, blocks, self.block_tokens, self.head_dim)
         return tensor[0, :, begin:end].view(shape).transpose(0, 1)
+
+
+ALGORITHM = "blake2b-256-int64le-v1"
+"""What the namespace calls the definition of `block_keys`; a change of it gets a new name."""
+
+_DIGEST_BYTES = 32
+_PERSON = b"tiered-kv-tok-v1"
+_ID_BYTES = 8
+_GROUP = 0
+
+
+def block_keys(token_ids: np.ndarray[Any, np.dtype[Any]], block_tokens: int, seed: str = "") -> list[OffloadKey]:
+    """Return the keys of the full blocks of a prompt; tokens of a partial last block have none.
+
+    They are a chain of hashes over the ids, which `transformers.md` defines. The hash is a cryptographic one of 32
+    bytes, because strangers write prompts: two with one hash would be answered from each other's keys and values.
+
+    Args:
+        token_ids: Integers, of shape (tokens,).
+        block_tokens: Tokens of a block.
+        seed: The namespace's `hash_seed`.
+    """
+    data = np.ascontiguousarray(token_ids, dtype="<i8").tobytes()
+    block_bytes = block_tokens * _ID_BYTES
+    digest = hashlib.blake2b(seed.encode(), digest_size=_DIGEST_BYTES, person=_PERSON).digest()
+    keys = []
+    for start in range(0, len(data) - block_bytes + 1, block_bytes):
+        state = hashlib.blake2b(digest, digest_size=_DIGEST_BYTES, person=_PERSON)
+        state.update(data[start : start + block_bytes])
+        digest = state.digest()
+        keys.append(make_offload_key(digest, _GROUP))
+    return keys

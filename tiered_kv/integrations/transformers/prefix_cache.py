@@ -1,4 +1,7 @@
-"""The prefix cache: a prompt's keys and values into a stack, and back into a cache that a model takes."""
+"""The prefix cache: a prompt's keys and values into a stack, and back into a cache that a model takes.
+
+The stack's file leaves out what the model says; `_complete` adds that.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.errors import MissingExtraError
+from tiered_kv.config.namespace import Namespace
+from tiered_kv.config.reading import from_source
+from tiered_kv.config.stack_config import StackConfig, load_config
+from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.facade import Blocks
-from tiered_kv.integrations.transformers.identity import Weights
-from tiered_kv.integrations.transformers.layout import BlockLayout, States
+from tiered_kv.integrations.transformers.identity import Weights, namespace_fields
+from tiered_kv.integrations.transformers.layout import BlockLayout, States, block_keys
 from tiered_kv.integrations.transformers.saver import Saver
-from tiered_kv.integrations.transformers.stack_source import complete
-from tiered_kv.integrations.transformers.support import states_of, token_count
-from tiered_kv.integrations.transformers.token_hash import block_keys
+from tiered_kv.integrations.transformers.support import layout_of, states_of, token_count
 from tiered_kv.stack import Stack, open_stack
 
 if TYPE_CHECKING:
@@ -119,7 +123,8 @@ class PrefixCache:
             TierError: A tier cannot be opened.
         """
         _require_extra()
-        config, layout = complete(stack, model, block_tokens, Weights(weights))
+        told_by = Weights(weights)
+        config, layout = from_source(stack, lambda raw: _complete(raw, model, block_tokens, told_by))
         saver_bytes = config.primary.capacity if pending_bytes_max is None else pending_bytes_max
         return cls(model.config, layout, open_stack(config), saver_bytes, save_timeout_s)
 
@@ -283,3 +288,60 @@ def _require_extra() -> None:
         import transformers  # noqa: F401 - the same
     except ImportError as error:
         raise MissingExtraError("the prefix cache for Transformers", "transformers") from error
+
+
+BLOCK_TOKENS = 16
+"""Where neither the caller nor the stack's file says otherwise."""
+
+
+def _complete(
+    raw: Mapping[str, object], model: Any, block_tokens: int | None, weights: Weights
+) -> tuple[StackConfig, BlockLayout]:
+    """Return the configuration of a stack for a model's blocks, and their layout.
+
+    In `raw`, `block` and `namespace` may be left out, or may have what the model does not say: `block.tokens`; the
+    namespace's `model`, `revision`, `tenant`, `hash_seed`, `extra`. The rest is as for `PrefixCache.open`.
+    """
+    given_block, given_names = _mapping(raw, "block"), _mapping(raw, "namespace")
+    missing = [name for name in ("model", "revision") if name not in given_names]
+    if weights is Weights.REVISION and missing:
+        raise ConfigError(
+            "weights='revision' takes the namespace's model and revision for the weights; give both",
+            location=f"namespace.{missing[0]}",
+        )
+    names = {"model": str(getattr(getattr(model, "config", None), "model_type", "")) or "model", **given_names}
+    if "bytes" in given_block:
+        raise ConfigError("the model says this; leave it out", location="block.bytes")
+    # Read with blocks of one byte, which fit everywhere; then once more, as it stands, with those of the model.
+    draft = load_config({**raw, "block": {"bytes": 1, **given_block}, "namespace": names})
+    layout = layout_of(model, _block_tokens(draft.block.tokens if "tokens" in given_block else None, block_tokens))
+    namespace = _namespace(draft.namespace, given_names, namespace_fields(model, layout, weights))
+    block = {"bytes": layout.block_bytes, "tokens": layout.block_tokens}
+    parts = {name: getattr(draft, name) for name in StackConfig.model_fields if name not in ("namespace", "block")}
+    return load_config({"namespace": namespace, "block": block, **parts}), layout
+
+
+def _mapping(raw: Mapping[str, object], name: str) -> Mapping[str, object]:
+    value = raw.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError("expected a mapping, or nothing", location=name)
+    return value
+
+
+def _block_tokens(in_file: int | None, asked: int | None) -> int:
+    if asked is not None and asked < 1:
+        raise ValueError(f"block_tokens must be at least 1, not {asked}")
+    if in_file is not None and asked is not None and in_file != asked:
+        raise ConfigError(f"found {in_file}, and block_tokens={asked} was asked for", location="block.tokens")
+    return in_file or asked or BLOCK_TOKENS
+
+
+def _namespace(draft: Namespace, given: Mapping[str, object], fields: Mapping[str, Any]) -> Namespace:
+    """Return the namespace of the file with the model's `fields`, of which the file has none."""
+    told = [name for name in fields if name != "extra" and name in given]
+    told += [f"extra.{name}" for name in fields["extra"] if name in draft.extra]
+    if told:
+        raise ConfigError("the model says this; leave it out", location=f"namespace.{told[0]}")
+    return draft.model_copy(update={**fields, "extra": {**draft.extra, **fields["extra"]}})

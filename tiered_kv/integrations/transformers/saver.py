@@ -16,12 +16,9 @@ _log = logging.getLogger(__name__)
 
 
 class Saver:
-    """Stores blocks of prompts one after the other, bounded in blocks. Any thread may call any method.
+    """Stores blocks of prompts one after the other in a stack. Any thread may call any method.
 
-    Args:
-        stack: Where the blocks go.
-        blocks_max: Blocks that may be copied or queued at one time.
-        put_timeout_s: How long the blocks of one prompt may wait for room in the stack.
+    At most `blocks_max` blocks are copied or queued at one time. Those of one prompt wait `put_timeout_s` for room.
     """
 
     def __init__(self, stack: Stack, blocks_max: int, put_timeout_s: float) -> None:

@@ -11,20 +11,22 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import torch
 import vllm
+import xxhash
 from vllm import envs
 from vllm.config.utils import normalize_value
 from vllm.platforms import current_platform
 
 from tiered_kv.errors import ConfigError
-from tiered_kv.integrations.vllm.weights import files_digest
 
 
 def _names(text: str) -> frozenset[str]:
@@ -302,3 +304,53 @@ def _digest(name: str, value: object) -> str:
     except TypeError as error:
         raise ConfigError(f"vLLM's {name} has a value that cannot be told from others: {error}") from error
     return hashlib.blake2b(text.encode(), digest_size=16, person=b"tiered-kv-vlm-v1").hexdigest()
+
+
+_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
+_BESIDE = frozenset({".py"})
+"""Code that comes with a model."""
+_DESCRIBES = re.compile("quant|processor|index")
+"""JSON files: of quantizers, scales of a KV cache among them; of processors for images and sound; of an index."""
+
+_SAMPLES = 4096
+"""Of all files together."""
+_SAMPLES_PER_FILE_MIN = 16
+_SAMPLE_BYTES = 4096
+
+
+def files_digest(model: str) -> str | None:
+    """Return 32 hexadecimal digits for the weights in a directory or a file, or None where no file has them.
+
+    Names and sizes count, of each file 16 pages of 4 KiB and more, spread evenly, and of all some 4,096. So other
+    weights show, and a change of a few values does not. Times do not count: a copy on another machine is the same.
+    """
+    path = Path(model)
+    if path.is_file():
+        files = [path]
+    elif path.is_dir():
+        files = sorted(each for each in path.iterdir() if _counts(each))
+    else:
+        return None
+    if not any(each.suffix in _SUFFIXES for each in files):
+        return None
+    samples = max(_SAMPLES_PER_FILE_MIN, _SAMPLES // len(files))
+    digest = xxhash.xxh3_128()
+    for each in files:
+        size = each.stat().st_size
+        digest.update(f"{each.name} {size}\n".encode())
+        with each.open("rb", buffering=0) as file:
+            for start in _starts(size, samples):
+                digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, start))
+    return digest.hexdigest()
+
+
+def _counts(path: Path) -> bool:
+    is_named = path.suffix in _SUFFIXES | _BESIDE or (path.suffix == ".json" and _DESCRIBES.search(path.name))
+    return bool(is_named) and path.is_file()
+
+
+def _starts(size: int, samples: int) -> list[int]:
+    if size <= samples * _SAMPLE_BYTES:
+        return list(range(0, size, _SAMPLE_BYTES))
+    last = size - _SAMPLE_BYTES
+    return [last * number // (samples - 1) for number in range(samples)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from contextvars import copy_context
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec
@@ -12,13 +14,19 @@ from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec
 from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.errors import ConfigError
-from tiered_kv.integrations.vllm.identity import ROW_LAYOUT, chunk_tokens, environment, namespace_of
+from tiered_kv.integrations.vllm.identity import (
+    ROW_LAYOUT,
+    Stage,
+    check_chunks,
+    chunk_tokens,
+    environment,
+    namespace_of,
+    stage_of,
+)
 from tiered_kv.integrations.vllm.manager import INFO_KEYS, TieredKVManager
 from tiered_kv.integrations.vllm.metrics import metric_definitions
-from tiered_kv.integrations.vllm.ranks import Rank, exchange, rank_of, stages_of
-from tiered_kv.integrations.vllm.support import check_chunks
 from tiered_kv.integrations.vllm.worker import HandlerWorker, our_caches
-from tiered_kv.worker.shared import SCHEDULER, SharedStack, worker_party
+from tiered_kv.worker.shared import SCHEDULER, SharedStack, parties_of, worker_party
 from tiered_kv.worker.shared_file import SharedFile
 
 _VLLM_TELLS_OF_FLUSHES = hasattr(OffloadingManager, "on_reset_flushed")
@@ -119,9 +127,7 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
 def stack_config(config: Any, ranks: Sequence[Rank] = ()) -> StackConfig:  # Any: vLLM's OffloadingConfig
     """Return the stack of a vLLM engine, the same in its scheduler and its workers.
 
-    Args:
-        config: What vLLM tells this process.
-        ranks: All workers in their order; by default all are like that of `config`.
+    `ranks` are all workers in their order; by default all are like that of `config`.
 
     Raises:
         ConfigError: The file, or a setting in it, cannot be used.
@@ -150,5 +156,55 @@ def _completed(raw: Mapping[str, object], config: Any, ranks: Sequence[Rank]) ->
     said = fill_variables({"namespace": raw.get("namespace")}, environ)["namespace"]
     row_bytes = max(rank.chunk_bytes for rank in ranks) * len(ranks)
     block = {"bytes": -(-row_bytes // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES, "tokens": chunk_tokens(config)}
-    namespace = namespace_of(config, said, row_layout=ROW_LAYOUT, stages=stages_of(ranks))
+    stages = list(dict.fromkeys(rank.stage for rank in ranks))  # vLLM numbers the workers of a stage one by one
+    namespace = namespace_of(config, said, row_layout=ROW_LAYOUT, stages=stages)
     return load_config({**raw, "namespace": namespace, "block": block}, environ=environ)
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One worker: what it stores of a chunk, all of its layers, and its stage.
+
+    vLLM hands each process the layers of one worker: a worker gets its own, and the scheduler those of worker 0. So
+    with more than one stage each worker writes its rank into the engine's shared file, and every process reads all.
+    """
+
+    chunk_bytes: int
+    stage: Stage
+
+
+def rank_of(config: Any) -> Rank:  # Any: vLLM's OffloadingConfig
+    """Return the worker that a process knows: a worker itself, and the scheduler worker 0.
+
+    Raises:
+        ConfigError: vLLM tells no size.
+    """
+    size = int(config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk)
+    if size < 1:
+        raise ConfigError("vLLM tells no size of a KV cache block, so there is nothing to offload")
+    return Rank(size, stage_of(config))
+
+
+def exchange(config: Any, name: str, party: str) -> tuple[SharedFile, list[Rank]]:  # Any: vLLM's OffloadingConfig
+    """Join the engine's shared file as `party`, and wait until all workers have.
+
+    Return the file, which the caller leaves, and all workers in their order.
+
+    Raises:
+        ConfigError: The file cannot be had, or a worker does not join it in time.
+    """
+    size = config.parallel.world_size
+    own = rank_of(config)
+    fields = [own.chunk_bytes, own.stage.layers, own.stage.groups]
+    note = b"" if party == SCHEDULER else json.dumps(fields).encode()
+    file = SharedFile(name, party, parties_of(size), note)
+    try:
+        return file, [_decode(note) for note in file.notes_of([worker_party(rank) for rank in range(size)])]
+    except BaseException:
+        file.leave()
+        raise
+
+
+def _decode(note: bytes) -> Rank:
+    chunk_bytes, layers, groups = json.loads(note)
+    return Rank(chunk_bytes, Stage(layers, tuple(groups)))

@@ -22,9 +22,15 @@ from tiered_kv.base import OffloadPolicy as OurPolicy
 from tiered_kv.config.reading import fill_variables
 from tiered_kv.config.stack_config import tier_settings
 from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.integrations.vllm.identity import VLLM_ROW_LAYOUT, chunk_tokens, environment, namespace_of
+from tiered_kv.integrations.vllm.identity import (
+    VLLM_ROW_LAYOUT,
+    check_chunks,
+    check_stages,
+    chunk_tokens,
+    environment,
+    namespace_of,
+)
 from tiered_kv.integrations.vllm.metrics import CounterReport, hit_source, metric_definitions, vllm_events
-from tiered_kv.integrations.vllm.support import check_chunks, check_stages
 from tiered_kv.tiering.base import JobResult as OurResult
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
@@ -115,13 +121,9 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         self.locality = None if locality is None else Locality(locality.upper())
         self.cache_hit_source = hit_source(settings)
         self._info = {"tiered_kv_type": settings.type, "tiered_kv_namespace": identity.digest.hex()}
+        region_bytes = self._block_bytes * num_blocks
         self._guarded = GuardedTier(
-            opened,
-            settings,
-            self._block_bytes,
-            self._block_bytes * num_blocks,
-            time.monotonic,
-            tells_events=self._tells_events,
+            opened, settings, self._block_bytes, region_bytes, time.monotonic, tells_events=self._tells_events
         )
         self._telling = frozenset((settings.name,) if opened.tells_stored else ())
         self._is_closed = False
@@ -161,7 +163,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         guarded = self._guarded
         # vLLM lets a request's own promotions evict each other. A request that wants more than there is room for would
         # go round for ever, so it gets a head of its prefix that fits.
-        if notes.hits < guarded.load_blocks_max:
+        if notes.hits < guarded.loads.blocks_max:
             if guarded.load_room() > 0:
                 notes.hits += 1
                 guarded.load_blocks_reserved += 1

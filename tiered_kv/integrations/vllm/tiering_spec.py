@@ -10,8 +10,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
-from tiered_kv.integrations.vllm.identity import ROW_LAYOUT
-from tiered_kv.integrations.vllm.support import check_chunks, check_stages
+from tiered_kv.integrations.vllm.identity import ROW_LAYOUT, check_chunks, check_stages
 from tiered_kv.integrations.vllm.worker import HandlerWorker, our_caches
 from tiered_kv.worker.handlers import open_handlers
 

@@ -1,0 +1,157 @@
+"""How long the tiering manager lets a request wait: one bound on all that it waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.tiering.conftest import LARGE_BUDGETS, LOOKUP_TIMEOUT_S, Bench, MakeBench, keys
+from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.tiering.requests import ManagerLimits
+
+
+def answers_nothing(bench: Bench) -> None:
+    bench.tier.has(6, answer=None)
+
+
+def has_no_room(bench: Bench) -> None:
+    bench.tier.has(*range(7))
+    bench.lookup(keys(*range(6)), bench.request("hoarder"))
+
+
+def is_stored_by_another(bench: Bench) -> None:
+    bench.manager.prepare_store(keys(6), bench.request("writer"))
+
+
+def is_on_its_way(bench: Bench) -> None:
+    bench.tier.has(6)
+
+
+@pytest.fixture
+def patient(make_bench: MakeBench) -> Bench:
+    """A manager whose tier may take as long as it likes."""
+    return make_bench({**LARGE_BUDGETS, "job_timeout": 86400, "lookup_timeout": 3600})
+
+
+def ask_on(bench: Bench, wanted: list[OffloadKey], context: ReqContext, seconds: float) -> list[object]:
+    """Ask twice a second, each time in a step of its own; return the answers without repetitions."""
+    told: list[object] = []
+    for _ in range(int(2 * seconds)):
+        answers = bench.lookup(wanted, context)
+        if answers != told[-1:]:
+            told += answers
+        bench.step()
+        bench.clock.advance(0.5)
+        bench.step()
+    return told
+
+
+@pytest.mark.parametrize("block", [answers_nothing, has_no_room, is_stored_by_another, is_on_its_way])
+def test_a_request_waits_until_its_bound_and_not_again(patient: Bench, block: Callable[[Bench], None]) -> None:
+    wait_s = patient.limits.wait_max_s
+    block(patient)
+    context = patient.request("a")
+    assert ask_on(patient, keys(6), context, wait_s) == [None]
+    assert ask_on(patient, keys(6), context, 2 * wait_s) == [False], "a miss, and for good"
+    assert patient.lookup(keys(6), patient.request("b")) == [None], "others have a bound of their own"
+
+
+def test_all_that_a_request_waits_for_has_one_bound(patient: Bench) -> None:
+    context = patient.request("a")
+    for block, seconds in (
+        (answers_nothing, 12.0),
+        (has_no_room, 12.0),
+        (is_stored_by_another, patient.limits.wait_max_s - 24),
+    ):
+        block(patient)
+        assert ask_on(patient, keys(6), context, seconds) == [None]
+    assert patient.lookup(keys(6), context) == [False]
+
+
+def test_a_request_that_has_waited_takes_no_room_any_more(patient: Bench) -> None:
+    answers_nothing(patient)
+    patient.store(keys(1), patient.request("other"))
+    context = patient.request("a")
+    ask_on(patient, keys(6), context, patient.limits.wait_max_s)
+    patient.tier.end()
+    is_on_its_way(patient)
+    assert patient.manager.lookup_many(keys(1, 6), context) == [True, False], "what is ready is found"
+    patient.step()
+    assert not patient.jobs
+
+
+def test_a_request_that_loads_what_it_waited_for_may_wait_anew(patient: Bench) -> None:
+    context = patient.request("a")
+    for number in range(4):
+        patient.tier.has(number)
+        assert ask_on(patient, keys(number), context, patient.limits.wait_max_s - 1) == [None]
+        patient.end()
+        assert patient.lookup(keys(number), context) == [True]
+        patient.load(keys(number), context)
+
+
+def test_loading_what_was_ready_anyway_does_not_lengthen_the_wait(patient: Bench) -> None:
+    patient.store(keys(1), patient.request("other"))
+    is_on_its_way(patient)
+    context = patient.request("a")
+    for _ in range(int(patient.limits.wait_max_s)):
+        assert ask_on(patient, keys(6), context, 1) == [None]
+        patient.load(keys(1), context)
+    assert patient.lookup(keys(6), context) == [False]
+
+
+def test_an_engine_that_does_not_ask_does_not_wait(patient: Bench) -> None:
+    is_on_its_way(patient)
+    context = patient.request("a")
+    for _ in range(10):
+        assert patient.lookup(keys(6), context) == [None]
+        patient.clock.advance(patient.limits.wait_max_s)
+        patient.step()
+
+
+def test_a_lookup_that_is_never_answered_is_a_miss_in_time(bench: Bench) -> None:
+    bench.tier.has(1, 2, answer=None)
+    context = bench.request("a")
+    assert bench.lookup(keys(1, 2), context) == [None, None]
+    bench.clock.advance(LOOKUP_TIMEOUT_S)
+    assert bench.lookup(keys(1, 2, 3), context) == [False, False, False]
+    assert bench.counter("lookup_timeouts_total") == 1
+
+
+def test_waiting_is_counted_anew_after_an_answer(bench: Bench) -> None:
+    bench.tier.has(1, answer=None)
+    context = bench.request("a")
+    bench.lookup(keys(1), context)
+    bench.tier.has()
+    assert bench.lookup(keys(1), context) == [False]
+    bench.clock.advance(5)
+    bench.tier.has(1, answer=None)
+    assert bench.lookup(keys(1), context) == [None]
+    assert bench.counter("lookup_timeouts_total") == 0
+
+
+def test_a_request_without_an_id_asks_in_vain_for_a_while_only(bench: Bench) -> None:
+    bench.tier.has(1, answer=None)
+    assert bench.lookup(keys(1), ReqContext()) == [None]
+    bench.clock.advance(LOOKUP_TIMEOUT_S)
+    assert bench.lookup(keys(1), ReqContext()) == [False]
+    bench.tier.has(2)
+    bench.clock.advance(2 * bench.limits.wait_max_s)
+    bench.step()
+    assert bench.lookup(keys(2), ReqContext()) == [None]
+    bench.step()
+    bench.end(success=False)
+    assert bench.lookup(keys(2), ReqContext()) == [False], "no loop between lookup and load"
+    bench.clock.advance(2 * bench.limits.wait_max_s)
+    bench.step()
+    assert bench.lookup(keys(2), ReqContext()) == [None]
+    assert False in ask_on(bench, keys(2), ReqContext(), 2 * bench.limits.wait_max_s)
+
+
+def test_requests_that_are_never_finished_do_not_pile_up(make_bench: MakeBench) -> None:
+    bench = make_bench(limits=ManagerLimits(requests_max=10))
+    for number in range(100):
+        bench.lookup(keys(number), ReqContext(f"r{number}"))
+        bench.lookup(keys(number), ReqContext())
+    assert bench.counter("forgotten_requests_total", tier="cpu") >= 90

@@ -1,0 +1,178 @@
+"""Both kinds of the toolkit's tiers: authors who behave, and those who hang, raise, lie or answer late."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from tests.toolkit.conftest import BLOCK_BYTES, PATIENCE_S, AsyncDictTier, DictTier, MakeStage, Stage
+from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.errors import TierUnavailableError
+from tiered_kv.testing.conformance import TierConformance
+from tiered_kv.testing.rig import OpenTier, make_keys
+from tiered_kv.testing.waiting import wait_until
+from tiered_kv.toolkit import BlockingTier, Outcome
+
+KINDS: dict[str, Callable[..., Any]] = {"blocking": DictTier, "async": AsyncDictTier}
+
+
+class TestAsyncTier(TierConformance):
+    wait_s = 2 * PATIENCE_S
+
+    @pytest.fixture
+    def open_tier(self) -> OpenTier:
+        return lambda spec, view: AsyncDictTier(spec, view, "async-dict", lookup_timeout_s=PATIENCE_S)
+
+
+@pytest.fixture(params=KINDS)
+def stage(make_stage: MakeStage, request: pytest.FixtureRequest) -> Stage:
+    return make_stage(KINDS[request.param])
+
+
+def test_a_lookup_has_its_own_deadline_and_not_that_of_the_job_before_it(stage: Stage) -> None:
+    left_s: dict[str, float] = {}
+    stage.tier.before = lambda operation, keys: left_s.update({operation: stage.tier.part_deadline - time.monotonic()})
+    stage.rig.wait([stage.rig.submit_store(make_keys(1), deadline=time.monotonic() + 1000.0)])
+    assert stage.rig.lookup(make_keys(1)[0])
+    assert left_s["store"] > PATIENCE_S
+    assert 0.0 < left_s["lookup"] <= PATIENCE_S
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ValueError("author's bug"), "error"),
+        (OSError(errno.ENOSPC, "full"), "no_space"),
+        (OSError(errno.EIO, "broken"), "io_error"),
+        (TimeoutError(), "timeout"),
+        (TierUnavailableError("down"), "unavailable"),
+        (SystemExit(), "error"),
+    ],
+)
+def test_an_exception_fails_the_part_and_the_tier_works_on(stage: Stage, error: BaseException, reason: str) -> None:
+    keys = make_keys(6)
+
+    def fail_second_part(operation: str, part: Sequence[OffloadKey]) -> None:
+        if keys[2] in part:
+            raise error
+
+    stage.tier.before = fail_second_part
+    result = stage.rig.store(keys)
+    assert (result.success, result.reason) == (False, reason)
+    assert list(result.successful_keys or ()) == [*keys[:2], *keys[4:]]
+    stage.tier.before = lambda *_: None
+    assert stage.rig.store(keys).success
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [None, True, [], [True, True], {"a": True}, Outcome(make_keys(1, "other")), Outcome(42), Outcome([{}])],  # type: ignore[arg-type, list-item]
+)
+def test_wrong_outcomes_are_failures_and_wrong_answers_misses(stage: Stage, returned: object) -> None:
+    stage.tier.returned = returned
+    assert stage.rig.load(make_keys(1)) == set()
+    assert stage.rig.lookup(make_keys(1)[0]) is False
+
+
+def test_a_lookup_is_told_who_asks_for_each_key(stage: Stage) -> None:
+    told: list[str] = []
+
+    def note(operation: str, keys: Sequence[OffloadKey]) -> None:
+        if operation == "lookup":
+            told.extend(stage.tier.probe_req_ids)
+
+    stage.tier.before = note
+    assert stage.rig.lookup(make_keys(1)[0], ReqContext("somebody")) is False
+    assert told == ["somebody"]
+
+
+def test_a_failed_load_corrects_the_answer(stage: Stage) -> None:
+    (key,) = make_keys(1)
+    stage.rig.store([key])
+    request = ReqContext("request")
+    assert stage.rig.lookup(key, request)
+    stage.tier.kept.clear()
+    stage.rig.wait([stage.rig.submit_load([key], request=request)])
+    assert stage.tier.lookup(key, request) is False
+
+
+def test_a_job_of_an_earlier_epoch_is_void(stage: Stage) -> None:
+    epochs: list[int] = []
+
+    def note_epoch(operation: str, keys: Sequence[OffloadKey]) -> object:
+        epochs.append(stage.tier.part_epoch)
+        return stage.wait()
+
+    stage.rig.store(make_keys(1, "first"))
+    stage.tier.before = note_epoch
+    job = stage.rig.submit_store(make_keys(1))
+    wait_until(lambda: epochs)
+    stage.tier.begin_epoch()
+    stage.gate.set()
+    (result,) = stage.rig.wait([job])
+    assert (result.success, result.reason, len(result.successful_keys or ())) == (False, "reset", 0)
+    assert stage.rig.store(make_keys(1, "later")).success
+    assert epochs == [0, 1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shutdown_leaves_behind_what_cannot_be_ended_and_closes_when_it_ends(make_stage: MakeStage, kind: str) -> None:
+    stage = make_stage(KINDS[kind], shutdown_timeout_s=0.1)
+    stage.rig.store(make_keys(1))
+    is_blocked = threading.Event()
+
+    def block(operation: str, keys: Sequence[OffloadKey]) -> None:
+        is_blocked.set()
+        stage.gate.wait(PATIENCE_S)  # which holds the event loop, too
+
+    stage.tier.before = block
+    stage.rig.submit_load(make_keys(1))
+    assert is_blocked.wait(PATIENCE_S)
+    before = time.monotonic()
+    stage.tier.shutdown()
+    assert time.monotonic() - before < PATIENCE_S / 2
+    assert not stage.tier.closed.is_set()
+    stage.gate.set()
+    assert stage.tier.closed.wait(PATIENCE_S)
+    assert stage.rig.store(make_keys(2)).reason == "shutdown"
+
+
+def test_a_tier_that_was_never_used_is_closed(stage: Stage) -> None:
+    stage.tier.shutdown()
+    assert stage.tier.closed.is_set() or isinstance(stage.tier, AsyncDictTier), "whose client was never opened"
+
+
+def test_only_the_first_error_of_a_kind_is_logged_and_without_its_text(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(operation: str, keys: Sequence[OffloadKey]) -> None:
+        if operation == "store":
+            raise ConnectionError("redis://user:hunter2@host refused")
+
+    stage.tier.before = fail
+    assert stage.rig.store(make_keys(8)).reason == "io_error"
+    (record,) = caplog.records
+    assert "store_blocks raised ConnectionError" in record.getMessage()
+    assert "hunter2" not in record.getMessage()
+
+
+def test_an_author_cannot_hide_a_method_of_the_base_by_mistake() -> None:
+    for name in ("_submit", "_wake"):
+        with pytest.raises(TypeError, match=f"rename {name}"):
+            type("Careless", (BlockingTier,), {name: None})
+
+
+def test_what_cannot_work_is_refused() -> None:
+    flat = memoryview(bytearray(2 * BLOCK_BYTES))
+    view = flat.cast("B", (2, BLOCK_BYTES))
+    with pytest.raises(ValueError, match="num_blocks, block_bytes"):
+        DictTier(None, flat, "dict")
+    with pytest.raises(ValueError, match="at least 1"):
+        DictTier(None, view, "dict", threads=0)
+    with pytest.raises(ValueError, match="at least 1"):
+        AsyncDictTier(None, view, "dict", blocks_in_flight_max=0)
