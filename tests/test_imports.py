@@ -31,6 +31,8 @@ EXTRAS = frozenset(
         "matplotlib",
         "prometheus_client",
         "argcomplete",
+        "zmq",
+        "msgspec",
     }
 )
 IMPORT_LIMIT_S = 0.150

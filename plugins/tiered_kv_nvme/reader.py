@@ -149,6 +149,7 @@ class BlockReader:
             for item, status in lost:
                 if self.pool.index.drop(item.key, place_of(item.segment.slot, item.ordinal)):
                     dropped.append(status)
+                    self.pool.events.removed((item.key,))
             self.pool.unpin(slots)
             still_valid = self.pool.epoch == epoch
         for status in dropped:
