@@ -30,6 +30,9 @@ EXTRAS = frozenset(
         "zstandard",
         "matplotlib",
         "prometheus_client",
+        "argcomplete",
+        "zmq",
+        "msgspec",
     }
 )
 IMPORT_LIMIT_S = 0.150

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import io
+import os
 import sys
 import traceback
 from collections.abc import Sequence
 
 from tiered_kv import __version__
+from tiered_kv._cli.arguments import HelpFormatter
+from tiered_kv._cli.completion import COMPLETING, PrintCompletion, answer_shell, words_so_far
 from tiered_kv._cli.output import OutputError, ReaderGoneError, Status, flush_output
 from tiered_kv.config.redaction import scrub
 from tiered_kv.errors import TieredKVError
@@ -18,11 +21,28 @@ _VERBS = {
     "check": "validate a stack's file, open every tier, show what each can do here",
     "replay": "drive real bytes through a stack by a request trace, and check every block that comes back",
     "bench": "measure store and load throughput and lookup latency, tier by tier",
+    "inspect": "show what each tier stores, by namespace, and check whether its blocks are sound",
     "purge": "remove the bytes of a namespace, or of a tenant, from every tier of a stack",
+    "top": "show what a running stack does now, tier by tier",
     "why": "say why blocks of a running stack were misses",
     "plugins": "list the tiers that were found, with their settings",
     "schema": "print the JSON schema of a stack's file, for editors",
 }
+
+_EPILOG = """examples:
+  tiered-kv VERB --help
+      all options of a verb, with examples
+  tiered-kv check stack.yaml
+      is the file right, and does every tier open here?
+  tiered-kv --print-completion bash > ~/.local/share/bash-completion/completions/tiered-kv
+      complete verbs, options, files and names of tiers with the TAB key
+
+exit status:
+  0    all is well
+  1    the verb did its work and found something wrong
+  2    it could not be done, or wrong usage; standard error says why
+  130  Ctrl-C
+  141  the reader of the output has closed it"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    args, unknown = _parser(argv).parse_known_args(argv)
+    if COMPLETING in os.environ:
+        answer_shell(_parser(words_so_far()))
+    args, unknown = _parser(sys.argv[1:] if argv is None else argv).parse_known_args(argv)
     if unknown:
         args.parser.error(f"unknown arguments: {' '.join(unknown)}")
     try:
@@ -61,15 +83,20 @@ def _run(argv: Sequence[str] | None) -> int:
         return Status.INTERRUPTED
 
 
-def _parser(argv: Sequence[str] | None) -> argparse.ArgumentParser:
+def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="tiered-kv", description="A tiered store for the key/value blocks of language-model servers."
+        prog="tiered-kv",
+        description="A tiered store for the key/value blocks of language-model servers.",
+        epilog=_EPILOG,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"tiered-kv {__version__}")
+    parser.add_argument("--print-completion", action=PrintCompletion, help="print what makes this shell complete words")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    given = sys.argv[1:] if argv is None else argv
     for verb, about in _VERBS.items():
-        sub = verbs.add_parser(verb, help=about, description=f"{about[0].upper()}{about[1:]}.")
+        sub = verbs.add_parser(
+            verb, help=about, description=f"{about[0].upper()}{about[1:]}.", formatter_class=HelpFormatter
+        )
         sub.add_argument("--json", action="store_true", help="print one JSON object")
         sub.add_argument("--debug", action="store_true", help="show where an error comes from")
         # Only the verb that is run is imported: none needs the libraries of the others.

@@ -53,8 +53,8 @@ class TierType:
         load: Imports and returns the class; called when a stack that has such a tier is opened. Where a
             client library is missing it raises `MissingExtraError`.
         description: One line for `tiered-kv plugins`.
-        administration: Imports and returns the class that `tiered-kv purge` works with, which is constructed with the
-            settings alone. A tier without one cannot be purged, and the command says so.
+        administration: Imports and returns the class that `tiered-kv purge` and `inspect` work with, which is
+            constructed with the settings alone. A tier without one has neither, and the command says so.
     """
 
     name: str

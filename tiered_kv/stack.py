@@ -17,6 +17,7 @@ from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.facade import BlockFacade
+from tiered_kv.observe.events import EventPublisher, medium_of
 from tiered_kv.observe.explain import Explanation, explain
 from tiered_kv.observe.history import BlockHistory
 from tiered_kv.observe.routes import routes_of
@@ -56,7 +57,8 @@ class Stack(BlockFacade):
         config: The configuration.
         backend: Rows of a region that was made elsewhere, with the sizes of `config`; the stack closes the region. By
             default the stack makes a region of its own, pinned where this process has a GPU.
-        enable_events: Whether `manager.take_events` tells the primary tier's blocks too.
+        enable_events: Whether `manager.take_events` tells of stored and removed blocks, where the configuration does
+            not have them published.
 
     Attributes:
         config: The same.
@@ -69,6 +71,7 @@ class Stack(BlockFacade):
         opened_s: When it was opened, by `time.monotonic`.
         server: What serves its metrics, if the configuration says `metrics`.
         history: Why blocks were misses; None where `config.history` is 0.
+        events: The publisher of events; None without one.
     """
 
     def __init__(self, config: StackConfig, *, backend: CPUBackend | None = None, enable_events: bool = False) -> None:
@@ -81,11 +84,15 @@ class Stack(BlockFacade):
             backend = backend or CPUBackend(open_region(config))
             undo.callback(backend.region.close)
             self.kv_view = backend.region.kv_view
-            self.primary = CPUOffloadingManager(backend, config.primary.policy, enable_events=enable_events)
+            self.events = _open_publisher(config)
+            if self.events is not None:
+                undo.callback(self.events.close)
+            tells_events = enable_events or self.events is not None
+            self.primary = CPUOffloadingManager(backend, config.primary.policy, enable_events=tells_events)
             self.secondary_tiers: list[SecondaryTierManager] = []
             undo.callback(_shut_down, self.secondary_tiers, config)
             for settings in config.secondary:
-                self.secondary_tiers.append(open_tier(config, settings, self.kv_view))
+                self.secondary_tiers.append(open_tier(config, settings, self.kv_view, wants_events=tells_events))
             self.tier_names = [tier.name for tier in config.secondary]
             budget_bytes = config.primary.promotion_budget
             limits = ManagerLimits(
@@ -106,6 +113,7 @@ class Stack(BlockFacade):
                 audit=audit,
                 block_tokens=config.block.tokens,
                 history=self.history,
+                event_sink=self.events,
             )
             super().__init__(manager, backend.region, _batch_blocks(config))
             if self.server is not None:
@@ -138,14 +146,18 @@ class Stack(BlockFacade):
         self.close()
 
 
-def open_tier(config: StackConfig, settings: TierSettings, kv_view: memoryview) -> SecondaryTierManager:
+def open_tier(
+    config: StackConfig, settings: TierSettings, kv_view: memoryview, *, wants_events: bool = False
+) -> SecondaryTierManager:
     """Open one of a stack's `secondary` over `kv_view`, of shape (num_blocks, block_bytes); the caller shuts it down.
+
+    With `wants_events` somebody takes its events.
 
     Raises:
         ConfigError, TierError: The tier cannot be opened.
     """
     identity = config.identity
-    spec = TierSpec(settings.name, config.block.bytes, identity.digest, identity.described)
+    spec = TierSpec(settings.name, config.block.bytes, identity.digest, identity.described, wants_events)
     try:
         return SecondaryTierFactory.create(spec, kv_view, settings)
     except MissingExtraError:
@@ -195,6 +207,12 @@ def _history(config: StackConfig) -> BlockHistory | None:
     ttls = [getattr(tier, "ttl", None) for tier in config.secondary]
     ttl_s = [float(ttl) if isinstance(ttl, (int, float)) else None for ttl in ttls]  # a stranger's may be anything
     return BlockHistory(config.history, [PRIMARY_NAME, *(tier.name for tier in config.secondary)], [None, *ttl_s])
+
+
+def _open_publisher(config: StackConfig) -> EventPublisher | None:
+    if config.events is None:
+        return None
+    return EventPublisher(config.events, {tier.name: medium_of(tier.type) for tier in config.secondary})
 
 
 def _batch_blocks(config: StackConfig) -> int:

@@ -1,4 +1,4 @@
-"""Administration of a shared directory without a stack: list its namespaces, and delete one while others use it.
+"""Administration of a shared directory without a stack: look at its namespaces, and delete one while others use it.
 
 A purge takes these steps, and holds the sweep lock meanwhile:
 
@@ -15,7 +15,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -24,14 +24,28 @@ from tiered_kv.tiering.administration import (
     DESCRIPTION_BYTES_MAX,
     Purged,
     StoredNamespace,
+    Survey,
     TierAdministration,
+    Verification,
     believed,
 )
-from tiered_kv.toolkit.claimed import TEMPORARY, walk
-from tiered_kv.toolkit.small_files import fields_of, read_file
+from tiered_kv.toolkit.claimed import LOST_AND_FOUND, TEMPORARY, walk
+from tiered_kv.toolkit.inspection import Census, RecordCheck
+from tiered_kv.toolkit.small_files import fields_of, opened, read_file
+from tiered_kv.toolkit.status import RecordStatus
 from tiered_kv_fs.directory import claimed
-from tiered_kv_fs.files import locked, occupied_bytes
-from tiered_kv_fs.layout import BLOCK, EPOCH, NAMESPACE_NAME, SHARD, SWEEP_NAME, TEMPORARY_BLOCK
+from tiered_kv_fs.files import locked, occupied_bytes, read_all, reason_of
+from tiered_kv_fs.layout import (
+    BLOCK,
+    EPOCH,
+    LEDGER_NAME,
+    LOCK_NAME,
+    MARKER_NAME,
+    NAMESPACE_NAME,
+    SHARD,
+    SWEEP_NAME,
+    TEMPORARY_BLOCK,
+)
 from tiered_kv_fs.ledger import Ledger
 from tiered_kv_fs.settings import FsSettings
 
@@ -42,12 +56,18 @@ _OURS: Final = re.compile(
     rf"|{EPOCH.pattern}/{SHARD.pattern}/({BLOCK.pattern}|{TEMPORARY_BLOCK.pattern})"
 )
 """Paths below a namespace's directory."""
+_BLOCK_PATH: Final = re.compile(f"{EPOCH.pattern}/{SHARD.pattern}/{BLOCK.pattern}")
+_OWN: Final = re.compile(
+    "|".join((*map(re.escape, (MARKER_NAME, LOCK_NAME, LEDGER_NAME, SWEEP_NAME)), TEMPORARY.pattern))
+)
+"""Paths of the whole directory."""
 
 
 class FsAdministration(TierAdministration):
     """The directory of an fs tier, which other processes may be using."""
 
     def __init__(self, settings: FsSettings) -> None:
+        self._settings = settings
         self._claimed = claimed(settings.path, settings.name, private=settings.private)
         self._path = self._claimed.path
 
@@ -70,6 +90,69 @@ class FsAdministration(TierAdministration):
                 return Purged(0, 0)
             with locked(f"{self._path}/{SWEEP_NAME}", deadline - time.monotonic()):
                 return self._purge(fd, digest, deadline)
+
+    def survey(self, deadline: float) -> Survey:
+        census = Census()
+        described: dict[str, Mapping[str, object]] = {}
+        now_s = time.time()
+        with self._claimed.opened("survey") as fd:
+            if fd is None or self._claimed.marker(fd) is None:
+                return census.survey(described.__getitem__)
+            for path, status in _entries(self._path, deadline):
+                top, _, inner = path.partition("/")
+                match = _TOP.fullmatch(top)
+                is_directory = stat.S_ISDIR(status.st_mode)
+                if (
+                    match
+                    and (is_directory if not inner else _OURS.fullmatch(inner))
+                    and not stat.S_ISLNK(status.st_mode)
+                ):
+                    is_block = stat.S_ISREG(status.st_mode) and _BLOCK_PATH.fullmatch(inner) is not None
+                    used_s = now_s - status.st_mtime if is_block else None
+                    census.add(match["digest"], occupied_bytes(status), is_block=is_block, used_s=used_s)
+                elif not (_OWN.fullmatch(path) or path == LOST_AND_FOUND):
+                    census.add_foreign(path, occupied_bytes(status))
+            for digest in census.digests:
+                fields = fields_of(read_file(f"{self._path}/{digest}/{NAMESPACE_NAME}", DESCRIPTION_BYTES_MAX))
+                described[digest] = believed(fields.get("namespace"), digest)
+        return census.survey(described.__getitem__)
+
+    def verify(self, digest: str, verification: Verification, deadline: float) -> None:
+        check = RecordCheck(bytes.fromhex(digest), self._settings.open_codecs(), verification.block_bytes)
+        with self._claimed.opened("verify") as fd:
+            if fd is None or self._claimed.marker(fd) is None:
+                return
+            if verification.repairs:
+                self._claimed.check(fd)
+            for path, status in _entries(f"{self._path}/{digest}", deadline):
+                if stat.S_ISREG(status.st_mode) and _BLOCK_PATH.fullmatch(path):
+                    self._verify_block(f"{self._path}/{digest}/{path}", check, verification)
+
+    def _verify_block(self, path: str, check: RecordCheck, verification: Verification) -> None:
+        try:
+            with opened(path, os.O_RDONLY) as fd:
+                status = os.fstat(fd)
+                found, read_bytes = self._found(fd, status, check)
+        except FileNotFoundError:  # evicted meanwhile
+            return
+        except OSError as error:
+            verification.note(reason_of(error), 0)
+            return
+        if verification.note(found, read_bytes):
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.lstat(path), status):
+                    os.unlink(path)
+                verification.repaired += 1
+
+    def _found(self, fd: int, status: os.stat_result, check: RecordCheck) -> tuple[RecordStatus | str, int]:
+        """Return what an open file of a block holds, and how many bytes were read."""
+        if self._settings.private and status.st_uid != os.geteuid():
+            return "not_private", 0
+        record = check.room(status.st_size)
+        if record is None:
+            return check.too_long, 0
+        read_bytes = read_all(fd, [record])
+        return check.check(record[:read_bytes]), read_bytes
 
     def _purge(self, fd: int, digest: str, deadline: float) -> Purged:
         with suppress(FileNotFoundError):

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
 from tiered_kv.counters import Counters
 from tiered_kv.errors import ConfigError
 from tiered_kv.toolkit import BlockingTier, Outcome
+from tiered_kv.toolkit.event_log import EventLog
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record
 from tiered_kv_memory.settings import MemorySettings
-
-_EVENTS_MAX = 100_000
-"""Events that are kept for `take_events`; beyond that the oldest are lost."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +56,7 @@ class MemoryTier(BlockingTier):
         self._evicted_blocks = 0
         self._wasted_bytes = 0
         self._counters = Counters((), ("corrupt_blocks_total",))
-        self._events: deque[tuple[bool, OffloadKey]] = deque(maxlen=_EVENTS_MAX)
+        self._events = EventLog(getattr(offloading_spec, "wants_events", False))
 
     # Worker threads.
 
@@ -95,15 +92,16 @@ class MemoryTier(BlockingTier):
         with self._records_lock:
             self.begin_epoch()
             while self._records:
-                self._forget(*self._records.popitem(last=False))
+                self._forget(self._records.popitem(last=False)[1])
+            self._events.clear()
+        return True
+
+    @property
+    def tells_stored(self) -> bool:
         return True
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        taken = [self._events.popleft() for _ in range(len(self._events))]
-        return [
-            OffloadingEvent([key for _, key in group], self.block_bytes, self.name, removed)
-            for removed, group in groupby(taken, key=lambda event: event[0])
-        ]
+        return self._events.take(self.block_bytes, self.name)
 
     def stats(self) -> Mapping[str, Any]:
         return {
@@ -141,7 +139,7 @@ class MemoryTier(BlockingTier):
                     return "reset"
                 if key not in self._records:
                     self._records[key] = record
-                    self._events.append((False, key))
+                    self._events.stored((key,))
                     kept = len(record.data)
             return ""
         finally:
@@ -166,7 +164,8 @@ class MemoryTier(BlockingTier):
                 self._used_bytes -= len(record.data)
             if status is not RecordStatus.OK and self._records.get(key) is record:
                 self._counters.add("corrupt_blocks_total", status.value)
-                self._forget(key, self._records.pop(key))
+                self._forget(self._records.pop(key))
+                self._events.removed((key,))
         return "" if status is RecordStatus.OK else status.value
 
     def _make_room(self, wanted_bytes: int) -> bool:
@@ -175,18 +174,18 @@ class MemoryTier(BlockingTier):
             if not self._records:
                 return False
             key, record = self._records.popitem(last=False)
-            self._forget(key, record)
+            self._forget(record)
+            self._events.removed((key,))
             self._evicted_blocks += 1
             if not record.is_read:
                 self._wasted_bytes += len(record.data)
         return True
 
-    def _forget(self, key: OffloadKey, record: _Record) -> None:
+    def _forget(self, record: _Record) -> None:
         """Account for a record that left the index; it takes room until its last reader has ended. Under the lock."""
         record.is_dropped = True
         if not record.readers:
             self._used_bytes -= len(record.data)
-        self._events.append((True, key))
 
 
 def _each(

@@ -1,4 +1,4 @@
-"""Administration of a tier's directory without a stack: list its namespace, and delete the blocks.
+"""Administration of a tier's directory without a stack: list its namespace, inspect and delete the blocks.
 
 A purge needs the directory's lock, so no stack has it open. It deletes the segment files, the epoch, and last the
 marker, so that an interrupted purge can be repeated. Then any namespace can claim the empty directory. The lock stays,
@@ -12,13 +12,32 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Final
 
-from tiered_kv.tiering.administration import DIGEST_HEX, Purged, StoredNamespace, TierAdministration, believed
-from tiered_kv.toolkit.claimed import LOST_AND_FOUND
-from tiered_kv_nvme.directory import LOCK_NAME, MARKER_NAME, claimed, give_back, remove_leftovers, take_lock
+from tiered_kv.errors import TierBusyError
+from tiered_kv.tiering.administration import (
+    DIGEST_HEX,
+    Purged,
+    StoredNamespace,
+    Survey,
+    TierAdministration,
+    Verification,
+    believed,
+)
+from tiered_kv.toolkit.claimed import LOST_AND_FOUND, Identity
+from tiered_kv.toolkit.inspection import Census
+from tiered_kv_nvme.directory import (
+    LOCK_NAME,
+    MARKER_NAME,
+    Directory,
+    claimed,
+    give_back,
+    remove_leftovers,
+    take_lock,
+)
 from tiered_kv_nvme.epoch import EPOCH_NAME
+from tiered_kv_nvme.inspection import Inspection
 from tiered_kv_nvme.settings import NvmeSettings
 
 _NAMED_MAX: Final = 8
@@ -26,9 +45,10 @@ _NAMED_MAX: Final = 8
 
 
 class NvmeAdministration(TierAdministration):
-    """The directory of an nvme tier. It is looked at without its lock, and purged with it."""
+    """The directory of an nvme tier. It is looked at without its lock; purges and repairs need it."""
 
     def __init__(self, settings: NvmeSettings) -> None:
+        self._settings = settings
         self._claimed = claimed(settings.path, settings.name)
         self._path = self._claimed.path
 
@@ -51,6 +71,41 @@ class NvmeAdministration(TierAdministration):
                 return self._purge(fd, digest, deadline) if found == digest else Purged(0, 0)
             finally:
                 give_back(lock_fd)
+
+    def survey(self, deadline: float) -> Survey:
+        census, segments = Census(), None
+        described: Mapping[str, object] = {}
+        with self._claimed.opened("survey") as fd:
+            digest, fields = self._marker(fd)
+            if fd is not None and digest:
+                described = believed(fields.get("namespace"), digest)
+                segments = self._inspection(fd, digest, fields, deadline).count(census)
+        return census.survey(lambda _: described, segments=segments)
+
+    def verify(self, digest: str, verification: Verification, deadline: float) -> None:
+        with self._claimed.opened("verify") as fd:
+            found, fields = self._marker(fd)
+            if fd is None or found != digest:
+                return
+            codecs = self._settings.open_codecs()
+            if not verification.repairs:
+                self._inspection(fd, digest, fields, deadline).verify(codecs, verification, None)
+                return
+            identity = self._inspection(fd, digest, fields, deadline).identity
+            try:
+                owned = Directory(self._path, identity, tier=self._claimed.tier)
+            except TierBusyError as error:
+                message = f"a running process has {self._path}; stop it first, or leave --repair out"
+                raise TierBusyError(message, tier=self._claimed.tier, operation="repair") from error
+            with closing(owned):
+                self._inspection(fd, digest, fields, deadline).verify(codecs, verification, owned)
+
+    def _inspection(self, fd: int, digest: str, fields: Mapping[str, object], deadline: float) -> Inspection:
+        block_bytes, namespace = fields.get("block_bytes"), fields.get("namespace")
+        if not isinstance(block_bytes, int) or not 0 < block_bytes < 1 << 32:
+            raise self._claimed.format_error(f"{self._path}/{MARKER_NAME} names no possible size of blocks")
+        identity = Identity(bytes.fromhex(digest), namespace if isinstance(namespace, Mapping) else {}, block_bytes)
+        return Inspection(fd, self._path, self._claimed.tier, identity, deadline)
 
     def _purge(self, fd: int, digest: str, deadline: float) -> Purged:
         size_bytes = 0

@@ -33,7 +33,7 @@ DIRECTORY_RESERVE_BYTES: Final = 64 << 10
 SEGMENT_RESERVE_BYTES: Final = 8 << 10
 """Kept free beside each segment: blocks in which the file system notes the file's extents."""
 
-_OWN_NAMES: Final = frozenset({LOCK_NAME, MARKER_NAME, EPOCH_NAME, PROBE_NAME})
+OWN_NAMES: Final = frozenset({LOCK_NAME, MARKER_NAME, EPOCH_NAME, PROBE_NAME})
 
 
 class Listing(NamedTuple):
@@ -50,7 +50,7 @@ class Listing(NamedTuple):
 
 def claimed(path: str, tier: str) -> ClaimedDirectory:
     """Return the directory at `path` as this type of tier claims it."""
-    return ClaimedDirectory(absolute(path), MARKER_NAME, FORMAT_VERSION, _OWN_NAMES, tier)
+    return ClaimedDirectory(absolute(path), MARKER_NAME, FORMAT_VERSION, OWN_NAMES, tier)
 
 
 class Directory:
@@ -103,7 +103,7 @@ class Directory:
                     segments.append(int(match[1]))
                     segment_bytes += occupied_bytes
                     claimed_bytes += max(status.st_size + SEGMENT_RESERVE_BYTES, occupied_bytes)
-                elif name in _OWN_NAMES:
+                elif name in OWN_NAMES:
                     own_bytes += occupied_bytes
                 else:
                     foreign_files += "/" not in name

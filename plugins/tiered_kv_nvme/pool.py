@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from tiered_kv.toolkit.event_log import EventLog
 from tiered_kv_nvme.index import Index
 from tiered_kv_nvme.layout import BatchHeader, batch_header_bytes
 from tiered_kv_nvme.segment import Demand, Segment, SegmentState
@@ -47,9 +48,12 @@ class Reservation:
 
 
 class SegmentPool:
-    """All segments of a directory, of which the reclaimer keeps `free_target` free."""
+    """All segments of a directory, of which the reclaimer keeps `free_target` free.
 
-    def __init__(self, digest: bytes, epoch: int, free_target: int) -> None:
+    With `wants_events` somebody takes the `events`.
+    """
+
+    def __init__(self, digest: bytes, epoch: int, free_target: int, *, wants_events: bool = False) -> None:
         self.changed = threading.Condition(threading.Lock())
         self.digest = digest
         self.epoch = epoch
@@ -57,6 +61,8 @@ class SegmentPool:
         self.free_target = free_target
         self.segments: dict[int, Segment] = {}
         self.index = Index()
+        self.events = EventLog(wants_events)
+        """What entered and left the index."""
         self.generation = 0
         """The greatest generation so far."""
         self._growth_refused = False

@@ -149,6 +149,7 @@ class BlockReader:
             for item, status in lost:
                 if self.pool.index.drop(item.key, place_of(item.segment.slot, item.ordinal)):
                     dropped.append(status)
+                    self.pool.events.removed((item.key,))
             self.pool.unpin(slots)
             still_valid = self.pool.epoch == epoch
         for status in dropped:
@@ -197,18 +198,23 @@ class BlockReader:
         return statuses
 
     def _decode(self, item: Wanted, payload: memoryview) -> RecordStatus:
-        """Verify a payload and put its block into place.
+        return decode_payload(item.entry, item.key, payload, item.block, self.pool.digest, self.codecs)
 
-        The tag of an encrypted payload covers more than the checksum, and decryption verifies it. The checksum is
-        verified only if the tag is wrong, to find the reason: damage, or an attack.
-        """
-        entry = item.entry
-        if entry.codec not in ENCRYPTED_IDS and not _is_sound(payload, entry):
-            return RecordStatus.BAD_CHECKSUM
-        status = self.codecs.decode(entry.codec, payload, item.block, binding_of(self.pool.digest, item.key))
-        if entry.codec in ENCRYPTED_IDS and status is not RecordStatus.OK and not _is_sound(payload, entry):
-            return RecordStatus.BAD_CHECKSUM
-        return status
+
+def decode_payload(
+    entry: Entry, key: OffloadKey, payload: memoryview, block: memoryview, namespace_digest: bytes, codecs: CodecSet
+) -> RecordStatus:
+    """Verify a stored payload and put its block into place.
+
+    The tag of an encrypted payload covers more than the checksum, and decryption verifies it. The checksum is
+    verified only if the tag is wrong, to find the reason: damage, or an attack.
+    """
+    if entry.codec not in ENCRYPTED_IDS and not _is_sound(payload, entry):
+        return RecordStatus.BAD_CHECKSUM
+    status = codecs.decode(entry.codec, payload, block, binding_of(namespace_digest, key))
+    if entry.codec in ENCRYPTED_IDS and status is not RecordStatus.OK and not _is_sound(payload, entry):
+        return RecordStatus.BAD_CHECKSUM
+    return status
 
 
 def _end(entry: Entry) -> int:

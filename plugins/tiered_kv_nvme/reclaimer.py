@@ -206,11 +206,10 @@ class Reclaimer:
             chunk = keys[start : start + CHUNK_KEYS]
             first_place = place_of(segment.slot, start)
             with self.pool.changed:
-                dropped = [drop(key, place) for place, key in enumerate(chunk, first_place)]
-            self.counters.add("evicted_blocks_total", count=sum(dropped))
-            unread = [
-                start + at for at, is_dropped in enumerate(dropped) if is_dropped and table.used[start + at] < READ
-            ]
+                dropped = [at for at, key in enumerate(chunk) if drop(key, first_place + at)]
+                self.pool.events.removed([chunk[at] for at in dropped])
+            self.counters.add("evicted_blocks_total", count=len(dropped))
+            unread = [start + at for at in dropped if table.used[start + at] < READ]
             self.counters.add("wasted_bytes_total", count=sum(table.stored_bytes[ordinal] for ordinal in unread))
             time.sleep(PAUSE_S)
 

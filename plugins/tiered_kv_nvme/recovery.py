@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codecs import OVERHEAD_BYTES_MAX
+from tiered_kv_nvme.counters import Counters
 from tiered_kv_nvme.disk import Disk, Scratch, read_fully
 from tiered_kv_nvme.files import SegmentFiles
 from tiered_kv_nvme.index import place_of
@@ -30,7 +32,7 @@ def recover(files: SegmentFiles, pool: SegmentPool, *, threads: int) -> None:
     """
     slots = files.directory.list().segments
     with ThreadPoolExecutor(threads, thread_name_prefix="tiered-kv-nvme-recovery") as executor:
-        scans = [executor.submit(_Scan(files, slot, pool.epoch).run) for slot in slots]
+        scans = [executor.submit(_recovered, files, slot, pool.epoch) for slot in slots]
     # In the order in which they are given up: free ones first (of epoch 0), then those of a reset, then the oldest.
     found = sorted(_results(scans), key=lambda each: (each.epoch == pool.epoch, each.epoch > 0, each.generation))
     try:
@@ -55,48 +57,49 @@ def _adopt(found: Sequence[Segment], pool: SegmentPool) -> None:
             pool.resume(resumable)
 
 
-@dataclass(eq=False)
-class _Scan:
-    """The scan of one segment file, on a thread of its own."""
+def _recovered(files: SegmentFiles, slot: int, epoch: int) -> Segment | None:
+    """Return the segment in `slot`, or None if its file was unusable and deleted."""
+    try:
+        fd = files.open(slot)
+    except OSError as error:
+        if error.errno != errno.ELOOP:  # for example, too many open files: no reason to delete files
+            raise
+        files.discard(slot)  # a symbolic link
+        return None
+    try:
+        segment = SegmentScan(files.disk, files.directory.identity, epoch, files.counters).read(fd, slot)
+    except BaseException:
+        os.close(fd)
+        raise
+    if segment is None:
+        os.close(fd)
+        files.discard(slot)
+    return segment
 
-    files: SegmentFiles
-    slot: int
+
+@dataclass(eq=False)
+class SegmentScan:
+    """Reads segment files, and writes nothing. One thread at a time."""
+
+    disk: Disk
+    identity: Identity
     epoch: int
+    counters: Counters
+    has_payloads: bool = True  # False: trust intact headers of batches, which may be incomplete at the segment's end
 
     def __post_init__(self) -> None:
-        self._disk: Disk = self.files.disk
-        self._identity = self.files.directory.identity
-        self._stored_bytes_max = self._identity.block_bytes + OVERHEAD_BYTES_MAX
+        self._stored_bytes_max = self.identity.block_bytes + OVERHEAD_BYTES_MAX
         self._scratch = Scratch()
         self._file_bytes = 0
 
-    def run(self) -> Segment | None:
-        """Return the segment, or None if its file was unusable and deleted."""
-        try:
-            fd = self.files.open(self.slot)
-        except OSError as error:
-            if error.errno != errno.ELOOP:  # for example, too many open files: no reason to delete files
-                raise
-            self.files.discard(self.slot)  # a symbolic link
-            return None
-        try:
-            segment = self._read(fd)
-        except BaseException:
-            os.close(fd)
-            raise
-        if segment is None:
-            os.close(fd)
-            self.files.discard(self.slot)
-        return segment
-
-    def _read(self, fd: int) -> Segment | None:
-        """Return a segment with its readable blocks; None if it holds none.
+    def read(self, fd: int, slot: int) -> Segment | None:
+        """Return the segment in an open file, with its readable blocks; None if it holds none.
 
         After a failure of the disk the blocks read so far stay. The segment is not written to again: the next opening
         may find the rest, unless a summary or another batch hides it. Without a header it is the first to be deleted.
         """
         self._file_bytes = os.fstat(fd).st_size
-        segment = Segment(self.slot, fd, self._file_bytes, 0)
+        segment = Segment(slot, fd, self._file_bytes, 0)
         try:
             if not self._read_header(segment):
                 return None
@@ -110,7 +113,7 @@ class _Scan:
         except OSError as error:
             if error.errno == errno.ENOMEM:  # an error that does not depend on the file
                 raise
-            self.files.counters.add("io_errors_total")
+            self.counters.add("io_errors_total")
             segment.damaged, is_sealed = True, False
         if len(segment.table) or segment.damaged:
             segment.epoch = self.epoch
@@ -122,9 +125,9 @@ class _Scan:
     def _read_header(self, segment: Segment) -> bool:
         """Set the segment's fields from its header; return False if there is no sound one."""
         page = self._scratch.take(PAGE_BYTES)
-        came = read_fully(self._disk, segment.fd, [page], 0)
+        came = read_fully(self.disk, segment.fd, [page], 0)
         header = SegmentHeader.decode(page) if came == PAGE_BYTES else None
-        identity = self._identity
+        identity = self.identity
         if header is None or (header.digest, header.block_bytes) != (identity.digest, identity.block_bytes):
             return False
         segment.segment_bytes, segment.generation = header.segment_bytes, header.generation
@@ -135,19 +138,19 @@ class _Scan:
         """Fill the segment from its summary; return None if it has no sound one."""
         footer_offset = segment.segment_bytes - PAGE_BYTES
         page = self._scratch.take(PAGE_BYTES)
-        if read_fully(self._disk, segment.fd, [page], footer_offset) != PAGE_BYTES:
+        if read_fully(self.disk, segment.fd, [page], footer_offset) != PAGE_BYTES:
             return None
         summary = Summary.decode(page)
         if (
             summary is None
-            or summary.digest != self._identity.digest
+            or summary.digest != self.identity.digest
             or summary.generation != segment.generation
             or summary.segment_bytes != segment.segment_bytes
             or summary.table_bytes > footer_offset
         ):
             return None
         table = self._scratch.take(summary.table_bytes)
-        came = read_fully(self._disk, segment.fd, [table], footer_offset - summary.table_bytes)
+        came = read_fully(self.disk, segment.fd, [table], footer_offset - summary.table_bytes)
         if came != len(table) or checksum(table) != summary.table_checksum:
             return None
         entries = EntryTable.decode(table, summary.entry_count, self._stored_bytes_max, summary.end_offset)
@@ -176,17 +179,17 @@ class _Scan:
         """Return the batch at the segment's end, read and verified as a whole, or None if there is none."""
         offset = segment.end_offset
         page = self._scratch.take(PAGE_BYTES)
-        if read_fully(self._disk, segment.fd, [page], offset) != PAGE_BYTES:
+        if read_fully(self.disk, segment.fd, [page], offset) != PAGE_BYTES:
             return None
         header = BatchHeader.peek(page)
         if header is None or not self._follows(header, segment):
             return None
-        batch = self._scratch.take(header.batch_bytes)
-        batch = batch[: read_fully(self._disk, segment.fd, [batch], offset)]
+        batch = self._scratch.take(header.batch_bytes if self.has_payloads else header.header_bytes)
+        batch = batch[: read_fully(self.disk, segment.fd, [batch], offset)]
         if len(batch) < header.header_bytes:
             return None
         entries = header.decode_entries(batch[: header.header_bytes], self._stored_bytes_max)
-        if entries is None or not _all_sound(batch, entries, offset):
+        if entries is None or (self.has_payloads and not _all_sound(batch, entries, offset)):
             return None
         return header, entries
 
@@ -194,7 +197,7 @@ class _Scan:
         """Return whether a header, not yet verified, is that of the segment's next batch."""
         room_bytes = min(segment.segment_bytes, self._file_bytes) - segment.end_offset
         return (
-            header.digest == self._identity.digest
+            header.digest == self.identity.digest
             and header.generation == segment.generation
             and header.epoch == self.epoch
             and header.sequence == segment.sequence

@@ -50,6 +50,7 @@ class StoreOptions:
     codecs: CodecSet = PLAIN
     threads: int = 8  # how many threads will call; as many read the directory when it is opened
     room_timeout_s: float = 5.0  # how long a store waits for a free segment
+    wants_events: bool = False  # whether somebody takes the store's `events`
 
 
 class SegmentStore:
@@ -90,8 +91,9 @@ class SegmentStore:
         self._files = SegmentFiles(
             disk, self._directory, not self.not_direct, self.counters, sizing.segment_bytes, sizing.capacity_bytes
         )
-        self._pool = SegmentPool(identity.digest, self._epoch.value, FREE_SEGMENTS)
+        self._pool = SegmentPool(identity.digest, self._epoch.value, FREE_SEGMENTS, wants_events=options.wants_events)
         self.index = self._pool.index
+        self.events = self._pool.events
         try:
             recover(self._files, self._pool, threads=options.threads)
         except OSError as error:
@@ -155,6 +157,7 @@ class SegmentStore:
         with self._pool.changed:
             self._pool.reset(epoch)
             self._forgotten.append(self.index.clear())
+            self.events.clear()
         self.counters.add("resets_total")
         self._noting.ask()
         return epoch

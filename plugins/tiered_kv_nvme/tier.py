@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
 from tiered_kv.errors import ConfigError
 from tiered_kv.toolkit.blocking import BlockingTier
 from tiered_kv.toolkit.claimed import Identity
@@ -78,6 +78,13 @@ class NvmeTier(BlockingTier):
         self.begin_epoch(self._store.reset())
         return True
 
+    @property
+    def tells_stored(self) -> bool:
+        return True
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return self._store.events.take(self.block_bytes, self.name)
+
     def stats(self) -> Mapping[str, Any]:
         return {**super().stats(), **self._store.stats()}
 
@@ -124,6 +131,7 @@ def _open_store(
         codecs=codecs,
         threads=settings.threads,
         room_timeout_s=min(_ROOM_TIMEOUT_MAX_S, settings.job_timeout / 2),
+        wants_events=getattr(offloading_spec, "wants_events", False),
     )
     tier = getattr(offloading_spec, "name", None) or tier_type
     store = SegmentStore(settings.path, identity, options, tier=tier)

@@ -142,6 +142,7 @@ class BatchWriter:
             segment.table.append(keys, entries)
             if old_places is None:
                 self.pool.index.add(keys, first_place)
+                self.pool.events.stored(keys)
             else:
                 self.pool.index.move(keys, old_places, first_place)
         return ""

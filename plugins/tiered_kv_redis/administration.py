@@ -1,4 +1,4 @@
-"""Administration of the servers without a stack, through redis-py's clients: list namespaces, and delete one.
+"""Administration of the servers without a stack, through redis-py's clients: look at namespaces, and delete one.
 
 Names are found by SCAN on every master of a cluster, and removed by UNLINK. SCAN may miss what is stored or moved to
 another server meanwhile, so it is repeated until a pass over all servers finds nothing. The epoch's mark and the
@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from itertools import islice
 from typing import Final
@@ -19,24 +19,46 @@ from typing import Final
 from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 
+from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.tiering.administration import (
     DESCRIPTION_BYTES_MAX,
     Purged,
     StoredNamespace,
+    Survey,
     TierAdministration,
+    Verification,
     believed,
 )
+from tiered_kv.toolkit.inspection import Census
 from tiered_kv.toolkit.small_files import fields_of
+from tiered_kv.toolkit.status import RecordStatus
 from tiered_kv_redis.endpoint import check_tls_files
+from tiered_kv_redis.exchange import Batch, Calls, Failures, Transfer, converse
 from tiered_kv_redis.keyspace import KEY_PREFIX
+from tiered_kv_redis.loads import Loads
 from tiered_kv_redis.node import Node
-from tiered_kv_redis.reasons import MOVED, NOT_OURS_TO_USE, PERMISSION, TIMEOUT, NodeError, reason_of_error
+from tiered_kv_redis.reasons import (
+    ABSENT,
+    MOVED,
+    NOT_OURS_TO_USE,
+    PERMISSION,
+    TIMEOUT,
+    TOO_LONG,
+    NodeError,
+    reason_of_error,
+)
+from tiered_kv_redis.replies import command
 from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.topology import Topology
 
 NAMES_AT_ONCE: Final = 500
 _PASSES_MAX: Final = 20
+_BLOCKS_BYTES: Final = 8 << 20
+"""Blocks that a check has in memory."""
+_KEY_OFFSET: Final = 55
+"""Where the key begins in a block's name."""
+_TOUCHED: Final = "the server has no CLIENT NO-TOUCH (Redis 7.2): each check counts as a use of the block"
 _NAME: Final = re.compile(
     re.escape(KEY_PREFIX) + rb"(?P<digest>[0-9a-f]{32}):(?:(?P<block>[0-9a-f]{16}:.*)|namespace|epoch)", re.DOTALL
 )
@@ -56,6 +78,7 @@ class RedisAdministration(TierAdministration):
     def __init__(self, settings: RedisSettings) -> None:
         if settings.tls:
             check_tls_files(settings)
+        self._settings = settings
         self._tier = settings.name
         self._topology = Topology(settings)
 
@@ -88,6 +111,38 @@ class RedisAdministration(TierAdministration):
         if found:
             left.append(f"{found} names were found by the last of several looks: a stack stores them, or time ran out")
         return Purged(removed["blocks"], removed["bytes"], tuple(left))
+
+    def survey(self, deadline: float) -> Survey:
+        census = Census()
+        described: dict[str, Mapping[str, object]] = {}
+        with self._told("survey"):
+            for node in self._masters(deadline):
+                with closing(node.client()) as client:
+                    told = _names(client, None, deadline)
+                    while names := list(islice(told, NAMES_AT_ONCE)):
+                        _survey(client, names, census, described)
+        return census.survey(lambda digest: described.get(digest, {}))
+
+    def verify(self, digest: str, verification: Verification, deadline: float) -> None:
+        if verification.block_bytes is None:
+            raise TierUnavailableError(
+                f"the size of the blocks of {digest} is not known: the server has no readable form of the namespace",
+                tier=self._tier,
+                operation="verify",
+            )
+        transfer = Transfer(bytes.fromhex(digest), self._settings.open_codecs())
+        at_once = min(NAMES_AT_ONCE, max(1, _BLOCKS_BYTES // verification.block_bytes))
+        rows = memoryview(bytearray(at_once * verification.block_bytes))
+        with self._told("verify"):
+            for node in self._masters(deadline):
+                _ask_not_to_touch(node, verification, deadline)
+                with closing(node.client()) as client:
+                    told = _names(client, digest, deadline)
+                    while names := list(islice(told, at_once)):
+                        blocks = [name for name in names if (match := _NAME.fullmatch(name)) and match["block"]]
+                        for name, found, size_bytes in _found(node, blocks, rows, transfer, verification, deadline):
+                            if verification.note(found, size_bytes):
+                                verification.repaired += int(client.unlink(name))
 
     def close(self) -> None:
         self._topology.close()
@@ -129,6 +184,67 @@ class RedisAdministration(TierAdministration):
             hint = NOT_OURS_TO_USE.get(reason, f"cannot be used now: {reason}")
             hint = _NO_PERMISSION if reason == PERMISSION else hint
             raise TierUnavailableError(f"the server {hint}", tier=self._tier, operation=operation) from error
+
+
+def _survey(client: Redis, names: Sequence[bytes], census: Census, described: dict[str, Mapping[str, object]]) -> None:
+    """Count some names. Neither question counts as a use of the block, as one for its length would."""
+    pipeline = client.pipeline(transaction=False)
+    for name in names:
+        pipeline.memory_usage(name)
+        pipeline.object("IDLETIME", name)
+    replies = pipeline.execute(raise_on_error=False)
+    for name, size, idle in zip(names, replies[::2], replies[1::2], strict=True):
+        match = _NAME.fullmatch(name)
+        size_bytes = size if isinstance(size, int) else None  # an error: not permitted, moved meanwhile
+        if match is None:
+            census.add_foreign(name.decode("utf-8", "backslashreplace"), size_bytes or 0)
+        elif size is not None:  # otherwise it is gone
+            digest, is_block = match["digest"].decode(), match["block"] is not None
+            used_s = (
+                float(idle) if is_block and isinstance(idle, int) else None
+            )  # an error where it evicts by frequency
+            census.add(digest, size_bytes, is_block=is_block, used_s=used_s)
+            if name.endswith(b":namespace") and not is_block:
+                described[digest] = _described(client, name, digest)
+
+
+def _ask_not_to_touch(node: Node, verification: Verification, deadline: float) -> None:
+    """Have the server not take the check for a use of the blocks, on the connection that is used for it next."""
+    failures: Failures = {}
+    converse([Calls(node, [0], failures, [command(b"CLIENT", b"NO-TOUCH", b"ON")])], deadline)
+    if failures and _TOUCHED not in verification.notes:
+        verification.notes.append(_TOUCHED)
+
+
+def _found(
+    node: Node,
+    names: Sequence[bytes],
+    rows: memoryview,
+    transfer: Transfer,
+    verification: Verification,
+    deadline: float,
+) -> Iterator[tuple[bytes, RecordStatus | str, int]]:
+    """Load blocks into `rows`; yield the name, the finding and the bytes of each that is still there."""
+    assert verification.block_bytes is not None, "nothing is loaded without"
+    size = verification.block_bytes
+    while names:
+        blocks = [rows[at * size : (at + 1) * size] for at in range(len(names))]
+        keys = [OffloadKey(name[_KEY_OFFSET:]) for name in names]
+        failures: Failures = {}
+        loads = Loads(node, range(len(names)), failures, Batch(keys, names, blocks, deadline), transfer)
+        converse([loads], deadline)
+        judged = max([loads.answered, *(at + 1 for at in loads.damaged)])
+        if loads.trouble not in ("", TOO_LONG) or not judged:
+            raise NodeError(loads.trouble or TIMEOUT)
+        for at, name in enumerate(names[:judged]):
+            reason = failures.get(at, "")
+            if reason in (ABSENT, MOVED):
+                continue
+            if at in loads.damaged or at in loads.unreadable:
+                yield name, RecordStatus.BAD_LENGTH if reason == TOO_LONG else RecordStatus(reason), size
+            else:
+                yield name, reason or RecordStatus.OK, size
+        names = names[judged:]  # the rest after a value that is too long: its connection is lost
 
 
 def _names(client: Redis, digest: str | None, deadline: float) -> Iterator[bytes]:

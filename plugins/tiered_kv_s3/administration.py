@@ -1,4 +1,4 @@
-"""Administration of the bucket without a stack: list namespaces, and delete one with all versions of its objects.
+"""Administration of the bucket without a stack: look at namespaces, and delete one with all versions of its objects.
 
 After a reset the mark of the epoch stays, drawn anew, since a process that runs in an epoch from before it would write
 its own again. Its older versions go. Foreign objects, whose names are not of the tier's layout (`naming.py`), stay in
@@ -7,28 +7,40 @@ every version, and are reported. The tier sends whole objects, so it leaves no u
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
 
+from tiered_kv.errors import TierUnavailableError
 from tiered_kv.tiering.administration import (
     DESCRIPTION_BYTES_MAX,
     DIGEST_HEX,
     Purged,
     StoredNamespace,
+    Survey,
     TierAdministration,
+    Verification,
     believed,
 )
 from tiered_kv.toolkit.epoch import Epoch, EpochMark
+from tiered_kv.toolkit.inspection import Census, RecordCheck
+from tiered_kv.toolkit.record import DIGEST_BYTES
 from tiered_kv.toolkit.small_files import fields_of
+from tiered_kv.toolkit.status import RecordStatus
 from tiered_kv_s3.account import Account
 from tiered_kv_s3.bucket import Bucket
-from tiered_kv_s3.control import Control
+from tiered_kv_s3.control import Control, Listed
 from tiered_kv_s3.counters import Counters
 from tiered_kv_s3.mark import MarkObject
 from tiered_kv_s3.naming import Naming
 from tiered_kv_s3.settings import S3Settings
+from tiered_kv_s3.verdict import ABSENCE, Verdict
 
 _PASSES_MAX: Final = 20
+_READS_AT_ONCE: Final = 8
+"""Objects that a check reads side by side."""
 
 
 @dataclass(slots=True)
@@ -50,6 +62,7 @@ class S3Administration(TierAdministration):
 
     def __init__(self, settings: S3Settings) -> None:
         self._prefix = settings.prefix
+        self._settings = settings
         self._tier = settings.name
         account = Account(settings, settings.name)
         self._bucket = Bucket(settings, account, Counters())
@@ -79,6 +92,71 @@ class S3Administration(TierAdministration):
             left.append("these credentials may not list versions: older ones are left if the bucket keeps them")
         notes = ("the server lists no versions; it is taken to keep none",) if self._control.without_versions else ()
         return Purged(removed.blocks, removed.size_bytes, tuple(left), notes)
+
+    def survey(self, deadline: float) -> Survey:
+        census = Census()
+        root = f"{self._prefix}/"
+        for page in self._listed(root, "survey", deadline):
+            for each in page:
+                digest = each.name.removeprefix(root).partition("/")[0]
+                naming = Naming(self._prefix, bytes.fromhex(digest)) if DIGEST_HEX.fullmatch(digest) else None
+                if naming is not None and naming.owns(each.name):
+                    is_block = naming.is_block(each.name)
+                    census.add(digest, each.size_bytes, is_block=is_block, written_s=each.age_s if is_block else None)
+                else:
+                    census.add_foreign(each.name, each.size_bytes)
+        return census.survey(lambda digest: self._described(Naming(self._prefix, bytes.fromhex(digest)), deadline))
+
+    def verify(self, digest: str, verification: Verification, deadline: float) -> None:
+        naming = Naming(self._prefix, bytes.fromhex(digest))
+        check = RecordCheck(naming.namespace_digest, self._settings.open_codecs(), verification.block_bytes)
+
+        def read(listed: Listed) -> RecordStatus | str | None:
+            return self._read(listed.name, check, min(deadline, time.monotonic() + self._settings.job_timeout))
+
+        with ThreadPoolExecutor(_READS_AT_ONCE, thread_name_prefix="tiered-kv-s3-verify") as readers:
+            for page in self._listed(naming.blocks, "verify", deadline):
+                blocks = [each for each in page if naming.is_block(each.name)]
+                for at in range(0, len(blocks), _READS_AT_ONCE):
+                    some = blocks[at : at + _READS_AT_ONCE]
+                    for listed, found in zip(some, readers.map(read, some), strict=True):
+                        read_bytes = 0 if found == check.too_long else listed.size_bytes
+                        if found is None or not verification.note(found, read_bytes):
+                            continue
+                        verification.repaired += self._bucket.delete(listed.name, deadline) is Verdict.DONE
+                    self._check_time(deadline, "verify")
+
+    def _read(self, name: str, check: RecordCheck, deadline: float) -> RecordStatus | str | None:
+        """Return what an object of a block holds, None if there is none any more."""
+        found: RecordStatus | str = check.too_long
+        for _ in range(2):  # what is damaged may have been damaged on its way
+            record = memoryview(b"")
+
+            def room(size_bytes: int) -> list[memoryview] | None:
+                nonlocal record
+                room = check.room(size_bytes)
+                record = memoryview(b"") if room is None else room
+                return None if room is None else [room]
+
+            verdict = self._bucket.get(name, room, deadline, expires=False)
+            if verdict is Verdict.OVERSIZED:
+                return check.too_long
+            if verdict is not Verdict.DONE:
+                return None if verdict in ABSENCE else str(verdict)
+            found = check.check(record, bytes.fromhex(name[-2 * DIGEST_BYTES :]))
+            if found is RecordStatus.OK:
+                break
+        # A bucket has no mark that says of which version everything in it is: another release may read the block.
+        return found.value if found is RecordStatus.BAD_VERSION else found
+
+    def _listed(self, prefix: str, operation: str, deadline: float) -> Iterator[list[Listed]]:
+        for page in self._control.listed(prefix):
+            yield page
+            self._check_time(deadline, operation)
+
+    def _check_time(self, deadline: float, operation: str) -> None:
+        if time.monotonic() >= deadline:
+            raise TierUnavailableError("the time was over", tier=self._tier, operation=operation)
 
     def close(self) -> None:
         self._control.close()
@@ -133,5 +211,8 @@ class S3Administration(TierAdministration):
                     others += each["Key"] != naming.epoch
         if not others:
             return None
+        return StoredNamespace(digest, self._described(naming, deadline), blocks, size_bytes)
+
+    def _described(self, naming: Naming, deadline: float) -> Mapping[str, object]:
         _, text = self._bucket.read(naming.namespace, DESCRIPTION_BYTES_MAX, deadline)
-        return StoredNamespace(digest, believed(fields_of(text).get("namespace"), digest), blocks, size_bytes)
+        return believed(fields_of(text).get("namespace"), naming.namespace_digest.hex())

@@ -69,6 +69,14 @@ def test_our_spec_serves_vllm_s_scheduler_and_workers(version: str, tmp_path: Pa
     assert len(results) >= 8
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_vllm_s_own_classes_read_our_events(version: str, tmp_path: Path) -> None:
+    with running(version, HERE / "vllm_events_program.py", str(tmp_path / "events")) as program:
+        results = list(program.messages())
+    assert {result["check"]: result["error"] for result in results if result["error"]} == {}
+    assert len(results) == 5
+
+
 # The whole engine.
 
 

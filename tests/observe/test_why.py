@@ -197,7 +197,7 @@ def test_without_a_process_why_says_so_and_opens_nothing(tmp_path: Path, capsys:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["file:///etc/passwd", "--last"], "expected the stack's file"),
+        (["file:///etc/passwd", "--last"], "expected a URL"),
         (["http://127.0.0.1:1"], "expected keys"),
         (["http://127.0.0.1:1", "--namespaces"], "needs the stack's file"),
     ],

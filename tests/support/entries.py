@@ -36,6 +36,6 @@ def rig_of(
         num_blocks=num_blocks,
         block_bytes=block_bytes,
         wait_s=wait_s,
-        spec=TierSpec(str(entry["type"]), block_bytes, namespace, {"model": "bench"}),
+        spec=TierSpec(str(entry["type"]), block_bytes, namespace, {"model": "bench"}, wants_events=True),
         content=content,
     )

@@ -1,10 +1,15 @@
-"""Types of command-line arguments; each error says what would be accepted."""
+"""Types of command-line arguments, each error of which says what would be accepted; and the form of the help."""
 
 from __future__ import annotations
 
 import argparse
+import textwrap
+from typing import Final
 
-from tiered_kv.config.units import parse_seconds
+from tiered_kv.config.units import parse_bytes, parse_seconds
+
+INTERVAL_MIN_S: Final = 0.1
+INTERVAL_MAX_S: Final = 86_400.0
 
 
 def positive_int(text: str) -> int:
@@ -24,3 +29,53 @@ def seconds(text: str) -> float:
         return parse_seconds(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{error}, found {text!r}") from None
+
+
+def rate(text: str) -> int:
+    """Return bytes a second, at least 1, from text such as "100MiB/s" or "100MiB"."""
+    try:
+        value = parse_bytes(text.removesuffix("/s"))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}, found {text!r}") from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1 byte a second, found {text!r}")
+    return value
+
+
+def interval(text: str) -> float:
+    """Return the time from one look to the next, in seconds."""
+    value = seconds(text)
+    if not INTERVAL_MIN_S <= value <= INTERVAL_MAX_S:
+        raise argparse.ArgumentTypeError(f"expected a duration from 100ms to 1d, found {text!r}")
+    return value
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Fills paragraphs one by one, and leaves those alone that have indented lines."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = [
+            textwrap.indent(part, indent)
+            if "\n  " in part
+            else super(HelpFormatter, self)._fill_text(part, width, indent)
+            for part in text.split("\n\n")
+        ]
+        return "\n\n".join(paragraphs)
+
+
+def describe_use(parser: argparse.ArgumentParser, *examples: tuple[str, str], found: str = "") -> None:
+    """End a verb's help with examples and its exit statuses.
+
+    Args:
+        parser: The verb's.
+        examples: Command lines, and what each does.
+        found: What status 1 means, if the verb has it.
+    """
+    lines = [line for command, about in examples for line in (f"  {command}", f"      {about}")]
+    statuses = [
+        "  0    all is well",
+        *([f"  1    {found}"] if found else []),
+        "  2    it could not be done",
+        "  130  Ctrl-C",
+    ]
+    parser.epilog = "\n".join(["examples:", *lines, "", "exit status:", *statuses])

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import asdict
 
-from tiered_kv._cli.arguments import positive_int
+from tiered_kv._cli.arguments import describe_use, positive_int
 from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
 from tiered_kv._cli.reporting import add_report_argument, begun_report, write_report
 from tiered_kv.config.settings import TierSettings
@@ -28,6 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Store new blocks in each tier, look them up, load them back and check every byte. The blocks have keys "
         "of their own and stay until the tier drops them as its oldest; in a full tier they take the place of "
         "blocks * rounds of yours. The stack must not be open elsewhere if a tier needs it alone (nvme does)."
+    )
+    describe_use(
+        parser,
+        ("tiered-kv bench stack.yaml", "every secondary tier, one after the other"),
+        ("tiered-kv bench stack.yaml --tier nvme --batch 8 --rounds 5", "one tier, by small jobs"),
+        found="a block came back with a wrong byte",
     )
     parser.add_argument("stack", metavar="STACK", help="the stack's YAML file")
     parser.add_argument("--tier", metavar="NAME", help="measure this tier only")

@@ -6,6 +6,7 @@ import argparse
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 
+from tiered_kv._cli.arguments import describe_use
 from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
 from tiered_kv.config.redaction import scrub, told
 from tiered_kv.config.settings import TierSettings
@@ -36,6 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "real: nvme makes its directory, and a segment or two in it, which stay."
     )
     parser.add_argument("stack", metavar="STACK", help="the stack's YAML file")
+    describe_use(
+        parser,
+        ("tiered-kv check stack.yaml", "before an engine is started with it"),
+        ("tiered-kv check stack.yaml --json", "for a script; `ok` tells whether every tier opens"),
+        found="a tier does not open",
+    )
 
 
 def run(args: argparse.Namespace) -> Status:

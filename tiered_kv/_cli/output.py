@@ -1,7 +1,7 @@
 """How the command answers: exit statuses, JSON for machines, tables for people, progress where somebody watches.
 
-Results go to standard output; errors and progress to standard error. rich is imported only here, and only when
-a table or a progress bar is really drawn.
+Results go to standard output; errors and progress to standard error. rich is imported only when a table, a progress
+bar or the screen of `top` is really drawn.
 """
 
 from __future__ import annotations
@@ -130,12 +130,13 @@ def _write(text: str, *, flush: bool = False) -> None:
 
 
 @contextmanager
-def progress(title: str, total: int | None) -> Iterator[Advance]:
+def progress(title: str, total: int | None, *, in_bytes: bool = False) -> Iterator[Advance]:
     """Show how far something is, if standard error is a terminal. The time that has passed is always seen to go on.
 
     Args:
         title: What is being done.
         total: Steps in all; None where that is not known.
+        in_bytes: Whether a step is a byte; then the rate and an estimate of the time left are shown.
 
     Yields:
         A function to call with the number of steps done, and with what is being done now if that has changed.
@@ -145,9 +146,23 @@ def progress(title: str, total: int | None) -> Iterator[Advance]:
         return
     from rich.console import Console
     from rich.markup import escape
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns: list[ProgressColumn] = [TextColumn("{task.description}"), BarColumn()]
+    if in_bytes:
+        columns += [DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn()]
+    else:
+        columns += [MofNCompleteColumn(), TimeElapsedColumn()]
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=total)
         yield lambda done, doing=None: bar.update(task, completed=done, description=doing and escape(doing))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from tiered_kv._cli.arguments import describe_use
 from tiered_kv._cli.output import Status, print_json, print_table, print_text
 from tiered_kv.config.units import format_bytes, format_seconds
 from tiered_kv.hooks import PluginReport, TierType, tier_plugins
@@ -14,6 +15,12 @@ Schema = dict[str, Any]  # Any: JSON
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "List every tier type that a stack's file can name, and the settings of its entry."
+    describe_use(
+        parser,
+        ("tiered-kv plugins", "what a stack's file can say under 'secondary'"),
+        ("tiered-kv plugins --json", "for a script"),
+        found="a plugin could not be loaded",
+    )
 
 
 def run(args: argparse.Namespace) -> Status:

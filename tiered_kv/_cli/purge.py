@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 
-from tiered_kv._cli.arguments import seconds
+from tiered_kv._cli.arguments import describe_use, seconds
 from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
 from tiered_kv.config.redaction import told
 from tiered_kv.config.settings import TierSettings
@@ -54,6 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Remove the bytes of the stack's namespace, or of those that you name, from every secondary tier, and look "
         "whether any are left. Stacks that are open go on, and may store again: stop those of the tenant first."
+    )
+    describe_use(
+        parser,
+        ("tiered-kv purge stack.yaml --dry-run", "show what is stored of the stack's namespace"),
+        ("tiered-kv purge stack.yaml --tenant acme --yes", "remove all of a tenant without asking"),
+        found="something was left, or a tier cannot be purged",
     )
     parser.add_argument("stack", metavar="STACK", help="the stack's YAML file")
     which = parser.add_mutually_exclusive_group()

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tiered_kv._cli.arguments import positive_int, seconds
+from tiered_kv._cli.arguments import describe_use, positive_int, seconds
 from tiered_kv._cli.output import Status, interrupt_flag, print_json, print_table, print_text, progress
 from tiered_kv._cli.reporting import add_report_argument, begun_report, write_report
 from tiered_kv.config.stack_config import StackConfig, load_config
@@ -43,6 +43,19 @@ _TROUBLE = re.compile(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     drive = ReplaySettings()
+    parser.description = (
+        "Drive real bytes through a stack by the requests of a trace, or by chats of its own, and compare every byte "
+        "that comes back. The blocks are stored in the stack's own namespace and stay there: they take room from "
+        "yours. The stack must not be open elsewhere if a tier needs it alone (nvme does). Ctrl-C ends it in good "
+        "order, with the figures so far."
+    )
+    describe_use(
+        parser,
+        ("tiered-kv replay stack.yaml", "240 chats of 8 turns"),
+        ("tiered-kv replay stack.yaml --trace requests.jsonl --requests 1000", "the first requests of a trace"),
+        ("tiered-kv replay stack.yaml --seed 7 --chats 1000 --json", "other chats; one JSON object for a script"),
+        found="a block came back with a wrong byte",
+    )
     parser.add_argument("stack", metavar="STACK", help="the stack's YAML file")
     parser.add_argument("--trace", metavar="FILE", type=Path, help="requests to replay; without it, built-in chats")
     parser.add_argument("--requests", metavar="N", type=positive_int, help="stop after this many requests")

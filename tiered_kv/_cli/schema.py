@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from tiered_kv._cli.arguments import describe_use
 from tiered_kv._cli.output import Status, print_json
 from tiered_kv.config.stack_config import stack_schema
 
@@ -14,6 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "with a YAML language server, save it with `tiered-kv schema > stack.schema.json` and begin the stack's file "
         "with `# yaml-language-server: $schema=stack.schema.json`."
     )
+    describe_use(parser, ("tiered-kv schema > stack.schema.json", "for an editor to complete and check stack.yaml"))
 
 
 def run(args: argparse.Namespace) -> Status:

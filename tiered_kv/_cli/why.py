@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
-from tiered_kv._cli.arguments import seconds
+from tiered_kv._cli.arguments import describe_use, seconds
 from tiered_kv._cli.output import Status, print_json, print_table, print_text
-from tiered_kv.config.stack_config import StackConfig, load_config
+from tiered_kv.config.stack_config import load_config
 from tiered_kv.errors import ConfigError, TierUnavailableError
+from tiered_kv.observe.ask import Address, address_of, fetch
 from tiered_kv.observe.explain import SENTENCES
 from tiered_kv.observe.namespaces import TierNamespaces, tier_namespaces
 
 _TIMEOUT_S: Final = 10.0
-_ANSWER_BYTES_MAX: Final = 16 << 20
 
 Answer = Mapping[str, Any]  # Any: JSON
 
@@ -31,7 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Ask the process that has a stack open why blocks were misses. It opens no tier, and changes nothing. "
         "The stack needs metrics: {listen: ADDRESS}."
     )
-    parser.epilog = "Example: tiered-kv why stack.yaml --last"
     parser.add_argument("stack", metavar="STACK|URL", help="the stack's YAML file, or http://HOST:PORT")
     parser.add_argument("keys", metavar="KEY", nargs="*", help="keys of blocks, in hexadecimal")
     parser.add_argument("--request", metavar="ID", help="a request that has ended")
@@ -40,6 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--namespaces", action="store_true", help="look for other namespaces in the storage of the stack's tiers"
     )
     parser.add_argument("--timeout", metavar="TIME", type=seconds, default=_TIMEOUT_S, help="for each answer (10s)")
+    describe_use(
+        parser,
+        ("tiered-kv why stack.yaml --last", "why the last request that missed a block missed it"),
+        ("tiered-kv why http://127.0.0.1:9464 --request chat-7", "one request, of a process that is named by its URL"),
+        ("tiered-kv why stack.yaml --namespaces", "whether the blocks are there under another namespace"),
+        found="with --request: the request is not known",
+    )
 
 
 def run(args: argparse.Namespace) -> Status:
@@ -54,7 +57,7 @@ def run(args: argparse.Namespace) -> Status:
     config = None if is_url else load_config(args.stack)
     answer: Answer = {}
     if query:
-        answer = _fetch(args.stack if config is None else _address(config), query, args.timeout)
+        answer = _fetch(address_of(args.stack), query, args.timeout)
     tiers: list[TierNamespaces] = []
     if config is not None and args.namespaces:
         tiers = [tier_namespaces(config, each, time.monotonic() + args.timeout) for each in config.secondary]
@@ -66,43 +69,23 @@ def run(args: argparse.Namespace) -> Status:
     return Status.FOUND if args.request is not None and not answer["requests"] else Status.OK
 
 
-def _address(config: StackConfig) -> str:
-    """Return where the process that has the stack open answers."""
-    if config.metrics is None:
-        raise ConfigError(
-            "the stack's file names no address: add metrics: {listen: '127.0.0.1:9464'} to it, or give "
-            "the URL of the process"
-        )
-    return f"http://{config.metrics.listen}"
-
-
-def _fetch(address: str, query: list[tuple[str, str]], timeout_s: float) -> Answer:
+def _fetch(address: Address, query: list[tuple[str, str]], timeout_s: float) -> Answer:
     """Return what the process at `address` answers.
 
     Raises:
-        ConfigError: The address is none, or the process refuses the question.
+        ConfigError: The process refuses the question.
         TierUnavailableError: Nobody answers there, or somebody else.
     """
-    parts = urllib.parse.urlsplit(address)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"expected the stack's file, or a URL such as http://127.0.0.1:9464, found {address!r}")
-    url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}/explain?{urllib.parse.urlencode(query)}"
-    where = f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as response:
-            answer = json.loads(response.read(_ANSWER_BYTES_MAX))
-    except urllib.error.HTTPError as error:
-        with error:
-            reason = error.read(4096).decode(errors="replace").strip()
-        raise ConfigError(f"{where} answers {error.code}: {reason or error.reason}") from error
-    except (OSError, http.client.HTTPException) as error:
+        answer = json.loads(fetch(address, f"/explain?{urllib.parse.urlencode(query)}", timeout_s))
+    except TierUnavailableError as error:
         raise TierUnavailableError(
-            f"no process answers at {where}: {error}; the stack has to be open there, with 'metrics' and 'history'"
+            f"no process answers at {address}: {error}; the stack has to be open there, with 'metrics' and 'history'"
         ) from error
-    except ValueError as error:
-        raise TierUnavailableError(f"what answers at {where} is no stack of this kind") from error
+    except (ValueError, RecursionError):
+        answer = None
     if not isinstance(answer, dict) or not {"keys", "requests"} <= answer.keys():
-        raise TierUnavailableError(f"what answers at {where} is no stack of this kind")
+        raise TierUnavailableError(f"what answers at {address} is no stack of this kind")
     return answer
 
 

@@ -27,6 +27,7 @@ PRIMARY_BLOCKS_MIN = 2
 PORT_MAX = 65535
 _REFERENCE = re.compile(r"[\w.]+:[\w.]+")
 """How a class is named; nothing else is imported, a URL that stands in the wrong place for one."""
+_ADDRESS = r"^(tcp://(\[[0-9A-Fa-f:]+\]|[^\s/:\[\]]+):(\*|[0-9]{1,5})|ipc://\S+)$"
 PRIMARY_TIER_NAME = "cpu"
 """The primary tier's name in counters; no secondary tier may have it."""
 
@@ -93,6 +94,20 @@ class MetricsSettings(StrictModel):
         return listen
 
 
+class EventSettings(StrictModel):
+    """Where the events of all tiers are published. Only addresses of this machine's loopback are closed to others."""
+
+    publish: str = Field(
+        pattern=_ADDRESS, description="Address to listen at for subscribers, such as tcp://127.0.0.1:5557."
+    )
+    replay: str | None = Field(
+        default=None,
+        pattern=_ADDRESS,
+        description="Address to listen at for subscribers that missed events; by default there is none.",
+    )
+    topic: str = Field(default="kv", max_length=256, description="The first frame of each message.")
+
+
 class StackConfig(StrictModel):
     """A whole stack. `load_config` makes one from a file or a mapping; a program may make one itself."""
 
@@ -122,6 +137,10 @@ class StackConfig(StrictModel):
         ge=0,
         le=1 << 30,
         description="Entries of the memory that says why a block was a miss, 8 bytes each; 0 for none.",
+    )
+
+    events: EventSettings | None = Field(
+        default=None, description="Where events of stored and removed blocks are published; by default nowhere."
     )
 
     @property

@@ -120,6 +120,7 @@ class CPUOffloadingManager(OffloadingManager):
         written = self.written_blocks(keys, req_context)
         if success:
             self.commit(written)
+            self.tell_stored([block.key for block in written])
         else:
             self.abandon(written)
 
@@ -140,6 +141,11 @@ class CPUOffloadingManager(OffloadingManager):
     def on_schedule_end(self) -> None:
         self.step += 1
         self.policy.end_step()
+
+    @property
+    def tells_events(self) -> bool:
+        """Whether `take_events` reports stored and removed blocks."""
+        return self._events is not None
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         if not self._events:
@@ -247,13 +253,15 @@ class CPUOffloadingManager(OffloadingManager):
         return written
 
     def commit(self, blocks: Collection[CPUBlock], pins: int = 0) -> None:
-        """Make written blocks ready, pinned `pins` times."""
+        """Make written blocks ready, pinned `pins` times; `tell_stored` tells of them."""
         for block in blocks:
             block.ref_cnt = pins
         if not pins:
             self.policy.add(blocks)
-        if self._events is not None:
-            self._tell([block.key for block in blocks], removed=False)
+
+    def tell_stored(self, keys: list[OffloadKey]) -> None:
+        """Tell of blocks that became ready together, in one event, which keeps the list."""
+        self._tell(keys, removed=False)
 
     def abandon(self, blocks: Iterable[CPUBlock]) -> None:
         """Forget blocks in state writing whose transfer has ended without success."""

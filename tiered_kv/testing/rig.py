@@ -92,7 +92,9 @@ class TierRig:
         content: Content = block_content,
     ) -> None:
         self._content = content
-        self.spec = spec or TierSpec("conformance", block_bytes, bytes(range(16)), {"model": "conformance"})
+        self.spec = spec or TierSpec(
+            "conformance", block_bytes, bytes(range(16)), {"model": "conformance"}, wants_events=True
+        )
         self.block_bytes = block_bytes
         self.epoch = 0
         """The epoch of the content that `store` writes and `load` expects; a test raises it after a reset."""

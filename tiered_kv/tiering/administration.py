@@ -1,9 +1,10 @@
-"""Administration of a tier's storage without a stack: list the namespaces in it, and delete one for good.
+"""Administration of a tier's storage without a stack: list its namespaces, look at its blocks, and delete for good.
 
     administration = tier_type.administration()(settings)
     with closing(administration):
         for stored in administration.namespaces(deadline):
             administration.purge(stored.digest, deadline)
+        administration.survey(deadline)
 
 A purge is not a reset of the cache: a reset makes blocks unreachable at once and leaves their bytes to be written
 over. A purge deletes the bytes, may take long, and checks afterwards whether any are left.
@@ -13,11 +14,13 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from tiered_kv.config.namespace import NamespaceIdentity
+from tiered_kv.toolkit.status import UNREADABLE, RecordStatus
 
 DIGEST_HEX = re.compile(r"[0-9a-f]{32}")
 """The form of a namespace's digest in paths and names."""
@@ -68,6 +71,132 @@ class Purged:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Ages:
+    """How long ago something happened to each of many blocks, in seconds. The median is an estimate."""
+
+    oldest_s: float
+    median_s: float
+    newest_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SurveyedNamespace:
+    """What a survey found of one namespace; None is what the storage does not know.
+
+    Args:
+        stored: Its digest, readable form, blocks and bytes.
+        written: How long ago its blocks were written.
+        used: How long ago they were last used, or written.
+        used_again: The share of blocks, 0 to 1, that were loaded since they were written.
+    """
+
+    stored: StoredNamespace
+    written: Ages | None = None
+    used: Ages | None = None
+    used_again: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SurveyedSegments:
+    """The large files that blocks lie in.
+
+    Args:
+        files: How many there are.
+        free: How many of them hold no block.
+        unusable: How many have no sound header; the tier deletes these when it opens.
+        size_bytes: Their size.
+        filled_bytes: How much of that has been written.
+    """
+
+    files: int
+    free: int
+    unusable: int
+    size_bytes: int
+    filled_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SurveyedForeign:
+    """What lies in the storage and is not this tier's: entries, their bytes, and the names of a few."""
+
+    entries: int
+    size_bytes: int
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What a tier's storage holds; None is what the storage does not know, or has none of.
+
+    Args:
+        namespaces: Every namespace with data, by digest.
+        segments: The large files that blocks lie in.
+        foreign: What is not this tier's.
+        notes: Hints for the user.
+    """
+
+    namespaces: tuple[SurveyedNamespace, ...]
+    segments: SurveyedSegments | None = None
+    foreign: SurveyedForeign | None = None
+    notes: tuple[str, ...] = ()
+
+
+class Verification:
+    """The check of one namespace's blocks: what is wanted, and what was found so far, also if it is interrupted.
+
+    Args:
+        block_bytes: Size of the namespace's blocks; None if it is unknown.
+        repairs: Whether damaged blocks are deleted.
+        on_block: Called after each block with its bytes. It may sleep, to bound the rate, or raise, to end the check.
+
+    Attributes:
+        blocks: Blocks that were read, whatever was found.
+        size_bytes: Their bytes.
+        damaged: Blocks that no process can load, by reason.
+        unreadable: Blocks that cannot be judged here, by reason; they may be sound, and are never deleted.
+        repaired: Damaged blocks that were deleted.
+        notes: Hints for the user.
+    """
+
+    def __init__(
+        self,
+        *,
+        block_bytes: int | None,
+        repairs: bool = False,
+        on_block: Callable[[int], None] = lambda size_bytes: None,
+    ) -> None:
+        self.block_bytes = block_bytes
+        self.repairs = repairs
+        self._on_block = on_block
+        self.blocks = 0
+        self.size_bytes = 0
+        self.damaged: Counter[str] = Counter()
+        self.unreadable: Counter[str] = Counter()
+        self.repaired = 0
+        self.notes: list[str] = []
+
+    def note(self, found: RecordStatus | str, size_bytes: int) -> bool:
+        """Count a block, and return whether to delete it; then count it in `repaired`.
+
+        Args:
+            found: The result of reading it, or a word for why it could not be read.
+            size_bytes: How many bytes were read.
+        """
+        self.blocks += 1
+        self.size_bytes += size_bytes
+        is_damaged = isinstance(found, RecordStatus) and found is not RecordStatus.OK and found not in _SOUND
+        if is_damaged or found is not RecordStatus.OK:
+            reasons = self.damaged if is_damaged else self.unreadable
+            reasons[found.value if isinstance(found, RecordStatus) else found] += 1
+        self._on_block(size_bytes)
+        return is_damaged and self.repairs
+
+
+_SOUND = UNREADABLE | {RecordStatus.UNENCRYPTED}
+"""Sound records that are not loaded here. Other processes may load them."""
+
+
 class TierAdministration(ABC):
     """One tier's storage, without a stack. A subclass is constructed with the tier's settings; one thread uses it.
 
@@ -89,6 +218,25 @@ class TierAdministration(ABC):
 
         Blocks that other processes store meanwhile may be left. The processes continue; their lookups are misses.
         """
+
+    def survey(self, deadline: float) -> Survey:
+        """Count what the storage holds, and change nothing, also while processes use it. Optional.
+
+        Raises:
+            NotImplementedError: Tiers of this type cannot be inspected.
+        """
+        raise NotImplementedError
+
+    def verify(self, digest: str, verification: Verification, deadline: float) -> None:
+        """Read all blocks of one namespace, and `note` each; delete the damaged ones if that says so. Optional.
+
+        Memory is bounded by a few blocks, whatever the storage says of their sizes. The result is in `verification`,
+        also if this raises.
+
+        Raises:
+            NotImplementedError: Tiers of this type cannot be inspected.
+        """
+        raise NotImplementedError
 
     def close(self) -> None:
         """Give up what was opened; by default nothing is kept open."""

@@ -73,12 +73,14 @@ class TierSpec:
         block_bytes: Bytes of one block.
         namespace_digest: 16 bytes, a digest of all fields that must agree before blocks are interchangeable.
         namespace: The same in readable form, to be kept beside the data.
+        wants_events: Whether somebody takes the tier's events; if not, it need not collect any.
     """
 
     name: str
     block_bytes: int
     namespace_digest: bytes = bytes(16)
     namespace: Mapping[str, object] = field(default_factory=dict)
+    wants_events: bool = False
 
 
 class SecondaryTierManager(ABC):
@@ -157,8 +159,20 @@ class SecondaryTierManager(ABC):
         """
         return False
 
+    @property
+    def tells_stored(self) -> bool:
+        """Whether `take_events` reports each block when it is stored and when it is removed, in that order.
+
+        If not (the default), the manager derives stored blocks from the results of jobs.
+        """
+        return False
+
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return blocks that this tier stored or removed since the last call, if it reports them."""
+        """Return what this tier removed since the last call, and with `tells_stored` also what it stored.
+
+        The manager uses the keys and `removed`. It forgets the events from before a `reset_cache`, and tells of the
+        reset itself.
+        """
         return ()
 
     def stats(self) -> Mapping[str, Any]:  # Any: a number, or for what has labels a mapping of numbers by label

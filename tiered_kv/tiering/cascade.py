@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tiered_kv.base import ReqContext
+from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.tiering.guarded import GuardedTier, Job
@@ -22,6 +22,7 @@ class Cascade:
     def commit(self, written: list[CPUBlock], tiers: Iterable[GuardedTier], req_context: ReqContext) -> None:
         """Make blocks that an engine has just written ready, and offer them to `tiers`."""
         selections = [(guarded, blocks) for guarded in tiers if (blocks := guarded.select(written))]
+        keys = [block.key for block in written]
         if all(len(blocks) == len(written) for _, blocks in selections):
             # The usual case, without a pass over the blocks for each tier.
             self._primary.commit(written, pins=len(selections))
@@ -30,20 +31,24 @@ class Cascade:
             for _, blocks in selections:
                 self._primary.pin(blocks)
             self._primary.unpin(written)
-        self._submit(selections, req_context)
+        self._primary.tell_stored(keys)
+        self._submit(selections, req_context, keys)
 
     def offer(self, ready: list[CPUBlock], tiers: Iterable[GuardedTier], req_context: ReqContext) -> None:
         """Offer blocks that are ready already to `tiers`."""
         selections = [(guarded, blocks) for guarded in tiers if (blocks := guarded.select(ready))]
         for _, blocks in selections:
             self._primary.pin(blocks)
-        self._submit(selections, req_context)
+        self._submit(selections, req_context, [block.key for block in ready])
 
     def finish(self, job: Job) -> None:
         """Release the blocks of a store that was reported."""
         self._primary.unpin(job.blocks)
 
-    def _submit(self, selections: list[tuple[GuardedTier, list[CPUBlock]]], req_context: ReqContext) -> None:
+    def _submit(
+        self, selections: list[tuple[GuardedTier, list[CPUBlock]]], req_context: ReqContext, offered: list[OffloadKey]
+    ) -> None:
         for guarded, blocks in selections:
-            if not guarded.submit([block.key for block in blocks], blocks, req_context, is_promotion=False):
+            keys = offered.copy() if len(blocks) == len(offered) else [block.key for block in blocks]
+            if not guarded.submit(keys, blocks, req_context, is_promotion=False):
                 self._primary.unpin(blocks)

@@ -24,6 +24,7 @@ from tiered_kv.observe.notices import Notices
 from tiered_kv.tiering.admission import Admission
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.breaker import Breaker, BreakerState
+from tiered_kv.tiering.events import TierEvents
 from tiered_kv.tiering.isolation import IsolatedTier
 from tiered_kv.toolkit.status import UNREADABLE, RecordStatus
 
@@ -96,7 +97,8 @@ class GuardedTier:
     The budgets, by default a quarter of `region_bytes`, count the blocks of a job until the tier has reported it,
     expired or not. So a tier that never reports can take its budgets and no more.
 
-    A tier whose class does not say `is_nonblocking` gets a thread of its own.
+    A tier whose class does not say `is_nonblocking` gets a thread of its own. With `tells_events` somebody takes its
+    events.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class GuardedTier:
         notices: Notices | None = None,
         number: int = 1,
         history: BlockHistory | None = None,
+        tells_events: bool = False,
     ) -> None:
         self.name = settings.name
         self.notices = notices or Notices()
@@ -122,6 +125,7 @@ class GuardedTier:
         self.admission = Admission(settings.admit_after)
         self.counters = Counters(_NAMES, _LABELLED)
         self.measures = TierMeasures()
+        self._events = TierEvents(self.tier, self.name, block_bytes) if tells_events else None
         self.jobs: dict[JobId, Job] = {}
         self.is_disabled = False
         """Set for good when the tier cannot reset."""
@@ -346,11 +350,24 @@ class GuardedTier:
 
     def take_events(self) -> list[OffloadingEvent]:
         """Return the tier's events since the last call."""
+        if self._events is None:
+            return []
         try:
-            return list(self.tier.take_events())
+            return self._events.take()
         except Exception:
             self.note_exception("take_events")
             return []
+
+    def reset_cache(self) -> None:
+        """Let the tier forget every block; one that cannot is not used any more."""
+        if not self.call("reset_cache"):
+            self.disable("it cannot reset")
+        self._note_reset()
+        if self._events is not None:
+            try:
+                self._events.reset(list(self.jobs))
+            except Exception:
+                self.note_exception("take_events")
 
     def _budget_of(self, job: Job) -> _Budget:
         return self.loads if job.metadata.is_promotion else self.stores
@@ -371,12 +388,14 @@ class GuardedTier:
             self._note(job, result, done)
         if done < total:
             self._count_failed(job, total - done, result.reason or "failed")
+        if self._events is not None:
+            self._events.note(job.metadata, result)
         if done or not total:
             self.breaker.succeed()
         elif result.reason not in HARMLESS_REASONS:
             self.breaker.fail(self._clock())
 
-    def note_reset(self) -> None:
+    def _note_reset(self) -> None:
         """Note that the tier has forgotten its blocks, those of stores in flight included."""
         if self._history is not None:
             self._jobs_before_reset = frozenset(self.jobs)

@@ -263,6 +263,8 @@ class IsolatedTier(WrapperTier):
             self._cannot_reset = not self.inner.reset_cache()
         except BaseException:
             self._cannot_reset = True
+        self._attempt(lambda: list(self.inner.take_events()))  # those from before the reset
+        self._events.clear()
         self._is_resetting = False
 
     def _attempt(self, call: Callable[[], object]) -> None:

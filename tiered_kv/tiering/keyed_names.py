@@ -102,6 +102,10 @@ class KeyedNames(WrapperTier):
         results = self.inner.get_finished()
         return map(self._end, results) if results else ()  # one by one: the next may raise
 
+    @property
+    def tells_stored(self) -> bool:
+        return False
+
     def take_events(self) -> Iterable[OffloadingEvent]:
         list(self.inner.take_events())  # so that they do not pile up
         return ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from tiered_kv.base import (
@@ -28,6 +28,7 @@ from tiered_kv.observe.step_timer import StepTimer
 from tiered_kv.tiering.audit import Audit, AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.cascade import Cascade
+from tiered_kv.tiering.events import EventSink
 from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.requests import ManagerLimits, RequestState, RequestTable
@@ -55,6 +56,8 @@ class TieringOffloadingManager(OffloadingManager):
         block_tokens: Tokens that a block holds; 0 where nobody knows.
         history: Where it is noted why requests missed blocks, with the names of all tiers; None for nowhere. `shutdown`
             closes it.
+        event_sink: Who gets the events of all tiers at the end of each step; closed with the manager. With one,
+            `take_events` has nothing to return. Tiers have events if the primary tier `tells_events`.
         clock: Seconds of a monotonic clock; deadlines given to tiers are in its time.
 
     Attributes:
@@ -71,9 +74,11 @@ class TieringOffloadingManager(OffloadingManager):
         audit: AuditRules | None = None,
         block_tokens: int = 0,
         history: BlockHistory | None = None,
+        event_sink: EventSink | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.primary = primary
+        self._event_sink = event_sink
         self.secondary_tiers = list(secondary_tiers)
         self.limits = limits or ManagerLimits()
         self._clock = clock
@@ -82,7 +87,14 @@ class TieringOffloadingManager(OffloadingManager):
         backend = primary.backend
         self._tiers = tuple(
             GuardedTier(
-                *tier, backend.block_size, backend.block_size * backend.num_blocks, clock, self.notices, number, history
+                *tier,
+                backend.block_size,
+                backend.block_size * backend.num_blocks,
+                clock,
+                self.notices,
+                number,
+                history,
+                primary.tells_events,
             )
             for number, tier in enumerate(zip(self.secondary_tiers, settings, strict=True), 1)
         )
@@ -255,6 +267,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._submit()
         self.poll()
         self.primary.on_schedule_end()
+        if self._event_sink is not None:
+            self._publish(self._event_sink)
         STEP.pauses_left = 0
         self._timer.count_step()
         if self._audit is not None and self._audit.stopped:
@@ -284,11 +298,16 @@ class TieringOffloadingManager(OffloadingManager):
         self._report()
         self._search.refresh(now_s)
 
-    def take_events(self) -> Iterable[OffloadingEvent]:
+    def take_events(self) -> list[OffloadingEvent]:
         events = list(self.primary.take_events())
         for guarded in self._tiers:
             events += guarded.take_events()
         return events
+
+    def _publish(self, sink: EventSink) -> None:
+        events = self.take_events()
+        if events:
+            sink.publish(events)
 
     # Emptying and closing.
 
@@ -329,9 +348,10 @@ class TieringOffloadingManager(OffloadingManager):
         self._forget_primary()
         self.notices.add(PRIMARY_NAME, "cache reset")
         for guarded in self._tiers:
-            if not guarded.call("reset_cache"):
-                guarded.disable("it cannot reset")
-            guarded.note_reset()
+            guarded.reset_cache()
+        if self._event_sink is not None:
+            self.primary.take_events()  # each of its blocks; one event for all tiers says more
+            self._event_sink.clear()
         self._search.refresh(self._clock())
 
     def _forget_primary(self) -> None:
@@ -362,6 +382,9 @@ class TieringOffloadingManager(OffloadingManager):
         for guarded in self._tiers:
             guarded.call("shutdown")
         self.poll()
+        if self._event_sink is not None:
+            self._publish(self._event_sink)
+            self._event_sink.close()
         if self._audit is not None:
             self._audit.close(timeout_s)
         self._report()
@@ -402,6 +425,8 @@ class TieringOffloadingManager(OffloadingManager):
         if self._audit is not None:
             for name, values in self._audit.counted().items():
                 counted[name].update(values)
+        if self._event_sink is not None:
+            counted[PRIMARY_NAME].update(self._event_sink.counted())
         return counted
 
     def disabled_tiers(self) -> set[str]:

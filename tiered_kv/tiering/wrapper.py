@@ -59,6 +59,10 @@ class WrapperTier(SecondaryTierManager):
     def reset_cache(self) -> bool:
         return self.inner.reset_cache()
 
+    @property
+    def tells_stored(self) -> bool:
+        return self.inner.tells_stored
+
     def take_events(self) -> Iterable[OffloadingEvent]:
         return self.inner.take_events()
 

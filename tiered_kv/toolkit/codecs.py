@@ -188,10 +188,10 @@ class CodecSet:
                 return Draft(codec_id, len(block), memoryview(content), self._write_cipher)
         return Draft(RAW_ID if self._write_cipher is None else AES_ID, len(block), block, self._write_cipher)
 
-    def refusal(self, codec_id: int) -> RecordStatus:
-        """Return why a sound record of this codec is not read, or OK."""
+    def refusal(self, codec_id: int, payload: memoryview | None = None) -> RecordStatus:
+        """Return why a sound record of this codec, and with this `payload` if it is given, is not read, or OK."""
         is_encrypted = codec_id in ENCRYPTED_IDS
-        if is_encrypted and self._cipher is None:
+        if is_encrypted and (self._cipher is None or not (payload is None or self._cipher.has_key_of(payload))):
             return RecordStatus.UNKNOWN_KEY
         if codec_id not in CODEC_IDS.values() or (codec_id in COMPRESSED_IDS and self._zstd is None):
             return RecordStatus.UNKNOWN_CODEC

@@ -140,6 +140,11 @@ class Cipher:
             return RecordStatus.BAD_TAG
         return RecordStatus.OK
 
+    def has_key_of(self, payload: memoryview) -> bool:
+        """Return whether the key of an envelope is one of these."""
+        key_id, check, _, _ = _HEAD.unpack(payload[: _HEAD.size])
+        return bool(self._checks.get(key_id) == check)
+
     def _take_nonce(self) -> tuple[_Session, bytes]:
         session = self._session
         assert session is not None, "there is a key to write with"

@@ -41,6 +41,7 @@ __all__ = [
     "encode_record",
     "read_header",
     "record_bytes_max",
+    "verify_record",
 ]
 
 MAGIC = b"\x89TKVREC\n"  # not text; detects programs that strip the eighth bit or translate line ends
@@ -195,6 +196,47 @@ def decode_record(
     if parsed.codec_id in ENCRYPTED_IDS and key_id_of(view) != parsed.key_id:
         return RecordStatus.BAD_HEADER
     return codecs.decode(parsed.codec_id, view, block, binding_of(namespace_digest, key))
+
+
+def verify_record(
+    record: memoryview,
+    namespace_digest: bytes,
+    block: memoryview | None,
+    codecs: CodecSet = PLAIN,
+    key_digest: bytes | None = None,
+) -> RecordStatus:
+    """Check a whole stored record whose key is not known. So the tag of an encrypted one is not checked.
+
+    Args:
+        record: Header and payload, one-dimensional, without anything that may follow.
+        namespace_digest: The namespace that it was found in.
+        block: Room for its block, to try a compressed payload; None if the size of blocks is not known.
+        codecs: The codecs that may be read.
+        key_digest: The digest of its key, if its name tells that.
+    """
+    give_way()
+    parsed = read_header(record)
+    if isinstance(parsed, RecordStatus):
+        return parsed
+    payload = record[HEADER_BYTES:]
+    if parsed.namespace_digest != namespace_digest:
+        return RecordStatus.WRONG_NAMESPACE
+    if key_digest not in (None, parsed.key_digest):
+        return RecordStatus.WRONG_KEY
+    if block is not None and parsed.raw_bytes != len(block):
+        return RecordStatus.BAD_LENGTH
+    if len(payload) != parsed.payload_bytes:
+        return RecordStatus.TRUNCATED if len(payload) < parsed.payload_bytes else RecordStatus.BAD_LENGTH
+    unsigned = bytearray(record[:HEADER_BYTES])
+    unsigned[_CHECKSUM_OFFSET : _CHECKSUM_OFFSET + DIGEST_BYTES] = _NO_CHECKSUM
+    if _checksum(unsigned, payload) != parsed.checksum:
+        return RecordStatus.BAD_CHECKSUM
+    if parsed.codec_id in ENCRYPTED_IDS:
+        is_consistent = key_id_of(payload) == parsed.key_id
+        return codecs.refusal(parsed.codec_id, payload) if is_consistent else RecordStatus.BAD_HEADER
+    refusal = codecs.refusal(parsed.codec_id)
+    is_tried = refusal is RecordStatus.OK and parsed.codec_id != RAW_ID and block is not None
+    return codecs.decode(parsed.codec_id, payload, block, b"") if is_tried and block is not None else refusal
 
 
 def _header(

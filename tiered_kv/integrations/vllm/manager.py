@@ -50,6 +50,8 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         self._transfers: dict[str, list[_Transfer]] = {}  # by request
         self._stale: list[_Transfer] = []
         self._tells_events = tells_events
+        tiers = zip(stack.tier_names, stack.secondary_tiers, strict=True)
+        self._telling = frozenset(name for name, tier in tiers if tier.tells_stored)
         self._flush_steps = flush_steps
         self._steps_to_flush: int | None = None
 
@@ -151,8 +153,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
                 self._manager.complete_load(transfer.keys, transfer.req_context)
 
     def take_events(self) -> Iterable[Any]:
-        events = self._manager.take_events()
-        return vllm_events(events) if self._tells_events else ()
+        return vllm_events(self._manager.take_events(), self._telling) if self._tells_events else ()
 
     def get_stats(self) -> Any:
         return self._report.take(self._manager.counters)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -128,8 +128,16 @@ def new_values(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list
     return values
 
 
-def vllm_events(events: Iterable[OffloadingEvent], locality: Any = None) -> Iterator[VllmEvent]:
-    """Yield `events` as vLLM's; `locality` is vLLM's Locality of secondary tiers, or None."""
+def vllm_events(
+    events: Iterable[OffloadingEvent], telling: Collection[str], locality: Any = None
+) -> Iterator[VllmEvent]:
+    """Yield `events` as vLLM's.
+
+    Args:
+        events: Ours; the medium of a secondary tier's is its name.
+        telling: Names of tiers that report each block that they remove. vLLM remembers the block's tokens until then.
+        locality: vLLM's Locality of secondary tiers, or None.
+    """
     for event in events:
         is_primary = event.medium == CPULoadStoreSpec.medium()
         yield VllmEvent(
@@ -138,6 +146,7 @@ def vllm_events(events: Iterable[OffloadingEvent], locality: Any = None) -> Iter
             removed=event.removed,
             locality=None if is_primary else locality,
             ownership=None if is_primary else event.medium,
+            removal_expected=not event.removed and event.medium in telling,
         )
 
 

@@ -146,6 +146,9 @@ def _completed(raw: Mapping[str, object], config: Any, ranks: Sequence[Rank]) ->
         raise ConfigError("vLLM tells the size of a block; leave this out", location="block")
     if config.canonical_layout:
         raise ConfigError("canonical_layout is for vLLM's own worker; leave it out", location=_EXTRA)
+    if raw.get("events") is not None:
+        message = "vLLM publishes the events of all tiers with its own (--kv-events-config); leave this out"
+        raise ConfigError(message, location="events")
     if raw.get("audit") and len(config.groups) > 1:
         # A group whose blocks are smaller leaves the rest of a row as it was, and rows would seem to differ.
         raise ConfigError("a model with several KV cache groups cannot be audited; leave this out", location="audit")

@@ -112,7 +112,8 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         identity = namespace_of(
             config, namespace, row_layout=getattr(offloading_spec, "row_layout", VLLM_ROW_LAYOUT)
         ).identify(block_bytes=self._block_bytes, block_tokens=chunk_tokens(config))
-        spec = TierSpec(settings.name, self._block_bytes, identity.digest, identity.described)
+        self._tells_events = offloading_spec.kv_events_config.enable_kv_cache_events
+        spec = TierSpec(settings.name, self._block_bytes, identity.digest, identity.described, self._tells_events)
         # vLLM's view is of signed bytes, and it releases it while our tier may still hold its own.
         view = primary_kv_view.cast("B").cast("B", (num_blocks, self._block_bytes))
         opened = SecondaryTierFactory.create(spec, view, settings)
@@ -120,9 +121,11 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         self.locality = None if locality is None else Locality(locality.upper())
         self.cache_hit_source = hit_source(settings)
         self._info = {"tiered_kv_type": settings.type, "tiered_kv_namespace": identity.digest.hex()}
-        self._tells_events = offloading_spec.kv_events_config.enable_kv_cache_events
         region_bytes = self._block_bytes * num_blocks
-        self._guarded = GuardedTier(opened, settings, self._block_bytes, region_bytes, time.monotonic)
+        self._guarded = GuardedTier(
+            opened, settings, self._block_bytes, region_bytes, time.monotonic, tells_events=self._tells_events
+        )
+        self._telling = frozenset((settings.name,) if opened.tells_stored else ())
         self._is_closed = False
         self._requests: dict[str, RequestNotes] = {}
         self._report = CounterReport(settings.secret_texts())
@@ -288,8 +291,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
     # Events, metrics, the end.
 
     def take_events(self) -> Iterable[Any]:
-        events = self._guarded.take_events()
-        return vllm_events(events, self.locality) if self._tells_events else ()
+        return vllm_events(self._guarded.take_events(), self._telling, self.locality)
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:

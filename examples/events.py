@@ -1,0 +1,107 @@
+"""A router's index of blocks, kept by the events of a stack: python examples/events.py
+
+The stack stores blocks, runs out of room in its primary tier, and is reset. The subscriber says what it knows of it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import zmq
+
+from tiered_kv import make_offload_key, open_stack
+
+STACK = {
+    "namespace": {"model": "example"},
+    "block": {"bytes": "64KiB"},
+    "primary": {"capacity": "1MiB"},  # 16 blocks
+    "secondary": [{"type": "nvme", "capacity": "64MiB"}],
+    "events": {"publish": "tcp://127.0.0.1:*", "replay": "tcp://127.0.0.1:*", "topic": "kv"},
+}
+
+
+class Router:
+    """Knows which tier of the server has which blocks."""
+
+    def __init__(self, publish: str, replay: str) -> None:
+        self.tiers: dict[str, set[bytes]] = {}
+        self.next_number = 0
+        context = zmq.Context.instance()
+        self.live = context.socket(zmq.SUB)
+        self.live.subscribe(b"kv")
+        self.live.connect(publish)
+        self.past = context.socket(zmq.DEALER)
+        self.past.connect(replay)
+        self.catch_up()  # the events from before
+
+    def follow(self, is_enough: Callable[[], bool], timeout_s: float = 30.0) -> None:
+        """Read events until that is enough."""
+        end_s = time.monotonic() + timeout_s
+        while not is_enough() and time.monotonic() < end_s:
+            if not self.live.poll(200):
+                self.catch_up()
+                continue
+            _, number, payload = self.live.recv_multipart()
+            if int.from_bytes(number, "big") > self.next_number:
+                self.catch_up()  # some are missing
+            self.note(number, payload)
+
+    def catch_up(self) -> None:
+        """Ask for the events that are missing."""
+        self.past.send_multipart([b"", self.next_number.to_bytes(8, "big")])
+        while True:
+            _, _, number, payload = self.past.recv_multipart()
+            if not payload:
+                return
+            self.note(number, payload)
+
+    def note(self, number: bytes, payload: bytes) -> None:
+        """Apply one message, unless it is known already."""
+        if int.from_bytes(number, "big") < self.next_number:
+            return
+        self.next_number = int.from_bytes(number, "big") + 1
+        _, events, _ = msgspec.msgpack.decode(payload)
+        for event in events:
+            if event["type"] == "AllBlocksCleared":
+                self.tiers.clear()
+                continue
+            known = self.tiers.setdefault(event["medium"], set())
+            if event["type"] == "BlockStored":
+                known.update(event["block_hashes"])
+            else:
+                known.difference_update(event["block_hashes"])
+
+    def counts(self) -> dict[str, int]:
+        return {medium: len(hashes) for medium, hashes in sorted(self.tiers.items())}
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        STACK["secondary"][0]["path"] = f"{directory}/kv"
+        with open_stack(STACK) as stack:
+            router = Router(stack.events.publish_address, stack.events.replay_address)
+            keys = [make_offload_key(f"block-{number:03}".encode(), 0) for number in range(40)]
+            blocks = np.zeros((len(keys), 64 << 10), np.uint8)
+
+            stack.put(keys[:10], blocks[:10])
+            stack.flush()
+            router.follow(lambda: router.counts() == {"CPU": 10, "NVME": 10})
+            print("10 blocks stored:", router.counts())
+
+            stack.put(keys, blocks)
+            stack.flush()
+            router.follow(lambda: router.counts() == {"CPU": 16, "NVME": 40})
+            print("40 blocks stored:", router.counts())
+
+            stack.manager.reset_cache()
+            router.follow(lambda: not router.tiers)
+            print("after a reset:", router.counts())
+            zmq.Context.instance().destroy(linger=0)
+
+
+if __name__ == "__main__":
+    main()

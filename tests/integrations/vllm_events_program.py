@@ -1,0 +1,244 @@
+"""Runs in an environment with vLLM: vLLM's own classes read our events, by our publisher and by vLLM's.
+
+    python vllm_events_program.py DIRECTORY
+
+Prints one line of JSON for each check: its name, and an error or nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+from vllm.distributed.kv_events import (
+    MEDIUM_CPU,
+    MEDIUM_STORAGE,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEventBatch,
+    ZmqEventPublisher,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.kv_offload.base import OffloadingKVEventsConfig, get_offload_block_hash
+from vllm_program_parts import (  # type: ignore[import-not-found]  # found beside this program when it runs
+    keys_of,
+    refusal_of,
+    run_checks,
+    small_engine,
+    wait_for,
+)
+from vllm_spec_program import (  # type: ignore[import-not-found]  # the same
+    LAYERS,
+    PAGE_BYTES,
+    PRIMARY_BLOCKS,
+    WORKERS,
+    config_of,
+    engine_with,
+)
+
+from tiered_kv.errors import ConfigError
+from tiered_kv.integrations.vllm.spec import stack_config
+from tiered_kv.stack import Stack, open_stack
+
+ROW_BYTES = WORKERS * LAYERS * PAGE_BYTES
+BLOCK_BYTES = 4096
+WAIT_MS = 20_000
+Held = dict[tuple[str, str | None], set[Any]]
+"""The hashes that a router would know, by medium and ownership."""
+
+
+class Reader:
+    """Subscribes as vLLM's users do, and decodes with vLLM's types."""
+
+    def __init__(self, publish: str, replay: str) -> None:
+        self._context = zmq.Context()
+        self._decode = msgspec.msgpack.Decoder(type=KVEventBatch).decode
+        self._live = self._context.socket(zmq.SUB)
+        self._live.setsockopt_string(zmq.SUBSCRIBE, "kv")
+        self._live.connect(publish)
+        self._past = self._context.socket(zmq.DEALER)
+        self._past.connect(replay)
+
+    def live(self) -> tuple[int, KVEventBatch] | None:
+        if not self._live.poll(50):
+            return None
+        topic, number, payload = self._live.recv_multipart()
+        assert topic == b"kv"
+        return int.from_bytes(number, "big"), self._decode(payload)
+
+    def replay(self, first: int = 0) -> Iterator[tuple[int, KVEventBatch]]:
+        self._past.send_multipart((b"", first.to_bytes(8, "big")))
+        while True:
+            assert self._past.poll(WAIT_MS), "the replay has no end"
+            _, topic, number, payload = self._past.recv_multipart()
+            if number == ZmqEventPublisher.END_SEQ:
+                return
+            assert topic == b"kv"
+            yield int.from_bytes(number, "big"), self._decode(payload)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@contextmanager
+def reading(publish: str, replay: str) -> Iterator[Reader]:
+    reader = Reader(publish, replay)
+    try:
+        yield reader
+    finally:
+        reader.close()
+
+
+def held_after(events: Iterable[Any]) -> Held:
+    """Return what a router would know after these events of vLLM's types."""
+    held: Held = {}
+    for event in events:
+        if isinstance(event, AllBlocksCleared):
+            held.clear()
+        elif isinstance(event, BlockStored):
+            assert (event.token_ids, event.parent_block_hash, event.group_idx) == ([], None, 0)
+            held.setdefault((event.medium, event.ownership), set()).update(event.block_hashes)
+        else:
+            assert isinstance(event, BlockRemoved)
+            assert event.group_idx == 0
+            held[event.medium, event.ownership] -= set(event.block_hashes)
+    return held
+
+
+def hashes_of(keys: Iterable[bytes]) -> set[Any]:
+    return {maybe_convert_block_hash(get_offload_block_hash(key)) for key in keys}
+
+
+class Checks:
+    """The checks, one method each, in the order they run."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir(exist_ok=True)
+
+    def _open(self) -> Stack:
+        return open_stack(
+            {
+                "namespace": {"model": "m"},
+                "block": {"bytes": BLOCK_BYTES},
+                "primary": {"capacity": 16 * BLOCK_BYTES},
+                "secondary": [
+                    {"type": "nvme", "path": str(self.directory / "published"), "capacity": "16MiB", "name": "disk"}
+                ],
+                "events": {"publish": "tcp://127.0.0.1:*", "replay": "tcp://127.0.0.1:*"},
+            }
+        )
+
+    def vllm_s_decoder_reads_what_a_stack_publishes(self) -> None:
+        keys: Any = keys_of("published", 24)
+        with self._open() as stack:
+            assert stack.events is not None
+            with reading(stack.events.publish_address, stack.events.replay_address) as reader:
+                began_s = time.time()
+                assert stack.put(keys, np.zeros((24, BLOCK_BYTES), np.uint8)) == 24
+                assert stack.flush()
+                expected = {
+                    (MEDIUM_CPU, None): hashes_of(stack.primary.blocks),
+                    ("NVME", "disk"): hashes_of(keys),
+                }
+                wait_for(lambda: held_after(e for _, batch in reader.replay() for e in batch.events) == expected)
+                for _, batch in reader.replay():
+                    assert batch.data_parallel_rank == 0
+                    assert began_s <= batch.ts <= time.time()
+                numbers = [number for number, _ in reader.replay()]
+                assert numbers == list(range(len(numbers)))
+                assert [number for number, _ in reader.replay(numbers[-1])] == numbers[-1:]
+                stack.manager.reset_cache()
+                wait_for(lambda: [*reader.replay()][-1][1].events == [AllBlocksCleared()])
+                # By now it is surely connected, so what follows comes live, after the rest.
+                assert stack.put(keys[:1], np.zeros((1, BLOCK_BYTES), np.uint8)) == 1
+                assert stack.flush()
+
+                def sees_the_block() -> bool:
+                    message = reader.live()
+                    stored = (
+                        []
+                        if message is None
+                        else [each for each in message[1].events if getattr(each, "medium", "") == "NVME"]
+                    )
+                    return any(set(each.block_hashes) == hashes_of(keys[:1]) for each in stored)
+
+                wait_for(sees_the_block)
+
+    def vllm_s_publisher_publishes_the_events_of_our_tiers(self) -> None:
+        tiers: list[dict[str, object]] = [
+            {"type": "memory", "capacity": 10 * (ROW_BYTES + 4096)},
+            {"type": "nvme", "path": str(self.directory / "engine"), "capacity": "64MiB", "name": "disk"},
+        ]
+        budgets = {"store_budget": PRIMARY_BLOCKS * ROW_BYTES, "load_budget": PRIMARY_BLOCKS * ROW_BYTES}
+        stack = {
+            "primary": {"capacity": PRIMARY_BLOCKS * ROW_BYTES},
+            "secondary": [{**tier, **budgets} for tier in tiers],
+        }
+        everything: list[bytes] = []
+        with engine_with(stack, enable_events=True) as engine:
+            tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, False))
+            publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:*", "tcp://127.0.0.1:*", topic="kv")
+            endpoints = [each.getsockopt_string(zmq.LAST_ENDPOINT) for each in (publisher._pub, publisher._replay)]
+            try:
+                with reading(*endpoints) as reader:
+                    for number in range(4):
+                        keys = keys_of(f"engine-{number}", 6)
+                        everything += keys
+                        engine.store(keys, 0)
+                        engine.settle()
+                        events = list(tracker.take_events(engine.manager.take_events()))
+                        publisher.publish(KVEventBatch(ts=time.time(), events=events))
+                    memory = engine.manager._stack.secondary_tiers[0]
+                    expected = {
+                        (MEDIUM_CPU, None): hashes_of(engine.manager._blocks),
+                        (MEDIUM_STORAGE, "memory"): hashes_of(key for key in everything if memory.lookup(key, None)),
+                        (MEDIUM_STORAGE, "disk"): hashes_of(everything),
+                    }
+                    assert 0 < len(expected[MEDIUM_STORAGE, "memory"]) < len(everything), "some were evicted"
+                    wait_for(lambda: len([*reader.replay()]) == 4)
+                    held = held_after(event for _, batch in reader.replay() for event in batch.events)
+                    assert held == expected
+            finally:
+                publisher.shutdown()
+
+    def removals_are_expected_of_tiers_that_tell_them(self) -> None:
+        budgets = {"store_budget": PRIMARY_BLOCKS * ROW_BYTES, "load_budget": PRIMARY_BLOCKS * ROW_BYTES}
+        fs = {"type": "fs", "path": str(self.directory / "fs"), "capacity": "64MiB", **budgets}
+        stack = {
+            "primary": {"capacity": PRIMARY_BLOCKS * ROW_BYTES},
+            "secondary": [{"type": "memory", "capacity": "16MiB", **budgets}, fs],
+        }
+        with engine_with(stack, enable_events=True) as engine:
+            engine.store(keys_of("expected", 4), 0)
+            engine.settle()
+            told = {event.ownership: event.removal_expected for event in engine.manager.take_events()}
+            assert told == {None: False, "memory": True, "fs": False}
+
+    def without_vllm_s_events_nothing_is_collected(self) -> None:
+        memory = {"type": "memory", "capacity": "16MiB"}
+        stack = {"primary": {"capacity": PRIMARY_BLOCKS * ROW_BYTES}, "secondary": [memory]}
+        with engine_with(stack) as engine:
+            engine.store(keys_of("silent", 4), 0)
+            engine.settle()
+            assert list(engine.manager.take_events()) == []
+            assert list(engine.manager._stack.secondary_tiers[0].take_events()) == []
+
+    def a_publisher_of_our_own_is_refused(self) -> None:
+        stack = {"primary": {"capacity": "1MiB"}, "events": {"publish": "tcp://127.0.0.1:*"}}
+        attempt: Callable[[], object] = lambda: stack_config(config_of(stack, engine_id="e"))  # noqa: E731
+        assert "--kv-events-config" in refusal_of(attempt, ConfigError)
+
+
+if __name__ == "__main__":
+    with small_engine(Path(sys.argv[1])):
+        run_checks(Checks(Path(sys.argv[1])), sys.argv[2:])

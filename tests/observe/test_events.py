@@ -1,0 +1,430 @@
+"""What a stack publishes of its blocks, and that publishing costs nobody anything."""
+
+from __future__ import annotations
+
+import functools
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.event_subscriber import Index, Message, Subscriber, index_of
+from tiered_kv.base import OffloadingEvent, OffloadKey, make_offload_key
+from tiered_kv.config.stack_config import EventSettings
+from tiered_kv.errors import ConfigError, MissingExtraError
+from tiered_kv.observe import events
+from tiered_kv.observe.events import EventPublisher, hashes_of
+from tiered_kv.stack import Stack, open_stack
+from tiered_kv.testing.gate import Gate
+from tiered_kv.testing.redis_servers import PATIENT, RedisServer, redis_server
+from tiered_kv.testing.rig import make_keys
+from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
+
+__all__ = ["moto_bucket", "moto_server", "redis_server"]  # fixtures
+
+BLOCK_BYTES = 4096
+ANY_PORT = "tcp://127.0.0.1:*"
+SETTINGS = EventSettings(publish=ANY_PORT, replay=ANY_PORT)
+
+OpenStack = Callable[..., Stack]
+
+
+@pytest.fixture
+def open_with_events() -> Iterator[OpenStack]:
+    stacks: list[Stack] = []
+
+    def open_it(*secondary: dict[str, object], primary_blocks: int = 8) -> Stack:
+        config = {
+            "namespace": {"model": "m"},
+            "block": {"bytes": BLOCK_BYTES},
+            "primary": {"capacity": primary_blocks * BLOCK_BYTES},
+            "secondary": [{"lookup_timeout": "60s", "job_timeout": "60s", **entry} for entry in secondary],
+            "events": {"publish": ANY_PORT, "replay": ANY_PORT},
+        }
+        stacks.append(open_stack(config))
+        return stacks[-1]
+
+    yield open_it
+    for stack in stacks:
+        stack.close()
+
+
+@pytest.fixture
+def publisher() -> Iterator[EventPublisher]:
+    opened = EventPublisher(SETTINGS, {"disk": "NVME"})
+    yield opened
+    opened.close()
+
+
+def publisher_of(stack: Stack) -> EventPublisher:
+    assert stack.events is not None
+    return stack.events
+
+
+def hashes(keys: Iterable[OffloadKey]) -> set[int]:
+    return {each for of_group in hashes_of(list(keys)).values() for each in of_group}
+
+
+def put(stack: Stack, keys: list[OffloadKey]) -> None:
+    assert stack.put(keys, np.zeros((len(keys), BLOCK_BYTES), np.uint8), timeout=60.0) == len(keys)
+    assert stack.flush(60.0)
+
+
+def stored(*keys: OffloadKey, medium: str = "CPU") -> OffloadingEvent:
+    return OffloadingEvent(list(keys), BLOCK_BYTES, medium, removed=False)
+
+
+def settled(stack: Stack, subscriber: Subscriber, is_right: Callable[[Index], bool]) -> Index:
+    """Return what the events add up to, once it is right; `flush` makes steps until then."""
+
+    def is_enough(messages: list[Message]) -> bool:
+        stack.flush(60.0)
+        return is_right(index_of(messages))
+
+    return index_of(subscriber.replay_until(is_enough))
+
+
+# What is told.
+
+
+@pytest.mark.parametrize(
+    ("tier_type", "medium"),
+    [
+        ("memory", "MEMORY"),
+        ("nvme", "NVME"),
+        ("fs", "FS"),
+        ("redis", "REDIS"),
+        pytest.param("s3", "S3", marks=pytest.mark.slow),
+    ],
+)
+def test_stored_blocks_of_every_tier_are_published(
+    tier_type: str, medium: str, open_with_events: OpenStack, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    entry: dict[str, Any] = {"type": tier_type, "name": "mine"}
+    if tier_type == "redis":
+        server: RedisServer = request.getfixturevalue("redis_server")
+        entry |= {**PATIENT, "url": server.url}
+    elif tier_type == "s3":
+        s3: S3Server = request.getfixturevalue("moto_server")
+        entry |= s3.settings(request.getfixturevalue("moto_bucket")) | {"name": "mine"}
+    else:
+        entry |= {"capacity": "16MiB"} | ({} if tier_type == "memory" else {"path": str(tmp_path / "kv")})
+    stack = open_with_events(entry)
+    keys = make_keys(6)
+    with Subscriber(publisher_of(stack)) as subscriber:
+        put(stack, keys)
+        expected = {"CPU": hashes(keys), medium: hashes(keys)}
+        settled(stack, subscriber, lambda index: index == expected)
+        owners = {event.get("ownership") for message in subscriber.replay() for event in message.events}
+        assert owners == {None, "mine"}
+
+
+def test_the_events_of_the_primary_and_the_memory_tier_add_up_to_what_they_hold(open_with_events: OpenStack) -> None:
+    stack = open_with_events({"type": "memory", "capacity": 20 * 2 * BLOCK_BYTES}, primary_blocks=16)
+    keys = make_keys(100)
+    with Subscriber(publisher_of(stack)) as subscriber:
+        for start in (0, 40, 20, 70):
+            put(stack, keys[start : start + 30])
+            stack.get(keys[start : start + 10], np.empty((10, BLOCK_BYTES), np.uint8))
+        (tier,) = stack.secondary_tiers
+        held = {key for key in keys if tier.lookup(key, None)}  # type: ignore[arg-type]  # it asks for no request
+        expected = {"CPU": hashes(stack.primary.blocks), "MEMORY": hashes(held)}
+        assert 0 < len(held) < len(keys)
+        settled(stack, subscriber, lambda index: index == expected)
+
+
+def test_the_events_of_nvme_add_up_to_what_it_holds(open_with_events: OpenStack, tmp_path: Path) -> None:
+    entry = {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "2MiB", "segment": "256KiB"}
+    stack = open_with_events(entry, primary_blocks=64)
+    keys = make_keys(1200)
+    (tier,) = stack.secondary_tiers
+    with Subscriber(publisher_of(stack)) as subscriber:
+        for start in range(0, len(keys), 60):
+            put(stack, keys[start : start + 60])
+        assert tier.stats()["evicted_blocks_total"] > 0
+
+        def is_right(index: Index) -> bool:
+            held = {key for key in keys if tier.lookup(key, None)}  # type: ignore[arg-type]  # it asks for no request
+            return 0 < len(held) < len(keys) and index.get("NVME") == hashes(held)
+
+        settled(stack, subscriber, is_right)
+
+
+def test_a_block_that_a_load_finds_gone_is_published_as_removed(open_with_events: OpenStack, tmp_path: Path) -> None:
+    stack = open_with_events({"type": "fs", "path": str(tmp_path / "kv"), "capacity": "16MiB"}, primary_blocks=4)
+    first, other = make_keys(1), make_keys(4, "other")
+    with Subscriber(publisher_of(stack)) as subscriber:
+        put(stack, first)
+        put(stack, other)  # the primary tier holds no more
+        for path in (tmp_path / "kv").rglob("[0-9a-f]" * 32):
+            if path.is_file():
+                data = bytearray(path.read_bytes())
+                data[-1] ^= 1
+                path.write_bytes(data)
+        assert stack.get(first, np.empty((1, BLOCK_BYTES), np.uint8), timeout=60.0) == 0
+        index = settled(stack, subscriber, lambda index: index.get("FS") == hashes(other))
+        assert index["CPU"] <= hashes(other), "rows were taken for the loads"
+
+
+def test_a_reset_is_one_event_and_nothing_from_before_follows(open_with_events: OpenStack, tmp_path: Path) -> None:
+    stack = open_with_events({"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "16MiB"})
+    keys = make_keys(6)
+    with Subscriber(publisher_of(stack)) as subscriber:
+        put(stack, keys)
+        stack.manager.reset_cache()
+        put(stack, keys[:2])
+        again = {"CPU": hashes(keys[:2]), "NVME": hashes(keys[:2])}
+        messages = subscriber.replay_until(lambda messages: index_of(messages) == again)
+    cleared = [number for number, message in enumerate(messages) if message.events == [{"type": "AllBlocksCleared"}]]
+    assert len(cleared) == 1
+    assert index_of(messages[: cleared[0]]) == {"CPU": hashes(keys), "NVME": hashes(keys)}
+
+
+def test_what_happened_before_the_stack_closes_is_published(open_with_events: OpenStack) -> None:
+    stack = open_with_events({"type": "memory", "capacity": "1MiB"})
+    with Subscriber(publisher_of(stack)) as subscriber:
+        subscriber.connect(lambda: publisher_of(stack).publish([stored(*make_keys(1, "probe"))]))
+        stack.put(make_keys(2), np.zeros((2, BLOCK_BYTES), np.uint8))
+        stack.close()
+        told: list[Message] = []
+        while message := subscriber.receive(0.2):
+            told.append(message)
+        assert index_of(told)["MEMORY"] == hashes(make_keys(2))
+
+
+def test_a_stack_without_events_has_no_publisher() -> None:
+    with open_stack(
+        {"namespace": {"model": "m"}, "block": {"bytes": BLOCK_BYTES}, "primary": {"capacity": "64KiB"}}
+    ) as stack:
+        assert stack.events is None
+        assert not stack.primary.tells_events
+        assert not [name for name in stack.counters()["cpu"] if name.startswith("event")]
+
+
+# How it is told.
+
+
+def test_a_message_has_topic_number_and_a_batch_in_vllm_s_form(publisher: EventPublisher) -> None:
+    key = make_offload_key(bytes(24) + bytes([200, 0, 0, 0, 0, 0, 0, 7]), 3)
+    publisher.publish([stored(key), OffloadingEvent([key], BLOCK_BYTES, "disk", removed=True)])
+    with Subscriber(publisher) as subscriber:
+        (message,) = subscriber.replay_until(lambda messages: bool(messages))
+    assert (message.topic, message.number, message.rank) == (b"kv", 0, 0)
+    assert message.events == [
+        {
+            "type": "BlockStored",
+            "block_hashes": [200 * 2**56 + 7],
+            "parent_block_hash": None,
+            "token_ids": [],
+            "block_size": 0,
+            "lora_id": None,
+            "medium": "CPU",
+            "lora_name": None,
+            "group_idx": 3,
+        },
+        {
+            "type": "BlockRemoved",
+            "block_hashes": [200 * 2**56 + 7],
+            "medium": "NVME",
+            "group_idx": 3,
+            "ownership": "disk",
+        },
+    ]
+
+
+def test_subscribers_choose_by_topic() -> None:
+    settings = SETTINGS.model_copy(update={"topic": "kv@pod-7@model"})
+    publisher = EventPublisher(settings, {})
+    try:
+        with Subscriber(publisher, "kv@pod-7") as subscriber, Subscriber(publisher, "kv@pod-8") as other:
+            message = subscriber.connect(lambda: publisher.publish([stored(*make_keys(1))]))
+            assert message.topic == b"kv@pod-7@model"
+            assert other.receive(0.05) is None
+    finally:
+        publisher.close()
+
+
+def test_blocks_of_several_groups_are_told_apart(publisher: EventPublisher) -> None:
+    keys = [make_offload_key(bytes([number]), number % 2) for number in range(6)]
+    publisher.publish([stored(*keys)])
+    with Subscriber(publisher) as subscriber:
+        (message,) = subscriber.replay_until(lambda messages: bool(messages))
+    assert [(event["group_idx"], event["block_hashes"]) for event in message.events] == [
+        (0, [0, 2, 4]),
+        (1, [1, 3, 5]),
+    ]
+
+
+@pytest.mark.parametrize("lengths", [(32, 32, 32), (8, 8, 8), (7, 7, 7), (32, 16, 20)])
+def test_a_block_is_known_by_the_last_64_bits_of_its_hash(lengths: tuple[int, ...]) -> None:
+    parts = [bytes(range(number, number + length)) for number, length in enumerate(lengths, 200)]
+    expected = [int.from_bytes(part[-8:], "big") for part in parts]
+    assert hashes_of([make_offload_key(part, 5) for part in parts]) == {5: expected}
+    two_groups = [make_offload_key(part, number % 2) for number, part in enumerate(parts)]
+    assert hashes_of(two_groups) == {0: expected[::2], 1: expected[1::2]}
+
+
+def test_no_message_is_large(publisher: EventPublisher) -> None:
+    keys = make_keys(3 * events.MESSAGE_KEYS_MAX // 2)
+    publisher.publish([stored(*keys), stored(*keys, medium="disk"), stored(*keys[:1])])
+    with Subscriber(publisher) as subscriber:
+        messages = subscriber.replay_until(lambda messages: len(messages) == 4)
+    sizes = [sum(len(event["block_hashes"]) for event in message.events) for message in messages]
+    assert sizes == [events.MESSAGE_KEYS_MAX] * 3 + [1]
+    assert index_of(messages) == {"CPU": hashes(keys), "NVME": hashes(keys)}
+
+
+# Subscribers that are late, or slow.
+
+
+def test_a_subscriber_gets_what_it_missed_from_the_replay_socket(publisher: EventPublisher) -> None:
+    for number, key in enumerate(make_keys(10)):
+        publisher.publish([stored(key)])
+        assert publisher.counted()["dropped_event_batches_total"] == 0, number
+    with Subscriber(publisher) as subscriber:
+        everything = subscriber.replay_until(lambda messages: len(messages) == 10)
+        assert [message.number for message in everything] == list(range(10))
+        assert index_of(everything) == {"CPU": hashes(make_keys(10))}
+        assert subscriber.replay(first=7) == everything[7:]
+        assert subscriber.replay(first=10) == []
+        assert publisher.counted()["event_replay_requests_total"] >= 3
+
+
+def test_the_replay_has_a_limit(publisher: EventPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "REPLAY_MESSAGES_MAX", 3)
+    for key in make_keys(10):
+        publisher.publish([stored(key)])
+    with Subscriber(publisher) as subscriber:
+        messages = subscriber.replay_until(lambda messages: bool(messages) and messages[-1].number == 9)
+        assert [message.number for message in messages] == [7, 8, 9]
+        monkeypatch.setattr(events, "REPLAY_BYTES_MAX", 200)
+        publisher.publish([stored(*make_keys(4))])
+        messages = subscriber.replay_until(lambda messages: messages[-1].number == 10)
+        assert [message.number for message in messages] == [10]
+
+
+def test_a_request_for_a_replay_that_is_none_is_ignored(publisher: EventPublisher) -> None:
+    import zmq
+
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        stranger.connect(publisher.replay_address)
+        for frames in ([b"x"], [b"", b"short"], [b"", bytes(8), b"more"]):
+            stranger.send_multipart(frames)
+        assert not stranger.poll(100)
+    publisher.publish([stored(*make_keys(1))])
+    with Subscriber(publisher) as subscriber:
+        assert len(subscriber.replay_until(lambda messages: bool(messages))) == 1
+
+
+def test_where_too_much_waits_the_oldest_is_dropped_and_the_numbers_show_it(
+    publisher: EventPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(is_open=False)
+    monkeypatch.setattr(events, "give_way", lambda *_: gate.pass_through())
+    monkeypatch.setattr(events, "QUEUE_KEYS_MAX", 4)
+    keys = make_keys(12)
+    with Subscriber(publisher) as subscriber:
+        publisher.publish([stored(keys[0])])
+        wait_until(lambda: gate.waiting == 1)  # the publisher's thread
+        for key in keys[1:]:
+            publisher.publish([stored(key)])
+        assert publisher.counted()["dropped_event_batches_total"] == 7
+        gate.open()
+        messages = subscriber.replay_until(lambda messages: len(messages) == 5)
+    assert [message.number for message in messages] == [0, 8, 9, 10, 11]
+    assert index_of(messages) == {"CPU": hashes([keys[0], *keys[8:]])}
+
+
+def test_a_slow_subscriber_loses_messages_and_slows_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(events, "SUBSCRIBER_MESSAGES_MAX", 2)
+    publisher = EventPublisher(SETTINGS, {})
+    monkeypatch.setattr(events, "MESSAGE_KEYS_MAX", 1 << 20)
+    large = make_keys(1) * 100_000  # a message of 900 kB
+    try:
+        with Subscriber(publisher, queue=1) as slow, Subscriber(publisher) as subscriber:
+            slow.connect(lambda: publisher.publish([stored(*make_keys(1))]))
+            sent = publisher.counted()["event_messages_total"]
+            for number in range(1, 25):
+                publisher.publish([stored(*large)])
+                wait_until_sent(publisher, sent + number)
+            numbers = [message.number for message in subscriber.replay(first=sent)]
+            # One of those by which the slow one was connected may have been on its way.
+            assert len(numbers) >= 24
+            assert numbers == list(range(sent, sent + len(numbers))), "all were sent, with the slow one connected"
+            got = []
+            while message := slow.receive(0.2):
+                got.append(message.number)
+            assert len(set(numbers) - set(got)) > 0, "it lost some"
+            assert got == sorted(got)
+            again = slow.connect(lambda: publisher.publish([stored(*make_keys(1))]))
+            assert again.number >= sent + 24, "and goes on"
+    finally:
+        publisher.close()
+
+
+# What cannot be.
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:5557", "tcp://127.0.0.1", "udp://127.0.0.1:1", "tcp://a b:1", 5557])
+def test_an_address_that_is_none_is_refused(address: object) -> None:
+    config = {"namespace": {"model": "m"}, "block": {"bytes": BLOCK_BYTES}, "primary": {"capacity": "64KiB"}}
+    with pytest.raises(ConfigError, match=r"events\.publish"):
+        open_stack({**config, "events": {"publish": address}})
+
+
+@pytest.mark.parametrize("library", ["zmq", "msgspec"])
+def test_without_its_libraries_it_names_the_extra(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(MissingExtraError, match=r"'events' needs a library .* 'tiered-kv\[events\]'"):
+        EventPublisher(SETTINGS, {})
+
+
+def test_an_address_in_use_is_named_and_nothing_stays_open() -> None:
+    config = {"namespace": {"model": "m"}, "block": {"bytes": BLOCK_BYTES}, "primary": {"capacity": "64KiB"}}
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=rf"events\.replay: cannot listen at '{address}': Address"):
+            open_stack({**config, "events": {"publish": ANY_PORT, "replay": address}})
+
+
+def test_events_may_be_published_at_a_socket_in_a_directory_and_by_ipv6(tmp_path: Path) -> None:
+    addresses = [f"ipc://{tmp_path}/events"]
+    if socket.has_ipv6 and Path("/proc/net/if_inet6").exists():
+        addresses.append("tcp://[::1]:*")
+    for address in addresses:
+        publisher = EventPublisher(EventSettings(publish=address), {})
+        try:
+            with Subscriber(publisher) as subscriber:
+                assert subscriber.connect(functools.partial(publisher.publish, [stored(*make_keys(1))])).events
+        finally:
+            publisher.close()
+
+
+def test_a_publisher_is_closed_once_and_takes_events_no_more(publisher: EventPublisher) -> None:
+    publisher.close()
+    publisher.publish([stored(*make_keys(1))])
+    publisher.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "tiered-kv-events"]
+
+
+def wait_until_sent(publisher: EventPublisher, count: int) -> None:
+    wait_until(lambda: publisher.counted()["event_messages_total"] == count)
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    end = threading.Event()
+    for _ in range(6000):
+        if is_true():
+            return
+        end.wait(0.005)
+    raise AssertionError("it never was")

@@ -1,0 +1,133 @@
+"""A process's status as a stub serves it: what a stack would say, or whatever a test wants."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tiered_kv.observe.answer import StatusAnswer, read_status
+
+Status = dict[str, Any]  # Any: JSON
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.just("9" * 400),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=10,
+)
+"""Whatever JSON may hold."""
+
+BUCKETS = ("0.001", "0.01", "0.1", "+Inf")
+
+
+def tier(name: str, counters: Mapping[str, object] | None = None, **fields: object) -> Status:
+    """Return the status of one tier in which nothing has happened, but for what is given."""
+    budgets = {each: {"used_bytes": 64, "limit_bytes": 128} for each in ("store", "load")}
+    told: Status = {
+        "name": name,
+        "type": name,
+        "breaker": "" if name == "cpu" else "closed",
+        "is_disabled": False,
+        "used_bytes": 1 << 20,
+        "capacity_bytes": 4 << 20,
+        "counters": dict(counters or {}),
+    }
+    return {**told, **({} if name == "cpu" else {"budgets": budgets}), **fields}
+
+
+def status(*tiers: Status, uptime_s: float = 10.0, pid: int = 1, **fields: object) -> Status:
+    """Return the status of a stack."""
+    return {
+        "version": "1.2.3",
+        "namespace": "ab" * 16,
+        "pid": pid,
+        "uptime_seconds": uptime_s,
+        "time": 1000.0 + uptime_s,
+        "tiers": list(tiers),
+        "notices": [],
+        **fields,
+    }
+
+
+def histogram(*counts: int) -> Status:
+    """Return a histogram with so many values up to 1, 10, and 100 ms, and above."""
+    return {"sum": 1.0, "count": sum(counts), "buckets": dict(zip(BUCKETS, counts, strict=True))}
+
+
+def response(body: bytes | Status, line: str = "HTTP/1.1 200 OK") -> bytes:
+    """Return an HTTP response."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return f"{line}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+def answer(told: object) -> StatusAnswer:
+    """Return what is read of a status."""
+    return read_status(json.dumps(told).encode())
+
+
+def busy(uptime_s: float, times: int, **fields: Any) -> Status:
+    """Return the status of a stack where the same has happened so many times."""
+    cpu = {
+        "blocks_total": {"hit": 60 * times, "miss": 40 * times},
+        "loaded_bytes_total": 4_000_000 * times,
+        "stored_bytes_total": 1_000_000 * times,
+        "restored_tokens_total": 1600 * times,
+        "misses_total": {"evicted": 40 * times, "absent": 0},
+        "step_seconds": histogram(100 * times, 0, 0, 0),
+    }
+    disk = {
+        "blocks_total": {"hit": 30 * times, "miss": 10 * times},
+        "loaded_bytes_total": 2_000_000 * times,
+        "misses_total": {"absent": 10 * times},
+        "skipped_blocks_total": {"budget": 5 * times},
+        "failed_blocks_total": {"load": {"checksum": times}},
+        "job_seconds": {"load": histogram(0, 0, 100 * times, 0), "store": histogram(0, 0, 0, 0)},
+    }
+    return status(tier("cpu", cpu), tier("disk", disk), uptime_s=uptime_s, **fields)
+
+
+class StatusServer:
+    """Answers each connection with the bytes that `answer` returns, and closes it.
+
+    Attributes:
+        requests: What was asked, the heads as they came.
+        address: HOST:PORT.
+    """
+
+    def __init__(self, answer: Callable[[], bytes]) -> None:
+        self.answer = answer
+        self.requests: list[bytes] = []
+        self._is_closed = False
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._socket.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def __enter__(self) -> StatusServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._socket.close()
+
+    def _serve(self) -> None:
+        while not self._is_closed:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            with contextlib.suppress(OSError), connection:
+                connection.settimeout(10)
+                self.requests.append(connection.recv(1 << 16))
+                connection.sendall(self.answer())

@@ -1,0 +1,110 @@
+"""A program on a terminal of its own, as a person has it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+TIMEOUT_S = 60.0
+ESCAPES = re.compile(r"\x1b(\[[0-9;?=>]*[A-Za-z]|\][^\x07\x1b]*(\x07|\x1b\\)|[=>()][B0]?)")
+CTRL_C = "\x03"
+TAB = "\t"
+
+
+class Terminal:
+    """A terminal, and a program that it controls.
+
+    Args:
+        command: The program.
+        directory: Where it runs.
+        environ: Set in its environment, over the caller's own.
+        size: Columns and lines.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        directory: Path,
+        environ: Mapping[str, str] | None = None,
+        size: tuple[int, int] = (80, 24),
+    ) -> None:
+        self._master, slave = pty.openpty()
+        self.resize(size)
+        kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+        try:
+            self._process = subprocess.Popen(
+                ["setsid", "--ctty", "--wait", *command],
+                cwd=directory,
+                env={**kept, "TERM": "xterm", **(environ or {})},
+                stdin=slave,
+                stdout=slave,
+                stderr=slave,
+            )
+        finally:
+            os.close(slave)
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._master)  # hangs up
+        try:
+            self._process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def resize(self, size: tuple[int, int]) -> None:
+        columns, lines = size
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the program; `setsid` only waits for it."""
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
+        os.kill(int(children[0]) if children else self._process.pid, number)
+
+    def type(self, keys: str) -> None:
+        os.write(self._master, keys.encode())
+
+    def wait_for(self, text: str) -> str:
+        """Return all that is shown from now on, without escape sequences, up to `text` and a little more.
+
+        Raises:
+            TimeoutError: It does not come.
+        """
+        deadline, shown = time.monotonic() + TIMEOUT_S, ""
+        while text not in ESCAPES.sub("", shown):
+            shown += self._read()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"expected {text!r}, found {shown!r}")
+        return ESCAPES.sub("", shown)
+
+    def end(self) -> tuple[int, str]:
+        """Return the program's exit status, once it has ended, and what it has shown meanwhile."""
+        deadline, shown = time.monotonic() + TIMEOUT_S, ""
+        while self._process.poll() is None:
+            shown += self._read()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"it does not end; found {shown!r}")
+        shown += self._read()
+        return self._process.returncode, shown
+
+    def _read(self) -> str:
+        part = b""
+        if select.select([self._master], [], [], 0.05)[0]:
+            with contextlib.suppress(OSError):  # the program has gone
+                part = os.read(self._master, 1 << 16)
+        return part.decode(errors="replace")

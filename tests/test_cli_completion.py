@@ -1,0 +1,122 @@
+"""Completion of the command's words, by the shells themselves, and the help of every verb."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.terminal import TAB, Terminal
+from tiered_kv import cli
+from tiered_kv.cli import main
+
+SHELLS = {
+    "bash": ["bash", "--norc", "--noprofile", "-i"],
+    "zsh": ["zsh", "-f", "-i"],
+    "fish": ["fish", "--no-config", "-i"],
+}
+BEFORE = {"bash": "", "zsh": "autoload -U compinit; compinit -u -D; ", "fish": ""}
+STACK = """
+namespace: {model: test}
+block: {bytes: 4KiB}
+primary: {capacity: 1MiB}
+secondary:
+  - {type: nvme, name: disk, path: kv, capacity: 64MiB}
+  - {type: redis, url: "redis://localhost", password: "${NOT_SET_HERE}"}
+"""
+
+installed = pytest.mark.parametrize(
+    "shell",
+    [
+        pytest.param(shell, marks=pytest.mark.skipif(not shutil.which(shell), reason="not installed"))
+        for shell in SHELLS
+    ],
+)
+
+
+def write_command(directory: Path) -> None:
+    """Write the command as pip would, so that a shell finds it."""
+    command = directory / "bin" / "tiered-kv"
+    command.parent.mkdir()
+    command.write_text(f"#!{sys.executable}\nfrom tiered_kv.cli import main\nraise SystemExit(main())\n")
+    command.chmod(0o755)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    write_command(tmp_path)
+    (tmp_path / "stack.yaml").write_text(STACK)
+    return tmp_path
+
+
+@pytest.mark.slow
+@installed
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("tiered-kv ben", "bench"),
+        ("tiered-kv bench st", "stack.yaml"),
+        ("tiered-kv bench stack.yaml --ti", "--tier"),
+        ("tiered-kv bench stack.yaml --tier d", "disk"),
+        ("tiered-kv --print-completion z", "zsh"),
+    ],
+)
+def test_the_tab_key_completes(
+    directory: Path, capsys: pytest.CaptureFixture[str], shell: str, line: str, expected: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--print-completion", shell])
+    assert ended.value.code == 0
+    (directory / "completion").write_text(capsys.readouterr().out)
+    path = f"{directory / 'bin'}:/usr/bin:/bin"
+    private = dict.fromkeys(["HOME", "TMPDIR", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR"], str(directory))
+    with Terminal(SHELLS[shell], directory, {"PATH": path, "PS1": "> ", **private}, size=(200, 40)) as terminal:
+        terminal.type(f"{BEFORE[shell]}source ./completion; echo rea''dy\n")
+        terminal.wait_for("ready")
+        terminal.type(line + TAB)
+        terminal.wait_for(f"{line[: line.rindex(' ')]} {expected}")
+
+
+def test_names_of_tiers_come_from_the_stack_s_file_whose_variables_need_not_be_set(directory: Path) -> None:
+    line = "tiered-kv bench stack.yaml --tier "
+    environ = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_SHELL": "bash", "COMP_LINE": line, "COMP_POINT": str(len(line))}
+    found = directory / "found"
+    environ["_ARGCOMPLETE_STDOUT_FILENAME"] = str(found)
+    command = [directory / "bin" / "tiered-kv"]
+    subprocess.run(command, cwd=directory, env={**os.environ, **environ}, capture_output=True, timeout=60, check=False)
+    assert found.read_text().split("\v") == ["disk", "redis"]
+
+
+def test_without_its_library_it_says_which_extra_brings_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "argcomplete.shell_integration", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["--print-completion", "bash"])
+    assert ended.value.code == 2
+    assert "pip install 'tiered-kv[completion]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", cli._VERBS)
+def test_the_help_of_every_verb_has_examples_that_parse(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([verb, "--help"])
+    lines = re.findall(rf"^\s+tiered-kv {verb}\b[^>\n]*", capsys.readouterr().out, re.MULTILINE)
+    assert lines
+    for line in lines:
+        words = line.split()[1:]
+        args = cli._parser(words).parse_args(words)
+        assert args.run.__module__ == f"tiered_kv._cli.{verb}"
+
+
+def test_the_help_names_every_verb_and_status(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert all(f"\n    {verb} " in text for verb in cli._VERBS)
+    assert all(f"\n  {status} " in text for status in (0, 1, 2, 130, 141))

@@ -1,0 +1,423 @@
+"""`tiered-kv inspect`: what it shows, finds and repairs in directories, and what it says of the rest.
+
+`trust/test_inspection.py` does it with servers, and beside processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.places import Place
+from tests.support.tenants import BLOCK_BYTES, Tenant
+from tiered_kv.cli import main
+from tiered_kv.config.settings import TierSettings
+from tiered_kv.hooks import TierType, hookimpl, tier_plugins
+from tiered_kv.stack import open_stack
+from tiered_kv.testing.damage import Kind, record_damages
+from tiered_kv.testing.four_methods import FourMethodTier
+from tiered_kv.tiering.administration import (
+    Ages,
+    Purged,
+    StoredNamespace,
+    Survey,
+    SurveyedNamespace,
+    TierAdministration,
+)
+
+BLOCKS = 24
+KINDS = ("nvme", "fs")
+KEYS = {1: "11" * 32, 2: "22" * 32}
+
+
+def inspect(tenant: Tenant, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, Any]]:
+    """Run the command; return its status and what it says of the tier."""
+    capsys.readouterr()
+    status = main(["inspect", str(tenant.file), "--json", *options])
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    (tier,) = report["tiers"]
+    return status, tier
+
+
+def verified(tenant: Tenant, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, Any]]:
+    """Verify; return the status and what was found of the stack's own namespace."""
+    status, tier = inspect(tenant, capsys, "--verify", *options)
+    (own,) = [each for each in tier["namespaces"] if each["own"]]
+    assert own["verification"] is not None, tier
+    return status, own["verification"]
+
+
+def block_files(tenant: Tenant) -> list[Path]:
+    return sorted(path for path in tenant.path.glob(f"{tenant.digest}/*/??/*") if not path.name.startswith("."))
+
+
+def flip(tenant: Tenant, number: int) -> None:
+    """Flip a bit of the payload of a block in an nvme tier's directory."""
+    content = tenant.content(tenant.keys(1, number)[0])
+    for path in tenant.path.glob("segment-*"):
+        data = bytearray(path.read_bytes())
+        if (at := data.find(content)) >= 0:
+            data[at + 1000] ^= 1
+            path.write_bytes(data)
+            return
+    pytest.fail("there is no such block")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_bytes_and_ages_are_shown(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alice = Place(kind, tmp_path).tenant("alice")
+    alice.store(BLOCKS)
+    status, tier = inspect(alice, capsys)
+    (own,) = tier["namespaces"]
+    assert (status, tier["ok"], tier["error"], tier["name"], tier["type"]) == (0, True, "", kind, kind)
+    assert (own["namespace"], own["own"], own["tenant"], own["blocks"]) == (alice.digest, True, "alice", BLOCKS)
+    assert own["described"]["namespace"]["model"] == "test"
+    assert (own["differences"], own["verification"], own["used_again"]) == ({}, None, None)
+    assert own["size_bytes"] >= BLOCKS * BLOCK_BYTES
+    known, unknown = (own["written"], own["used"]) if kind == "nvme" else (own["used"], own["written"])
+    assert unknown is None
+    assert 0 <= known["newest_s"] <= known["median_s"] <= known["oldest_s"] < 3600
+    assert tier["foreign"] == {"entries": 0, "size_bytes": 0, "names": []}
+
+
+def test_segments_and_their_fill_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alice = Place("nvme", tmp_path).tenant("alice")
+    alice.store(BLOCKS)
+    segments = inspect(alice, capsys)[1]["segments"]
+    assert segments["files"] == len(list(alice.path.glob("segment-*")))
+    assert segments["size_bytes"] == segments["files"] << 20
+    assert BLOCKS * BLOCK_BYTES < segments["filled_bytes"] < segments["size_bytes"]
+    assert (segments["free"], segments["unusable"]) == (segments["files"] - 1, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_foreign_files_are_named(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alice = Place(kind, tmp_path).tenant("alice")
+    alice.store(BLOCKS)
+    (alice.path / "notes.txt").write_text("mine")
+    (alice.path / f"segment-{alice.digest[:8]}-999999.kv").symlink_to("/dev/zero")
+    os.mkfifo(alice.path / f"segment-{alice.digest[:8]}-999998.kv")
+    status, tier = inspect(alice, capsys, "--verify")
+    assert (status, tier["namespaces"][0]["verification"]["blocks"]) == (0, BLOCKS)
+    assert tier["foreign"]["entries"] == 3
+    assert "notes.txt" in tier["foreign"]["names"]
+
+
+def test_other_namespaces_are_told_apart_by_their_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = Place("fs", tmp_path)
+    alice, bob = place.tenant("alice"), place.tenant("bob")
+    alice.store(BLOCKS)
+    bob.store(3)
+    (tmp_path / "kv" / ("ab" * 16)).mkdir()
+    status, tier = inspect(alice, capsys)
+    found = {each["namespace"]: each for each in tier["namespaces"]}
+    assert (status, len(found)) == (0, 3)
+    assert found[bob.digest]["differences"] == {"namespace.tenant": ["alice", "bob"]}
+    assert (found[bob.digest]["own"], found[bob.digest]["blocks"]) == (False, 3)
+    assert (found["ab" * 16]["described"], found["ab" * 16]["tenant"]) == ({}, None)
+    assert main(["inspect", str(alice.file)]) == 0
+    text = capsys.readouterr().out
+    assert f"{alice.digest} *" in text
+    assert "namespace.tenant is 'bob', not 'alice'" in text
+    assert f"{'ab' * 16} is another namespace, without a readable form" in text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_empty_storage_is_said_to_be_empty(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alice = Place(kind, tmp_path).tenant("alice")
+    status, tier = inspect(alice, capsys, "--verify", "--repair")
+    assert (status, tier["namespaces"], tier["error"]) == (0, [], "")
+    assert not alice.path.exists(), "nothing is made"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sound_blocks_are_sound(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alice = Place(kind, tmp_path).tenant("alice")
+    alice.store(BLOCKS)
+    before = {path: path.read_bytes() for path in alice.path.rglob("*") if path.is_file()}
+    status, found = verified(alice, capsys)
+    assert (status, found["ok"], found["blocks"]) == (0, True, BLOCKS)
+    assert (found["damaged"], found["unreadable"], found["repaired"]) == ({}, {}, 0)
+    assert {path: path.read_bytes() for path in alice.path.rglob("*") if path.is_file()} == before
+
+
+def test_every_damage_to_a_file_is_found_and_repaired(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # A file's name does not tell its key, so another key's record is found when it is loaded.
+    damages = [each for each in record_damages(full=False) if not each.name.startswith("sealed key digest")]
+    alice = Place("fs", tmp_path).tenant("alice")
+    alice.store(4)
+    sound = set(block_files(alice))
+    data = next(iter(sound)).read_bytes()
+    changed = [(each, each.apply(data)) for each in damages]
+    for number, (_, stored) in enumerate(changed):
+        path = next(iter(sound)).parent.parent / "00" / f"{number:032x}"
+        path.parent.mkdir(exist_ok=True, mode=0o700)
+        path.write_bytes(stored)
+        path.chmod(0o600)
+    damaged = sum(stored != data and each.kind is Kind.BROKEN for each, stored in changed)
+    unreadable = sum(each.kind is Kind.UNREADABLE for each in damages)
+
+    status, found = verified(alice, capsys)
+    assert (status, sum(found["damaged"].values()), found["repaired"]) == (1, damaged, 0)
+    assert found["unreadable"] == {"unknown_codec": unreadable}
+    status, found = verified(alice, capsys, "--repair")
+    assert (status, sum(found["damaged"].values()), found["repaired"]) == (0, damaged, damaged)
+    status, found = verified(alice, capsys)
+    assert (status, found["damaged"]) == (0, {})
+    assert alice.load(4) == (4, 0)
+
+
+def test_damaged_blocks_in_segments_are_found_and_repaired(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alice = Place("nvme", tmp_path).tenant("alice")
+    alice.store(BLOCKS)
+    for number in (0, 7, BLOCKS - 1):
+        flip(alice, number)
+    status, found = verified(alice, capsys)
+    assert (status, found["blocks"], found["damaged"], found["ok"]) == (1, BLOCKS, {"checksum": 3}, False)
+    status, found = verified(alice, capsys, "--repair")
+    assert (status, found["damaged"], found["repaired"], found["ok"]) == (0, {"checksum": 3}, 3, True)
+    status, found = verified(alice, capsys)
+    assert (status, found["blocks"], found["damaged"]) == (0, BLOCKS - 3, {})
+    assert alice.load(BLOCKS) == (BLOCKS - 3, 0)
+    assert alice.store(BLOCKS) == BLOCKS
+    assert alice.load(BLOCKS) == (BLOCKS, 0)
+
+
+def test_a_segment_that_loses_all_its_blocks_is_deleted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alice = Place("nvme", tmp_path).tenant("alice")
+    alice.store(2)
+    files = len(list(alice.path.glob("segment-*")))
+    flip(alice, 0)
+    flip(alice, 1)
+    assert verified(alice, capsys, "--repair")[1]["repaired"] == 2
+    assert len(list(alice.path.glob("segment-*"))) == files - 1
+    assert alice.store(BLOCKS) == BLOCKS
+    assert alice.load(BLOCKS) == (BLOCKS, 0)
+
+
+def test_a_segment_without_a_sound_header_is_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alice = Place("nvme", tmp_path).tenant("alice")
+    alice.store(BLOCKS)
+    unused = alice.path / f"segment-{alice.digest[:8]}-000077.kv"
+    unused.write_bytes(bytes(1 << 20))  # a crash left it before its header was written
+    broken = alice.path / f"segment-{alice.digest[:8]}-000078.kv"
+    broken.write_bytes(b"x" * 8192)
+    for path in (unused, broken):
+        path.chmod(0o600)
+    assert inspect(alice, capsys)[1]["segments"]["unusable"] == 1
+    status, found = verified(alice, capsys)
+    assert (status, found["damaged"]) == (1, {"bad_header": 1})
+    assert verified(alice, capsys, "--repair")[0] == 0
+    assert unused.exists()
+    assert not broken.exists()
+    assert alice.load(BLOCKS) == (BLOCKS, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_while_a_stack_has_it_open_it_is_only_read(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alice = Place(kind, tmp_path).tenant("alice")
+    with open_stack(alice.file) as stack:
+        alice.put(stack, alice.keys(BLOCKS))
+        status, found = verified(alice, capsys)
+        assert (status, found["blocks"], found["damaged"]) == (0, BLOCKS, {})
+        status, tier = inspect(alice, capsys, "--verify", "--repair")
+        if kind == "nvme":
+            assert (status, tier["ok"]) == (1, False)
+            assert "a running process has" in tier["namespaces"][0]["verification"]["error"]
+        else:
+            assert status == 0
+        assert alice.wrong(stack, alice.keys(BLOCKS)) == (BLOCKS, 0)
+    assert alice.load(BLOCKS) == (BLOCKS, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_whose_key_is_not_here_are_unreadable_and_stay(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("cryptography")
+    place = Place(kind, tmp_path)
+
+    def tenant(key_id: int, **settings: object) -> Tenant:
+        codec = {"codec": "aes-256-gcm", "encryption": {"keys": {key_id: KEYS[key_id]}}}
+        return place.tenant("alice", **codec, **settings)
+
+    tenant(1).store(BLOCKS)
+    assert verified(tenant(1), capsys)[1]["unreadable"] == {}
+    status, found = verified(tenant(2), capsys, "--repair")
+    assert (status, found["unreadable"], found["damaged"], found["repaired"]) == (0, {"unknown_key": BLOCKS}, {}, 0)
+    status, found = verified(place.tenant("alice"), capsys, "--repair")
+    assert (status, found["unreadable"], found["repaired"]) == (0, {"unknown_key": BLOCKS}, 0)
+    assert tenant(1).load(BLOCKS) == (BLOCKS, 0)
+
+
+def test_plain_blocks_where_only_encrypted_ones_are_accepted_stay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("cryptography")
+    place = Place("fs", tmp_path)
+    place.tenant("alice").store(BLOCKS)
+    encrypted = place.tenant("alice", codec="aes-256-gcm", encryption={"keys": KEYS, "write_key": 1})
+    status, found = verified(encrypted, capsys, "--repair")
+    assert (status, found["unreadable"], found["repaired"]) == (0, {"unencrypted": BLOCKS}, 0)
+
+
+def test_huge_and_planted_files_are_bounded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = Place("fs", tmp_path)
+    alice, bob = place.tenant("alice"), place.tenant("bob")
+    alice.store(4)
+    bob.store(4)
+    for tenant in (alice, bob):
+        os.truncate(block_files(tenant)[0], 1 << 40)
+        (tenant.path / tenant.digest / "namespace.json").write_text('{"namespace": {"block": {"bytes": 1e99}}}')
+    status, tier = inspect(alice, capsys, "--verify")
+    found = {each["own"]: each["verification"] for each in tier["namespaces"]}
+    assert status == 1
+    assert found[True]["damaged"] == {"bad_length": 1}
+    assert (found[False]["damaged"], found[False]["unreadable"]) == ({}, {"too_long": 1})
+
+
+def test_only_the_own_namespace_is_verified_if_wished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = Place("fs", tmp_path)
+    alice, bob = place.tenant("alice"), place.tenant("bob")
+    alice.store(2)
+    bob.store(2)
+    block_files(bob)[0].write_bytes(b"")
+    assert inspect(alice, capsys, "--verify")[0] == 1
+    status, tier = inspect(alice, capsys, "--verify", "--own")
+    assert (status, [each["verification"] is None for each in tier["namespaces"] if not each["own"]]) == (0, [True])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_rate_is_kept(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alice = Place(kind, tmp_path).tenant("alice")
+    alice.store(BLOCKS)
+    started_s = time.monotonic()
+    assert verified(alice, capsys, "--rate", "480KiB/s")[0] == 0
+    assert time.monotonic() - started_s > BLOCKS * BLOCK_BYTES / (480 << 10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_time_is_kept(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alice = Place(kind, tmp_path).tenant("alice")
+    alice.store(BLOCKS)
+    status, tier = inspect(alice, capsys, "--verify", "--timeout", "1ms", "--rate", "1B/s")
+    assert (status, tier["ok"]) == (1, False)
+    errors = [tier["error"], *(each["verification"]["error"] for each in tier["namespaces"] if each["verification"])]
+    assert any("time was over" in error or "takes too long" in error for error in errors)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--repair"], "--repair needs --verify"),
+        (["--rate", "1MiB/s"], "--rate needs --verify"),
+        (["--verify", "--rate", "fast"], "such as 64MiB"),
+        (["--verify", "--rate", "0"], "at least 1 byte"),
+        (["--tier", "s4"], "no secondary tier 's4'; it has: fs"),
+        (["--timeout", "soon"], "a duration"),
+    ],
+)
+def test_wrong_usage_is_refused(
+    options: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = Place("fs", tmp_path).tenant("alice").file
+    try:
+        status = main(["inspect", str(file), *options])
+    except SystemExit as ended:  # argparse
+        status = int(str(ended.code))
+    assert status == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_directory_of_somebody_else_is_an_error_with_a_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kind in KINDS:
+        folder = tmp_path / kind
+        folder.mkdir()
+        alice = Place(kind, folder).tenant("alice")
+        alice.path.mkdir()
+        (alice.path / "holiday.jpg").write_bytes(b"")
+        status, tier = inspect(alice, capsys)
+        assert (status, tier["ok"]) == (1, False)
+        assert "holiday.jpg" in tier["error"]
+
+
+class Told(TierAdministration):
+    """Tells of itself what no built-in tier can know, and verifies nothing."""
+
+    def __init__(self, settings: TierSettings) -> None:
+        return
+
+    def namespaces(self, deadline: float, only: str | None = None) -> list[StoredNamespace]:
+        return []
+
+    def purge(self, digest: str, deadline: float) -> Purged:
+        return Purged(0, 0)
+
+    def survey(self, deadline: float) -> Survey:
+        return Survey((SurveyedNamespace(StoredNamespace("ab" * 16), Ages(90.0, 60.0, 1.0), used_again=0.25),))
+
+
+class Silent(Told):
+    def survey(self, deadline: float) -> Survey:
+        raise NotImplementedError
+
+
+class Plugin:
+    @hookimpl
+    def tiered_kv_register_tiers(self) -> Iterable[TierType]:
+        return [
+            TierType("told", TierSettings, lambda: FourMethodTier, "", lambda: Told),
+            TierType("silent", TierSettings, lambda: FourMethodTier, "", lambda: Silent),
+        ]
+
+
+@pytest.fixture
+def _plugin() -> Iterator[None]:
+    tier_plugins().register(Plugin(), "inspect test")
+    yield
+    tier_plugins().unregister("inspect test")
+
+
+@pytest.mark.usefixtures("_plugin")
+def test_what_a_tier_of_another_type_tells_is_shown_and_what_it_cannot_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "stack.yaml"
+    file.write_text(
+        "version: 1\nnamespace: {model: m}\nblock: {bytes: 4096}\nprimary: {capacity: 64KiB}\n"
+        "secondary: [{type: told}, {type: silent}, {type: memory, capacity: 64KiB}]\n"
+    )
+    assert main(["inspect", str(file)]) == 0
+    text = capsys.readouterr().out
+    assert "2m 1m 1s" in text
+    assert "25%" in text
+    assert "silent: tiers of type 'silent' cannot be inspected" in text
+    assert "memory: tiers of type 'memory' show nothing to other processes" in text
+    assert main(["inspect", str(file), "--verify"]) == 1, "what was asked for was not done"
+    assert "tiers of type 'told' cannot be verified" in capsys.readouterr().out
+
+
+def test_the_commands_of_the_how_to_page_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alice = Place("fs", tmp_path).tenant("alice")
+    alice.store(BLOCKS)
+    alice.file.rename(tmp_path / "stack.yaml")
+    monkeypatch.chdir(tmp_path)
+    page = Path(__file__).parents[1] / "docs/how-to/inspect.md"
+    commands = re.findall(r"^tiered-kv (.*)$", page.read_text(), re.MULTILINE)
+    assert len(commands) >= 3
+    for command in commands:
+        assert main(command.split()) == 0, command
+        assert alice.digest in capsys.readouterr().out

@@ -1,0 +1,306 @@
+"""`tiered-kv top`: what it shows of a stack, on a terminal and off, whatever the process answers."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from tests.support.status_server import JSON, Status, StatusServer, answer, busy, response, status, tier
+from tests.support.terminal import CTRL_C, Terminal
+from tiered_kv import make_offload_key, open_stack
+from tiered_kv._cli.top_view import duration, number, screen
+from tiered_kv.cli import main
+from tiered_kv.observe.answer import NoticeAnswer
+from tiered_kv.observe.live import ReasonView, Sight, TierView, View, view_of
+
+COMMAND = [sys.executable, "-c", "from tiered_kv.cli import main; raise SystemExit(main())", "top"]
+HOSTILE = "\x1b]0;evil\x07\x1b[2J\r\n[red]\u202e\ud800" + "x" * 1000
+ALTERNATE_SCREEN, MAIN_SCREEN, SHOW_CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
+
+
+def growing(**fields: object) -> Callable[[], bytes]:
+    """Return a server's answers, each a second later than the one before."""
+    count = 0
+
+    def next_answer() -> bytes:
+        nonlocal count
+        count += 1
+        return response(busy(float(count), count, **fields))
+
+    return next_answer
+
+
+def hostile() -> Status:
+    """Return a status whose names, reasons and notices are meant for the terminal."""
+    counters = {"misses_total": {HOSTILE: 10}, "failed_blocks_total": {HOSTILE: {HOSTILE: 1}}}
+    notices = [{"time": 1.0, "tier": HOSTILE, "what": HOSTILE}] * 64
+    tiers = [tier("cpu"), *(tier(HOSTILE, counters, type=HOSTILE, breaker=HOSTILE) for _ in range(60))]
+    return status(*tiers, version=HOSTILE, notices=notices)
+
+
+def drawn(sight: Sight, width: int, height: int) -> list[str]:
+    """Return the lines of a screen."""
+    console = Console(file=StringIO(), width=width, height=height, force_terminal=False)
+    with console.capture() as captured:
+        console.print(screen(sight, "http://127.0.0.1:9464", 2.0, console))
+    return captured.get().splitlines()
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
+@pytest.mark.parametrize("height", [8, 24, 50])
+@pytest.mark.parametrize("told", [busy(10.0, 1000), hostile()], ids=["usual", "hostile"])
+def test_a_screen_fits_the_terminal(width: int, height: int, told: Status) -> None:
+    lines = drawn(Sight(view_of(None, answer(told))), width, height)
+    assert len(lines) <= height
+    assert all(len(line) <= width and line.isprintable() for line in lines)
+
+
+def test_eighty_columns_show_every_column_and_bar() -> None:
+    lines = drawn(Sight(view_of(answer(busy(10.0, 100)), answer(busy(12.0, 104)))), 80, 24)
+    text = "\n".join(lines)
+    heads = lines[3].split() + lines[4].split()
+    assert {"tier", "hits", "hit", "load", "store", "p99", "used", "budget", "breaker"} <= set(heads)
+    assert "█" in text
+    disk = next(line for line in lines if line.startswith("disk"))
+    assert disk.split()[1:3] == ["60", "75"]
+    assert disk.rstrip().endswith("closed")
+    assert "evicted" in text
+
+
+def test_a_process_without_an_answer_is_shown_as_such() -> None:
+    view = view_of(None, answer(busy(10.0, 1)))
+    text = "\n".join(drawn(Sight(view, "connection refused", 12.0), 80, 24))
+    assert "NO ANSWER for 12s: connection refused; asking again every 2s" in text
+    assert "disk" in text
+    assert "NO ANSWER" in "\n".join(drawn(Sight(None, "connection refused"), 80, 24))
+
+
+def test_events_that_repeat_are_one_line() -> None:
+    notices = [
+        {"time": float(second), "tier": "disk", "what": what}
+        for second, what in enumerate(["first exception", *["breaker open", "breaker half open"] * 20])
+    ]
+    lines = drawn(Sight(view_of(None, answer(busy(100.0, 1, notices=notices)))), 80, 24)
+    shown = lines[lines.index(next(line for line in lines if line.startswith("last events"))) + 1 :]
+    assert [" ".join(line.split()[3:]) for line in shown] == [
+        "breaker half open (20 times)",
+        "breaker open (20 times)",
+        "first exception",
+    ]
+
+
+@given(st.dictionaries(st.sampled_from(sorted(tier("cpu"))), JSON), JSON, st.integers(20, 200), st.integers(8, 60))
+def test_a_screen_fits_whatever_the_process_answers(
+    fields: dict[str, object], counters: object, width: int, height: int
+) -> None:
+    told = status(tier("cpu"), {**tier("disk"), "counters": counters, **fields})
+    lines = drawn(Sight(view_of(None, answer(told))), width, height)
+    assert len(lines) <= height
+    assert all(len(line) <= width for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [(0, "0"), (0.01, "<0.1"), (3.14, "3.1"), (12, "12"), (999.4, "999"), (1000, "1.0k"),
+     (12345, "12.3k"), (1e7, "10.0M"), (1e30, ">999P")],
+)  # fmt: skip
+def test_a_count_is_short(count: float, expected: str) -> None:
+    assert number(count) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(0, "0us"), (25e-5, "250us"), (0.0123, "12.3ms"), (1.5, "1.5s"), (90, "90s"), (7200, "2h")],
+)
+def test_a_time_is_short(seconds: float, expected: str) -> None:
+    assert duration(seconds) == expected
+
+
+def test_once_prints_a_table_of_one_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    with StatusServer(growing()) as server:
+        assert main(["top", server.address, "--once", "--interval", "100ms"]) == 0
+    text = capsys.readouterr().out
+    assert len(server.requests) == 2
+    assert "over 1s" in text
+    assert "cpu: missed: evicted 40 blocks/s, 80 since the stack was opened" in text
+
+
+def test_json_is_one_object_of_one_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    with StatusServer(growing()) as server:
+        assert main(["top", f"http://{server.address}", "--json", "--interval", "100ms"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["url"] == f"http://{server.address}"
+    assert told["interval_seconds"] == 1.0
+    assert told["tiers"][1]["hits_per_s"] == 30.0
+    assert told["reasons"][0] == {
+        "what": "miss",
+        "tier": "cpu",
+        "reason": "evicted",
+        "blocks_per_s": 40.0,
+        "blocks_total": 80,
+    }
+
+
+def test_once_tells_by_its_status_whether_a_tier_is_out_of_use(capsys: pytest.CaptureFixture[str]) -> None:
+    with StatusServer(lambda: response(status(tier("cpu"), tier("disk", breaker="open")))) as server:
+        assert main(["top", server.address, "--once", "--interval", "100ms"]) == 1
+    assert "OPEN" in capsys.readouterr().out
+
+
+def test_what_a_real_stack_did_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    block_bytes = 4096
+    config = {
+        "namespace": {"model": "test"},
+        "block": {"bytes": block_bytes, "tokens": 16},
+        "primary": {"capacity": 4 * block_bytes},
+        "secondary": [{"type": "memory", "name": "ram", "capacity": "1MiB"}],
+        "metrics": {"listen": "127.0.0.1:0"},
+    }
+    with open_stack(config) as stack:
+        keys = [make_offload_key(number.to_bytes(32, "big"), 0) for number in range(4)]
+        stack.put(keys, np.ones((4, block_bytes), np.uint8))
+        assert stack.flush()
+        assert stack.server is not None
+        assert main(["top", f"127.0.0.1:{stack.server.port}", "--json", "--interval", "100ms"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [(each["name"], each["breaker"]) for each in told["tiers"]] == [("cpu", ""), ("ram", "closed")]
+    assert all(each["used_bytes"] >= 4 * block_bytes for each in told["tiers"])
+    assert told["tiers"][1]["store_budget_bytes"] > 0
+
+
+@pytest.mark.parametrize("answer_bytes", [b"", response(b"{}"), response(b"no", "HTTP/1.1 404 Not Found")])
+def test_once_without_a_status_is_an_error(capsys: pytest.CaptureFixture[str], answer_bytes: bytes) -> None:
+    with StatusServer(lambda: answer_bytes) as server:
+        assert main(["top", server.address, "--once", "--interval", "100ms"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"error: http://{server.address}: ")
+
+
+def test_a_hostile_answer_is_printed_without_what_a_terminal_obeys(capsys: pytest.CaptureFixture[str]) -> None:
+    with StatusServer(lambda: response(hostile())) as server:
+        assert main(["top", server.address, "--once", "--interval", "100ms"]) == 0
+        assert all(line.isprintable() for line in capsys.readouterr().out.splitlines())
+        assert main(["top", server.address, "--json", "--interval", "100ms"]) == 0
+    assert json.loads(capsys.readouterr().out)["version"].isprintable()
+
+
+def test_every_field_is_described() -> None:
+    page = (Path(__file__).parents[1] / "docs/reference/command.md").read_text()
+    section = page.partition("\n## top\n")[2].partition("\n## ")[0]
+    for model in (View, TierView, ReasonView, NoticeAnswer):
+        assert [each.name for each in fields(model) if f"`{each.name}`" not in section] == []
+
+
+@pytest.mark.parametrize("text", ["0s", "10ms", "2d", "soon"])
+def test_an_interval_is_of_a_sensible_length(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["top", "--interval", text])
+    assert "expected a duration" in capsys.readouterr().err
+
+
+def test_without_a_terminal_it_prints_a_table_for_each_interval_until_ctrl_c() -> None:
+    with (
+        StatusServer(growing()) as server,
+        subprocess.Popen(
+            [*COMMAND, server.address, "--interval", "100ms"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process,
+    ):
+        assert process.stdout is not None
+        heads = 0
+        while heads < 3:
+            heads += process.stdout.readline().split()[:1] == ["tier"]
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=60)
+        assert process.returncode == 130
+    assert errors == ""
+    assert "\x1b" not in rest
+
+
+@pytest.mark.slow
+def test_on_a_terminal_it_draws_until_ctrl_c_and_puts_the_terminal_back(tmp_path: Path) -> None:
+    with (
+        StatusServer(growing()) as server,
+        Terminal([*COMMAND, server.address, "--interval", "100ms"], tmp_path) as terminal,
+    ):
+        assert "tier" in terminal.wait_for("evicted")
+        terminal.type(CTRL_C)
+        status_, shown = terminal.end()
+    assert status_ == 130
+    assert MAIN_SCREEN in shown
+    assert SHOW_CURSOR in shown
+    assert "Traceback" not in shown
+
+
+@pytest.mark.slow
+def test_on_a_terminal_a_process_that_goes_away_is_shown_and_asked_again(tmp_path: Path) -> None:
+    with (
+        StatusServer(growing()) as server,
+        Terminal([*COMMAND, server.address, "--interval", "100ms"], tmp_path) as terminal,
+    ):
+        terminal.wait_for("evicted")
+        server.answer = lambda: b""
+        terminal.wait_for("NO ANSWER")
+        server.answer = growing()
+        terminal.wait_for("answers again")
+        terminal.resize((50, 12))
+        terminal.wait_for("tier")
+        terminal.type(CTRL_C)
+        assert terminal.end()[0] == 130
+
+
+@pytest.mark.slow
+def test_a_dumb_terminal_gets_tables(tmp_path: Path) -> None:
+    with (
+        StatusServer(growing()) as server,
+        Terminal([*COMMAND, server.address, "--interval", "100ms"], tmp_path, {"TERM": "dumb"}) as terminal,
+    ):
+        assert ALTERNATE_SCREEN not in terminal.wait_for("missed: evicted")
+        terminal.type(CTRL_C)
+        status_, shown = terminal.end()
+    assert status_ == 130
+    assert "\x1b" not in shown
+
+
+@pytest.mark.slow
+def test_a_terminal_that_knows_ascii_only_gets_ascii(tmp_path: Path) -> None:
+    told = response(status(tier("cpu"), tier("näme"), uptime_s=5.0))
+    with (
+        StatusServer(lambda: told) as server,
+        Terminal([*COMMAND, server.address], tmp_path, {"PYTHONIOENCODING": "ascii"}) as terminal,
+    ):
+        shown = terminal.wait_for("closed")
+        assert "n?me" in shown
+        assert "###" in shown
+        assert shown.isascii()
+        terminal.type(CTRL_C)
+        assert terminal.end()[0] == 130
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number_", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_it_puts_the_terminal_back(tmp_path: Path, number_: signal.Signals) -> None:
+    with (
+        StatusServer(growing()) as server,
+        Terminal([*COMMAND, server.address, "--interval", "100ms"], tmp_path) as terminal,
+    ):
+        terminal.wait_for("evicted")
+        terminal.signal(number_)
+        status_, shown = terminal.end()
+    assert status_ == 128 + number_
+    assert MAIN_SCREEN in shown

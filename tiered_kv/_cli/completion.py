@@ -1,0 +1,89 @@
+"""Completion of the command's words by bash, zsh and fish, with argcomplete (extra: completion).
+
+The shell runs the command itself to complete a word. So the names of tiers come from the stack's file that stands on
+the line, and options from the same parser that will read them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from tiered_kv.errors import ConfigError, MissingExtraError
+
+SHELLS: Final = ("bash", "zsh", "fish")
+COMPLETING: Final = "_ARGCOMPLETE"
+"""What argcomplete's part of a shell sets in the environment where it wants words."""
+
+
+class PrintCompletion(argparse.Action):
+    """Prints a shell's part of the completion, and ends."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, dest, choices=SHELLS, help=help, default=argparse.SUPPRESS)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,  # Any: as argparse has it
+        option_string: str | None = None,
+    ) -> None:
+        try:
+            from argcomplete.shell_integration import shellcode
+        except ImportError:
+            parser.exit(2, f"error: {MissingExtraError('completion', 'completion')}\n")
+        # Without defaults: where no word fits, the shell must not offer files.
+        print(shellcode([parser.prog], use_defaults=False, shell=str(values)))
+        parser.exit()
+
+
+def words_so_far() -> list[str]:
+    """Return the words of the line that the shell completes; they choose the verb whose options are offered."""
+    return os.environ.get("COMP_LINE", "").split()
+
+
+def answer_shell(parser: argparse.ArgumentParser) -> None:
+    """Tell the shell the words that fit, and end the process. Without argcomplete there are none."""
+    try:
+        import argcomplete
+        from argcomplete.completers import FilesCompleter, SuppressCompleter
+    except ImportError:
+        raise SystemExit(1) from None
+    for action in _actions(parser):
+        names = str(action.metavar)
+        if "STACK" in names:
+            action.completer = FilesCompleter(("yaml", "yml"))  # type: ignore[attr-defined]
+        elif names == "FILE":
+            action.completer = FilesCompleter()  # type: ignore[attr-defined]
+        elif action.dest == "tier":
+            action.completer = _tiers  # type: ignore[attr-defined]
+    argcomplete.autocomplete(parser, always_complete_options=False, default_completer=SuppressCompleter())
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for verb in action.choices.values():
+                yield from _actions(verb)
+
+
+def _tiers(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
+    """Return the names of the secondary tiers in the stack's file on the line. Their settings are not looked at."""
+    from tiered_kv.config.reading import from_source
+
+    try:
+        return from_source(parsed_args.stack, lambda raw: list(_names(raw)))
+    except (ConfigError, AttributeError):
+        return []
+
+
+def _names(raw: Mapping[str, object]) -> Iterator[str]:
+    entries = raw.get("secondary")
+    for entry in entries if isinstance(entries, list) else ():
+        name = entry.get("name", entry.get("type")) if isinstance(entry, dict) else None
+        if isinstance(name, str) and name.isprintable():
+            yield name

@@ -1,0 +1,320 @@
+"""`tiered-kv inspect`: what each tier of a stack stores, by namespace; and whether its blocks are sound."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+
+from tiered_kv._cli.arguments import describe_use, rate, seconds
+from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
+from tiered_kv.config.redaction import told
+from tiered_kv.config.settings import TierSettings
+from tiered_kv.config.stack_config import StackConfig, load_config
+from tiered_kv.config.units import rounded_bytes
+from tiered_kv.errors import ConfigError
+from tiered_kv.hooks import tier_plugins
+from tiered_kv.observe.namespaces import differences
+from tiered_kv.tiering.administration import (
+    Ages,
+    Survey,
+    SurveyedNamespace,
+    TierAdministration,
+    Verification,
+)
+from tiered_kv.toolkit.inspection import block_bytes_in
+
+_TIMEOUT_S = 600.0
+_RATE_BYTES = 100 << 20
+"""A few percent of an SSD, and less than a tenth of a network of 10 Gbit/s."""
+_PATIENCE = 4
+"""How much longer than its rate demands a check may take."""
+_UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "m"), (1.0, "s"))
+
+
+@dataclass(slots=True)
+class NamespaceCheck:
+    """The check of one namespace; `docs/reference/command.md` describes each field."""
+
+    namespace: str
+    blocks: int
+    size_bytes: int
+    damaged: dict[str, int]
+    unreadable: dict[str, int]
+    repaired: int
+    notes: list[str]
+    error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.error and sum(self.damaged.values()) == self.repaired
+
+
+@dataclass(slots=True)
+class TierInspection:
+    """What was found in one tier."""
+
+    name: str
+    type: str
+    error: str = ""
+    unavailable: str = ""
+    survey: Survey | None = None
+    checks: list[NamespaceCheck] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.error and all(check.ok for check in self.checks)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Show what each secondary tier of a stack stores, by namespace, and check with --verify whether its blocks are "
+        "sound. It opens no tier, and changes nothing without --repair: processes that use the storage go on."
+    )
+    describe_use(
+        parser,
+        ("tiered-kv inspect stack.yaml", "what each tier holds, by namespace"),
+        ("tiered-kv inspect stack.yaml --tier nvme --verify --rate 200MiB/s", "check every block of one tier"),
+        ("tiered-kv inspect stack.yaml --verify --repair", "drop the damaged blocks"),
+        found="damage is left, or a tier could not be looked at",
+    )
+    parser.add_argument("stack", metavar="STACK", help="the stack's YAML file")
+    parser.add_argument("--tier", metavar="NAME", help="this tier only")
+    parser.add_argument("--verify", action="store_true", help="read and check every block")
+    parser.add_argument("--repair", action="store_true", help="with --verify: delete damaged blocks")
+    parser.add_argument("--own", action="store_true", help="with --verify: only blocks of the stack's own namespace")
+    parser.add_argument("--rate", metavar="BYTES/s", type=rate, help="how fast --verify reads (100MiB/s)")
+    parser.add_argument(
+        "--timeout",
+        metavar="TIME",
+        type=seconds,
+        help="for each tier to count (10m), and then to verify (as long as the rate needs four times)",
+    )
+
+
+def run(args: argparse.Namespace) -> Status:
+    given = [f"--{name}" for name in ("repair", "own", "rate") if getattr(args, name)]
+    if given and not args.verify:
+        raise ConfigError(f"{given[0]} needs --verify")
+    config = load_config(args.stack)
+    names = [settings.name for settings in config.secondary]
+    if args.tier is not None and args.tier not in names:
+        raise ConfigError(f"the stack has no secondary tier '{args.tier}'; it has: {', '.join(names) or 'none'}")
+    chosen = [settings for settings in config.secondary if args.tier in (None, settings.name)]
+    tiers = [_inspect(config, settings, args) for settings in chosen]
+    ok = all(tier.ok for tier in tiers)
+    if args.json:
+        own = config.identity.digest.hex()
+        described = [_described(config, tier) for tier in tiers]
+        print_json({"stack": args.stack, "namespace": own, "verified": args.verify, "ok": ok, "tiers": described})
+    else:
+        print_text(f"{args.stack}: namespace {config.identity.digest.hex()}\n")
+        _show(config, tiers, args)
+    return Status.OK if ok else Status.FOUND
+
+
+def _inspect(config: StackConfig, settings: TierSettings, args: argparse.Namespace) -> TierInspection:
+    """Look at one tier; what goes wrong is noted as the tier's error."""
+    tier = TierInspection(settings.name, settings.type)
+    try:
+        load = tier_plugins().resolve(settings.type).administration
+        if load is None:
+            tier.unavailable = f"tiers of type '{settings.type}' show nothing to other processes"
+            return tier
+        with closing(load()(settings)) as administration:
+            try:
+                with progress(f"counting {tier.name}", None):
+                    tier.survey = administration.survey(time.monotonic() + (args.timeout or _TIMEOUT_S))
+            except NotImplementedError:
+                tier.unavailable = f"tiers of type '{settings.type}' cannot be inspected"
+                return tier
+            if args.verify:
+                _verify(administration, config, settings, tier, args)
+    except Exception as error:  # whatever a stranger's administration raises
+        tier.error = told(error, settings.secret_texts())
+    return tier
+
+
+def _verify(
+    administration: TierAdministration,
+    config: StackConfig,
+    settings: TierSettings,
+    tier: TierInspection,
+    args: argparse.Namespace,
+) -> None:
+    """Check the namespaces that were found, one after the other."""
+    assert tier.survey is not None, "it was counted first"
+    own = config.identity.digest.hex()
+    chosen = [each for each in tier.survey.namespaces if not args.own or each.stored.digest == own]
+    rate_bytes = args.rate or _RATE_BYTES
+    total_bytes = sum(_size_bytes(each) for each in chosen)
+    deadline = time.monotonic() + (args.timeout or _TIMEOUT_S + _PATIENCE * total_bytes / rate_bytes)
+    with progress(f"verifying {tier.name}", total_bytes, in_bytes=True) as show:
+        on_block = _paced(rate_bytes, show, deadline)
+        for each in chosen:
+            digest = each.stored.digest
+            block_bytes = config.block.bytes if digest == own else block_bytes_in(each.stored.described)
+            found = Verification(block_bytes=block_bytes, repairs=args.repair, on_block=on_block)
+            error = ""
+            try:
+                administration.verify(digest, found, deadline)
+            except NotImplementedError:
+                error = f"tiers of type '{settings.type}' cannot be verified"
+            except Exception as problem:  # whatever a stranger's administration raises
+                error = told(problem, settings.secret_texts())
+            counts = (found.blocks, found.size_bytes, dict(found.damaged), dict(found.unreadable), found.repaired)
+            tier.checks.append(NamespaceCheck(digest, *counts, found.notes, error))
+
+
+def _paced(rate_bytes: int, show: Callable[[int], None], deadline: float) -> Callable[[int], None]:
+    """Return a function that is told of each block's bytes, and sleeps where they come faster than `rate_bytes`."""
+    started_s = time.monotonic()
+    done_bytes = 0
+
+    def on_block(size_bytes: int) -> None:
+        nonlocal done_bytes
+        done_bytes += size_bytes
+        show(done_bytes)
+        until_s = min(started_s + done_bytes / rate_bytes, deadline)
+        time.sleep(max(0.0, until_s - time.monotonic()))
+
+    return on_block
+
+
+def _size_bytes(found: SurveyedNamespace) -> int:
+    """Return about how many bytes a check will read."""
+    block_bytes = block_bytes_in(found.stored.described)
+    if found.stored.blocks is not None and block_bytes is not None:
+        return found.stored.blocks * block_bytes
+    return found.stored.size_bytes or 0
+
+
+def _differences(config: StackConfig, found: SurveyedNamespace) -> dict[str, tuple[object, object]]:
+    """Return in what a namespace differs from the stack's own; see `differences`."""
+    is_own = found.stored.digest == config.identity.digest.hex()
+    has_form = bool(found.stored.described) and not is_own
+    return differences(config.identity.described, found.stored.described) if has_form else {}
+
+
+def _described(config: StackConfig, tier: TierInspection) -> dict[str, object]:
+    """Return the JSON form of one tier."""
+    survey = tier.survey or Survey(())
+    checks = {check.namespace: {**asdict(check), "ok": check.ok} for check in tier.checks}
+    own = config.identity.digest.hex()
+    return {
+        "name": tier.name,
+        "type": tier.type,
+        "ok": tier.ok,
+        "error": tier.error,
+        "unavailable": tier.unavailable,
+        "namespaces": [
+            {
+                "namespace": each.stored.digest,
+                "own": each.stored.digest == own,
+                "tenant": each.stored.tenant,
+                "described": dict(each.stored.described),
+                "differences": _differences(config, each),
+                "blocks": each.stored.blocks,
+                "size_bytes": each.stored.size_bytes,
+                "written": each.written and asdict(each.written),
+                "used": each.used and asdict(each.used),
+                "used_again": each.used_again,
+                "verification": checks.get(each.stored.digest),
+            }
+            for each in survey.namespaces
+        ],
+        "segments": survey.segments and asdict(survey.segments),
+        "foreign": survey.foreign and asdict(survey.foreign),
+        "notes": list(survey.notes),
+    }
+
+
+def _show(config: StackConfig, tiers: Sequence[TierInspection], args: argparse.Namespace) -> None:
+    own = config.identity.digest.hex()
+    rows = [row for tier in tiers for row in _rows(tier, own)]
+    heads = ["tier", "namespace", "model", "tenant", "blocks", "stored", "written", "last used", "used again"]
+    print_table(heads, rows, numbers=False)
+    print_text("* this stack's own; ages are those of the oldest, the median and the newest block; - is not known")
+    if checks := [(tier, check) for tier in tiers for check in tier.checks]:
+        print_text("")
+        print_table(
+            ["tier", "namespace", "checked", "read", "repaired", "damaged", "unreadable here"],
+            [_checked(tier, check) for tier, check in checks],
+            numbers=False,
+        )
+    for tier in tiers:
+        for line in _remarks(config, tier, repairs=args.repair):
+            print_text(f"{tier.name}: {line}")
+
+
+def _rows(tier: TierInspection, own: str) -> Iterator[list[str]]:
+    namespaces = tier.survey.namespaces if tier.survey is not None else ()
+    for each in namespaces:
+        stored = each.stored
+        namespace = stored.described.get("namespace")
+        model = str(namespace.get("model", "-")) if isinstance(namespace, dict) else "-"
+        share = "-" if each.used_again is None else f"{each.used_again:.0%}"
+        blocks = "-" if stored.blocks is None else str(stored.blocks)
+        size = "-" if stored.size_bytes is None else rounded_bytes(stored.size_bytes)
+        digest = f"{stored.digest}{' *' if stored.digest == own else ''}"
+        ages = [_ages(each.written), _ages(each.used)]
+        yield [tier.name, digest, model, stored.tenant or "-", blocks, size, *ages, share]
+    if not namespaces:
+        nothing = "-" if tier.survey is None else "nothing stored"
+        yield [tier.name, nothing, *["-"] * 7]
+
+
+def _checked(tier: TierInspection, check: NamespaceCheck) -> list[str]:
+    counts = [str(check.blocks), rounded_bytes(check.size_bytes), str(check.repaired)]
+    return [tier.name, check.namespace, *counts, _reasons(check.damaged), _reasons(check.unreadable)]
+
+
+def _reasons(counted: dict[str, int]) -> str:
+    detail = ", ".join(f"{reason} {count}" for reason, count in sorted(counted.items()))
+    return f"{sum(counted.values())} ({detail})" if counted else "0"
+
+
+def _remarks(config: StackConfig, tier: TierInspection, *, repairs: bool) -> Iterator[str]:
+    survey = tier.survey or Survey(())
+    for each in survey.namespaces:
+        changed = _differences(config, each)
+        if changed:
+            fields = "; ".join(f"{name} is {theirs!r}, not {ours!r}" for name, (ours, theirs) in changed.items())
+            yield f"{each.stored.digest} is another namespace: {fields}"
+        elif each.stored.digest != config.identity.digest.hex():
+            yield f"{each.stored.digest} is another namespace, without a readable form"
+    if (segments := survey.segments) is not None:
+        fill = f"{segments.filled_bytes / segments.size_bytes:.0%}" if segments.size_bytes else "-"
+        size = rounded_bytes(segments.size_bytes)
+        yield f"{segments.files} segments of {size} in all, {fill} filled; {segments.free} free"
+        if segments.unusable:
+            yield f"{segments.unusable} segments have no sound header"
+    if survey.foreign is not None and survey.foreign.entries:
+        entries, size = survey.foreign.entries, rounded_bytes(survey.foreign.size_bytes)
+        yield f"{entries} foreign entries of {size}: {', '.join(survey.foreign.names)}"
+    yield from survey.notes
+    for check in tier.checks:
+        yield from check.notes
+        if repairs:
+            yield f"{check.repaired} damaged blocks of {check.namespace} were deleted"
+        if check.error:
+            yield f"the check of {check.namespace} FAILED: {check.error}"
+    if tier.unavailable:
+        yield tier.unavailable
+    if tier.error:
+        yield f"FAILED: {tier.error}"
+
+
+def _ages(ages: Ages | None) -> str:
+    if ages is None:
+        return "-"
+    return " ".join(_rounded_seconds(value) for value in (ages.oldest_s, ages.median_s, ages.newest_s))
+
+
+def _rounded_seconds(value_s: float) -> str:
+    for scale, unit in _UNITS:
+        if value_s >= scale:
+            return f"{value_s / scale:.0f}{unit}"
+    return "0s"

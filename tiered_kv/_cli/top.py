@@ -1,0 +1,163 @@
+"""`tiered-kv top`: what a running stack does now, tier by tier, drawn anew every few seconds."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from types import FrameType
+from typing import Final
+
+from tiered_kv._cli.arguments import describe_use, interval
+from tiered_kv._cli.output import Status, flush_output, print_json, print_table, print_text
+from tiered_kv.errors import TierUnavailableError
+from tiered_kv.observe.answer import StatusAnswer, read_status
+from tiered_kv.observe.ask import DEFAULT_ADDRESS, Address, address_of, fetch
+from tiered_kv.observe.live import Sight, Watcher
+
+_INTERVAL_S: Final = 2.0
+_RESIZE_S: Final = 0.25
+"""How often it is looked whether the terminal has another size."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Show what a running stack does: hits, throughput, use and breaker of each tier, why blocks are missed or not "
+        "stored, and the last events. It asks the process that has the stack open, which needs 'metrics' in the "
+        "stack's file. It opens no tier, and changes nothing. Ctrl-C ends it.\n\n"
+        "Where standard output is no terminal, it prints a table for each interval."
+    )
+    parser.add_argument(
+        "where",
+        metavar="URL|STACK",
+        nargs="?",
+        default=f"http://{DEFAULT_ADDRESS}",
+        help="http://HOST:PORT, HOST:PORT, or the stack's YAML file, which has the address (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--once", action="store_true", help="show one interval and end; status 1 if a tier is out of use"
+    )
+    parser.add_argument(
+        "--interval", metavar="TIME", type=interval, default=_INTERVAL_S, help="time from one look to the next (2s)"
+    )
+    describe_use(
+        parser,
+        ("tiered-kv top", "what serves on this machine, at the usual port"),
+        ("tiered-kv top stack.yaml --interval 5s", "the stack of this file"),
+        ("tiered-kv top http://10.0.0.7:9464 --once --json", "one answer for a script"),
+        found="with --once: a tier is disabled, or its breaker is not closed",
+    )
+
+
+def run(args: argparse.Namespace) -> Status:
+    address = address_of(args.where)
+    watcher = Watcher(lambda: _ask(address))
+    if args.once or args.json:
+        return _once(watcher, address, args)
+    try:
+        with _ended_by_signals():
+            if sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown"):
+                _draw(watcher, address, args.interval)
+            else:
+                _print(watcher, args.interval)
+    except KeyboardInterrupt:  # how it is meant to end: nothing has been cut off
+        pass
+    return Status.INTERRUPTED
+
+
+def _ask(address: Address) -> StatusAnswer:
+    return read_status(fetch(address, "/status"))
+
+
+def _once(watcher: Watcher, address: Address, args: argparse.Namespace) -> Status:
+    """Look twice, an interval apart, and show what happened in between.
+
+    Raises:
+        TierUnavailableError: There is no answer.
+    """
+    first = watcher.look()
+    if not first.trouble:
+        time.sleep(args.interval)
+    sight = first if first.trouble else watcher.look()
+    if sight.view is None or sight.trouble:
+        raise TierUnavailableError(f"{address}: {sight.trouble}; is the stack open there, with 'metrics' in its file?")
+    if args.json:
+        print_json({"url": str(address), **asdict(sight.view)})
+    else:
+        _print_sight(sight, args.interval, notices_s=float("inf"))
+    return Status.FOUND if sight.view.is_troubled else Status.OK
+
+
+def _draw(watcher: Watcher, address: Address, interval_s: float) -> None:
+    """Draw on the terminal's other screen, which leaves what stood there before."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from tiered_kv._cli.top_view import screen
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a name may hold what the terminal's encoding has not
+    console = Console()
+    with Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
+        while True:
+            next_s = time.monotonic() + interval_s
+            sight, size = watcher.look(), None
+            while (left_s := next_s - time.monotonic()) > 0 or size is None:
+                if size != console.size:
+                    size = console.size
+                    live.update(screen(sight, str(address), interval_s, console), refresh=True)
+                time.sleep(min(_RESIZE_S, max(0.0, left_s)))
+
+
+def _print(watcher: Watcher, interval_s: float) -> None:
+    """Print a table for each interval, with the events since the one before."""
+    printed_s = time.monotonic() - interval_s
+    while True:
+        next_s = time.monotonic() + interval_s
+        sight = watcher.look()
+        now_s = time.monotonic()
+        _print_sight(sight, interval_s, notices_s=now_s - printed_s)
+        printed_s = now_s
+        flush_output()
+        time.sleep(max(0.0, next_s - time.monotonic()))
+
+
+def _print_sight(sight: Sight, interval_s: float, *, notices_s: float) -> None:
+    from tiered_kv._cli.top_view import headline, notice_line, plain_rows, reason_lines
+
+    view = sight.view
+    print_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {headline(sight, interval_s)}")
+    if view is None or sight.trouble:
+        return
+    columns, rows = plain_rows(view)
+    print_table(columns, rows)
+    for line in reason_lines(view):
+        print_text(line)
+    for notice in reversed(view.notices):
+        if notice.age_s <= notices_s:
+            print_text(notice_line(notice))
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Turn a signal that ends the process into an exception, so that the terminal is put back as it was.
+
+    One that is ignored, as after `nohup`, stays so.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    ending = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, end) for number in ending}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

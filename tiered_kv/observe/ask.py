@@ -1,0 +1,171 @@
+"""Asking a process that has a stack open for its status, over HTTP, within bounded time and memory."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import os
+import re
+import socket
+import ssl
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import urlsplit
+
+from tiered_kv.config.reading import fill_variables, from_source
+from tiered_kv.config.stack_config import PORT_MAX, MetricsSettings
+from tiered_kv.config.validation import validate
+from tiered_kv.errors import ConfigError, TierUnavailableError
+
+ANSWER_BYTES_MAX: Final = 8 << 20
+TIMEOUT_S: Final = 5.0
+_REASON_BYTES_MAX: Final = 1000
+DEFAULT_ADDRESS: Final = "127.0.0.1:9464"
+_LINE: Final = f'metrics: {{listen: "{DEFAULT_ADDRESS}"}}'
+_HOST_AND_PORT = re.compile(r"([A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5})")
+_PATH = re.compile("[!-~]*")
+_ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a stack's process answers; `path` stands before each page's own."""
+
+    host: str
+    port: int
+    is_tls: bool = False
+    path: str = ""
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.is_tls else 'http'}://{host}:{self.port}{self.path}"
+
+
+def address_of(text: str) -> Address:
+    """Return where to ask: `text` is a URL, HOST:PORT, or the path of a stack's file, whose `metrics.listen` it is.
+
+    Of a stack's file only `metrics` is looked at. So the variables of its secrets need not be set here.
+
+    Raises:
+        ConfigError: It is none of these, or the file has no `metrics.listen`.
+    """
+    if "://" in text:
+        return _address_of_url(text)
+    found = _HOST_AND_PORT.fullmatch(text)
+    if found:
+        return _address(found[1].strip("[]"), int(found[2]))
+    return from_source(text, _address_of_stack)
+
+
+def fetch(address: Address, page: str, timeout_s: float = TIMEOUT_S) -> bytes:
+    """Return the body of a page, such as "/status". The caller waits for up to `timeout_s` seconds.
+
+    A name that has to be resolved may take longer.
+
+    Raises:
+        ConfigError: The server refuses the question in `page`.
+        TierUnavailableError: There is no answer, or it is none of a server's that has this page.
+    """
+    try:
+        response = _exchange(address, page, time.monotonic() + timeout_s)
+        body = response.read()
+    except TimeoutError:
+        raise TierUnavailableError(f"no answer within {timeout_s:g} s") from None
+    except ssl.SSLError as error:
+        raise TierUnavailableError(f"TLS failed: {error.reason or 'unknown reason'}") from error
+    except (http.client.HTTPException, ValueError) as error:
+        raise TierUnavailableError(f"the answer is not HTTP, or was cut off ({type(error).__name__})") from error
+    except OSError as error:
+        raise TierUnavailableError((error.strerror or type(error).__name__).lower()) from error
+    if response.status == http.HTTPStatus.BAD_REQUEST:
+        why = body[:_REASON_BYTES_MAX].decode(errors="replace").strip()
+        raise ConfigError(f"{address} refuses: {why if why.isprintable() else 'no reason that can be shown'}")
+    if response.status != http.HTTPStatus.OK:
+        raise TierUnavailableError(f"it answers with HTTP status {response.status}, not with {page}")
+    return body
+
+
+def _address_of_url(url: str) -> Address:
+    try:
+        parts = urlsplit(url)
+        port, host = parts.port, (parts.hostname or "").encode("idna").decode()
+    except ValueError:
+        port, host = None, ""
+    if not host or parts.scheme not in ("http", "https") or not _PATH.fullmatch(parts.path):
+        raise ConfigError(f"expected a URL such as http://{DEFAULT_ADDRESS}, or the path of a stack's file")
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise ConfigError(
+            f"expected a URL without user, password, query and fragment, such as http://{DEFAULT_ADDRESS}"
+        )
+    is_tls = parts.scheme == "https"
+    default = 443 if is_tls else 80
+    return Address(host, default if port is None else port, is_tls, parts.path.rstrip("/").removesuffix("/status"))
+
+
+def _address_of_stack(raw: Mapping[str, object]) -> Address:
+    if raw.get("metrics") is None:
+        raise ConfigError(
+            f"the stack serves no status; add this line to the file, and open the stack anew: {_LINE}",
+            location="metrics.listen",
+        )
+    filled = fill_variables({"metrics": raw["metrics"]}, os.environ)
+    return _address(*validate(MetricsSettings, filled["metrics"], ("metrics",)).address)
+
+
+def _address(host: str, port: int) -> Address:
+    if not 0 < port <= PORT_MAX:
+        expected = "give the URL with the port that the process has taken" if port == 0 else f"at most {PORT_MAX}"
+        raise ConfigError(f"nobody can be asked at port {port}: {expected}")
+    return Address(_ANY_HOST.get(host, host), port)
+
+
+def _exchange(address: Address, page: str, deadline: float) -> http.client.HTTPResponse:
+    request = (
+        f"GET {address.path}{page} HTTP/1.1\r\nHost: {address.host}:{address.port}\r\n"
+        "Accept: application/json\r\nConnection: close\r\n\r\n"
+    )
+    with socket.create_connection((address.host, address.port), _left_s(deadline)) as plain:
+        plain.settimeout(_left_s(deadline))
+        connection = plain
+        if address.is_tls:
+            connection = ssl.create_default_context().wrap_socket(plain, server_hostname=address.host)
+        with connection:
+            connection.sendall(request.encode("ascii"))
+            answer = _all_of(connection, deadline)
+    response = http.client.HTTPResponse(_Received(answer))  # type: ignore[arg-type]  # it calls makefile only
+    response.begin()
+    return response
+
+
+def _all_of(connection: socket.socket, deadline: float) -> bytes:
+    """Return all that is sent until the other side closes. A server that drips is cut off at the deadline."""
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        connection.settimeout(_left_s(deadline))
+        part = connection.recv(1 << 16)
+        if not part:
+            return b"".join(parts)
+        parts.append(part)
+        size += len(part)
+        if size > ANSWER_BYTES_MAX:
+            raise TierUnavailableError(f"the answer has more than {ANSWER_BYTES_MAX >> 20} MiB")
+
+
+def _left_s(deadline: float) -> float:
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    return left_s
+
+
+class _Received:
+    """An answer that has come, in the place of the socket that `HTTPResponse` reads."""
+
+    def __init__(self, answer: bytes) -> None:
+        self._answer = answer
+
+    def makefile(self, mode: str) -> io.BytesIO:
+        return io.BytesIO(self._answer)

@@ -1,0 +1,275 @@
+"""Publishing where blocks are, by ZeroMQ, in the form of vLLM's KV cache events.
+
+A message has three frames: the topic, a sequence number (8 bytes, big-endian) and a batch in msgpack:
+
+    [seconds since 1970, [event, ...], data-parallel rank]
+
+An event is a map with the key `type`: BlockStored, BlockRemoved or AllBlocksCleared. The fields are those of
+`vllm.distributed.kv_events` (vLLM 0.32 and 0.33); docs/how-to/events.md explains them.
+
+A subscriber that missed messages sends the first number that it wants to the replay socket, and gets the messages that
+are kept, and then one with the number -1.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from tiered_kv.base import OffloadingEvent, OffloadKey
+from tiered_kv.config.stack_config import EventSettings
+from tiered_kv.errors import ConfigError, MissingExtraError
+from tiered_kv.mediums import CPULoadStoreSpec
+from tiered_kv.tiering.step import give_way
+
+QUEUE_KEYS_MAX: Final = 1 << 18
+"""Keys that wait to be published; beyond it the oldest events are dropped."""
+MESSAGE_KEYS_MAX: Final = 512
+"""Keys of one message, and how many are encoded at once while a scheduler may wait for the interpreter lock."""
+SUBSCRIBER_MESSAGES_MAX: Final = 1000
+"""Messages that wait for one slow subscriber; it loses those that come while there are as many."""
+REPLAY_BYTES_MAX: Final = 32 << 20
+REPLAY_MESSAGES_MAX: Final = 10_000
+
+_POLL_MS: Final = 20
+_CLOSE_TIMEOUT_S: Final = 2.0
+_LINGER_MS: Final = 500
+_NUMBER_BYTES: Final = 8
+_END: Final = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
+_RANK: Final = 0
+_GROUP_BYTES: Final = 4
+_HASH_BYTES: Final = 8
+
+_Fields = dict[str, Any]  # Any: as the fields of vLLM's events
+_UNKNOWN: Final[_Fields] = {
+    "parent_block_hash": None,
+    "token_ids": [],
+    "block_size": 0,
+    "lora_id": None,
+    "lora_name": None,
+}
+"""What a stored block has in vLLM's own events, and tiers do not know. vLLM writes the same for offloaded blocks."""
+
+_log = logging.getLogger(__name__)
+
+
+class EventPublisher:
+    """Publishes the events of a stack on a thread of its own.
+
+    The manager's thread calls `publish` and `clear`, which append to a queue. Any thread may call `counted`.
+
+    Args:
+        settings: The addresses and the topic.
+        mediums: For each tier's name, what its events call its medium.
+
+    Attributes:
+        publish_address: Where subscribers connect, with the port that was taken for `*`.
+        replay_address: The same of the replay socket; empty without one.
+
+    Raises:
+        MissingExtraError: pyzmq or msgspec is not installed.
+        ConfigError: An address cannot be used.
+    """
+
+    def __init__(self, settings: EventSettings, mediums: Mapping[str, str]) -> None:
+        try:
+            import msgspec
+            import zmq
+        except ImportError:
+            raise MissingExtraError("'events'", "events", location="events") from None
+        self._mediums = mediums
+        self._topic = settings.topic.encode()
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._queue: deque[tuple[int, float, Sequence[OffloadingEvent] | None]] = deque()
+        self._next_batch = 0
+        self._queued_keys = 0  # with those that were taken; written by the manager's thread
+        self._taken_keys = 0  # written by the publisher's
+        self._next_taken = 0
+        self._next_number = 0
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._kept_bytes = 0
+        self._counts = {"event_messages_total": 0, "dropped_event_batches_total": 0, "event_replay_requests_total": 0}
+        self._is_closing = threading.Event()
+        self._context = zmq.Context()
+        try:
+            self._publisher, self.publish_address = self._bound(zmq.PUB, "publish", settings.publish)
+            self._replayer, self.replay_address = None, ""
+            if settings.replay is not None:
+                self._replayer, self.replay_address = self._bound(zmq.ROUTER, "replay", settings.replay)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._thread = threading.Thread(target=self._run, name="tiered-kv-events", daemon=True)
+        self._thread.start()
+
+    # The manager's thread.
+
+    def publish(self, events: Sequence[OffloadingEvent]) -> None:
+        """Queue events; the oldest that wait are dropped where there are too many."""
+        self._queued_keys += sum(len(event.keys) for event in events)
+        self._append(events)
+        while self._queued_keys - self._taken_keys > QUEUE_KEYS_MAX:
+            try:
+                _, _, dropped = self._queue.popleft()
+            except IndexError:  # the publisher has just taken it
+                break
+            self._queued_keys -= sum(len(event.keys) for event in dropped or ())
+            self._counts["dropped_event_batches_total"] += 1
+
+    def clear(self) -> None:
+        """Queue the removal of all blocks."""
+        self._append(None)
+
+    def _append(self, events: Sequence[OffloadingEvent] | None) -> None:
+        self._queue.append((self._next_batch, time.time(), events))
+        self._next_batch += 1
+
+    def counted(self) -> dict[str, int]:
+        """Return how many messages were sent, batches were dropped and replays were asked for."""
+        return dict(self._counts)
+
+    def close(self) -> None:
+        """Publish what waits, and end the thread; waits for two seconds at most."""
+        self._is_closing.set()
+        self._thread.join(_CLOSE_TIMEOUT_S)
+
+    # The publisher's thread.
+
+    def _bound(self, kind: int, setting: str, address: str) -> tuple[Any, str]:  # Any: a zmq.Socket
+        import zmq
+
+        socket = self._context.socket(kind)
+        socket.linger = _LINGER_MS
+        socket.sndhwm = SUBSCRIBER_MESSAGES_MAX if kind == zmq.PUB else 2 * REPLAY_MESSAGES_MAX
+        socket.ipv6 = "[" in address
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            message = f"cannot listen at '{address}': {error.strerror}"
+            raise ConfigError(message, location=f"events.{setting}") from error
+        endpoint: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        return socket, endpoint.rstrip("\0")
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing.is_set():
+                self._serve_replay()
+                self._send_queue()
+            self._send_queue()
+        except Exception as error:
+            _log.error("events are published no more", exc_info=error)
+        finally:
+            self._context.destroy()
+
+    def _send_queue(self) -> None:
+        while self._queue:
+            try:
+                batch, time_s, events = self._queue.popleft()
+            except IndexError:  # it was dropped just now
+                return
+            self._next_number += batch - self._next_taken  # where batches were dropped the numbers have a gap
+            self._next_taken = batch + 1
+            if events is None:
+                self._send(time_s, [{"type": "AllBlocksCleared"}])
+                continue
+            self._taken_keys += sum(len(event.keys) for event in events)
+            for message in self._messages(events):
+                self._send(time_s, message)
+                if not self._is_closing.is_set():
+                    give_way(_POLL_MS / 1000)
+
+    def _messages(self, events: Sequence[OffloadingEvent]) -> Iterator[list[_Fields]]:
+        """Yield the events of each message, at most `MESSAGE_KEYS_MAX` keys."""
+        message: list[_Fields] = []
+        room = MESSAGE_KEYS_MAX
+        for event in events:
+            for start, stop in _cuts(len(event.keys), room):
+                message += self._fields(event, event.keys[start:stop])
+                room -= stop - start
+                if not room:
+                    yield message
+                    message, room = [], MESSAGE_KEYS_MAX
+        if message:
+            yield message
+
+    def _fields(self, event: OffloadingEvent, keys: Sequence[OffloadKey]) -> Iterator[_Fields]:
+        """Yield one event for each KV cache group of `keys`."""
+        is_primary = event.medium == CPULoadStoreSpec.medium()
+        where: _Fields = {"medium": event.medium if is_primary else self._mediums.get(event.medium, event.medium)}
+        if not is_primary:
+            where["ownership"] = event.medium
+        for group, hashes in hashes_of(keys).items():
+            about = {"block_hashes": hashes, "group_idx": group, **where}
+            yield {"type": "BlockRemoved", **about} if event.removed else {"type": "BlockStored", **about, **_UNKNOWN}
+
+    def _send(self, time_s: float, events: list[_Fields]) -> None:
+        payload = self._encode([time_s, events, _RANK])
+        number = self._next_number
+        self._next_number += 1
+        self._publisher.send_multipart((self._topic, _frame(number), payload))
+        self._counts["event_messages_total"] += 1
+        if self._replayer is None:
+            return
+        self._kept.append((number, payload))
+        self._kept_bytes += len(payload)
+        while self._kept_bytes > REPLAY_BYTES_MAX or len(self._kept) > REPLAY_MESSAGES_MAX:
+            _, oldest = self._kept.popleft()
+            self._kept_bytes -= len(oldest)
+
+    def _serve_replay(self) -> None:
+        """Answer a request, or wait a moment for one."""
+        if self._replayer is None:
+            self._is_closing.wait(_POLL_MS / 1000)
+            return
+        if not self._replayer.poll(_POLL_MS):
+            return
+        frames = self._replayer.recv_multipart()
+        if len(frames) != 3 or len(frames[2]) != _NUMBER_BYTES:
+            return
+        client, first = frames[0], int.from_bytes(frames[2], "big")
+        self._counts["event_replay_requests_total"] += 1
+        for number, payload in self._kept:
+            if number >= first:
+                self._replayer.send_multipart((client, b"", self._topic, _frame(number), payload))
+                give_way()
+        self._replayer.send_multipart((client, b"", b"", _END, b""))
+
+
+def hashes_of(keys: Sequence[OffloadKey]) -> dict[int, list[int]]:
+    """Return what events call blocks, by KV cache group: the last 64 bits of each hash, as in vLLM's events."""
+    length = len(keys[0])
+    if length >= _HASH_BYTES + _GROUP_BYTES and set(map(len, keys)) == {length}:
+        # The usual case, without the interpreter for each key: the scheduler may wait for its lock.
+        table = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, length)[:, -_HASH_BYTES - _GROUP_BYTES :]
+        groups = np.ascontiguousarray(table[:, _HASH_BYTES:]).view(">u4")[:, 0]
+        if (groups == groups[0]).all():
+            return {int(groups[0]): np.ascontiguousarray(table[:, :_HASH_BYTES]).view(">u8")[:, 0].tolist()}
+    by_group: dict[int, list[int]] = {}
+    for key in keys:
+        block_hash = int.from_bytes(key[-_HASH_BYTES - _GROUP_BYTES : -_GROUP_BYTES], "big")
+        by_group.setdefault(int.from_bytes(key[-_GROUP_BYTES:], "big"), []).append(block_hash)
+    return by_group
+
+
+def medium_of(tier_type: str) -> str:
+    """Return what events call the medium of a tier's type: "NVME" for `nvme`, "MINE" for `package.module:Mine`."""
+    return tier_type.rpartition(":")[2].upper()
+
+
+def _cuts(length: int, room: int) -> Iterator[tuple[int, int]]:
+    """Yield the parts of a sequence: the first of at most `room`, the others of at most `MESSAGE_KEYS_MAX`."""
+    start = 0
+    while start < length:
+        stop = min(start + room, length)
+        yield start, stop
+        start, room = stop, MESSAGE_KEYS_MAX
+
+
+def _frame(number: int) -> bytes:
+    return number.to_bytes(_NUMBER_BYTES, "big")

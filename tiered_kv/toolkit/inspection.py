@@ -1,0 +1,171 @@
+"""What the administrations of tiers share to survey their storage, and to verify block records in it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from tiered_kv.tiering.administration import (
+    Ages,
+    StoredNamespace,
+    Survey,
+    SurveyedForeign,
+    SurveyedNamespace,
+    SurveyedSegments,
+)
+from tiered_kv.toolkit.codecs import CodecSet
+from tiered_kv.toolkit.record import record_bytes_max, verify_record
+from tiered_kv.toolkit.room import ThreadRoom
+from tiered_kv.toolkit.status import RecordStatus
+
+NAMESPACES_MAX: Final = 1024
+"""Namespaces that one survey tells apart; it counts blocks of further ones as foreign."""
+FOREIGN_NAMED_MAX: Final = 8
+_SAMPLES_MAX: Final = 4096
+_UNKNOWN_BLOCK_BYTES_MAX: Final = 256 << 20
+"""The longest block that is read where no readable form says how long blocks are."""
+
+
+class AgeSample:
+    """Oldest, newest, and median of many ages. The median is exact up to 4,096 ages, and then of a random sample."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._oldest_s = self._newest_s = 0.0
+        self._samples: list[float] = []
+        self._chance = random.Random(0)
+
+    def add(self, age_s: float) -> None:
+        """Add one block's age; a clock that is ahead makes it 0."""
+        age_s = max(0.0, age_s)
+        self._oldest_s = max(self._oldest_s, age_s)
+        self._newest_s = min(self._newest_s, age_s) if self._count else age_s
+        self._count += 1
+        if len(self._samples) < _SAMPLES_MAX:
+            self._samples.append(age_s)
+        elif (at := self._chance.randrange(self._count)) < _SAMPLES_MAX:
+            self._samples[at] = age_s
+
+    def ages(self) -> Ages | None:
+        """Return what was added; None if nothing was."""
+        if not self._samples:
+            return None
+        return Ages(self._oldest_s, sorted(self._samples)[len(self._samples) // 2], self._newest_s)
+
+
+class _Tally:
+    """What was found of one namespace."""
+
+    def __init__(self) -> None:
+        self.blocks = 0
+        self.size_bytes: int | None = 0
+        self.written, self.used = AgeSample(), AgeSample()
+
+
+class Census:
+    """Counts entries of a storage, in memory that does not grow with their number."""
+
+    def __init__(self) -> None:
+        self._tallies: dict[str, _Tally] = {}
+        self._foreign_entries = self._foreign_bytes = 0
+        self._foreign_names: list[str] = []
+
+    @property
+    def digests(self) -> list[str]:
+        """Return the digests of the namespaces that were found."""
+        return sorted(self._tallies)
+
+    def add(
+        self,
+        digest: str,
+        size_bytes: int | None,
+        *,
+        is_block: bool = True,
+        written_s: float | None = None,
+        used_s: float | None = None,
+    ) -> None:
+        """Count an entry of a namespace.
+
+        Args:
+            digest: The namespace.
+            size_bytes: The entry's size; None if it is unknown, and so is the namespace's then.
+            is_block: False for marks, readable forms, files that are being written.
+            written_s: How long ago it was written; None if that is unknown.
+            used_s: How long ago it was used last; likewise.
+        """
+        tally = self._tallies.get(digest)
+        if tally is None:
+            if len(self._tallies) >= NAMESPACES_MAX:
+                self.add_foreign(digest, size_bytes or 0)
+                return
+            tally = self._tallies[digest] = _Tally()
+        tally.blocks += is_block
+        unknown = tally.size_bytes is None or size_bytes is None
+        tally.size_bytes = None if unknown else (tally.size_bytes or 0) + (size_bytes or 0)
+        if written_s is not None:
+            tally.written.add(written_s)
+        if used_s is not None:
+            tally.used.add(used_s)
+
+    def add_foreign(self, name: str, size_bytes: int) -> None:
+        """Count an entry that is not the tier's."""
+        self._foreign_entries += 1
+        self._foreign_bytes += size_bytes
+        if len(self._foreign_names) < FOREIGN_NAMED_MAX:
+            self._foreign_names.append(name[:256])
+
+    def survey(
+        self,
+        describe: Callable[[str], Mapping[str, object]],
+        *,
+        segments: SurveyedSegments | None = None,
+        notes: tuple[str, ...] = (),
+    ) -> Survey:
+        """Return the result; `describe` returns a namespace's readable form, empty if there is none."""
+        namespaces = tuple(
+            SurveyedNamespace(
+                StoredNamespace(digest, describe(digest), tally.blocks, tally.size_bytes),
+                tally.written.ages(),
+                tally.used.ages(),
+            )
+            for digest, tally in sorted(self._tallies.items())
+        )
+        foreign = SurveyedForeign(self._foreign_entries, self._foreign_bytes, tuple(self._foreign_names))
+        return Survey(namespaces, segments, foreign, notes)
+
+
+class RecordCheck:
+    """Checks block records of one namespace. Any thread may call, each with one record at a time.
+
+    Args:
+        namespace_digest: The namespace, 16 bytes.
+        codecs: The codecs and keys that are here.
+        block_bytes: Size of its blocks; None if it is unknown.
+    """
+
+    def __init__(self, namespace_digest: bytes, codecs: CodecSet, block_bytes: int | None) -> None:
+        self._digest = namespace_digest
+        self._codecs = codecs
+        self._block_bytes = block_bytes
+        self._records, self._blocks = ThreadRoom(), ThreadRoom()
+        self.too_long: RecordStatus | str = "too_long" if block_bytes is None else RecordStatus.BAD_LENGTH
+        """What a record is for which there is no room."""
+
+    def room(self, size_bytes: int) -> memoryview | None:
+        """Return memory for a record of as many bytes; None if no record of this namespace is that long."""
+        limit = record_bytes_max(_UNKNOWN_BLOCK_BYTES_MAX if self._block_bytes is None else self._block_bytes)
+        return self._records.take(size_bytes) if size_bytes <= limit else None
+
+    def check(self, record: memoryview, key_digest: bytes | None = None) -> RecordStatus:
+        """Return what is wrong with a whole record, or OK; see `record.verify_record`."""
+        block = None if self._block_bytes is None else self._blocks.take(self._block_bytes)
+        return verify_record(record, self._digest, block, self._codecs, key_digest)
+
+
+def block_bytes_in(described: Mapping[str, object]) -> int | None:
+    """Return the size of blocks that a readable form says; None if it says no possible one."""
+    block = described.get("block")
+    size = block.get("bytes") if isinstance(block, Mapping) else None
+    is_possible = isinstance(size, int) and not isinstance(size, bool) and 0 < size <= _UNKNOWN_BLOCK_BYTES_MAX
+    return size if is_possible and isinstance(size, int) else None
