@@ -1,4 +1,4 @@
-"""Redis is killed in the middle of a replay: Prometheus, the status, the explanations and the report say the same."""
+"""Redis is killed in the middle of a replay: Prometheus, status, `top`, explanations and report say the same."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from urllib.request import urlopen
 import pytest
 
 from tests.support.prometheus import Labels, Prometheus, missing_prometheus, panels, wait_for
+from tiered_kv._cli.output import Status
+from tiered_kv.cli import main
 from tiered_kv.counters import count_of
 from tiered_kv.observe.report.samples import Sampler
 from tiered_kv.stack import Stack, open_stack
@@ -96,11 +98,14 @@ def told(folder: Path, redis: RedisServer) -> Iterator[Story]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(missing_prometheus()), reason=missing_prometheus() or "it is")
-def test_everybody_tells_the_same_story(tmp_path: Path, redis_server: RedisServer) -> None:
+def test_everybody_tells_the_same_story(
+    tmp_path: Path, redis_server: RedisServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     with told(tmp_path, redis_server) as story:
         wait_for(lambda: differences(story, story.stack.counters()), NONE)
         counters = story.stack.counters()
         check_status(story, counters)
+        check_top(story, counters, capsys)
         check_report(story, counters)
         check_explanations(story, counters)
         check_panels(story)
@@ -135,6 +140,20 @@ def check_status(story: Story, counters: Counters) -> None:
     opened = first_trouble(story.prometheus.history("tiered_kv_breaker_state", story.began, time.time()))
     assert opened.keys() == {"redis"}
     assert 0 < opened["redis"] - story.killed < LATE_S
+
+
+def check_top(story: Story, counters: Counters, capsys: pytest.CaptureFixture[str]) -> None:
+    """`top` has the same reasons, and the same tier out of use."""
+    assert story.stack.server is not None
+    capsys.readouterr()
+    status = main(["top", f"http://127.0.0.1:{story.stack.server.port}", "--once", "--json", "--interval", "100ms"])
+    view = json.loads(capsys.readouterr().out)
+    assert status == Status.FOUND
+    assert [tier["name"] for tier in view["tiers"] if tier["breaker"] not in ("", "closed")] == ["redis"]
+    shown = {(each["tier"], each["what"], each["reason"]): each["blocks_total"] for each in view["reasons"]}
+    for what, name in (("miss", "misses_total"), ("skip", "skipped_blocks_total")):
+        numbers = {(t, what, why): n for t, counted in counters.items() for why, n in counted.get(name, {}).items()}
+        assert {key: total for key, total in shown.items() if key[1] == what} == numbers
 
 
 def first_trouble(series: Mapping[Labels, list[tuple[float, float]]]) -> dict[str, float]:
