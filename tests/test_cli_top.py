@@ -25,7 +25,12 @@ from tiered_kv.cli import main
 from tiered_kv.observe.answer import NoticeAnswer
 from tiered_kv.observe.live import ReasonView, Sight, TierView, View, view_of
 
-COMMAND = [sys.executable, "-c", "from tiered_kv.cli import main; raise SystemExit(main())", "top"]
+# A shell starts what runs in its background with Ctrl-C ignored, and the tests may run there.
+PROGRAM = (
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from tiered_kv.cli import main; raise SystemExit(main())"
+)
+COMMAND = [sys.executable, "-c", PROGRAM, "top"]
 HOSTILE = "\x1b]0;evil\x07\x1b[2J\r\n[red]\u202e\ud800" + "x" * 1000
 ALTERNATE_SCREEN, MAIN_SCREEN, SHOW_CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
 
