@@ -271,7 +271,7 @@ class Audit:
             try:
                 answers = dict(zip(rest, guarded.tier.lookup_many(rest, audited.context), strict=True))
             except Exception:
-                guarded.note_exception("lookup_many")
+                guarded.observer.note_exception("lookup_many")
                 continue
             audited.asked.update({key: guarded for key, answer in answers.items() if answer})
             rest = [key for key, answer in answers.items() if answer is not None and not answer]

@@ -3,46 +3,25 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
-from tiered_kv.base import OffloadingEvent, OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
+from tiered_kv.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
 from tiered_kv.config.settings import TierSettings
-from tiered_kv.counters import Counters
 from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.errors import TierError
-from tiered_kv.observe.fates import Fate, fate_of
 from tiered_kv.observe.history import BlockHistory
-from tiered_kv.observe.measures import TierMeasures
 from tiered_kv.observe.notices import Notices
 from tiered_kv.tiering.admission import Admission
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.breaker import Breaker, BreakerState
 from tiered_kv.tiering.events import TierEvents
 from tiered_kv.tiering.isolation import IsolatedTier
-from tiered_kv.toolkit.status import UNREADABLE, RecordStatus
-
-logger = logging.getLogger(__name__)
-
-_NAMES: Final = (
-    "stored_blocks_total",
-    "stored_bytes_total",
-    "loaded_blocks_total",
-    "loaded_bytes_total",
-    "refused_promotion_blocks_total",
-    "expired_jobs_total",
-    "late_jobs_total",
-    "lookup_timeouts_total",
-    "exceptions_total",
-    "unknown_results_total",
-)
-_LABELLED: Final = ("submitted_jobs_total", "skipped_blocks_total", "failed_blocks_total")
+from tiered_kv.tiering.tier_observer import TierObserver, direction_of
+from tiered_kv.toolkit.status import RecordStatus
 
 HARMLESS_REASONS: Final = {status.value for status in RecordStatus if status is not RecordStatus.OK} | {
     "absent",
@@ -55,8 +34,6 @@ HARMLESS_REASONS: Final = {status.value for status in RecordStatus if status is 
 
 `unanswered` is for blocks that a server does not answer for, while the tier's servers answer for others.
 """
-
-_DAMAGE: Final = {status.value for status in RecordStatus} - {status.value for status in UNREADABLE | {RecordStatus.OK}}
 
 _REASON = re.compile(r"[\w.-]{1,64}", re.ASCII)
 """What a reason looks like. Counters and metrics have it as a label, so a sentence is none."""
@@ -75,11 +52,6 @@ class Job:
     metadata: JobMetadata
     blocks: Sequence[CPUBlock]
     is_expired: bool = False
-
-    @property
-    def direction(self) -> str:
-        """Its direction in the counters."""
-        return "load" if self.metadata.is_promotion else "store"
 
 
 @dataclass(slots=True)
@@ -114,18 +86,16 @@ class GuardedTier:
         tells_events: bool = False,
     ) -> None:
         self.name = settings.name
-        self.notices = notices or Notices()
         self.number = number
         """Its place in the order of the search, the primary tier's being 0."""
-        self._history = history
-        self._jobs_before_reset: frozenset[JobId] = frozenset()
         self.tier = tier if tier.is_nonblocking else IsolatedTier(tier, settings.lookup_timeout, clock)
         self.settings = settings
         self.breaker = Breaker(settings.breaker_failures, settings.breaker_cooldown)
         self.admission = Admission(settings.admit_after)
-        self.counters = Counters(_NAMES, _LABELLED)
-        self.measures = TierMeasures()
-        self._events = TierEvents(self.tier, self.name, block_bytes) if tells_events else None
+        events = TierEvents(self.tier, self.name, block_bytes) if tells_events else None
+        self.observer = TierObserver(self.name, number, block_bytes, notices or Notices(), history, events)
+        self.counters = self.observer.counters
+        self.measures = self.observer.measures
         self.jobs: dict[JobId, Job] = {}
         self.is_disabled = False
         """Set for good when the tier cannot reset."""
@@ -182,23 +152,23 @@ class GuardedTier:
         """
         reason = self.refusal()
         if reason:
-            self.skip(reason, offered)
+            self.observer.skipped(reason, offered)
             return []
         room = max(self.store_room(), 0)
         if self.admission.is_open():
-            self.skip("budget", offered[room:])
+            self.observer.skipped("budget", offered[room:])
             return offered[:room]
         selected: list[CPUBlock] = []
         not_admitted: list[CPUBlock] = []
         for number, block in enumerate(offered):
             if len(selected) == room:  # an offer that finds no room does not count
-                self.skip("budget", offered[number:])
+                self.observer.skipped("budget", offered[number:])
                 break
             if self.admission.admit(block.key):
                 selected.append(block)
             else:
                 not_admitted.append(block)
-        self.skip("admission", not_admitted)
+        self.observer.skipped("admission", not_admitted)
         return selected
 
     def submit(
@@ -222,13 +192,13 @@ class GuardedTier:
         try:
             (self.tier.submit_load if is_promotion else self.tier.submit_store)(job.metadata)
         except Exception:
-            self.note_exception("submit_load" if is_promotion else "submit_store")
-            self._count_failed(job, len(keys), "exception")
+            self.observer.note_exception("submit_load" if is_promotion else "submit_store")
+            self.observer.failed(job.metadata, len(keys), "exception")
             self.breaker.fail(self._clock())
             return None
         self.jobs[job_id] = self._unexpired[job_id] = job
         self._budget_of(job).blocks += len(blocks)
-        self.counters.add("submitted_jobs_total", job.direction)
+        self.counters.add("submitted_jobs_total", direction_of(job.metadata))
         return job
 
     def collect(self) -> list[tuple[Job, JobResult]]:
@@ -242,7 +212,7 @@ class GuardedTier:
                 if isinstance(result, JobResult):
                     results.append(result)
         except Exception:
-            self.note_exception("get_finished")
+            self.observer.note_exception("get_finished")
             self.breaker.fail(self._clock())
         ended = []
         for told_of_job in results:
@@ -256,7 +226,7 @@ class GuardedTier:
             result = _believed(told_of_job)
             self._budget_of(job).blocks -= len(job.blocks)
             seconds = self._clock() - (job.metadata.deadline or 0.0) + self.settings.job_timeout
-            self.measures.add_job(job.direction, seconds, len(job.blocks) * self._block_bytes)
+            self.measures.add_job(direction_of(job.metadata), seconds, len(job.blocks) * self._block_bytes)
             if job.is_expired:
                 self.counters.add("late_jobs_total")
                 self._budget_of(job).expired_blocks -= len(job.blocks)
@@ -280,7 +250,7 @@ class GuardedTier:
             job.is_expired = True
             self.counters.add("expired_jobs_total")
             self._budget_of(job).expired_blocks += len(job.blocks)
-            self._count_failed(job, len(job.blocks), "expired")
+            self.observer.failed(job.metadata, len(job.blocks), "expired")
             self.breaker.fail(now_s)
         return expired
 
@@ -289,38 +259,30 @@ class GuardedTier:
         try:
             failures = self.tier.lookup_failures
         except Exception:
-            self.note_exception("lookup_failures")
+            self.observer.note_exception("lookup_failures")
             failures = self._lookup_failures
         if failures != self._lookup_failures:
             self.counters.add("lookup_timeouts_total", count=failures - self._lookup_failures)
             self._lookup_failures = failures
             self.breaker.fail(now_s)
-            if self._history is not None:
-                self._history.gave_up(self.number)
+            self.observer.gave_up()
         self.breaker.tick(now_s)
         if self.breaker.state is not self._noted_state:
             self._noted_state = self.breaker.state
-            self.notices.add(self.name, f"breaker {self._noted_state.name.lower().replace('_', ' ')}")
+            self.observer.notice(f"breaker {self._noted_state.name.lower().replace('_', ' ')}")
 
     def disable(self, why: str) -> None:
         """Use the tier no more."""
         if not self.is_disabled:
             self.is_disabled = True
-            self.notices.add(self.name, f"disabled: {why}")
-
-    def skip(self, reason: str, blocks: Sequence[CPUBlock]) -> None:
-        """Count, and note, blocks that are not stored to this tier."""
-        if blocks:
-            self.counters.add("skipped_blocks_total", reason, count=len(blocks))
-            if self._history is not None:
-                self._history.note(self.number, fate_of(reason), [block.key for block in blocks])
+            self.observer.notice(f"disabled: {why}")
 
     def call(self, method: str, *arguments: object) -> Any:  # Any: as the tier's method returns
         """Call an optional method of the tier; an exception is counted, and the answer is None."""
         try:
             return getattr(self.tier, method)(*arguments)
         except Exception:
-            self.note_exception(method)
+            self.observer.note_exception(method)
             return None
 
     def wants_all_of(self, req_context: ReqContext) -> bool:
@@ -348,26 +310,11 @@ class GuardedTier:
             "tier": dict(stats) if isinstance(stats, Mapping) else {},
         }
 
-    def take_events(self) -> list[OffloadingEvent]:
-        """Return the tier's events since the last call."""
-        if self._events is None:
-            return []
-        try:
-            return self._events.take()
-        except Exception:
-            self.note_exception("take_events")
-            return []
-
     def reset_cache(self) -> None:
         """Let the tier forget every block; one that cannot is not used any more."""
         if not self.call("reset_cache"):
             self.disable("it cannot reset")
-        self._note_reset()
-        if self._events is not None:
-            try:
-                self._events.reset(list(self.jobs))
-            except Exception:
-                self.note_exception("take_events")
+        self.observer.reset(list(self.jobs))
 
     def _budget_of(self, job: Job) -> _Budget:
         return self.loads if job.metadata.is_promotion else self.stores
@@ -381,62 +328,11 @@ class GuardedTier:
             done = 0
         else:
             done = len(frozenset(result.successful_keys).intersection(job.metadata.keys))
-        what = "loaded" if job.metadata.is_promotion else "stored"
-        self.counters.add(f"{what}_blocks_total", count=done)
-        self.counters.add(f"{what}_bytes_total", count=done * self._block_bytes)
-        if self._history is not None:
-            self._note(job, result, done)
-        if done < total:
-            self._count_failed(job, total - done, result.reason or "failed")
-        if self._events is not None:
-            self._events.note(job.metadata, result)
+        self.observer.ended(job.metadata, result, done, total)
         if done or not total:
             self.breaker.succeed()
         elif result.reason not in HARMLESS_REASONS:
             self.breaker.fail(self._clock())
-
-    def _note_reset(self) -> None:
-        """Note that the tier has forgotten its blocks, those of stores in flight included."""
-        if self._history is not None:
-            self._jobs_before_reset = frozenset(self.jobs)
-            self._history.reset(self.number)
-
-    def _note(self, job: Job, result: JobResult, done: int) -> None:
-        """Note which blocks the tier has now, or does not have any more."""
-        assert self._history is not None
-        if job.metadata.job_id in self._jobs_before_reset:
-            result = JobResult(job.metadata.job_id, False, reason="reset")
-            done = 0
-        keys, is_load = list(job.metadata.keys), job.metadata.is_promotion
-        if done == len(keys):
-            if not is_load:
-                self._history.note(self.number, Fate.STORED, keys)
-            return
-        ok = frozenset(result.successful_keys or ())
-        if done and not is_load:
-            self._history.note(self.number, Fate.STORED, [key for key in keys if key in ok])
-        fate = fate_of(result.reason or "failed")
-        if not is_load or fate in (Fate.EVICTED, Fate.CORRUPT):  # after others the tier still has the block
-            self._history.note(self.number, fate, [key for key in keys if key not in ok])
-
-    def _count_failed(self, job: Job, num_blocks: int, reason: str) -> None:
-        self.counters.add("failed_blocks_total", job.direction, reason, count=num_blocks)
-        if reason in _DAMAGE:
-            self.notices.add(self.name, "damaged blocks", num_blocks)
-
-    def note_exception(self, operation: str) -> None:
-        """Count an exception of the tier, in an `except` block; the first is logged.
-
-        The log has its type and place, but not its text: a client library may have put a password into the text.
-        """
-        self.counters.add("exceptions_total")
-        if self.counters["exceptions_total"] == 1:
-            # The others are counted only; a broken tier must not flood the log.
-            self.notices.add(self.name, f"first exception, in {operation}")
-            kind, _, traceback = sys.exc_info()
-            nameless = TierError(kind.__name__ if kind else "", tier=self.name, operation=operation)
-            about = "tier %r raised in %s; further exceptions are only counted"
-            logger.error(about, self.name, operation, exc_info=(TierError, nameless, traceback))
 
 
 def _believed(told: JobResult) -> JobResult:

@@ -19,25 +19,20 @@ from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.mediums import CPULoadStoreSpec
-from tiered_kv.observe.fates import Fate
 from tiered_kv.observe.history import BlockHistory
-from tiered_kv.observe.ledger import CPU
 from tiered_kv.observe.notices import Notices
-from tiered_kv.observe.restored import RestoredBlocks
-from tiered_kv.observe.step_timer import StepTimer
 from tiered_kv.tiering.audit import Audit, AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.cascade import Cascade
 from tiered_kv.tiering.events import EventSink
 from tiered_kv.tiering.guarded import GuardedTier
+from tiered_kv.tiering.observer import Observer
 from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.requests import ManagerLimits, RequestState, RequestTable
 from tiered_kv.tiering.search import Search
 from tiered_kv.tiering.step import PAUSES_MAX, STEP
 
 _DRAIN_POLL_S = 0.0005
-_SETTLED_KEYS_MAX = 512
-"""Keys that `counters` takes from the history's queue, in about 100 us; more are left to its thread."""
 
 
 class TieringOffloadingManager(OffloadingManager):
@@ -78,7 +73,6 @@ class TieringOffloadingManager(OffloadingManager):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.primary = primary
-        self._event_sink = event_sink
         self.secondary_tiers = list(secondary_tiers)
         self.limits = limits or ManagerLimits()
         self._clock = clock
@@ -103,19 +97,26 @@ class TieringOffloadingManager(OffloadingManager):
         self._promotions = Promotions(primary, blocks_max, self.limits.hold_s, clock)
         # Twice as long, so that requests without an id reach the bound on waiting too.
         self._requests = RequestTable(self.limits.requests_max, 2 * self.limits.wait_max_s, self._end_request, clock)
-        self._history = history
-        if history is not None:
-            primary.evicted_keys = []
+        self._state_to_load_for = self._requests.get if history is None else self._requests.state_of
         self._search = Search(self._tiers, self._promotions, self._requests, self.limits.wait_max_s, clock, history)
         self._lookup_below = self._search.below
         self._primary_blocks = primary.blocks  # the same dictionary, with one attribute lookup less
         self._counting = tuple(guarded for guarded in self._tiers if not guarded.admission.is_open())
         self._audit = Audit(audit, primary, self._tiers, clock, self._withhold) if audit else None
         self._prefetching: dict[RequestState, None] = {}
-        self._stored_blocks = self._loaded_blocks = self._released_holds = 0
-        self._block_tokens = block_tokens
-        self._restored = RestoredBlocks()
-        self._timer = StepTimer(self, clock)
+        self._observer = Observer(
+            self,
+            primary,
+            self._tiers,
+            self._search,
+            self._promotions,
+            self._requests,
+            self._audit,
+            history,
+            event_sink,
+            block_tokens,
+            clock,
+        )
         self._is_closed = False
 
     # Lookups.
@@ -179,17 +180,13 @@ class TieringOffloadingManager(OffloadingManager):
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         STEP.pauses_left = PAUSES_MAX
         spec = self.primary.prepare_load(keys, req_context)
-        state = self._requests.get(req_context)
-        if self._history is not None:
-            state = state or self._requests.state_of(req_context)
-            self._history.loaded(self._search.log_of(state), list(keys), state.sources)
+        state = self._state_to_load_for(req_context)
+        self._observer.loaded(keys, state)
         if state is not None:
             if state.held:
                 self._promotions.release(state, keys)
             if state.request_level:
                 state.keys.update(dict.fromkeys(keys))
-        self._loaded_blocks += len(keys)
-        self._restored.add(keys)
         return spec
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -218,7 +215,7 @@ class TieringOffloadingManager(OffloadingManager):
         if not success:
             self.primary.abandon(written)
         elif written:
-            self._stored_blocks += len(written)
+            self._observer.stored_blocks += len(written)
             tiers = [tier for tier in self._tiers if tier not in request_level] if request_level else self._tiers
             self._cascade.commit(written, tiers, req_context)
         if self._audit is not None:
@@ -267,10 +264,9 @@ class TieringOffloadingManager(OffloadingManager):
         self._submit()
         self.poll()
         self.primary.on_schedule_end()
-        if self._event_sink is not None:
-            self._publish(self._event_sink)
+        self._observer.publish()
         STEP.pauses_left = 0
-        self._timer.count_step()
+        self._observer.timer.count_step()
         if self._audit is not None and self._audit.stopped:
             self._stop_audited_tiers(self._audit.stopped)
 
@@ -291,23 +287,15 @@ class TieringOffloadingManager(OffloadingManager):
                 if job.metadata.is_promotion and not (audit is not None and audit.expire(job)):
                     self._promotions.expire(job)
             guarded.tick(now_s)
-        self._released_holds += self._promotions.release_overdue(now_s)
+        self._observer.released_holds += self._promotions.release_overdue(now_s)
         self._requests.expire(now_s)
         if audit is not None:
             audit.tick(now_s)
-        self._report()
+        self._observer.report()
         self._search.refresh(now_s)
 
     def take_events(self) -> list[OffloadingEvent]:
-        events = list(self.primary.take_events())
-        for guarded in self._tiers:
-            events += guarded.take_events()
-        return events
-
-    def _publish(self, sink: EventSink) -> None:
-        events = self.take_events()
-        if events:
-            sink.publish(events)
+        return self._observer.take_events()
 
     # Emptying and closing.
 
@@ -333,8 +321,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._submit()
             self.poll()
             if not self.jobs_in_flight:
-                if self._history is not None:
-                    self._history.settle()
+                self._observer.settle()
                 return True
             if time.monotonic() >= end_s:
                 return False
@@ -349,17 +336,13 @@ class TieringOffloadingManager(OffloadingManager):
         self.notices.add(PRIMARY_NAME, "cache reset")
         for guarded in self._tiers:
             guarded.reset_cache()
-        if self._event_sink is not None:
-            self.primary.take_events()  # each of its blocks; one event for all tiers says more
-            self._event_sink.clear()
+        self._observer.publish_reset()
         self._search.refresh(self._clock())
 
     def _forget_primary(self) -> None:
         if self._audit is not None:
             self._audit.reset()
-        self._report()
-        if self._history is not None:
-            self._history.reset(CPU, list(self._primary_blocks))
+        self._observer.report_reset()
         self._promotions.reset()
         self.primary.reset_cache()
         self._prefetching.clear()
@@ -382,70 +365,24 @@ class TieringOffloadingManager(OffloadingManager):
         for guarded in self._tiers:
             guarded.call("shutdown")
         self.poll()
-        if self._event_sink is not None:
-            self._publish(self._event_sink)
-            self._event_sink.close()
+        self._observer.close_events()
         if self._audit is not None:
             self._audit.close(timeout_s)
-        self._report()
+        self._observer.report()
         for state in list(self._requests.states.values()):
-            self._report_end(state)
+            self._observer.report_end(state)
         self._requests.states.clear()
         self._search.stop()
-        if self._history is not None:
-            self._history.close()
+        self._observer.close_history()
         self.primary.shutdown(unmap=not self.jobs_in_flight)
 
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
         """Return all counts by tier, a secondary tier's own `stats` under "tier". Any thread may call."""
-        blocks, block_bytes = len(self._primary_blocks), self.primary.backend.block_size
-        counted: dict[str, dict[str, Any]] = {
-            PRIMARY_NAME: {
-                "used_blocks": blocks,
-                "used_bytes": blocks * block_bytes,
-                "capacity_bytes": self.primary.backend.num_blocks * block_bytes,
-                "stored_blocks_total": self._stored_blocks,
-                "stored_bytes_total": self._stored_blocks * block_bytes,
-                "loaded_blocks_total": self._loaded_blocks,
-                "loaded_bytes_total": self._loaded_blocks * block_bytes,
-                "restored_tokens_total": self._restored.count * self._block_tokens,
-                "evicted_blocks_total": self.primary.evicted_blocks,
-                "promotion_blocks": self._promotions.blocks_taken,
-                "released_holds_total": self._released_holds,
-                "forgotten_requests_total": self._requests.forgotten,
-                "step_seconds": self._timer.seconds.snapshot(),
-            }
-        }
-        counted |= {guarded.name: guarded.counted() for guarded in self._tiers}
-        if self._history is not None:
-            self._history.settle(_SETTLED_KEYS_MAX)
-            counted[PRIMARY_NAME]["unexplained_blocks_total"] = self._history.dropped_blocks
-            for name, values in zip(self._history.names, self._history.counted(), strict=True):
-                counted[name].update(values)
-        if self._audit is not None:
-            for name, values in self._audit.counted().items():
-                counted[name].update(values)
-        if self._event_sink is not None:
-            counted[PRIMARY_NAME].update(self._event_sink.counted())
-        return counted
+        return self._observer.counters()
 
     def disabled_tiers(self) -> set[str]:
         """Return the names of the tiers that are not used any more. Any thread may call."""
-        return {guarded.name for guarded in self._tiers if guarded.is_disabled}
-
-    def _report(self) -> None:
-        """Pass on to the history what was evicted since the last call, and then what was missed."""
-        evicted = self.primary.evicted_keys
-        if evicted and self._history is not None:
-            self._history.note(CPU, Fate.EVICTED, evicted)
-            self.primary.evicted_keys = []
-        self._search.report()
-
-    def _report_end(self, state: RequestState) -> None:
-        """Pass on to the history that a request has ended."""
-        self._search.report_of(state)
-        if state.log is not None and self._history is not None:
-            self._history.ended(state.log, state.troubles)
+        return self._observer.disabled_tiers()
 
     def _submit(self) -> None:
         """Submit the step's jobs, here and in the tiers."""
@@ -459,7 +396,7 @@ class TieringOffloadingManager(OffloadingManager):
             found = [self._primary_blocks.get(key) for key in state.keys]
             ready = [block for block in found if block is not None and block.ref_cnt >= 0]
             self._cascade.offer(ready, state.request_level, state.req_context)
-        self._report_end(state)
+        self._observer.report_end(state)
         self._promotions.leave(state)
         self._prefetching.pop(state, None)
         self._requests.pop(state)

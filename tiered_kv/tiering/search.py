@@ -283,7 +283,7 @@ class Search:
     def _fail(self, guarded: GuardedTier, state: RequestState, raised_in: str = "") -> None:
         """Ask this tier no more for this request: one failure a request, however many keys it asks for."""
         if raised_in:
-            guarded.note_exception(raised_in)
+            guarded.observer.note_exception(raised_in)
         state.timed_out.add(guarded)
         now_s = self._clock()
         guarded.breaker.fail(now_s)

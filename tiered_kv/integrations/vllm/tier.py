@@ -142,7 +142,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         try:
             answer = guarded.tier.lookup(key, req_context)
         except Exception:
-            guarded.note_exception("lookup")
+            guarded.observer.note_exception("lookup")
             return self._give_up(notes)
         if answer is None:
             if notes.may_wait(key, time.monotonic(), guarded.settings.lookup_timeout):
@@ -291,7 +291,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
     # Events, metrics, the end.
 
     def take_events(self) -> Iterable[Any]:
-        return vllm_events(self._guarded.take_events(), self._telling, self.locality)
+        return vllm_events(self._guarded.observer.take_events(), self._telling, self.locality)
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
