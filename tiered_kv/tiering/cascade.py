@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
@@ -40,6 +40,12 @@ class Cascade:
         for _, blocks in selections:
             self._primary.pin(blocks)
         self._submit(selections, req_context, [block.key for block in ready])
+
+    def fill(self, ready: list[CPUBlock], source: GuardedTier, tiers: Sequence[GuardedTier]) -> None:
+        """Offer blocks that were promoted from `source` to the tiers above it that want them."""
+        above = [each for each in tiers[: tiers.index(source)] if each.settings.fill_on_promotion]
+        if above:
+            self.offer(ready, above, ReqContext())
 
     def finish(self, job: Job) -> None:
         """Release the blocks of a store that was reported."""

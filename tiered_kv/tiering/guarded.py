@@ -13,6 +13,7 @@ import numpy as np
 from tiered_kv.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.observe.history import BlockHistory
 from tiered_kv.observe.notices import Notices
 from tiered_kv.tiering.admission import Admission
@@ -333,6 +334,23 @@ class GuardedTier:
             self.breaker.succeed()
         elif result.reason not in HARMLESS_REASONS:
             self.breaker.fail(self._clock())
+
+
+def guard(
+    tiers: Sequence[SecondaryTierManager],
+    settings: Sequence[TierSettings] | None,
+    primary: CPUOffloadingManager,
+    clock: Callable[[], float],
+    notices: Notices,
+    history: BlockHistory | None,
+) -> tuple[GuardedTier, ...]:
+    """Return the guarded tiers below a primary tier, in their order; without `settings`, those of each `tier_type`."""
+    settings = settings or [TierSettings(type=tier.tier_type) for tier in tiers]
+    block_bytes, region_bytes = primary.backend.block_size, primary.backend.block_size * primary.backend.num_blocks
+    return tuple(
+        GuardedTier(tier, limits, block_bytes, region_bytes, clock, notices, number, history, primary.tells_events)
+        for number, (tier, limits) in enumerate(zip(tiers, settings, strict=True), 1)
+    )
 
 
 def _believed(told: JobResult) -> JobResult:

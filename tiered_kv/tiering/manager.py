@@ -16,7 +16,6 @@ from tiered_kv.base import (
     RequestOffloadingContext,
 )
 from tiered_kv.config.settings import TierSettings
-from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.observe.history import BlockHistory
@@ -25,8 +24,9 @@ from tiered_kv.tiering.audit import Audit, AuditRules
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.cascade import Cascade
 from tiered_kv.tiering.events import EventSink
-from tiered_kv.tiering.guarded import GuardedTier
+from tiered_kv.tiering.guarded import guard
 from tiered_kv.tiering.observer import Observer
+from tiered_kv.tiering.prefetch import Prefetches
 from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.requests import ManagerLimits, RequestState, RequestTable
 from tiered_kv.tiering.search import Search
@@ -76,24 +76,10 @@ class TieringOffloadingManager(OffloadingManager):
         self.secondary_tiers = list(secondary_tiers)
         self.limits = limits or ManagerLimits()
         self._clock = clock
-        settings = settings or [TierSettings(type=tier.tier_type) for tier in self.secondary_tiers]
         self.notices = Notices()
-        backend = primary.backend
-        self._tiers = tuple(
-            GuardedTier(
-                *tier,
-                backend.block_size,
-                backend.block_size * backend.num_blocks,
-                clock,
-                self.notices,
-                number,
-                history,
-                primary.tells_events,
-            )
-            for number, tier in enumerate(zip(self.secondary_tiers, settings, strict=True), 1)
-        )
+        self._tiers = guard(self.secondary_tiers, settings, primary, clock, self.notices, history)
         self._cascade = Cascade(primary)
-        blocks_max = self.limits.promotion_blocks_max or max(backend.num_blocks // 2, 1)
+        blocks_max = self.limits.promotion_blocks_max or max(primary.backend.num_blocks // 2, 1)
         self._promotions = Promotions(primary, blocks_max, self.limits.hold_s, clock)
         # Twice as long, so that requests without an id reach the bound on waiting too.
         self._requests = RequestTable(self.limits.requests_max, 2 * self.limits.wait_max_s, self._end_request, clock)
@@ -103,7 +89,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._primary_blocks = primary.blocks  # the same dictionary, with one attribute lookup less
         self._counting = tuple(guarded for guarded in self._tiers if not guarded.admission.is_open())
         self._audit = Audit(audit, primary, self._tiers, clock, self._withhold) if audit else None
-        self._prefetching: dict[RequestState, None] = {}
+        self._prefetches = Prefetches(self, self._search)
         self._observer = Observer(
             self,
             primary,
@@ -166,9 +152,7 @@ class TieringOffloadingManager(OffloadingManager):
 
         Tiers that have not answered yet are asked again at the end of each step.
         """
-        state = self._requests.state_of(req_context)
-        state.wanted = list(dict.fromkeys((*state.wanted, *keys)))
-        self._continue_prefetch(state)
+        self._prefetches.begin(keys, self._requests.state_of(req_context))
 
     def hit_tier(self, key: OffloadKey, req_context: ReqContext) -> str:
         """Return where a block that this request found came from: "cpu", or the tier that it was promoted from."""
@@ -254,13 +238,12 @@ class TieringOffloadingManager(OffloadingManager):
         elif state.stores_pending > 0:
             state.is_finished = True
             self._promotions.leave(state)
-            self._prefetching.pop(state, None)
+            self._prefetches.leave(state)
         else:
             self._end_request(state)
 
     def on_schedule_end(self) -> None:
-        for state in list(self._prefetching):
-            self._continue_prefetch(state)
+        self._prefetches.ask_again()
         self._submit()
         self.poll()
         self.primary.on_schedule_end()
@@ -282,7 +265,7 @@ class TieringOffloadingManager(OffloadingManager):
                     continue
                 ready = self._promotions.finish(job, result)
                 if ready and not self._is_closed:  # a tier that is being closed gets no new jobs
-                    self._fill(guarded, ready)
+                    self._cascade.fill(ready, guarded, self._tiers)
             for job in guarded.expire(now_s):
                 if job.metadata.is_promotion and not (audit is not None and audit.expire(job)):
                     self._promotions.expire(job)
@@ -345,7 +328,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._observer.report_reset()
         self._promotions.reset()
         self.primary.reset_cache()
-        self._prefetching.clear()
+        self._prefetches.clear()
         for state in list(self._requests.states.values()):
             state.forget_blocks()
             if state.is_finished:
@@ -398,26 +381,11 @@ class TieringOffloadingManager(OffloadingManager):
             self._cascade.offer(ready, state.request_level, state.req_context)
         self._observer.report_end(state)
         self._promotions.leave(state)
-        self._prefetching.pop(state, None)
+        self._prefetches.leave(state)
         self._requests.pop(state)
         self.primary.on_request_finished(state.req_context)
         for guarded in self._tiers:
             guarded.call("on_request_finished", state.req_context)
-
-    def _continue_prefetch(self, state: RequestState) -> None:
-        """Ask again for keys whose promotion has not begun yet."""
-        keys, state.wanted = state.wanted, []
-        self._search.report_of(state)
-        state.is_asking = False  # the request itself has not asked for these blocks
-        for key in keys:
-            if self.lookup(key, state.req_context) is None and key not in state.promoting:
-                state.wanted.append(key)
-        self._search.report_of(state)
-        state.is_asking = True
-        if state.wanted:
-            self._prefetching[state] = None
-        else:
-            self._prefetching.pop(state, None)
 
     def _stop_audited_tiers(self, names: set[str]) -> None:
         """Stop using tiers whose blocks differ, and blocks in the primary tier that may come from them."""
@@ -427,9 +395,3 @@ class TieringOffloadingManager(OffloadingManager):
         if stopped:
             self._forget_primary()
             self._search.refresh(self._clock())
-
-    def _fill(self, source: GuardedTier, ready: list[CPUBlock]) -> None:
-        """Offer blocks that were promoted from `source` to the tiers above it that want them."""
-        tiers = [each for each in self._tiers[: self._tiers.index(source)] if each.settings.fill_on_promotion]
-        if tiers:
-            self._cascade.offer(ready, tiers, ReqContext())
