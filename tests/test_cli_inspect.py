@@ -110,6 +110,16 @@ def test_foreign_files_are_named(kind: str, tmp_path: Path, capsys: pytest.Captu
     assert "notes.txt" in tier["foreign"]["names"]
 
 
+def test_a_terminal_obeys_no_name_of_a_foreign_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alice = Place("fs", tmp_path).tenant("alice")
+    alice.store(1)
+    (alice.path / "\x1b]0;title\x07\x1b[2J").write_text("planted")
+    assert main(["inspect", str(alice.file)]) == 0
+    shown = capsys.readouterr().out
+    assert "\\x1b]0;title\\x07" in shown
+    assert not [each for each in shown if each != "\n" and not each.isprintable()]
+
+
 def test_other_namespaces_are_told_apart_by_their_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = Place("fs", tmp_path)
     alice, bob = place.tenant("alice"), place.tenant("bob")
