@@ -30,7 +30,9 @@ from tiered_kv.tiering.administration import (
     Survey,
     SurveyedNamespace,
     TierAdministration,
+    Verification,
 )
+from tiered_kv.toolkit.status import RecordStatus
 
 BLOCKS = 24
 KINDS = ("nvme", "fs")
@@ -108,6 +110,16 @@ def test_foreign_files_are_named(kind: str, tmp_path: Path, capsys: pytest.Captu
     assert (status, tier["namespaces"][0]["verification"]["blocks"]) == (0, BLOCKS)
     assert tier["foreign"]["entries"] == 3
     assert "notes.txt" in tier["foreign"]["names"]
+
+
+def test_a_terminal_obeys_no_name_of_a_foreign_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alice = Place("fs", tmp_path).tenant("alice")
+    alice.store(1)
+    (alice.path / "\x1b]0;title\x07\x1b[2J").write_text("planted")
+    assert main(["inspect", str(alice.file)]) == 0
+    shown = capsys.readouterr().out
+    assert "\\x1b]0;title\\x07" in shown
+    assert not [each for each in shown if each != "\n" and not each.isprintable()]
 
 
 def test_other_namespaces_are_told_apart_by_their_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -268,6 +280,26 @@ def test_plain_blocks_where_only_encrypted_ones_are_accepted_stay(
     encrypted = place.tenant("alice", codec="aes-256-gcm", encryption={"keys": KEYS, "write_key": 1})
     status, found = verified(encrypted, capsys, "--repair")
     assert (status, found["unreadable"], found["repaired"]) == (0, {"unencrypted": BLOCKS}, 0)
+
+
+def test_a_damaged_block_that_an_engine_deletes_meanwhile_is_not_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alice = Place("fs", tmp_path).tenant("alice")
+    alice.store(BLOCKS)
+    victim = max(alice.path.glob("*/*/**/*"), key=lambda path: path.is_file() and path.stat().st_size)
+    victim.write_bytes(b"damaged")
+    note = Verification.note
+
+    def note_and_lose(self: Verification, found: RecordStatus | str, size_bytes: int) -> bool:
+        is_doomed = note(self, found, size_bytes)
+        if is_doomed:
+            victim.unlink()
+        return is_doomed
+
+    monkeypatch.setattr(Verification, "note", note_and_lose)
+    status, found = verified(alice, capsys, "--repair")
+    assert (status, sum(found["damaged"].values()), found["repaired"]) == (0, 1, 1)
 
 
 def test_huge_and_planted_files_are_bounded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,7 +142,7 @@ class FsAdministration(TierAdministration):
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.lstat(path), status):
                     os.unlink(path)
-                verification.repaired += 1
+            verification.repaired += 1  # also where an engine has deleted it meanwhile
 
     def _found(self, fd: int, status: os.stat_result, check: RecordCheck) -> tuple[RecordStatus | str, int]:
         """Return what an open file of a block holds, and how many bytes were read."""

@@ -207,6 +207,13 @@ def test_a_stranger_s_counters_are_bounded_and_readable_whatever_they_are(strang
         assert openmetrics_of(registry)
 
 
+def test_a_number_that_no_float_can_be_does_not_take_the_status_away(stranger: type[Stranger]) -> None:
+    stranger.said = {"huge": 10**400, "used_bytes": -(10**400), "own": 1}
+    with open_stack(stack_of({"type": "stranger"})) as stack:
+        told = status(stack)["tiers"][1]
+        assert told["counters"]["tier"] == {"huge": None, "used_bytes": None, "own": 1}
+
+
 def test_a_stranger_cannot_hide_what_others_count(stranger: type[Stranger], tmp_path: Path) -> None:
     stranger.said = {"segments_total": 1, "blocks": 5, "stored_batches": 3, "own_total": 2, "own_bytes": 4}
     nvme = {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "64MiB"}

@@ -196,7 +196,14 @@ def test_a_head_is_bounded(server: StatusServer) -> None:
 
 @pytest.mark.parametrize(
     "request_bytes",
-    [b"\r\n\r\n", b"hello\r\n\r\n", b"GET /\r\n\r\n", b"GET / HTTP/2\r\n\r\n", b"\xff\xfe\x00 / HTTP/1.1 x\n\n"],
+    [
+        b"\r\n\r\n",
+        b"hello\r\n\r\n",
+        b"GET /\r\n\r\n",
+        b"GET / HTTP/2\r\n\r\n",
+        b"GET //[ HTTP/1.1\r\n\r\n",
+        b"\xff\xfe\x00 / HTTP/1.1 x\n\n",
+    ],
 )
 def test_what_is_no_request_is_refused(server: StatusServer, request_bytes: bytes) -> None:
     server.start({"/": lambda query: Answer(b"hello", "text/plain")})

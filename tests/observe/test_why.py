@@ -20,7 +20,7 @@ from tiered_kv.errors import ConfigError, ShutdownError
 from tiered_kv.observe.explain import KEYS_MAX, SENTENCES, explain_query, labels
 from tiered_kv.observe.namespaces import differences, tier_namespaces
 from tiered_kv.observe.routes import routes_of
-from tiered_kv.observe.server import StatusServer
+from tiered_kv.observe.server import Answer, StatusServer
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.rig import make_keys
 
@@ -214,6 +214,43 @@ def test_what_the_process_refuses_is_told(stack: Stack, capsys: pytest.CaptureFi
 
 
 # Other namespaces.
+
+
+@pytest.mark.parametrize(
+    "told", [{"keys": [], "requests": [{}]}, {"keys": 1, "requests": 5}, {"keys": [None], "requests": []}]
+)
+def test_an_answer_that_is_none_of_a_stack_s_is_an_error(told: object, capsys: pytest.CaptureFixture[str]) -> None:
+    server = StatusServer("127.0.0.1", 0)
+    server.start({"/explain": lambda query: Answer(json.dumps(told).encode(), "application/json")})
+    try:
+        assert main(["why", f"http://127.0.0.1:{server.port}", "--last"]) == 2
+    finally:
+        server.close()
+    assert "no stack of this kind" in capsys.readouterr().err
+
+
+def test_a_request_s_id_is_cut_and_nothing_in_it_is_obeyed_by_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = "\x1b]0;title\x07\x1b[2J" + "x" * 100_000
+    with open_stack(stack_of(OBEDIENT)) as stack:
+        Engine(stack).request(KEYS, chosen)
+        with served(stack) as url:
+            assert len(json.dumps(answer(capsys, url, "--last"))) < 10_000
+            assert answer(capsys, url, "--request", chosen[:5000])["requests"]
+            assert main(["why", url, "--last"]) == 0
+    shown = capsys.readouterr().out
+    assert "request \\x1b]0;title\\x07" in shown
+    assert not [each for each in shown if each != "\n" and not each.isprintable()]
+
+
+def test_why_needs_no_secret_of_the_stack_s_file(
+    stack: Stack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with served(stack) as url:
+        path = tmp_path / "stack.yaml"
+        path.write_text(
+            f"metrics: {{listen: '{url.removeprefix('http://')}'}}\nsecondary: [{{password: '${{NOT_SET_HERE}}'}}]\n"
+        )
+        assert answer(capsys, str(path), "--last")["requests"]
 
 
 def test_the_fields_in_which_another_namespace_differs_are_named(

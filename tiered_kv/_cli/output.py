@@ -61,8 +61,8 @@ def print_json(result: Mapping[str, object]) -> None:
 
 
 def print_text(text: str) -> None:
-    """Print a line for people, exactly as it is."""
-    _write(text + "\n")
+    """Print text for people. What a terminal would obey in it is shown as an escape."""
+    _write(_shown(text) + "\n")
 
 
 def print_table(
@@ -72,7 +72,7 @@ def print_table(
 
     Args:
         columns: The heads.
-        rows: The cells, in the order of `columns`.
+        rows: The cells, in the order of `columns`. What a terminal would obey in them is shown as an escape.
         title: Stands above the table.
         numbers: Whether all columns but the first hold numbers, which are aligned to the right.
     """
@@ -81,6 +81,7 @@ def print_table(
     from rich.table import Table
     from rich.text import Text
 
+    rows = [[_shown(cell) for cell in row] for row in rows]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for index, column in enumerate(columns):
         is_folded = not numbers and index == len(columns) - 1
@@ -100,7 +101,7 @@ def print_table(
     )
     with console.capture() as captured:
         if title:
-            console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
+            console.print(_shown(title), style="bold", markup=False, highlight=False, soft_wrap=True)
         console.print(table)
     lines = [line.rstrip() for line in captured.get().splitlines()]
     _write("\n".join(lines).lstrip("\n") + "\n")
@@ -113,6 +114,15 @@ def flush_output() -> None:
         OutputError: It cannot be written.
     """
     _write("", flush=True)
+
+
+def _shown(text: str) -> str:
+    """Return `text` without what a terminal obeys: names in it may be those of a stranger's files or requests."""
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode() for each in text
+    )
 
 
 def _write(text: str, *, flush: bool = False) -> None:

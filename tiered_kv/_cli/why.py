@@ -19,6 +19,7 @@ from tiered_kv.observe.explain import SENTENCES
 from tiered_kv.observe.namespaces import TierNamespaces, tier_namespaces
 
 _TIMEOUT_S: Final = 10.0
+_NO_STACK: Final = "what answers at {} is no stack of this kind"
 
 Answer = Mapping[str, Any]  # Any: JSON
 
@@ -54,17 +55,20 @@ def run(args: argparse.Namespace) -> Status:
     query += [("last", "1")] if args.last else []
     if not query and not args.namespaces:
         raise ConfigError("expected keys, --request, --last or --namespaces")
-    config = None if is_url else load_config(args.stack)
+    config = load_config(args.stack) if args.namespaces else None
     answer: Answer = {}
     if query:
         answer = _fetch(address_of(args.stack), query, args.timeout)
     tiers: list[TierNamespaces] = []
-    if config is not None and args.namespaces:
+    if config is not None:
         tiers = [tier_namespaces(config, each, time.monotonic() + args.timeout) for each in config.secondary]
     if args.json:
         print_json({**answer, **({"namespaces": [asdict(tier) for tier in tiers]} if args.namespaces else {})})
     else:
-        _show(answer, args.request)
+        try:
+            _show(answer, args.request)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise TierUnavailableError(_NO_STACK.format(address_of(args.stack))) from error
         _show_namespaces(tiers)
     return Status.FOUND if args.request is not None and not answer["requests"] else Status.OK
 
@@ -85,7 +89,7 @@ def _fetch(address: Address, query: list[tuple[str, str]], timeout_s: float) -> 
     except (ValueError, RecursionError):
         answer = None
     if not isinstance(answer, dict) or not {"keys", "requests"} <= answer.keys():
-        raise TierUnavailableError(f"what answers at {address} is no stack of this kind")
+        raise TierUnavailableError(_NO_STACK.format(address))
     return answer
 
 

@@ -13,7 +13,7 @@ from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.errors import ConfigError
 from tiered_kv.observe.fates import Fate
 from tiered_kv.observe.history import BlockHistory
-from tiered_kv.observe.ledger import CPU, EndedRequest
+from tiered_kv.observe.ledger import CPU, REQUEST_ID_CHARACTERS_MAX, EndedRequest
 
 KEYS_MAX: Final = 1024
 """Keys, or requests, in one question."""
@@ -107,7 +107,8 @@ def explain_query(stack: Explained, query: Mapping[str, Sequence[str]]) -> dict[
     last = sum(_count(text) for text in query.get("last", []))
     if max(len(keys), len(wanted), last) > KEYS_MAX:
         raise ConfigError(f"expected at most {KEYS_MAX} keys and requests")
-    requests = _chosen(stack.history.requests() if wanted or last else [], frozenset(wanted), last)
+    known_as = frozenset(each[:REQUEST_ID_CHARACTERS_MAX] for each in wanted)
+    requests = _chosen(stack.history.requests() if wanted or last else [], known_as, last)
     return {
         "namespace": stack.config.identity.digest.hex(),
         "tiers": list(stack.history.names),

@@ -19,6 +19,8 @@ CPU: Final = 0
 REQUEST_KEYS_MAX: Final = 1 << 16
 """Missed keys of one request, and promoted and loaded ones; further ones are counted as not noted."""
 REQUESTS_KEPT: Final = 1024
+REQUEST_ID_CHARACTERS_MAX: Final = 256
+"""What is kept of an id, which the engine's clients may choose."""
 """Ended requests that can be asked about."""
 _LONG_AGO: Final = -(1 << 40)
 _NOT_STORED: Final = frozenset(
@@ -213,7 +215,11 @@ class Ledger:
             brought_by = {self.names[tier]: count for tier, count in hits.items()}
             key, fates = (None, b"") if first is None else first
             because = {name: Fate(fate).label for name, fate in zip(self.names, fates, strict=False)}
-            self.ended.append(EndedRequest(log.req_id, now_s, brought_by, misses, missed_blocks, key, because))
+            self.ended.append(
+                EndedRequest(
+                    log.req_id[:REQUEST_ID_CHARACTERS_MAX], now_s, brought_by, misses, missed_blocks, key, because
+                )
+            )
 
     def _count(self, patterns: Counter[bytes], hits: Counter[int]) -> dict[str, dict[str, int]]:
         """Count the outcomes of a request; return its misses by tier and reason."""

@@ -7,9 +7,10 @@ password or a whole message where a name belongs.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeGuard
 
 from tiered_kv.config.redaction import HIDDEN, scrub
 from tiered_kv.counters import LABELS_MAX, OTHER
@@ -166,3 +167,9 @@ def _finite(number: object) -> float | None:
         return float(number)
     except OverflowError:
         return None
+
+
+def is_finite(number: object) -> TypeGuard[float]:
+    """Return whether a stranger's number is one that JSON has a form for."""
+    value = _finite(number)
+    return value is not None and math.isfinite(value)

@@ -146,7 +146,10 @@ class StatusServer:
         return _response(status, answer, has_body=method != "HEAD")
 
     def _answer(self, method: str, target: str) -> Answer:
-        parts = urlsplit(target)
+        try:
+            parts = urlsplit(target)
+        except ValueError:  # such as "//[": its text has a part of the target, which is a stranger's
+            raise _Refusal(HTTPStatus.BAD_REQUEST, "the target cannot be read") from None
         route = self._routes.get(parts.path)
         if route is None:
             raise _Refusal(HTTPStatus.NOT_FOUND, f"there are: {' '.join(self._routes)}")
@@ -187,7 +190,7 @@ def _head(connection: socket.socket) -> bytes:
     Raises:
         OSError: It did not come in time.
     """
-    end_s, head = time.monotonic() + READ_TIMEOUT_S, b""
+    end_s, head = time.monotonic() + READ_TIMEOUT_S, bytearray()  # one byte at a time must not cost the square
     while _END not in head[-len(_END) - 4096 :] and b"\n\n" not in head[-4098:]:
         if len(head) >= HEAD_BYTES_MAX:
             raise _Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"at most {HEAD_BYTES_MAX} bytes are read")
@@ -196,7 +199,7 @@ def _head(connection: socket.socket) -> bytes:
         if not part:
             raise ConnectionResetError
         head += part
-    return head
+    return bytes(head)
 
 
 def _request_line(head: bytes) -> tuple[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.stack_config import PRIMARY_TIER_NAME, StackConfig
 from tiered_kv.observe.histogram import quantile
 from tiered_kv.observe.notices import Notices
-from tiered_kv.observe.series import numbers_of, word
+from tiered_kv.observe.series import is_finite, numbers_of, word
 
 _BREAKER = {0: "closed", 1: "half_open", 2: "open"}
 
@@ -113,8 +112,7 @@ def _plain(values: Mapping[str, Any], secrets: set[str]) -> dict[str, Any]:
         for label in above:
             found = inner.setdefault(label, {})
             inner = found if isinstance(found, dict) else {}
-        is_number = isinstance(number, (int, float)) and math.isfinite(number)
-        inner[last] = number if is_number else None
+        inner[last] = number if is_finite(number) else None
     return shown
 
 

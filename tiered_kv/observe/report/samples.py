@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from tiered_kv.counters import count_of
+from tiered_kv.observe.series import is_finite
 from tiered_kv.workload.tally import Tally
 
 Counted = Mapping[str, Mapping[str, Any]]  # Any: as `Counters.snapshot`
@@ -121,7 +121,7 @@ def _tier(counted: Mapping[str, Any]) -> TierSample:
 
 def _number(value: object) -> int | None:
     """Return a number that a stranger's tier may have told, or None."""
-    return int(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+    return int(value) if is_finite(value) else None
 
 
 def thinned(samples: Sequence[Sample], windows_max: int) -> Sequence[Sample]:
