@@ -27,6 +27,7 @@ from tiered_kv.testing.faults import HangingTier
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys
+from tiered_kv.testing.waiting import wait_until
 from tiered_kv.tiering.factory import SecondaryTierFactory
 
 KEYS = make_keys(4)
@@ -281,3 +282,19 @@ def test_a_request_that_waits_is_noted_once_however_often_it_asks(
         manager.on_schedule_end()
         assert stack.flush(WAIT_S)
         assert misses(stack, "disk") == ({} if present == 4 else {"absent": 2})
+
+
+def test_what_was_not_stored_before_the_deadline() -> None:
+    with open_stack(stack_of({**OBEDIENT, "job_timeout": "10ms"})) as stack:
+        tier = obedient(stack)
+        tier.holds_jobs = True
+        engine = Engine(stack)
+        engine.store(KEYS, "stores")
+        wait_until(lambda: stack.manager.poll() or stack.counters()["disk"]["expired_jobs_total"] == 1)
+        tier.let_go()
+        tier.holds_jobs = False
+        assert stack.flush(WAIT_S)
+        evict_all(stack)
+        assert get(stack, KEYS) == 0
+        assert misses(stack, "disk") == {"timeout": 4}
+        assert fates(stack)[1] == "timeout"
