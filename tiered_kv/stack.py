@@ -115,6 +115,8 @@ class Stack(BlockFacade):
                 history=self.history,
                 event_sink=self.events,
             )
+            undo.callback(self.secondary_tiers.clear)  # the manager shuts them down, and ends the threads it gave them
+            undo.callback(manager.shutdown, 0.0)
             super().__init__(manager, backend.region, _batch_blocks(config))
             if self.server is not None:
                 self.server.start(routes_of(self))

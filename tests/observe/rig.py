@@ -53,6 +53,9 @@ class ObedientTier(SecondaryTierManager):
         return None if self.answers_nothing else key in self.present
 
     def submit_store(self, job_metadata: JobMetadata) -> None:
+        if self.holds_jobs:
+            self._held.append(job_metadata)
+            return
         if not self.store_reason:
             self.present.update(job_metadata.keys)
         self._results.append(JobResult(job_metadata.job_id, not self.store_reason, reason=self.store_reason))
@@ -72,7 +75,7 @@ class ObedientTier(SecondaryTierManager):
         return True
 
     def let_go(self) -> None:
-        """End the held loads."""
+        """End the held jobs, without success."""
         self._results += [JobResult(job.job_id, False, reason="late") for job in self._held]
         self._held.clear()
 

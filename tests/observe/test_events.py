@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zmq
 
 from tests.support.event_subscriber import Index, Message, Subscriber, index_of
 from tiered_kv.base import OffloadingEvent, OffloadKey, make_offload_key
@@ -179,10 +180,9 @@ def test_a_reset_is_one_event_and_nothing_from_before_follows(open_with_events: 
         stack.manager.reset_cache()
         put(stack, keys[:2])
         again = {"CPU": hashes(keys[:2]), "NVME": hashes(keys[:2])}
-        messages = subscriber.replay_until(lambda messages: index_of(messages) == again)
-    cleared = [number for number, message in enumerate(messages) if message.events == [{"type": "AllBlocksCleared"}]]
-    assert len(cleared) == 1
-    assert index_of(messages[: cleared[0]]) == {"CPU": hashes(keys), "NVME": hashes(keys)}
+        messages = subscriber.replay_until(lambda messages: bool(cleared(messages)) and index_of(messages) == again)
+    assert len(cleared(messages)) == 1
+    assert index_of(messages[: cleared(messages)[0]]) == {"CPU": hashes(keys), "NVME": hashes(keys)}
 
 
 def test_what_happened_before_the_stack_closes_is_published(open_with_events: OpenStack) -> None:
@@ -309,8 +309,6 @@ def test_the_replay_has_a_limit(publisher: EventPublisher, monkeypatch: pytest.M
 
 
 def test_a_request_for_a_replay_that_is_none_is_ignored(publisher: EventPublisher) -> None:
-    import zmq
-
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.linger = 0
         stranger.connect(publisher.replay_address)
@@ -320,6 +318,25 @@ def test_a_request_for_a_replay_that_is_none_is_ignored(publisher: EventPublishe
     publisher.publish([stored(*make_keys(1))])
     with Subscriber(publisher) as subscriber:
         assert len(subscriber.replay_until(lambda messages: bool(messages))) == 1
+
+
+def test_a_peer_that_sends_a_large_message_is_disconnected_and_others_are_served(publisher: EventPublisher) -> None:
+    """Otherwise it could fill this process's memory."""
+    publisher.publish([stored(*make_keys(1))])
+    large = bytes(events.PEER_MESSAGE_BYTES_MAX + 1)
+    for kind, address in ((zmq.DEALER, publisher.replay_address), (zmq.SUB, publisher.publish_address)):
+        with zmq.Context() as context, context.socket(kind) as peer:
+            peer.linger = 0
+            with peer.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+                peer.connect(address)
+                if kind == zmq.SUB:
+                    peer.subscribe(large)
+                else:
+                    peer.send(large)
+                assert monitor.poll(60_000)
+                peer.disable_monitor()
+    with Subscriber(publisher) as subscriber:
+        assert subscriber.replay_until(lambda messages: len(messages) == 1)
 
 
 def test_where_too_much_waits_the_oldest_is_dropped_and_the_numbers_show_it(
@@ -410,11 +427,32 @@ def test_events_may_be_published_at_a_socket_in_a_directory_and_by_ipv6(tmp_path
             publisher.close()
 
 
+@pytest.mark.parametrize("key", ["a word", "a word of more than twelve letters", 5, None])
+def test_events_of_keys_that_are_none_are_dropped_and_the_others_are_published(
+    key: Any, publisher: EventPublisher
+) -> None:
+    """A stranger's tier may say anything."""
+    keys = make_keys(2 * events.MESSAGE_KEYS_MAX)
+    publisher.publish([stored(keys[0]), stored(*[key] * len(keys), medium="disk"), stored(*keys[1:])])
+    with Subscriber(publisher) as subscriber:
+        wanted = {"CPU": hashes(keys)}
+        messages = subscriber.replay_until(lambda messages: index_of(messages) == wanted)
+    assert all(
+        len(event["block_hashes"]) <= events.MESSAGE_KEYS_MAX for message in messages for event in message.events
+    )
+    assert publisher.counted()["dropped_event_batches_total"] > 0
+
+
 def test_a_publisher_is_closed_once_and_takes_events_no_more(publisher: EventPublisher) -> None:
     publisher.close()
     publisher.publish([stored(*make_keys(1))])
     publisher.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "tiered-kv-events"]
+
+
+def cleared(messages: list[Message]) -> list[int]:
+    """Return which messages say that all blocks were removed."""
+    return [number for number, message in enumerate(messages) if message.events == [{"type": "AllBlocksCleared"}]]
 
 
 def wait_until_sent(publisher: EventPublisher, count: int) -> None:

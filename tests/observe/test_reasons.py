@@ -9,6 +9,7 @@ import pytest
 from tests.observe.rig import (
     BLOCK_BYTES,
     OTHERS,
+    WAIT_S,
     Engine,
     blocks,
     evict_all,
@@ -18,12 +19,15 @@ from tests.observe.rig import (
     put,
     stack_of,
 )
+from tiered_kv.base import ReqContext
+from tiered_kv.observe import history as history_module
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.damage import record_damages
 from tiered_kv.testing.faults import HangingTier
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys
+from tiered_kv.testing.waiting import wait_until
 from tiered_kv.tiering.factory import SecondaryTierFactory
 
 KEYS = make_keys(4)
@@ -253,3 +257,44 @@ def test_a_tier_that_cannot_be_reset_is_not_used() -> None:
             assert set(misses(stack, "four")) <= {"disabled", "reset"}
     finally:
         SecondaryTierFactory.unregister("four")
+
+
+@pytest.mark.parametrize("present", [4, 2], ids=["all are promoted", "some are misses"])
+def test_a_request_that_waits_is_noted_once_however_often_it_asks(
+    present: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the repetitions fill the history's queue, and what others tell it finds no room."""
+    monkeypatch.setattr(history_module, "PENDING_KEYS_MAX", 64)
+    with open_stack(stack_of(OBEDIENT)) as stack:
+        tier, manager = obedient(stack), stack.manager
+        tier.present.update(KEYS[:present])
+        tier.holds_jobs = True
+        context = ReqContext("waits")
+        manager.on_new_request(context)
+        assert stack.history is not None
+        with stack.history._lock:  # so that nothing is taken from the queue
+            for _ in range(100):
+                assert manager.lookup_many(KEYS, context) == [None] * present + [False] * (4 - present)
+                manager.on_schedule_end()
+        assert stack.counters()["cpu"]["unexplained_blocks_total"] == 0
+        tier.let_go()
+        manager.on_request_finished(context)
+        manager.on_schedule_end()
+        assert stack.flush(WAIT_S)
+        assert misses(stack, "disk") == ({} if present == 4 else {"absent": 2})
+
+
+def test_what_was_not_stored_before_the_deadline() -> None:
+    with open_stack(stack_of({**OBEDIENT, "job_timeout": "10ms"})) as stack:
+        tier = obedient(stack)
+        tier.holds_jobs = True
+        engine = Engine(stack)
+        engine.store(KEYS, "stores")
+        wait_until(lambda: stack.manager.poll() or stack.counters()["disk"]["expired_jobs_total"] == 1)
+        tier.let_go()
+        tier.holds_jobs = False
+        assert stack.flush(WAIT_S)
+        evict_all(stack)
+        assert get(stack, KEYS) == 0
+        assert misses(stack, "disk") == {"timeout": 4}
+        assert fates(stack)[1] == "timeout"

@@ -22,8 +22,10 @@ from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.observe import server as server_module
 from tiered_kv.observe.server import CONNECTIONS_MAX, HEAD_BYTES_MAX, Answer, QueryError, StatusServer
 from tiered_kv.stack import Stack, open_stack
+from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys
+from tiered_kv.tiering.factory import SecondaryTierFactory
 
 BLOCK_BYTES = 4096
 TIMEOUT_S = 20.0
@@ -139,6 +141,19 @@ def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.Monke
         open_stack(config_of())
 
 
+def test_a_stack_that_cannot_serve_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manager has given the tier a thread by then."""
+    SecondaryTierFactory.register("four", FourMethodTier)
+    try:
+        before = set(threading.enumerate())
+        monkeypatch.setitem(sys.modules, "prometheus_client", None)
+        with pytest.raises(MissingExtraError):
+            open_stack({**config_of(), "secondary": [{"type": "four"}]})
+        assert set(threading.enumerate()) <= before
+    finally:
+        SecondaryTierFactory.unregister("four")
+
+
 def test_a_stack_without_the_setting_listens_nowhere() -> None:
     config = config_of()
     del config["metrics"]
@@ -186,6 +201,24 @@ def wait_for(is_so: Any) -> None:
     while not is_so():
         assert time.monotonic() < end_s
         time.sleep(0.002)
+
+
+def test_a_connection_for_which_there_is_no_thread_is_refused_and_the_next_one_is_served(
+    server: StatusServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.start({"/fine": lambda query: Answer(b"fine", "text/plain")})
+    start = threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if thread.name == "tiered-kv-answer":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fail)
+        for _ in range(CONNECTIONS_MAX + 1):
+            assert raw(server, b"").startswith(b"HTTP/1.1 503 ")
+    assert raw(server, b"GET /fine HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 200 ")
 
 
 def test_a_head_is_bounded(server: StatusServer) -> None:

@@ -34,6 +34,8 @@ MESSAGE_KEYS_MAX: Final = 512
 """Keys of one message, and how many are encoded at once while a scheduler may wait for the interpreter lock."""
 SUBSCRIBER_MESSAGES_MAX: Final = 1000
 """Messages that wait for one slow subscriber; it loses those that come while there are as many."""
+PEER_MESSAGE_BYTES_MAX: Final = 4096
+"""The largest frame that is taken from a peer: a subscription to a topic, or a request for a replay."""
 REPLAY_BYTES_MAX: Final = 32 << 20
 REPLAY_MESSAGES_MAX: Final = 10_000
 
@@ -94,6 +96,7 @@ class EventPublisher:
         self._next_number = 0
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
+        self._invalid_batches = 0  # likewise
         self._counts = {"event_messages_total": 0, "dropped_event_batches_total": 0, "event_replay_requests_total": 0}
         self._is_closing = threading.Event()
         self._context = zmq.Context()
@@ -102,11 +105,11 @@ class EventPublisher:
             self._replayer, self.replay_address = None, ""
             if settings.replay is not None:
                 self._replayer, self.replay_address = self._bound(zmq.ROUTER, "replay", settings.replay)
+            self._thread = threading.Thread(target=self._run, name="tiered-kv-events", daemon=True)
+            self._thread.start()
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._thread = threading.Thread(target=self._run, name="tiered-kv-events", daemon=True)
-        self._thread.start()
 
     # The manager's thread.
 
@@ -132,7 +135,9 @@ class EventPublisher:
 
     def counted(self) -> dict[str, int]:
         """Return how many messages were sent, batches were dropped and replays were asked for."""
-        return dict(self._counts)
+        counts = dict(self._counts)
+        counts["dropped_event_batches_total"] += self._invalid_batches
+        return counts
 
     def close(self) -> None:
         """Publish what waits, and end the thread; waits for two seconds at most."""
@@ -147,6 +152,7 @@ class EventPublisher:
         socket = self._context.socket(kind)
         socket.linger = _LINGER_MS
         socket.sndhwm = SUBSCRIBER_MESSAGES_MAX if kind == zmq.PUB else 2 * REPLAY_MESSAGES_MAX
+        socket.maxmsgsize = PEER_MESSAGE_BYTES_MAX
         socket.ipv6 = "[" in address
         try:
             socket.bind(address)
@@ -190,7 +196,10 @@ class EventPublisher:
         room = MESSAGE_KEYS_MAX
         for event in events:
             for start, stop in _cuts(len(event.keys), room):
-                message += self._fields(event, event.keys[start:stop])
+                try:
+                    message += list(self._fields(event, event.keys[start:stop]))
+                except (TypeError, ValueError):  # a stranger's tier told of keys that are none
+                    self._invalid_batches += 1
                 room -= stop - start
                 if not room:
                     yield message

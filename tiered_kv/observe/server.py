@@ -118,7 +118,11 @@ class StatusServer:
                 is_refused = self._is_closed or len(self._connections) >= CONNECTIONS_MAX
                 if not is_refused:
                     self._connections[connection] = thread
-                    thread.start()
+                    try:
+                        thread.start()
+                    except RuntimeError:  # the process cannot have another thread now
+                        del self._connections[connection]
+                        is_refused = True
             if is_refused:
                 with contextlib.suppress(OSError), connection:
                     connection.setblocking(False)

@@ -96,14 +96,14 @@ class Audit:
         return self._spare_rows.in_flight
 
     def counted(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
-        """Return what was counted, by tier; counts that belong to no tier are the primary tier's."""
+        """Return what was counted, by tier; counts of no tier are the primary tier's. Any thread may call."""
         counted: dict[str, dict[str, Any]] = {
             name: {"audited_blocks_total": dict(verdicts)} if verdicts else {}
             for name, verdicts in self._verdicts.items()
         }
-        for name, largest in self._largest.items():
+        for name, largest in self._largest.copy().items():
             counted[name]["audit_largest_difference_ratio"] = largest
-        for name in self.stopped:
+        for name in self.stopped.copy():
             counted[name]["audit_stopped"] = 1
         counted[PRIMARY_NAME] |= {
             "audited_requests_total": self._num_requests,

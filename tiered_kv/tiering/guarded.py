@@ -251,7 +251,7 @@ class GuardedTier:
             job.is_expired = True
             self.counters.add("expired_jobs_total")
             self._budget_of(job).expired_blocks += len(job.blocks)
-            self.observer.failed(job.metadata, len(job.blocks), "expired")
+            self.observer.expired(job.metadata)
             self.breaker.fail(now_s)
         return expired
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
@@ -277,4 +278,8 @@ class IsolatedTier(WrapperTier):
 
 def _taken(queue: deque[_Item]) -> Iterable[_Item]:
     """Return the messages that another thread has appended so far."""
-    return [queue.popleft() for _ in range(len(queue))] if queue else ()
+    taken: list[_Item] = []
+    with suppress(IndexError):  # a reset has just emptied it
+        for _ in range(len(queue)):
+            taken.append(queue.popleft())
+    return taken

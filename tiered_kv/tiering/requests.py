@@ -54,6 +54,7 @@ class RequestState:
         is_finished: Whether the engine has finished it.
         turn: The turn of the search in which it asked last.
         missed: Keys that it was told not to have since then, for the history.
+        noted: Those that were passed on to the history last.
         found: Keys of which it began to wait for a promotion since then, likewise.
         because: Why tiers are not asked, for the history.
         is_asking: Whether its lookups count: not those that `prefetch` makes.
@@ -79,6 +80,7 @@ class RequestState:
     is_finished: bool = False
     turn: object = None
     missed: list[OffloadKey] = field(default_factory=list)
+    noted: list[OffloadKey] = field(default_factory=list)
     found: list[OffloadKey] = field(default_factory=list)
     because: Because = b""
     is_asking: bool = True

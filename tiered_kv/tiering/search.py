@@ -192,10 +192,12 @@ class Search:
     def _await(self, key: OffloadKey, block: CPUBlock, state: RequestState) -> bool | None:
         """Return the answer for a block that is being written."""
         if block.writer is PROMOTION:
+            is_known = key in state.promoting
             if not self._promotions.join(key, state):
                 state.missed.append(key)
                 return False
-            state.found.append(key)
+            if not is_known:  # a request that waits asks again in each step
+                state.found.append(key)
         state.asked_s = self._now_s
         return None
 
@@ -215,7 +217,8 @@ class Search:
         if not answer:
             return _Verdict.NEXT
         if self._promotions.begin(key, guarded, state):
-            state.found.append(key)
+            if key in state.promoting:  # and not only waiting for room
+                state.found.append(key)
             state.asked_s = self._now_s
             return _Verdict.WAIT
         guarded.counters.add("refused_promotion_blocks_total")
@@ -235,7 +238,9 @@ class Search:
         missed, state.missed = state.missed, []
         found, state.found = state.found, []
         if self._history is not None:
-            if missed and state.is_asking:
+            if missed and state.is_asking and missed != state.noted:
+                # A request that waits asks again in each step; the history notes only its first answer for a key.
+                state.noted = missed
                 self._history.missed(self.log_of(state), state.because, missed, state.troubles)
             if found:
                 self._history.promoted(self.log_of(state), state.because, found)

@@ -98,6 +98,12 @@ class TierObserver:
         if reason in _DAMAGE:
             self._notices.add(self._name, "damaged blocks", num_blocks)
 
+    def expired(self, job: JobMetadata) -> None:
+        """Count a job whose deadline has passed, and note the blocks of a store; a load's requests say it of theirs."""
+        self.failed(job, len(job.keys), "expired")
+        if self._history is not None and not job.is_promotion:
+            self._history.note(self._number, fate_of("expired"), list(job.keys))
+
     def gave_up(self) -> None:
         """Note that the tier answered a lookup with a miss because it could not know."""
         if self._history is not None:
