@@ -290,7 +290,7 @@ def test_what_was_not_stored_before_the_deadline() -> None:
         tier.holds_jobs = True
         engine = Engine(stack)
         engine.store(KEYS, "stores")
-        wait_until(lambda: stack.manager.poll() or stack.counters()["disk"]["expired_jobs_total"] == 1)
+        wait_until(lambda: not stack.flush(0.0) and stack.counters()["disk"]["expired_jobs_total"] == 1)
         tier.let_go()
         tier.holds_jobs = False
         assert stack.flush(WAIT_S)
