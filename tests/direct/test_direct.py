@@ -82,7 +82,8 @@ class TestBlocks:
         assert np.array_equal(pool[:BLOCK_BYTES], pool[BLOCK_BYTES : 2 * BLOCK_BYTES])
 
     def test_are_found_again_in_the_same_namespace_only(self, pool: Any, tmp_path: Path) -> None:
-        keys, nvme = make_keys(3), {"type": "nvme", "capacity": "16 MiB", "path": str(tmp_path / "tier")}
+        keys = make_keys(3)
+        nvme: dict[str, object] = {"type": "nvme", "capacity": "16 MiB", "path": str(tmp_path / "tier")}
         with open_direct(pool, nvme) as tiers:
             tiers.wait("store", keys, offsets(3))
         with open_direct(pool, nvme) as tiers:
