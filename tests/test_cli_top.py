@@ -25,9 +25,11 @@ from tiered_kv.cli import main
 from tiered_kv.observe.answer import NoticeAnswer
 from tiered_kv.observe.live import ReasonView, Sight, TierView, View, view_of
 
-# A shell starts what runs in its background with Ctrl-C ignored, and the tests may run there.
+# A shell starts what runs in its background with Ctrl-C ignored, and nohup with the end of the terminal: the tests may
+# run there.
 PROGRAM = (
     "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "signal.signal(signal.SIGHUP, signal.SIG_DFL); "
     "from tiered_kv.cli import main; raise SystemExit(main())"
 )
 COMMAND = [sys.executable, "-c", PROGRAM, "top"]
