@@ -91,7 +91,7 @@ def test_a_stack_shows_its_metrics_and_its_status(stack: Stack) -> None:
 def test_what_changes_is_a_notice(stack: Stack) -> None:
     stack.manager.reset_cache()
     (notice,) = json.loads(ask(stack.server, "/status")[2])["notices"]
-    assert (notice["tier"], notice["what"]) == ("cpu", "cache reset")
+    assert (notice["tier"], notice["what"], notice["count"]) == ("cpu", "cache reset", 1)
     assert abs(notice["time"] - time.time()) < 600
 
 
