@@ -137,7 +137,7 @@ def test_a_stack_that_cannot_be_opened_listens_no_more() -> None:
 
 def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'tiered-kv\[metrics\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install '\.\[metrics\]'"):
         open_stack(config_of())
 
 
