@@ -99,7 +99,7 @@ def test_without_its_library_it_says_which_extra_brings_it(
     with pytest.raises(SystemExit) as ended:
         main(["--print-completion", "bash"])
     assert ended.value.code == 2
-    assert "pip install 'tiered-kv[completion]'" in capsys.readouterr().err
+    assert "pip install '.[completion]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", cli._VERBS)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.status_server import JSON, Status, answer, busy, histogram, status, tier
 from tiered_kv.errors import FormatError, TierUnavailableError
-from tiered_kv.observe.answer import StatusAnswer, clean, read_status
+from tiered_kv.observe.answer import NoticeAnswer, StatusAnswer, clean, read_status
 from tiered_kv.observe.live import ReasonView, Watcher, view_of
 
 
@@ -84,7 +84,7 @@ def test_a_name_holds_nothing_that_a_terminal_obeys(text: object) -> None:
 @st.composite
 def spoiled(draw: st.DrawFn) -> object:
     """Return a status in which a few values, at any depth, are something else."""
-    told: object = busy(12.0, 3, notices=[{"time": 1.0, "tier": "disk", "what": "x"}])
+    told: object = busy(12.0, 3, notices=[{"time": 1.0, "tier": "disk", "what": "x", "count": 2}])
     for _ in range(draw(st.integers(1, 4))):
         place: object = told
         while isinstance(place, (dict, list)) and place:
@@ -186,11 +186,11 @@ def test_a_process_that_never_answered_has_no_view() -> None:
 
 
 def test_notices_grow_older_while_nobody_answers() -> None:
-    told = busy(10.0, 1, notices=[{"time": 1007.0, "tier": "disk", "what": "breaker opened"}])
+    told = busy(10.0, 1, notices=[{"time": 1007.0, "tier": "disk", "what": "breaker opened", "count": 3}])
     watch, set_clock = watcher(told, "refused")
     first = watch.look().view
     assert first is not None
-    assert first.notices[0].age_s == 3.0
+    assert first.notices == (NoticeAnswer(3.0, "disk", "breaker opened (3 times)"),)
     set_clock(105.0)
     later = watch.look().view
     assert later is not None

@@ -248,7 +248,7 @@ def test_without_the_library_nothing_is_measured(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for verb in ("replay", "bench"):
         assert main([verb, str(stack), "--report", str(tmp_path / "page.html")]) == 2
-        assert "pip install 'tiered-kv[report]'" in capsys.readouterr().err
+        assert "pip install '.[report]'" in capsys.readouterr().err
     assert not (tmp_path / "cache").exists()
 
 
