@@ -21,7 +21,7 @@ from tiered_kv.config.stack_config import load_config
 from tiered_kv.observe.report.markup import Html, element, table
 from tiered_kv.observe.report.page import Run
 from tiered_kv.observe.report.replay_page import replay_page
-from tiered_kv.observe.report.samples import SAMPLES_MAX, Sampler, thinned
+from tiered_kv.observe.report.samples import SAMPLES_MAX, Sampler
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.clock import ManualClock
 from tiered_kv.testing.four_methods import FourMethodTier
@@ -287,15 +287,3 @@ def test_samples_are_bounded_and_reach_from_the_start_to_the_end() -> None:
     assert max(b - a for a, b in pairwise(seconds[:-1])) < 2.6, "evenly"
     assert sampler.samples[-1].requests == 100_000
     assert asked < 2_000, "most steps take no sample"
-
-
-def test_thinned_samples_keep_the_ends() -> None:
-    clock = ManualClock()
-    sampler = Sampler(dict, clock)
-    for _ in range(50):
-        clock.advance(1)
-        sampler.start()
-    chosen = thinned(sampler.samples, 7)
-    assert len(chosen) == 8
-    assert (chosen[0], chosen[-1]) == (sampler.samples[0], sampler.samples[-1])
-    assert thinned(sampler.samples, 49) == sampler.samples

@@ -37,6 +37,7 @@ _FLAGS = (
     "--headless=new",
     "--no-sandbox",  # it is root's, in a container
     "--disable-gpu",
+    "--hide-scrollbars",
     "--disable-dev-shm-usage",
     "--no-first-run",
     "--disable-background-networking",

@@ -18,13 +18,13 @@ from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.config.units import format_bytes
 from tiered_kv.counters import flat_counts
 from tiered_kv.errors import ConfigError
-from tiered_kv.observe.report.replay_page import replay_page
+from tiered_kv.observe.report.replay_page import TIER_COLUMNS, replay_page, tier_rows
 from tiered_kv.observe.report.samples import Sampler
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.replay import ReplaySettings, replay
 from tiered_kv.workload.request import Request
-from tiered_kv.workload.tally import GB, ReplayReport, Tally
+from tiered_kv.workload.tally import ReplayReport, Tally
 from tiered_kv.workload.trace import read_trace
 
 _CHAT_OPTIONS = {
@@ -160,7 +160,7 @@ def _workload(args: argparse.Namespace) -> _Workload:
 
 
 def _show(report: ReplayReport, title: str) -> None:
-    print_table(["tier", "hits", "share", "stored GB", "GB/s", "loaded GB", "GB/s"], _tier_rows(report), title=title)
+    print_table(TIER_COLUMNS, list(tier_rows(report)), title=title)
     step = report.step_us
     print_table(
         ["result", ""],
@@ -178,26 +178,6 @@ def _show(report: ReplayReport, title: str) -> None:
     )
     for line in _remarks(report):
         print_text(line)
-
-
-def _tier_rows(report: ReplayReport) -> list[list[str]]:
-    rows = [
-        [
-            name,
-            f"{tier.hits:,}",
-            _share(tier.hits, report.blocks),
-            f"{tier.stored_bytes / GB:.2f}",
-            f"{tier.store_gb_per_s:.2f}",
-            f"{tier.loaded_bytes / GB:.2f}",
-            f"{tier.load_gb_per_s:.2f}",
-        ]
-        for name, tier in report.tiers.items()
-    ]
-    return [*rows, ["misses", f"{report.misses:,}", _share(report.misses, report.blocks), "", "", "", ""]]
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.1%}" if whole else "-"
 
 
 def _remarks(report: ReplayReport) -> Iterator[str]:
