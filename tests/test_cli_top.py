@@ -20,8 +20,9 @@ from rich.console import Console
 from tests.support.status_server import JSON, Status, StatusServer, answer, busy, response, status, tier
 from tests.support.terminal import CTRL_C, Terminal
 from tiered_kv import make_offload_key, open_stack
-from tiered_kv._cli.top_view import duration, number, screen
+from tiered_kv._cli.top_view import number, screen
 from tiered_kv.cli import main
+from tiered_kv.config.units import rounded_seconds
 from tiered_kv.observe.answer import NoticeAnswer
 from tiered_kv.observe.live import ReasonView, Sight, TierView, View, view_of
 
@@ -77,10 +78,10 @@ def test_eighty_columns_show_every_column_and_bar() -> None:
     text = "\n".join(lines)
     heads = lines[3].split() + lines[4].split()
     assert {"tier", "hits", "hit", "load", "store", "p99", "used", "budget", "breaker"} <= set(heads)
-    assert "█" in text
+    assert "━" in text
     disk = next(line for line in lines if line.startswith("disk"))
     assert disk.split()[1:3] == ["60", "75"]
-    assert disk.rstrip().endswith("closed")
+    assert "closed" in disk
     assert "evicted" in text
 
 
@@ -130,7 +131,7 @@ def test_a_count_is_short(count: float, expected: str) -> None:
     [(0, "0us"), (25e-5, "250us"), (0.0123, "12.3ms"), (1.5, "1.5s"), (90, "90s"), (7200, "2h")],
 )
 def test_a_time_is_short(seconds: float, expected: str) -> None:
-    assert duration(seconds) == expected
+    assert rounded_seconds(seconds) == expected
 
 
 def test_once_prints_a_table_of_one_interval(capsys: pytest.CaptureFixture[str]) -> None:
@@ -291,7 +292,7 @@ def test_a_terminal_that_knows_ascii_only_gets_ascii(tmp_path: Path) -> None:
     ):
         shown = terminal.wait_for("closed")
         assert "n?me" in shown
-        assert "###" in shown
+        assert "---" in shown
         assert shown.isascii()
         terminal.type(CTRL_C)
         assert terminal.end()[0] == 130

@@ -129,7 +129,7 @@ def _print(watcher: Watcher, interval_s: float) -> None:
 
 
 def _print_sight(sight: Sight, interval_s: float, *, notices_s: float) -> None:
-    from tiered_kv._cli.top_view import headline, notice_line, plain_rows, reason_lines
+    from tiered_kv._cli.top_view import headline, notice_lines, plain_rows, reason_lines
 
     view = sight.view
     print_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {headline(sight, interval_s)}")
@@ -137,11 +137,9 @@ def _print_sight(sight: Sight, interval_s: float, *, notices_s: float) -> None:
         return
     columns, rows = plain_rows(view)
     print_table(columns, rows)
-    for line in reason_lines(view):
+    recent = [notice for notice in view.notices if notice.age_s <= notices_s]
+    for line in [*reason_lines(view), *notice_lines(recent)]:
         print_text(line)
-    for notice in reversed(view.notices):
-        if notice.age_s <= notices_s:
-            print_text(notice_line(notice))
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import Any, Final
 from tiered_kv._cli.arguments import describe_use, seconds
 from tiered_kv._cli.output import Status, print_json, print_table, print_text
 from tiered_kv.config.stack_config import load_config
+from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.observe.ask import Address, address_of, fetch
 from tiered_kv.observe.explain import SENTENCES
@@ -135,12 +136,7 @@ def _show_key(key: Answer, title: str) -> None:
 
 
 def _ago(age_s: float | None) -> str:
-    if age_s is None:
-        return "-"
-    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
-        if age_s >= 2 * length_s:
-            return f"{age_s / length_s:.0f} {unit} ago"
-    return f"{age_s:.0f} s ago"
+    return "-" if age_s is None else f"{rounded_seconds(age_s)} ago"
 
 
 def _show_namespaces(tiers: list[TierNamespaces]) -> None:
