@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     describe_use(
         parser,
-        ("tiered-kv replay stack.yaml", "240 chats of 8 turns"),
+        ("tiered-kv replay stack.yaml --report replay.html", "240 chats of 8 turns, and a page with plots"),
         ("tiered-kv replay stack.yaml --trace requests.jsonl --requests 1000", "the first requests of a trace"),
         ("tiered-kv replay stack.yaml --seed 7 --chats 1000 --json", "other chats; one JSON object for a script"),
         found="a block came back with a wrong byte",
@@ -107,7 +108,8 @@ def run(args: argparse.Namespace) -> Status:
     else:
         _show(report, f"{args.stack}: {workload.title}")
     if reported is not None and sampler is not None:
-        write_report(args, replay_page(reported, report, sampler, settings, workload.title, _notes(report)))
+        page = partial(replay_page, reported, report, sampler, settings, workload.title, _notes(report))
+        write_report(args, page)
     if report.corrupt_blocks:
         return Status.FOUND
     return Status.INTERRUPTED if report.interrupted else Status.OK

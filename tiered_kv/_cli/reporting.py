@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tiered_kv._cli.output import print_text
+from tiered_kv._cli.output import print_text, progress
 from tiered_kv.config.stack_config import StackConfig
 from tiered_kv.errors import ConfigError
 from tiered_kv.observe.report.figures import require_matplotlib
@@ -35,12 +36,14 @@ def begun_report(args: argparse.Namespace, config: StackConfig) -> Run | None:
     return Run(args.stack, args.given, config, datetime.now(UTC))
 
 
-def write_report(args: argparse.Namespace, page: str) -> None:
-    """Write the page in place of what was there, and say so to people.
+def write_report(args: argparse.Namespace, draw: Callable[[], str]) -> None:
+    """Draw the page, write it in place of what was there, and say so to people.
 
     Raises:
         ConfigError: It cannot be written.
     """
+    with progress("drawing the page", None):
+        page = draw()
     try:
         args.report.write_text(page, encoding="utf-8", errors="backslashreplace")  # names of files may be any bytes
     except OSError as error:

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("tiered-kv top", "what serves on this machine, at the usual port"),
         ("tiered-kv top stack.yaml --interval 5s", "the stack of this file"),
         ("tiered-kv top http://10.0.0.7:9464 --once --json", "one answer for a script"),
-        found="with --once: a tier is disabled, or its breaker is not closed",
+        found="with --once or --json: a tier is disabled, or its breaker is not closed",
     )
 
 
