@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
@@ -15,7 +14,7 @@ from typing import Any
 from tiered_kv._cli.arguments import describe_use, positive_int, seconds
 from tiered_kv._cli.output import Status, interrupt_flag, print_json, print_table, print_text, progress
 from tiered_kv._cli.reporting import add_report_argument, begun_report, write_report
-from tiered_kv.config.stack_config import StackConfig, load_config
+from tiered_kv.config.stack_config import load_config
 from tiered_kv.config.units import format_bytes
 from tiered_kv.counters import flat_counts
 from tiered_kv.errors import ConfigError
@@ -97,17 +96,18 @@ def run(args: argparse.Namespace) -> Status:
     settings = ReplaySettings(concurrency=args.concurrency, request_timeout_s=args.request_timeout)
     config = load_config(args.stack)
     reported = begun_report(args, config)
-    with _opened(config) as stack, interrupt_flag() as interrupted:
-        sampler = None
+    with progress("opening the tiers", None):
+        stack = open_stack(config)
+    with stack, interrupt_flag() as interrupted:
         if reported is not None:
             reported.note_tiers(stack.tier_names, stack.secondary_tiers)
-            sampler = Sampler(stack.manager.counters)
+        sampler = Sampler(stack.manager.counters)
         report = _replayed(stack, workload, settings, sampler, interrupted)
     if args.json:
         print_json({"stack": args.stack, "workload": workload.described, **asdict(report)})
     else:
         _show(report, f"{args.stack}: {workload.title}")
-    if reported is not None and sampler is not None:
+    if reported is not None:
         page = partial(replay_page, reported, report, sampler, settings, workload.title, _notes(report))
         write_report(args, page)
     if report.corrupt_blocks:
@@ -115,36 +115,21 @@ def run(args: argparse.Namespace) -> Status:
     return Status.INTERRUPTED if report.interrupted else Status.OK
 
 
-@contextmanager
-def _opened(config: StackConfig) -> Iterator[Stack]:
-    with progress("opening the tiers", None):
-        stack = open_stack(config)
-    with stack:
-        yield stack
-
-
 def _replayed(
-    stack: Stack,
-    workload: _Workload,
-    settings: ReplaySettings,
-    sampler: Sampler | None,
-    interrupted: Callable[[], bool],
+    stack: Stack, workload: _Workload, settings: ReplaySettings, sampler: Sampler, interrupted: Callable[[], bool]
 ) -> ReplayReport:
-    """Replay the requests, and sample the counters between steps if there is a sampler."""
+    """Replay the requests, and sample the counters between steps."""
     with progress("requests", workload.total) as advance:
 
         def on_progress(tally: Tally) -> None:
             advance(tally.requests)
-            if sampler is not None:
-                sampler.note(tally)
+            sampler.note(tally)
 
-        if sampler is not None:
-            sampler.start()
+        sampler.start()
         report = replay(
             stack.manager, stack.kv_view, workload.requests, settings, should_stop=interrupted, on_progress=on_progress
         )
-        if sampler is not None:
-            sampler.finish()
+        sampler.finish()
     return report
 
 
