@@ -170,13 +170,6 @@ def test_another_process_at_the_same_address_is_told_of() -> None:
     assert view.notices[0].what == "another stack answers now: process 2, before it 1"
 
 
-def test_a_process_that_never_answered_has_no_view() -> None:
-    watch, _ = watcher("refused")
-    sight = watch.look()
-    assert sight.view is None
-    assert sight.trouble == "refused"
-
-
 def test_notices_grow_older_while_nobody_answers() -> None:
     told = busy(10.0, 1, notices=[{"time": 1007.0, "tier": "disk", "what": "breaker opened"}])
     watch, set_clock = watcher(told, "refused")

@@ -81,17 +81,13 @@ def page(
     shown_notes = (
         element("p", run.told(text), class_="note bad" if text.startswith("CORRUPT") else "note") for text in notes
     )
+    texts = {"kind": kind, "heading": heading, "lede": lede, "version": __version__, "date": _date(run.began)}
     return Template((here / "page.html").read_text("utf-8")).substitute(
-        version=html.escape(__version__),
+        {name: html.escape(run.told(text)) for name, text in texts.items()},
         style=(here / "report.css").read_text("utf-8"),
-        title=html.escape(run.told(f"{heading} - {kind}")),
-        kind=html.escape(kind),
-        heading=html.escape(run.told(heading)),
-        lede=html.escape(run.told(lede)),
         notes=joined(shown_notes),
         tiles=element("div", *tiles, class_="tiles"),
         sections=joined(sections),
-        date=_date(run.began),
     )
 
 

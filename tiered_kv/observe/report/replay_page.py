@@ -198,7 +198,7 @@ def _course(report: ReplayReport, sampler: Sampler) -> Html:
         shown.append(
             figure(
                 "Breakers",
-                "A breaker opens after many failures in a row; then its tier is left alone until a probe succeeds.",
+                "A breaker opens (thick) after many failures in a row. Then its tier is left alone until a probe succeeds.",
                 plots.breakers_over_time(samples, secondary),
                 _BREAKER_STATES,
             )
