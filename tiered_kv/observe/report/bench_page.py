@@ -34,7 +34,10 @@ def bench_page(run: Run, results: Sequence[TierBench], settings: BenchSettings) 
         lede=_measured(results, settings),
         notes=bench_remarks(results),
         tiles=_tiles(results),
-        sections=[_speed(results, settings), page.conditions(run, _settings(settings))],
+        sections=[
+            _speed(results, settings),
+            page.conditions(run, [("longest time of a direction of a round", f"{settings.timeout_s:g} s")]),
+        ],
     )
 
 
@@ -164,12 +167,3 @@ def _rows(axes: Axes, results: Sequence[TierBench]) -> None:
 
 def _height_in(results: Sequence[TierBench]) -> float:
     return 0.9 + 0.45 * len(results)
-
-
-def _settings(settings: BenchSettings) -> list[tuple[str, str]]:
-    return [
-        ("blocks in a round", f"{settings.blocks:,}"),
-        ("blocks in a job", f"{settings.batch:,}"),
-        ("rounds", f"{settings.rounds:,}"),
-        ("longest time of a direction of a round", f"{settings.timeout_s:g} s"),
-    ]

@@ -101,7 +101,7 @@ def _measured(report: ReplayReport, settings: ReplaySettings) -> str:
     """Return the sentences that state what was measured."""
     tiers = len(report.tiers)
     return (
-        f"In {report.seconds:,.1f} s, {counted(report.requests, 'request')} asked for "
+        f"In {report.seconds:,.1f} s, until the last stores had ended, {counted(report.requests, 'request')} asked for "
         f"{counted(report.blocks, 'block')} of {format_bytes(report.block_bytes)}, in order and as fast as the stack "
         f"took them, at most {settings.concurrency} at once. {counted(tiers, 'tier')} gave {report.hit_rate:.1%} of "
         "the blocks. Every block that came back was compared with what had been stored, byte by byte: "
@@ -198,7 +198,7 @@ def _course(report: ReplayReport, sampler: Sampler) -> Html:
         shown.append(
             figure(
                 "Breakers",
-                "A breaker opens (thick) after many failures in a row. Then its tier is left alone until a probe succeeds.",
+                "A breaker opens (thick) after many failures in a row. Its tier is left alone until a probe succeeds.",
                 plots.breakers_over_time(samples, secondary),
                 _BREAKER_STATES,
             )
@@ -249,10 +249,7 @@ def _counters(run: Run, report: ReplayReport) -> Html:
 
 def _settings(report: ReplayReport, settings: ReplaySettings) -> list[tuple[str, str]]:
     return [
-        ("duration", f"{report.seconds:,.1f} s, until the last stores had ended"),
-        ("requests at once", str(settings.concurrency)),
         ("longest wait of a request for its blocks", f"{settings.request_timeout_s:g} s"),
-        ("steps", f"{report.steps:,}"),
         ("blocks left by an earlier run that the first request hit", f"{report.first_request_hits:,}"),
         ("requests that waited too long", f"{report.timed_out_requests:,}"),
     ]
