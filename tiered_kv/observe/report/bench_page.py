@@ -82,7 +82,7 @@ def _tiles(results: Sequence[TierBench]) -> Iterator[Html]:
     fastest = "" if len(results) == 1 else "fastest "
     for direction in _DIRECTIONS:
         best = max(results, key=lambda each: median(_rounds(each, direction)))
-        yield tile(f"{median(_rounds(best, direction)):#.3g}", "GB/s", f"{fastest}{direction}: {best.name}")
+        yield tile(_gb(median(_rounds(best, direction))), "GB/s", f"{fastest}{direction}: {best.name}")
     quick = min(results, key=lambda each: each.lookup_us.p99)
     yield tile(f"{quick.lookup_us.p99:,.1f}", "us", f"{fastest}lookup (99th percentile): {quick.name}")
     corrupt = sum(each.corrupt_blocks for each in results)
@@ -155,7 +155,11 @@ def _rounds(result: TierBench, direction: str) -> list[float]:
 
 
 def _rate(rounds: Sequence[float]) -> str:
-    return f"{median(rounds):#.3g} ({min(rounds):#.3g}-{max(rounds):#.3g})"
+    return f"{_gb(median(rounds))} ({_gb(min(rounds))}-{_gb(max(rounds))})"
+
+
+def _gb(rate: float) -> str:
+    return f"{rate:.2f}" if rate >= 1 else f"{rate:.3f}"
 
 
 def _rows(axes: Axes, results: Sequence[TierBench]) -> None:
