@@ -63,14 +63,6 @@ def test_without_a_history_loaded_blocks_stand_for_hits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "expected"),
-    [({}, False), ({"breaker": "half_open"}, True), ({"breaker": "open"}, True), ({"is_disabled": True}, True)],
-)
-def test_a_stack_is_troubled_where_a_tier_is_out_of_use(fields: Status, expected: bool) -> None:
-    assert view_of(None, answer(status(tier("cpu"), tier("disk", **fields)))).is_troubled is expected
-
-
-@pytest.mark.parametrize(
     "text",
     ["\x1b[2J", "a\nb", "a\rb", "\x07", "\x9b2J", "\u202eevil", "e\u0301" * 5, "\ud800", "\u2028", "x" * 1000, 5, None],
 )
@@ -176,13 +168,6 @@ def test_another_process_at_the_same_address_is_told_of() -> None:
     assert view is not None
     assert view.is_since_start
     assert view.notices[0].what == "another stack answers now: process 2, before it 1"
-
-
-def test_a_process_that_never_answered_has_no_view() -> None:
-    watch, _ = watcher("refused")
-    sight = watch.look()
-    assert sight.view is None
-    assert sight.trouble == "refused"
 
 
 def test_notices_grow_older_while_nobody_answers() -> None:
