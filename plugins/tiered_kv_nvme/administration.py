@@ -40,6 +40,7 @@ from tiered_kv_nvme.epoch import EPOCH_NAME
 from tiered_kv_nvme.inspection import Inspection
 from tiered_kv_nvme.settings import NvmeSettings
 
+_UNTOLD: Final = "only the process that has the directory open knows when a block was used"
 _NAMED_MAX: Final = 8
 """How many of the entries that are left are named."""
 
@@ -80,13 +81,14 @@ class NvmeAdministration(TierAdministration):
             if fd is not None and digest:
                 described = believed(fields.get("namespace"), digest)
                 segments = self._inspection(fd, digest, fields, deadline).count(census)
-        return census.survey(lambda _: described, segments=segments)
+        return census.survey(lambda _: described, _UNTOLD, segments)
 
     def verify(self, digest: str, verification: Verification, deadline: float) -> None:
         with self._claimed.opened("verify") as fd:
             found, fields = self._marker(fd)
             if fd is None or found != digest:
                 return
+            verification.checks_tags = True
             codecs = self._settings.open_codecs()
             if not verification.repairs:
                 self._inspection(fd, digest, fields, deadline).verify(codecs, verification, None)
