@@ -96,7 +96,7 @@ class FsAdministration(TierAdministration):
         now_s = time.time()
         with self._claimed.opened("survey") as fd:
             if fd is None or self._claimed.marker(fd) is None:
-                return Survey(())
+                return Survey()
             for path, status in _entries(self._path, deadline):
                 top, _, inner = path.partition("/")
                 match = _TOP.fullmatch(top)

@@ -105,7 +105,7 @@ class Inspection:
     def _damaged(self, segment: Segment, reader: _Reader, verification: Verification) -> Iterator[int]:
         """Check a segment's blocks; yield the numbers of those to delete."""
         table = segment.table
-        order = sorted(range(len(table)), key=lambda ordinal: table.offsets[ordinal])
+        order = sorted(range(len(table)), key=table.offsets.__getitem__)
         for run in _runs(table, order):
             found = reader.read(segment, run)
             if _generation_of(segment.fd) != segment.generation:

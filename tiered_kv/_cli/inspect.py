@@ -39,7 +39,7 @@ class TierInspection:
     type: str
     error: str = ""
     unavailable: str = ""
-    survey: Survey | None = None
+    survey: Survey = field(default_factory=Survey)
     checks: dict[str, Verification] = field(default_factory=dict)  # by the namespace's digest
 
     @property
@@ -89,7 +89,6 @@ def run(args: argparse.Namespace) -> Status:
         described = [_described(config, tier) for tier in tiers]
         print_json({"stack": args.stack, "namespace": own, "verified": args.verify, "ok": ok, "tiers": described})
     else:
-        print_text(f"{args.stack}: namespace {config.identity.digest.hex()}\n")
         _show(config, tiers, args)
     return Status.OK if ok else Status.FOUND
 
@@ -124,7 +123,6 @@ def _verify(
     args: argparse.Namespace,
 ) -> None:
     """Check the namespaces that were found, one after the other."""
-    assert tier.survey is not None, "it was counted first"
     own = config.identity.digest.hex()
     chosen = [each for each in tier.survey.namespaces if not args.own or each.stored.digest == own]
     rate_bytes = args.rate or _RATE_BYTES
@@ -176,16 +174,13 @@ def _size_bytes(found: SurveyedNamespace) -> int:
 
 def _differences(config: StackConfig, found: SurveyedNamespace) -> dict[str, tuple[object, object]]:
     """Return in what a namespace differs from the stack's own; see `differences`."""
-    is_own = found.stored.digest == config.identity.digest.hex()
-    has_form = bool(found.stored.described) and not is_own
-    return differences(config.identity.described, found.stored.described) if has_form else {}
+    return differences(config.identity.described, found.stored.described) if found.stored.described else {}
 
 
 def _described(config: StackConfig, tier: TierInspection) -> dict[str, object]:
     """Return the JSON form of one tier."""
-    survey = tier.survey or Survey(())
     namespaces = []
-    for each in survey.namespaces:
+    for each in tier.survey.namespaces:
         known = asdict(each)
         stored = known.pop("stored")
         digest = stored.pop("digest")
@@ -202,11 +197,12 @@ def _described(config: StackConfig, tier: TierInspection) -> dict[str, object]:
             }
         )
     about = {"name": tier.name, "type": tier.type, "ok": tier.ok, "error": tier.error, "unavailable": tier.unavailable}
-    return {**about, **asdict(survey), "namespaces": namespaces}
+    return {**about, **asdict(tier.survey), "namespaces": namespaces}
 
 
 def _show(config: StackConfig, tiers: Sequence[TierInspection], args: argparse.Namespace) -> None:
     own = config.identity.digest.hex()
+    print_text(f"{args.stack}: namespace {own}\n")
     heads = ["tier", "namespace", "model", "tenant", "blocks", "stored", "written", "last used", "used again"]
     _print_rows(heads, [row for tier in tiers for row in _rows(tier, own)])
     print_text("* this stack's own; ages are those of the oldest, the median and the newest block; - is not known")
@@ -229,8 +225,7 @@ def _one_line(text: str) -> str:
 
 
 def _rows(tier: TierInspection, own: str) -> Iterator[list[str]]:
-    namespaces = tier.survey.namespaces if tier.survey is not None else ()
-    for each in namespaces:
+    for each in tier.survey.namespaces:
         stored = each.stored
         namespace = stored.described.get("namespace")
         model = str(namespace.get("model", "-")) if isinstance(namespace, dict) else "-"
@@ -240,9 +235,8 @@ def _rows(tier: TierInspection, own: str) -> Iterator[list[str]]:
         digest = f"{stored.digest}{' *' if stored.digest == own else ''}"
         ages = [_ages(each.written), _ages(each.used)]
         yield [tier.name, digest, model, stored.tenant or "-", blocks, size, *ages, share]
-    if not namespaces:
-        nothing = "-" if tier.survey is None else "nothing stored"
-        yield [tier.name, nothing, *["-"] * 7]
+    if not tier.survey.namespaces:
+        yield [tier.name, "-" if tier.error or tier.unavailable else "nothing stored", *["-"] * 7]
 
 
 def _checked(tier: str, digest: str, check: Verification) -> list[str]:
@@ -257,7 +251,7 @@ def _reasons(counted: Mapping[str, int]) -> str:
 
 
 def _remarks(config: StackConfig, tier: TierInspection, *, repairs: bool) -> Iterator[str]:
-    survey = tier.survey or Survey(())
+    survey = tier.survey
     for each in survey.namespaces:
         changed = _differences(config, each)
         if changed:
@@ -290,11 +284,8 @@ def _remarks(config: StackConfig, tier: TierInspection, *, repairs: bool) -> Ite
 def _ages(ages: Ages | None) -> str:
     if ages is None:
         return "-"
-    return " ".join(_rounded_seconds(value) for value in (ages.oldest_s, ages.median_s, ages.newest_s))
-
-
-def _rounded_seconds(value_s: float) -> str:
-    for scale, unit in _UNITS:
-        if value_s >= scale:
-            return f"{value_s / scale:.0f}{unit}"
-    return "0s"
+    shown = []
+    for age_s in (ages.oldest_s, ages.median_s, ages.newest_s):
+        scale, unit = next((each for each in _UNITS if age_s >= each[0]), _UNITS[-1])
+        shown.append(f"{age_s / scale:.0f}{unit}")
+    return " ".join(shown)

@@ -136,7 +136,7 @@ class Survey:
         notes: Hints for the user.
     """
 
-    namespaces: tuple[SurveyedNamespace, ...]
+    namespaces: tuple[SurveyedNamespace, ...] = ()
     segments: SurveyedSegments | None = None
     foreign: SurveyedForeign | None = None
     notes: tuple[str, ...] = ()
