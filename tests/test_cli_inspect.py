@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -78,9 +79,14 @@ def test_the_share_of_files_that_were_used_again_is_told(tmp_path: Path) -> None
     used_s = time.time() + 90
     for path in block_files(alice)[: BLOCKS // 4]:
         os.utime(path, (used_s, used_s))
+    born = subprocess.run(
+        ["stat", "-c", "%W", block_files(alice)[0]], check=True, capture_output=True, text=True
+    ).stdout
     (own,) = alice.inspect()[1]["namespaces"]
-    if own["written"] is None:
+    if int(born) == 0:
+        assert (own["written"], own["used_again"]) == (None, None)
         pytest.skip("this file system does not tell when a file was made")
+    assert time.time() - int(born) == pytest.approx(own["written"]["oldest_s"], abs=30)
     assert own["used_again"] == 0.25
 
 
@@ -388,7 +394,8 @@ class Told(TierAdministration):
         return Purged(0, 0)
 
     def survey(self, deadline: float) -> Survey:
-        return Survey((SurveyedNamespace(StoredNamespace("ab" * 16), Ages(90.0, 60.0, 1.0), used_again=0.25),))
+        found = SurveyedNamespace(StoredNamespace("ab" * 16), Ages(90.0, 60.0, 1.0), used_again=0.25)
+        return Survey((found,), notes=("it may be otherwise",))
 
 
 class Silent(Told):
@@ -425,6 +432,7 @@ def test_what_a_tier_of_another_type_tells_is_shown_and_what_it_cannot_is_said(
     text = capsys.readouterr().out
     assert "2m 1m 1s" in text
     assert "25%" in text
+    assert "told: it may be otherwise" in text
     assert "silent: tiers of type 'silent' cannot be inspected" in text
     assert "memory: tiers of type 'memory' show nothing to other processes" in text
     assert main(["inspect", str(file), "--verify"]) == 1, "what was asked for was not done"

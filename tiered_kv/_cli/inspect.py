@@ -27,6 +27,8 @@ _PATIENCE = 4
 """How much longer than its rate demands a check may take."""
 _SHOW_INTERVAL_S = 0.1
 _SLEEP_MIN_S = 0.01
+_LAG_MAX_S = 1.0
+"""What a check may catch up on: sleep takes longer than it was told to on a busy machine."""
 _CHECKED = ("ok", "blocks", "size_bytes", "damaged", "unreadable", "repaired", "checks_tags", "notes", "error")
 _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "m"), (1.0, "s"))
 
@@ -154,7 +156,7 @@ def _paced(rate_bytes: int, show: Callable[[int], None], deadline: float) -> Cal
         nonlocal done_bytes, due_s, shown_s
         now_s = time.monotonic()
         done_bytes += size_bytes
-        due_s = max(due_s, now_s) + size_bytes / rate_bytes
+        due_s = max(due_s, now_s - _LAG_MAX_S) + size_bytes / rate_bytes
         if now_s - shown_s >= _SHOW_INTERVAL_S:
             show(done_bytes)
             shown_s = now_s
