@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -73,14 +73,9 @@ class Census:
     """Counts entries of a storage, in memory that does not grow with their number."""
 
     def __init__(self) -> None:
-        self._tallies: dict[str, _Tally] = {}
+        self._tallies: defaultdict[str, _Tally] = defaultdict(_Tally)
         self._foreign_entries = self._foreign_bytes = 0
         self._foreign_names: list[str] = []
-
-    @property
-    def digests(self) -> list[str]:
-        """Return the digests of the namespaces that were found."""
-        return sorted(self._tallies)
 
     def add(
         self,
@@ -103,7 +98,7 @@ class Census:
         if digest not in self._tallies and len(self._tallies) >= NAMESPACES_MAX:
             self.add_foreign(digest, size_bytes or 0)
             return
-        tally = self._tallies.setdefault(digest, _Tally())
+        tally = self._tallies[digest]
         tally.blocks += blocks
         tally.size_bytes = None if tally.size_bytes is None or size_bytes is None else tally.size_bytes + size_bytes
         if blocks and written_s is not None:
