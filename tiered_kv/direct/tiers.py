@@ -1,0 +1,271 @@
+"""Secondary tiers over a host's memory: contains, store and load, from any thread."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from itertools import count
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.config.namespace import Namespace
+from tiered_kv.config.settings import TierSettings
+from tiered_kv.config.stack_config import tier_settings
+from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.direct.tasks import Done, Task
+from tiered_kv.direct.thread import TierThread
+from tiered_kv.errors import ConfigError
+from tiered_kv.tiering.base import TierSpec
+from tiered_kv.tiering.factory import SecondaryTierFactory
+from tiered_kv.tiering.guarded import GuardedTier
+
+BUDGET_BYTES_MAX: Final = 256 << 20
+"""The most that a budget is by default. A job's time runs from its submission, so no job should wait long in a tier."""
+_KEY_BYTES_MIN = 4
+
+
+class DirectTiers:
+    """Secondary tiers without a primary tier: blocks go from a host's memory to the tiers, and back into it.
+
+    `contains`, `store` and `load` may be called by any thread and return at once. Each calls its `on_done` once, on the
+    tiers' own thread, with an answer for each key. A callback returns soon: nothing else goes on meanwhile. One that
+    raises is counted and logged.
+
+    A task is reported only when no tier touches its memory any more. Until then the host leaves the blocks of a store
+    as they are, and does not use those of a load. That holds after a deadline too: a transfer that hangs keeps its task
+    open until it ends.
+
+    Blocks over a tier's budgets wait. Nothing is skipped for want of a budget, so what bounds the queue is the memory,
+    of which each waiting block takes a part. A budget is by default a quarter of the memory, and at most 256 MiB.
+
+    Args:
+        memory: A writable, contiguous buffer, or (address, bytes). It stays mapped until `close` has returned True.
+        block_bytes: Bytes of a block.
+        tiers: Entries as in a stack's `secondary`, in the order in which they are searched.
+        namespace: All that must agree, besides the sizes, for blocks to be interchangeable.
+        block_tokens: Tokens of a block, a part of the namespace's identity.
+        on_removed: Called on the tiers' thread with a tier's name and blocks that it was found not to have any more:
+            evicted, damaged, or missing in a load. A `reset` is not told, and a tier with a `name_key` tells nothing.
+
+    Raises:
+        ValueError: The memory cannot be used, or there is no tier.
+        ConfigError, TierError: A tier cannot be opened, or cannot be used over a host's memory.
+    """
+
+    def __init__(
+        self,
+        memory: Any,  # Any: whatever has the buffer protocol, or a pair
+        *,
+        block_bytes: int,
+        tiers: Sequence[Mapping[str, object] | TierSettings],
+        namespace: Namespace,
+        block_tokens: int = 1,
+        on_removed: Callable[[str, Sequence[OffloadKey]], None] | None = None,
+    ) -> None:
+        self.block_bytes = block_bytes
+        self._memory = _bytes_of(memory, block_bytes)
+        self._size_bytes = len(self._memory)
+        rows = self._size_bytes // block_bytes
+        self._rows = self._memory[: rows * block_bytes].cast("B", (rows, block_bytes))
+        self._numbers = count()
+        self._thread = TierThread(on_removed)
+        entries = [tier_settings(tier) for tier in tiers]
+        if len({entry.name for entry in entries}) != len(entries) or not entries:
+            raise ValueError(
+                f"give at least one tier, and each its own name; found {[entry.name for entry in entries]}"
+            )
+        identity = namespace.identify(block_bytes=block_bytes, block_tokens=block_tokens)
+        spec_of = partial(
+            TierSpec,
+            block_bytes=block_bytes,
+            namespace_digest=identity.digest,
+            namespace=identity.described,
+            wants_events=on_removed is not None,
+            memory=self._memory,
+            on_finished=self._thread.wake,
+        )
+        with ExitStack() as undo:
+            for entry in entries:
+                guarded = self._open(entry, spec_of(entry.name))
+                undo.callback(guarded.call, "shutdown")
+                self._thread.add(guarded)
+            self._thread.start()
+            undo.pop_all()
+
+    def _open(self, settings: TierSettings, spec: TierSpec) -> GuardedTier:
+        tier = SecondaryTierFactory.create(spec, self._rows, settings)
+        if not tier.takes_offsets:
+            tier.shutdown()
+            raise ConfigError(
+                f"tier '{settings.name}' cannot be used over a host's memory: its class knows no byte offsets; "
+                "use it in a stack, or build it on tiered_kv.toolkit"
+            )
+        region_bytes = min(self._size_bytes, 4 * BUDGET_BYTES_MAX)
+        clock, wants = time.monotonic, spec.wants_events
+        return GuardedTier(tier, settings, self.block_bytes, region_bytes, clock, tells_events=wants)
+
+    def contains(self, keys: Sequence[OffloadKey], on_done: Done) -> None:
+        """Ask which blocks the tiers have; a tier that does not answer within its `lookup_timeout` has none.
+
+        Raises:
+            ValueError: A key cannot be one.
+            ShutdownError: The tiers are closed, or were opened before a fork by another process.
+        """
+        self._post("contains", self._thread.look_up, self._task(keys, on_done))
+
+    def store(self, keys: Sequence[OffloadKey], offsets: Sequence[int], on_done: Done) -> None:
+        """Offer blocks to every tier.
+
+        Args:
+            keys: The blocks.
+            offsets: Where each begins in the memory, in bytes, at any alignment.
+            on_done: Gets True for a block that a tier has now, or does not admit yet (`admit_after`).
+
+        Raises:
+            ValueError: The arguments do not fit each other, or the memory.
+            ShutdownError: As `contains`.
+        """
+        self._post("store", self._thread.store, self._task(keys, on_done, offsets))
+
+    def load(self, keys: Sequence[OffloadKey], offsets: Sequence[int], on_done: Done) -> None:
+        """Load blocks from the first tier that has them; where one fails, the next is tried.
+
+        Args:
+            keys: The blocks.
+            offsets: Where each goes, as in `store`; they must not overlap.
+            on_done: Gets True for a block that was loaded and verified. The bytes of others are undefined.
+
+        Raises:
+            ValueError, ShutdownError: As `store`.
+        """
+        task = self._task(keys, on_done, offsets)
+        starts = np.sort([block.block_id for block in task.blocks])
+        if (np.diff(starts) < self.block_bytes).any():
+            raise ValueError(f"blocks to load must not overlap; two begin less than {self.block_bytes} bytes apart")
+        self._post("load", self._thread.load, task)
+
+    def wait(
+        self, method: Literal["contains", "store", "load"], *args: Any, timeout_s: float | None = None
+    ) -> list[bool]:
+        """Call a method with `args`, without its callback, and return the answers; for threads that may block.
+
+        Raises:
+            TimeoutError: They did not come in time. The task goes on, and uses its memory.
+            RuntimeError: A callback calls it, on the thread that it would wait for.
+        """
+        if self._thread.is_current:
+            raise RuntimeError("a callback cannot wait: it runs on the thread that it would wait for")
+        came, told = threading.Event(), list[bool]()
+
+        def note(answers: list[bool]) -> None:
+            told.extend(answers)
+            came.set()
+
+        getattr(self, method)(*args, note)
+        if not came.wait(timeout_s):
+            raise TimeoutError(f"{method} of {len(args[0])} blocks has not ended after {timeout_s} s")
+        return told
+
+    def reset(self) -> None:
+        """Forget every block: what was handed over before this call is found by no later one. Returns at once.
+
+        What waits for a budget is reported with False. A tier that cannot reset is not used any more.
+
+        Raises:
+            ShutdownError: As `contains`.
+        """
+        self._thread.post(self._thread.reset)
+
+    def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
+        """Return the counts of each tier by its name, as those of a stack, and what concerns no tier under ""."""
+        own = {**self._thread.counters.snapshot(), "open_tasks": self._thread.open_tasks}
+        return {"": own, **{queue.guarded.name: queue.guarded.counted() for queue in self._thread.queues}}
+
+    def status(self) -> dict[str, dict[str, object]]:
+        """Return how each tier stands, by its name."""
+        return {
+            queue.guarded.name: {
+                "breaker": queue.guarded.breaker.state.name.lower(),
+                "is_disabled": queue.guarded.is_disabled,
+                "jobs_in_flight": len(queue.guarded.jobs),
+                "waiting_blocks": queue.waiting_blocks,
+            }
+            for queue in self._thread.queues
+        }
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Refuse further calls, wait up to `timeout_s` for transfers, then close the tiers, each bounded in time.
+
+        What waits for a budget is reported with False. A second call asks again whether transfers have ended.
+
+        Returns:
+            Whether no tier touches the memory any more. If not, the memory must stay mapped.
+        """
+        is_over = self._thread.close(timeout_s)
+        if is_over:  # the host may unmap it, which Python refuses while there are views
+            for view in (self._rows, self._memory):
+                with suppress(BufferError):  # a stranger's tier keeps one
+                    view.release()
+        return is_over
+
+    def __enter__(self) -> DirectTiers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _post(self, kind: str, begin: Callable[[Task], None], task: Task) -> None:
+        self._thread.post(partial(begin, task))
+        self._thread.counters.add("tasks_total", kind)
+
+    def _task(self, keys: Sequence[OffloadKey], on_done: Done, offsets: Sequence[int] | None = None) -> Task:
+        keys = list(keys)
+        for key in keys:
+            if not isinstance(key, bytes) or len(key) < _KEY_BYTES_MIN:
+                raise ValueError(f"a key is a block hash and a 4-byte group index, by make_offload_key; found {key!r}")
+        task = Task(keys, on_done, ReqContext(req_id=f"direct-{next(self._numbers)}"))
+        if offsets is not None:
+            for position, (key, offset) in enumerate(zip(keys, self._checked(offsets, len(keys)), strict=True)):
+                block = CPUBlock(offset)
+                block.key, block.position = key, position
+                task.blocks.append(block)
+        return task
+
+    def _checked(self, offsets: Sequence[int], wanted: int) -> list[int]:
+        starts = np.asarray(offsets) if len(offsets) else np.zeros(0, dtype=np.int64)
+        if starts.shape != (wanted,) or starts.dtype.kind not in "iu":
+            raise ValueError(
+                f"{wanted} keys need as many integer offsets; found {starts.dtype} of shape {starts.shape}"
+            )
+        last = self._size_bytes - self.block_bytes
+        if wanted and not 0 <= starts.min() <= starts.max() <= last:
+            raise ValueError(f"blocks begin at 0 to {last} here; found {starts.min()} to {starts.max()}")
+        checked: list[int] = starts.tolist()
+        return checked
+
+
+def _bytes_of(memory: Any, block_bytes: int) -> memoryview:  # Any: as in `DirectTiers`
+    """Return a host's memory as bytes.
+
+    Raises:
+        ValueError: It is no writable, contiguous buffer, or holds no block.
+    """
+    if isinstance(memory, tuple):
+        address, size_bytes = memory
+        memory = (ctypes.c_ubyte * size_bytes).from_address(address)
+    try:
+        view = memoryview(memory)
+        flat = view.cast("B")
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise ValueError(f"the memory must be a contiguous buffer of numbers, or (address, bytes): {error}") from error
+    if flat.readonly:
+        raise ValueError("the memory must be writable")
+    if not 0 < block_bytes <= len(flat):
+        raise ValueError(f"a block of {block_bytes} bytes does not fit into memory of {len(flat)} bytes")
+    return flat
