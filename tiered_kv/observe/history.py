@@ -19,6 +19,7 @@ from typing import Any, Final
 from tiered_kv.base import OffloadKey
 from tiered_kv.observe.fates import Fate
 from tiered_kv.observe.ledger import CPU, Because, EndedRequest, Ledger, RequestLog, Troubles
+from tiered_kv.observe.pages import Page, next_page
 from tiered_kv.observe.table import CHUNK_KEYS_MAX
 from tiered_kv.tiering.step import give_way
 
@@ -26,7 +27,6 @@ PENDING_KEYS_MAX: Final = 1 << 17
 """Keys that wait to be taken from the queue; further ones are not noted, and counted."""
 PENDING_BATCHES_MAX: Final = 1 << 14
 """Batches that wait; further ones likewise."""
-PAGE_KEYS: Final = 1 << 14
 INTERVAL_S: Final = 0.25
 """How often the thread looks whether there is anything to take."""
 THREAD_SHARE: Final = 0.02
@@ -63,9 +63,9 @@ class BlockHistory:
         self.evicted: list[OffloadKey] = []
         self._clock = clock
         # The manager's thread counts what it appends, whoever takes batches what they take: no count has two writers.
-        self._pending: deque[tuple[Callable[..., None], list[OffloadKey], int, int, tuple[Any, ...]]] = deque()
+        self._pending: deque[tuple[Callable[..., None], Page, int, int, tuple[Any, ...]]] = deque()
         """A method of the ledger, the part of a page that has its keys, and its other arguments (Any: as it takes)."""
-        self._page: list[OffloadKey] = []
+        self._page: Page = []
         self._appended_keys = self._dropped_keys = 0
         self._lock = threading.Lock()
         """Guards what follows; held for one chunk, never across I/O."""
@@ -97,7 +97,7 @@ class BlockHistory:
         self,
         log: RequestLog,
         because: Because,
-        page: list[OffloadKey],
+        page: Page,
         start: int = 0,
         troubles: Troubles = _NO_TROUBLES,
     ) -> None:
@@ -143,7 +143,7 @@ class BlockHistory:
     def _append(
         self,
         work: Callable[..., None],
-        page: list[OffloadKey],
+        page: Page,
         start: int,
         stop: int,
         *arguments: Any,
@@ -234,11 +234,3 @@ class BlockHistory:
                 work(chunk, *arguments)
                 done += len(chunk) + _KEYS_A_BATCH
             self._taken_keys += stop - start
-
-
-def next_page(page: list[OffloadKey]) -> list[OffloadKey]:
-    """Return a page that has room: this one, or a new one.
-
-    Keys wait in pages of many requests: the garbage collector visits each key of a new list, but not of an old one.
-    """
-    return page if len(page) < PAGE_KEYS else []

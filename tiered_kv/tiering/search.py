@@ -8,8 +8,9 @@ from enum import Enum
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import PROMOTION, CPUBlock
 from tiered_kv.observe.fates import Fate, fate_of
-from tiered_kv.observe.history import BlockHistory, next_page
+from tiered_kv.observe.history import BlockHistory
 from tiered_kv.observe.ledger import RequestLog
+from tiered_kv.observe.pages import Page, next_page
 from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.requests import RequestState, RequestTable
@@ -55,7 +56,7 @@ class Search:
         self._history = history
         self._asking: RequestState | None = None
         """The request that asked last in this turn."""
-        self._missed: list[OffloadKey] | None = None if history is None else []
+        self._missed: Page | None = None if history is None else []
         self._noted = 0
         """How many of these, which all requests missed, were passed on to the history."""
         self._promotions = promotions
