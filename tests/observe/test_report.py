@@ -141,14 +141,17 @@ def test_a_replay_writes_a_page_that_says_what_was_measured(tmp_path: Path, caps
 
 def test_a_bench_writes_a_page_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
-    stack = stack_file(tmp_path, "type: memory, capacity: 1MiB", "type: memory, name: second, capacity: 256KiB")
+    stack = stack_file(tmp_path, "type: memory, capacity: 1MiB", "type: memory, name: second, capacity: 128KiB")
     assert main(["bench", str(stack), "--blocks", "64", "--rounds", "2", "--report", str(page)]) == 0
-    assert "second" in capsys.readouterr().out
+    words = r"second: 0 blocks not stored, \d+ not loaded \(jobs by reason: absent \d\)"
+    failed = re.search(words, capsys.readouterr().out)
+    assert failed is not None
     looked = looked_at(page)
     assert looked.tags.count("svg") == 2
     everything = " ".join(looked.texts["main"][0].split())
     assert "2 tiers stored, found and loaded 64 new blocks of 4KiB in each of 2 rounds" in everything
     assert "tiered-kv bench" in everything
+    assert failed[0] in everything
     assert "second" in looked.texts["svg"][0]
 
 
