@@ -140,9 +140,9 @@ def test_vllm_s_server_shows_what_each_tier_does(tmp_path: Path, closing: ExitSt
         ("tiered_kv_loaded_blocks_total", "nvme"): 8,
         ("tiered_kv_blocks_total", "hit", "nvme"): 8,
         ("tiered_kv_restored_tokens_total", "cpu"): len(SHARED),
-        ("tiered_kv_job_bytes_sum", "load", "nvme"): 8 * BLOCK_BYTES,
+        ("tiered_kv_loaded_bytes_total", "nvme"): 8 * BLOCK_BYTES,
         ("tiered_kv_capacity_bytes", "cpu"): BLOCKS * BLOCK_BYTES,
         ("tiered_kv_breaker_state", "nvme"): 0,
     }
-    found = server.metrics_with(expected)
+    found = server.metrics_with({**expected, ("tiered_kv_job_seconds_count", "load", "nvme"): 1})
     assert {each: found[each] for each in expected} == expected
