@@ -142,6 +142,7 @@ class BlockFacade:
             ShutdownError: The stack is closed, or was opened before a fork by another process.
         """
         with self._call():
+            self._step()  # an idle stack publishes what its tiers have removed meanwhile
             return self._wait(lambda: not self.manager.jobs_in_flight, time.monotonic() + timeout)
 
     def close(self, timeout: float = 5.0) -> None:
