@@ -80,6 +80,39 @@ def test_the_reason_is_that_of_the_miss_although_the_request_stores_the_block_th
         assert [each.fate for each in stack.explain(KEYS)[0].tiers] == ["present", "stored"]
 
 
+@pytest.mark.parametrize(("admit_after", "fate"), [(1, "stored"), (2, "admission")])
+def test_the_reason_is_that_of_the_miss_although_the_block_is_stored_in_the_same_step(
+    admit_after: int, fate: str
+) -> None:
+    with open_stack(stack_of({**OBEDIENT, "admit_after": admit_after})) as stack:
+        engine = Engine(stack)
+        context = engine.begin("r")
+        assert stack.manager.lookup_many(KEYS, context) == [False] * 6
+        engine.store(KEYS, "another")  # and ends the step
+        engine.end(context)
+        assert misses(stack, "disk") == {"absent": 6}
+        assert [each.fate for each in stack.explain(KEYS)[0].tiers] == ["present", fate]
+
+
+def test_a_request_that_asks_again_and_misses_another_block_between_two_counts_it() -> None:
+    with open_stack(stack_of(OBEDIENT)) as stack:
+        tier, manager, engine = obedient(stack), stack.manager, Engine(stack)
+        tier.present.add(KEYS[1])
+        tier.holds_jobs = True
+        context = engine.begin("r")
+        for _ in range(3):
+            assert manager.lookup_many(KEYS[:4], context) == [False, None, False, False]
+            manager.on_schedule_end()
+        engine.store([KEYS[2]], "another")
+        tier.let_go()
+        manager.on_schedule_end()
+        assert manager.lookup_many(KEYS[:4], context) == [False, False, True, False]
+        engine.load([KEYS[2]], context)
+        engine.end(context)
+        assert blocks(stack, "cpu") == (1, 3)
+        assert misses(stack, "disk") == {"absent": 2, "failed": 1}
+
+
 def test_a_block_that_was_found_and_not_loaded_is_neither_hit_nor_miss() -> None:
     with open_stack(stack_of(OBEDIENT)) as stack:
         put(stack, KEYS)

@@ -127,6 +127,45 @@ def test_what_comes_too_fast_is_counted_and_bounds_memory(clock: ManualClock, mo
     history.close()
 
 
+def test_a_request_whose_end_found_no_room_is_counted_once_when_it_is_forgotten(
+    clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_module, "INTERVAL_S", 3600.0)  # the thread takes nothing
+    history = BlockHistory(64, NAMES, [None, None], clock)
+    log = RequestLog("r", 0.0)
+    history.missed(log, b"", make_keys(6))
+    history.settle()
+    monkeypatch.setattr(history_module, "PENDING_BATCHES_MAX", -1)
+    history.ended(log)
+    monkeypatch.undo()
+    monkeypatch.setattr(ledger_module, "UNFINISHED_BYTES_MAX", 500)
+    ask(history, make_keys(1))
+    assert history.dropped_blocks == 6
+    assert misses(history, CPU) == {"absent": 1}
+    history.close()
+
+
+def test_a_reader_that_is_interrupted_takes_nothing_from_those_that_follow(
+    clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(history_module, "INTERVAL_S", 3600.0)  # the thread takes nothing
+    history = BlockHistory(64, NAMES, [None, None], clock)
+    with monkeypatch.context() as patch:
+        patch.setattr(history._ledger, "miss", interrupted)
+        history.missed(RequestLog("r", 0.0), b"", make_keys(1000))
+    with pytest.raises(KeyboardInterrupt):
+        history.requests()
+    log = RequestLog("s", 0.0)
+    history.missed(log, b"", make_keys(6))
+    history.ended(log)
+    history.settle(512)
+    assert history.counted()[CPU]["misses_total"] == {"absent": 6}
+    history.close()
+
+
 def test_what_is_remembered_of_requests_that_do_not_end_is_bounded(
     history: BlockHistory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,7 +119,10 @@ def _check_tier(config: StackConfig, settings: TierSettings, region: PrimaryRegi
         tier = open_tier(config, settings, region.kv_view)
         opened.callback(tier.shutdown)
         described = tier.describe()
-        details = {name: scrub(each, secrets) if isinstance(each, str) else each for name, each in described.items()}
+        details = {
+            name: each if isinstance(each, (int, float)) else scrub(str(each), secrets)
+            for name, each in described.items()
+        }
         return TierCheck(settings.name, settings.type, True, details=details)
     except Exception as error:  # whatever a stranger's tier raises
         return TierCheck(settings.name, settings.type, False, told(error, secrets))
