@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ class Task:
     keys: Sequence[OffloadKey]
     on_done: Done
     context: ReqContext
+    begin_by_s: float = math.inf
+    """When its blocks wait for no job any more."""
     blocks: list[CPUBlock] = field(default_factory=list)
     answers: list[bool] = field(init=False)
     pieces: int = 0
@@ -93,10 +96,12 @@ class TierQueue:
             task.pieces -= 1
         self.guarded.expire(now_s)
 
-    def submit(self) -> None:
+    def submit(self, now_s: float) -> None:
         """Submit jobs as far as the budgets allow."""
         guarded = self.guarded
         while self._loads:
+            if self._has_waited_too_long(self._loads, now_s):
+                continue
             room = guarded.load_room()
             if room <= 0 and guarded.is_loading and not guarded.refusal():
                 break
@@ -105,6 +110,8 @@ class TierQueue:
                 self._fall(piece.task, blocks)
             piece.task.pieces -= 1
         while self._stores:
+            if self._has_waited_too_long(self._stores, now_s):
+                continue
             room = guarded.store_room()
             if room <= 0 and guarded.is_storing and not guarded.refusal():
                 break
@@ -118,6 +125,18 @@ class TierQueue:
             if selected:
                 self._submit(piece.task, selected, is_load=False)
             piece.task.pieces -= 1
+
+    def _has_waited_too_long(self, queue: deque[_Piece], now_s: float) -> bool:
+        """Give up the first piece if its time is over, and return whether it was."""
+        piece = queue[0]
+        if piece.task.begin_by_s > now_s:
+            return False
+        queue.popleft()
+        self.waiting_blocks -= len(piece.blocks)
+        if queue is self._stores:
+            self.guarded.observer.skipped("budget", piece.blocks)
+        piece.task.pieces -= 1
+        return True
 
     def _take(self, queue: deque[_Piece], room: int) -> tuple[_Piece, list[CPUBlock]]:
         """Take at most `room` blocks of the first piece, all of them if there is none; it then has one more open."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
 import threading
 import time
@@ -60,6 +61,7 @@ class DirectTiers:
         tiers: Entries as in a stack's `secondary`, in the order in which they are searched.
         namespace: All that must agree, besides the sizes, for blocks to be interchangeable.
         block_tokens: Tokens of a block, a part of the namespace's identity.
+        wait_s_max: How long blocks may wait for a budget; then they fail. For hosts that lend their memory for a time.
         on_removed: Called on the tiers' thread with a tier's name and blocks that it does not have any more, because
             they were evicted or found damaged; not with those that a `reset` removes. A tier with a `name_key` reports
             none.
@@ -77,12 +79,14 @@ class DirectTiers:
         tiers: Sequence[Mapping[str, object] | TierSettings],
         namespace: Namespace,
         block_tokens: int = 1,
+        wait_s_max: float = math.inf,
         on_removed: Callable[[str, Sequence[OffloadKey]], None] | None = None,
     ) -> None:
         self.block_bytes = block_bytes
         self._memory = _bytes_of(memory, block_bytes)
         self._size = len(self._memory)
         self._on_removed = on_removed
+        self._wait_s_max = wait_s_max
         self._counters = Counters(("callback_errors_total",), ("tasks_total",))
         self.notices = Notices()
         self._wake = threading.Event()
@@ -254,7 +258,7 @@ class DirectTiers:
             if not isinstance(key, bytes) or len(key) < _KEY_BYTES_MIN:
                 raise ValueError(f"a key is a block hash and a 4-byte group index, by make_offload_key; found {key!r}")
         context = ReqContext(req_id=f"direct-{next(self._numbers)}")
-        task = Task(list(keys), on_done, context)
+        task = Task(list(keys), on_done, context, time.monotonic() + self._wait_s_max)
         if offsets is not None:
             task.blocks = self._blocks(task.keys, offsets)
         self._counters.add("tasks_total", kind)
@@ -312,7 +316,7 @@ class DirectTiers:
         for queue in self._queues:
             queue.collect(now_s)
         for queue in self._queues:
-            queue.submit()
+            queue.submit(now_s)
         self._ask(now_s)
         for queue in self._queues:
             queue.guarded.call("on_schedule_end")
