@@ -18,10 +18,10 @@ from tiered_kv.errors import ConfigError
 
 LOCATION = "adapter_params"
 
-JOB_TIMEOUT_MAX_S = 120.0
-"""LMCache gives an object's memory to others when a lock is 300 s old (stores) or 600 s (loads), used or not. A block
-waits at most `QUEUE_MAX_S` for a job, and a job begins nothing after this."""
-QUEUE_MAX_S = 120.0
+QUEUE_S_MAX = 60.0
+JOB_TIMEOUT_S_MAX = 120.0
+"""LMCache gives an object's memory to others when the object's lock is 300 s old (a store) or 600 s (a load), in use or
+not. So an object waits at most `QUEUE_S_MAX` for a tier, and the tier begins no work on it after its `job_timeout`."""
 
 
 class SaidNamespace(StrictModel):
@@ -81,9 +81,9 @@ class AdapterSettings(StrictModel):
                 raise ConfigError(
                     f"another tier is called '{tier.name}'; give each a name of its own", location=f"{where}.name"
                 )
-            if tier.job_timeout > JOB_TIMEOUT_MAX_S:
+            if tier.job_timeout > JOB_TIMEOUT_S_MAX:
                 raise ConfigError(
-                    f"expected at most {JOB_TIMEOUT_MAX_S:g}s, found {tier.job_timeout:g}s: LMCache takes an object's "
+                    f"expected at most {JOB_TIMEOUT_S_MAX:g}s, found {tier.job_timeout:g}s: LMCache takes an object's "
                     "memory back when its lock is 300 s old",
                     location=f"{where}.job_timeout",
                 )

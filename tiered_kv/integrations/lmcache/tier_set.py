@@ -15,7 +15,7 @@ from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import ConfigError, TierError
-from tiered_kv.integrations.lmcache.settings import LOCATION, AdapterSettings
+from tiered_kv.integrations.lmcache.settings import LOCATION, QUEUE_S_MAX, AdapterSettings
 from tiered_kv.integrations.lmcache.version import LMCACHE_VERSION
 
 _log = logging.getLogger(__name__)
@@ -89,6 +89,7 @@ class TierSet:
                 tiers=[own_part(tier, digest[:_DIGEST_CHARACTERS], settings.sets) for tier in settings.tiers],
                 namespace=namespace,
                 on_removed=self._removed,
+                wait_s_max=QUEUE_S_MAX,
             )
         except Exception as problem:  # whatever a tier raises: LMCache goes on without its tiers
             error = str(problem)
