@@ -61,7 +61,27 @@ def save_model(directory: Path, size: dict[str, Any]) -> None:
     LlamaForCausalLM(config).save_pretrained(directory)
 
 
+def hide_what_no_library_has() -> None:
+    """Let vLLM, as it starts, look at llvmlite, which LMCache imports: that has an answer for every name.
+
+    vLLM asks each object of each module for its `__dict__`, and takes what it gets for a dictionary.
+    """
+    from llvmlite.binding import ffi
+
+    library = type(ffi.lib)
+    answer = library.__getattr__
+
+    def answer_for_functions(self: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return answer(self, name)
+
+    library.__getattr__ = answer_for_functions
+
+
 def open_engine(directory: Path, kv_transfer_config: dict[str, Any] | None, **options: Any) -> Any:
+    if kv_transfer_config and kv_transfer_config["kv_connector"].startswith("LMCache"):
+        hide_what_no_library_has()
     from vllm import LLM
 
     options |= {"kv_transfer_config": kv_transfer_config} if kv_transfer_config else {}
@@ -80,7 +100,7 @@ def open_engine(directory: Path, kv_transfer_config: dict[str, Any] | None, **op
 
 def manager_of(engine: Any) -> Any:
     connector = engine.llm_engine.engine_core.engine_core.scheduler.connector
-    return None if connector is None else connector.connector_scheduler.manager
+    return connector.connector_scheduler.manager if hasattr(connector, "connector_scheduler") else None
 
 
 def counters_of(engine: Any) -> dict[str, dict[str, Any]]:
