@@ -26,7 +26,7 @@ from lmcache.v1.platform import consume_fd
 from program_checks import run_checks  # type: ignore[import-not-found]  # found beside this program when it runs
 
 from tiered_kv.errors import ConfigError
-from tiered_kv.integrations.lmcache import TieredKVL2Adapter, tier_set
+from tiered_kv.integrations.lmcache import LMCACHE_VERSION, TieredKVL2Adapter, tier_set
 from tiered_kv.integrations.lmcache.keys import in_prefix_order, object_key, offload_key
 
 WAIT_S = 60.0
@@ -336,7 +336,7 @@ class Namespaces:
         changes = VARIATIONS[name]
         keys = keys_of(4, changes.get("name", "prompt"), **changes.get("key", {}))
         told = {"namespace": {"revision": "1", **changes.get("namespace", {})}, **changes.get("params", {})}
-        version = changes.get("version", tier_set.LMCACHE_VERSION)
+        version = changes.get("version", LMCACHE_VERSION)
         with (
             mock.patch.object(tier_set, "LMCACHE_VERSION", version),
             host({**self._tier, **changes.get("tier", {})}, **told) as rig,

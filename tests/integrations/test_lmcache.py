@@ -117,7 +117,7 @@ def test_lmcache_s_adapter_benchmark_finds_what_it_stored(
 def sequences_of_a_server_alone(directory: Path, ranks: int) -> Sequences:
     """Return the digests of the benchmark's bytes, which are the same in each run."""
     with LMCacheServer(directory, [{"type": "memory", "capacity": "256MiB"}]) as server:
-        return bench(server, directory, 0, 6, ranks)
+        return bench(server, directory, 0, 3, ranks)
 
 
 @pytest.fixture(scope="module")
@@ -162,18 +162,18 @@ def test_a_server_that_is_killed_at_any_moment_serves_no_wrong_byte(ranks: int, 
     expected = sequences_of_a_server_alone(alone, ranks)
     moments, found = random.Random(ranks), 0
     with LMCacheServer(tmp_path, [nvme(tmp_path, "24MiB", segment="1MiB")]) as server:  # so that it reclaims, too
-        for _ in range(6):
-            command = bench_command(server, tmp_path, 0, 6, ranks)
+        for _ in range(3):
+            command = bench_command(server, tmp_path, 0, 3, ranks)
             with (tmp_path / "bench").open("wb") as log:
                 client = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
                 try:
-                    time.sleep(moments.uniform(1.0, 10.0))
+                    time.sleep(moments.uniform(2.0, 12.0))
                     server.kill()
                 finally:
                     client.kill()
                     client.wait()
             server.start()
-            told = bench(server, tmp_path, 0, 6, ranks)
+            told = bench(server, tmp_path, 0, 3, ranks)
             assert told.digests == expected.digests
             assert told.mismatches == 0
             found += sum(told.found.values())

@@ -66,7 +66,7 @@ def hide_what_no_library_has() -> None:
 
     vLLM asks each object of each module for its `__dict__`, and takes what it gets for a dictionary.
     """
-    from llvmlite.binding import ffi
+    from llvmlite.binding import ffi  # type: ignore[import-not-found]  # only where LMCache is
 
     library = type(ffi.lib)
     answer = library.__getattr__
