@@ -49,7 +49,8 @@ HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "how-to" / "lmcache.md"
 PROGRAM = HERE / "lmcache_adapter_program.py"
 FILE_SYSTEM_BYTES = 24 << 20
-CHAT: Mapping[str, Any] = {"mode": "chat", "threads": 1, "conversations": 12, "turns": 2}
+CHAT: Mapping[str, Any] = {"mode": "chat", "threads": 1, "conversations": 12, "turns": 2, "prefix_caching": False}
+"""LMCache keeps a request's blocks from vLLM's prefix cache for steps after its end, so the cache cannot be dropped."""
 
 
 def nvme(tmp_path: Path, capacity: str = "512MiB", **settings: object) -> Entry:
@@ -289,6 +290,21 @@ def test_no_token_changes_whatever_happens_to_server_and_blocks(model: Path, tmp
     assert first["tokens"] == again["tokens"] == expected["tokens"]
     assert damaged["tokens"] == [answers[:1] for answers in expected["tokens"]]
     assert again["cached_tokens"] > first["cached_tokens"] > expected["cached_tokens"]
+
+
+@pytest.mark.full
+def test_the_example_s_second_server_finds_what_the_first_stored(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [interpreter(LMCACHE), str(HERE.parents[1] / "examples" / "lmcache" / "run.py")],
+        cwd=tmp_path,
+        env=environment_of_programs(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert "first server: 0 of 12 chunks found, 0 mismatches" in done.stdout
+    assert "second server: 12 of 12 chunks found, 0 mismatches" in done.stdout
 
 
 if __name__ == "__main__":

@@ -90,6 +90,7 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
         self._results: dict[_Kind, dict[int, Any]] = {kind: {} for kind in _Kind}
         self._sets: dict[tuple[object, ...], TierSet] = {}
         self._is_closed = False
+        self._was_asked_to_delete = False
 
     def get_store_event_fd(self) -> int:
         return self._fd(_Kind.STORE)
@@ -223,6 +224,15 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
     def _take(self, kind: _Kind, number: int) -> Any:
         with self._lock:
             return self._results[kind].pop(number, None)
+
+    def delete(self, keys: list[ObjectKey]) -> None:
+        """Do nothing but log once: the tiers delete no single block, and evict by themselves."""
+        if not self._was_asked_to_delete:
+            self._was_asked_to_delete = True
+            _log.warning(
+                "LMCache asked to delete %d objects: our tiers delete none one by one; see docs/how-to/lmcache.md",
+                len(keys),
+            )
 
     def report_status(self) -> dict[str, Any]:
         """Return the state and the counters of all tiers. The adapter is healthy while it is open.
