@@ -48,7 +48,7 @@ pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "how-to" / "lmcache.md"
 PROGRAM = HERE / "lmcache_adapter_program.py"
-FILE_SYSTEM_BYTES = 24 << 20
+FILE_SYSTEM_BYTES = 28 << 20
 CHAT: Mapping[str, Any] = {"mode": "chat", "threads": 1, "conversations": 12, "turns": 2, "prefix_caching": False}
 """LMCache keeps a request's blocks from vLLM's prefix cache for steps after its end, so the cache cannot be dropped."""
 
@@ -136,9 +136,8 @@ def test_a_server_that_was_killed_finds_and_verifies_everything(ranks: int, tmp_
         server.start()
         again = bench(server, tmp_path, 0, 5, ranks)
         assert server.counters("nvme")["tier"]["recovered_blocks_total"] == 4 * CHUNKS * ranks
-        server.stop()
-    damage_segments(tmp_path / "kv")
-    with server:
+        server.clear_l1()
+        damage_segments(tmp_path / "kv")
         damaged = bench(server, tmp_path, 0, 5, ranks)
         assert count_of(server.counters("nvme"), "tier", "corrupt_blocks_total") > 0
     assert first.found == dict.fromkeys(range(4), 0)
@@ -193,23 +192,23 @@ def test_a_full_file_system_costs_stores_only(tmp_path: Path) -> None:
     assert told["mismatches"] == 0
     assert told["same_digests"]
     assert told["refused"] > 0
-    assert 0 < told["found_after_restart"] < 6 * CHUNKS
+    assert told["found_after_restart"] > 0
 
 
 def fill_a_file_system(folder: Path) -> None:
     """Run the benchmark over a tier whose file system is smaller than its capacity; print what happened."""
     with small_tmpfs(folder / "full", FILE_SYSTEM_BYTES) as point:
-        server = LMCacheServer(folder, [nvme(point, "512MiB", segment="4MiB", job_timeout="4s")])
+        server = LMCacheServer(folder, [nvme(point, "512MiB", segment="6MiB", job_timeout="4s")])
         with server:
             first = bench(server, folder, 0, 6)
             stats = server.counters("nvme")["tier"]
             server.kill()
             server.start()
-            again = bench(server, folder, 0, 6)
+            again = bench(server, folder, 4, 6)  # the newest, for which the tier gave up others
     refusals = ("no_space_errors_total", "refused_stores_total", "room_timeouts_total")
     told = {
         "mismatches": first.mismatches + again.mismatches,
-        "same_digests": first.digests == again.digests,
+        "same_digests": again.digests.items() <= first.digests.items(),
         "refused": sum(count_of(stats, name) for name in refusals),
         "found_after_restart": sum(again.found.values()),
     }
@@ -282,9 +281,8 @@ def test_no_token_changes_whatever_happens_to_server_and_blocks(model: Path, tmp
         server.kill()
         server.start()
         again = chat(model, server)
-        server.kill()
-    damage_segments(tmp_path / "kv")
-    with server:
+        server.clear_l1()
+        damage_segments(tmp_path / "kv")
         damaged = chat(model, server, turns=1)
         assert count_of(server.counters("nvme"), "tier", "corrupt_blocks_total") > 0
     assert first["tokens"] == again["tokens"] == expected["tokens"]
