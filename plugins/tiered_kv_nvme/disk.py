@@ -12,7 +12,6 @@ import os
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from enum import Enum
 
 import numpy as np
 
@@ -87,19 +86,9 @@ def read_fully(disk: Disk, fd: int, buffers: Sequence[memoryview], offset: int) 
     return done
 
 
-class Straight(Enum):
-    """Which transfers use the caller's memory; the others go through a buffer."""
-
-    NEVER = 0
-    WHERE_ALIGNED = 1
-    ALWAYS = 2
-
-    def suits(self, block: memoryview) -> bool:
-        """Return whether this block needs no buffer."""
-        if self is Straight.WHERE_ALIGNED:
-            address: int = np.frombuffer(block, dtype=np.uint8).ctypes.data
-            return address % PAGE_BYTES == 0
-        return self is Straight.ALWAYS
+def is_of_alignment(error: OSError) -> bool:
+    """Return whether a direct transfer failed as it does where its memory is not aligned."""
+    return error.errno == errno.EINVAL
 
 
 class Scratch:

@@ -16,6 +16,7 @@ from tests.direct.conftest import BLOCK_BYTES, MEMORY, PATIENT, WAIT_S, Register
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.counters import count_of
+from tiered_kv.direct import thread
 from tiered_kv.errors import ConfigError, ShutdownError
 from tiered_kv.testing.faults import FailingTier, HangingTier, HeldJobsTier
 from tiered_kv.testing.four_methods import FourMethodTier
@@ -80,6 +81,12 @@ class TestBlocks:
             assert tiers.wait("store", make_keys(1), [0]) == [True]
             assert tiers.wait("load", make_keys(1), [BLOCK_BYTES]) == [True]
         assert np.array_equal(pool[:BLOCK_BYTES], pool[BLOCK_BYTES : 2 * BLOCK_BYTES])
+
+    def test_may_have_names_that_only_the_owner_of_a_key_can_compute(self, pool: Any, entry: dict[str, object]) -> None:
+        with open_direct(pool, {**entry, "name_key": "ab" * 32}) as tiers:
+            assert tiers.wait("store", make_keys(3), offsets(3)) == [True] * 3
+            assert tiers.wait("load", make_keys(4), offsets(4, 1 << 16)) == [True] * 3 + [False]
+        assert np.array_equal(pool[: 3 * BLOCK_BYTES], pool[1 << 16 : (1 << 16) + 3 * BLOCK_BYTES])
 
     def test_are_found_again_in_the_same_namespace_only(self, pool: Any, tmp_path: Path) -> None:
         keys = make_keys(3)
@@ -187,6 +194,20 @@ class TestThreads:
                 thread.join()
             assert tiers.counters()[""]["open_tasks"] == 0
         assert problems == []
+
+    def test_whatever_ends_is_told_without_a_look_at_the_clock(
+        self, pool: Any, entry: dict[str, object], register: Register, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(thread, "TICK_S", 3600.0)
+        monkeypatch.setattr(thread, "IDLE_TICK_S", 3600.0)
+        register("isolated", lambda inner: HangingTier(inner, Gate()))
+        small = {"store_budget": BLOCK_BYTES, "load_budget": BLOCK_BYTES}
+        for tier in ({**entry, **small}, {"type": "isolated", **PATIENT, **small}):
+            with open_direct(pool, tier) as tiers:
+                assert tiers.wait("contains", make_keys(3), timeout_s=WAIT_S) == [False] * 3
+                assert tiers.wait("store", make_keys(3), offsets(3), timeout_s=WAIT_S) == [True] * 3
+                assert tiers.wait("contains", make_keys(3), timeout_s=WAIT_S) == [True] * 3
+                assert tiers.wait("load", make_keys(3), offsets(3), timeout_s=WAIT_S) == [True] * 3
 
     def test_blocks_over_a_budget_wait_and_are_not_skipped(self, pool: Any, register: Register) -> None:
         gate, told = Gate(is_open=False), list[Any]()

@@ -3,8 +3,8 @@
     python tests/performance/direct_rates.py DIRECTORY --tier nvme --block-bytes 65536 --blocks 4096 --rounds 5
     python tests/performance/direct_rates.py DIRECTORY --tier redis
 
-Each round stores all blocks and loads them again, in jobs of `batch` blocks, into an empty tier for each side: `jobs`
-submits them all to the tier and polls it; `direct` hands them all to `DirectTiers`; `one_by_one` hands over the next
+Each round stores all blocks and loads them again, in jobs of `batch` blocks, into an empty tier for each side. `jobs`
+submits them all to the tier and polls it. `direct` hands them all to `DirectTiers`. `one_by_one` hands over the next
 when one has been reported. Every block that is loaded is compared. redis is a server on loopback. Ratios are medians
 of the rounds' own ratios, with the lowest and highest. GB = 1e9 bytes.
 """
