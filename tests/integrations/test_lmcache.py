@@ -100,7 +100,9 @@ def test_objects_that_differ_in_a_row_of_the_table_share_nothing(tmp_path: Path)
 @pytest.mark.parametrize(
     ("size_kb", "align_bytes"), [(64, 4096), pytest.param(3, 1, marks=pytest.mark.full)], ids=["64KiB", "odd"]
 )
-@pytest.mark.parametrize("tier_type", ["nvme", pytest.param("fs", marks=pytest.mark.full), "redis"])
+@pytest.mark.parametrize(
+    "tier_type", ["nvme", *(pytest.param(each, marks=pytest.mark.full) for each in ("fs", "redis"))]
+)
 def test_lmcache_s_adapter_benchmark_finds_what_it_stored(
     tier_type: str, size_kb: int, align_bytes: int, tmp_path: Path, redis_server: RedisServer
 ) -> None:
@@ -161,7 +163,7 @@ def settle(server: LMCacheServer, blocks: int) -> None:
 def test_a_server_that_is_killed_at_any_moment_serves_no_wrong_byte(ranks: int, alone: Path, tmp_path: Path) -> None:
     expected = sequences_of_a_server_alone(alone, ranks)
     moments, found = random.Random(ranks), 0
-    with LMCacheServer(tmp_path, [nvme(tmp_path, "24MiB", segment="1MiB")]) as server:  # so that it reclaims, too
+    with LMCacheServer(tmp_path, [nvme(tmp_path, "48MiB", segment="6MiB")]) as server:
         for _ in range(3):
             command = bench_command(server, tmp_path, 0, 3, ranks)
             with (tmp_path / "bench").open("wb") as log:
