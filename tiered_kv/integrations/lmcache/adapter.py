@@ -149,21 +149,20 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
         parts: Mapping[TierSet, list[int]],
         answers: list[bool],
     ) -> None:
-        moved_bytes = 0
-        for tier_set, places in parts.items():
-            done = [place for place in places if answers[place]]
-            moved_bytes += tier_set.block_bytes * len(done)
-            new = tier_set.learn([names[place] for place in done])
-            stored = [keys[place] for place in done if names[place] in new]
-            if stored:
-                self._notify_keys_stored(stored, [tier_set.block_bytes] * len(stored))
-        if kind is _Kind.STORE:
-            self._put(kind, number, L2StoreResult(all(answers), moved_bytes))
-        else:
+        done = {tier_set: [place for place in places if answers[place]] for tier_set, places in parts.items()}
+        try:
+            for tier_set, places in done.items():
+                new = tier_set.learn([names[place] for place in places])
+                stored = [keys[place] for place in places if names[place] in new]
+                if stored:
+                    self._notify_keys_stored(stored, [tier_set.block_bytes] * len(stored))
             loaded = [key for key, is_done in zip(keys, answers, strict=True) if is_done]
-            if loaded:
+            if loaded and kind is _Kind.LOAD:
                 self._notify_keys_accessed(loaded)
-            self._put(kind, number, _bitmap(answers))
+        finally:  # whatever a listener of LMCache's raises
+            moved_bytes = sum(tier_set.block_bytes * len(places) for tier_set, places in done.items())
+            result = L2StoreResult(all(answers), moved_bytes) if kind is _Kind.STORE else _bitmap(answers)
+            self._put(kind, number, result)
 
     # Lookups.
 
