@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from enum import Enum
 
 import numpy as np
 
@@ -84,6 +85,21 @@ def read_fully(disk: Disk, fd: int, buffers: Sequence[memoryview], offset: int) 
             break
         done += came
     return done
+
+
+class Straight(Enum):
+    """Which transfers use the caller's memory; the others go through a buffer."""
+
+    NEVER = 0
+    WHERE_ALIGNED = 1
+    ALWAYS = 2
+
+    def suits(self, block: memoryview) -> bool:
+        """Return whether this block needs no buffer."""
+        if self is Straight.WHERE_ALIGNED:
+            address: int = np.frombuffer(block, dtype=np.uint8).ctypes.data
+            return address % PAGE_BYTES == 0
+        return self is Straight.ALWAYS
 
 
 class Scratch:

@@ -11,7 +11,7 @@ from tiered_kv.tiering.step import give_way
 from tiered_kv.toolkit.codecs import CodecSet, Draft, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, failure_reason
 from tiered_kv_nvme.counters import Counters
-from tiered_kv_nvme.disk import Disk, ThreadScratch, write_fully
+from tiered_kv_nvme.disk import Disk, Straight, ThreadScratch, write_fully
 from tiered_kv_nvme.index import place_of
 from tiered_kv_nvme.layout import KEY_BYTES_MAX, BatchHeader, Entry, checksum
 from tiered_kv_nvme.pool import Reservation, SegmentPool, Stream
@@ -33,15 +33,15 @@ class Payload(NamedTuple):
 class BatchWriter:
     """Writes batches; every method may be called by several threads at once.
 
-    With `gather`, payloads go to the disk from where they lie. Otherwise they are copied into an aligned buffer first,
-    which direct I/O needs unless blocks are whole pages on page boundaries.
+    `gather` says which payloads go to the disk from where they lie. A batch with others is copied into an aligned
+    buffer first, which direct I/O needs unless blocks are whole pages on page boundaries.
     """
 
     disk: Disk
     pool: SegmentPool
     counters: Counters
     codecs: CodecSet
-    gather: bool
+    gather: Straight
     room_timeout_s: float  # how long a store waits for a free segment
 
     def __post_init__(self) -> None:
@@ -125,7 +125,8 @@ class BatchWriter:
         """Write a batch where there is room for it and make its blocks known; return what failed."""
         segment, header = reservation.segment, reservation.header
         try:
-            entries, buffers = self._lay_out(header, keys, payloads, gather=self.gather and old_places is None)
+            gather = old_places is None and all(self.gather.suits(payload.draft.content) for payload in payloads)
+            entries, buffers = self._lay_out(header, keys, payloads, gather=gather)
             write_fully(self.disk, segment.fd, buffers, header.offset)
         except BaseException as error:
             with self.pool.changed:

@@ -11,7 +11,7 @@ so a tier that implements only the four abstract methods works.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -74,6 +74,10 @@ class TierSpec:
         namespace_digest: 16 bytes, a digest of all fields that must agree before blocks are interchangeable.
         namespace: The same in readable form, to be kept beside the data.
         wants_events: Whether somebody takes the tier's events; if not, it need not collect any.
+        memory: Where blocks begin at any byte: then `JobMetadata.block_ids` are byte offsets into it, and the view that
+            the tier gets tells only the sizes. None where they are rows of that view.
+        on_finished: Called by any thread when a job has ended or lookups were answered, so that nobody needs to poll.
+            It returns at once. None where nobody wants it.
     """
 
     name: str
@@ -81,6 +85,8 @@ class TierSpec:
     namespace_digest: bytes = bytes(16)
     namespace: Mapping[str, object] = field(default_factory=dict)
     wants_events: bool = False
+    memory: memoryview | None = None
+    on_finished: Callable[[], None] | None = None
 
 
 class SecondaryTierManager(ABC):
@@ -99,6 +105,8 @@ class SecondaryTierManager(ABC):
     """
 
     is_nonblocking: ClassVar[bool] = False
+    takes_offsets: bool = False
+    """Whether the tier heeds `TierSpec.memory`, as the toolkit's do; one that does not works below a manager only."""
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str) -> None:
         self._offloading_spec = offloading_spec

@@ -52,7 +52,10 @@ class IsolatedTier(WrapperTier):
     ) -> None:
         super().__init__(inner)
         self._clock = clock
-        self._lookups = BatchedLookups(self._post_probe, timeout_s=lookup_timeout_s, clock=clock)
+        self._on_finished: Callable[[], None] | None = getattr(inner._offloading_spec, "on_finished", None)
+        self._lookups = BatchedLookups(
+            self._post_probe, timeout_s=lookup_timeout_s, clock=clock, on_answered=self._on_finished
+        )
         self._wake = threading.Condition(threading.Lock())
         self._urgent: deque[Callable[[], object]] = deque()
         self._hints: deque[Callable[[], object]] = deque(maxlen=HINTS_MAX)
@@ -234,6 +237,7 @@ class IsolatedTier(WrapperTier):
                 reason = "exception"
         if reason:
             self._results.append(JobResult(job.job_id, False, reason=reason))
+            self._tell()
 
     def _collect(self) -> None:
         self._attempt(self._collect_results)
@@ -246,6 +250,11 @@ class IsolatedTier(WrapperTier):
             except (AttributeError, TypeError):  # not a job's result
                 continue
             self._results.append(result)
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._on_finished is not None:
+            self._on_finished()
 
     def _note_lookup_failures(self) -> None:
         self._inner_failures = self.inner.lookup_failures

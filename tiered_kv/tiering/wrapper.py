@@ -22,6 +22,7 @@ class WrapperTier(SecondaryTierManager):
     def __init__(self, inner: SecondaryTierManager) -> None:
         super().__init__(inner._offloading_spec, inner._primary_kv_view, inner.tier_type)
         self.inner = inner
+        self.takes_offsets = inner.takes_offsets
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         return self.inner.lookup(key, req_context)

@@ -58,6 +58,7 @@ class BatchedLookups:
             None, and `answer` for each probe.
         timeout_s: How long a key may go without an answer.
         clock: Seconds, monotonic.
+        on_answered: Called by the runner after each `answer`; must not wait.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class BatchedLookups:
         *,
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
+        on_answered: Callable[[], None] | None = None,
     ) -> None:
         self.timeouts = 0
         """Keys that became a miss because no answer came in time."""
@@ -74,6 +76,7 @@ class BatchedLookups:
         self._start_probe = start_probe
         self._timeout_s = timeout_s
         self._clock = clock
+        self._on_answered = on_answered
         self._answers: dict[str, dict[OffloadKey, bool]] = {}
         self._pending: dict[OffloadKey, _Question] = {}  # ordered by deadline, since each waits equally long
         self._gathered: deque[_Question] = deque()
@@ -219,6 +222,8 @@ class BatchedLookups:
     def answer(self, probe: Probe, answers: Sequence[bool | None]) -> None:
         """Report a probe's answers, in the order of its keys. Runner threads."""
         self._arrived.append((probe.questions, answers))
+        if self._on_answered is not None:
+            self._on_answered()
 
     def _drain(self) -> list[_Question]:
         now = self._clock()

@@ -54,6 +54,7 @@ class QueuedTier(SecondaryTierManager):
     """
 
     is_nonblocking: ClassVar[bool] = True
+    takes_offsets = True
 
     def __init__(
         self,
@@ -71,13 +72,18 @@ class QueuedTier(SecondaryTierManager):
         self.block_bytes = block_bytes_of(primary_kv_view)
         self.name: str = getattr(offloading_spec, "name", None) or tier_type
         self.epoch = 0
-        self._primary_flat = primary_kv_view.cast("B")
+        memory: memoryview | None = getattr(offloading_spec, "memory", None)
+        self._row_bytes = self.block_bytes if memory is None else 1
+        self._primary_flat = (primary_kv_view if memory is None else memory).cast("B")
         self._primary_flat_readonly = self._primary_flat.toreadonly()  # for stores, which do not write to it
         self._clock = clock
         self._part_blocks = part_blocks
         self._shutdown_timeout_s = shutdown_timeout_s
         self._part_queue = PartQueue(self._wake, stores_running_max=stores_running_max)
-        self._batched_lookups = BatchedLookups(self._put_probe, timeout_s=lookup_timeout_s, clock=clock)
+        self._on_finished: Callable[[], None] | None = getattr(offloading_spec, "on_finished", None)
+        self._batched_lookups = BatchedLookups(
+            self._put_probe, timeout_s=lookup_timeout_s, clock=clock, on_answered=self._on_finished
+        )
         self._jobs_in_flight: dict[int, Job] = {}  # submitted and not yet reported
         self._job_deadlines: list[tuple[float, int]] = []  # heap of (deadline, job id); may name jobs that have ended
         self._job_results: deque[JobResult] = deque()  # workers append
@@ -256,12 +262,15 @@ class QueuedTier(SecondaryTierManager):
     def _report(self, jobs: Iterable[Job]) -> None:
         """Pass jobs whose last part has ended to `get_finished`; any thread."""
         self._job_results.extend(job.result() for job in jobs)
+        if self._on_finished is not None:
+            self._on_finished()
 
     def _blocks_of(self, part: Part) -> list[memoryview]:
         """Return the primary blocks of a part, in its order."""
         metadata, size = part.job.metadata, self.block_bytes
+        starts = metadata.block_ids[part.start : part.stop] * self._row_bytes
         flat = self._primary_flat if metadata.is_promotion else self._primary_flat_readonly
-        return [flat[row * size : (row + 1) * size] for row in metadata.block_ids[part.start : part.stop].tolist()]
+        return [flat[start : start + size] for start in starts.tolist()]
 
     def _note_error(self, operation: str, error: BaseException) -> str:
         """Return the reason that `error` counts as, and log the first of each kind: a dead server fails often.
