@@ -131,7 +131,11 @@ def _demand(said: NamespaceSaid) -> None:
 
 
 def _model(config: ModelConfig) -> dict[str, object]:
-    described = {name: without_origin(getattr(config, name).to_dict()) for name in ("hf_config", "hf_text_config")}
+    described = {}
+    for name in ("hf_config", "hf_text_config"):
+        told = {**getattr(config, name).to_dict()}
+        told.pop("context_len", None)  # SGLang puts it there
+        described[name] = without_origin(told)
     follows_length = (
         not has_fixed_rope(described["hf_config"])
         or str(getattr(config.hf_text_config, "model_type", "")).startswith("llama4")

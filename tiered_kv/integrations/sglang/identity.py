@@ -22,6 +22,9 @@ from tiered_kv.integrations.sglang.settings import (
     HiCacheSettings,
 )
 
+_GEOMETRY = ("start_layer", "end_layer", "head_num", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim")
+"""What a host pool may say of its layers and heads."""
+
 
 def own_variables() -> dict[str, tuple[int, int]]:
     """Return for each variable that tells the processes of an engine apart this one's value, and how many there are."""
@@ -70,14 +73,16 @@ def namespace_of(
     taken = sorted(set(said.extra) & set(told))
     if taken:
         raise ConfigError(f"SGLang tells '{taken[0]}'; choose another name", location=f"{LOCATION}.namespace.extra")
-    first, last = getattr(pool.pool, "start_layer", None), getattr(pool.pool, "end_layer", None)
+    geometry = {name: getattr(pool.pool, name, None) for name in _GEOMETRY}
     fields = {
         "model": model_path(),
         "dtype": str(pool.pool.dtype).removeprefix("torch."),
         "layout": f"sglang {pool.pool.layout}",
         "hash_algorithm": "sglang-sha256",
         "layers": int(getattr(pool.pool, "layer_num", 0) or 0),
-        "groups": (f"{pool.name}, layers {first} to {last}",),
+        "groups": (
+            ", ".join([pool.name, *(f"{name} {value}" for name, value in geometry.items() if value is not None)]),
+        ),
         "parallel": _parallel(pool.name, pool.pool, config),
         **said.model_dump(exclude_none=True, exclude={"extra"}),
         "extra": {**said.extra, **told},
