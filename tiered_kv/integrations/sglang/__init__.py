@@ -56,6 +56,4 @@ SGLANG_VERSION = _check_version()
 def __getattr__(name: str) -> Any:  # Any: the class above
     if name != "TieredKVHiCache":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from tiered_kv.integrations.sglang.backend import TieredKVHiCache
-
-    return TieredKVHiCache
+    return importlib.import_module("tiered_kv.integrations.sglang.backend").TieredKVHiCache
