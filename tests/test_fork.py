@@ -16,6 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tiered_kv.config.namespace import Namespace
+from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import ShutdownError
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.rig import make_keys
@@ -52,6 +54,24 @@ def forked(work: Callable[[], object] = lambda: None) -> Iterator[None]:
 def stack_of(*tiers: dict[str, object]) -> dict[str, object]:
     primary = {"capacity": 8 * BLOCK_BYTES}
     return {"namespace": {"model": "m"}, "block": {"bytes": BLOCK_BYTES}, "primary": primary, "secondary": list(tiers)}
+
+
+def test_in_another_process_tiers_over_a_host_s_memory_refuse_and_close_nothing() -> None:
+    pool, memory = np.ones(8 * BLOCK_BYTES, dtype=np.uint8), {"type": "memory", "capacity": "1 MiB"}
+    namespace = Namespace(model="m")
+    with DirectTiers(pool, block_bytes=BLOCK_BYTES, tiers=[memory], namespace=namespace) as tiers:
+        assert tiers.wait("store", KEYS, [0, BLOCK_BYTES]) == [True] * 2
+        parent = os.getpid()
+
+        def use_and_close() -> None:
+            with pytest.raises(ShutdownError, match=f"belong to process {parent}; open others"):
+                tiers.wait("contains", KEYS)
+            with pytest.raises(ShutdownError):
+                tiers.reset()
+            tiers.close()
+
+        with forked(use_and_close):
+            assert tiers.wait("contains", KEYS) == [True] * 2
 
 
 def test_in_another_process_a_stack_refuses_and_closes_nothing() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from tiered_kv.counters import count_of
 from tiered_kv.errors import ShutdownError, TierError
 from tiered_kv.facade import Blocks
 from tiered_kv.stack import open_stack
+from tiered_kv.testing.faults import HeldJobsTier
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.waiting import wait_until
@@ -360,3 +361,52 @@ def test_a_tier_that_brings_one_block_after_another_does_not_outlast_the_timeout
         assert stack.put(keys, blocks_of(200), timeout=WAIT_S) == 200
         assert stack.flush(WAIT_S)
         assert stack.get(keys[:100], empty(100), timeout=0.25) < 50  # all of them take ten seconds
+
+
+class CopiedSlowly(np.ndarray[Any, np.dtype[np.uint8]]):
+    """Blocks that call something when the first of them is copied."""
+
+    on_copy: Callable[[], None] | None = None
+
+    def __array_finalize__(self, parent: Any) -> None:
+        self.on_copy = getattr(parent, "on_copy", None)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int) and self.on_copy is not None:
+            self.on_copy()
+        return super().__getitem__(index)
+
+
+def test_a_put_keeps_its_room_in_the_tiers_while_others_put(register: Register) -> None:
+    gate = Gate(is_open=False)
+
+    class Held(HeldJobsTier):
+        def __init__(self, spec: TierSpec, view: memoryview, tier_type: str) -> None:
+            super().__init__(FourMethodTier(spec, view, tier_type), gate)
+
+    register("held", Held)
+    tier = {"type": "held", "store_budget": 4 * BLOCK_BYTES, **PATIENT}
+    with open_stack(stack_of(tier)) as stack, ThreadPoolExecutor(1) as pool, opened_at_the_end(gate):
+        others: list[Future[int]] = []
+        asked: list[bool] = []
+        reserve = stack.manager.reserve_stores
+
+        def note(num_blocks: int) -> bool:
+            asked.append(reserve(num_blocks))
+            return asked[-1]
+
+        def let_another_put() -> None:
+            """Return when the other put has ended, or has found no room and waits."""
+            if not others:
+                others.append(pool.submit(stack.put, keys_of(4, "other"), blocks_of(4), timeout=WAIT_S))
+                wait_until(lambda: others[0].done() or False in asked, WAIT_S)
+
+        first = blocks_of(4, seed=1).view(CopiedSlowly)
+        first.on_copy = let_another_put
+        stack.manager.reserve_stores = note  # type: ignore[method-assign]  # to see that the other waits
+        assert stack.put(keys_of(4), first, timeout=WAIT_S) == 4
+        gate.open()
+        assert others[0].result(WAIT_S) == 4
+        assert stack.flush(WAIT_S)
+        counted = stack.counters()["held"]
+        assert (count_of(counted, "stored_blocks_total"), count_of(counted, "skipped_blocks_total")) == (8, 0)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tiered_kv.config.namespace import Namespace
     from tiered_kv.config.settings import TierSettings
     from tiered_kv.config.stack_config import StackConfig, load_config, stack_schema
+    from tiered_kv.direct.tiers import DirectTiers
     from tiered_kv.errors import (
         ConfigError,
         FormatError,
@@ -46,6 +47,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "ConfigError",
+    "DirectTiers",
     "FormatError",
     "JobMetadata",
     "JobResult",
@@ -83,6 +85,7 @@ _MODULES = {
     "tiered_kv.config.namespace": "Namespace",
     "tiered_kv.config.settings": "TierSettings",
     "tiered_kv.config.stack_config": "StackConfig load_config stack_schema",
+    "tiered_kv.direct.tiers": "DirectTiers",
     "tiered_kv.errors": "ConfigError FormatError MissingExtraError ShutdownError TierBusyError TierError "
     "TierUnavailableError TieredKVError",
     "tiered_kv.hooks": "TierType hookimpl tier_plugins",

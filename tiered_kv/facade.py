@@ -84,9 +84,8 @@ class BlockFacade:
                 # Without secondary tiers a block that is evicted is lost. So what this call has stored already is
                 # named again: the manager evicts nothing for the sake of what lies behind it.
                 first, stop = (done if self._has_secondary else 0), min(done + batch, count)
-                if self._has_secondary:
-                    self._wait_for_room(stop - done, end_s)
-                if self._store(keys[first:stop], blocks[first:stop], context):
+                reserved = stop - done if self._has_secondary and self._reserve(stop - done, end_s) else 0
+                if self._store(keys[first:stop], blocks[first:stop], context, reserved):
                     done = stop
                     batch, pause_s = self._batch_blocks, _PAUSE_MIN_S
                 elif stop - done > 1:
@@ -172,13 +171,17 @@ class BlockFacade:
 
     # One step each, under the lock but for the copies.
 
-    def _store(self, keys: Sequence[OffloadKey], blocks: Blocks, context: ReqContext) -> bool:
-        """Store all of `keys`, or return False where there is no room for all of them."""
+    def _store(self, keys: Sequence[OffloadKey], blocks: Blocks, context: ReqContext, reserved: int) -> bool:
+        """Store all of `keys`, or return False where there is no room for all of them.
+
+        The room of `reserved` blocks that the tiers keep for this store is free again afterwards.
+        """
         with self._lock:
             self._raise_if_closed()
             output = self.manager.prepare_store(keys, context)
-        if output is None:
-            return False
+            if output is None:
+                self.manager.release_stores(reserved)
+                return False
         source = {key: index for index, key in reversed(list(enumerate(keys)))}
         copied = False
         try:
@@ -188,6 +191,7 @@ class BlockFacade:
         finally:
             with self._lock:
                 self._raise_if_shut_down()
+                self.manager.release_stores(reserved)
                 self.manager.complete_store(output.keys_to_store, context, copied)
                 self.manager.on_schedule_end()
         return True
@@ -221,9 +225,9 @@ class BlockFacade:
             self.manager.on_schedule_end()
             return self.manager.jobs_in_flight
 
-    def _wait_for_room(self, num_blocks: int, end_s: float) -> None:
-        """Wait until every tier that takes stores would take `num_blocks`; what comes earlier it would skip."""
-        self._wait(lambda: self.manager.store_room() >= num_blocks, end_s)
+    def _reserve(self, num_blocks: int, end_s: float) -> bool:
+        """Wait until every tier that takes stores keeps room for `num_blocks`; without that it may skip them."""
+        return self._wait(lambda: self.manager.reserve_stores(num_blocks), end_s)
 
     def _wait(self, is_over: Callable[[], bool], end_s: float) -> bool:
         """Step until `is_over`, which is asked under the lock; return whether that came in time."""

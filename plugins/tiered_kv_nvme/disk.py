@@ -10,9 +10,8 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from enum import Enum
 
 import numpy as np
 
@@ -87,19 +86,24 @@ def read_fully(disk: Disk, fd: int, buffers: Sequence[memoryview], offset: int) 
     return done
 
 
-class Straight(Enum):
-    """Which transfers use the caller's memory; the others go through a buffer."""
+Suits = Callable[[memoryview], bool]
+"""Tells whether a transfer may use the caller's block; if not, it goes through a buffer."""
 
-    NEVER = 0
-    WHERE_ALIGNED = 1
-    ALWAYS = 2
 
-    def suits(self, block: memoryview) -> bool:
-        """Return whether this block needs no buffer."""
-        if self is Straight.WHERE_ALIGNED:
-            address: int = np.frombuffer(block, dtype=np.uint8).ctypes.data
-            return address % PAGE_BYTES == 0
-        return self is Straight.ALWAYS
+def always(_: memoryview) -> bool:
+    """Let all blocks be used."""
+    return True
+
+
+def never(_: memoryview) -> bool:
+    """Let no block be used."""
+    return False
+
+
+def where_aligned(block: memoryview) -> bool:
+    """Let blocks be used that begin on a page boundary."""
+    address: int = np.frombuffer(block, dtype=np.uint8).__array_interface__["data"][0]
+    return address % PAGE_BYTES == 0
 
 
 class Scratch:

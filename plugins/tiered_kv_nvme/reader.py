@@ -12,7 +12,7 @@ from tiered_kv.toolkit.codecs import ENCRYPTED_IDS, RAW_ID, CodecSet, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.status import REFUSED, UNREADABLE, RecordStatus
 from tiered_kv_nvme.counters import Counters
-from tiered_kv_nvme.disk import Disk, Scratch, Straight, ThreadScratch, read_fully
+from tiered_kv_nvme.disk import Disk, Scratch, Suits, ThreadScratch, read_fully
 from tiered_kv_nvme.index import ordinal_of, place_of, slot_of
 from tiered_kv_nvme.layout import PAGE_BYTES, READ, Entry, checksum, pages
 from tiered_kv_nvme.pool import SegmentPool
@@ -75,7 +75,7 @@ class BlockReader:
     counters: Counters
     block_bytes: int
     codecs: CodecSet
-    scatter: Straight  # which blocks may be read into the caller's memory, as `gather` of `BatchWriter`
+    scatter: Suits  # which blocks may be read into the caller's memory, as `gather` of `BatchWriter`
 
     def __post_init__(self) -> None:
         self._local = ThreadScratch()
@@ -161,7 +161,7 @@ class BlockReader:
         wanted.sort(key=lambda item: (item.segment.slot, item.entry.offset))
         runs: list[Run] = []
         for item in wanted:
-            scatter = self._can_scatter(item.entry) and self.scatter.suits(item.block)
+            scatter = self._can_scatter(item.entry) and self.scatter(item.block)
             if not runs or not runs[-1].takes(item, scatter):
                 runs.append(Run([item], scatter))
         return runs

@@ -19,7 +19,7 @@ from tiered_kv.toolkit.codecs import PLAIN, CodecSet
 from tiered_kv.toolkit.jobs import Outcome
 from tiered_kv_nvme.counters import Counters
 from tiered_kv_nvme.directory import Directory
-from tiered_kv_nvme.disk import Disk, Straight, refusal_of_direct
+from tiered_kv_nvme.disk import Disk, Suits, always, never, refusal_of_direct, where_aligned
 from tiered_kv_nvme.epoch import DirectoryEpoch
 from tiered_kv_nvme.files import SegmentFiles
 from tiered_kv_nvme.index import ordinal_of, slot_of, take_apart
@@ -105,12 +105,12 @@ class SegmentStore:
             undo.callback(os.close, segment.fd)
 
         # Memory that is not aligned, or payloads that are not whole pages, go through a buffer.
-        straight = Straight.NEVER
+        straight: Suits = never
         if identity.block_bytes % PAGE_BYTES == 0:
-            straight = Straight.ALWAYS if options.aligned or self.not_direct else Straight.WHERE_ALIGNED
+            straight = always if options.aligned or self.not_direct else where_aligned
         codecs = options.codecs
         self._reader = BlockReader(disk, self._pool, self.counters, identity.block_bytes, codecs, scatter=straight)
-        gather = straight if codecs.writes_raw else Straight.NEVER
+        gather = straight if codecs.writes_raw else never
         self._writer = BatchWriter(disk, self._pool, self.counters, codecs, gather, options.room_timeout_s)
         self._reclaimer = Reclaimer(
             self._files, self._pool, self.counters, self._reader, self._writer, name=f"{self._name}-reclaimer"

@@ -11,7 +11,7 @@ from tiered_kv.tiering.step import give_way
 from tiered_kv.toolkit.codecs import CodecSet, Draft, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, failure_reason
 from tiered_kv_nvme.counters import Counters
-from tiered_kv_nvme.disk import Disk, Straight, ThreadScratch, write_fully
+from tiered_kv_nvme.disk import Disk, Suits, ThreadScratch, write_fully
 from tiered_kv_nvme.index import place_of
 from tiered_kv_nvme.layout import KEY_BYTES_MAX, BatchHeader, Entry, checksum
 from tiered_kv_nvme.pool import Reservation, SegmentPool, Stream
@@ -41,7 +41,7 @@ class BatchWriter:
     pool: SegmentPool
     counters: Counters
     codecs: CodecSet
-    gather: Straight
+    gather: Suits
     room_timeout_s: float  # how long a store waits for a free segment
 
     def __post_init__(self) -> None:
@@ -125,7 +125,7 @@ class BatchWriter:
         """Write a batch where there is room for it and make its blocks known; return what failed."""
         segment, header = reservation.segment, reservation.header
         try:
-            gather = old_places is None and all(self.gather.suits(payload.draft.content) for payload in payloads)
+            gather = old_places is None and all(self.gather(payload.draft.content) for payload in payloads)
             entries, buffers = self._lay_out(header, keys, payloads, gather=gather)
             write_fully(self.disk, segment.fd, buffers, header.offset)
         except BaseException as error:

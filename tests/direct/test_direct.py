@@ -1,47 +1,386 @@
-"""Tiers over a host's memory."""
+"""Tiers over a host's memory: what comes back, what is refused, and how they end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import mmap
+import random
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tiered_kv import Namespace
-from tiered_kv.direct import DirectTiers
+from tests.direct.conftest import BLOCK_BYTES, MEMORY, PATIENT, WAIT_S, Register, offsets, open_direct
+from tiered_kv.base import OffloadKey
+from tiered_kv.config.namespace import Namespace
+from tiered_kv.counters import count_of
+from tiered_kv.direct import thread
+from tiered_kv.errors import ConfigError, ShutdownError
+from tiered_kv.testing.faults import FailingTier, HangingTier, HeldJobsTier
+from tiered_kv.testing.four_methods import FourMethodTier
+from tiered_kv.testing.gate import Gate
+from tiered_kv.testing.lies import DETECTABLE, Lie, LyingTier
+from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.rig import make_keys
+from tiered_kv.testing.waiting import wait_until
+from tiered_kv.tiering.factory import SecondaryTierFactory
+from tiered_kv.toolkit import Outcome
+from tiered_kv_memory.tier import MemoryTier
 
-BLOCK_BYTES = 4096
-NAMESPACE = Namespace(model="direct")
-
-
-@pytest.fixture(params=["memory", "nvme", "fs"])
-def entry(request: pytest.FixtureRequest, tmp_path: Path) -> Mapping[str, object]:
-    tier: Mapping[str, object] = {"type": request.param, "capacity": "16 MiB"}
-    return tier if request.param == "memory" else {**tier, "path": str(tmp_path / "tier")}
+__all__ = ["redis_server"]
 
 
-@pytest.fixture
-def memory() -> Any:
-    return np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8)
+@pytest.fixture(params=["memory", "nvme", "fs", "redis"])
+def entry(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, object]:
+    """A tier of each type."""
+    tier: dict[str, object] = {"type": request.param, **PATIENT}
+    if request.param == "redis":
+        return {**tier, "url": request.getfixturevalue("redis_server").url}
+    place = {} if request.param == "memory" else {"path": str(tmp_path / "tier")}
+    return {**tier, "capacity": "16 MiB", **place}
 
 
-@pytest.fixture
-def tiers(memory: Any, entry: Mapping[str, object]) -> Iterator[DirectTiers]:
-    with DirectTiers(memory, block_bytes=BLOCK_BYTES, tiers=[entry], namespace=NAMESPACE) as tiers:
-        yield tiers
+def note_in(told: list[Any]) -> Any:
+    return told.append
 
 
-@pytest.mark.parametrize("shift", [0, 7], ids=["aligned", "unaligned"])
-def test_blocks_come_back_to_any_place_of_the_memory(tiers: DirectTiers, memory: Any, shift: int) -> None:
-    keys = make_keys(20)
-    sources = [shift + 3 * BLOCK_BYTES * number for number in range(20)]
-    targets = [shift + 3 * BLOCK_BYTES * number + 5000 for number in range(20)]
-    assert tiers.wait("contains", keys) == [False] * 20
-    assert tiers.wait("store", keys, sources) == [True] * 20
-    assert tiers.wait("contains", [*keys, *make_keys(2, "others")]) == [True] * 20 + [False] * 2
-    assert tiers.wait("load", keys, targets) == [True] * 20
-    for source, target in zip(sources, targets, strict=True):
-        assert bytes(memory[target : target + BLOCK_BYTES]) == bytes(memory[source : source + BLOCK_BYTES])
+def loads_late(tier: MemoryTier, gate: Gate) -> MemoryTier:
+    """Let the workers of a tier stand before a gate, and load when it opens, however late that is."""
+    load = tier.load_blocks
+
+    def load_late(keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
+        gate.pass_through()
+        return load(keys, blocks)
+
+    tier.load_blocks = load_late  # type: ignore[method-assign]
+    return tier
+
+
+class TestBlocks:
+    @pytest.mark.parametrize("block_bytes", [BLOCK_BYTES, 5000], ids=["page", "odd"])
+    @pytest.mark.parametrize("shift", [0, 7], ids=["aligned", "unaligned"])
+    def test_come_back_to_any_place_of_the_memory(
+        self, pool: Any, entry: dict[str, object], block_bytes: int, shift: int
+    ) -> None:
+        keys, before = make_keys(20), pool.copy()
+        sources = offsets(20, shift, 2 * block_bytes)
+        targets = offsets(20, 2 * block_bytes * 20 + shift, block_bytes)
+        with open_direct(pool, entry, block_bytes=block_bytes) as tiers:
+            assert tiers.wait("contains", keys) == [False] * 20
+            assert tiers.wait("store", keys, sources) == [True] * 20
+            assert tiers.wait("contains", [*keys, *make_keys(2, "others")]) == [True] * 20 + [False] * 2
+            assert tiers.wait("load", keys, targets) == [True] * 20
+        for source, target in zip(sources, targets, strict=True):
+            before[target : target + block_bytes] = before[source : source + block_bytes]
+        assert np.array_equal(pool, before), "nothing else was written"
+
+    def test_may_lie_in_memory_that_is_known_by_its_address(self, pool: Any) -> None:
+        with open_direct((pool.ctypes.data, pool.nbytes), MEMORY) as tiers:
+            assert tiers.wait("store", make_keys(1), [0]) == [True]
+            assert tiers.wait("load", make_keys(1), [BLOCK_BYTES]) == [True]
+        assert np.array_equal(pool[:BLOCK_BYTES], pool[BLOCK_BYTES : 2 * BLOCK_BYTES])
+
+    def test_are_found_again_in_the_same_namespace_only(self, pool: Any, tmp_path: Path) -> None:
+        keys = make_keys(3)
+        nvme: dict[str, object] = {"type": "nvme", "capacity": "16 MiB", "path": str(tmp_path / "tier")}
+        with open_direct(pool, nvme) as tiers:
+            tiers.wait("store", keys, offsets(3))
+        with open_direct(pool, nvme) as tiers:
+            assert tiers.wait("contains", keys) == [True] * 3
+        with pytest.raises(Exception, match="namespace"):
+            open_direct(pool, nvme, namespace=Namespace(model="another"))
+
+    def test_that_a_tier_does_not_have_are_loaded_from_the_next(self, pool: Any, register: Register) -> None:
+        failing: list[FailingTier] = []
+
+        def wrap(inner: Any) -> FailingTier:
+            failing.append(FailingTier(inner))
+            return failing[0]
+
+        register("first", wrap)
+        keys = make_keys(4)
+        with open_direct(pool, {"type": "first", **PATIENT}, MEMORY) as tiers:
+            assert tiers.wait("store", keys[:2], offsets(2)) == [True] * 2
+            failing[0].failing = True
+            assert tiers.wait("store", keys[2:], offsets(2, 2 * BLOCK_BYTES)) == [True] * 2
+            assert tiers.wait("load", [*keys, *make_keys(1, "other")], offsets(5, 1 << 16)) == [True] * 4 + [False]
+        assert np.array_equal(pool[: 4 * BLOCK_BYTES], pool[1 << 16 : (1 << 16) + 4 * BLOCK_BYTES])
+
+    def test_that_no_tier_takes_are_answered_false(self, pool: Any, register: Register) -> None:
+        register("failing", lambda inner: FailingTier(inner, failing=True))
+        with open_direct(
+            pool, {"type": "failing", **PATIENT, "breaker_failures": 1, "breaker_cooldown": "1h"}
+        ) as tiers:
+            assert tiers.wait("store", make_keys(1), [0]) == [False]
+            assert tiers.status()["failing"]["breaker"] == "open"
+            assert tiers.wait("store", make_keys(2), offsets(2)) == [False] * 2
+            assert tiers.wait("load", make_keys(2), offsets(2)) == [False] * 2
+            assert tiers.counters()["failing"]["skipped_blocks_total"] == {"breaker": 2}
+
+    def test_that_are_not_admitted_yet_are_answered_true(self, pool: Any) -> None:
+        keys = make_keys(2)
+        with open_direct(pool, {**MEMORY, "admit_after": 2}) as tiers:
+            assert tiers.wait("store", keys, offsets(2)) == [True] * 2
+            assert tiers.wait("contains", keys) == [False] * 2
+            assert tiers.wait("store", keys, offsets(2)) == [True] * 2
+            assert tiers.wait("contains", keys) == [True] * 2
+
+    def test_that_a_tier_loses_are_told(self, pool: Any) -> None:
+        removed: list[tuple[str, list[OffloadKey]]] = []
+        keys = make_keys(8)
+        small = {**MEMORY, "capacity": 5 * BLOCK_BYTES}
+        with open_direct(pool, small, on_removed=lambda name, keys: removed.append((name, list(keys)))) as tiers:
+            for number, key in enumerate(keys):
+                assert tiers.wait("store", [key], [number * BLOCK_BYTES]) == [True]
+            there = tiers.wait("contains", keys)
+        lost = [key for key, is_there in zip(keys, there, strict=True) if not is_there]
+        assert lost
+        assert {name for name, _ in removed} == {"memory"}
+        assert [key for _, keys in removed for key in keys] == lost
+
+    def test_are_forgotten_by_a_reset(self, pool: Any, register: Register) -> None:
+        gate, told = Gate(), list[Any]()
+        register("held", lambda inner: HeldJobsTier(inner, gate))
+        keys = make_keys(6)
+        with open_direct(pool, {"type": "held", **PATIENT, "store_budget": 2 * BLOCK_BYTES}) as tiers:
+            assert tiers.wait("store", keys[:2], offsets(2)) == [True] * 2
+            gate.close()
+            tiers.store(keys[2:], offsets(4, 1 << 16), note_in(told))
+            tiers.reset()
+            assert tiers.wait("contains", keys) == [False] * 6
+            gate.open()
+            wait_until(lambda: told, WAIT_S)
+            assert told == [[False] * 4], "what was in flight or waited is void, too"
+            assert tiers.wait("contains", keys) == [False] * 6
+            assert tiers.wait("store", keys, offsets(6)) == [True] * 6
+
+
+class TestThreads:
+    def test_every_task_is_answered_once_whoever_calls(self, pool: Any, entry: dict[str, object]) -> None:
+        """Each thread stores and loads within a part of the memory that is its own."""
+        problems: list[str] = []
+
+        def act(number: int) -> None:
+            chance, start, size = random.Random(number), number << 17, 1 << 16
+            keys, told = make_keys(size // BLOCK_BYTES, f"thread {number}"), list[Any]()
+            content = pool[start : start + size].copy()
+            for _ in range(6):
+                chosen = chance.sample(range(len(keys)), chance.randint(1, len(keys)))
+                mine = [keys[place] for place in chosen]
+                tiers.store(mine, [start + place * BLOCK_BYTES for place in chosen], note_in(told))
+                wait_until(lambda: told, WAIT_S)
+                targets = offsets(len(chosen), start + size)
+                answers = tiers.wait("load", mine, targets)
+                for place, target in zip(chosen, targets, strict=True):
+                    expected = content[place * BLOCK_BYTES : (place + 1) * BLOCK_BYTES]
+                    if not np.array_equal(pool[target : target + BLOCK_BYTES], expected):
+                        problems.append(f"thread {number}: block {place} came back wrong")
+                if told.pop() != [True] * len(mine) or told or not all(answers):
+                    problems.append(f"thread {number}: {told}, {answers}")
+
+        with open_direct(pool, {**entry, "store_budget": 5 * BLOCK_BYTES, "load_budget": 3 * BLOCK_BYTES}) as tiers:
+            threads = [threading.Thread(target=act, args=(number,)) for number in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert tiers.counters()[""]["open_tasks"] == 0
+        assert problems == []
+
+    def test_whatever_ends_is_told_without_a_look_at_the_clock(
+        self, pool: Any, entry: dict[str, object], register: Register, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(thread, "TICK_S", 3600.0)
+        monkeypatch.setattr(thread, "IDLE_TICK_S", 3600.0)
+        register("isolated", lambda inner: HangingTier(inner, Gate()))
+        small = {"store_budget": BLOCK_BYTES, "load_budget": BLOCK_BYTES}
+        for tier in ({**entry, **small}, {"type": "isolated", **PATIENT, **small}):
+            with open_direct(pool, tier) as tiers:
+                assert tiers.wait("contains", make_keys(3), timeout_s=WAIT_S) == [False] * 3
+                assert tiers.wait("store", make_keys(3), offsets(3), timeout_s=WAIT_S) == [True] * 3
+                assert tiers.wait("contains", make_keys(3), timeout_s=WAIT_S) == [True] * 3
+                assert tiers.wait("load", make_keys(3), offsets(3), timeout_s=WAIT_S) == [True] * 3
+
+    def test_blocks_over_a_budget_wait_and_are_not_skipped(self, pool: Any, register: Register) -> None:
+        gate, told = Gate(is_open=False), list[Any]()
+        register("held", lambda inner: HeldJobsTier(inner, gate))
+        with open_direct(pool, {"type": "held", **PATIENT, "store_budget": 4 * BLOCK_BYTES}) as tiers:
+            for number in range(5):
+                tiers.store(make_keys(4, str(number)), offsets(4, number << 16), note_in(told))
+            wait_until(lambda: tiers.status()["held"]["waiting_blocks"] == 16, WAIT_S)
+            assert tiers.status()["held"]["jobs_in_flight"] == 1
+            gate.open()
+            wait_until(lambda: len(told) == 5, WAIT_S)
+            assert told == [[True] * 4] * 5
+            counted = tiers.counters()["held"]
+            assert (count_of(counted, "stored_blocks_total"), count_of(counted, "skipped_blocks_total")) == (20, 0)
+
+    def test_a_callback_that_raises_ends_nothing(self, pool: Any) -> None:
+        def fail(_: list[bool]) -> None:
+            raise SystemExit("a host's mistake")
+
+        with open_direct(pool, MEMORY) as tiers:
+            tiers.store(make_keys(1), [0], fail)
+            tiers.contains([], fail)
+            wait_until(lambda: tiers.counters()[""]["callback_errors_total"] == 2, WAIT_S)
+            assert tiers.wait("contains", make_keys(1)) == [True]
+
+    def test_a_callback_may_call_but_not_wait(self, pool: Any) -> None:
+        told: list[Any] = []
+        with open_direct(pool, MEMORY) as tiers:
+
+            def go_on(answers: list[bool]) -> None:
+                with pytest.raises(RuntimeError, match="cannot wait"):
+                    tiers.wait("contains", [])
+                tiers.load(make_keys(2), offsets(2, 1 << 16), note_in(told))
+
+            tiers.store(make_keys(2), offsets(2), go_on)
+            wait_until(lambda: told, WAIT_S)
+            assert told == [[True] * 2]
+
+    def test_a_task_without_keys_is_answered(self, pool: Any) -> None:
+        with open_direct(pool, MEMORY) as tiers:
+            assert tiers.wait("contains", []) == tiers.wait("store", [], []) == tiers.wait("load", [], []) == []
+
+
+class TestTrouble:
+    def test_an_expired_load_is_reported_only_when_its_worker_has_let_go(self, pool: Any, register: Register) -> None:
+        gate, told, key = Gate(), list[Any](), make_keys(1)
+        register("late", lambda inner: loads_late(inner, gate))
+        with open_direct(pool, {"type": "late", "job_timeout": "50 ms"}, MEMORY) as tiers:
+            assert tiers.wait("store", key, [0]) == [True]
+            gate.close()
+            tiers.load(key, [BLOCK_BYTES], note_in(told))
+            wait_until(lambda: tiers.counters()["late"]["expired_jobs_total"] == 1, WAIT_S)
+            assert tiers.wait("contains", key) == [True], "others go on"
+            assert not told, "a worker may still write"
+            gate.open()
+            wait_until(lambda: told, WAIT_S)
+            assert told == [[True]]
+            assert np.array_equal(pool[:BLOCK_BYTES], pool[BLOCK_BYTES : 2 * BLOCK_BYTES])
+            pool[BLOCK_BYTES : 2 * BLOCK_BYTES] = 7
+        assert (pool[BLOCK_BYTES : 2 * BLOCK_BYTES] == 7).all(), "nobody writes after the report"
+
+    def test_a_lookup_that_hangs_is_a_miss_in_time(self, pool: Any, register: Register) -> None:
+        gate = Gate()
+        register("mute", lambda inner: HangingTier(inner, gate, ("lookup",)))
+        with open_direct(pool, {"type": "mute", "lookup_timeout": "50 ms"}, MEMORY) as tiers:
+            assert tiers.wait("store", make_keys(2), offsets(2)) == [True] * 2
+            gate.close()
+            assert tiers.wait("contains", make_keys(3), timeout_s=WAIT_S) == [True, True, False]
+            gate.open()
+
+    def test_a_tier_that_never_knows_is_a_miss_in_time(self, pool: Any, register: Register) -> None:
+        gate = Gate(is_open=False)
+        register("never", lambda inner: HeldJobsTier(inner, gate, hold_lookups=True))
+        with open_direct(pool, {"type": "never", "lookup_timeout": "50 ms"}) as tiers:
+            assert tiers.wait("contains", make_keys(2), timeout_s=WAIT_S) == [False] * 2
+
+    @pytest.mark.parametrize("lie", [lie for lie in DETECTABLE if lie is not Lie.REPORTS_NOTHING])
+    def test_lies_cost_hits_and_no_wrong_bytes(self, pool: Any, register: Register, lie: Lie) -> None:
+        liars: list[LyingTier] = []
+
+        def wrap(inner: Any) -> LyingTier:
+            liars.append(LyingTier(inner, lie))
+            return liars[0]
+
+        register("lying", wrap)
+        keys, content = make_keys(4), pool[: 4 * BLOCK_BYTES].copy()
+        with open_direct(pool, {"type": "lying", **PATIENT}) as tiers:
+            assert len(tiers.wait("contains", keys)) == 4
+            tiers.wait("store", keys, offsets(4))
+            liars[0].lying = False
+            there = tiers.wait("load", keys, offsets(4, 1 << 16))
+            for number in (number for number in range(4) if there[number]):
+                target, source = (1 << 16) + number * BLOCK_BYTES, number * BLOCK_BYTES
+                assert np.array_equal(pool[target : target + BLOCK_BYTES], content[source : source + BLOCK_BYTES])
+
+    def test_a_task_that_does_not_end_in_time_goes_on(self, pool: Any, register: Register) -> None:
+        gate = Gate(is_open=False)
+        register("held", lambda inner: HeldJobsTier(inner, gate))
+        with open_direct(pool, {"type": "held", **PATIENT}) as tiers:
+            with pytest.raises(TimeoutError, match="store of 1 blocks"):
+                tiers.wait("store", make_keys(1), [0], timeout_s=0.01)
+            gate.open()
+            wait_until(lambda: tiers.wait("contains", make_keys(1)) == [True], WAIT_S)
+
+
+class TestClosing:
+    def test_lets_transfers_end_and_gives_up_what_waits(self, pool: Any, register: Register) -> None:
+        gate, told = Gate(is_open=False), list[Any]()
+        register("held", lambda inner: HeldJobsTier(inner, gate))
+        tiers = open_direct(pool, {"type": "held", **PATIENT, "store_budget": 2 * BLOCK_BYTES})
+        tiers.store(make_keys(4), offsets(4), note_in(told))
+        wait_until(lambda: tiers.status()["held"]["waiting_blocks"] == 2, WAIT_S)
+        threading.Timer(0.05, gate.open).start()
+        assert tiers.close(WAIT_S)
+        assert told == [[True, True, False, False]]
+        with pytest.raises(ShutdownError, match="closed"):
+            tiers.contains(make_keys(1), note_in(told))
+        assert tiers.close()
+
+    def test_does_not_wait_for_a_transfer_that_hangs(self, pool: Any, register: Register) -> None:
+        gate, told, key = Gate(), list[Any](), make_keys(1)
+        register("late", lambda inner: loads_late(inner, gate))
+        tiers = open_direct(pool, {"type": "late", **PATIENT})
+        assert tiers.wait("store", key, [0]) == [True]
+        gate.close()
+        tiers.load(key, [BLOCK_BYTES], note_in(told))
+        wait_until(lambda: gate.waiting, WAIT_S)
+        assert not tiers.close(0.0)
+        assert not told, "the memory is still in use"
+        gate.open()
+        wait_until(lambda: tiers.close(), WAIT_S)
+        assert len(told) == 1
+
+    def test_lets_the_host_unmap_its_memory(self) -> None:
+        pool = mmap.mmap(-1, 1 << 16)
+        tiers = open_direct(pool, MEMORY)
+        assert tiers.wait("store", make_keys(1), [0]) == [True]
+        assert tiers.close()
+        pool.close()  # raises BufferError while anybody has a view
+
+
+class TestArguments:
+    @pytest.mark.parametrize(
+        ("method", "arguments", "message"),
+        [
+            ("contains", ([b"abc"],), "a key is a block hash"),
+            ("contains", (["a text"],), "a key is a block hash"),
+            ("store", (make_keys(2), [0]), "2 keys need as many integer offsets"),
+            ("store", (make_keys(1), [0.5]), "integer offsets"),
+            ("store", (make_keys(1), [-1]), "blocks begin at 0 to 1044480 here; found -1 to -1"),
+            ("load", (make_keys(1), [(1 << 20) - BLOCK_BYTES + 1]), "blocks begin at 0 to"),
+            ("load", (make_keys(2), [0, BLOCK_BYTES - 1]), "must not overlap"),
+        ],
+    )
+    def test_that_do_not_fit_are_refused_in_the_caller_s_thread(
+        self, pool: Any, method: Any, arguments: Any, message: str
+    ) -> None:
+        with open_direct(pool, MEMORY) as tiers, pytest.raises(ValueError, match=message):
+            tiers.wait(method, *arguments)
+
+    @pytest.mark.parametrize(
+        ("pool", "message"),
+        [
+            (b"read only" * 1000, "writable"),
+            ("a text", "contiguous buffer"),
+            (np.zeros((100, 100), dtype=np.uint8)[:, :50], "contiguous"),
+            (bytearray(100), "a block of 4096 bytes does not fit into memory of 100 bytes"),
+        ],
+    )
+    def test_memory_that_cannot_be_used_is_refused(self, pool: Any, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            open_direct(pool, MEMORY)
+
+    def test_tiers_that_cannot_be_used_are_refused(self, pool: Any, register: Register) -> None:
+        register("rows", lambda inner: FourMethodTier(None, inner._primary_kv_view, "rows"))
+        with pytest.raises(ConfigError, match="tier 'rows' cannot be used over a host's memory"):
+            open_direct(pool, MEMORY, {"type": "rows"})
+        with pytest.raises(ValueError, match="each its own name"):
+            open_direct(pool, MEMORY, MEMORY)
+        with pytest.raises(ValueError, match="at least one tier"):
+            open_direct(pool)
+        assert "rows" in SecondaryTierFactory.known()

@@ -40,6 +40,10 @@ SCRIPTS: dict[str, tuple[list[str], list[str]]] = {
     "name_rates.py": (["blake2b_ns"], ["lookup_new_ns", "lookup_known_ns", "lookup_many_new_ns"]),
     f"nvme_rates.py {DIRECTORY} --blocks 512": ([*DIRECTIONS], []),
     f"nvme_rates.py {DIRECTORY} --blocks 2048 --capacity-blocks 1024": (["full_over_empty"], []),
+    f"direct_rates.py {DIRECTORY} --blocks 64 --rounds 1": (
+        [f"{side}_{each}" for side in ("jobs", "direct", "one_by_one") for each in DIRECTIONS],
+        [],
+    ),
     f"encryption_rates.py {DIRECTORY} --blocks 64 --rounds 1": (
         [name for each in DIRECTIONS for name in (f"raw_{each}", f"codec_{each}_over_raw")],
         [],

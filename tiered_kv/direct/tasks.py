@@ -1,4 +1,4 @@
-"""Tasks of a host, and what one tier has of them: waiting, or in flight."""
+"""Tasks of a host, and what each tier still has to do of them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from dataclasses import dataclass, field
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.tiering.base import JobId, JobResult
-from tiered_kv.tiering.guarded import GuardedTier, Job
+from tiered_kv.tiering.base import JobId
+from tiered_kv.tiering.guarded import GuardedTier
 
 Done = Callable[[list[bool]], None]
+"""Gets an answer for each key of a task."""
 
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """One call of a host: keys, what to answer for each, and how many pieces of it are still open.
+    """One call of a host. It has ended when none of its pieces is open: blocks that wait, a job, a lookup.
 
-    `blocks` are its keys' places in the memory, `CPUBlock.position` being the place in `keys`; empty for a lookup.
+    Args:
+        keys: Its keys.
+        on_done: Whom to tell.
+        context: The request that the tiers see.
+        blocks: Where the keys' blocks lie: `block_id` is the offset, `position` the place in `keys`.
     """
 
     keys: Sequence[OffloadKey]
@@ -26,126 +31,106 @@ class Task:
     context: ReqContext
     blocks: list[CPUBlock] = field(default_factory=list)
     answers: list[bool] = field(init=False)
-    pieces: int = 0
-    asking: list[list[int]] = field(default_factory=list)
-    """Of a lookup: for each tier, the places of the keys that it is asked for."""
-    until_s: list[float] = field(default_factory=list)
-    """Of a lookup: for each tier, when it is asked no more; 0 before the first question."""
+    pieces: int = 1
+    """Open pieces; the first is the call itself, until it has been divided."""
+    asked: list[list[int]] = field(default_factory=list)
+    """Of a lookup, for each tier and for none: the places of the keys that it is asked for now."""
+    until_s: float = 0.0
+    """Of a lookup: when keys without an answer become misses."""
 
     def __post_init__(self) -> None:
         self.answers = [False] * len(self.keys)
 
 
-@dataclass(slots=True)
-class _Piece:
-    """Blocks of a task that wait for a tier's budget."""
-
-    task: Task
-    blocks: list[CPUBlock]
-
-
 class TierQueue:
     """A guarded tier, and the blocks that wait for its budgets. Owned by the tiers' thread.
 
-    Where the manager skips what is over a budget, here it waits. A piece leaves the queue without a job only where
-    waiting is in vain: the tier is disabled, its breaker is open, or its whole budget belongs to expired jobs.
+    Where the manager skips what is over a budget, here it waits. Blocks stop waiting without a job only where nothing
+    will become free for them: the tier is disabled, its breaker open, or its budget taken by expired jobs.
 
     Args:
         guarded: The tier.
-        fall: Called with a task and those of its blocks that this tier could not load.
+        end: Called with a task when one of its pieces has ended.
+        load_below: Called with a task and blocks that this tier could not load, before their piece ends.
     """
 
-    def __init__(self, guarded: GuardedTier, fall: Callable[[Task, list[CPUBlock]], None]) -> None:
+    def __init__(
+        self,
+        guarded: GuardedTier,
+        end: Callable[[Task], None],
+        load_below: Callable[[Task, list[CPUBlock]], None],
+    ) -> None:
         self.guarded = guarded
         self.waiting_blocks = 0
-        """Blocks that wait for a budget."""
-        self._fall = fall
-        self._stores: deque[_Piece] = deque()
-        self._loads: deque[_Piece] = deque()
+        self._end = end
+        self._load_below = load_below
+        self._loads: deque[tuple[Task, list[CPUBlock]]] = deque()
+        self._stores: deque[tuple[Task, list[CPUBlock]]] = deque()
         self._in_flight: dict[JobId, Task] = {}
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits here and no job is in flight, expired ones included."""
-        return not (self._stores or self._loads or self._in_flight)
+        """Whether no job is in flight, expired ones included."""
+        return not self._in_flight
 
     def add(self, task: Task, blocks: list[CPUBlock], *, is_load: bool) -> None:
-        """Let blocks of a task wait for their job."""
+        """Let blocks wait for their job."""
         task.pieces += 1
         self.waiting_blocks += len(blocks)
-        (self._loads if is_load else self._stores).append(_Piece(task, blocks))
+        (self._loads if is_load else self._stores).append((task, blocks))
 
     def drop_waiting(self) -> None:
         """Give up what waits."""
-        for piece in (*self._stores, *self._loads):
-            piece.task.pieces -= 1
-        self._stores.clear()
-        self._loads.clear()
+        for waiting in (self._loads, self._stores):
+            while waiting:
+                self._end(waiting.popleft()[0])
         self.waiting_blocks = 0
 
     def collect(self, now_s: float) -> None:
         """Take in the jobs that ended. One that expires stays in flight until the tier has reported it."""
         for job, result in self.guarded.collect():
             task = self._in_flight.pop(job.metadata.job_id)
-            failed = _note(task, job, result)
+            done = frozenset(job.metadata.keys if result.success else result.successful_keys or ())
+            failed = [block for block in job.blocks if block.key not in done]
+            for block in job.blocks:
+                task.answers[block.position] |= block.key in done
             if failed and job.metadata.is_promotion:
-                self._fall(task, failed)
-            task.pieces -= 1
+                self._load_below(task, failed)
+            self._end(task)
         self.guarded.expire(now_s)
 
     def submit(self) -> None:
-        """Submit jobs as far as the budgets allow."""
+        """Submit jobs as far as the budgets allow, loads first."""
         guarded = self.guarded
-        while self._loads:
-            room = guarded.load_room()
-            if room <= 0 and guarded.is_loading and not guarded.refusal():
-                break
-            piece, blocks = self._take(self._loads, room)
-            if room <= 0 or not self._submit(piece.task, blocks, is_load=True):
-                self._fall(piece.task, blocks)
-            piece.task.pieces -= 1
-        while self._stores:
-            room = guarded.store_room()
-            if room <= 0 and guarded.is_storing and not guarded.refusal():
-                break
-            piece, blocks = self._take(self._stores, room)
+        while self._loads and ((room := guarded.load_room()) > 0 or guarded.refusal() or not guarded.is_loading):
+            task, blocks = self._take(self._loads, room)
+            if room <= 0 or not self._submit(task, blocks, is_load=True):
+                self._load_below(task, blocks)
+            self._end(task)
+        while self._stores and ((room := guarded.store_room()) > 0 or guarded.refusal() or not guarded.is_storing):
+            task, blocks = self._take(self._stores, room)
             selected = guarded.select(blocks)
-            if room > 0 and len(selected) < len(blocks):  # those that are not admitted yet are as they should be
+            if room > 0 and len(selected) < len(blocks):  # the others are not admitted yet, as they should be
+                chosen = {block.position for block in selected}
                 for block in blocks:
-                    piece.task.answers[block.position] = True
-                for block in selected:
-                    piece.task.answers[block.position] = False
+                    task.answers[block.position] |= block.position not in chosen
             if selected:
-                self._submit(piece.task, selected, is_load=False)
-            piece.task.pieces -= 1
+                self._submit(task, selected, is_load=False)
+            self._end(task)
 
-    def _take(self, queue: deque[_Piece], room: int) -> tuple[_Piece, list[CPUBlock]]:
-        """Take at most `room` blocks of the first piece, all of them if there is none; it then has one more open."""
-        piece = queue[0]
-        if 0 < room < len(piece.blocks):
-            blocks, piece.blocks = piece.blocks[:room], piece.blocks[room:]
-            piece.task.pieces += 1
-        else:
-            blocks = queue.popleft().blocks
+    def _take(self, waiting: deque[tuple[Task, list[CPUBlock]]], room: int) -> tuple[Task, list[CPUBlock]]:
+        """Take a piece, at most `room` blocks of it; without room the whole piece, which does not wait any more."""
+        task, blocks = waiting.popleft()
+        if 0 < room < len(blocks):
+            task.pieces += 1
+            waiting.appendleft((task, blocks[room:]))
+            blocks = blocks[:room]
         self.waiting_blocks -= len(blocks)
-        return piece, blocks
+        return task, blocks
 
     def _submit(self, task: Task, blocks: list[CPUBlock], *, is_load: bool) -> bool:
         job = self.guarded.submit([block.key for block in blocks], blocks, task.context, is_promotion=is_load)
-        if job is None:
-            return False
-        self._in_flight[job.metadata.job_id] = task
-        task.pieces += 1
-        return True
-
-
-def _note(task: Task, job: Job, result: JobResult) -> list[CPUBlock]:
-    """Note a job's result in the answers of its task, and return the blocks that failed."""
-    done = frozenset(job.metadata.keys if result.success else result.successful_keys or ())
-    failed = []
-    for block in job.blocks:
-        if block.key in done:
-            task.answers[block.position] = True
-        else:
-            failed.append(block)
-    return failed
+        if job is not None:
+            self._in_flight[job.metadata.job_id] = task
+            task.pieces += 1
+        return job is not None

@@ -47,7 +47,9 @@ class LyingTier(JobWrapperTier):
         shape = inner._primary_kv_view.shape
         assert shape is not None
         self._num_blocks, self._block_bytes = shape
-        self._region = inner._primary_kv_view.cast("B")
+        memory = getattr(inner._offloading_spec, "memory", None)
+        self._row_bytes = self._block_bytes if memory is None else 1
+        self._region = (inner._primary_kv_view if memory is None else memory).cast("B")
         self._lie = lie
         self._jobs: dict[JobId, JobMetadata] = {}
         self._made_up: list[JobResult] = []
@@ -95,4 +97,4 @@ class LyingTier(JobWrapperTier):
 
     def _flip(self, block_ids: Iterable[int]) -> None:
         for block_id in block_ids:
-            self._region[block_id * self._block_bytes] ^= 0xFF
+            self._region[block_id * self._row_bytes] ^= 0xFF

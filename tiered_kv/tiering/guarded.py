@@ -105,6 +105,8 @@ class GuardedTier:
         self.stores = _Budget(_blocks(settings.store_budget, default_budget, block_bytes))
         self.load_blocks_reserved = 0
         """Blocks taken for loads that will be submitted at the end of the step."""
+        self.store_blocks_reserved = 0
+        """Blocks that callers are about to store: see `TieringOffloadingManager.reserve_stores`."""
         self._clock = clock
         self._block_bytes = block_bytes
         self._lookup_failures = 0
@@ -127,11 +129,15 @@ class GuardedTier:
     @property
     def is_storing(self) -> bool:
         """Whether store budget will become free in time."""
-        return self.stores.blocks > self.stores.expired_blocks
+        return self.store_blocks_reserved > 0 or self.stores.blocks > self.stores.expired_blocks
 
     def store_room(self) -> int:
         """Return how many blocks may be stored now."""
-        return 0 if self.refusal() else self.stores.blocks_max - self.stores.blocks
+        return 0 if self.refusal() else self.stores.blocks_max - self.stores.blocks - self.store_blocks_reserved
+
+    def is_full_for(self, num_blocks: int) -> bool:
+        """Return whether a store of so many blocks finds no room now, and may find it later."""
+        return not self.refusal() and (self.is_storing or self.store_room() > 0) and self.store_room() < num_blocks
 
     def load_room(self) -> int:
         """Return how many blocks may be loaded now."""

@@ -288,14 +288,17 @@ class TieringOffloadingManager(OffloadingManager):
         jobs = sum(len(guarded.jobs) for guarded in self._tiers)
         return jobs if self._audit is None else jobs + self._audit.in_flight
 
-    def store_room(self) -> int:
-        """Return how many blocks every tier that accepts stores would accept now, for callers that limit their rate."""
-        rooms = [
-            guarded.store_room()
-            for guarded in self._tiers
-            if not guarded.refusal() and (guarded.is_storing or guarded.store_room() > 0)
-        ]
-        return max(min(rooms, default=self.primary.backend.num_blocks), 0)
+    def reserve_stores(self, num_blocks: int) -> bool:
+        """Keep room for a store until just before its `complete_store`; False where a tier lacks it now."""
+        if any(guarded.is_full_for(num_blocks) for guarded in self._tiers):
+            return False
+        self.release_stores(-num_blocks)
+        return True
+
+    def release_stores(self, num_blocks: int) -> None:
+        """Give up room that was reserved."""
+        for guarded in self._tiers:
+            guarded.store_blocks_reserved -= num_blocks
 
     def drain_jobs(self, timeout_s: float) -> bool:
         """Wait until every job has been reported; return False if some have not after `timeout_s`."""

@@ -267,10 +267,10 @@ class QueuedTier(SecondaryTierManager):
 
     def _blocks_of(self, part: Part) -> list[memoryview]:
         """Return the primary blocks of a part, in its order."""
-        metadata, size = part.job.metadata, self.block_bytes
-        starts = metadata.block_ids[part.start : part.stop] * self._row_bytes
+        metadata, size, step = part.job.metadata, self.block_bytes, self._row_bytes
         flat = self._primary_flat if metadata.is_promotion else self._primary_flat_readonly
-        return [flat[start : start + size] for start in starts.tolist()]
+        rows = metadata.block_ids[part.start : part.stop].tolist()
+        return [flat[row * step : row * step + size] for row in rows]
 
     def _note_error(self, operation: str, error: BaseException) -> str:
         """Return the reason that `error` counts as, and log the first of each kind: a dead server fails often.

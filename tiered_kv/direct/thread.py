@@ -1,0 +1,226 @@
+"""The thread that drives tiers over a host's memory, as an engine's scheduler drives those of a manager."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.counters import Counters
+from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.direct.tasks import Task, TierQueue
+from tiered_kv.errors import ShutdownError
+from tiered_kv.tiering.guarded import GuardedTier
+
+_log = logging.getLogger(__name__)
+
+TICK_S: Final = 0.02
+"""How often deadlines are looked at while a task is open. Whatever ends wakes the thread at once."""
+IDLE_TICK_S: Final = 0.5
+SHUTDOWN_TIMEOUT_S: Final = 6.0
+"""More than the tiers take to close, each of which bounds it."""
+
+
+class TierThread:
+    """Owns the tiers. Others send it messages by `post`, or by `wake` that something has finished.
+
+    Args:
+        on_removed: Called with a tier's name and keys that it does not have any more.
+    """
+
+    def __init__(self, on_removed: Callable[[str, Sequence[OffloadKey]], None] | None) -> None:
+        self.queues: list[TierQueue] = []
+        self.counters = Counters(("callback_errors_total",), ("tasks_total",))
+        self.open_tasks = 0
+        self._on_removed = on_removed
+        self._pid = os.getpid()
+        self._woken = threading.Event()
+        self.wake = self._woken.set
+        self._messages: deque[Callable[[], None]] = deque()
+        self._post_lock = threading.Lock()  # held for a few assignments: nothing is posted after the end is
+        self._close_by_s: float | None = None
+        self._is_settled = threading.Event()  # the tiers are shut down, and `_is_over` tells
+        self._is_over = False
+        # The thread's own.
+        self._lookups: dict[Task, None] = {}
+        self._ended: list[Task] = []
+        self._is_shut_down = False
+        self._thread = threading.Thread(target=self._run, name="tiered-kv-direct", daemon=True)
+
+    # Any thread.
+
+    def add(self, guarded: GuardedTier) -> None:
+        """Search one more tier, after the others; before `start`."""
+        self.queues.append(TierQueue(guarded, self._end_piece, partial(self._load_at, len(self.queues) + 1)))
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is a callback."""
+        return threading.current_thread() is self._thread
+
+    def post(self, message: Callable[[], None]) -> None:
+        """Have the thread call `message`.
+
+        Raises:
+            ShutdownError: It ends, or was started before a fork by another process.
+        """
+        if os.getpid() != self._pid:
+            raise ShutdownError(f"the tiers belong to process {self._pid}; open others after a fork")
+        with self._post_lock:
+            if self._close_by_s is not None:
+                raise ShutdownError("the tiers are closed")
+            self._messages.append(message)
+        self.wake()
+
+    def close(self, timeout_s: float) -> bool:
+        """Let the thread end; return whether nothing is in flight any more. As `DirectTiers.close`."""
+        if os.getpid() != self._pid:
+            return True
+        with self._post_lock:
+            if self._close_by_s is None:
+                self._close_by_s = time.monotonic() + timeout_s
+        self.wake()
+        if self.is_current:
+            return False
+        self._is_settled.wait(timeout_s + SHUTDOWN_TIMEOUT_S)
+        if self._is_over:
+            self._thread.join()
+        return self._is_over
+
+    # Messages.
+
+    def store(self, task: Task) -> None:
+        """Begin a store."""
+        self.open_tasks += 1
+        for queue in self.queues if task.blocks else ():
+            queue.add(task, task.blocks, is_load=False)
+        self._end_piece(task)
+
+    def load(self, task: Task) -> None:
+        """Begin a load."""
+        self.open_tasks += 1
+        self._load_at(0, task, task.blocks)
+        self._end_piece(task)
+
+    def look_up(self, task: Task) -> None:
+        """Begin a lookup."""
+        self.open_tasks += 1
+        task.asked = [list(range(len(task.keys))), *([] for _ in self.queues)]
+        # Each tier gives up before, by its own timeout.
+        task.until_s = time.monotonic() + sum(queue.guarded.settings.lookup_timeout + TICK_S for queue in self.queues)
+        self._lookups[task] = None
+
+    def reset(self) -> None:
+        """Forget every block in every tier, and what waits to be stored or loaded."""
+        for queue in self.queues:
+            queue.drop_waiting()
+            queue.guarded.reset_cache()
+
+    # The thread.
+
+    def _run(self) -> None:
+        while not self._is_over:
+            self._woken.wait(TICK_S if self.open_tasks else IDLE_TICK_S)
+            self._woken.clear()
+            is_closing, now_s = self._close_by_s is not None, time.monotonic()
+            self._step(now_s)
+            if is_closing:
+                self._end_soon(now_s)
+
+    def _step(self, now_s: float) -> None:
+        while self._messages:
+            self._messages.popleft()()
+        for queue in self.queues:
+            queue.collect(now_s)
+        for queue in self.queues:
+            queue.submit()
+        for task in list(self._lookups):
+            self._ask(task, now_s)
+        for queue in self.queues:
+            queue.guarded.call("on_schedule_end")
+            queue.guarded.tick(now_s)
+        self._report()
+
+    def _end_piece(self, task: Task) -> None:
+        task.pieces -= 1
+        if not task.pieces:
+            self._ended.append(task)
+
+    def _load_at(self, level: int, task: Task, blocks: list[CPUBlock]) -> None:
+        """Load blocks from the tier at this place of the order, if there is one."""
+        if level < len(self.queues) and blocks:
+            self.queues[level].add(task, blocks, is_load=True)
+
+    def _ask(self, task: Task, now_s: float) -> None:
+        for level, queue in enumerate(self.queues):
+            places, task.asked[level] = task.asked[level], []
+            if places:
+                answers = _answers(queue.guarded, task, places, now_s)
+                for place, answer in zip(places, answers, strict=True):
+                    if answer:
+                        task.answers[place] = True
+                    else:
+                        task.asked[level + (answer is not None)].append(place)
+        if now_s >= task.until_s or not any(task.asked[:-1]):
+            del self._lookups[task]
+            self._end_piece(task)
+
+    def _report(self) -> None:
+        ended, self._ended = self._ended, []
+        for task in ended:
+            self.open_tasks -= 1
+            for queue in self.queues:
+                queue.guarded.call("on_request_finished", task.context)
+            self._tell(task.on_done, task.answers)
+        for queue in self.queues if self._on_removed is not None else ():
+            events = queue.guarded.observer.take_events()
+            if keys := [key for event in events if event.removed for key in event.keys]:
+                assert self._on_removed is not None
+                self._tell(self._on_removed, queue.guarded.name, keys)
+
+    def _tell(self, callback: Callable[..., None], *args: object) -> None:
+        try:
+            callback(*args)
+        except BaseException:  # SystemExit too: the thread goes on
+            self.counters.add("callback_errors_total")
+            if self.counters["callback_errors_total"] == 1:
+                _log.exception("a callback raised; further ones are only counted")
+
+    def _end_soon(self, now_s: float) -> None:
+        """Give up what waits, and shut down the tiers when nothing is in flight any more, or the time is over."""
+        assert self._close_by_s is not None
+        is_idle = all(queue.is_idle for queue in self.queues)
+        if not self._is_shut_down and (is_idle or now_s >= self._close_by_s):
+            self._is_shut_down = True
+            for queue in self.queues:
+                queue.guarded.call("shutdown")
+                queue.collect(now_s)
+        for queue in self.queues:
+            queue.drop_waiting()
+        for task in self._lookups:
+            self._end_piece(task)
+        self._lookups.clear()
+        self._report()
+        if self._is_shut_down:
+            self._is_over = all(queue.is_idle for queue in self.queues)
+            self._is_settled.set()
+
+
+def _answers(guarded: GuardedTier, task: Task, places: Sequence[int], now_s: float) -> Sequence[bool | None]:
+    """Return what a tier answers for some of a task's keys."""
+    if guarded.is_searched:
+        answers = guarded.call("lookup_many", [task.keys[place] for place in places], task.context)
+        if isinstance(answers, list) and len(answers) == len(places):
+            return answers
+        guarded.breaker.fail(now_s)
+    return [False] * len(places)
