@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -149,7 +150,7 @@ COUNTS: dict[str, Engine] = {
     "mamba types": Engine(settings=in_effect("exec.mamba", mamba_ssm_dtype="bfloat16")),
     "kernel libraries": Engine(patches={"_libraries": lambda: "sgl-kernel 99"}),
     "platform": Engine(patches={"_platform": lambda: "cuda 9.0"}),
-    "sglang version": Engine(patches={"SGLANG_VERSION": "0.5.24"}),
+    "sglang version": Engine(patches={"sglang": SimpleNamespace(__version__="0.5.24")}),
     "tensor parallel": Engine(place={"tp_size": 2}),
     "tensor parallel rank": Engine("tensor parallel", place={"tp_size": 2, "tp_rank": 1}),
     "pipeline stages": Engine(place={"pp_size": 2}),

@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import sglang
 import torch
 from sglang.srt.arg_groups.arg_utils import namespace_of as sections_of
 from sglang.srt.configs.model_config import ModelConfig
@@ -22,7 +23,6 @@ from sglang.srt.server_args import ServerArgs
 
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.hf_config import has_fixed_rope, without_origin
-from tiered_kv.integrations.sglang import SGLANG_VERSION
 from tiered_kv.integrations.sglang.settings import LOCATION, NamespaceSaid
 from tiered_kv.integrations.weight_files import files_digest
 
@@ -102,7 +102,7 @@ def engine_facts(said: NamespaceSaid) -> dict[str, str]:
         if name.startswith(("SGLANG_", "FLASHINFER_", "DEEP_NORMAL_", "USE_")) and _VARIABLES.search(name)
     }
     return {
-        "sglang": SGLANG_VERSION,
+        "sglang": str(sglang.__version__),
         "dtype": str(config.dtype),
         "platform": _platform(),
         "libraries": _libraries(),
