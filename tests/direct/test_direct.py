@@ -384,3 +384,19 @@ class TestArguments:
         with pytest.raises(ValueError, match="at least one tier"):
             open_direct(pool)
         assert "rows" in SecondaryTierFactory.known()
+
+
+def test_blocks_that_wait_too_long_for_a_budget_fail(pool: Any, register: Register, gate: Gate) -> None:
+    """Two blocks are loaded and one waits: the tier's budget is full for longer than a block may wait."""
+    register("late", lambda tier: loads_late(tier, gate))
+    entry: dict[str, object] = {"type": "late", "load_budget": 2 * BLOCK_BYTES, **PATIENT}
+    with open_direct(pool, entry, wait_s_max=0.05) as direct:
+        keys = make_keys(3)
+        assert direct.wait("store", keys, offsets(3)) == [True] * 3
+        gate.close()
+        loaded: list[bool] = []
+        direct.load(keys[:2], offsets(2), loaded.extend)
+        wait_until(lambda: gate.waiting > 0)
+        assert direct.wait("load", keys[2:], offsets(1, 2 * BLOCK_BYTES)) == [False]
+        gate.open()
+    assert loaded == [True, True]

@@ -25,6 +25,7 @@ from tests.support.vllm_programs import (
     VERSIONS,
     Message,
     Program,
+    damage_segments,
     environment_of_programs,
     interpreter,
     our_spec,
@@ -141,19 +142,6 @@ def test_no_token_changes_whatever_happens_to_the_tiers(
     report(f"{configure.__name__}, second process", result)
     assert result["tokens"] == [answers[:1] for answers in expected]
     assert result["counters"]["nvme"]["loaded_blocks_total"] + result["counters"]["s3"]["loaded_blocks_total"] > 0
-
-
-def damage_segments(directory: Path) -> None:
-    """Flip a byte of every block."""
-    segments = sorted(directory.glob("*.kv"))
-    assert segments
-    for path in segments:
-        with path.open("r+b") as file:
-            for offset in range(16 << 10, path.stat().st_size, 32 << 10):
-                file.seek(offset)
-                (byte,) = file.read(1) or b"\0"
-                file.seek(offset)
-                file.write(bytes([byte ^ 0xFF]))
 
 
 def report(title: str, result: Message) -> None:

@@ -3,10 +3,10 @@
     python vllm_engine_program.py MODEL_DIRECTORY '{"mode": "chat", "kv_transfer_config": {...}, ...}'
 
 `chat` plays conversations of several turns that share system prompts, and drops the engine's own prefix cache after
-each batch of requests; `first_token` measures how long prompts take to their first token; `namespaces` says those of
-the engine's processes; `audit` serves prompts one by one, with other weights from one of them on if told so,
-and looks up the keys that it is given before and after. Prints lines of JSON, the last one the result; after
-{"pause": true} it waits for a line on its standard input. A test reads and writes them.
+each batch of requests, or has none (`prefix_caching`); `first_token` measures how long prompts take to their first
+token; `namespaces` says those of the engine's processes; `audit` serves prompts one by one, with other weights from one
+of them on if told so, and looks up the keys that it is given before and after. Prints lines of JSON, the last one the
+result; after {"pause": true} it waits for a line on its standard input. A test reads and writes them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from typing import Any
 
 os.environ.update(
     HF_HUB_OFFLINE="1",
+    LMCACHE_DISABLE_BANNER="1",
+    LMCACHE_LOG_LEVEL="WARNING",
+    LMCACHE_TRACK_USAGE="false",
     VLLM_CPU_KVCACHE_SPACE="1",
     VLLM_LOGGING_LEVEL="ERROR",
     VLLM_NO_USAGE_STATS="1",
@@ -61,7 +64,27 @@ def save_model(directory: Path, size: dict[str, Any]) -> None:
     LlamaForCausalLM(config).save_pretrained(directory)
 
 
+def hide_what_no_library_has() -> None:
+    """Let vLLM, as it starts, look at llvmlite, which LMCache imports: that has an answer for every name.
+
+    vLLM asks each object of each module for its `__dict__`, and takes what it gets for a dictionary.
+    """
+    from llvmlite.binding import ffi  # type: ignore[import-not-found]  # only where LMCache is
+
+    library = type(ffi.lib)
+    answer = library.__getattr__
+
+    def answer_for_functions(self: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return answer(self, name)
+
+    library.__getattr__ = answer_for_functions
+
+
 def open_engine(directory: Path, kv_transfer_config: dict[str, Any] | None, **options: Any) -> Any:
+    if kv_transfer_config and kv_transfer_config["kv_connector"].startswith("LMCache"):
+        hide_what_no_library_has()
     from vllm import LLM
 
     options |= {"kv_transfer_config": kv_transfer_config} if kv_transfer_config else {}
@@ -80,7 +103,7 @@ def open_engine(directory: Path, kv_transfer_config: dict[str, Any] | None, **op
 
 def manager_of(engine: Any) -> Any:
     connector = engine.llm_engine.engine_core.engine_core.scheduler.connector
-    return None if connector is None else connector.connector_scheduler.manager
+    return connector.connector_scheduler.manager if hasattr(connector, "connector_scheduler") else None
 
 
 def counters_of(engine: Any) -> dict[str, dict[str, Any]]:
@@ -129,7 +152,7 @@ def chat(engine: Any, options: dict[str, Any]) -> None:
                 tokens[number].append(answer)
                 histories[number] += answer
                 cached_tokens += output.num_cached_tokens or 0
-            assert engine.reset_prefix_cache()
+            assert engine.reset_prefix_cache() or not options.get("prefix_caching", True)
         if turn == options.get("pause_after_turn"):
             say({"pause": True, "counters": counters_of(engine)})
             sys.stdin.readline()
@@ -223,10 +246,12 @@ def main() -> None:
     # To measure, the engine is in a process of its own, as in a server. To look into it, it is in this one.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if options["mode"] == "first_token" else "0"
     save_model(directory, LARGE_MODEL if options["mode"] == "first_token" else CHAT_MODEL)
-    more = {}
+    more: dict[str, Any] = {}
     if options["mode"] == "namespaces":
         more = {"distributed_executor_backend": "mp"}  # a worker in a process of its own
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # of a function, to the worker
+    if not options.get("prefix_caching", True):
+        more["enable_prefix_caching"] = False
     engine = open_engine(directory, options.get("kv_transfer_config"), **more)
     try:
         MODES[options["mode"]](engine, options)

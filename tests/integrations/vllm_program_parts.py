@@ -7,13 +7,13 @@ import hashlib
 import itertools
 import json
 import time
-import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from program_checks import run_checks  # type: ignore[import-not-found]  # found beside the program when it runs
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -25,6 +25,8 @@ from vllm.v1.kv_offload.config import (
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.toolkit.record import digest_of
+
+__all__ = ["run_checks"]
 
 CHUNK_BYTES = 16 << 10
 WAIT_S = 20.0
@@ -121,17 +123,6 @@ class Scheduler:
             assert time.monotonic() < end_s, "transfers do not end"
             self.step()
             time.sleep(0.0005)
-
-
-def run_checks(checks: object, names: Sequence[str]) -> None:
-    """Run the public methods of `checks`, or those that are named; print a line of JSON for each."""
-    for name in names or [name for name in vars(type(checks)) if not name.startswith("_")]:
-        began_s, error = time.monotonic(), ""
-        try:
-            getattr(checks, name)()
-        except Exception:
-            error = traceback.format_exc()
-        print(json.dumps({"check": name, "error": error, "seconds": round(time.monotonic() - began_s, 2)}), flush=True)
 
 
 def tells_of(directory: Path, keys: Sequence[bytes]) -> bool:

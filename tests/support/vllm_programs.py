@@ -19,7 +19,12 @@ import pytest
 
 SOURCE = Path(__file__).parents[2]
 TIMEOUT_S = 900.0
-VARIABLES = {"0.32.0": "TIERED_KV_VLLM_CPU_PYTHON", "0.33.0": "TIERED_KV_VLLM_PYTHON"}
+LMCACHE = "0.32.0 with LMCache"
+VARIABLES = {
+    "0.32.0": "TIERED_KV_VLLM_CPU_PYTHON",
+    "0.33.0": "TIERED_KV_VLLM_PYTHON",
+    LMCACHE: "TIERED_KV_LMCACHE_PYTHON",
+}
 """Of each version, what names its interpreter."""
 VERSIONS = [pytest.param("0.32.0", marks=pytest.mark.full), pytest.param("0.33.0")]
 """The versions, of which a sample of the tests takes the newest."""
@@ -110,3 +115,16 @@ def our_spec(primary_bytes: int, tiers: Sequence[Mapping[str, object]]) -> Messa
             "stack": stack,
         },
     }
+
+
+def damage_segments(directory: Path) -> None:
+    """Flip a byte in each 32 KiB of the segments of nvme tiers, their first 16 KiB left out."""
+    segments = sorted(directory.rglob("*.kv"))
+    assert segments
+    for path in segments:
+        with path.open("r+b") as file:
+            for offset in range(16 << 10, path.stat().st_size, 32 << 10):
+                file.seek(offset)
+                (byte,) = file.read(1) or b"\0"
+                file.seek(offset)
+                file.write(bytes([byte ^ 0xFF]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,12 +25,14 @@ class Task:
         on_done: Whom to tell.
         context: The request that the tiers see.
         blocks: Where the keys' blocks lie: `block_id` is the offset, `position` the place in `keys`.
+        begin_by_s: When blocks that have no job yet are given up.
     """
 
     keys: Sequence[OffloadKey]
     on_done: Done
     context: ReqContext
     blocks: list[CPUBlock] = field(default_factory=list)
+    begin_by_s: float = math.inf
     answers: list[bool] = field(init=False)
     pieces: int = 1
     """Open pieces; the first is the call itself, until it has been divided."""
@@ -99,15 +102,19 @@ class TierQueue:
             self._end(task)
         self.guarded.expire(now_s)
 
-    def submit(self) -> None:
+    def submit(self, now_s: float) -> None:
         """Submit jobs as far as the budgets allow, loads first."""
         guarded = self.guarded
-        while self._loads and ((room := guarded.load_room()) > 0 or guarded.refusal() or not guarded.is_loading):
+        while self._keeps(self._loads, now_s) and (
+            (room := guarded.load_room()) > 0 or guarded.refusal() or not guarded.is_loading
+        ):
             task, blocks = self._take(self._loads, room)
             if room <= 0 or not self._submit(task, blocks, is_load=True):
                 self._load_below(task, blocks)
             self._end(task)
-        while self._stores and ((room := guarded.store_room()) > 0 or guarded.refusal() or not guarded.is_storing):
+        while self._keeps(self._stores, now_s) and (
+            (room := guarded.store_room()) > 0 or guarded.refusal() or not guarded.is_storing
+        ):
             task, blocks = self._take(self._stores, room)
             selected = guarded.select(blocks)
             if room > 0 and len(selected) < len(blocks):  # the others are not admitted yet, as they should be
@@ -117,6 +124,16 @@ class TierQueue:
             if selected:
                 self._submit(task, selected, is_load=False)
             self._end(task)
+
+    def _keeps(self, waiting: deque[tuple[Task, list[CPUBlock]]], now_s: float) -> bool:
+        """Give up first pieces that have waited too long, and return whether others wait."""
+        while waiting and waiting[0][0].begin_by_s <= now_s:
+            task, blocks = waiting.popleft()
+            self.waiting_blocks -= len(blocks)
+            if waiting is self._stores:
+                self.guarded.observer.skipped("budget", blocks)
+            self._end(task)
+        return bool(waiting)
 
     def _take(self, waiting: deque[tuple[Task, list[CPUBlock]]], room: int) -> tuple[Task, list[CPUBlock]]:
         """Take a piece, at most `room` blocks of it; without room the whole piece, which does not wait any more."""

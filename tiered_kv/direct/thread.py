@@ -143,7 +143,7 @@ class TierThread:
         for queue in self.queues:
             queue.collect(now_s)
         for queue in self.queues:
-            queue.submit()
+            queue.submit(now_s)
         for task in list(self._lookups):
             self._ask(task, now_s)
         for queue in self.queues:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +51,7 @@ class DirectTiers:
         tiers: Entries as in a stack's `secondary`, in the order in which they are searched.
         namespace: All that must agree, besides the sizes, for blocks to be interchangeable.
         block_tokens: Tokens of a block, a part of the namespace's identity.
+        wait_s_max: How long blocks may wait for a budget; then they fail. For hosts that lend their memory for a time.
         on_removed: Called on the tiers' thread with a tier's name and blocks that it was found not to have any more:
             evicted, damaged, or missing in a load. A `reset` is not told, and a tier with a `name_key` tells nothing.
 
@@ -66,9 +68,11 @@ class DirectTiers:
         tiers: Sequence[Mapping[str, object] | TierSettings],
         namespace: Namespace,
         block_tokens: int = 1,
+        wait_s_max: float = math.inf,
         on_removed: Callable[[str, Sequence[OffloadKey]], None] | None = None,
     ) -> None:
         self.block_bytes = block_bytes
+        self._wait_s_max = wait_s_max
         self._memory = _bytes_of(memory, block_bytes)
         self._size_bytes = len(self._memory)
         rows = self._size_bytes // block_bytes
@@ -229,7 +233,8 @@ class DirectTiers:
         for key in keys:
             if not isinstance(key, bytes) or len(key) < _KEY_BYTES_MIN:
                 raise ValueError(f"a key is a block hash and a 4-byte group index, by make_offload_key; found {key!r}")
-        task = Task(keys, on_done, ReqContext(req_id=f"direct-{next(self._numbers)}"))
+        context = ReqContext(req_id=f"direct-{next(self._numbers)}")
+        task = Task(keys, on_done, context, begin_by_s=time.monotonic() + self._wait_s_max)
         if offsets is not None:
             for position, (key, offset) in enumerate(zip(keys, self._checked(offsets, len(keys)), strict=True)):
                 block = CPUBlock(offset)

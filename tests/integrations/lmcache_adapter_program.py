@@ -1,0 +1,360 @@
+"""Runs in an environment with LMCache: drives our adapter as its controllers do, over memory of its own.
+
+    python lmcache_adapter_program.py DIRECTORY [CHECK...]
+
+Prints a line of JSON for each check: its name, and what went wrong or "".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2AdapterListener
+from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
+from lmcache.v1.platform import consume_fd
+from program_checks import run_checks  # type: ignore[import-not-found]  # found beside this program when it runs
+
+from tiered_kv.errors import ConfigError
+from tiered_kv.integrations.lmcache import LMCACHE_VERSION, TieredKVL2Adapter, tier_set
+from tiered_kv.integrations.lmcache.keys import in_prefix_order, object_key, offload_key
+
+WAIT_S = 60.0
+ALIGN_BYTES = 4096
+MEMORY_BYTES = 8 << 20
+Entry = Mapping[str, object]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What an object of a group is made of."""
+
+    sizes: tuple[tuple[int, ...], ...] = ((2, 4, 16, 32),)
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def layout(self) -> MemoryLayoutDesc:
+        return MemoryLayoutDesc([torch.Size(size) for size in self.sizes], [self.dtype for _ in self.sizes])
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(torch.Size(size).numel() * self.dtype.itemsize for size in self.sizes)
+
+
+FULL = Shape()
+ODD = Shape(((3, 7, 11), (5,)), torch.float32)
+"""944 bytes, of which no page is a multiple."""
+
+
+class Listener(L2AdapterListener):  # type: ignore[misc]  # LMCache is not there when types are checked
+    """Notes what LMCache is told."""
+
+    def __init__(self) -> None:
+        self.stored: list[ObjectKey] = []
+        self.accessed: list[ObjectKey] = []
+        self.deleted: list[ObjectKey] = []
+
+    def on_l2_keys_stored(self, keys: list[ObjectKey], sizes: list[int]) -> None:
+        assert len(keys) == len(sizes)
+        self.stored += keys
+
+    def on_l2_keys_accessed(self, keys: list[ObjectKey]) -> None:
+        self.accessed += keys
+
+    def on_l2_keys_deleted(self, keys: list[ObjectKey]) -> None:
+        self.deleted += keys
+
+
+class Host:
+    """Memory, an adapter over it, and LMCache's side of a task."""
+
+    def __init__(self, tiers: Sequence[Entry], memory_bytes: int = MEMORY_BYTES, **params: object) -> None:
+        raw = torch.empty(memory_bytes + ALIGN_BYTES, dtype=torch.uint8)
+        start = -raw.data_ptr() % ALIGN_BYTES
+        self.memory = raw[start : start + memory_bytes]
+        self.memory.random_(0, 256)
+        self.used = 0
+        self.listener = Listener()
+        self.adapter = TieredKVL2Adapter(
+            {"tiers": list(tiers), "namespace": {"revision": "1"}, **params},
+            l1_memory_desc=L1MemoryDesc(self.memory.data_ptr(), memory_bytes, ALIGN_BYTES),
+        )
+        self.adapter.register_listener(self.listener)
+
+    def objects(self, count: int, shape: Shape = FULL) -> list[TensorMemoryObj]:
+        """Return parts of the memory, as LMCache's allocator makes them."""
+        found = []
+        for _ in range(count):
+            room = -(-shape.used_bytes // ALIGN_BYTES) * ALIGN_BYTES
+            data = self.memory[self.used : self.used + shape.used_bytes]
+            layout = shape.layout
+            meta = MemoryObjMetadata(
+                layout.shapes[0],
+                layout.dtypes[0],
+                self.used,
+                room,
+                1,
+                fmt=MemoryFormat.KV_2LTD,
+                shapes=layout.shapes,
+                dtypes=layout.dtypes,
+            )
+            found.append(TensorMemoryObj(data, meta, parent_allocator=None))
+            self.used += room
+            assert self.used <= len(self.memory)
+        return found
+
+    def store(self, keys: Sequence[ObjectKey], objects: Sequence[Any]) -> Any:
+        task = self.adapter.submit_store_task(list(keys), list(objects))
+        return self._wait(self.adapter.get_store_event_fd(), lambda: self.adapter.pop_completed_store_tasks().get(task))
+
+    def lookup(self, keys: Sequence[ObjectKey], shapes: Mapping[int, Shape] | None = None) -> list[bool]:
+        told = {0: FULL} if shapes is None else shapes
+        layouts = {group: shape.layout for group, shape in told.items()}
+        task = self.adapter.submit_lookup_and_lock_task(list(keys), layouts)
+        bits = self._wait(
+            self.adapter.get_lookup_and_lock_event_fd(), lambda: self.adapter.query_lookup_and_lock_result(task)
+        )
+        return [bits.test(place) for place in range(len(keys))]
+
+    def load(self, keys: Sequence[ObjectKey], objects: Sequence[Any]) -> list[bool]:
+        task = self.adapter.submit_load_task(list(keys), list(objects))
+        bits = self._wait(self.adapter.get_load_event_fd(), lambda: self.adapter.query_load_result(task))
+        return [bits.test(place) for place in range(len(keys))]
+
+    def _wait(self, fd: int, collect: Callable[[], Any]) -> Any:
+        poll, end_s = select.poll(), time.monotonic() + WAIT_S
+        poll.register(fd, select.POLLIN)
+        while (result := collect()) is None:
+            assert time.monotonic() < end_s, "a task did not end"
+            if poll.poll(1000):
+                consume_fd(fd)
+        return result
+
+
+@contextmanager
+def host(*tiers: Entry, **params: Any) -> Iterator[Host]:
+    opened = Host(tiers, **params)
+    try:
+        yield opened
+    finally:
+        opened.adapter.close()
+
+
+def keys_of(count: int, name: str = "prompt", **fields: Any) -> list[ObjectKey]:
+    told = {"model_name": "m", "kv_rank": 0x01000100, **fields}
+    return [ObjectKey(chunk_hash=f"{name}-{number}".encode().rjust(32), **told) for number in range(count)]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end_s, "it did not come about"
+        time.sleep(0.005)
+
+
+class Checks:
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._numbers = itertools.count()
+
+    def _tier(self, tier_type: str = "nvme", **settings: object) -> Entry:
+        path = {} if tier_type == "memory" else {"path": str(self._directory / f"{next(self._numbers)}")}
+        return {"type": tier_type, "capacity": "64MiB", **path, **settings}
+
+    def objects_come_back_whatever_their_size(self) -> None:
+        for tier_type in ("nvme", "fs", "memory"):
+            with host(self._tier(tier_type), sets=2) as rig:
+                keys = [*keys_of(20), *keys_of(20, object_group_id=1)]
+                sources = [*rig.objects(20, FULL), *rig.objects(20, ODD)]
+                targets = [*rig.objects(20, FULL), *rig.objects(20, ODD)]
+                result = rig.store(keys, sources)
+                assert result.is_successful()
+                assert result.bytes_transferred() == 20 * (8192 + 4096)
+                assert all(rig.lookup(keys, {0: FULL, 1: ODD}))
+                assert all(rig.load(keys, targets))
+                for source, target in zip(sources, targets, strict=True):
+                    assert torch.equal(source.raw_data, target.raw_data)
+
+    def no_other_object_s_bytes_go_with_an_odd_one(self) -> None:
+        with host(self._tier()) as rig:
+            (source,) = rig.objects(1, ODD)
+            (target,) = rig.objects(1, ODD)
+            assert rig.store(keys_of(1), [source]).is_successful()
+            assert rig.load(keys_of(1), [target]) == [True]
+            room = rig.memory[target.meta.address : target.meta.address + target.meta.phy_size]
+            assert not room[ODD.used_bytes :].any()
+
+    def keys_go_there_and_back(self) -> None:
+        fields = itertools.product((0, 0x02010201, 1 << 40), (0, 7), ("", "a user", "ü"))
+        for rank, group, salt in fields:
+            for chunk_hash in (b"", b"\0", bytes(range(32)), b"x" * 64):
+                key = ObjectKey(chunk_hash, "m", rank, group, salt)
+                assert object_key(offload_key(key), "m") == key
+
+    def a_prefix_is_searched_with_all_ranks_of_a_chunk(self) -> None:
+        ranks = [keys_of(3, kv_rank=rank) for rank in (1, 2)]
+        asked = [*ranks[0], *ranks[1]]
+        assert [asked[place] for place in in_prefix_order(asked)] == [
+            key for chunk in zip(*ranks, strict=True) for key in chunk
+        ]
+
+    def what_was_stored_is_found_after_a_restart(self) -> None:
+        tier, keys = self._tier(), keys_of(8, cache_salt="tenant")
+        with host(tier) as rig:
+            sources = rig.objects(8)
+            assert rig.store(keys, sources).is_successful()
+            contents = [source.raw_data.clone() for source in sources]
+            assert rig.adapter.get_usage().bytes_by_cache_salt == {"tenant": 8 * 8192}
+        with host(tier) as rig:
+            targets = rig.objects(9)
+            assert rig.lookup([*keys, *keys_of(1)]) == [True] * 8 + [False]
+            assert rig.load([*keys, *keys_of(1)], targets) == [True] * 8 + [False]
+            assert all(torch.equal(*pair) for pair in zip(contents, [each.raw_data for each in targets], strict=False))
+            # LMCache learns of them now: they count against the salt's quota.
+            assert rig.listener.stored == rig.listener.accessed == keys
+            assert rig.adapter.get_usage().bytes_by_cache_salt == {"tenant": 8 * 8192}
+
+    def without_a_layout_the_open_tiers_of_the_model_are_asked(self) -> None:
+        with host(self._tier(), sets=2) as rig:
+            keys = [*keys_of(2), *keys_of(2, object_group_id=1)]
+            assert rig.lookup(keys, {}) == [False] * 4
+            assert rig.store(keys, [*rig.objects(2), *rig.objects(2, ODD)]).is_successful()
+            assert rig.lookup([*keys, *keys_of(1, model_name="other")], {}) == [True] * 4 + [False]
+
+    def what_a_tier_loses_is_told(self) -> None:
+        with host(self._tier("memory", capacity=10 * 9000)) as rig:
+            keys = keys_of(30, cache_salt="u", object_group_id=3)
+            for key in keys:
+                assert rig.store([key], rig.objects(1)).is_successful()
+            until(lambda: len(rig.listener.deleted) == 20)
+            assert rig.listener.deleted == keys[:20]
+            assert rig.lookup(keys, {3: FULL}) == [False] * 20 + [True] * 10
+            assert rig.adapter.get_usage().total_bytes_used == 10 * 8192
+            # Stored again, it is counted once.
+            assert rig.store(keys[-1:], rig.objects(1)).is_successful()
+            assert rig.adapter.get_usage().total_bytes_used == 10 * 8192
+
+    def what_another_tier_has_is_not_lost(self) -> None:
+        small = self._tier("memory", capacity=10 * 9000, name="small")
+        with host(small, self._tier()) as rig:
+            keys = keys_of(30)
+            for key in keys:
+                assert rig.store([key], rig.objects(1)).is_successful()
+            assert all(rig.lookup(keys))
+            assert rig.listener.deleted == []
+
+    def an_object_outside_of_the_memory_is_not_stored(self) -> None:
+        with host(self._tier()) as rig, host(self._tier()) as other:
+            assert not rig.store(keys_of(1), other.objects(1)).is_successful()
+            assert rig.load(keys_of(1), other.objects(1)) == [False]
+            assert rig.store(keys_of(1), rig.objects(1)).is_successful()
+
+    def a_capacity_is_kept_whatever_layouts_there_are(self) -> None:
+        tier = self._tier()
+        with host(tier) as rig:
+            assert rig.store(keys_of(1), rig.objects(1)).is_successful()
+            assert not rig.store(keys_of(1), rig.objects(1, ODD)).is_successful()
+            (error,) = [each["error"] for each in rig.adapter.report_status()["sets"] if "error" in each]
+            assert "raise adapter_params.sets" in error
+            assert rig.lookup(keys_of(1)) == [True]
+            assert rig.adapter.report_status()["is_healthy"]
+        with host(tier, sets=2) as rig:
+            assert rig.lookup(keys_of(1)) == [True]
+            assert rig.store(keys_of(1), rig.objects(1, ODD)).is_successful()
+            shown = [each["counters"]["nvme"]["tier"] for each in rig.adapter.report_status()["sets"]]
+            assert sum(each["capacity_bytes"] for each in shown) == 64 << 20
+
+    def a_tier_that_cannot_be_opened_costs_hits_and_is_tried_again(self) -> None:
+        tier = self._tier()
+        with mock.patch.object(tier_set, "RETRY_S", 0.0), host(tier) as first, host(tier) as second:
+            assert first.store(keys_of(1), first.objects(1)).is_successful()
+            assert not second.store(keys_of(1), second.objects(1)).is_successful()
+            assert second.lookup(keys_of(1)) == [False]
+            first.adapter.close()
+            assert second.lookup(keys_of(1)) == [True]
+
+    def after_the_close_nothing_is_done(self) -> None:
+        with host(self._tier()) as rig:
+            assert rig.store(keys_of(1), rig.objects(1)).is_successful()
+            rig.adapter.close()
+            rig.adapter.submit_store_task(keys_of(1), rig.objects(1))
+            rig.adapter.submit_lookup_and_lock_task(keys_of(1), {})
+            assert rig.adapter.pop_completed_store_tasks() == {}
+            assert not rig.adapter.report_status()["is_healthy"]
+
+    def memory_that_is_not_there_is_refused(self) -> None:
+        try:
+            TieredKVL2Adapter({"tiers": [self._tier()], "namespace": {"revision": "1"}}, l1_memory_desc=None)
+        except ConfigError:
+            return
+        raise AssertionError("it was opened")
+
+
+VARIATIONS: dict[str, Mapping[str, Any]] = {
+    "model": {"key": {"model_name": "other"}},
+    "data type": {"shape": Shape(dtype=torch.float16)},
+    "shape": {"shape": Shape(((4, 2, 16, 32),))},
+    "arrays": {"shape": Shape(((2, 4, 16, 16), (2, 4, 16, 16)))},
+    "ranks": {"key": {"kv_rank": 0x02000200}},
+    "rank": {"key": {"kv_rank": 0x01010100}},
+    "object group": {"key": {"object_group_id": 1}},
+    "salt": {"key": {"cache_salt": "user"}},
+    "tokens": {"name": "another prompt"},
+    "lmcache version": {"version": "0.5.7"},
+    "revision": {"namespace": {"revision": "2"}},
+    "quantization": {"namespace": {"quantization": "fp8"}},
+    "tenant": {"namespace": {"tenant": "a"}},
+    "hash algorithm": {"namespace": {"hash_algorithm": "sha256"}},
+    "hash seed": {"namespace": {"hash_seed": 1}},
+    "extra": {"namespace": {"extra": {"adapters": "1"}}},
+    "same: sets": {"params": {"sets": 3}},
+    "same: L1": {"params": {"memory_bytes": MEMORY_BYTES // 2}},
+    "same: tiers": {"tier": {"store_budget": "1MiB", "name": "files", "capacity": "128MiB"}},
+}
+"""By the name in the table of lmcache.md, how the second adapter differs from the first."""
+
+
+class Namespaces:
+    """A check for each variation: whether the second adapter finds what the first has stored in a shared directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._tier = {"type": "fs", "path": str(directory / "shared"), "capacity": "64MiB"}
+        with host(self._tier) as rig:
+            assert rig.store(keys_of(4), rig.objects(4)).is_successful()
+
+    def check(self, name: str) -> None:
+        changes = VARIATIONS[name]
+        keys = keys_of(4, changes.get("name", "prompt"), **changes.get("key", {}))
+        told = {"namespace": {"revision": "1", **changes.get("namespace", {})}, **changes.get("params", {})}
+        version = changes.get("version", LMCACHE_VERSION)
+        with (
+            mock.patch.object(tier_set, "LMCACHE_VERSION", version),
+            host({**self._tier, **changes.get("tier", {})}, **told) as rig,
+        ):
+            group = keys[0].object_group_id
+            found = rig.lookup(keys, {group: changes.get("shape", FULL)})
+        assert found == [name.startswith("same: ")] * 4, f"found {found}"
+
+
+def main() -> None:
+    directory, names = Path(sys.argv[1]), sys.argv[2:]
+    if names == ["namespaces"]:
+        namespaces = Namespaces(directory)
+        checks = type("Each", (), {name: lambda _, name=name: namespaces.check(name) for name in VARIATIONS})()
+        run_checks(checks, list(VARIATIONS))
+    else:
+        run_checks(Checks(directory), names)
+
+
+if __name__ == "__main__":
+    main()

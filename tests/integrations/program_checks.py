@@ -1,0 +1,19 @@
+"""Checks that a program makes in an engine's environment, one by one."""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from collections.abc import Sequence
+
+
+def run_checks(checks: object, names: Sequence[str]) -> None:
+    """Run the public methods of `checks`, or those that are named; print a line of JSON for each."""
+    for name in names or [name for name in vars(type(checks)) if not name.startswith("_")]:
+        began_s, error = time.monotonic(), ""
+        try:
+            getattr(checks, name)()
+        except Exception:
+            error = traceback.format_exc()
+        print(json.dumps({"check": name, "error": error, "seconds": round(time.monotonic() - began_s, 2)}), flush=True)

@@ -1,0 +1,158 @@
+"""LMCache's server with our adapter, and its own benchmarks, in the environment that `.ci/engines DIRECTORY` builds.
+
+TIERED_KV_LMCACHE_PYTHON names the environment's interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.support.vllm_programs import LMCACHE, TIMEOUT_S, environment_of_programs, interpreter
+from tiered_kv.testing.server_process import ServerProcess, free_port
+
+CHUNKS = 4
+"""Chunks of a sequence of the client's benchmark."""
+_KV_SHAPE = "(2,512,8,4,32):float16:8"
+_ANSWER_TIMEOUT_S = 10.0
+
+Entry = Mapping[str, object]
+
+
+def adapter(tiers: Sequence[Entry], **params: object) -> str:
+    """Return what LMCache is told of our adapter."""
+    told = {"tiers": list(tiers), "namespace": {"revision": "1"}, **params}
+    return json.dumps(
+        {
+            "type": "plugin",
+            "module_path": "tiered_kv.integrations.lmcache",
+            "class_name": "TieredKVL2Adapter",
+            "adapter_params": told,
+        }
+    )
+
+
+def lmcache(directory: Path, *arguments: str) -> list[str]:
+    """Return the command `lmcache` with `arguments`, whose temporary files go to `directory`."""
+    variables = environment_of_programs(directory)
+    told = {name: variables.get(name, "") for name in ("PYTHONHASHSEED", "PYTHONPATH", "TMPDIR")}
+    told |= {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "LMCACHE_LOG_LEVEL": "WARNING"}
+    program = Path(interpreter(LMCACHE)).with_name("lmcache")
+    return ["env", *(f"{name}={value}" for name, value in told.items()), str(program), *arguments]
+
+
+def run(directory: Path, *arguments: str) -> str:
+    """Return what `lmcache` prints."""
+    command = lmcache(directory, *arguments)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=directory)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+class LMCacheServer(ServerProcess):
+    """LMCache's server with our adapter, for clients that hand their blocks over in shared memory.
+
+    Args:
+        directory: For its temporary files.
+        tiers: Those of our adapter.
+        chunk_tokens: Tokens of an object.
+        l1_gb: Size of its own memory.
+    """
+
+    def __init__(
+        self, directory: Path, tiers: Sequence[Entry], *, chunk_tokens: int = 256, l1_gb: float = 0.25
+    ) -> None:
+        super().__init__()
+        self._directory = directory
+        self._http_port = free_port()
+        self._tiers = tiers
+        self._options = ("--chunk-size", str(chunk_tokens), "--l1-size-gb", str(l1_gb))
+
+    @property
+    def http_url(self) -> str:
+        """Where its status is."""
+        return f"http://127.0.0.1:{self._http_port}"
+
+    def command(self) -> list[str]:
+        addresses = ("--host", "127.0.0.1", "--port", str(self.port))
+        http = ("--http-host", "127.0.0.1", "--http-port", str(self._http_port))
+        mode = ("--supported-transfer-mode", "engine_driven", "--eviction-policy", "LRU")
+        return lmcache(
+            self._directory,
+            "server",
+            *addresses,
+            *http,
+            *mode,
+            *self._options,
+            "--l2-adapter",
+            adapter(self._tiers),
+        )
+
+    def answers(self) -> bool:
+        try:
+            self.status()
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def status(self) -> dict[str, Any]:
+        """Return the status of our adapter."""
+        with urllib.request.urlopen(f"{self.http_url}/status", timeout=_ANSWER_TIMEOUT_S) as answer:
+            (told,) = json.load(answer)["storage_manager"]["l2_adapters"]
+        assert isinstance(told, dict)
+        return told
+
+    def counters(self, tier: str) -> dict[str, Any]:
+        """Return the counters of a tier, of the one layout that is in use."""
+        (used,) = [each for each in self.status()["sets"] if "counters" in each]
+        counted = used["counters"][tier]
+        assert isinstance(counted, dict)
+        return counted
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """What the client's benchmark found: for each sequence how many chunks a server had, and digests of the bytes."""
+
+    found: Mapping[int, int]
+    digests: Mapping[int, str]
+    mismatches: int
+
+
+def bench_command(server: LMCacheServer, directory: Path, first: int, end: int, ranks: int) -> list[str]:
+    """Return the command of LMCache's client benchmark for some sequences.
+
+    It stores what is not there, clears its memory, and loads and compares all chunks.
+    """
+    return lmcache(
+        directory,
+        *("bench", "server", "--rpc-url", f"tcp://127.0.0.1:{server.port}", "--url", server.http_url),
+        *("--mode", "cpu", "--transfer-mode", "engine_driven", "--tp-size", str(ranks), "--num-tokens", "1024"),
+        *("--start", str(first), "--end", str(end), "--interval", "0.3", "--kvcache-shape-spec", _KV_SHAPE),
+    )
+
+
+def bench(server: LMCacheServer, directory: Path, first: int, end: int, ranks: int = 1) -> Sequences:
+    """Run the client's benchmark."""
+    command = bench_command(server, directory, first, end, ranks)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=directory)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return sequences_of(done.stdout)
+
+
+def sequences_of(output: str) -> Sequences:
+    """Read what the client's benchmark printed."""
+    found = re.findall(rf"seq (\d+)/cold\] LOOKUP: (\d+)/{CHUNKS} chunks", output)
+    digests = re.findall(r"seq (\d+)/warm\] CHECKSUM: (\w+)", output)
+    return Sequences(
+        {int(number): int(chunks) for number, chunks in found},
+        {int(number): digest for number, digest in digests},
+        output.count("CHECKSUM MISMATCH"),
+    )

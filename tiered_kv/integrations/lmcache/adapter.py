@@ -1,0 +1,296 @@
+"""Our tiers as an L2 adapter of LMCache's server."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from functools import partial
+from typing import Any
+
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+from lmcache.v1.memory_management import MemoryObj
+from lmcache.v1.platform import create_event_notifier
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.errors import ConfigError, ShutdownError
+from tiered_kv.integrations.lmcache.keys import in_prefix_order, object_key, offload_key
+from tiered_kv.integrations.lmcache.settings import read_settings
+from tiered_kv.integrations.lmcache.tier_set import TierSet
+
+_log = logging.getLogger(__name__)
+
+
+class _Kind(Enum):
+    STORE = "store"
+    LOOKUP = "contains"
+    LOAD = "load"
+
+
+class _Work:
+    """A task of LMCache's, and the answers of the tiers that are asked. Any thread.
+
+    Args:
+        size: Keys of the task.
+        parts: How many times `end_part` will be called.
+        finish: Called with an answer for each key when the last part has ended; at once if there is none.
+    """
+
+    def __init__(self, size: int, parts: int, finish: Callable[[list[bool]], None]) -> None:
+        self._answers = [False] * size
+        self._parts = parts
+        self._finish = finish
+        self._lock = threading.Lock()
+        if not parts:
+            finish(self._answers)
+
+    def end_part(self, places: Sequence[int], answers: Sequence[bool]) -> None:
+        """Note the answers of some tiers for the keys at `places`."""
+        with self._lock:
+            for place, is_done in zip(places, answers, strict=True):
+                self._answers[place] |= is_done
+            self._parts -= 1
+            is_last = not self._parts
+        if is_last:
+            self._finish(self._answers)
+
+
+class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there when types are checked
+    """Stores objects of LMCache's L1 in our tiers, and loads them, with no copy in between.
+
+    LMCache's controllers call it from two threads; no call waits. Tasks end on the tiers' threads, each when no tier
+    touches its objects any more.
+
+    LMCache asks for a lock on what it finds, until it has loaded it. There is none: tiers evict by themselves, and an
+    object that is gone by then is a miss of the load.
+
+    Args:
+        params: `adapter_params` of the configuration; see `AdapterSettings`.
+        l1_memory_desc: Where LMCache's L1 is.
+
+    Raises:
+        ConfigError: The parameters cannot be used, or LMCache's L1 is no memory of this process.
+    """
+
+    def __init__(self, params: Mapping[str, object], l1_memory_desc: L1MemoryDesc | None = None) -> None:
+        super().__init__(max_capacity_bytes=0)  # for LMCache's eviction, which would be a second one
+        self._settings = read_settings(params)
+        if l1_memory_desc is None:
+            raise ConfigError("LMCache's L1 is not in this process's memory, and the tiers read and write it in place")
+        self._l1 = l1_memory_desc
+        self._notifiers = {kind: create_event_notifier() for kind in _Kind}
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()  # guards the three below; held for dictionary operations only
+        self._results: dict[_Kind, dict[int, Any]] = {kind: {} for kind in _Kind}
+        self._sets: dict[tuple[object, ...], TierSet] = {}
+        self._is_closed = False
+        self._was_asked_to_delete = False
+
+    def get_store_event_fd(self) -> int:
+        return self._fd(_Kind.STORE)
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        return self._fd(_Kind.LOOKUP)
+
+    def get_load_event_fd(self) -> int:
+        return self._fd(_Kind.LOAD)
+
+    def _fd(self, kind: _Kind) -> int:
+        return int(self._notifiers[kind].fileno())
+
+    # Stores and loads.
+
+    def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        for each in objects:
+            _clear_padding(each)
+        return self._transfer(_Kind.STORE, keys, objects)
+
+    def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        with self._lock:
+            done, self._results[_Kind.STORE] = self._results[_Kind.STORE], {}
+        return done
+
+    def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        return self._transfer(_Kind.LOAD, keys, objects)
+
+    def query_load_result(self, task_id: int) -> Bitmap | None:
+        return self._take(_Kind.LOAD, task_id)
+
+    def _transfer(self, kind: _Kind, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """Split a task by the layouts of its objects, and give each part to the tiers of its layout."""
+        number = next(self._numbers)
+        parts: dict[TierSet, list[int]] = {}
+        for place, (key, each) in enumerate(zip(keys, objects, strict=True)):
+            meta = each.meta
+            shapes, dtypes = meta.shapes or [meta.shape], meta.dtypes or [meta.dtype]
+            parts.setdefault(self._set_of(key.model_name, shapes, dtypes, meta.phy_size), []).append(place)
+        names = [offload_key(key) for key in keys]
+        work = _Work(len(keys), len(parts), partial(self._end_transfer, kind, number, keys, names, parts))
+        for tier_set, places in parts.items():
+            offsets = [objects[place].data_ptr - self._l1.ptr for place in places]
+            tier_set.use(partial(_begin, kind, work, places, [names[place] for place in places], offsets))
+        return number
+
+    def _end_transfer(
+        self,
+        kind: _Kind,
+        number: int,
+        keys: list[ObjectKey],
+        names: list[OffloadKey],
+        parts: Mapping[TierSet, list[int]],
+        answers: list[bool],
+    ) -> None:
+        moved_bytes = 0
+        for tier_set, places in parts.items():
+            done = [place for place in places if answers[place]]
+            moved_bytes += tier_set.block_bytes * len(done)
+            new = tier_set.learn([names[place] for place in done])
+            stored = [keys[place] for place in done if names[place] in new]
+            if stored:
+                self._notify_keys_stored(stored, [tier_set.block_bytes] * len(stored))
+        if kind is _Kind.STORE:
+            self._put(kind, number, L2StoreResult(all(answers), moved_bytes))
+        else:
+            loaded = [key for key, is_done in zip(keys, answers, strict=True) if is_done]
+            if loaded:
+                self._notify_keys_accessed(loaded)
+            self._put(kind, number, _bitmap(answers))
+
+    # Lookups.
+
+    def submit_lookup_and_lock_task(
+        self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
+    ) -> int:
+        number = next(self._numbers)
+        parts: dict[TierSet, list[int]] = {}
+        for place in in_prefix_order(keys):
+            key = keys[place]
+            for tier_set in self._sets_of(key.model_name, group_layout_descs.get(key.object_group_id)):
+                parts.setdefault(tier_set, []).append(place)
+        work = _Work(len(keys), len(parts), lambda answers: self._put(_Kind.LOOKUP, number, _bitmap(answers)))
+        for tier_set, places in parts.items():
+            tier_set.use(partial(_begin, _Kind.LOOKUP, work, places, [offload_key(keys[place]) for place in places]))
+        return number
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
+        return self._take(_Kind.LOOKUP, task_id)
+
+    def submit_unlock(self, keys: list[ObjectKey]) -> None:
+        return  # nothing is locked
+
+    def _sets_of(self, model: str, told: MemoryLayoutDesc | None) -> list[TierSet]:
+        """Return the tiers that may have an object: those of its layout, or all of its model where none is told."""
+        if told is not None and told.shapes:
+            size = sum(shape.numel() * dtype.itemsize for shape, dtype in zip(told.shapes, told.dtypes, strict=True))
+            align_bytes = self._l1.align_bytes
+            return [self._set_of(model, told.shapes, told.dtypes, -(-size // align_bytes) * align_bytes)]
+        with self._lock:
+            return [each for each in self._sets.values() if each.model == model]
+
+    # Sets of tiers.
+
+    def _set_of(self, model: str, shapes: Sequence[Any], dtypes: Sequence[Any], block_bytes: int) -> TierSet:
+        layout = (model, tuple(shapes), tuple(dtypes), block_bytes)
+        with self._lock:
+            found = self._sets.get(layout)
+            if found is None:
+                memory = (self._l1.ptr, self._l1.size)
+                found = TierSet(
+                    model, _text_of(shapes, dtypes), block_bytes, self._settings, memory, self._tell_removed
+                )
+                self._sets[layout] = found
+            return found
+
+    def _tell_removed(self, tier_set: TierSet, keys: Sequence[OffloadKey]) -> None:
+        lost = tier_set.forget(keys)
+        if lost:
+            told = [object_key(key, tier_set.model) for key in lost]
+            self._notify_keys_deleted(told, [tier_set.block_bytes] * len(told))
+
+    # Results, status, the end.
+
+    def _put(self, kind: _Kind, number: int, result: Any) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._results[kind][number] = result
+                self._notifiers[kind].notify()
+
+    def _take(self, kind: _Kind, number: int) -> Any:
+        with self._lock:
+            return self._results[kind].pop(number, None)
+
+    def delete(self, keys: list[ObjectKey]) -> None:
+        """Do nothing but log once: the tiers delete no single block, and evict by themselves."""
+        if not self._was_asked_to_delete:
+            self._was_asked_to_delete = True
+            _log.warning(
+                "LMCache asked to delete %d objects: our tiers delete none one by one; see docs/how-to/lmcache.md",
+                len(keys),
+            )
+
+    def report_status(self) -> dict[str, Any]:
+        """Return the state and the counters of all tiers. The adapter is healthy while it is open.
+
+        A tier that is down costs hits, which the breaker and the counters show.
+        """
+        with self._lock:
+            sets = list(self._sets.values())
+        return {
+            "is_healthy": not self._is_closed,
+            "type": type(self).__name__,
+            "sets": [each.status() for each in sets],
+        }
+
+    def close(self) -> None:
+        with self._lock:
+            sets = list(self._sets.values())
+        for each in sets:
+            each.close()
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                for notifier in self._notifiers.values():
+                    notifier.close()
+
+
+def _begin(kind: _Kind, work: _Work, places: list[int], names: list[OffloadKey], *offsets_and_tiers: Any) -> None:
+    """Let the tiers do a part of a task; what they cannot take has failed."""
+    *offsets, tiers = offsets_and_tiers  # a lookup has no offsets
+    end = partial(work.end_part, places)
+    if tiers is not None:
+        try:
+            getattr(tiers, kind.value)(names, *offsets, end)
+            return
+        except (ValueError, ShutdownError) as error:
+            _log.error("%s of %d objects: %s", kind.value, len(names), error)
+    end([False] * len(names))
+
+
+def _text_of(shapes: Sequence[Any], dtypes: Sequence[Any]) -> str:
+    """Return arrays as text, such as "bfloat16 2x4x256x512"."""
+    return ", ".join(
+        f"{str(dtype).removeprefix('torch.')} {'x'.join(map(str, shape))}"
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    )
+
+
+def _bitmap(answers: Sequence[bool]) -> Bitmap:
+    bits = Bitmap(len(answers))
+    for place, is_set in enumerate(answers):
+        if is_set:
+            bits.set(place)
+    return bits
+
+
+def _clear_padding(each: MemoryObj) -> None:
+    """Zero what is behind an object's bytes in its part of L1: another object's may stand there."""
+    used = each.get_size()
+    padding = each.get_physical_size() - used
+    if padding > 0:
+        ctypes.memset(each.data_ptr + used, 0, padding)

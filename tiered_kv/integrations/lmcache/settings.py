@@ -1,0 +1,102 @@
+"""What `adapter_params` may say."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field, SerializeAsAny, field_validator
+
+from tiered_kv.config.namespace import Label, Seed
+from tiered_kv.config.reading import fill_variables
+from tiered_kv.config.settings import StrictModel, TierSettings
+from tiered_kv.config.stack_config import tier_settings
+from tiered_kv.config.units import Count
+from tiered_kv.config.validation import validate
+from tiered_kv.errors import ConfigError
+
+LOCATION = "adapter_params"
+
+QUEUE_S_MAX = 60.0
+JOB_TIMEOUT_S_MAX = 120.0
+"""LMCache gives an object's memory to others when the object's lock is 300 s old (a store) or 600 s (a load), in use or
+not. So an object waits at most `QUEUE_S_MAX` for a tier, and the tier begins no work on it after its `job_timeout`."""
+
+
+class SaidNamespace(StrictModel):
+    """What LMCache does not tell of a block's bytes, said by the user."""
+
+    unknown_key_hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("model", "dtype", "layout", "layers", "groups", "parallel"), "LMCache tells it"
+    )
+
+    revision: Label = Field(
+        description="Names the state of the weights and of all else that LMCache does not tell: change it with them."
+    )
+    quantization: Label = Field(default="none", description="How keys and values are quantized.")
+    tenant: Label = Field(default="default", description="Keeps one user's blocks from another's.")
+    hash_algorithm: Label = Field(default="default", description="The server's --hash-algorithm.")
+    hash_seed: Seed = Field(default="", description="The seed of that hash: text, or an integer.")
+    extra: dict[Label, str] = Field(
+        default={}, max_length=256, description="Whatever else must agree, such as adapters."
+    )
+
+
+class AdapterSettings(StrictModel):
+    """The tiers below LMCache's L1, and what shapes the bytes."""
+
+    tiers: tuple[SerializeAsAny[TierSettings], ...] = Field(
+        min_length=1, max_length=64, description="The tiers, as in a stack's `secondary`, in the order of the search."
+    )
+    namespace: SaidNamespace = Field(description="What LMCache does not tell of a block's bytes.")
+    sets: Count = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="How many models and layouts of blocks may be kept; each gets an equal part of a capacity.",
+    )
+
+    @field_validator("tiers", mode="before")
+    @classmethod
+    def _entries_by_their_types(cls, entries: object) -> object:
+        if not isinstance(entries, (list, tuple)):
+            raise ValueError("expected a list of tiers, each a mapping with the key 'type'")
+        checked = []
+        for number, entry in enumerate(entries):
+            where = f"{LOCATION}.tiers.{number}"
+            try:
+                checked.append(tier_settings(entry))
+            except ConfigError as error:
+                raise ConfigError(error.message, location=".".join(filter(None, (where, error.location)))) from None
+        return tuple(checked)
+
+    @field_validator("tiers")
+    @classmethod
+    def _names_differ_and_jobs_end_in_time(cls, tiers: tuple[TierSettings, ...]) -> tuple[TierSettings, ...]:
+        names = [tier.name for tier in tiers]
+        for number, tier in enumerate(tiers):
+            where = f"{LOCATION}.tiers.{number}"
+            if tier.name in names[:number]:
+                raise ConfigError(
+                    f"another tier is called '{tier.name}'; give each a name of its own", location=f"{where}.name"
+                )
+            if tier.job_timeout > JOB_TIMEOUT_S_MAX:
+                raise ConfigError(
+                    f"expected at most {JOB_TIMEOUT_S_MAX:g}s, found {tier.job_timeout:g}s: LMCache takes an object's "
+                    "memory back when its lock is 300 s old",
+                    location=f"{where}.job_timeout",
+                )
+        return tiers
+
+
+def read_settings(params: object, environ: Mapping[str, str] = os.environ) -> AdapterSettings:
+    """Return `adapter_params` as settings; `${NAME}` in texts stands for a variable of the environment.
+
+    Raises:
+        ConfigError: They cannot be used; with a line for each setting at fault.
+    """
+    data: Any = params  # Any: until it is checked
+    if isinstance(params, Mapping):
+        data = fill_variables(params, environ)
+    return validate(AdapterSettings, data, (LOCATION,))

@@ -1,0 +1,199 @@
+"""The tiers of one model and one layout of its blocks: opened when they are first used, by a thread of their own."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.config.namespace import Namespace
+from tiered_kv.config.settings import TierSettings
+from tiered_kv.direct import DirectTiers
+from tiered_kv.errors import ConfigError, TierError
+from tiered_kv.integrations.lmcache.settings import LOCATION, QUEUE_S_MAX, AdapterSettings
+from tiered_kv.integrations.lmcache.version import LMCACHE_VERSION
+
+_log = logging.getLogger(__name__)
+
+RETRY_S = 10.0
+"""How long tiers that could not be opened are left alone."""
+CLOSE_TIMEOUT_S = 30.0
+_DIGEST_CHARACTERS = 12
+_DIRECTORY = re.compile(rf"[0-9a-f]{{{_DIGEST_CHARACTERS}}}")
+
+Task = Callable[[DirectTiers | None], None]
+"""What is done with the tiers; None stands for tiers that cannot be opened."""
+
+
+class TierSet:
+    """Lets tasks use the tiers of a layout, and knows which of its blocks LMCache was told of. Any thread.
+
+    Args:
+        model: The model's name.
+        layout: Data type and shape of each array of an object, as text.
+        block_bytes: Bytes of an object, with the padding of LMCache's allocator.
+        settings: What the user says.
+        memory: Address and size of LMCache's L1.
+        on_removed: Called with blocks that no tier has any more.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        layout: str,
+        block_bytes: int,
+        settings: AdapterSettings,
+        memory: tuple[int, int],
+        on_removed: Callable[[TierSet, Sequence[OffloadKey]], None],
+    ) -> None:
+        self.model = model
+        self.layout = layout
+        self.block_bytes = block_bytes
+        self._settings = settings
+        self._memory = memory
+        self._on_removed = on_removed
+        self._tiers: DirectTiers | None = None
+        self._lock = threading.Lock()  # never held across I/O or a callback
+        self._known: set[OffloadKey] = set()
+        self._waiting: list[Task] = []
+        self._opener: threading.Thread | None = None
+        self._is_closed = False
+        self._retry_at_s = 0.0
+        self._error = ""
+
+    def use(self, task: Task) -> None:
+        """Call `task` with the tiers: at once if they are open, or when they have been opened."""
+        with self._lock:
+            tiers = None if self._is_closed else self._tiers
+            if tiers is None and not self._is_closed and time.monotonic() >= self._retry_at_s:
+                self._waiting.append(task)
+                if self._opener is None:
+                    self._opener = threading.Thread(target=self._open, name="tiered-kv-open", daemon=True)
+                    self._opener.start()
+                return
+        task(tiers)
+
+    def _open(self) -> None:
+        tiers, error, settings = None, "", self._settings
+        try:
+            namespace = namespace_of(self.model, self.layout, settings)
+            digest = namespace.identify(block_bytes=self.block_bytes, block_tokens=1).digest.hex()
+            tiers = DirectTiers(
+                self._memory,
+                block_bytes=self.block_bytes,
+                tiers=[own_part(tier, digest[:_DIGEST_CHARACTERS], settings.sets) for tier in settings.tiers],
+                namespace=namespace,
+                on_removed=self._removed,
+                wait_s_max=QUEUE_S_MAX,
+            )
+        except Exception as problem:  # whatever a tier raises: LMCache goes on without its tiers
+            error = str(problem)
+            where = f"model '{self.model}' with objects of {self.layout}"
+            _log.error("no tiers for %s; trying again in %g s: %s", where, RETRY_S, error)
+        with self._lock:
+            self._tiers, self._error, self._opener = tiers, error, None
+            self._retry_at_s = time.monotonic() + RETRY_S if error else 0.0
+            waiting, self._waiting = self._waiting, []
+        for task in waiting:
+            task(tiers)
+
+    # What LMCache was told of.
+
+    def learn(self, keys: Sequence[OffloadKey]) -> set[OffloadKey]:
+        """Note blocks that the tiers have; return those that LMCache was not told of yet."""
+        with self._lock:
+            new = set(keys) - self._known
+            self._known |= new
+        return new
+
+    def forget(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Note blocks that no tier has; return those that LMCache was told of."""
+        with self._lock:
+            lost = [key for key in dict.fromkeys(keys) if key in self._known]
+            self._known.difference_update(lost)
+        return lost
+
+    def _removed(self, _: str, keys: Sequence[OffloadKey]) -> None:
+        if len(self._settings.tiers) == 1:
+            self._on_removed(self, keys)
+            return
+
+        def tell(answers: list[bool]) -> None:
+            self._on_removed(self, [key for key, is_there in zip(keys, answers, strict=True) if not is_there])
+
+        tiers = self._tiers
+        if tiers is not None:  # another tier may have the block
+            tiers.contains(keys, tell)
+
+    def status(self) -> dict[str, Any]:  # Any: as `DirectTiers.status`
+        """Return what people want to know of these tiers."""
+        tiers = self._tiers
+        told = {"model": self.model, "layout": self.layout, "block_bytes": self.block_bytes}
+        if tiers is None:
+            return {**told, "error": self._error}
+        return {**told, "tiers": tiers.status(), "counters": tiers.counters()}
+
+    def close(self) -> None:
+        """Close the tiers, when no task is in flight any more or `CLOSE_TIMEOUT_S` are over."""
+        with self._lock:
+            self._is_closed = True
+            opener = self._opener
+        if opener is not None:
+            opener.join(CLOSE_TIMEOUT_S)
+        if self._tiers is not None and not self._tiers.close(CLOSE_TIMEOUT_S):
+            _log.error(
+                "a tier of model '%s' still uses LMCache's memory after %g s; end the process",
+                self.model,
+                CLOSE_TIMEOUT_S,
+            )
+
+
+def namespace_of(model: str, layout: str, settings: AdapterSettings) -> Namespace:
+    """Return the namespace of a model's objects, under what the user says.
+
+    Raises:
+        ConfigError: The user says what LMCache tells.
+    """
+    said = settings.namespace
+    told = {"engine": "lmcache", "lmcache": LMCACHE_VERSION}
+    taken = sorted(told.keys() & said.extra.keys())
+    if taken:
+        location = f"{LOCATION}.namespace.extra"
+        raise ConfigError(f"LMCache tells '{taken[0]}'; choose another name", location=location)
+    return Namespace(model=model, layout=layout, **said.model_dump(exclude={"extra"}), extra={**said.extra, **told})
+
+
+def own_part(tier: TierSettings, directory: str, sets: int) -> TierSettings:
+    """Return the settings of a tier for one of `sets` layouts: its part of a capacity, and its own directory.
+
+    The nvme tier's directory and the memory tier belong to one namespace. The storage of other tiers is for all.
+
+    Raises:
+        TierError: The directory is full of other layouts' blocks.
+    """
+    if tier.type not in ("nvme", "memory"):
+        return tier
+    own: Any = tier  # Any: the settings of a type that is known here by its name alone
+    changes: dict[str, object] = {"capacity": own.capacity // sets}
+    if tier.type == "nvme":
+        path = Path(own.path)
+        others = sorted(
+            each.name
+            for each in (path.iterdir() if path.is_dir() else ())
+            if _DIRECTORY.fullmatch(each.name) and each.name != directory
+        )
+        if len(others) >= sets:
+            raise TierError(
+                f"{path} has room for the blocks of {sets} {'model or layout' if sets == 1 else 'models or layouts'}, "
+                f"and has those of others: {', '.join(others)}; remove these directories, or raise "
+                "adapter_params.sets",
+                tier=tier.name,
+                operation="open",
+            )
+        changes["path"] = str(path / directory)
+    return tier.model_copy(update=changes)

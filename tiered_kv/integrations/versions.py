@@ -1,0 +1,42 @@
+"""Which releases of an engine an integration takes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Sequence
+
+from tiered_kv.errors import ConfigError
+
+
+def checked_version(package: str, name: str, tested: Sequence[str], variable: str, *, parts: int = 2) -> str:
+    """Return the version of an engine that is installed.
+
+    Args:
+        package: What is imported, and has a `__version__`.
+        name: What people call the engine.
+        tested: The versions that the integration's tests run.
+        variable: Set to 1 in the environment, it lets any version through.
+        parts: How many numbers of a version must be as tested.
+
+    Raises:
+        ConfigError: There is none, or its interfaces are not known here.
+    """
+    integration = f"tiered_kv.integrations.{package}"
+    known = " and ".join(tested)
+    are = "are" if len(tested) > 1 else "is"
+    try:
+        version = str(importlib.import_module(package).__version__)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise ConfigError(f"{integration} needs {name} ({known} {are} tested), and it is not installed here") from None
+    numbers = [re.split(r"[.+]", each)[:parts] for each in (version, *tested)]
+    if numbers[0] in numbers[1:] or os.environ.get(variable) == "1":
+        return version
+    one_of = "one of these" if len(tested) > 1 else "that"
+    raise ConfigError(
+        f"{name} {version} is installed, and this tiered_kv was tested with {known}. Its offloading interfaces change "
+        f"between releases: install {one_of}, or another tiered_kv, or set {variable}=1 to try"
+    )
