@@ -11,9 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.mounts import command_in_namespace, missing_for_tmpfs
 from tests.support.sglang_programs import Message, SGLangEngine, extra_config, hicache, interpreter
+from tests.support.vllm_programs import damage_segments
 from tiered_kv.counters import count_of
+from tiered_kv.testing.redis_servers import RedisServer, redis_server
 from tiered_kv.testing.waiting import wait_until
+
+__all__ = ["redis_server"]  # a fixture
 
 pytestmark = pytest.mark.slow
 
@@ -37,27 +42,14 @@ def stored_blocks(engine: SGLangEngine, tier: str) -> int:
     return count_of(engine.counters()["kv"], tier, "stored_blocks_total")
 
 
-def computed(engine: SGLangEngine, prompts: list[list[int]], tier: str = "nvme") -> list[list[int]]:
+def computed(engine: SGLangEngine, prompts: list[list[int]], tier: str = "nvme", *, parts: int = 2) -> list[list[int]]:
     """Return the answers to prompts that no cache has, once all of their pages are stored."""
     before = stored_blocks(engine, tier) if engine.has_counted() else 0
     result = engine.tell("generate", prompts=prompts)
     assert result["storage"] == [0] * len(prompts)
-    wait_until(lambda: stored_blocks(engine, tier) >= before + 2 * len(prompts) * WHOLE // PAGE)
+    wait_until(lambda: stored_blocks(engine, tier) >= before + parts * len(prompts) * WHOLE // PAGE)
     tokens: list[list[int]] = result["tokens"]
     return tokens
-
-
-def damage_segments(directory: Path) -> None:
-    """Flip bytes of every block."""
-    segments = sorted(directory.glob("**/*.kv"))
-    assert segments
-    for path in segments:
-        with path.open("r+b") as file:
-            for offset in range(16 << 10, path.stat().st_size, 32 << 10):
-                file.seek(offset)
-                (byte,) = file.read(1) or b"\0"
-                file.seek(offset)
-                file.write(bytes([byte ^ 0xFF]))
 
 
 def test_a_killed_engine_s_successor_finds_its_pages_and_damaged_ones_are_computed(model: Path, tmp_path: Path) -> None:
@@ -81,7 +73,7 @@ def test_a_killed_engine_s_successor_finds_its_pages_and_damaged_ones_are_comput
         assert (result["tokens"], result["storage"]) == (expected[:1], [WHOLE])
         # Bytes that are damaged.
         assert engine.tell("flush")["success"]
-        damage_segments(tmp_path)
+        damage_segments(tmp_path / "kv" / "kv")
         result = engine.tell("generate", prompts=PROMPTS)
         assert (result["tokens"], result["storage"]) == (expected, [0] * len(PROMPTS))
         assert count_of(engine.counters()["kv"], "nvme", "tier", "corrupt_blocks_total") > 0
@@ -101,3 +93,64 @@ def attach(engine: SGLangEngine, extra: Message) -> Message:
         hicache_storage_prefetch_policy="wait_complete",
         hicache_write_policy="write_through",
     )
+
+
+def found_again(engine: SGLangEngine, expected: list[list[int]]) -> list[int]:
+    """Return how many tokens of each prompt come from the storage, now that the engine has forgotten them."""
+    assert engine.tell("flush")["success"]
+    result = engine.tell("generate", prompts=PROMPTS)
+    assert result["tokens"] == expected
+    tokens: list[int] = result["storage"]
+    return tokens
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["layer_first", "page_first_direct", "page_head"])
+def test_an_engine_finds_its_pages_in_every_layout(layout: str, model: Path, tmp_path: Path) -> None:
+    backend = "direct" if layout == "page_first_direct" else "kernel"
+    options = hicache(extra_config([nvme(tmp_path)]), hicache_mem_layout=layout, hicache_io_backend=backend)
+    with SGLangEngine(model, tmp_path, options).wait_ready() as engine:
+        per_page = 8 if layout == "layer_first" else 2
+        expected = computed(engine, PROMPTS, parts=per_page)
+        assert found_again(engine, expected) == [WHOLE] * len(PROMPTS)
+
+
+@pytest.mark.full
+def test_sglang_s_own_delays_and_failures_change_no_token(model: Path, tmp_path: Path) -> None:
+    injected = {
+        "SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.05",
+        "SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.3",
+    }
+    with SGLangEngine(model, tmp_path, hicache(extra_config([nvme(tmp_path)])), **injected).wait_ready() as engine:
+        expected = engine.tell("generate", prompts=PROMPTS)["tokens"]
+        found = [sum(found_again(engine, expected)) for _ in range(6)]
+        assert max(found) > 0
+        assert min(found) < WHOLE * len(PROMPTS)
+
+
+@pytest.mark.full
+def test_a_redis_server_that_freezes_costs_hits_only(model: Path, tmp_path: Path, redis_server: RedisServer) -> None:
+    redis = {"type": "redis", "url": redis_server.url, "job_timeout": "2s", "breaker_cooldown": "1s"}
+    with SGLangEngine(model, tmp_path, hicache(extra_config([redis]))).wait_ready() as engine:
+        expected = computed(engine, PROMPTS, "redis")
+        redis_server.freeze()
+        assert found_again(engine, expected) == [0] * len(PROMPTS)
+        redis_server.thaw()
+        wait_until(lambda: found_again(engine, expected) == [WHOLE] * len(PROMPTS), pause_s=1.0)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(bool(missing_for_tmpfs()), reason=missing_for_tmpfs() or "it can be mounted")
+def test_a_full_disk_costs_hits_only(model: Path, tmp_path: Path) -> None:
+    point = tmp_path / "kv"
+    point.mkdir()
+    mount = 'mount -t tmpfs -o size=4m tmpfs "$0" && exec "$@"'
+    command = command_in_namespace(["sh", "-c", mount, str(point)])
+    options = hicache(extra_config([nvme(tmp_path, segment="1MiB")]))
+    with SGLangEngine(model, tmp_path, options, command=command).wait_ready() as engine:
+        expected = engine.tell("generate", prompts=PROMPTS)["tokens"]
+        refused = ("no_space_errors_total", "refused_stores_total", "room_timeouts_total")
+        wait_until(lambda: any(count_of(engine.counters()["kv"], "nvme", "tier", name) for name in refused))
+        found = found_again(engine, expected)
+        assert found[0] == WHOLE
+        assert sum(found) < WHOLE * len(PROMPTS)

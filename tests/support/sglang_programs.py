@@ -82,15 +82,31 @@ def hicache(extra: Mapping[str, object], **more: object) -> Message:
 
 
 class SGLangEngine:
-    """An engine in a program of its own, with all its processes in one group. Used in a `with` block, which ends it."""
+    """An engine in a program of its own, with all its processes in one group. Used in a `with` block, which ends it.
 
-    def __init__(self, model: Path, directory: Path, options: Mapping[str, object], **variables: str) -> None:
+    Args:
+        model: Where its model is, or is made.
+        directory: For its files.
+        options: Of SGLang's `Engine`.
+        command: What runs the program, and gets its command line as further arguments.
+        variables: Of its environment.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        directory: Path,
+        options: Mapping[str, object],
+        *,
+        command: Sequence[str] = (),
+        **variables: str,
+    ) -> None:
         self._counters = directory / "counters.json"
         self._log = directory / "engine.log"
         program = SOURCE / "tests" / "integrations" / "sglang_engine_program.py"
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [interpreter(), str(program), str(model), json.dumps(options)],
+                [*command, interpreter(), str(program), str(model), json.dumps(options)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

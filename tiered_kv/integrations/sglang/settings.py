@@ -64,6 +64,17 @@ class HiCacheSettings(StrictModel):
             )
         return tuple(_entry(entry, f"{LOCATION}.tiers.{number}") for number, entry in enumerate(entries))
 
+    @field_validator("tiers")
+    @classmethod
+    def _names_differ(cls, tiers: tuple[TierSettings, ...]) -> tuple[TierSettings, ...]:
+        names = [tier.name for tier in tiers]
+        for number, name in enumerate(names):
+            if name in names[:number]:
+                raise ConfigError(
+                    f"two tiers are called '{name}'; give one a name", location=f"{LOCATION}.tiers.{number}"
+                )
+        return tiers
+
 
 def read_settings(
     extra_config: Mapping[str, object], environ: Mapping[str, str], own: Mapping[str, int]
