@@ -42,7 +42,15 @@ def publish_engine(model: Path, **arguments: object) -> None:
     publish(args, role="test", ranks=SpawnRanks(world_rank=0, dp_rank=0))
 
 
-def mha_pool(layout: str, *, layers: int = 3, heads: int = 2, width: int = 64, value_width: int | None = None) -> Any:
+def mha_pool(
+    layout: str,
+    *,
+    layers: int = 3,
+    heads: int = 2,
+    width: int = 64,
+    value_width: int | None = None,
+    pages: int = PAGES,
+) -> Any:
     value_width = value_width or width
     keys = [torch.zeros(PAGE, heads, width, dtype=DTYPE) for _ in range(layers)]
     values = [torch.zeros(PAGE, heads, value_width, dtype=DTYPE) for _ in range(layers)]
@@ -62,7 +70,7 @@ def mha_pool(layout: str, *, layers: int = 3, heads: int = 2, width: int = 64, v
         device=CPU,
     )
     pool_class: type[MHATokenToKVPoolHost] = get_mha_host_pool_cls(info)
-    return pool_class(info, 1.0, 0, PAGE, layout, pin_memory=False, **capacity(layers))
+    return pool_class(info, 1.0, 0, PAGE, layout, pin_memory=False, **capacity(layers, pages))
 
 
 def mla_pool(layout: str, *, layers: int = 3) -> Any:
@@ -93,8 +101,8 @@ def mamba_pool(layout: str, *, extra: bool = False) -> Any:
     return MambaPoolHost(info, 1.0, 0, device_capacity=PAGES, pin_memory=False, layout=layout)
 
 
-def capacity(layers: int) -> dict[str, int]:
-    return {"device_capacity_tokens": (PAGES - 1) * PAGE, "start_layer": 0, "end_layer": layers}
+def capacity(layers: int, pages: int = PAGES) -> dict[str, int]:
+    return {"device_capacity_tokens": (pages - 1) * PAGE, "start_layer": 0, "end_layer": layers}
 
 
 def pointers(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
