@@ -7,12 +7,22 @@ that an answer depends on what is in the cache.
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.support.mounts import command_in_namespace, missing_for_tmpfs
-from tests.support.sglang_programs import Message, SGLangEngine, extra_config, hicache, interpreter
+from tests.support.sglang_programs import (
+    SOURCE,
+    TIMEOUT_S,
+    Message,
+    SGLangEngine,
+    environment_of_programs,
+    extra_config,
+    hicache,
+    interpreter,
+)
 from tests.support.vllm_programs import damage_segments
 from tiered_kv.counters import count_of
 from tiered_kv.testing.redis_servers import RedisServer, redis_server
@@ -154,3 +164,18 @@ def test_a_full_disk_costs_hits_only(model: Path, tmp_path: Path) -> None:
         found = found_again(engine, expected)
         assert found[0] == WHOLE
         assert sum(found) < WHOLE * len(PROMPTS)
+
+
+@pytest.mark.full
+def test_the_example_s_second_engine_finds_the_pages_of_the_first(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [interpreter(), str(SOURCE / "examples" / "sglang" / "run.py")],
+        cwd=tmp_path,
+        env=environment_of_programs(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert "second engine: 1664 of 4680 prompt tokens found in the storage" in done.stdout
+    assert "the answers are the same" in done.stdout

@@ -1,6 +1,7 @@
 """Throughput of our nvme tier as the storage of SGLang's HiCache, beside SGLang's own `file` backend.
 
-    PYTHONPATH=tests/support/sglang_cpu:.:plugins ENVIRONMENT/sglang/bin/python tests/performance/sglang_rates.py DIRECTORY
+    export PYTHONPATH=tests/support/sglang_cpu:.:plugins
+    ENVIRONMENT/sglang/bin/python tests/performance/sglang_rates.py DIRECTORY --rounds 9 >table.md
 
 DIRECTORY is on the disk to measure; `.ci/engines` builds the ENVIRONMENT. A host pool for keys and values has the
 pages. Both sides are called as SGLang's threads call them, 128 pages at a time: ours by places in the pool, its own by
