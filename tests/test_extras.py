@@ -34,7 +34,7 @@ LIBRARIES = {
 }
 """What is missing where an extra was not installed."""
 
-NO_TIER = {"docs", "report", "torch", "transformers", "test", "all"}
+NO_TIER = {"docs", "report", "torch", "transformers", "lmcache", "sglang", "test", "all"}
 """Extras that no tier type and no codec asks for."""
 
 TIERS: dict[str, Entry] = {

@@ -23,6 +23,7 @@ EXTRAS = frozenset(
         "transformers",
         "vllm",
         "lmcache",
+        "sglang",
         "redis",
         "boto3",
         "botocore",
@@ -213,7 +214,7 @@ def test_extras_are_imported_where_they_are_used(module: str, path: Path) -> Non
     package, _, rest = module.partition(".")
     if package != "tiered_kv" and rest not in ("", "settings"):
         return  # a plugin's own modules are imported when its tier is opened
-    if module.startswith(("tiered_kv.integrations.vllm.", "tiered_kv.integrations.lmcache.")):
+    if module.startswith(tuple(f"tiered_kv.integrations.{engine}." for engine in ("vllm", "lmcache", "sglang"))):
         return  # an engine's classes are subclassed there; the engine imports them, through the package's lazy names
     tops = {name.partition(".")[0] for name in imports_of(path, top_level_only=True)}
     assert not tops & EXTRAS, f"{module} needs an extra to be imported"

@@ -11,22 +11,21 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
 import torch
 import vllm
-import xxhash
 from vllm import envs
 from vllm.config.utils import normalize_value
 from vllm.platforms import current_platform
 
 from tiered_kv.errors import ConfigError
+from tiered_kv.integrations.hf_config import has_fixed_rope, without_origin
+from tiered_kv.integrations.weight_files import files_digest
 
 
 def _names(text: str) -> frozenset[str]:
@@ -87,12 +86,6 @@ _IRRELEVANT: Mapping[str, frozenset[str]] = {
 
 _PARALLEL = ("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size", "worker_cls")
 """What counts of `parallel_config` beside the sizes that vLLM's summary has; the rest places processes."""
-
-_NOT_OF_THE_MODEL = frozenset({"_name_or_path", "_commit_hash", "transformers_version", "id2label", "label2id"})
-"""Entries of a Hugging Face configuration that count nowhere in it."""
-
-_FIXED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "deepseek_yarn", "proportional", "mrope"})
-"""Rotary embeddings that vLLM makes from the model's configuration alone. Others may look at `max_model_len`."""
 
 _FILE_FORMATS = frozenset(
     {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "npcache", "pt", "mistral", "runai_streamer"}
@@ -199,17 +192,11 @@ def _counted(section: str, value: Any) -> Any:
 def _model(config: Any) -> dict[str, object]:
     counted: dict[str, object] = _counted("model_config", config)
     for name in ("hf_config", "hf_text_config"):
-        counted[name] = _without_origin(getattr(config, name).to_dict())
+        counted[name] = without_origin(getattr(config, name).to_dict())
     counted["multimodal_config"] = _counted("multimodal_config", config.multimodal_config)
     if _follows_length(config, counted["hf_config"]):
         counted["max_model_len"] = config.max_model_len
     return counted
-
-
-def _without_origin(value: object) -> object:
-    if isinstance(value, Mapping):
-        return {str(name): _without_origin(item) for name, item in value.items() if name not in _NOT_OF_THE_MODEL}
-    return value
 
 
 def _follows_length(config: Any, described: object) -> bool:
@@ -218,21 +205,11 @@ def _follows_length(config: Any, described: object) -> bool:
     LongRoPE chooses its factors by it, Llama 4 its attention's temperature; code that is not vLLM's may do anything.
     """
     return (
-        not _rope_types(described) <= _FIXED_ROPE_TYPES
+        not has_fixed_rope(described)
         or str(getattr(config.hf_text_config, "model_type", "")).startswith("llama4")
         or config.trust_remote_code
         or str(config.model_impl) not in ("auto", "vllm")
     )
-
-
-def _rope_types(value: object, in_rope: bool = False) -> set[str]:
-    found: set[str] = set()
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            if in_rope and name in ("rope_type", "type"):
-                found.add(str(item))
-            found |= _rope_types(item, in_rope or name in ("rope_parameters", "rope_scaling"))
-    return found
 
 
 def _has_draft(config: Any) -> bool:
@@ -304,53 +281,3 @@ def _digest(name: str, value: object) -> str:
     except TypeError as error:
         raise ConfigError(f"vLLM's {name} has a value that cannot be told from others: {error}") from error
     return hashlib.blake2b(text.encode(), digest_size=16, person=b"tiered-kv-vlm-v1").hexdigest()
-
-
-_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
-_BESIDE = frozenset({".py"})
-"""Code that comes with a model."""
-_DESCRIBES = re.compile("quant|processor|index")
-"""JSON files: of quantizers, scales of a KV cache among them; of processors for images and sound; of an index."""
-
-_SAMPLES = 4096
-"""Of all files together."""
-_SAMPLES_PER_FILE_MIN = 16
-_SAMPLE_BYTES = 4096
-
-
-def files_digest(model: str) -> str | None:
-    """Return 32 hexadecimal digits for the weights in a directory or a file, or None where no file has them.
-
-    Names and sizes count, of each file 16 pages of 4 KiB and more, spread evenly, and of all some 4,096. So other
-    weights show, and a change of a few values does not. Times do not count: a copy on another machine is the same.
-    """
-    path = Path(model)
-    if path.is_file():
-        files = [path]
-    elif path.is_dir():
-        files = sorted(each for each in path.iterdir() if _counts(each))
-    else:
-        return None
-    if not any(each.suffix in _SUFFIXES for each in files):
-        return None
-    samples = max(_SAMPLES_PER_FILE_MIN, _SAMPLES // len(files))
-    digest = xxhash.xxh3_128()
-    for each in files:
-        size = each.stat().st_size
-        digest.update(f"{each.name} {size}\n".encode())
-        with each.open("rb", buffering=0) as file:
-            for start in _starts(size, samples):
-                digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, start))
-    return digest.hexdigest()
-
-
-def _counts(path: Path) -> bool:
-    is_named = path.suffix in _SUFFIXES | _BESIDE or (path.suffix == ".json" and _DESCRIBES.search(path.name))
-    return bool(is_named) and path.is_file()
-
-
-def _starts(size: int, samples: int) -> list[int]:
-    if size <= samples * _SAMPLE_BYTES:
-        return list(range(0, size, _SAMPLE_BYTES))
-    last = size - _SAMPLE_BYTES
-    return [last * number // (samples - 1) for number in range(samples)]

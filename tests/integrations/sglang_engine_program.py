@@ -1,0 +1,100 @@
+"""Runs in an environment with SGLang and tests/support/sglang_cpu on its path: a whole engine on the CPU.
+
+    python sglang_engine_program.py MODEL_DIRECTORY '{"hicache_mem_layout": "page_first", ...}'
+
+The model is a small Llama of random weights; nothing is downloaded. It reads commands from its standard input, one line
+of JSON each, and answers each with a line of JSON: `generate` answers prompts, `flush` drops what the engine has in
+memory, `clear`, `detach` and `attach` are SGLang's own for a storage backend, `end` ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.update(SGLANG_USE_CPU_ENGINE="1", HF_HUB_OFFLINE="1")
+
+MODEL = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    # Large enough that every token depends on all of its context, as the test makes sure.
+    "initializer_range": 0.2,
+}
+
+
+def save_model(directory: Path) -> None:
+    """Save a Llama with seeded random weights, unless it is there already."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if (directory / "config.json").exists():
+        return
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**MODEL, max_position_embeddings=8192, dtype="bfloat16")).save_pretrained(directory)
+
+
+def generate(engine: Any, prompts: list[list[int]]) -> dict[str, Any]:
+    """Answer prompts one by one; "storage" is how many tokens of each came from the storage."""
+    began_s = time.perf_counter()
+    sampling = {"max_new_tokens": 16, "temperature": 0, "ignore_eos": True}
+    answers = [engine.generate(input_ids=prompt, sampling_params=sampling) for prompt in prompts]
+    details = [answer["meta_info"].get("cached_tokens_details") or {} for answer in answers]
+    return {
+        "tokens": [answer["output_ids"] for answer in answers],
+        "cached": [answer["meta_info"]["cached_tokens"] for answer in answers],
+        "storage": [detail.get("storage", 0) for detail in details],
+        "seconds": time.perf_counter() - began_s,
+    }
+
+
+def administrate(engine: Any, method: str, **arguments: object) -> dict[str, Any]:
+    answer = engine.loop.run_until_complete(getattr(engine.tokenizer_manager, method)(**arguments))
+    return {"success": answer.success, "message": getattr(answer, "message", "")}
+
+
+def main() -> None:
+    import sglang
+
+    directory, options = Path(sys.argv[1]), json.loads(sys.argv[2])
+    save_model(directory)
+    engine = sglang.Engine(
+        model_path=str(directory),
+        device="cpu",
+        attention_backend="torch_native",
+        sampling_backend="pytorch",
+        skip_tokenizer_init=True,
+        disable_cuda_graph=True,
+        page_size=64,
+        mem_fraction_static=0.2,
+        max_total_tokens=8192,
+        context_length=8192,
+        log_level="info",
+        random_seed=0,
+        **options,
+    )
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        match command.pop("do"):
+            case "generate":
+                answer = generate(engine, command["prompts"])
+            case "flush":
+                answer = {"success": engine.flush_cache().success}
+            case "clear" | "detach" | "attach" as verb:
+                answer = administrate(engine, f"{verb}_hicache_storage", **command)
+            case _:
+                break
+        print(json.dumps(answer), flush=True)
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()

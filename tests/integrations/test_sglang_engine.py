@@ -1,0 +1,181 @@
+"""A whole SGLang engine on the CPU, with our tiers as the storage of its HiCache.
+
+`.ci/engines DIRECTORY` builds the environment; TIERED_KV_SGLANG_PYTHON names its interpreter. All prompts end alike, so
+that an answer depends on what is in the cache.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.mounts import command_in_namespace, missing_for_tmpfs
+from tests.support.sglang_programs import (
+    SOURCE,
+    TIMEOUT_S,
+    Message,
+    SGLangEngine,
+    environment_of_programs,
+    extra_config,
+    hicache,
+    interpreter,
+)
+from tests.support.vllm_programs import damage_segments
+from tiered_kv.counters import count_of
+from tiered_kv.testing.redis_servers import RedisServer, redis_server
+from tiered_kv.testing.waiting import wait_until
+
+__all__ = ["redis_server"]  # a fixture
+
+pytestmark = pytest.mark.slow
+
+PAGE = 64
+PROMPTS = [[*((each * 37 + number * 7) % 500 for number in range(640)), *range(100, 140)] for each in range(4)]
+WHOLE = 640
+"""Tokens of a prompt in whole pages, all of which can be found."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    interpreter()
+    return tmp_path_factory.mktemp("sglang") / "model"
+
+
+def nvme(directory: Path, **more: object) -> Message:
+    return {"type": "nvme", "path": str(directory / "kv"), "capacity": "256MiB", **more}
+
+
+def stored_blocks(engine: SGLangEngine, tier: str) -> int:
+    return count_of(engine.counters()["kv"], tier, "stored_blocks_total")
+
+
+def computed(engine: SGLangEngine, prompts: list[list[int]], tier: str = "nvme", *, parts: int = 2) -> list[list[int]]:
+    """Return the answers to prompts that no cache has, once all of their pages are stored."""
+    before = stored_blocks(engine, tier) if engine.has_counted() else 0
+    result = engine.tell("generate", prompts=prompts)
+    assert result["storage"] == [0] * len(prompts)
+    wait_until(lambda: stored_blocks(engine, tier) >= before + parts * len(prompts) * WHOLE // PAGE)
+    tokens: list[list[int]] = result["tokens"]
+    return tokens
+
+
+def test_a_killed_engine_s_successor_finds_its_pages_and_damaged_ones_are_computed(model: Path, tmp_path: Path) -> None:
+    extra = extra_config([nvme(tmp_path)])
+    with SGLangEngine(model, tmp_path, hicache(extra)).wait_ready() as engine:
+        expected = computed(engine, PROMPTS)
+        assert len({tuple(answer) for answer in expected}) == len(PROMPTS), "an answer depends on its whole prompt"
+        engine.post("generate", prompts=[[each % 400 for each in range(3000)]])
+        engine.kill()
+    with SGLangEngine(model, tmp_path, hicache(extra)).wait_ready() as engine:
+        result = engine.tell("generate", prompts=PROMPTS)
+        assert result["tokens"] == expected
+        assert result["storage"] == [WHOLE] * len(PROMPTS)
+        # Attached and detached while it runs.
+        assert engine.tell("detach")["success"]
+        assert engine.tell("flush")["success"]
+        assert engine.tell("generate", prompts=PROMPTS[:1])["cached"] == [0]
+        assert engine.tell("flush")["success"]
+        assert attach(engine, extra) == {"success": True, "message": "Attached HiCache storage backend successfully."}
+        result = engine.tell("generate", prompts=PROMPTS[:1])
+        assert (result["tokens"], result["storage"]) == (expected[:1], [WHOLE])
+        # Bytes that are damaged.
+        assert engine.tell("flush")["success"]
+        damage_segments(tmp_path / "kv" / "kv")
+        result = engine.tell("generate", prompts=PROMPTS)
+        assert (result["tokens"], result["storage"]) == (expected, [0] * len(PROMPTS))
+        assert count_of(engine.counters()["kv"], "nvme", "tier", "corrupt_blocks_total") > 0
+        # Cleared.
+        wait_until(lambda: stored_blocks(engine, "nvme") >= 2 * len(PROMPTS) * WHOLE // PAGE)
+        assert engine.tell("clear")["success"]
+        assert engine.tell("flush")["success"]
+        result = engine.tell("generate", prompts=PROMPTS)
+        assert (result["tokens"], result["storage"]) == (expected, [0] * len(PROMPTS))
+
+
+def attach(engine: SGLangEngine, extra: Message) -> Message:
+    return engine.tell(
+        "attach",
+        hicache_storage_backend="dynamic",
+        hicache_storage_backend_extra_config_json=json.dumps(extra),
+        hicache_storage_prefetch_policy="wait_complete",
+        hicache_write_policy="write_through",
+    )
+
+
+def found_again(engine: SGLangEngine, expected: list[list[int]]) -> list[int]:
+    """Return how many tokens of each prompt come from the storage, now that the engine has forgotten them."""
+    assert engine.tell("flush")["success"]
+    result = engine.tell("generate", prompts=PROMPTS)
+    assert result["tokens"] == expected
+    tokens: list[int] = result["storage"]
+    return tokens
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["layer_first", "page_first_direct", "page_head"])
+def test_an_engine_finds_its_pages_in_every_layout(layout: str, model: Path, tmp_path: Path) -> None:
+    backend = "direct" if layout == "page_first_direct" else "kernel"
+    options = hicache(extra_config([nvme(tmp_path)]), hicache_mem_layout=layout, hicache_io_backend=backend)
+    with SGLangEngine(model, tmp_path, options).wait_ready() as engine:
+        per_page = 8 if layout == "layer_first" else 2
+        expected = computed(engine, PROMPTS, parts=per_page)
+        assert found_again(engine, expected) == [WHOLE] * len(PROMPTS)
+
+
+@pytest.mark.full
+def test_sglang_s_own_delays_and_failures_change_no_token(model: Path, tmp_path: Path) -> None:
+    injected = {
+        "SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.05",
+        "SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.3",
+    }
+    with SGLangEngine(model, tmp_path, hicache(extra_config([nvme(tmp_path)])), **injected).wait_ready() as engine:
+        expected = engine.tell("generate", prompts=PROMPTS)["tokens"]
+        found = [sum(found_again(engine, expected)) for _ in range(6)]
+        assert max(found) > 0
+        assert min(found) < WHOLE * len(PROMPTS)
+
+
+@pytest.mark.full
+def test_a_redis_server_that_freezes_costs_hits_only(model: Path, tmp_path: Path, redis_server: RedisServer) -> None:
+    redis = {"type": "redis", "url": redis_server.url, "job_timeout": "2s", "breaker_cooldown": "1s"}
+    with SGLangEngine(model, tmp_path, hicache(extra_config([redis]))).wait_ready() as engine:
+        expected = computed(engine, PROMPTS, "redis")
+        redis_server.freeze()
+        assert found_again(engine, expected) == [0] * len(PROMPTS)
+        redis_server.thaw()
+        wait_until(lambda: found_again(engine, expected) == [WHOLE] * len(PROMPTS), pause_s=1.0)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(bool(missing_for_tmpfs()), reason=missing_for_tmpfs() or "it can be mounted")
+def test_a_full_disk_costs_hits_only(model: Path, tmp_path: Path) -> None:
+    point = tmp_path / "kv"
+    point.mkdir()
+    mount = 'mount -t tmpfs -o size=4m tmpfs "$0" && exec "$@"'
+    command = command_in_namespace(["sh", "-c", mount, str(point)])
+    options = hicache(extra_config([nvme(tmp_path, segment="1MiB")]))
+    with SGLangEngine(model, tmp_path, options, command=command).wait_ready() as engine:
+        expected = engine.tell("generate", prompts=PROMPTS)["tokens"]
+        refused = ("no_space_errors_total", "refused_stores_total", "room_timeouts_total")
+        wait_until(lambda: any(count_of(engine.counters()["kv"], "nvme", "tier", name) for name in refused))
+        found = found_again(engine, expected)
+        assert found[0] == WHOLE
+        assert sum(found) < WHOLE * len(PROMPTS)
+
+
+@pytest.mark.full
+def test_the_example_s_second_engine_finds_the_pages_of_the_first(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [interpreter(), str(SOURCE / "examples" / "sglang" / "run.py")],
+        cwd=tmp_path,
+        env=environment_of_programs(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert "second engine: 1664 of 4680 prompt tokens found in the storage" in done.stdout
+    assert "the answers are the same" in done.stdout

@@ -1,0 +1,136 @@
+"""Throughput of our nvme tier as the storage of SGLang's HiCache, beside SGLang's own `file` backend.
+
+    export PYTHONPATH=tests/support/sglang_cpu:.:plugins
+    ENVIRONMENT/sglang/bin/python tests/performance/sglang_rates.py DIRECTORY --rounds 9 >table.md
+
+DIRECTORY is on the disk to measure; `.ci/engines` builds the ENVIRONMENT. A host pool for keys and values has the
+pages. Both sides are called as SGLang's threads call them, 128 pages at a time: ours by places in the pool, its own by
+tensors that are copied out of the pool and back into it. The sides take turns within a round. A row has the median of
+the rounds with the lowest and the highest, and the same of the ratio within a round. GB = 1e9 bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+# The parts have set the variables that SGLang reads.
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile
+
+from tests.integrations.sglang_engine_program import save_model
+from tests.integrations.sglang_program_parts import (
+    PAGE,
+    extra_config,
+    fill,
+    mha_pool,
+    open_backend,
+    pages_of,
+    publish_engine,
+    slots,
+    storage_config,
+)
+
+PAGES = 128
+LAYOUTS = ("page_first", "layer_first")
+
+
+class Own:
+    """SGLang's `file` backend, as SGLang's threads use it: by whole pages that are copied."""
+
+    def __init__(self, pool: Any, directory: Path) -> None:
+        os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(directory)
+        self.pool, self.backend = pool, HiCacheFile(storage_config({}))
+
+    def store(self, keys: list[str], pages: Sequence[int]) -> bool:
+        return bool(self.backend.batch_set(keys, [self.pool.get_data_page(page * PAGE) for page in pages]))
+
+    def load(self, keys: list[str], pages: Sequence[int]) -> bool:
+        found = self.backend.batch_get(keys, [self.pool.get_dummy_flat_data_page() for _ in keys])
+        for page, content in zip(pages, found, strict=True):
+            self.pool.set_from_flat_data_page(page * PAGE, content)
+        return None not in found
+
+    def close(self) -> None:
+        return
+
+
+class Ours:
+    """Our backend with one nvme tier."""
+
+    def __init__(self, pool: Any, directory: Path) -> None:
+        tier = {"type": "nvme", "path": str(directory), "capacity": "8GiB"}
+        self.pool, self.backend = pool, open_backend(storage_config(extra_config([tier])), pool)
+
+    def store(self, keys: list[str], pages: Sequence[int]) -> bool:
+        return all(self.backend.batch_set_v1(keys, slots(self.pool, pages)))
+
+    def load(self, keys: list[str], pages: Sequence[int]) -> bool:
+        return all(self.backend.batch_get_v1(keys, slots(self.pool, pages)))
+
+    def close(self) -> None:
+        self.backend.close()
+
+
+def measure(directory: Path, layout: str, rounds: int) -> dict[tuple[str, str], list[float]]:
+    """Return GB/s by direction and side, one value a round; all pages that come back are compared."""
+    pool = mha_pool(layout, layers=8, heads=8, width=128, pages=2 * PAGES + 1)
+    fill(pool)
+    first, second = range(PAGES), range(PAGES, 2 * PAGES)
+    expected = pages_of(pool, first)
+    gigabytes = sum(len(part) for page in expected for part in page) / 1e9
+    rates: dict[tuple[str, str], list[float]] = defaultdict(list)
+    sides: list[tuple[str, Ours | Own]] = [
+        ("ours", Ours(pool, directory / "ours")),
+        ("file", Own(pool, directory / "file")),
+    ]
+    for number in range(rounds + 1):
+        keys = [f"{number * PAGES + page:064x}" for page in range(PAGES)]
+        for name, side in sides if number % 2 else sides[::-1]:
+            stored_s = _timed(side.store, keys, first)
+            loaded_s = _timed(side.load, keys, second)
+            assert pages_of(pool, second) == expected, name
+            if number:  # the first makes files, memory and compiled code
+                rates["store", name].append(gigabytes / stored_s)
+                rates["load", name].append(gigabytes / loaded_s)
+    for _, side in sides:
+        side.close()
+    return rates
+
+
+def _timed(move: Callable[[list[str], Sequence[int]], bool], keys: list[str], pages: Sequence[int]) -> float:
+    began_s = time.perf_counter()
+    assert move(keys, pages)
+    return time.perf_counter() - began_s
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--rounds", type=int, default=9)
+    arguments = parser.parse_args()
+    print("| pages of 2 MiB | ours | SGLang's `file` | ratio | to reach |\n| --- | --- | --- | --- | --- |")
+    for layout in LAYOUTS:
+        with tempfile.TemporaryDirectory(dir=arguments.directory) as path:
+            save_model(Path(path) / "model")
+            publish_engine(Path(path) / "model")
+            rates = measure(Path(path), layout, arguments.rounds)
+        for direction in ("store", "load"):
+            ours, own = rates[direction, "ours"], rates[direction, "file"]
+            ratios = [mine / other for mine, other in zip(ours, own, strict=True)]
+            columns = (f"{layout}, {direction} (GB/s)", _spread(ours), _spread(own), _spread(ratios), "3 x")
+            print(f"| {' | '.join(columns)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Programs in an environment of SGLang's, beside the tests of its integration.
+
+`.ci/engines DIRECTORY` builds the environment; TIERED_KV_SGLANG_PYTHON names its interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SOURCE = Path(__file__).parents[2]
+TIMEOUT_S = 900.0
+VARIABLE = "TIERED_KV_SGLANG_PYTHON"
+
+Message = dict[str, Any]
+
+
+def interpreter() -> str:
+    """Return the Python of the environment with SGLang, or skip."""
+    found = os.environ.get(VARIABLE)
+    if not found or not Path(found).exists():
+        pytest.skip(f"SGLang is not here: run .ci/engines DIRECTORY, and set {VARIABLE}")
+    return found
+
+
+def environment_of_programs(directory: Path, **variables: str) -> dict[str, str]:
+    """Return the variables for a program in SGLang's environment, whose temporary files go to `directory`."""
+    paths = [SOURCE / "tests" / "support" / "sglang_cpu", SOURCE]
+    if (SOURCE / "plugins").is_dir():
+        paths.append(SOURCE / "plugins")
+    return {**os.environ, "TMPDIR": str(directory), "PYTHONPATH": os.pathsep.join(map(str, paths)), **variables}
+
+
+def run_program(program: Path, directory: Path, *arguments: str, **variables: str) -> list[Message]:
+    """Run a program to its end and return its lines of JSON."""
+    done = subprocess.run(
+        [interpreter(), str(program), *arguments],
+        env=environment_of_programs(directory, **variables),
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def extra_config(tiers: Sequence[Mapping[str, object]], **more: object) -> Message:
+    """Return the extra config of our backend, as the tests' watched class."""
+    return {
+        "backend_name": "tiered_kv",
+        "module_path": "tests.support.sglang_cpu.watched",
+        "class_name": "WatchedHiCache",
+        "interface_v1": 1,
+        "prefetch_threshold": 64,
+        "tiers": list(tiers),
+        **more,
+    }
+
+
+def hicache(extra: Mapping[str, object], **more: object) -> Message:
+    """Return the options of an engine whose HiCache has our backend."""
+    return {
+        "enable_hierarchical_cache": True,
+        "hicache_ratio": 2,
+        "hicache_mem_layout": "page_first",
+        "hicache_io_backend": "kernel",
+        "hicache_write_policy": "write_through",
+        "hicache_storage_prefetch_policy": "wait_complete",
+        "hicache_storage_backend": "dynamic",
+        "hicache_storage_backend_extra_config": json.dumps(extra),
+        **more,
+    }
+
+
+class SGLangEngine:
+    """An engine in a program of its own, with all its processes in one group. Used in a `with` block, which ends it.
+
+    Args:
+        model: Where its model is, or is made.
+        directory: For its files.
+        options: Of SGLang's `Engine`.
+        command: What runs the program, and gets its command line as further arguments.
+        variables: Of its environment.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        directory: Path,
+        options: Mapping[str, object],
+        *,
+        command: Sequence[str] = (),
+        **variables: str,
+    ) -> None:
+        self._counters = directory / "counters.json"
+        self._log = directory / "engine.log"
+        program = SOURCE / "tests" / "integrations" / "sglang_engine_program.py"
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*command, interpreter(), str(program), str(model), json.dumps(options)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment_of_programs(directory, WATCHED_COUNTERS=str(self._counters), **variables),
+                cwd=directory,
+                start_new_session=True,
+            )
+        self._watchdog = threading.Timer(TIMEOUT_S, self.kill)  # an engine that hangs ends, and with it what it says
+        self._watchdog.start()
+
+    def __enter__(self) -> SGLangEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._watchdog.cancel()
+        self._watchdog.join()
+        self.kill()
+        self._process.communicate()
+
+    def wait_ready(self) -> SGLangEngine:
+        assert self._answer() == {"ready": True}
+        return self
+
+    def tell(self, do: str, **arguments: object) -> Message:
+        """Let the engine do something, and return its answer."""
+        self.post(do, **arguments)
+        return self._answer()
+
+    def post(self, do: str, **arguments: object) -> None:
+        """Let the engine begin to do something."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+        self._process.stdin.flush()
+
+    def kill(self) -> None:
+        """Kill all processes of the engine at once, and remove what SGLang leaves in /dev/shm then."""
+        left = [Path(line.split()[-1]) for line in self._maps() if "/dev/shm/sglang_" in line]
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        for path in left:
+            path.unlink(missing_ok=True)
+
+    def _maps(self) -> list[str]:
+        lines: list[str] = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if os.getpgid(int(process.name)) == self._process.pid:
+                    lines += (process / "maps").read_text().splitlines()
+            except OSError:  # it has ended
+                continue
+        return lines
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def has_counted(self) -> bool:
+        return self._counters.exists()
+
+    def counters(self) -> Message:
+        """Return what the backend had counted when it had last moved pages."""
+        told: Message = json.loads(self._counters.read_text())
+        return told
+
+    def _answer(self) -> Message:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                answer: Message = json.loads(line)
+                return answer
+        raise AssertionError(f"the engine has ended:\n{self.log()[-6000:]}")

@@ -1,0 +1,281 @@
+"""The storage backend of SGLang's HiCache: pages go from its host pools to our tiers, and back.
+
+SGLang calls from threads of its own: one asks what is stored, one loads, one stores. Each of our methods waits until no
+tier touches the pages any more, since SGLang gives them to others then. Registering, clearing and closing are the
+scheduler's thread's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any, Literal
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+from sglang.srt.observability.metrics_collector import StorageMetrics
+
+from tiered_kv.direct import DirectTiers
+from tiered_kv.errors import ConfigError
+from tiered_kv.integrations.sglang.engine import engine_facts
+from tiered_kv.integrations.sglang.identity import check_sharing, namespace_of, own_variables
+from tiered_kv.integrations.sglang.pools import PagePool, Parts
+from tiered_kv.integrations.sglang.settings import part_of, read_settings
+
+_log = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 5.0
+
+_kept: list[PagePool] = []
+"""Pools whose memory a transfer that hangs may still touch. They stay mapped until the process ends."""
+
+
+class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there when types are checked
+    """Configured as `--hicache-storage-backend dynamic`; docs/how-to/sglang.md has the extra config.
+
+    Args:
+        storage_config: SGLang's; its `extra_config` has ours.
+        kwargs: Nothing that is used.
+
+    Raises:
+        ConfigError: A setting cannot be used, or does not fit the engine.
+    """
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: object = None) -> None:
+        variables = own_variables()
+        values = {name: str(value) for name, (value, _) in variables.items()}
+        counts = {name: count for name, (_, count) in variables.items()}
+        self._config = storage_config
+        self._settings = read_settings(storage_config.extra_config or {}, {**os.environ, **values}, counts)
+        check_sharing(storage_config, self._settings)
+        self._facts = engine_facts(self._settings.namespace)
+        self._pools: dict[str, PagePool] = {}
+        self._tiers: dict[str, list[tuple[Parts, DirectTiers]]] = {}
+        """Of each pool, by its name."""
+        self._is_used = False
+        self._metrics = StorageMetrics()
+        self._metrics_lock = threading.Lock()
+
+    # Pools. SGLang registers all of them before it stores or loads a page.
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:  # Any: a host pool
+        super().register_mem_pool_host(mem_pool_host)
+        self._add(PoolName.KV, mem_pool_host)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        is_late = bool(self._tiers) and str(host_pool_name) not in self._pools
+        self._add(host_pool_name, host_pool)
+        if is_late:  # that of a draft model
+            if self._is_used:
+                raise ConfigError(
+                    f"SGLang's host pool '{host_pool_name}' comes too late: pages have been stored before"
+                )
+            self._close_tiers()
+            self.on_host_pools_registered()
+
+    def on_host_pools_registered(self) -> None:
+        """Open the tiers of all pools.
+
+        Raises:
+            ConfigError, TierError: A tier cannot be opened.
+        """
+        all_bytes = sum(parts.pool_bytes for pool in self._pools.values() for parts in pool.parts)
+        with ExitStack() as undo:
+            undo.callback(self._close_tiers)
+            for name, pool in self._pools.items():
+                namespace = namespace_of(pool, self._config, self._settings, self._facts)
+                self._tiers[name] = []
+                for parts in pool.parts:
+                    share = parts.pool_bytes / all_bytes
+                    tiers = DirectTiers(
+                        (parts.address, parts.memory_bytes),
+                        block_bytes=parts.part_bytes,
+                        tiers=[part_of(tier, parts.name, share) for tier in self._settings.tiers],
+                        namespace=namespace,
+                        block_tokens=int(pool.pool.page_size),
+                    )
+                    self._tiers[name].append((parts, tiers))
+            undo.pop_all()
+
+    def _add(self, name: object, host_pool: Any) -> None:
+        known = self._pools.get(str(name))
+        if known is None or known.pool is not host_pool:
+            self._pools[str(name)] = PagePool(str(name), host_pool)
+
+    # Plain models.
+
+    def batch_exists(self, keys: list[str], extra_info: object = None) -> int:
+        return _prefix(self._run("contains", PoolName.KV, keys))
+
+    def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: object = None) -> list[bool]:
+        return self._move("load", PoolName.KV, keys, host_indices)
+
+    def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: object = None) -> list[bool]:
+        return self._move("store", PoolName.KV, keys, host_indices)
+
+    # Models with several pools.
+
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: list[PoolTransfer] | None = None, extra_info: object = None
+    ) -> PoolTransferResult:
+        pages = self.batch_exists(keys)
+        hits: dict[str, int] = {PoolName.KV: pages} if pages else {}
+        restorable = list(range(1, pages + 1))
+        for transfer in pool_transfers or ():
+            if transfer.hit_policy is PoolHitPolicy.BLOCK_GROUPS:
+                continue  # another form of the same pages, which never decides; none is stored here
+            there = self._run("contains", transfer.name, keys[:pages])
+            if transfer.hit_policy is PoolHitPolicy.TRAILING_PAGES:
+                window = max(1, len(transfer.keys or ()))
+                ends = {end for end in range(1, pages + 1) if all(there[max(0, end - window) : end])}
+            else:
+                ends = set(range(1, _prefix(there) + 1))
+            if ends:
+                hits[transfer.name] = max(ends)
+            restorable = [end for end in restorable if end in ends]
+        return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
+
+    def batch_get_v2(self, transfers: list[PoolTransfer], extra_info: object = None) -> dict[str, list[bool]]:
+        return self._move_all("load", transfers)
+
+    def batch_set_v2(self, transfers: list[PoolTransfer], extra_info: object = None) -> dict[str, list[bool]]:
+        return self._move_all("store", transfers)
+
+    def _move_all(self, method: Literal["load", "store"], transfers: Iterable[PoolTransfer]) -> dict[str, list[bool]]:
+        return {
+            transfer.name: self._move(method, transfer.name, transfer.keys or [], transfer.host_indices)
+            for transfer in transfers
+        }
+
+    # What SGLang calls without `interface_v1`, which is required here.
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    def get(self, key: str, target_location: object = None, target_sizes: object = None) -> None:
+        return None
+
+    def batch_get(self, keys: list[str], target_locations: object = None, target_sizes: object = None) -> list[None]:
+        return [None] * len(keys)
+
+    def set(self, key: str, value: object = None, target_location: object = None, target_sizes: object = None) -> bool:
+        return False
+
+    def batch_set(
+        self, keys: list[str], values: object = None, target_locations: object = None, target_sizes: object = None
+    ) -> bool:
+        return False
+
+    # Administration.
+
+    def clear(self) -> None:
+        """Forget every page in every tier, also of other engines that share it."""
+        self._for_each(DirectTiers.reset)
+
+    def get_stats(self) -> StorageMetrics:
+        """Return how many pages went each way since the last call, by call, and how fast, in GB/s."""
+        with self._metrics_lock:
+            taken, self._metrics = self._metrics, StorageMetrics()
+        return taken
+
+    def counters(self) -> dict[str, dict[str, dict[str, Any]]]:  # Any: as `Counters.snapshot`
+        """Return the counts of each tier, by the name of the parts that it has: "kv", or "mamba-0" and so on."""
+        return {parts.name: tiers.counters() for pool in self._tiers.values() for parts, tiers in pool}
+
+    def close(self) -> None:
+        """Let what is on its way arrive, for a while, and close the tiers. SGLang has ended its threads before."""
+        _log.info("the tiers of HiCache close; their counters: %s", self.counters())
+        self._close_tiers()
+
+    def _close_tiers(self) -> None:
+        for name, opened in self._tiers.items():
+            has_let_go = [tiers.close(CLOSE_TIMEOUT_S) for _, tiers in opened]
+            if not all(has_let_go):
+                _kept.append(self._pools[name])
+        self._tiers = {}
+
+    def _for_each(self, method: Callable[[DirectTiers], object]) -> None:
+        for opened in self._tiers.values():
+            for _, tiers in opened:
+                method(tiers)
+
+    # SGLang's threads.
+
+    def _move(
+        self, method: Literal["load", "store"], name: str, keys: Sequence[str], host_indices: torch.Tensor | None
+    ) -> list[bool]:
+        """Load or store whole pages; return for each whether all of its parts were."""
+        pool = self._pools.get(str(name))
+        if pool is None or host_indices is None or host_indices.numel() != len(keys) * pool.page_slots:
+            _log.error("cannot %s %d pages of the pool '%s': SGLang gave no place for each", method, len(keys), name)
+            return [False] * len(keys)
+        began_s = time.perf_counter()
+        moved = self._run(method, name, keys, host_indices)
+        gigabytes = sum(moved) * sum(pool.sizes) / 1e9
+        with self._metrics_lock:
+            metrics = self._metrics
+            pages, rates = (
+                (metrics.prefetch_pgs, metrics.prefetch_bandwidth)
+                if method == "load"
+                else (metrics.backup_pgs, metrics.backup_bandwidth)
+            )
+            pages.append(sum(moved))
+            rates.append(gigabytes / max(time.perf_counter() - began_s, 1e-9))
+        return moved
+
+    def _run(self, method: str, name: str, keys: Sequence[str], host_indices: torch.Tensor | None = None) -> list[bool]:
+        """Call a method of the tiers of each size at once, wait for all, and return for each page whether all did."""
+        self._is_used = True
+        whole = [True] * len(keys)
+        opened = self._tiers.get(str(name))
+        if opened is None:
+            return [False] * len(keys)
+        pool = self._pools[str(name)]
+        waiting: list[tuple[int, threading.Event, list[list[bool]]]] = []
+        try:
+            for parts, tiers in opened:
+                waiting.append(self._begin(pool, parts, tiers, method, keys, host_indices))
+        finally:  # whatever was raised, nothing may touch the pages any more
+            for count, came, told in waiting:
+                came.wait()
+                for place, answer in enumerate(told[0]):
+                    whole[place // count] &= answer
+        return whole
+
+    def _begin(
+        self,
+        pool: PagePool,
+        parts: Parts,
+        tiers: DirectTiers,
+        method: str,
+        keys: Sequence[str],
+        host_indices: torch.Tensor | None,
+    ) -> tuple[int, threading.Event, list[list[bool]]]:
+        came = threading.Event()
+        told: list[list[bool]] = []
+
+        def note(answers: list[bool]) -> None:
+            told.append(answers)
+            came.set()
+
+        arguments: list[Any] = [pool.keys(parts, keys)]
+        if host_indices is not None:
+            arguments.append(pool.offsets(parts, host_indices))
+        getattr(tiers, method)(*arguments, note)
+        return len(parts.numbers), came, told
+
+
+def _prefix(answers: Sequence[bool]) -> int:
+    return answers.index(False) if False in answers else len(answers)

@@ -1,0 +1,138 @@
+"""SGLang's host pools: where the parts of a page lie in memory.
+
+A page is the KV cache of some tokens, or a recurrent state at the end of a page. A host pool keeps it in one or more
+runs of bytes: keys and values, in a layer-first layout those of each layer, in a Mamba pool each kind of state. Such a
+run is a *part*. Parts are numbered within their page, and each is a block of a tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tiered_kv.base import OffloadKey, make_offload_key
+from tiered_kv.errors import ConfigError
+
+_BUFFERS = (
+    "kv_buffer",
+    "k_buffer",
+    "v_buffer",
+    "index_k_buffer",
+    "index_k_scale_buffer",
+    "index_k_with_scale_buffer",
+    "temporal_buffer",
+    "conv_buffer",
+)
+"""Where host pools have their tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of a pool's pages that have one size.
+
+    Args:
+        name: The name of a directory for them: the pool's, with a number where the pool has several sizes.
+        part_bytes: Bytes of a part.
+        numbers: Which parts of a page they are.
+        address: Where the memory begins that has all of them.
+        memory_bytes: How long it is. There may be holes in it that are not mapped.
+        pool_bytes: Bytes that they have in the whole pool.
+    """
+
+    name: str
+    part_bytes: int
+    numbers: tuple[int, ...]
+    address: int
+    memory_bytes: int
+    pool_bytes: int
+
+
+class PagePool:
+    """A host pool of SGLang's, by pages and parts. Any thread may use it.
+
+    Args:
+        name: SGLang's name of it, such as "kv" or "mamba".
+        pool: SGLang's `HostKVCache`.
+
+    Raises:
+        ConfigError: A page has no fixed places in it.
+    """
+
+    def __init__(self, name: str, pool: Any) -> None:
+        self.name, self.pool = name, pool
+        self.page_slots = int(pool.page_size) * int(getattr(pool, "dcp_size", 1))
+        """Indices of SGLang's that a page takes."""
+        self.tensors = _tensors_of(pool)
+        """The pool's memory, kept from being freed."""
+        pages = int(pool.size) // int(pool.page_size)
+        addresses, self.sizes = self._places(torch.arange(self.page_slots))
+        last, _ = self._places(torch.arange(self.page_slots) + (pages - 1) * self.page_slots)
+        places = [self._tensor_of(number, addresses, last) for number in range(len(self.sizes))]
+        sizes = sorted(set(self.sizes), reverse=True)
+        self.parts = []
+        for index, size in enumerate(sizes):
+            numbers = tuple(number for number, each in enumerate(self.sizes) if each == size)
+            tensors = [places[number] for number in numbers]
+            address = min(tensor.data_ptr() for tensor in tensors)
+            end = max(tensor.data_ptr() + tensor.nbytes for tensor in tensors)
+            part_name = f"{name}-{index}" if len(sizes) > 1 else name
+            self.parts.append(Parts(part_name, size, numbers, address, end - address, pages * size * len(numbers)))
+
+    def keys(self, parts: Parts, page_keys: Sequence[str]) -> list[OffloadKey]:
+        """Return the keys of some parts of some pages, by their page."""
+        hashes = [bytes.fromhex(key) for key in page_keys]
+        return [make_offload_key(each, number) for each in hashes for number in parts.numbers]
+
+    def offsets(self, parts: Parts, host_indices: torch.Tensor) -> list[int]:
+        """Return where those parts lie in their memory; `host_indices` are the slots of whole pages."""
+        addresses, _ = self.pool.get_page_buffer_meta(host_indices)
+        begin, count = parts.address, len(self.sizes)
+        return [
+            addresses[page + number] - begin for page in range(0, len(addresses), count) for number in parts.numbers
+        ]
+
+    def _places(self, host_indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        """Return the addresses and sizes of the parts of some pages.
+
+        SGLang's pools refuse with errors of several kinds what they cannot tell.
+        """
+        try:
+            addresses, sizes = self.pool.get_page_buffer_meta(host_indices)
+        except (NotImplementedError, ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"SGLang's host pool '{self.name}' ({type(self.pool).__name__}, layout {self.pool.layout}) has no "
+                f"fixed places for its pages: {error}; use --hicache-mem-layout page_first or page_first_direct, if "
+                "this model can"
+            ) from error
+        return list(addresses), list(sizes)
+
+    def _tensor_of(self, number: int, first: Sequence[int], last: Sequence[int]) -> torch.Tensor:
+        size = self.sizes[number]
+        for tensor in self.tensors:
+            begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+            if begin <= first[number] and last[number] + size <= end and first[number] <= last[number]:
+                return tensor
+        raise ConfigError(
+            f"part {number} of a page of SGLang's host pool '{self.name}' ({type(self.pool).__name__}, layout "
+            f"{self.pool.layout}) lies in no memory that is known here"
+        )
+
+
+def _tensors_of(pool: Any) -> list[torch.Tensor]:
+    found: dict[int, torch.Tensor] = {}
+    for name in _BUFFERS:
+        for tensor in _flat(getattr(pool, name, None)):
+            found.setdefault(tensor.data_ptr(), tensor)
+    return list(found.values())
+
+
+def _flat(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if value.nbytes:
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _flat(each)

@@ -1,0 +1,58 @@
+"""The weights of a model in files, told from others by a digest: for the namespaces of engines that read them."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import xxhash
+
+_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
+_BESIDE = frozenset({".py"})
+"""Code that comes with a model."""
+_DESCRIBES = re.compile("quant|processor|index")
+"""JSON files: of quantizers, scales of a KV cache among them; of processors for images and sound; of an index."""
+
+_SAMPLES = 4096
+"""Of all files together."""
+_SAMPLES_PER_FILE_MIN = 16
+_SAMPLE_BYTES = 4096
+
+
+def files_digest(model: str) -> str | None:
+    """Return 32 hexadecimal digits for the weights in a directory or a file, or None where no file has them.
+
+    Names and sizes count, of each file 16 pages of 4 KiB and more, spread evenly, and of all some 4,096. So other
+    weights show, and a change of a few values does not. Times do not count: a copy on another machine is the same.
+    """
+    path = Path(model)
+    if path.is_file():
+        files = [path]
+    elif path.is_dir():
+        files = sorted(each for each in path.iterdir() if _counts(each))
+    else:
+        return None
+    if not any(each.suffix in _SUFFIXES for each in files):
+        return None
+    samples = max(_SAMPLES_PER_FILE_MIN, _SAMPLES // len(files))
+    digest = xxhash.xxh3_128()
+    for each in files:
+        size = each.stat().st_size
+        digest.update(f"{each.name} {size}\n".encode())
+        with each.open("rb", buffering=0) as file:
+            for start in _starts(size, samples):
+                digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, start))
+    return digest.hexdigest()
+
+
+def _counts(path: Path) -> bool:
+    is_named = path.suffix in _SUFFIXES | _BESIDE or (path.suffix == ".json" and _DESCRIBES.search(path.name))
+    return bool(is_named) and path.is_file()
+
+
+def _starts(size: int, samples: int) -> list[int]:
+    if size <= samples * _SAMPLE_BYTES:
+        return list(range(0, size, _SAMPLE_BYTES))
+    last = size - _SAMPLE_BYTES
+    return [last * number // (samples - 1) for number in range(samples)]
