@@ -6,6 +6,7 @@ import pytest
 
 from tests.observe.rig import OTHERS, Engine, blocks, evict_all, get, misses, obedient, put, stack_of
 from tiered_kv.base import ReqContext
+from tiered_kv.observe import pages
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.rig import make_keys
 
@@ -141,6 +142,18 @@ def test_prefetch_asks_for_nothing() -> None:
         engine.load(KEYS[:2], context)
         engine.end(context)
         assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((2, 2), (0, 2))
+
+
+def test_keys_that_were_noted_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "PAGE_KEYS", 8)
+    with open_stack(stack_of(OBEDIENT)) as stack:
+        for number, key in enumerate(make_keys(100)):
+            assert Engine(stack).request([key], f"r-{number}") == 0
+            put(stack, [key])
+        assert stack.history is not None
+        missed, noted = stack.manager._search._missed, stack.history._page
+        assert missed is not None
+        assert max(len(missed), len(noted)) <= 8
 
 
 def test_calls_without_an_id_are_one_request() -> None:

@@ -182,6 +182,7 @@ def test_a_reset_is_one_event_and_nothing_from_before_follows(open_with_events: 
         again = {"CPU": hashes(keys[:2]), "NVME": hashes(keys[:2])}
         messages = subscriber.replay_until(lambda messages: bool(cleared(messages)) and index_of(messages) == again)
     assert len(cleared(messages)) == 1
+    assert {event["type"] for message in messages for event in message.events} == {"BlockStored", "AllBlocksCleared"}
     assert index_of(messages[: cleared(messages)[0]]) == {"CPU": hashes(keys), "NVME": hashes(keys)}
 
 

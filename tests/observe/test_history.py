@@ -99,6 +99,16 @@ def test_a_reset_separates_blocks_of_one_moment(history: BlockHistory) -> None:
         assert [fates[1][0] for fates in history.fates(keys)] == [Fate.RESET, Fate.STORED, Fate.UNKNOWN], number
 
 
+def test_a_reset_is_noted_however_much_waits(history: BlockHistory, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = make_keys(2)
+    history.note(1, Fate.STORED, keys)
+    monkeypatch.setattr(history_module, "PENDING_BATCHES_MAX", -1)
+    history.reset(1)
+    monkeypatch.undo()
+    ask(history, keys)
+    assert misses(history, 1) == {"reset": 2}
+
+
 def test_a_skipped_store_does_not_hide_a_stored_block_but_one_from_before_a_reset(history: BlockHistory) -> None:
     (key,) = make_keys(1)
     history.note(1, Fate.STORED, [key])
@@ -182,6 +192,18 @@ def test_what_is_remembered_of_requests_that_do_not_end_is_bounded(
     assert misses(history, CPU) == {"absent": remembered * 100}
     assert history.dropped_blocks == (100 - remembered) * 100, "those that asked first are forgotten"
     assert [request.req_id for request in history.requests()] == [str(number) for number in range(100)][-remembered:]
+
+
+def test_a_request_that_alone_asks_for_too_much_is_forgotten_too(
+    history: BlockHistory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_module, "UNFINISHED_BYTES_MAX", 6000)
+    log = RequestLog("r", 0.0)
+    history.missed(log, b"", make_keys(1000))
+    history.ended(log)
+    counted = sum(misses(history, CPU).values())
+    assert 0 < counted < 1000
+    assert counted + history.dropped_blocks == 1000
 
 
 def test_a_request_that_asks_for_the_same_blocks_for_ever_takes_no_more_memory(history: BlockHistory) -> None:
