@@ -24,7 +24,7 @@ TICK_S: Final = 0.02
 """How often deadlines are looked at while a task is open. Whatever ends wakes the thread at once."""
 IDLE_TICK_S: Final = 0.5
 SHUTDOWN_TIMEOUT_S: Final = 6.0
-"""More than the tiers take to close, each of which bounds it."""
+"""More than a tier takes to close; one is closed after the other."""
 
 
 class TierThread:
@@ -92,7 +92,7 @@ class TierThread:
         self.wake()
         if self.is_current:
             return False
-        self._is_settled.wait(timeout_s + SHUTDOWN_TIMEOUT_S)
+        self._is_settled.wait(timeout_s + SHUTDOWN_TIMEOUT_S * len(self.queues))
         if self._is_over:
             self._thread.join()
         return self._is_over
