@@ -136,7 +136,7 @@ def test_check_survives_a_tier_that_cannot_describe_itself(tmp_path: Path, comma
 def test_check_shows_no_password_in_a_list_that_a_tier_tells(tmp_path: Path, command: Command) -> None:
     stack = stack_file(tmp_path, "type: 'tests.test_cli:TalkativeTier'")
     told = command.json("check", stack)["tiers"][1]["details"]
-    assert told == {"servers": "['redis://***@host']", "nodes": "{'a': 'redis://***@host'}", "count": 2}
+    assert told == {"servers": ["redis://***@host"], "nodes": "{'a': 'redis://***@host'}", "count": 2}
     assert "hunter2" not in command.out("check", stack)
 
 
