@@ -128,7 +128,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("lmcache")
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_server_that_was_killed_finds_and_verifies_everything(ranks: int, tmp_path: Path) -> None:
     server = LMCacheServer(tmp_path, [nvme(tmp_path)])
     with server:
@@ -260,6 +261,7 @@ def chat(model: Path, server: LMCacheServer | None, **options: object) -> Messag
     return result
 
 
+@pytest.mark.full
 def test_an_engine_and_a_server_that_were_restarted_compute_less_and_answer_the_same(
     model: Path, tmp_path: Path
 ) -> None:
