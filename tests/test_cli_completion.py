@@ -39,17 +39,13 @@ installed = pytest.mark.parametrize(
 )
 
 
-def write_command(directory: Path) -> None:
-    """Write the command as pip would, so that a shell finds it."""
-    command = directory / "bin" / "tiered-kv"
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A stack's file, and the command as pip would write it, so that a shell finds it."""
+    command = tmp_path / "bin" / "tiered-kv"
     command.parent.mkdir()
     command.write_text(f"#!{sys.executable}\nfrom tiered_kv.cli import main\nraise SystemExit(main())\n")
     command.chmod(0o755)
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    write_command(tmp_path)
     (tmp_path / "stack.yaml").write_text(STACK)
     return tmp_path
 
@@ -99,7 +95,7 @@ def test_without_its_library_it_says_which_extra_brings_it(
     with pytest.raises(SystemExit) as ended:
         main(["--print-completion", "bash"])
     assert ended.value.code == 2
-    assert "pip install 'tiered-kv[completion]'" in capsys.readouterr().err
+    assert "pip install '.[completion]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", cli._VERBS)

@@ -63,3 +63,8 @@ def test_progress_is_shown_on_a_terminal_only(
     assert "\x1b" not in printed
     assert main([verb, stack, *options]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_drawing_a_page_is_shown(tmp_path: Path) -> None:
+    _, shown = on_a_terminal("bench", stack_file(tmp_path), "--blocks", "16", "--report", str(tmp_path / "page.html"))
+    assert "drawing the page" in shown

@@ -131,7 +131,7 @@ def test_every_extra_is_looked_at() -> None:
 
 
 def assert_install_command(told: Told, feature: str, extra: str) -> None:
-    command = f"{feature} needs a library that is not installed: pip install 'tiered-kv[{extra}]'"
+    command = f"{feature} needs a library that is not installed: in a clone of tiered-kv, pip install '.[{extra}]'"
     assert told.error == f"MissingExtraError: {command}"
     assert told.status == 1
     assert command in " ".join(told.output.split())

@@ -34,7 +34,7 @@ from tiered_kv.toolkit.inspection import Census, RecordCheck
 from tiered_kv.toolkit.small_files import fields_of, opened, read_file
 from tiered_kv.toolkit.status import RecordStatus
 from tiered_kv_fs.directory import claimed
-from tiered_kv_fs.files import locked, occupied_bytes, read_all, reason_of
+from tiered_kv_fs.files import birth_time, locked, occupied_bytes, read_all, reason_of
 from tiered_kv_fs.layout import (
     BLOCK,
     EPOCH,
@@ -50,6 +50,7 @@ from tiered_kv_fs.ledger import Ledger
 from tiered_kv_fs.settings import FsSettings
 
 _NAMED_MAX: Final = 8
+_UNTOLD: Final = "this file system does not tell when a block was written, so not whether it was used again"
 _TOP: Final = re.compile(r"(?P<moved>\.)?(?P<digest>[0-9a-f]{32})(?(moved)\.[0-9a-f]{16}\.purged)")
 _OURS: Final = re.compile(
     rf"namespace\.json|epoch|{TEMPORARY.pattern}|{EPOCH.pattern}(/{SHARD.pattern})?"
@@ -77,8 +78,7 @@ class FsAdministration(TierAdministration):
             for digest, path in self._directories(fd, only):
                 other = found.get(digest, StoredNamespace(digest, {}, 0, 0))
                 blocks, size_bytes = _count(path, deadline)
-                fields = fields_of(read_file(f"{path}/{NAMESPACE_NAME}", DESCRIPTION_BYTES_MAX))
-                described = believed(fields.get("namespace"), digest) or other.described
+                described = self._described(path, digest) or other.described
                 found[digest] = StoredNamespace(
                     digest, described, blocks + (other.blocks or 0), size_bytes + (other.size_bytes or 0)
                 )
@@ -93,29 +93,25 @@ class FsAdministration(TierAdministration):
 
     def survey(self, deadline: float) -> Survey:
         census = Census()
-        described: dict[str, Mapping[str, object]] = {}
         now_s = time.time()
         with self._claimed.opened("survey") as fd:
             if fd is None or self._claimed.marker(fd) is None:
-                return census.survey(described.__getitem__)
+                return Survey()
             for path, status in _entries(self._path, deadline):
                 top, _, inner = path.partition("/")
                 match = _TOP.fullmatch(top)
-                is_directory = stat.S_ISDIR(status.st_mode)
-                if (
-                    match
-                    and (is_directory if not inner else _OURS.fullmatch(inner))
-                    and not stat.S_ISLNK(status.st_mode)
-                ):
-                    is_block = stat.S_ISREG(status.st_mode) and _BLOCK_PATH.fullmatch(inner) is not None
-                    used_s = now_s - status.st_mtime if is_block else None
-                    census.add(match["digest"], occupied_bytes(status), is_block=is_block, used_s=used_s)
-                elif not (_OWN.fullmatch(path) or path == LOST_AND_FOUND):
-                    census.add_foreign(path, occupied_bytes(status))
-            for digest in census.digests:
-                fields = fields_of(read_file(f"{self._path}/{digest}/{NAMESPACE_NAME}", DESCRIPTION_BYTES_MAX))
-                described[digest] = believed(fields.get("namespace"), digest)
-        return census.survey(described.__getitem__)
+                is_ours = _OURS.fullmatch(inner) if inner else stat.S_ISDIR(status.st_mode)
+                if match is None or not is_ours or stat.S_ISLNK(status.st_mode):
+                    if not (_OWN.fullmatch(path) or path == LOST_AND_FOUND):
+                        census.add_foreign(path, occupied_bytes(status))
+                elif not (stat.S_ISREG(status.st_mode) and _BLOCK_PATH.fullmatch(inner)):
+                    census.add(match["digest"], occupied_bytes(status), 0)
+                else:
+                    born_s = birth_time(f"{self._path}/{path}")
+                    written_s = None if born_s is None else now_s - born_s
+                    used_s = now_s - status.st_mtime
+                    census.add(match["digest"], occupied_bytes(status), written_s=written_s, used_s=used_s)
+            return census.survey(lambda digest: self._described(f"{self._path}/{digest}", digest), _UNTOLD)
 
     def verify(self, digest: str, verification: Verification, deadline: float) -> None:
         check = RecordCheck(bytes.fromhex(digest), self._settings.open_codecs(), verification.block_bytes)
@@ -127,6 +123,10 @@ class FsAdministration(TierAdministration):
             for path, status in _entries(f"{self._path}/{digest}", deadline):
                 if stat.S_ISREG(status.st_mode) and _BLOCK_PATH.fullmatch(path):
                     self._verify_block(f"{self._path}/{digest}/{path}", check, verification)
+
+    def _described(self, path: str, digest: str) -> Mapping[str, object]:
+        fields = fields_of(read_file(f"{path}/{NAMESPACE_NAME}", DESCRIPTION_BYTES_MAX))
+        return believed(fields.get("namespace"), digest)
 
     def _verify_block(self, path: str, check: RecordCheck, verification: Verification) -> None:
         try:

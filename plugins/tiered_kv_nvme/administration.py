@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from typing import Final
 
 from tiered_kv.errors import TierBusyError
@@ -40,6 +40,7 @@ from tiered_kv_nvme.epoch import EPOCH_NAME
 from tiered_kv_nvme.inspection import Inspection
 from tiered_kv_nvme.settings import NvmeSettings
 
+_UNTOLD: Final = "only the process that has the directory open knows when a block was used"
 _NAMED_MAX: Final = 8
 """How many of the entries that are left are named."""
 
@@ -79,33 +80,33 @@ class NvmeAdministration(TierAdministration):
             digest, fields = self._marker(fd)
             if fd is not None and digest:
                 described = believed(fields.get("namespace"), digest)
-                segments = self._inspection(fd, digest, fields, deadline).count(census)
-        return census.survey(lambda _: described, segments=segments)
+                identity = self._identity(digest, fields)
+                segments = Inspection(fd, self._path, self._claimed.tier, identity, deadline).count(census)
+        return census.survey(lambda _: described, _UNTOLD, segments)
 
     def verify(self, digest: str, verification: Verification, deadline: float) -> None:
         with self._claimed.opened("verify") as fd:
             found, fields = self._marker(fd)
             if fd is None or found != digest:
                 return
-            codecs = self._settings.open_codecs()
-            if not verification.repairs:
-                self._inspection(fd, digest, fields, deadline).verify(codecs, verification, None)
-                return
-            identity = self._inspection(fd, digest, fields, deadline).identity
-            try:
-                owned = Directory(self._path, identity, tier=self._claimed.tier)
-            except TierBusyError as error:
-                message = f"a running process has {self._path}; stop it first, or leave --repair out"
-                raise TierBusyError(message, tier=self._claimed.tier, operation="repair") from error
-            with closing(owned):
-                self._inspection(fd, digest, fields, deadline).verify(codecs, verification, owned)
+            verification.checks_tags = True
+            identity = self._identity(digest, fields)
+            with closing(self._owned(identity)) if verification.repairs else nullcontext() as owned:
+                inspection = Inspection(fd, self._path, self._claimed.tier, identity, deadline)
+                inspection.verify(self._settings.open_codecs(), verification, owned)
 
-    def _inspection(self, fd: int, digest: str, fields: Mapping[str, object], deadline: float) -> Inspection:
+    def _owned(self, identity: Identity) -> Directory:
+        try:
+            return Directory(self._path, identity, tier=self._claimed.tier)
+        except TierBusyError as error:
+            message = f"a running process has {self._path}; stop it first, or leave --repair out"
+            raise TierBusyError(message, tier=self._claimed.tier, operation="repair") from error
+
+    def _identity(self, digest: str, fields: Mapping[str, object]) -> Identity:
         block_bytes, namespace = fields.get("block_bytes"), fields.get("namespace")
         if not isinstance(block_bytes, int) or not 0 < block_bytes < 1 << 32:
             raise self._claimed.format_error(f"{self._path}/{MARKER_NAME} names no possible size of blocks")
-        identity = Identity(bytes.fromhex(digest), namespace if isinstance(namespace, Mapping) else {}, block_bytes)
-        return Inspection(fd, self._path, self._claimed.tier, identity, deadline)
+        return Identity(bytes.fromhex(digest), namespace if isinstance(namespace, Mapping) else {}, block_bytes)
 
     def _purge(self, fd: int, digest: str, deadline: float) -> Purged:
         size_bytes = 0

@@ -10,7 +10,7 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -86,24 +86,9 @@ def read_fully(disk: Disk, fd: int, buffers: Sequence[memoryview], offset: int) 
     return done
 
 
-Suits = Callable[[memoryview], bool]
-"""Tells whether a transfer may use the caller's block; if not, it goes through a buffer."""
-
-
-def always(_: memoryview) -> bool:
-    """Let all blocks be used."""
-    return True
-
-
-def never(_: memoryview) -> bool:
-    """Let no block be used."""
-    return False
-
-
-def where_aligned(block: memoryview) -> bool:
-    """Let blocks be used that begin on a page boundary."""
-    address: int = np.frombuffer(block, dtype=np.uint8).__array_interface__["data"][0]
-    return address % PAGE_BYTES == 0
+def is_of_alignment(error: OSError) -> bool:
+    """Return whether a direct transfer failed as it does where its memory is not aligned."""
+    return error.errno == errno.EINVAL
 
 
 class Scratch:

@@ -68,7 +68,7 @@ class Inspection:
                 if self._pattern.fullmatch(name) and stat.S_ISREG(status.st_mode):
                     files += 1
                     size_bytes += status.st_size
-                    census.add(self._digest, status.st_blocks * 512, is_block=False)
+                    census.add(self._digest, status.st_blocks * 512, 0)
                 elif name not in OWN_NAMES | {LOST_AND_FOUND}:
                     census.add_foreign(name, status.st_blocks * 512)
         scan = SegmentScan(Disk(), self.identity, self._epoch, Counters(), has_payloads=False)
@@ -76,11 +76,10 @@ class Inspection:
             if segment is None:
                 unusable += _is_damaged(fd)
                 continue
-            free += not len(segment.table)
-            filled_bytes += segment.end_offset if len(segment.table) else 0
-            written_s = time.time() - os.fstat(fd).st_mtime
-            for _ in range(len(segment.table)):
-                census.add(self._digest, 0, written_s=written_s)
+            blocks = len(segment.table)
+            free += not blocks
+            filled_bytes += segment.end_offset if blocks else 0
+            census.add(self._digest, 0, blocks, written_s=time.time() - os.fstat(fd).st_mtime)
         return SurveyedSegments(files, free, unusable, size_bytes, filled_bytes)
 
     def verify(self, codecs: CodecSet, verification: Verification, owned: Directory | None) -> None:
@@ -106,7 +105,7 @@ class Inspection:
     def _damaged(self, segment: Segment, reader: _Reader, verification: Verification) -> Iterator[int]:
         """Check a segment's blocks; yield the numbers of those to delete."""
         table = segment.table
-        order = sorted(range(len(table)), key=lambda ordinal: table.offsets[ordinal])
+        order = sorted(range(len(table)), key=table.offsets.__getitem__)
         for run in _runs(table, order):
             found = reader.read(segment, run)
             if _generation_of(segment.fd) != segment.generation:

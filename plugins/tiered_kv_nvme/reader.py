@@ -12,7 +12,7 @@ from tiered_kv.toolkit.codecs import ENCRYPTED_IDS, RAW_ID, CodecSet, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.status import REFUSED, UNREADABLE, RecordStatus
 from tiered_kv_nvme.counters import Counters
-from tiered_kv_nvme.disk import Disk, Scratch, Suits, ThreadScratch, read_fully
+from tiered_kv_nvme.disk import Disk, Scratch, ThreadScratch, is_of_alignment, read_fully
 from tiered_kv_nvme.index import ordinal_of, place_of, slot_of
 from tiered_kv_nvme.layout import PAGE_BYTES, READ, Entry, checksum, pages
 from tiered_kv_nvme.pool import SegmentPool
@@ -75,7 +75,7 @@ class BlockReader:
     counters: Counters
     block_bytes: int
     codecs: CodecSet
-    scatter: Suits  # which blocks may be read into the caller's memory, as `gather` of `BatchWriter`
+    scatter: bool  # whether blocks may be read straight into the caller's memory, as `gather` of `BatchWriter`
 
     def __post_init__(self) -> None:
         self._local = ThreadScratch()
@@ -91,7 +91,7 @@ class BlockReader:
         try:
             for run in self._runs(wanted):
                 try:
-                    statuses = self._read_scattered(run) if run.scatter else self._read_buffered(run)
+                    statuses = self._read(run)
                 except OSError:
                     self.counters.add("io_errors_total")
                     reason = "io_error"
@@ -161,14 +161,23 @@ class BlockReader:
         wanted.sort(key=lambda item: (item.segment.slot, item.entry.offset))
         runs: list[Run] = []
         for item in wanted:
-            scatter = self._can_scatter(item.entry) and self.scatter(item.block)
+            scatter = self._can_scatter(item.entry)
             if not runs or not runs[-1].takes(item, scatter):
                 runs.append(Run([item], scatter))
         return runs
 
     def _can_scatter(self, entry: Entry) -> bool:
         raw = entry.codec == RAW_ID and entry.stored_bytes == self.block_bytes
-        return raw and entry.offset % PAGE_BYTES == 0 and self.codecs.accepts_plain
+        return self.scatter and raw and entry.offset % PAGE_BYTES == 0 and self.codecs.accepts_plain
+
+    def _read(self, run: Run) -> list[RecordStatus]:
+        if run.scatter:
+            try:
+                return self._read_scattered(run)
+            except OSError as error:
+                if not is_of_alignment(error):
+                    raise
+        return self._read_buffered(run)
 
     def _read_scattered(self, run: Run) -> list[RecordStatus]:
         buffers: list[memoryview] = []

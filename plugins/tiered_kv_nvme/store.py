@@ -19,7 +19,7 @@ from tiered_kv.toolkit.codecs import PLAIN, CodecSet
 from tiered_kv.toolkit.jobs import Outcome
 from tiered_kv_nvme.counters import Counters
 from tiered_kv_nvme.directory import Directory
-from tiered_kv_nvme.disk import Disk, Suits, always, never, refusal_of_direct, where_aligned
+from tiered_kv_nvme.disk import Disk, refusal_of_direct
 from tiered_kv_nvme.epoch import DirectoryEpoch
 from tiered_kv_nvme.files import SegmentFiles
 from tiered_kv_nvme.index import ordinal_of, slot_of, take_apart
@@ -45,7 +45,7 @@ class StoreOptions:
     """A store's options; its `Identity` describes its blocks."""
 
     sizing: Sizing
-    aligned: bool = True  # whether all passed blocks begin on page boundaries; if not, each is looked at
+    aligned: bool = True  # whether passed blocks begin on page boundaries; those that do not are tried in vain first
     want_direct: bool = True  # whether to use O_DIRECT if the file system supports it
     codecs: CodecSet = PLAIN
     threads: int = 8  # how many threads will call; as many read the directory when it is opened
@@ -105,12 +105,11 @@ class SegmentStore:
             undo.callback(os.close, segment.fd)
 
         # Memory that is not aligned, or payloads that are not whole pages, go through a buffer.
-        straight: Suits = never
-        if identity.block_bytes % PAGE_BYTES == 0:
-            straight = always if options.aligned or self.not_direct else where_aligned
+        whole_pages = identity.block_bytes % PAGE_BYTES == 0
+        straight = whole_pages and (options.aligned or bool(self.not_direct))
         codecs = options.codecs
         self._reader = BlockReader(disk, self._pool, self.counters, identity.block_bytes, codecs, scatter=straight)
-        gather = straight if codecs.writes_raw else never
+        gather = straight and codecs.writes_raw
         self._writer = BatchWriter(disk, self._pool, self.counters, codecs, gather, options.room_timeout_s)
         self._reclaimer = Reclaimer(
             self._files, self._pool, self.counters, self._reader, self._writer, name=f"{self._name}-reclaimer"

@@ -126,8 +126,8 @@ def _open_store(
     codecs = settings.open_codecs()
     options = StoreOptions(
         sizing=Sizing.of(settings.capacity, block_bytes, settings.segment, overhead_bytes=codecs.overhead_bytes),
-        # Blocks of a host's memory begin anywhere.
-        aligned=getattr(offloading_spec, "memory", None) is None and _address_of(primary_kv_view) % PAGE_BYTES == 0,
+        # A host mostly aligns each block, wherever its memory begins.
+        aligned=getattr(offloading_spec, "memory", None) is not None or _address_of(primary_kv_view) % PAGE_BYTES == 0,
         want_direct=settings.direct != "off",
         codecs=codecs,
         threads=settings.threads,

@@ -11,7 +11,7 @@ from tiered_kv.tiering.step import give_way
 from tiered_kv.toolkit.codecs import CodecSet, Draft, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, failure_reason
 from tiered_kv_nvme.counters import Counters
-from tiered_kv_nvme.disk import Disk, Suits, ThreadScratch, write_fully
+from tiered_kv_nvme.disk import Disk, ThreadScratch, is_of_alignment, write_fully
 from tiered_kv_nvme.index import place_of
 from tiered_kv_nvme.layout import KEY_BYTES_MAX, BatchHeader, Entry, checksum
 from tiered_kv_nvme.pool import Reservation, SegmentPool, Stream
@@ -33,15 +33,15 @@ class Payload(NamedTuple):
 class BatchWriter:
     """Writes batches; every method may be called by several threads at once.
 
-    `gather` says which payloads go to the disk from where they lie. A batch with others is copied into an aligned
-    buffer first, which direct I/O needs unless blocks are whole pages on page boundaries.
+    With `gather`, payloads go to the disk from where they lie. Otherwise they are copied into an aligned buffer first,
+    which direct I/O needs unless blocks are whole pages on page boundaries. A batch that fails for that is copied, too.
     """
 
     disk: Disk
     pool: SegmentPool
     counters: Counters
     codecs: CodecSet
-    gather: Suits
+    gather: bool
     room_timeout_s: float  # how long a store waits for a free segment
 
     def __post_init__(self) -> None:
@@ -125,9 +125,15 @@ class BatchWriter:
         """Write a batch where there is room for it and make its blocks known; return what failed."""
         segment, header = reservation.segment, reservation.header
         try:
-            gather = old_places is None and all(self.gather(payload.draft.content) for payload in payloads)
+            gather = self.gather and old_places is None
             entries, buffers = self._lay_out(header, keys, payloads, gather=gather)
-            write_fully(self.disk, segment.fd, buffers, header.offset)
+            try:
+                write_fully(self.disk, segment.fd, buffers, header.offset)
+            except OSError as error:
+                if not (gather and is_of_alignment(error)):
+                    raise
+                entries, buffers = self._lay_out(header, keys, payloads, gather=False)
+                write_fully(self.disk, segment.fd, buffers, header.offset)
         except BaseException as error:
             with self.pool.changed:
                 self.pool.abandon(reservation)

@@ -59,6 +59,11 @@ _BLOCKS_BYTES: Final = 8 << 20
 _KEY_OFFSET: Final = 55
 """Where the key begins in a block's name."""
 _TOUCHED: Final = "the server has no CLIENT NO-TOUCH (Redis 7.2): each check counts as a use of the block"
+_UNTOLD: Final = (
+    "whether a block was used again can be told if this stack has a `ttl` and the server does not evict by frequency"
+)
+_GONE: Final = -2
+"""What PTTL answers for a name that is not there."""
 _NAME: Final = re.compile(
     re.escape(KEY_PREFIX) + rb"(?P<digest>[0-9a-f]{32}):(?:(?P<block>[0-9a-f]{16}:.*)|namespace|epoch)", re.DOTALL
 )
@@ -118,10 +123,9 @@ class RedisAdministration(TierAdministration):
         with self._told("survey"):
             for node in self._masters(deadline):
                 with closing(node.client()) as client:
-                    told = _names(client, None, deadline)
-                    while names := list(islice(told, NAMES_AT_ONCE)):
-                        _survey(client, names, census, described)
-        return census.survey(lambda digest: described.get(digest, {}))
+                    for names in _batches(_names(client, None, deadline), NAMES_AT_ONCE):
+                        _survey(client, names, self._settings.ttl, census, described)
+        return census.survey(lambda digest: described.get(digest, {}), _UNTOLD)
 
     def verify(self, digest: str, verification: Verification, deadline: float) -> None:
         if verification.block_bytes is None:
@@ -130,6 +134,7 @@ class RedisAdministration(TierAdministration):
                 tier=self._tier,
                 operation="verify",
             )
+        verification.checks_tags = True
         transfer = Transfer(bytes.fromhex(digest), self._settings.open_codecs())
         at_once = min(NAMES_AT_ONCE, max(1, _BLOCKS_BYTES // verification.block_bytes))
         rows = memoryview(bytearray(at_once * verification.block_bytes))
@@ -137,8 +142,7 @@ class RedisAdministration(TierAdministration):
             for node in self._masters(deadline):
                 _ask_not_to_touch(node, verification, deadline)
                 with closing(node.client()) as client:
-                    told = _names(client, digest, deadline)
-                    while names := list(islice(told, at_once)):
+                    for names in _batches(_names(client, digest, deadline), at_once):
                         blocks = [name for name in names if (match := _NAME.fullmatch(name)) and match["block"]]
                         for name, found, size_bytes in _found(node, blocks, rows, transfer, verification, deadline):
                             if verification.note(found, size_bytes):
@@ -156,8 +160,7 @@ class RedisAdministration(TierAdministration):
         """Remove a namespace's names from one server; return how many were found."""
         found = 0
         with closing(node.client()) as client:
-            told = _names(client, digest, deadline)
-            while names := list(islice(told, NAMES_AT_ONCE)):
+            for names in _batches(_names(client, digest, deadline), NAMES_AT_ONCE):
                 ours = [name for name in names if _NAME.fullmatch(name)]
                 foreign.update(set(names).difference(ours))
                 found += len(ours)
@@ -187,24 +190,30 @@ class RedisAdministration(TierAdministration):
             raise TierUnavailableError(f"the server {hint}", tier=self._tier, operation=operation) from error
 
 
-def _survey(client: Redis, names: Sequence[bytes], census: Census, described: dict[str, Mapping[str, object]]) -> None:
-    """Count some names. Neither question counts as a use of the block, as one for its length would."""
+def _survey(
+    client: Redis,
+    names: Sequence[bytes],
+    ttl_s: float | None,
+    census: Census,
+    described: dict[str, Mapping[str, object]],
+) -> None:
+    """Count some names. No question counts as a use of the block, as one for its length would."""
     pipeline = client.pipeline(transaction=False)
     for name in names:
         pipeline.memory_usage(name)
         pipeline.object("IDLETIME", name)
-    replies = pipeline.execute(raise_on_error=False)
-    for name, size, idle in zip(names, replies[::2], replies[1::2], strict=True):
+        pipeline.pttl(name)
+    # An error is no number: not permitted, moved meanwhile, no IDLETIME where the server evicts by frequency.
+    replies = [each if isinstance(each, int) else None for each in pipeline.execute(raise_on_error=False)]
+    for name, size_bytes, idle_s, left_ms in zip(names, replies[::3], replies[1::3], replies[2::3], strict=True):
         match = _NAME.fullmatch(name)
-        size_bytes = size if isinstance(size, int) else None  # an error: not permitted, moved meanwhile
         if match is None:
             census.add_foreign(name.decode("utf-8", "backslashreplace"), size_bytes or 0)
-        elif size is not None:  # otherwise it is gone
+        elif left_ms != _GONE:
             digest, is_block = match["digest"].decode(), match["block"] is not None
-            used_s = (
-                float(idle) if is_block and isinstance(idle, int) else None
-            )  # an error where it evicts by frequency
-            census.add(digest, size_bytes, is_block=is_block, used_s=used_s)
+            left_s = -1.0 if left_ms is None else left_ms / 1000
+            written_s = ttl_s - left_s if ttl_s is not None and 0 <= left_s <= ttl_s else None
+            census.add(digest, size_bytes, is_block, written_s=written_s, used_s=idle_s)
             if name.endswith(b":namespace") and not is_block:
                 described[digest] = _described(client, name, digest)
 
@@ -253,6 +262,11 @@ def _names(client: Redis, digest: str | None, deadline: float) -> Iterator[bytes
         if time.monotonic() >= deadline:
             raise NodeError(TIMEOUT)
         yield name
+
+
+def _batches(names: Iterator[bytes], count: int) -> Iterator[list[bytes]]:
+    while batch := list(islice(names, count)):
+        yield batch
 
 
 def _described(client: Redis, name: bytes, digest: str) -> Mapping[str, object]:

@@ -101,11 +101,13 @@ class S3Administration(TierAdministration):
                 digest = each.name.removeprefix(root).partition("/")[0]
                 naming = Naming(self._prefix, bytes.fromhex(digest)) if DIGEST_HEX.fullmatch(digest) else None
                 if naming is not None and naming.owns(each.name):
-                    is_block = naming.is_block(each.name)
-                    census.add(digest, each.size_bytes, is_block=is_block, written_s=each.age_s if is_block else None)
+                    census.add(digest, each.size_bytes, naming.is_block(each.name), written_s=each.age_s)
                 else:
                     census.add_foreign(each.name, each.size_bytes)
-        return census.survey(lambda digest: self._described(Naming(self._prefix, bytes.fromhex(digest)), deadline))
+        return census.survey(
+            lambda digest: self._described(Naming(self._prefix, bytes.fromhex(digest)), deadline),
+            "a bucket does not tell when a block was used",
+        )
 
     def verify(self, digest: str, verification: Verification, deadline: float) -> None:
         naming = Naming(self._prefix, bytes.fromhex(digest))
@@ -129,21 +131,17 @@ class S3Administration(TierAdministration):
     def _read(self, name: str, check: RecordCheck, deadline: float) -> RecordStatus | str | None:
         """Return what an object of a block holds, None if there is none any more."""
         found: RecordStatus | str = check.too_long
+        record: list[memoryview] = []
+
+        def sink(size_bytes: int) -> list[memoryview] | None:
+            record[:] = [room] if (room := check.room(size_bytes)) is not None else []
+            return record or None
+
         for _ in range(2):  # what is damaged may have been damaged on its way
-            record = memoryview(b"")
-
-            def room(size_bytes: int) -> list[memoryview] | None:
-                nonlocal record
-                room = check.room(size_bytes)
-                record = memoryview(b"") if room is None else room
-                return None if room is None else [room]
-
-            verdict = self._bucket.get(name, room, deadline, expires=False)
-            if verdict is Verdict.OVERSIZED:
-                return check.too_long
+            verdict = self._bucket.get(name, sink, deadline, expires=False)
             if verdict is not Verdict.DONE:
-                return None if verdict in ABSENCE else str(verdict)
-            found = check.check(record, bytes.fromhex(name[-2 * DIGEST_BYTES :]))
+                return check.too_long if verdict is Verdict.OVERSIZED else None if verdict in ABSENCE else str(verdict)
+            found = check.check(record[0], bytes.fromhex(name[-2 * DIGEST_BYTES :]))
             if found is RecordStatus.OK:
                 break
         # A bucket has no mark that says of which version everything in it is: another release may read the block.

@@ -24,6 +24,7 @@ from tiered_kv.config.units import (
     parse_bytes,
     parse_seconds,
     rounded_bytes,
+    rounded_seconds,
 )
 from tiered_kv.cpu.policies import make_policy
 from tiered_kv.errors import ConfigError
@@ -152,6 +153,13 @@ class TestUnits:
     )
     def test_a_printed_duration_reads_back_as_itself(self, seconds: float) -> None:
         assert parse_seconds(format_seconds(seconds)) == seconds
+
+    @pytest.mark.parametrize(
+        ("seconds", "expected"),
+        [(0, "0us"), (25e-5, "250us"), (0.0123, "12.3ms"), (1.5, "1.5s"), (90, "90s"), (7200, "2h")],
+    )
+    def test_durations_for_people_are_short(self, seconds: float, expected: str) -> None:
+        assert rounded_seconds(seconds) == expected
 
 
 class TestFile:

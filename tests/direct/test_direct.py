@@ -82,6 +82,12 @@ class TestBlocks:
             assert tiers.wait("load", make_keys(1), [BLOCK_BYTES]) == [True]
         assert np.array_equal(pool[:BLOCK_BYTES], pool[BLOCK_BYTES : 2 * BLOCK_BYTES])
 
+    def test_may_have_names_that_only_the_owner_of_a_key_can_compute(self, pool: Any, entry: dict[str, object]) -> None:
+        with open_direct(pool, {**entry, "name_key": "ab" * 32}) as tiers:
+            assert tiers.wait("store", make_keys(3), offsets(3)) == [True] * 3
+            assert tiers.wait("load", make_keys(4), offsets(4, 1 << 16)) == [True] * 3 + [False]
+        assert np.array_equal(pool[: 3 * BLOCK_BYTES], pool[1 << 16 : (1 << 16) + 3 * BLOCK_BYTES])
+
     def test_are_found_again_in_the_same_namespace_only(self, pool: Any, tmp_path: Path) -> None:
         keys = make_keys(3)
         nvme: dict[str, object] = {"type": "nvme", "capacity": "16 MiB", "path": str(tmp_path / "tier")}

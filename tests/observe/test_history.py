@@ -49,7 +49,7 @@ def test_a_table_knows_what_was_not_overwritten_and_invents_nothing(entries: int
     truth: dict[tuple[OffloadKey, int], tuple[Fate, int]] = {}
     for tick in range(2000):
         key, tier, fate = choose.choice(keys[:300]), choose.randrange(3), Fate(choose.randrange(1, 16))
-        table.note([key], tier, fate, tick)
+        table.write(hashes([key]), tier, fate, tick)
         truth[key, tier] = fate, tick
     known = 0
     for tier in range(3):
@@ -127,14 +127,34 @@ def test_what_comes_too_fast_is_counted_and_bounds_memory(clock: ManualClock, mo
     history.close()
 
 
-def test_a_request_is_bounded_too(history: BlockHistory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger_module, "REQUEST_KEYS_MAX", 600)
-    log = RequestLog("r", 0.0)
-    for first in range(0, 1024, 256):
-        history.missed(log, b"", make_keys(1024)[first : first + 256])
+def test_what_is_remembered_of_requests_that_do_not_end_is_bounded(
+    history: BlockHistory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_module, "UNFINISHED_BYTES_MAX", 64 << 10)
+    logs = [RequestLog(str(number), 0.0) for number in range(100)]
+    for number, log in enumerate(logs):
+        history.missed(log, b"", make_keys(100, str(number)))
+    history.settle()
+    assert sum(log.size_bytes for log in logs) <= 64 << 10
+    remembered = sum(bool(log.rows) for log in logs)
+    assert remembered > 30
+    for log in logs:
+        history.ended(log)
+    assert misses(history, CPU) == {"absent": remembered * 100}
+    assert history.dropped_blocks == (100 - remembered) * 100, "those that asked first are forgotten"
+    assert [request.req_id for request in history.requests()] == [str(number) for number in range(100)][-remembered:]
+
+
+def test_a_request_that_asks_for_the_same_blocks_for_ever_takes_no_more_memory(history: BlockHistory) -> None:
+    log, keys = RequestLog("r", 0.0), make_keys(200)
+    for number in range(200):
+        history.missed(log, b"", keys[number % 2 :])
+        history.loaded(log, keys[:1], {})
+    history.settle()
+    assert log.rows < 20 * len(keys)
     history.ended(log)
-    assert misses(history, CPU) == {"absent": 512}
-    assert history.dropped_blocks == 512
+    assert misses(history, CPU) == {"absent": 199}
+    assert history.counted()[CPU]["blocks_total"] == {"hit": 1, "miss": 199}
 
 
 def test_only_the_last_requests_are_kept(history: BlockHistory) -> None:

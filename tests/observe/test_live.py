@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.status_server import JSON, Status, answer, busy, histogram, status, tier
 from tiered_kv.errors import FormatError, TierUnavailableError
-from tiered_kv.observe.answer import StatusAnswer, clean, read_status
+from tiered_kv.observe.answer import NoticeAnswer, StatusAnswer, clean, read_status
 from tiered_kv.observe.live import ReasonView, Watcher, view_of
 
 
@@ -63,14 +63,6 @@ def test_without_a_history_loaded_blocks_stand_for_hits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "expected"),
-    [({}, False), ({"breaker": "half_open"}, True), ({"breaker": "open"}, True), ({"is_disabled": True}, True)],
-)
-def test_a_stack_is_troubled_where_a_tier_is_out_of_use(fields: Status, expected: bool) -> None:
-    assert view_of(None, answer(status(tier("cpu"), tier("disk", **fields)))).is_troubled is expected
-
-
-@pytest.mark.parametrize(
     "text",
     ["\x1b[2J", "a\nb", "a\rb", "\x07", "\x9b2J", "\u202eevil", "e\u0301" * 5, "\ud800", "\u2028", "x" * 1000, 5, None],
 )
@@ -84,7 +76,7 @@ def test_a_name_holds_nothing_that_a_terminal_obeys(text: object) -> None:
 @st.composite
 def spoiled(draw: st.DrawFn) -> object:
     """Return a status in which a few values, at any depth, are something else."""
-    told: object = busy(12.0, 3, notices=[{"time": 1.0, "tier": "disk", "what": "x"}])
+    told: object = busy(12.0, 3, notices=[{"time": 1.0, "tier": "disk", "what": "x", "count": 2}])
     for _ in range(draw(st.integers(1, 4))):
         place: object = told
         while isinstance(place, (dict, list)) and place:
@@ -178,19 +170,12 @@ def test_another_process_at_the_same_address_is_told_of() -> None:
     assert view.notices[0].what == "another stack answers now: process 2, before it 1"
 
 
-def test_a_process_that_never_answered_has_no_view() -> None:
-    watch, _ = watcher("refused")
-    sight = watch.look()
-    assert sight.view is None
-    assert sight.trouble == "refused"
-
-
 def test_notices_grow_older_while_nobody_answers() -> None:
-    told = busy(10.0, 1, notices=[{"time": 1007.0, "tier": "disk", "what": "breaker opened"}])
+    told = busy(10.0, 1, notices=[{"time": 1007.0, "tier": "disk", "what": "breaker opened", "count": 3}])
     watch, set_clock = watcher(told, "refused")
     first = watch.look().view
     assert first is not None
-    assert first.notices[0].age_s == 3.0
+    assert first.notices == (NoticeAnswer(3.0, "disk", "breaker opened (3 times)"),)
     set_clock(105.0)
     later = watch.look().view
     assert later is not None

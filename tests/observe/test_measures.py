@@ -62,19 +62,32 @@ def test_labels_from_elsewhere_are_bounded() -> None:
     assert failed[OTHER] == 9 * LABELS_MAX
 
 
-def test_notices_are_bounded_and_the_same_one_again_is_counted() -> None:
+def test_a_breaker_that_flips_takes_no_room_from_other_notices() -> None:
     clock = ManualClock()
+    began_s = clock()
     notices = Notices(clock)
     notices.add("disk", "damaged blocks", 3)
-    notices.add("other", "breaker opened")
+    for _ in range(2 * NOTICES_MAX):
+        clock.advance(2.0)
+        notices.add("other", "breaker open")
+        notices.add("other", "breaker half open")
     notices.add("disk", "damaged blocks", 2)
-    assert [notice["what"] for notice in notices.snapshot()] == ["damaged blocks (5 times)", "breaker opened"]
-    clock.advance(3600.0)
-    notices.add("disk", "damaged blocks")
-    assert notices.snapshot()[-1]["what"] == "damaged blocks"
+    told = [(notice["tier"], notice["what"], notice["count"]) for notice in notices.snapshot()]
+    assert told == [
+        ("other", "breaker open", 2 * NOTICES_MAX),
+        ("other", "breaker half open", 2 * NOTICES_MAX),
+        ("disk", "damaged blocks", 5),
+    ]
+    assert {notice["time"] for notice in notices.snapshot()} == {began_s + 4.0 * NOTICES_MAX}
+
+
+def test_of_too_many_notices_the_latest_are_kept() -> None:
+    notices = Notices(ManualClock())
     for number in range(2 * NOTICES_MAX):
-        notices.add("disk", f"breaker {number}")
-    assert len(notices.snapshot()) == NOTICES_MAX
+        notices.add("disk", f"change {number}")
+    notices.add("disk", f"change {NOTICES_MAX}")
+    told = [notice["what"] for notice in notices.snapshot()]
+    assert told == [f"change {number}" for number in (*range(NOTICES_MAX + 1, 2 * NOTICES_MAX), NOTICES_MAX)]
 
 
 def test_restored_blocks_are_those_of_the_group_that_loads_most() -> None:

@@ -54,35 +54,36 @@ def put(stack: Stack, count: int, label: str = "block") -> None:
     stack.flush()
 
 
-def notices_of(stack: Stack) -> list[object]:
-    return [notice["what"] for notice in stack.manager.notices.snapshot()]
+def notices_of(stack: Stack) -> dict[object, object]:
+    """Return what is noted, the oldest first, and how often it happened."""
+    return {notice["what"]: notice["count"] for notice in stack.manager.notices.snapshot()}
 
 
 def test_a_breaker_that_opens_is_a_notice(failing: type[FailingTier]) -> None:
     failing.reason = "timeout"
     with open_stack(stack_of({"type": "failing", "breaker_failures": 1, "breaker_cooldown": "1h"})) as stack:
         put(stack, 4)
-        assert notices_of(stack) == ["breaker open"]
+        assert notices_of(stack) == {"breaker open": 1}
 
 
 def test_damaged_blocks_are_one_notice(failing: type[FailingTier]) -> None:
     failing.reason = "checksum"
     with open_stack(stack_of({"type": "failing"})) as stack:
         put(stack, 16)
-        assert notices_of(stack) == ["damaged blocks (16 times)"]
+        assert notices_of(stack) == {"damaged blocks": 16}
 
 
 def test_the_first_exception_is_a_notice_without_its_text(failing: type[FailingTier]) -> None:
     with open_stack(stack_of({"type": "failing", "breaker_failures": 1000})) as stack:
         put(stack, 16)
-        assert notices_of(stack) == ["first exception, in submit_store"]
+        assert notices_of(stack) == {"first exception, in submit_store": 1}
 
 
 def test_a_tier_that_cannot_reset_is_a_notice(failing: type[FailingTier]) -> None:
     with open_stack(stack_of({"type": "failing"})) as stack:
         stack.manager.reset_cache()
         stack.manager.reset_cache()
-        assert notices_of(stack) == ["cache reset (2 times)", "disabled: it cannot reset"]
+        assert notices_of(stack) == {"disabled: it cannot reset": 1, "cache reset": 2}
         assert stack.manager.disabled_tiers() == {"failing"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +17,9 @@ from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from tiered_kv.config.stack_config import load_config
 from tiered_kv.counters import count_of
+from tiered_kv.errors import ConfigError
 from tiered_kv.observe.prometheus import StackCollector, exposition
 from tiered_kv.observe.series import STRANGE_SERIES_MAX
 from tiered_kv.observe.status import status
@@ -28,6 +31,7 @@ from tiered_kv.tiering.base import JobMetadata, JobResult
 from tiered_kv.tiering.factory import SecondaryTierFactory
 
 BLOCK_BYTES = 4096
+WAIT_S = 60.0
 
 
 def stack_of(*tiers: Mapping[str, object], **settings: object) -> dict[str, object]:
@@ -49,9 +53,9 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
 
 def work(stack: Stack, count: int = 64) -> None:
     keys, blocks = make_keys(count), np.zeros((count, BLOCK_BYTES), np.uint8)
-    stack.put(keys, blocks)
-    stack.flush()
-    assert stack.get(keys, blocks) == count
+    assert stack.put(keys, blocks, timeout=WAIT_S) == count
+    assert stack.flush(WAIT_S)
+    assert stack.get(keys, blocks, timeout=WAIT_S) == count
 
 
 def samples(stack: Stack) -> list[Sample]:
@@ -125,6 +129,45 @@ def test_labels_of_an_engine_are_on_every_metric_and_a_closed_stack_has_none(tmp
         told = list(text_string_to_metric_families(generate_latest(registry).decode()))
         assert {sample.labels.get("engine") for family in told for sample in family.samples} == {"3"}
     assert generate_latest(registry) == b""
+
+
+# Names from elsewhere.
+
+NAMES = ("two\nlines 1", 'quo"ted"} 1', "back\\slash", "x" * 10_000, "größe \N{SNOWMAN}", "{a,b}", " ")
+PLAIN = re.compile(r"[\w.+-]{1,64}", re.ASCII)
+SERIES_MAX = 500
+"""Of a stack with two secondary tiers."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tier_s_name_is_a_plain_word_or_refused(name: str) -> None:
+    for setting in ("name", "type"):
+        with pytest.raises(ConfigError):
+            load_config(stack_of({"type": "memory", "capacity": "256KiB", setting: name}))
+
+
+@pytest.mark.parametrize("name", [name[:1000] for name in NAMES])
+def test_no_name_of_a_model_and_no_key_is_shown(name: str) -> None:
+    namespace = {"model": f"tulip {name}", "tenant": f"tulip {name}"}
+    with open_stack(stack_of({"type": "memory", "capacity": "256KiB"}, namespace=namespace)) as stack:
+        work(stack)
+        told = samples(stack)
+        shown = f"{told} {status(stack)}"
+    assert all(PLAIN.fullmatch(label) for sample in told for label in sample.labels.values())
+    assert len(told) < SERIES_MAX
+    assert "tulip" not in shown
+    assert not any(key.hex() in shown or repr(bytes(key)) in shown for key in make_keys(64))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_label_of_an_engine_is_read_as_it_was_whatever_it_is(stack: Stack, name: str) -> None:
+    work(stack)
+    registry = CollectorRegistry()
+    registry.register(StackCollector(stack.counters, labels={"model_name": name}))
+    told = list(text_string_to_metric_families(generate_latest(registry).decode()))
+    found = [sample for family in told for sample in family.samples]
+    assert {sample.labels["model_name"] for sample in found} == {name}
+    assert len(found) == len(samples(stack)) < SERIES_MAX
 
 
 # Strangers.

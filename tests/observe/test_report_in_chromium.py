@@ -47,18 +47,14 @@ def browser() -> Iterator[Chromium]:
         yield browser
 
 
-@pytest.fixture(params=["replay", "bench"])
-def verb(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def file(tmp_path: Path, verb: str) -> Path:
-    """A page that the command wrote."""
-    stack, file = tmp_path / "stack.yaml", tmp_path / "page.html"
+@pytest.fixture(scope="module", params=PLOTS)
+def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page that the command wrote; its name is the verb."""
+    verb, directory = str(request.param), tmp_path_factory.mktemp("page")
+    stack, file = directory / "stack.yaml", directory / f"{verb}.html"
     stack.write_text(
         "namespace: {model: test}\nblock: {bytes: 4KiB}\nprimary: {capacity: 400KiB}\nsecondary:\n"
-        f"  - {{type: nvme, path: {tmp_path / 'cache'}, capacity: 64MiB}}\n"
+        f"  - {{type: nvme, path: {directory / 'cache'}, capacity: 64MiB}}\n"
         "  - {type: memory, capacity: 64MiB, admit_after: 2}\n"
     )
     options = CHATS if verb == "replay" else ["--blocks", "64"]
@@ -87,14 +83,16 @@ def assert_readable(page: Page) -> None:
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_a_page_can_be_read_and_fetches_nothing(browser: Chromium, file: Path, verb: str, dark: bool) -> None:
+def test_a_page_can_be_read_and_fetches_nothing(browser: Chromium, file: Path, dark: bool) -> None:
     for width in (1280, 800, 400):
         page = browser.open(file, width=width, dark=dark)
         assert page.complaints == []
         assert page.fetched == [file.as_uri()]
         assert page.value("document.documentElement.scrollWidth") <= width, "nothing sticks out"
+        narrowest = page.value("Math.min(...[...document.querySelectorAll('svg')].map(each => each.clientWidth))")
+        assert narrowest > 0.7 * min(width, 500), "a plot is as wide as there is room"
         drawn = page.value("[...document.querySelectorAll('svg')].filter(each => each.getBBox().height > 20).length")
-        assert drawn == PLOTS[verb]
+        assert drawn == PLOTS[file.stem]
         background = page.value("getComputedStyle(document.documentElement).backgroundColor")
         assert (brightness(background) < 0.1) == dark
         assert_readable(page)

@@ -91,7 +91,7 @@ def test_a_stack_shows_its_metrics_and_its_status(stack: Stack) -> None:
 def test_what_changes_is_a_notice(stack: Stack) -> None:
     stack.manager.reset_cache()
     (notice,) = json.loads(ask(stack.server, "/status")[2])["notices"]
-    assert (notice["tier"], notice["what"]) == ("cpu", "cache reset")
+    assert (notice["tier"], notice["what"], notice["count"]) == ("cpu", "cache reset", 1)
     assert abs(notice["time"] - time.time()) < 600
 
 
@@ -137,7 +137,7 @@ def test_a_stack_that_cannot_be_opened_listens_no_more() -> None:
 
 def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'tiered-kv\[metrics\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install '\.\[metrics\]'"):
         open_stack(config_of())
 
 

@@ -169,15 +169,6 @@ def test_why_asks_the_process(stack: Stack, capsys: pytest.CaptureFixture[str]) 
         assert KEYS[0].hex() in shown
 
 
-def test_why_takes_the_address_from_the_stack_s_file(
-    stack: Stack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "stack.yaml"
-    with served(stack) as url:
-        file.write_text(yaml.safe_dump({**stack_of(), "metrics": {"listen": url.removeprefix("http://")}}))
-        assert answer(capsys, str(file), "--last")["requests"][0]["request"] == "r"
-
-
 def test_a_request_that_is_not_known_is_said_to_be(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     with served(stack) as url:
         assert main(["why", url, "--request", "unknown"]) == 1
@@ -242,7 +233,7 @@ def test_a_request_s_id_is_cut_and_nothing_in_it_is_obeyed_by_a_terminal(capsys:
     assert not [each for each in shown if each != "\n" and not each.isprintable()]
 
 
-def test_why_needs_no_secret_of_the_stack_s_file(
+def test_why_takes_the_address_from_the_stack_s_file_and_needs_no_secret_of_it(
     stack: Stack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with served(stack) as url:

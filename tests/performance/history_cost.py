@@ -31,10 +31,9 @@ def main() -> None:
     samples: dict[int, dict[str, list[float]]] = {0: defaultdict(list), ENTRIES: defaultdict(list)}
     for number in range(arguments.rounds):
         for entries in (0, ENTRIES) if number % 2 else (ENTRIES, 0):
-            for name, rate in manager_rates.measure(
-                "lru", arguments.blocks, history=entries, clock=time.thread_time
-            ).items():
-                samples[entries][name].append(rate)
+            with manager_rates.opened("lru", arguments.blocks, entries) as manager:
+                for name, rate in manager_rates.rates(manager, arguments.blocks, time.thread_time).items():
+                    samples[entries][name].append(rate)
             sizes = (64 << 10, arguments.steps, 1, entries)
             steps = step_latency.measure(arguments.directory, "memory", *sizes)
             for kind in ("idle_step_us", "busy_step_us"):

@@ -12,8 +12,8 @@ import argparse
 import itertools
 import json
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from tests.performance.bench import InstantTier, block_key
 from tiered_kv.base import OffloadKey, ReqContext
@@ -30,29 +30,23 @@ BLOCK_BYTES = 4096
 Act = Callable[[list[OffloadKey], ReqContext], None]
 
 
-Watch = Callable[[TieringOffloadingManager], AbstractContextManager[object]]
-
-
-def measure(
-    policy: str,
-    count: int,
-    watch: Watch = nullcontext,
-    history: int = 0,
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, int]:
-    """Return keys per second of `clock` by pattern, over a primary tier of `count` blocks.
-
-    Args:
-        policy: Of the primary tier.
-        count: Its blocks.
-        watch: Looks at the manager meanwhile.
-        history: Entries of the history of blocks; 0 for none.
-        clock: Seconds.
-    """
+@contextmanager
+def opened(policy: str, count: int, history: int = 0) -> Iterator[TieringOffloadingManager]:
+    """Give a manager over a primary tier of `count` blocks, with a history of so many entries; 0 for none."""
     region = PrimaryRegion(count, BLOCK_BYTES)
     primary = CPUOffloadingManager(CPUBackend(region), policy)
     notes = BlockHistory(history, ["cpu", "instant"], [None, None]) if history else None
     manager = TieringOffloadingManager(primary, [InstantTier(region.kv_view)], history=notes)
+    try:
+        yield manager
+    finally:
+        manager.shutdown()
+
+
+def rates(
+    manager: TieringOffloadingManager, count: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, int]:
+    """Return keys per second of `clock` by pattern; the primary tier has `count` blocks."""
     keys = [block_key(number) for number in range(4 * count)]
     request_ids = itertools.count()
     lookup = manager.lookup
@@ -88,16 +82,12 @@ def measure(
         manager.prepare_load(batch, context)
         manager.complete_load(batch, context)
 
-    try:
-        with watch(manager):
-            return {
-                "store_keys_per_s": rate(store, 0, 2 * count),  # twice what fits: the second half evicts
-                "lookup_hit_keys_per_s": rate(look_up(True), count + REQUEST_KEYS, 2 * count),
-                "lookup_miss_keys_per_s": rate(look_up(False), 2 * count, 4 * count),
-                "load_keys_per_s": rate(load, count + 2 * REQUEST_KEYS, 2 * count - REQUEST_KEYS),
-            }
-    finally:
-        manager.shutdown()
+    return {
+        "store_keys_per_s": rate(store, 0, 2 * count),  # twice what fits: the second half evicts
+        "lookup_hit_keys_per_s": rate(look_up(True), count + REQUEST_KEYS, 2 * count),
+        "lookup_miss_keys_per_s": rate(look_up(False), 2 * count, 4 * count),
+        "load_keys_per_s": rate(load, count + 2 * REQUEST_KEYS, 2 * count - REQUEST_KEYS),
+    }
 
 
 def main() -> None:
@@ -106,11 +96,8 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=20_000)
     parser.add_argument("--history", type=int, default=0)
     arguments = parser.parse_args()
-    print(
-        json.dumps(
-            {"policy": arguments.policy, **measure(arguments.policy, arguments.blocks, history=arguments.history)}
-        )
-    )
+    with opened(arguments.policy, arguments.blocks, arguments.history) as manager:
+        print(json.dumps({"policy": arguments.policy, **rates(manager, arguments.blocks)}))
 
 
 if __name__ == "__main__":

@@ -71,11 +71,10 @@ def scraped(counters: Callable[[], Any], every_s: float) -> Iterator[None]:
 
 def rates(blocks: int, every_s: float) -> tuple[dict[str, int], dict[str, int]]:
     """Return the manager's keys per second with metrics, and without."""
-    measured = manager_rates.measure(
-        "lru", blocks, lambda manager: scraped(manager.counters, every_s), clock=thread_time
-    )
-    with unmeasured():
-        return measured, manager_rates.measure("lru", blocks, clock=thread_time)
+    with manager_rates.opened("lru", blocks) as manager, scraped(manager.counters, every_s):
+        measured = manager_rates.rates(manager, blocks, thread_time)
+    with unmeasured(), manager_rates.opened("lru", blocks) as manager:
+        return measured, manager_rates.rates(manager, blocks, thread_time)
 
 
 def measure(rounds: int, blocks: int, steps: int, every_s: float) -> dict[str, object]:

@@ -37,6 +37,7 @@ SCRIPTS: dict[str, tuple[list[str], list[str]]] = {
         [],
     ),
     "event_rates.py --rounds 1 --steps 20": (["keys_per_s_ratio", "step_p99_us_ratio", "thread_ns_per_key_ratio"], []),
+    "observing_cost.py --rounds 8": ([], ["store", "lookup_hit", "load", "lookup_miss"]),
     "name_rates.py": (["blake2b_ns"], ["lookup_new_ns", "lookup_known_ns", "lookup_many_new_ns"]),
     f"nvme_rates.py {DIRECTORY} --blocks 512": ([*DIRECTIONS], []),
     f"nvme_rates.py {DIRECTORY} --blocks 2048 --capacity-blocks 1024": (["full_over_empty"], []),

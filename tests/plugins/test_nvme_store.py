@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import threading
 import tracemalloc
+from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from tests.support.faulty_disk import FaultyDisk, fail, hold, in_peace
 from tests.support.segment_map import SegmentMap
 from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.testing.gate import Gate
-from tiered_kv.testing.rig import make_keys
+from tiered_kv.testing.rig import block_content, make_keys
 from tiered_kv_nvme.index import Index, place_of
-from tiered_kv_nvme.layout import KEY_BYTES_MAX, Entry, EntryTable
+from tiered_kv_nvme.layout import KEY_BYTES_MAX, PAGE_BYTES, Entry, EntryTable
 
 if TYPE_CHECKING:
     from tests.plugins.conftest import StoreBench
@@ -42,6 +45,29 @@ def test_blocks_come_back_in_any_form_and_after_reopening(
     store = bench.open(codec="raw", want_direct=not want_direct)
     assert store.counters["recovered_blocks_total"] == 50
     assert bench.get(store, keys) == set(keys)
+
+
+def test_blocks_that_a_direct_transfer_does_not_take_where_they_lie_go_through_a_buffer(bench: StoreBench) -> None:
+    refused: list[int] = []
+
+    def refuse(buffers: Sequence[memoryview], offset: int) -> None:
+        if any(np.frombuffer(buffer, dtype=np.uint8).ctypes.data % PAGE_BYTES for buffer in buffers):
+            refused.append(offset)
+            raise OSError(errno.EINVAL, "not aligned")
+
+    disk, keys, size = FaultyDisk(), make_keys(20), bench.block_bytes
+    disk.on_write = disk.on_read = refuse
+    store = bench.open(disk)
+    memory = memoryview(mmap.mmap(-1, 41 * size))[7:]
+    blocks = [memory[at : at + size] for at in range(0, 40 * size, size)]
+    for key, block in zip(keys, blocks[:20], strict=True):
+        block[:] = block_content(key, size)
+    assert store.store(keys, blocks[:20]).successful_keys is None
+    assert len(refused) == 1
+    assert store.load(keys, blocks[20:]).successful_keys is None
+    assert len(refused) > 1
+    assert blocks[20:] == blocks[:20]
+    assert store.counters["io_errors_total"] == 0
 
 
 def test_keys_of_any_length_are_found_again_and_one_that_is_too_long_fails_alone(bench: StoreBench) -> None:

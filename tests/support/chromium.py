@@ -16,7 +16,6 @@ import os
 import select
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any, Self
@@ -27,16 +26,11 @@ _WAIT_S = 120.0
 _COMPLAINTS = ("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Network.loadingFailed")
 _HEIGHT = 900
 _FREE_FD = 10
-_EXECUTE = """
-import os, sys
-os.dup2(int(sys.argv[1]), 3)
-os.dup2(int(sys.argv[2]), 4)
-os.execv(sys.argv[3], sys.argv[3:])
-"""
 _FLAGS = (
     "--headless=new",
     "--no-sandbox",  # it is root's, in a container
     "--disable-gpu",
+    "--hide-scrollbars",
     "--disable-dev-shm-usage",
     "--no-first-run",
     "--disable-background-networking",
@@ -65,9 +59,18 @@ class Chromium:
         self._from, to_us = os.pipe()
         # Chromium reads from descriptor 3 and writes to descriptor 4; copies beyond them are in nobody's way.
         ends = [fcntl.fcntl(end, fcntl.F_DUPFD, _FREE_FD) for end in (from_us, to_us)]
-        arguments = [program, *_FLAGS, f"--user-data-dir={directory / 'profile'}", "about:blank"]
+        execute = f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}'
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _EXECUTE, *map(str, ends), *arguments],
+            [
+                "bash",
+                "-c",
+                execute,
+                "bash",
+                program,
+                *_FLAGS,
+                f"--user-data-dir={directory / 'profile'}",
+                "about:blank",
+            ],
             pass_fds=ends,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -109,6 +109,11 @@ class LMCacheServer(ServerProcess):
         assert isinstance(told, dict)
         return told
 
+    def clear_l1(self) -> None:
+        """Let it forget what it has in its own memory."""
+        told = urllib.request.Request(f"{self.http_url}/cache/clear", method="POST")
+        urllib.request.urlopen(told, timeout=_ANSWER_TIMEOUT_S).close()
+
     def counters(self, tier: str) -> dict[str, Any]:
         """Return the counters of a tier, of the one layout that is in use."""
         (used,) = [each for each in self.status()["sets"] if "counters" in each]

@@ -1,4 +1,4 @@
-"""A Prometheus on loopback that reads one stack every second, with this repository's own configuration and alerts."""
+"""A Prometheus on loopback that reads stacks every second, with this repository's own configuration and alerts."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from tiered_kv.testing.server_process import ServerProcess
 
 MONITORING = Path(__file__).parents[2] / "examples" / "monitoring"
 LISTEN = "127.0.0.1:9464"
+OF_THE_MACHINE = {"TieredKVSlowLoads", "TieredKVSlowSteps"}
+"""Alerts that a busy machine may rightly have."""
 WAIT_S = 30.0
 _POLL_S = 0.2
 
@@ -30,18 +32,19 @@ def missing_prometheus() -> str:
 
 
 class Prometheus(ServerProcess):
-    """Reads the stack that listens on `target_port`; every pause before an alert is a second.
+    """Reads the stacks that listen on `target_ports`; every pause before an alert is a second.
 
     Args:
         directory: An empty directory for it.
     """
 
-    def __init__(self, directory: Path, target_port: int) -> None:
+    def __init__(self, directory: Path, *target_ports: int) -> None:
         super().__init__()
         self._directory = directory
         config = (MONITORING / "prometheus.yml").read_text()
         assert LISTEN in config
-        config = config.replace(LISTEN, f"127.0.0.1:{target_port}").replace("15s", "1s")
+        targets = '", "'.join(f"127.0.0.1:{port}" for port in target_ports)
+        config = config.replace(LISTEN, targets).replace("15s", "1s")
         (directory / "prometheus.yml").write_text(config)
         alerts = (MONITORING / "alerts.yml").read_text()
         (directory / "alerts.yml").write_text(re.sub(r"for: \d+[mh]", "for: 1s", alerts))
@@ -67,9 +70,10 @@ class Prometheus(ServerProcess):
         asked = self._ask("query_range", query=expression, start=begin, end=end, step=1)
         return {_labels(each): [(float(at), float(value)) for at, value in each["values"]] for each in asked}
 
-    def firing(self) -> set[str]:
-        """Return the names of the alerts that fire."""
-        return {dict(labels)["alertname"] for labels in self.query('ALERTS{alertstate="firing"}')}
+    def firing(self, target_port: int | None = None) -> set[str]:
+        """Return the names of the alerts that fire, of all stacks or of one."""
+        instance = "" if target_port is None else f'instance="127.0.0.1:{target_port}"'
+        return {dict(labels)["alertname"] for labels in self.query(f'ALERTS{{alertstate="firing",{instance}}}')}
 
     def _ask(self, what: str, **fields: object) -> list[Mapping[str, Any]]:  # Any: JSON
         with urlopen(f"http://127.0.0.1:{self.port}/api/v1/{what}?{urlencode(fields)}", timeout=WAIT_S) as answer:

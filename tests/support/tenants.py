@@ -6,17 +6,21 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import select
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
 
 from tiered_kv.base import OffloadKey, make_offload_key
+from tiered_kv.cli import main
 from tiered_kv.config.stack_config import load_config
 from tiered_kv.counters import count_of
 from tiered_kv.stack import Stack, open_stack
@@ -93,6 +97,19 @@ class Tenant(Stored):
         """Open a stack and load blocks, none of which its memory has; return as `wrong`."""
         with open_stack(self.file) as stack:
             return self.wrong(stack, self.keys(count, first))
+
+    def inspect(self, *options: str) -> tuple[int, dict[str, Any]]:
+        """Run `tiered-kv inspect`; return its status and what it says of the tier."""
+        with redirect_stdout(io.StringIO()) as shown:
+            status = main(["inspect", str(self.file), "--json", *options])
+        (tier,) = json.loads(shown.getvalue())["tiers"]
+        return status, tier
+
+    def verify(self, *options: str) -> tuple[int, dict[str, Any]]:
+        """Verify; return the status and what was found of the stack's own namespace."""
+        status, tier = self.inspect("--verify", *options)
+        (found,) = [each["verification"] for each in tier["namespaces"] if each["own"]]
+        return status, found
 
 
 def store_and_load_until_told() -> None:

@@ -233,7 +233,7 @@ def test_what_has_no_keys_is_passed_on(recorder: Recorder, keyed: KeyedNames) ->
 def test_every_method_of_the_interface_is_passed_on() -> None:
     """A method that is added to the interface must not be answered by its default."""
     public = {name for name in vars(SecondaryTierManager) if not name.startswith("_")}
-    assert public <= {"is_nonblocking", *vars(WrapperTier)}
+    assert public <= {"is_nonblocking", "takes_offsets", *vars(WrapperTier)}
 
 
 # -- settings ------------------------------------------------------------------------------------------

@@ -247,7 +247,7 @@ def damage_bucket(server: S3Server, bucket: str) -> Corrupt:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_wire_bad", [False, True])
+@pytest.mark.parametrize("is_wire_bad", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_stack_over_redis_keeps_its_promises(redis_server: RedisServer, is_wire_bad: bool) -> None:
     corrupt = damage_redis(redis_server)
     if not is_wire_bad:
@@ -260,7 +260,7 @@ def test_a_stack_over_redis_keeps_its_promises(redis_server: RedisServer, is_wir
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_wire_bad", [False, True])
+@pytest.mark.parametrize("is_wire_bad", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_stack_over_s3_keeps_its_promises(moto_server: S3Server, moto_bucket: str, is_wire_bad: bool) -> None:
     corrupt = damage_bucket(moto_server, moto_bucket)
     if not is_wire_bad:

@@ -206,7 +206,7 @@ def test_without_its_library_encryption_names_the_extra(missing: str, monkeypatc
         monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
     else:
         monkeypatch.setattr("cryptography.hazmat.primitives.ciphers.aead.AESGCM", object)
-    with pytest.raises(MissingExtraError, match=r"codec 'aes-256-gcm' needs .* pip install 'tiered-kv\[crypto\]'"):
+    with pytest.raises(MissingExtraError, match=r"codec 'aes-256-gcm' needs .* pip install '\.\[crypto\]'"):
         Cipher({1: SECRET}, 1)
 
 

@@ -5,38 +5,49 @@ from __future__ import annotations
 import pytest
 
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.tiering.administration import Ages, Verification
+from tiered_kv.tiering.administration import Verification
 from tiered_kv.toolkit.codecs import PLAIN
-from tiered_kv.toolkit.inspection import NAMESPACES_MAX, AgeSample, Census, RecordCheck, block_bytes_in
+from tiered_kv.toolkit.inspection import AGAIN_S, NAMESPACES_MAX, AgeCounts, Census, RecordCheck, block_bytes_in
 from tiered_kv.toolkit.record import digest_of, encode_record
 from tiered_kv.toolkit.status import RecordStatus
 
 DIGEST = bytes(range(16))
 
 
-def test_a_few_ages_have_an_exact_median_and_none_have_none() -> None:
-    sample = AgeSample()
-    assert sample.ages() is None
-    for age_s in (5.0, 1.0, -3.0, 9.0, 2.0):
-        sample.add(age_s)
-    assert sample.ages() == Ages(9.0, 2.0, 0.0)
-
-
-def test_the_median_of_many_ages_is_estimated() -> None:
-    sample = AgeSample()
-    for age_s in range(100_000):
-        sample.add(float(age_s))
-    ages = sample.ages()
+@pytest.mark.parametrize(
+    "ages_s", [[7.0], [-3.0], [5.0, 1.0, 0.0, 9.0, 2.0], [float(age_s) for age_s in range(100_000)]]
+)
+def test_of_many_ages_oldest_and_newest_are_exact_and_the_median_nearly(ages_s: list[float]) -> None:
+    counts = AgeCounts()
+    assert counts.ages() is None
+    for age_s in ages_s:
+        counts.add(age_s)
+    ages = counts.ages()
+    clipped = sorted(max(0.0, age_s) for age_s in ages_s)
     assert ages is not None
-    assert (ages.oldest_s, ages.newest_s) == (99_999.0, 0.0)
-    assert 45_000 < ages.median_s < 55_000
+    assert (ages.oldest_s, ages.newest_s) == (clipped[-1], clipped[0])
+    assert ages.median_s == pytest.approx(clipped[len(clipped) // 2], rel=0.02)
+
+
+def test_blocks_that_were_used_after_they_were_written_are_told_from_those_that_were_not() -> None:
+    census = Census()
+    census.add("ab" * 16, 1, blocks=3, written_s=100.0, used_s=100.0 - AGAIN_S)
+    census.add("ab" * 16, 1, written_s=100.0, used_s=50.0)
+    census.add("ab" * 16, 1, blocks=0, written_s=100.0, used_s=50.0)
+    census.add("ab" * 16, 1, written_s=100.0)
+    assert [each.used_again for each in census.survey(lambda digest: {}, "why").namespaces] == [0.25]
+    census.add("cd" * 16, 1, blocks=0)
+    assert not census.survey(lambda digest: {}, "why").notes
+    census.add("cd" * 16, 1, used_s=50.0)
+    survey = census.survey(lambda digest: {}, "why")
+    assert ([each.used_again for each in survey.namespaces], survey.notes) == ([0.25, None], ("why",))
 
 
 def test_further_namespaces_and_foreign_names_are_only_counted() -> None:
     census = Census()
     for number in range(NAMESPACES_MAX + 10):
         census.add(f"{number:032x}", 2)
-    survey = census.survey(lambda digest: {})
+    survey = census.survey(lambda digest: {}, "why")
     assert len(survey.namespaces) == NAMESPACES_MAX
     assert survey.foreign is not None
     assert (survey.foreign.entries, survey.foreign.size_bytes, len(survey.foreign.names)) == (10, 20, 8)
@@ -46,7 +57,7 @@ def test_one_unknown_size_makes_the_sum_unknown() -> None:
     census = Census()
     for size_bytes in (1, None, 1):
         census.add("ab" * 16, size_bytes)
-    (found,) = census.survey(lambda digest: {}).namespaces
+    (found,) = census.survey(lambda digest: {}, "why").namespaces
     assert (found.stored.blocks, found.stored.size_bytes) == (3, None)
 
 
@@ -72,12 +83,13 @@ def test_an_impossible_size_of_blocks_is_none(size: object) -> None:
     assert block_bytes_in({"block": size}) is None
 
 
-def test_only_damaged_blocks_are_to_be_deleted_and_only_if_wished() -> None:
-    for repairs in (False, True):
-        found = Verification(block_bytes=4096, repairs=repairs)
-        assert [found.note(status, 10) for status in (RecordStatus.OK, RecordStatus.UNKNOWN_KEY, "io_error")] == [
-            False
-        ] * 3
-        assert found.note(RecordStatus.BAD_CHECKSUM, 10) is repairs
-        assert (found.blocks, found.size_bytes, found.damaged) == (4, 40, {"checksum": 1})
-        assert found.unreadable == {"unknown_key": 1, "io_error": 1}
+@pytest.mark.parametrize("repairs", [False, True])
+def test_only_damaged_blocks_are_to_be_deleted_and_only_if_wished(repairs: bool) -> None:
+    found = Verification(block_bytes=4096, repairs=repairs)
+    kept: list[RecordStatus | str] = [RecordStatus.OK, RecordStatus.UNKNOWN_KEY, RecordStatus.UNENCRYPTED, "io_error"]
+    assert not any(found.note(status, 10) for status in kept)
+    assert found.ok
+    assert found.note(RecordStatus.BAD_CHECKSUM, 10) is repairs
+    assert not found.ok
+    assert (found.blocks, found.size_bytes, found.damaged) == (5, 50, {"checksum": 1})
+    assert found.unreadable == {"unknown_key": 1, "unencrypted": 1, "io_error": 1}

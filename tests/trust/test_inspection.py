@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
 from tests.support.places import Place, PlaceOf
+from tests.support.secret_hunt import Sheet, new_marker
 from tests.support.tenants import BLOCK_BYTES, Tenant
-from tiered_kv.base import OffloadKey
+from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.cli import main
 from tiered_kv.hooks import tier_plugins
+from tiered_kv.stack import open_stack
 from tiered_kv.testing.damage import Damage, Kind, record_damages
 from tiered_kv.testing.rig import block_content, make_keys
 from tiered_kv.tiering.administration import Verification
@@ -26,19 +27,12 @@ PROGRAM = f"from {Tenant.__module__} import store_and_load_until_told as main; m
 SPEC = TierSpec("inspection", 4096, bytes(range(16)), {"model": "inspection"})
 
 
-def inspect(tenant: Tenant, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, Any]]:
-    capsys.readouterr()
-    status = main(["inspect", str(tenant.file), "--json", *options])
-    report: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return status, report["tiers"][0]
-
-
 @pytest.mark.parametrize("kind", ["redis", "redis-cluster", "redis-sentinel", "s3", "s3-versioned"])
-def test_namespaces_are_counted_and_verified(kind: str, place_of: PlaceOf, capsys: pytest.CaptureFixture[str]) -> None:
+def test_namespaces_are_counted_and_verified(kind: str, place_of: PlaceOf) -> None:
     storage = place_of(kind)
     alice, bob = storage.tenant("alice"), storage.tenant("bob")
     assert (alice.store(BLOCKS), bob.store(3)) == (BLOCKS, 3)
-    status, tier = inspect(alice, capsys, "--verify")
+    status, tier = alice.inspect("--verify")
     found = {each["tenant"]: each for each in tier["namespaces"]}
     assert (status, tier["error"], sorted(found)) == (0, "", ["alice", "bob"])
     assert [found[name]["blocks"] for name in ("alice", "bob")] == [BLOCKS, 3]
@@ -95,9 +89,7 @@ def verify(place: Place, *, repairs: bool) -> Verification:
 
 
 @pytest.mark.parametrize("kind", ["nvme", "fs", "redis", "s3"])
-def test_a_process_that_stores_and_loads_meanwhile_is_not_disturbed(
-    kind: str, place_of: PlaceOf, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_process_that_stores_and_loads_meanwhile_is_not_disturbed(kind: str, place_of: PlaceOf) -> None:
     alice = place_of(kind).tenant("alice", **({"capacity": "16MiB"} if kind == "nvme" else {}))
     command = [sys.executable, "-c", PROGRAM, "alice", str(alice.file)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -107,7 +99,7 @@ def test_a_process_that_stores_and_loads_meanwhile_is_not_disturbed(
             process.stdout.readline()
         checked = 0
         for _ in range(5):
-            status, tier = inspect(alice, capsys, "--verify")
+            status, tier = alice.inspect("--verify")
             (found,) = [each["verification"] for each in tier["namespaces"]]
             assert (status, found["damaged"]) == (0, {}), tier
             checked += found["blocks"]
@@ -120,9 +112,48 @@ def test_a_process_that_stores_and_loads_meanwhile_is_not_disturbed(
         process.communicate()
 
 
-def test_a_server_that_does_not_answer_is_an_error(place_of: PlaceOf, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_does_not_answer_is_an_error(place_of: PlaceOf) -> None:
     storage = place_of("redis")
     alice = storage.tenant("alice", url="redis://127.0.0.1:1", connect_timeout="1s")
-    status, tier = inspect(alice, capsys, "--verify")
+    status, tier = alice.inspect("--verify")
     assert (status, tier["ok"]) == (1, False)
     assert "the server" in tier["error"]
+
+
+def test_a_server_tells_with_a_ttl_which_blocks_were_used_again(place_of: PlaceOf) -> None:
+    place = place_of("redis")
+    alice = place.tenant("alice", ttl="1h")
+    alice.store(BLOCKS)
+    blocks = [name for key in alice.keys(BLOCKS // 4) for name in place.masters[0].keys("*") if name.endswith(key)]
+    for name in blocks:
+        place.masters[0].call("PEXPIRE", name, "3500000")  # as if it had been stored 100 s ago, and used now
+    ((own,), notes) = (alice.inspect()[1][name] for name in ("namespaces", "notes"))
+    assert (own["used_again"], notes) == (0.25, [])
+    assert 100 <= own["written"]["oldest_s"] < 3600
+    ((own,), (note,)) = (place.tenant("alice").inspect()[1][name] for name in ("namespaces", "notes"))
+    assert (own["used_again"], own["written"]) == (None, None)
+    assert "`ttl`" in note
+
+
+@pytest.mark.parametrize("kind", ["nvme", "fs", "redis", "s3"])
+def test_no_key_secret_or_block_is_shown(
+    kind: str, place_of: PlaceOf, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    place, secret = place_of(kind), new_marker()
+    encryption = {"codec": "aes-256-gcm", "encryption": {"keys": {1: secret}}}
+    plain, alice = place.tenant("alice"), place.tenant("alice", **encryption)
+    sheet = Sheet({"the secret": secret, "a key": (key := new_marker()), "a block": plain.marker.decode()})
+    for tenant in (plain, alice):
+        with open_stack(tenant.file) as stack:
+            assert tenant.put(stack, [make_offload_key(f"{key}{tenant is plain}{at}".encode(), 0) for at in range(4)])
+    at = 8592 if kind == "nvme" else 400  # in a block's payload
+    records = {name: data for name, data in place.stored().items() if len(data) > BLOCK_BYTES}
+    place.restore({name: data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for name, data in records.items()})
+    shown = ""
+    for tenant in (plain, alice):
+        for options in ([], ["--verify"], ["--verify", "--json"], ["--verify", "--repair"]):
+            main(["inspect", str(tenant.file), *options])
+            shown += "".join(capsys.readouterr())
+    sheet.note("inspect", shown, caplog.text)
+    assert "(checksum " in shown, "a damaged block is shown too"
+    assert sheet.findings() == []

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeVar
 
 from tiered_kv.config.units import parse_bytes, parse_seconds
 
+Number = TypeVar("Number", int, float)
 INTERVAL_MIN_S: Final = 0.1
 INTERVAL_MAX_S: Final = 86_400.0
 
@@ -25,18 +27,12 @@ def positive_int(text: str) -> int:
 
 def seconds(text: str) -> float:
     """Return a duration in seconds, from text such as "250ms"."""
-    try:
-        return parse_seconds(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{error}, found {text!r}") from None
+    return _parsed(parse_seconds, text, text)
 
 
 def rate(text: str) -> int:
     """Return bytes a second, at least 1, from text such as "100MiB/s" or "100MiB"."""
-    try:
-        value = parse_bytes(text.removesuffix("/s"))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{error}, found {text!r}") from None
+    value = _parsed(parse_bytes, text.removesuffix("/s"), text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1 byte a second, found {text!r}")
     return value
@@ -48,6 +44,13 @@ def interval(text: str) -> float:
     if not INTERVAL_MIN_S <= value <= INTERVAL_MAX_S:
         raise argparse.ArgumentTypeError(f"expected a duration from 100ms to 1d, found {text!r}")
     return value
+
+
+def _parsed(parse: Callable[[object], Number], text: str, given: str) -> Number:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}, found {given!r}") from None
 
 
 class HelpFormatter(argparse.HelpFormatter):

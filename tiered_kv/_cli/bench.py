@@ -14,8 +14,8 @@ from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
-from tiered_kv.observe.report.bench_page import bench_page
-from tiered_kv.observe.report.page import Run
+from tiered_kv.observe.report.bench_page import BENCH_COLUMNS, bench_page, bench_remarks, bench_rows
+from tiered_kv.observe.report.page import Run, counted
 from tiered_kv.stack import open_tier
 from tiered_kv.workload.bench import BenchSettings, TierBench, bench_tier
 
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         ("tiered-kv bench stack.yaml", "every secondary tier, one after the other"),
         ("tiered-kv bench stack.yaml --tier nvme --batch 8 --rounds 5", "one tier, by small jobs"),
+        ("tiered-kv bench stack.yaml --report bench.html", "a page with plots, too"),
         found="a block came back with a wrong byte",
     )
     parser.add_argument("stack", metavar="STACK", help="the stack's YAML file")
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> Status:
     else:
         _show(args.stack, results, settings)
     if reported is not None:
-        write_report(args, bench_page(reported, results, settings))
+        write_report(args, lambda: bench_page(reported, results, settings))
     return Status.FOUND if any(result.corrupt_blocks for result in results) else Status.OK
 
 
@@ -106,33 +107,12 @@ def _bench(
 def _show(stack: str, results: list[TierBench], settings: BenchSettings) -> None:
     block_bytes = results[0].block_bytes
     written = rounded_bytes(settings.blocks * settings.rounds * block_bytes)
-    rounds = f"{settings.rounds} rounds" if settings.rounds > 1 else "1 round"
     print_table(
-        ["tier", "store GB/s", "load GB/s", "lookup us", "p99", "verified", "corrupt"],
-        [_row(result) for result in results],
+        BENCH_COLUMNS,
+        bench_rows(results),
         title=f"{stack}: {settings.blocks:,} blocks of {format_bytes(block_bytes)}, {settings.batch} to a job",
     )
+    rounds = counted(settings.rounds, "round")
     print_text(f"Medians (and spreads) of {rounds}; each tier was given {written} of new blocks.")
-    for result in results:
-        if result.failed_stores or result.failed_loads:
-            reasons = ", ".join(f"{reason} {jobs}" for reason, jobs in result.reasons.items())
-            print_text(
-                f"{result.name}: {result.failed_stores:,} blocks not stored, {result.failed_loads:,} not loaded"
-                f" (jobs by reason: {reasons}); the rates are of the blocks that succeeded"
-            )
-
-
-def _row(result: TierBench) -> list[str]:
-    return [
-        result.name if result.name == result.type else f"{result.name} ({result.type})",
-        _with_spread(result.store_gb_per_s, [each.store_gb_per_s for each in result.rounds]),
-        _with_spread(result.load_gb_per_s, [each.load_gb_per_s for each in result.rounds]),
-        f"{result.lookup_us.p50:,.1f}",
-        f"{result.lookup_us.p99:,.1f}",
-        f"{result.verified_blocks:,}",
-        f"{result.corrupt_blocks:,}",
-    ]
-
-
-def _with_spread(median: float, rounds: list[float]) -> str:
-    return f"{median:.2f} ({min(rounds):.2f}-{max(rounds):.2f})"
+    for line in bench_remarks(results):
+        print_text(line)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 
@@ -17,13 +17,7 @@ from tiered_kv.config.units import rounded_bytes
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import tier_plugins
 from tiered_kv.observe.namespaces import differences
-from tiered_kv.tiering.administration import (
-    Ages,
-    Survey,
-    SurveyedNamespace,
-    TierAdministration,
-    Verification,
-)
+from tiered_kv.tiering.administration import Ages, Survey, SurveyedNamespace, TierAdministration, Verification
 from tiered_kv.toolkit.inspection import block_bytes_in
 
 _TIMEOUT_S = 600.0
@@ -31,25 +25,12 @@ _RATE_BYTES = 100 << 20
 """A few percent of an SSD, and less than a tenth of a network of 10 Gbit/s."""
 _PATIENCE = 4
 """How much longer than its rate demands a check may take."""
+_SHOW_INTERVAL_S = 0.1
+_SLEEP_MIN_S = 0.01
+_LAG_MAX_S = 1.0
+"""What a check may catch up on: sleep takes longer than it was told to on a busy machine."""
+_CHECKED = ("ok", "blocks", "size_bytes", "damaged", "unreadable", "repaired", "checks_tags", "notes", "error")
 _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "m"), (1.0, "s"))
-
-
-@dataclass(slots=True)
-class NamespaceCheck:
-    """The check of one namespace; `docs/reference/command.md` describes each field."""
-
-    namespace: str
-    blocks: int
-    size_bytes: int
-    damaged: dict[str, int]
-    unreadable: dict[str, int]
-    repaired: int
-    notes: list[str]
-    error: str = ""
-
-    @property
-    def ok(self) -> bool:
-        return not self.error and sum(self.damaged.values()) == self.repaired
 
 
 @dataclass(slots=True)
@@ -60,12 +41,12 @@ class TierInspection:
     type: str
     error: str = ""
     unavailable: str = ""
-    survey: Survey | None = None
-    checks: list[NamespaceCheck] = field(default_factory=list)
+    survey: Survey = field(default_factory=Survey)
+    checks: dict[str, Verification] = field(default_factory=dict)  # by the namespace's digest
 
     @property
     def ok(self) -> bool:
-        return not self.error and all(check.ok for check in self.checks)
+        return not self.error and all(check.ok for check in self.checks.values())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,7 +91,6 @@ def run(args: argparse.Namespace) -> Status:
         described = [_described(config, tier) for tier in tiers]
         print_json({"stack": args.stack, "namespace": own, "verified": args.verify, "ok": ok, "tiers": described})
     else:
-        print_text(f"{args.stack}: namespace {config.identity.digest.hex()}\n")
         _show(config, tiers, args)
     return Status.OK if ok else Status.FOUND
 
@@ -145,7 +125,6 @@ def _verify(
     args: argparse.Namespace,
 ) -> None:
     """Check the namespaces that were found, one after the other."""
-    assert tier.survey is not None, "it was counted first"
     own = config.identity.digest.hex()
     chosen = [each for each in tier.survey.namespaces if not args.own or each.stored.digest == own]
     rate_bytes = args.rate or _RATE_BYTES
@@ -156,29 +135,33 @@ def _verify(
         for each in chosen:
             digest = each.stored.digest
             block_bytes = config.block.bytes if digest == own else block_bytes_in(each.stored.described)
-            found = Verification(block_bytes=block_bytes, repairs=args.repair, on_block=on_block)
-            error = ""
+            found = tier.checks[digest] = Verification(block_bytes, args.repair, on_block)
             try:
                 administration.verify(digest, found, deadline)
             except NotImplementedError:
-                error = f"tiers of type '{settings.type}' cannot be verified"
+                found.error = f"tiers of type '{settings.type}' cannot be verified"
             except Exception as problem:  # whatever a stranger's administration raises
-                error = told(problem, settings.secret_texts())
-            counts = (found.blocks, found.size_bytes, dict(found.damaged), dict(found.unreadable), found.repaired)
-            tier.checks.append(NamespaceCheck(digest, *counts, found.notes, error))
+                found.error = told(problem, settings.secret_texts())
 
 
 def _paced(rate_bytes: int, show: Callable[[int], None], deadline: float) -> Callable[[int], None]:
-    """Return a function that is told of each block's bytes, and sleeps where they come faster than `rate_bytes`."""
-    started_s = time.monotonic()
+    """Return a function that is told of each block's bytes, and sleeps where they come faster than `rate_bytes`.
+
+    It sleeps and shows for many blocks at once: for each small block either would take longer than its check.
+    """
     done_bytes = 0
+    due_s = shown_s = time.monotonic()
 
     def on_block(size_bytes: int) -> None:
-        nonlocal done_bytes
+        nonlocal done_bytes, due_s, shown_s
+        now_s = time.monotonic()
         done_bytes += size_bytes
-        show(done_bytes)
-        until_s = min(started_s + done_bytes / rate_bytes, deadline)
-        time.sleep(max(0.0, until_s - time.monotonic()))
+        due_s = max(due_s, now_s - _LAG_MAX_S) + size_bytes / rate_bytes
+        if now_s - shown_s >= _SHOW_INTERVAL_S:
+            show(done_bytes)
+            shown_s = now_s
+        if due_s - now_s >= _SLEEP_MIN_S:
+            time.sleep(max(0.0, min(due_s, deadline) - now_s))
 
     return on_block
 
@@ -193,65 +176,58 @@ def _size_bytes(found: SurveyedNamespace) -> int:
 
 def _differences(config: StackConfig, found: SurveyedNamespace) -> dict[str, tuple[object, object]]:
     """Return in what a namespace differs from the stack's own; see `differences`."""
-    is_own = found.stored.digest == config.identity.digest.hex()
-    has_form = bool(found.stored.described) and not is_own
-    return differences(config.identity.described, found.stored.described) if has_form else {}
+    return differences(config.identity.described, found.stored.described) if found.stored.described else {}
 
 
 def _described(config: StackConfig, tier: TierInspection) -> dict[str, object]:
     """Return the JSON form of one tier."""
-    survey = tier.survey or Survey(())
-    checks = {check.namespace: {**asdict(check), "ok": check.ok} for check in tier.checks}
-    own = config.identity.digest.hex()
-    return {
-        "name": tier.name,
-        "type": tier.type,
-        "ok": tier.ok,
-        "error": tier.error,
-        "unavailable": tier.unavailable,
-        "namespaces": [
+    namespaces = []
+    for each in tier.survey.namespaces:
+        known = asdict(each)
+        stored = known.pop("stored")
+        digest = stored.pop("digest")
+        check = tier.checks.get(digest)
+        namespaces.append(
             {
-                "namespace": each.stored.digest,
-                "own": each.stored.digest == own,
+                "namespace": digest,
+                "own": digest == config.identity.digest.hex(),
                 "tenant": each.stored.tenant,
-                "described": dict(each.stored.described),
+                **stored,
                 "differences": _differences(config, each),
-                "blocks": each.stored.blocks,
-                "size_bytes": each.stored.size_bytes,
-                "written": each.written and asdict(each.written),
-                "used": each.used and asdict(each.used),
-                "used_again": each.used_again,
-                "verification": checks.get(each.stored.digest),
+                **known,
+                "verification": check and {name: getattr(check, name) for name in _CHECKED},
             }
-            for each in survey.namespaces
-        ],
-        "segments": survey.segments and asdict(survey.segments),
-        "foreign": survey.foreign and asdict(survey.foreign),
-        "notes": list(survey.notes),
-    }
+        )
+    about = {"name": tier.name, "type": tier.type, "ok": tier.ok, "error": tier.error, "unavailable": tier.unavailable}
+    return {**about, **asdict(tier.survey), "namespaces": namespaces}
 
 
 def _show(config: StackConfig, tiers: Sequence[TierInspection], args: argparse.Namespace) -> None:
     own = config.identity.digest.hex()
-    rows = [row for tier in tiers for row in _rows(tier, own)]
+    print_text(f"{args.stack}: namespace {own}\n")
     heads = ["tier", "namespace", "model", "tenant", "blocks", "stored", "written", "last used", "used again"]
-    print_table(heads, rows, numbers=False)
+    _print_rows(heads, [row for tier in tiers for row in _rows(tier, own)])
     print_text("* this stack's own; ages are those of the oldest, the median and the newest block; - is not known")
-    if checks := [(tier, check) for tier in tiers for check in tier.checks]:
+    if checks := [_checked(tier.name, *each) for tier in tiers for each in tier.checks.items()]:
         print_text("")
-        print_table(
-            ["tier", "namespace", "checked", "read", "repaired", "damaged", "unreadable here"],
-            [_checked(tier, check) for tier, check in checks],
-            numbers=False,
-        )
+        heads = ["tier", "namespace", "checked", "read", "by", "repaired", "damaged", "unreadable here"]
+        _print_rows(heads, checks)
     for tier in tiers:
         for line in _remarks(config, tier, repairs=args.repair):
-            print_text(f"{tier.name}: {line}")
+            print_text(_one_line(f"{tier.name}: {line}"))
+
+
+def _print_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    print_table(heads, [[_one_line(cell) for cell in row] for row in rows], numbers=False)
+
+
+def _one_line(text: str) -> str:
+    """Return text that may hold a stranger's words, so that none of them looks like a line of this command."""
+    return text.replace("\n", "\\n")
 
 
 def _rows(tier: TierInspection, own: str) -> Iterator[list[str]]:
-    namespaces = tier.survey.namespaces if tier.survey is not None else ()
-    for each in namespaces:
+    for each in tier.survey.namespaces:
         stored = each.stored
         namespace = stored.described.get("namespace")
         model = str(namespace.get("model", "-")) if isinstance(namespace, dict) else "-"
@@ -261,23 +237,23 @@ def _rows(tier: TierInspection, own: str) -> Iterator[list[str]]:
         digest = f"{stored.digest}{' *' if stored.digest == own else ''}"
         ages = [_ages(each.written), _ages(each.used)]
         yield [tier.name, digest, model, stored.tenant or "-", blocks, size, *ages, share]
-    if not namespaces:
-        nothing = "-" if tier.survey is None else "nothing stored"
-        yield [tier.name, nothing, *["-"] * 7]
+    if not tier.survey.namespaces:
+        yield [tier.name, "-" if tier.error or tier.unavailable else "nothing stored", *["-"] * 7]
 
 
-def _checked(tier: TierInspection, check: NamespaceCheck) -> list[str]:
-    counts = [str(check.blocks), rounded_bytes(check.size_bytes), str(check.repaired)]
-    return [tier.name, check.namespace, *counts, _reasons(check.damaged), _reasons(check.unreadable)]
+def _checked(tier: str, digest: str, check: Verification) -> list[str]:
+    by = "checksum, tag" if check.checks_tags else "checksum"
+    counts = [str(check.blocks), rounded_bytes(check.size_bytes), by, str(check.repaired)]
+    return [tier, digest, *counts, _reasons(check.damaged), _reasons(check.unreadable)]
 
 
-def _reasons(counted: dict[str, int]) -> str:
+def _reasons(counted: Mapping[str, int]) -> str:
     detail = ", ".join(f"{reason} {count}" for reason, count in sorted(counted.items()))
     return f"{sum(counted.values())} ({detail})" if counted else "0"
 
 
 def _remarks(config: StackConfig, tier: TierInspection, *, repairs: bool) -> Iterator[str]:
-    survey = tier.survey or Survey(())
+    survey = tier.survey
     for each in survey.namespaces:
         changed = _differences(config, each)
         if changed:
@@ -295,12 +271,12 @@ def _remarks(config: StackConfig, tier: TierInspection, *, repairs: bool) -> Ite
         entries, size = survey.foreign.entries, rounded_bytes(survey.foreign.size_bytes)
         yield f"{entries} foreign entries of {size}: {', '.join(survey.foreign.names)}"
     yield from survey.notes
-    for check in tier.checks:
+    for digest, check in tier.checks.items():
         yield from check.notes
         if repairs:
-            yield f"{check.repaired} damaged blocks of {check.namespace} were deleted"
+            yield f"{check.repaired} damaged blocks of {digest} were deleted"
         if check.error:
-            yield f"the check of {check.namespace} FAILED: {check.error}"
+            yield f"the check of {digest} FAILED: {check.error}"
     if tier.unavailable:
         yield tier.unavailable
     if tier.error:
@@ -310,11 +286,8 @@ def _remarks(config: StackConfig, tier: TierInspection, *, repairs: bool) -> Ite
 def _ages(ages: Ages | None) -> str:
     if ages is None:
         return "-"
-    return " ".join(_rounded_seconds(value) for value in (ages.oldest_s, ages.median_s, ages.newest_s))
-
-
-def _rounded_seconds(value_s: float) -> str:
-    for scale, unit in _UNITS:
-        if value_s >= scale:
-            return f"{value_s / scale:.0f}{unit}"
-    return "0s"
+    shown = []
+    for age_s in (ages.oldest_s, ages.median_s, ages.newest_s):
+        scale, unit = next((each for each in _UNITS if age_s >= each[0]), _UNITS[-1])
+        shown.append(f"{age_s / scale:.0f}{unit}")
+    return " ".join(shown)

@@ -14,10 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from typing import Protocol
 
 
 class Status(IntEnum):
@@ -77,6 +74,7 @@ def print_table(
         numbers: Whether all columns but the first hold numbers, which are aligned to the right.
     """
     from rich import box
+    from rich.console import Console
     from rich.measure import Measurement
     from rich.table import Table
     from rich.text import Text
@@ -94,7 +92,7 @@ def print_table(
         )
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    console = _console()
+    console = Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
     # A narrow terminal breaks lines; rich would leave numbers out.
     console.width = max(
         console.width, Measurement.get(console, console.options.update(width=_WIDTH_MAX), table).minimum
@@ -198,9 +196,3 @@ def interrupt_flag() -> Iterator[Callable[[], bool]]:
         yield lambda: pressed
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)

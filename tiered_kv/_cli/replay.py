@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,17 @@ from typing import Any
 from tiered_kv._cli.arguments import describe_use, positive_int, seconds
 from tiered_kv._cli.output import Status, interrupt_flag, print_json, print_table, print_text, progress
 from tiered_kv._cli.reporting import add_report_argument, begun_report, write_report
-from tiered_kv.config.stack_config import StackConfig, load_config
+from tiered_kv.config.stack_config import load_config
 from tiered_kv.config.units import format_bytes
 from tiered_kv.counters import flat_counts
 from tiered_kv.errors import ConfigError
-from tiered_kv.observe.report.replay_page import replay_page
+from tiered_kv.observe.report.replay_page import TIER_COLUMNS, replay_page, tier_rows
 from tiered_kv.observe.report.samples import Sampler
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.replay import ReplaySettings, replay
 from tiered_kv.workload.request import Request
-from tiered_kv.workload.tally import GB, ReplayReport, Tally
+from tiered_kv.workload.tally import ReplayReport, Tally
 from tiered_kv.workload.trace import read_trace
 
 _CHAT_OPTIONS = {
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     describe_use(
         parser,
-        ("tiered-kv replay stack.yaml", "240 chats of 8 turns"),
+        ("tiered-kv replay stack.yaml --report replay.html", "240 chats of 8 turns, and a page with plots"),
         ("tiered-kv replay stack.yaml --trace requests.jsonl --requests 1000", "the first requests of a trace"),
         ("tiered-kv replay stack.yaml --seed 7 --chats 1000 --json", "other chats; one JSON object for a script"),
         found="a block came back with a wrong byte",
@@ -96,53 +96,40 @@ def run(args: argparse.Namespace) -> Status:
     settings = ReplaySettings(concurrency=args.concurrency, request_timeout_s=args.request_timeout)
     config = load_config(args.stack)
     reported = begun_report(args, config)
-    with _opened(config) as stack, interrupt_flag() as interrupted:
-        sampler = None
+    with progress("opening the tiers", None):
+        stack = open_stack(config)
+    with stack, interrupt_flag() as interrupted:
         if reported is not None:
             reported.note_tiers(stack.tier_names, stack.secondary_tiers)
-            sampler = Sampler(stack.manager.counters)
+        sampler = Sampler(stack.manager.counters)
         report = _replayed(stack, workload, settings, sampler, interrupted)
     if args.json:
         print_json({"stack": args.stack, "workload": workload.described, **asdict(report)})
     else:
         _show(report, f"{args.stack}: {workload.title}")
-    if reported is not None and sampler is not None:
-        write_report(args, replay_page(reported, report, sampler, settings, workload.title, _notes(report)))
+    if reported is not None:
+        page = partial(replay_page, reported, report, sampler, settings, workload.title, _notes(report))
+        write_report(args, page)
     if report.corrupt_blocks:
         return Status.FOUND
     return Status.INTERRUPTED if report.interrupted else Status.OK
 
 
-@contextmanager
-def _opened(config: StackConfig) -> Iterator[Stack]:
-    with progress("opening the tiers", None):
-        stack = open_stack(config)
-    with stack:
-        yield stack
-
-
 def _replayed(
-    stack: Stack,
-    workload: _Workload,
-    settings: ReplaySettings,
-    sampler: Sampler | None,
-    interrupted: Callable[[], bool],
+    stack: Stack, workload: _Workload, settings: ReplaySettings, sampler: Sampler, interrupted: Callable[[], bool]
 ) -> ReplayReport:
-    """Replay the requests, and sample the counters between steps if there is a sampler."""
+    """Replay the requests, and sample the counters between steps."""
     with progress("requests", workload.total) as advance:
 
         def on_progress(tally: Tally) -> None:
             advance(tally.requests)
-            if sampler is not None:
-                sampler.note(tally)
+            sampler.note(tally)
 
-        if sampler is not None:
-            sampler.start()
+        sampler.start()
         report = replay(
             stack.manager, stack.kv_view, workload.requests, settings, should_stop=interrupted, on_progress=on_progress
         )
-        if sampler is not None:
-            sampler.finish()
+        sampler.finish()
     return report
 
 
@@ -160,7 +147,7 @@ def _workload(args: argparse.Namespace) -> _Workload:
 
 
 def _show(report: ReplayReport, title: str) -> None:
-    print_table(["tier", "hits", "share", "stored GB", "GB/s", "loaded GB", "GB/s"], _tier_rows(report), title=title)
+    print_table(TIER_COLUMNS, list(tier_rows(report)), title=title)
     step = report.step_us
     print_table(
         ["result", ""],
@@ -178,26 +165,6 @@ def _show(report: ReplayReport, title: str) -> None:
     )
     for line in _remarks(report):
         print_text(line)
-
-
-def _tier_rows(report: ReplayReport) -> list[list[str]]:
-    rows = [
-        [
-            name,
-            f"{tier.hits:,}",
-            _share(tier.hits, report.blocks),
-            f"{tier.stored_bytes / GB:.2f}",
-            f"{tier.store_gb_per_s:.2f}",
-            f"{tier.loaded_bytes / GB:.2f}",
-            f"{tier.load_gb_per_s:.2f}",
-        ]
-        for name, tier in report.tiers.items()
-    ]
-    return [*rows, ["misses", f"{report.misses:,}", _share(report.misses, report.blocks), "", "", "", ""]]
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.1%}" if whole else "-"
 
 
 def _remarks(report: ReplayReport) -> Iterator[str]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tiered_kv._cli.output import print_text
+from tiered_kv._cli.output import print_text, progress
 from tiered_kv.config.stack_config import StackConfig
-from tiered_kv.observe.report.page import Run, check_target, write_page
+from tiered_kv.errors import ConfigError
+from tiered_kv.observe.report.figures import require_matplotlib
+from tiered_kv.observe.report.page import Run
 
 
 def add_report_argument(parser: argparse.ArgumentParser) -> None:
@@ -17,24 +21,34 @@ def add_report_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def write_report(args: argparse.Namespace, page: str) -> None:
-    """Write the page to its file, and say so to people.
-
-    Raises:
-        ConfigError: It cannot be written.
-    """
-    write_page(args.report, page)
-    if not args.json:
-        print_text(f"page with plots: {args.report}")
-
-
 def begun_report(args: argparse.Namespace, config: StackConfig) -> Run | None:
     """Return what a page will say of the run that begins now; None where none is wanted.
 
     Raises:
         ConfigError: The page cannot be made or written; better known before the run than after it.
     """
-    if args.report is None:
+    path = args.report
+    if path is None:
         return None
-    check_target(args.report)
+    require_matplotlib()
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"the page cannot be written to '{path}'", location="--report")
     return Run(args.stack, args.given, config, datetime.now(UTC))
+
+
+def write_report(args: argparse.Namespace, draw: Callable[[], str]) -> None:
+    """Draw the page, write it in place of what was there, and say so to people.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    with progress("drawing the page", None):
+        page = draw()
+    try:
+        args.report.write_text(page, encoding="utf-8", errors="backslashreplace")  # names of files may be any bytes
+    except OSError as error:
+        raise ConfigError(
+            f"the page cannot be written to '{args.report}': {error.strerror}", location="--report"
+        ) from error
+    if not args.json:
+        print_text(f"page with plots: {args.report}")

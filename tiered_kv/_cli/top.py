@@ -8,8 +8,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from types import FrameType
 from typing import Final
@@ -51,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("tiered-kv top", "what serves on this machine, at the usual port"),
         ("tiered-kv top stack.yaml --interval 5s", "the stack of this file"),
         ("tiered-kv top http://10.0.0.7:9464 --once --json", "one answer for a script"),
-        found="with --once: a tier is disabled, or its breaker is not closed",
+        found="with --once or --json: a tier is disabled, or its breaker is not closed",
     )
 
 
@@ -60,12 +58,12 @@ def run(args: argparse.Namespace) -> Status:
     watcher = Watcher(lambda: _ask(address))
     if args.once or args.json:
         return _once(watcher, address, args)
+    _end_by_signals()
     try:
-        with _ended_by_signals():
-            if sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown"):
-                _draw(watcher, address, args.interval)
-            else:
-                _print(watcher, args.interval)
+        if sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown"):
+            _draw(watcher, address, args.interval)
+        else:
+            _print(watcher, args.interval)
     except KeyboardInterrupt:  # how it is meant to end: nothing has been cut off
         pass
     return Status.INTERRUPTED
@@ -119,17 +117,15 @@ def _print(watcher: Watcher, interval_s: float) -> None:
     """Print a table for each interval, with the events since the one before."""
     printed_s = time.monotonic() - interval_s
     while True:
-        next_s = time.monotonic() + interval_s
-        sight = watcher.look()
-        now_s = time.monotonic()
+        sight, now_s = watcher.look(), time.monotonic()
         _print_sight(sight, interval_s, notices_s=now_s - printed_s)
         printed_s = now_s
         flush_output()
-        time.sleep(max(0.0, next_s - time.monotonic()))
+        time.sleep(max(0.0, now_s + interval_s - time.monotonic()))
 
 
 def _print_sight(sight: Sight, interval_s: float, *, notices_s: float) -> None:
-    from tiered_kv._cli.top_view import headline, notice_line, plain_rows, reason_lines
+    from tiered_kv._cli.top_view import headline, notice_lines, plain_rows, reason_lines
 
     view = sight.view
     print_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {headline(sight, interval_s)}")
@@ -137,27 +133,17 @@ def _print_sight(sight: Sight, interval_s: float, *, notices_s: float) -> None:
         return
     columns, rows = plain_rows(view)
     print_table(columns, rows)
-    for line in reason_lines(view):
+    recent = [notice for notice in view.notices if notice.age_s <= notices_s]
+    for line in [*reason_lines(view), *notice_lines(recent)]:
         print_text(line)
-    for notice in reversed(view.notices):
-        if notice.age_s <= notices_s:
-            print_text(notice_line(notice))
 
 
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Turn a signal that ends the process into an exception, so that the terminal is put back as it was.
-
-    One that is ignored, as after `nohup`, stays so.
-    """
+def _end_by_signals() -> None:
+    """Turn a signal that ends the process into an exception, so that the terminal is put back as it was."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    ending = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, end) for number in ending}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as after `nohup`
+            signal.signal(number, end)

@@ -6,13 +6,14 @@ import argparse
 import json
 import time
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
 from tiered_kv._cli.arguments import describe_use, seconds
 from tiered_kv._cli.output import Status, print_json, print_table, print_text
 from tiered_kv.config.stack_config import load_config
+from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.observe.ask import Address, address_of, fetch
 from tiered_kv.observe.explain import SENTENCES
@@ -50,16 +51,14 @@ def run(args: argparse.Namespace) -> Status:
     is_url = "://" in args.stack
     if is_url and args.namespaces:
         raise ConfigError("--namespaces needs the stack's file, which says where its tiers are")
-    query = [*(("key", key) for key in args.keys)]
+    query = [("key", key) for key in args.keys]
     query += [("request", args.request)] if args.request is not None else []
     query += [("last", "1")] if args.last else []
     if not query and not args.namespaces:
         raise ConfigError("expected keys, --request, --last or --namespaces")
     config = load_config(args.stack) if args.namespaces else None
-    answer: Answer = {}
-    if query:
-        answer = _fetch(address_of(args.stack), query, args.timeout)
-    tiers: list[TierNamespaces] = []
+    answer = _fetch(address_of(args.stack), query, args.timeout) if query else {}
+    tiers = []
     if config is not None:
         tiers = [tier_namespaces(config, each, time.monotonic() + args.timeout) for each in config.secondary]
     if args.json:
@@ -69,7 +68,8 @@ def run(args: argparse.Namespace) -> Status:
             _show(answer, args.request)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise TierUnavailableError(_NO_STACK.format(address_of(args.stack))) from error
-        _show_namespaces(tiers)
+        for tier in tiers:
+            _show_namespaces(tier)
     return Status.FOUND if args.request is not None and not answer["requests"] else Status.OK
 
 
@@ -135,25 +135,13 @@ def _show_key(key: Answer, title: str) -> None:
 
 
 def _ago(age_s: float | None) -> str:
-    if age_s is None:
-        return "-"
-    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
-        if age_s >= 2 * length_s:
-            return f"{age_s / length_s:.0f} {unit} ago"
-    return f"{age_s:.0f} s ago"
+    return "-" if age_s is None else f"{rounded_seconds(age_s)} ago"
 
 
-def _show_namespaces(tiers: list[TierNamespaces]) -> None:
-    for tier in tiers:
-        for line in _namespace_lines(tier):
-            print_text(f"{tier.tier}: {line}")
-
-
-def _namespace_lines(tier: TierNamespaces) -> Iterator[str]:
-    if tier.error:
-        yield f"FAILED: {tier.error}"
-        return
-    yield f"{'some' if tier.has_own else 'no'} data of this stack's namespace"
+def _show_namespaces(tier: TierNamespaces) -> None:
+    lines = [f"{'some' if tier.has_own else 'no'} data of this stack's namespace"]
     for other in tier.others:
         found = [f"{name} is {ours!r} here and {theirs!r} there" for name, (ours, theirs) in other.differences.items()]
-        yield f"other namespace {other.digest}: {'; '.join(found) or 'it says nothing of itself'}"
+        lines.append(f"other namespace {other.digest}: {'; '.join(found) or 'it says nothing of itself'}")
+    for line in [f"FAILED: {tier.error}"] if tier.error else lines:
+        print_text(f"{tier.tier}: {line}")

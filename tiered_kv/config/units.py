@@ -3,7 +3,7 @@
 A setting that is a size is an `int` of bytes in Python and "64MiB" in YAML; one that is a duration is a
 `float` of seconds and "250ms". `Bytes`, `Seconds` and `Count` are the types for pydantic models; the parse
 and format functions behind them serve the command line. What a format function prints, its parser reads
-back as the same number; `rounded_bytes` is for reading only.
+back as the same number; `rounded_bytes` and `rounded_seconds` are for reading only.
 """
 
 from __future__ import annotations
@@ -65,6 +65,18 @@ def rounded_bytes(size_bytes: int) -> str:
             count = size_bytes / scale
             return f"{count:.0f}{unit}" if count >= 100 or count == int(count) else f"{count:.1f}{unit}"
     return f"{size_bytes}B"
+
+
+def rounded_seconds(seconds: float) -> str:
+    """Return a duration for people, in at most six characters or so: 250e-6 is "250us", 7300 is "2h"."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f}us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g}ms" if seconds < 0.9995 else "1s"
+    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length_s:
+            return f"{seconds / length_s:.0f}{unit}"
+    return f"{seconds:.0f}s" if seconds >= 10 else f"{seconds:.2g}s"
 
 
 def parse_seconds(value: object) -> float:

@@ -60,7 +60,7 @@ class TierAnswer:
 
 @dataclass(frozen=True, slots=True)
 class NoticeAnswer:
-    """Something that happened `age_s` seconds before the answer was made."""
+    """Something that happened `age_s` seconds before the answer was made; `what` says how often, if more than once."""
 
     age_s: float
     tier: str
@@ -181,7 +181,8 @@ def _notices(told: object, now_s: float) -> Iterator[NoticeAnswer]:
     for each in told[-NOTICES_MAX:] if isinstance(told, list) else ():
         if isinstance(each, dict):
             age_s = max(0.0, now_s - (_number(each.get("time")) or 0.0))
-            yield NoticeAnswer(age_s, clean(each.get("tier")), clean(each.get("what"), _TEXT_CHARACTERS_MAX))
+            what, count = clean(each.get("what"), _TEXT_CHARACTERS_MAX), _whole(each.get("count")) or 1
+            yield NoticeAnswer(age_s, clean(each.get("tier")), f"{what} ({count} times)" if count > 1 else what)
 
 
 def _mapping(value: object) -> Mapping[object, object]:

@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -26,6 +26,7 @@ from tiered_kv.base import OffloadingEvent, OffloadKey
 from tiered_kv.config.stack_config import EventSettings
 from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.mediums import CPULoadStoreSpec
+from tiered_kv.observe.pages import Page, next_page
 from tiered_kv.tiering.step import give_way
 
 QUEUE_KEYS_MAX: Final = 1 << 18
@@ -48,6 +49,8 @@ _RANK: Final = 0
 _GROUP_BYTES: Final = 4
 _HASH_BYTES: Final = 8
 
+_Noted = tuple[str, bool, Page, int, int]
+"""An event: its medium, whether its blocks were removed, and the part of a page that has their keys."""
 _Fields = dict[str, Any]  # Any: as the fields of vLLM's events
 _UNKNOWN: Final[_Fields] = {
     "parent_block_hash": None,
@@ -88,7 +91,8 @@ class EventPublisher:
         self._mediums = mediums
         self._topic = settings.topic.encode()
         self._encode = msgspec.msgpack.Encoder().encode
-        self._queue: deque[tuple[int, float, Sequence[OffloadingEvent] | None]] = deque()
+        self._queue: deque[tuple[int, float, list[_Noted] | None]] = deque()
+        self._page: Page = []
         self._next_batch = 0
         self._queued_keys = 0  # with those that were taken; written by the manager's thread
         self._taken_keys = 0  # written by the publisher's
@@ -115,21 +119,27 @@ class EventPublisher:
 
     def publish(self, events: Sequence[OffloadingEvent]) -> None:
         """Queue events; the oldest that wait are dropped where there are too many."""
-        self._queued_keys += sum(len(event.keys) for event in events)
-        self._append(events)
+        noted: list[_Noted] = []
+        for event in events:
+            page = self._page = next_page(self._page)
+            start = len(page)
+            page.extend(event.keys)
+            noted.append((event.medium, event.removed, page, start, len(page)))
+        self._queued_keys += _keys_of(noted)
+        self._append(noted)
         while self._queued_keys - self._taken_keys > QUEUE_KEYS_MAX:
             try:
                 _, _, dropped = self._queue.popleft()
             except IndexError:  # the publisher has just taken it
                 break
-            self._queued_keys -= sum(len(event.keys) for event in dropped or ())
+            self._queued_keys -= _keys_of(dropped or ())
             self._counts["dropped_event_batches_total"] += 1
 
     def clear(self) -> None:
         """Queue the removal of all blocks."""
         self._append(None)
 
-    def _append(self, events: Sequence[OffloadingEvent] | None) -> None:
+    def _append(self, events: list[_Noted] | None) -> None:
         self._queue.append((self._next_batch, time.time(), events))
         self._next_batch += 1
 
@@ -184,20 +194,20 @@ class EventPublisher:
             if events is None:
                 self._send(time_s, [{"type": "AllBlocksCleared"}])
                 continue
-            self._taken_keys += sum(len(event.keys) for event in events)
+            self._taken_keys += _keys_of(events)
             for message in self._messages(events):
                 self._send(time_s, message)
                 if not self._is_closing.is_set():
                     give_way(_POLL_MS / 1000)
 
-    def _messages(self, events: Sequence[OffloadingEvent]) -> Iterator[list[_Fields]]:
+    def _messages(self, events: Sequence[_Noted]) -> Iterator[list[_Fields]]:
         """Yield the events of each message, at most `MESSAGE_KEYS_MAX` keys."""
         message: list[_Fields] = []
         room = MESSAGE_KEYS_MAX
-        for event in events:
-            for start, stop in _cuts(len(event.keys), room):
+        for medium, is_removed, page, first, end in events:
+            for start, stop in _cuts(first, end, room):
                 try:
-                    message += list(self._fields(event, event.keys[start:stop]))
+                    message += list(self._fields(medium, is_removed, page[start:stop]))
                 except (TypeError, ValueError):  # a stranger's tier told of keys that are none
                     self._invalid_batches += 1
                 room -= stop - start
@@ -207,15 +217,15 @@ class EventPublisher:
         if message:
             yield message
 
-    def _fields(self, event: OffloadingEvent, keys: Sequence[OffloadKey]) -> Iterator[_Fields]:
+    def _fields(self, medium: str, is_removed: bool, keys: Sequence[OffloadKey]) -> Iterator[_Fields]:
         """Yield one event for each KV cache group of `keys`."""
-        is_primary = event.medium == CPULoadStoreSpec.medium()
-        where: _Fields = {"medium": event.medium if is_primary else self._mediums.get(event.medium, event.medium)}
+        is_primary = medium == CPULoadStoreSpec.medium()
+        where: _Fields = {"medium": medium if is_primary else self._mediums.get(medium, medium)}
         if not is_primary:
-            where["ownership"] = event.medium
+            where["ownership"] = medium
         for group, hashes in hashes_of(keys).items():
             about = {"block_hashes": hashes, "group_idx": group, **where}
-            yield {"type": "BlockRemoved", **about} if event.removed else {"type": "BlockStored", **about, **_UNKNOWN}
+            yield {"type": "BlockRemoved", **about} if is_removed else {"type": "BlockStored", **about, **_UNKNOWN}
 
     def _send(self, time_s: float, events: list[_Fields]) -> None:
         payload = self._encode([time_s, events, _RANK])
@@ -271,11 +281,14 @@ def medium_of(tier_type: str) -> str:
     return tier_type.rpartition(":")[2].upper()
 
 
-def _cuts(length: int, room: int) -> Iterator[tuple[int, int]]:
-    """Yield the parts of a sequence: the first of at most `room`, the others of at most `MESSAGE_KEYS_MAX`."""
-    start = 0
-    while start < length:
-        stop = min(start + room, length)
+def _keys_of(events: Iterable[_Noted]) -> int:
+    return sum(stop - start for *_, start, stop in events)
+
+
+def _cuts(start: int, end: int, room: int) -> Iterator[tuple[int, int]]:
+    """Yield the parts of a range: the first of at most `room`, the others of at most `MESSAGE_KEYS_MAX`."""
+    while start < end:
+        stop = min(start + room, end)
         yield start, stop
         start, room = stop, MESSAGE_KEYS_MAX
 

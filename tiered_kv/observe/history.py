@@ -13,12 +13,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.observe.fates import Fate
-from tiered_kv.observe.ledger import Because, EndedRequest, Ledger, RequestLog, Troubles
+from tiered_kv.observe.ledger import CPU, Because, EndedRequest, Ledger, RequestLog, Troubles
+from tiered_kv.observe.pages import Page, next_page
 from tiered_kv.observe.table import CHUNK_KEYS_MAX
 from tiered_kv.tiering.step import give_way
 
@@ -30,28 +31,25 @@ INTERVAL_S: Final = 0.25
 """How often the thread looks whether there is anything to take."""
 THREAD_SHARE: Final = 0.02
 """The most of a processor that the thread takes: the scheduler's thread waits for the interpreter meanwhile."""
-_BATCHES_A_CHUNK: Final = 64
+_KEYS_A_BATCH: Final = 4
+"""A batch costs the thread as much as so many keys more."""
 _NO_TROUBLES: Final[Troubles] = {}
-
-
-class _Batch(NamedTuple):
-    work: Callable[..., Iterator[int]]
-    """The ledger's method."""
-    keys: int
-    arguments: tuple[Any, ...]  # Any: as `work` takes them
 
 
 class BlockHistory:
     """Notes, explains and counts.
 
-    `note`, `missed`, `promoted`, `loaded`, `ended`, `gave_up` and `reset` belong to the manager's thread, cost some
-    hundred nanoseconds a batch, and take no lock. All other methods may be called by any thread.
+    The methods of the manager's thread cost one or two microseconds a batch and some nanoseconds a key, and take no
+    lock. Any thread may call all other methods.
 
     Args:
         entries: Of the table, 8 bytes each.
         names: The names of all tiers, the primary one first.
         ttl_s: For each, how long it keeps a block; None where it does not expire.
         clock: Seconds of a monotonic clock.
+
+    Attributes:
+        evicted: Gets the keys that the primary tier evicts; `note_evicted` empties it.
     """
 
     def __init__(
@@ -62,9 +60,12 @@ class BlockHistory:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.names = tuple(names)
+        self.evicted: list[OffloadKey] = []
         self._clock = clock
         # The manager's thread counts what it appends, whoever takes batches what they take: no count has two writers.
-        self._pending: deque[_Batch] = deque()
+        self._pending: deque[tuple[Callable[..., None], Page, int, int, tuple[Any, ...]]] = deque()
+        """A method of the ledger, the part of a page that has its keys, and its other arguments (Any: as it takes)."""
+        self._page: Page = []
         self._appended_keys = self._dropped_keys = 0
         self._lock = threading.Lock()
         """Guards what follows; held for one chunk, never across I/O."""
@@ -82,55 +83,88 @@ class BlockHistory:
 
     # The manager's thread.
 
-    def note(self, tier: int, fate: Fate, keys: Sequence[OffloadKey]) -> None:
-        """Note what became of blocks in a tier. The list must not change any more."""
-        self._append(self._ledger.note, len(keys), tier, fate, keys)
+    def note_evicted(self) -> None:
+        """Note what the primary tier has evicted since the last call; before a miss is noted it is called."""
+        if self.evicted:
+            self.note(CPU, Fate.EVICTED, self.evicted)
+            self.evicted.clear()
+
+    def note(self, tier: int, fate: Fate, keys: Collection[OffloadKey]) -> None:
+        """Note what became of blocks in a tier."""
+        self._add(self._ledger.note, keys, tier, fate)
 
     def missed(
-        self, log: RequestLog, because: Because, keys: Sequence[OffloadKey], troubles: Troubles = _NO_TROUBLES
+        self,
+        log: RequestLog,
+        because: Because,
+        page: Page,
+        start: int = 0,
+        troubles: Troubles = _NO_TROUBLES,
     ) -> None:
-        """Note keys that a request was told that nobody has; with repetitions, if it asked again."""
-        self._append(self._ledger.miss, len(keys), log, because, keys, troubles)
+        """Note keys that a request was told that nobody has; with repetitions, if it asked again.
 
-    def promoted(self, log: RequestLog, because: Because, keys: Sequence[OffloadKey]) -> None:
+        They are `page[start:]`, which must not change; the page may become longer.
+        """
+        self.note_evicted()
+        self._append(self._ledger.miss, page, start, len(page), log, because, troubles)
+
+    def promoted(self, log: RequestLog, because: Because, keys: Collection[OffloadKey]) -> None:
         """Note keys that only a secondary tier has, and that a request waits for."""
-        self._append(self._ledger.miss, len(keys), log, because, keys, None)
+        self.note_evicted()
+        self._add(self._ledger.promote, keys, log, because)
 
-    def loaded(self, log: RequestLog, keys: Sequence[OffloadKey], sources: Mapping[OffloadKey, str]) -> None:
+    def loaded(self, log: RequestLog, keys: Collection[OffloadKey], sources: Mapping[OffloadKey, str]) -> None:
         """Note keys that a request loads, and the names of the secondary tiers that brought some of them."""
-        self._append(self._ledger.load, len(keys), log, keys, sources)
+        self._add(self._ledger.load, keys, log, sources)
 
     def ended(self, log: RequestLog, troubles: Troubles = _NO_TROUBLES) -> None:
         """Note that a request has ended, so that its blocks are counted."""
-        if not self._append(self._ledger.end, 0, log, troubles):
-            self._dropped_keys += len(log.missed) + len(log.loaded)
+        if not self._append(self._ledger.end, self._page, 0, 0, log, troubles):
+            self._dropped_keys += log.rows
 
     def gave_up(self, tier: int) -> None:
         """Note that a tier answered a lookup with a miss because it could not know."""
-        self._append(self._ledger.give_up, 0, tier)
+        self._append(self._ledger.give_up, self._page, 0, 0, tier)
 
-    def reset(self, tier: int, keys: Sequence[OffloadKey] = ()) -> None:
+    def reset(self, tier: int, keys: Collection[OffloadKey] = ()) -> None:
         """Note that a tier has forgotten all of its blocks: `keys`, and those noted as stored there."""
-        # Rare, and never left out.
-        self._pending.append(_Batch(self._ledger.reset, len(keys), (tier, keys, self._clock())))
-        self._appended_keys += len(keys)
+        self._add(self._ledger.reset, keys, tier, is_needed=True)
 
-    def _append(self, work: Callable[..., Iterator[int]], keys: int, *arguments: Any) -> bool:
+    def _add(
+        self, work: Callable[..., None], keys: Collection[OffloadKey], *arguments: Any, is_needed: bool = False
+    ) -> None:
+        """Append a batch of these keys. One that is needed, and rare, always has room."""
+        page = self._page = next_page(self._page)
+        start = len(page)
+        page.extend(keys)
+        if not self._append(work, page, start, len(page), *arguments, is_needed=is_needed):
+            del page[start:]
+
+    def _append(
+        self,
+        work: Callable[..., None],
+        page: Page,
+        start: int,
+        stop: int,
+        *arguments: Any,
+        is_needed: bool = False,
+    ) -> bool:
         """Append a batch, and the time; return whether there was room."""
         pending = self._pending
-        if self._appended_keys - self._taken_keys > PENDING_KEYS_MAX or len(pending) > PENDING_BATCHES_MAX:
-            self._dropped_keys += keys
+        is_full = self._appended_keys - self._taken_keys > PENDING_KEYS_MAX or len(pending) > PENDING_BATCHES_MAX
+        if is_full and not is_needed:
+            self._dropped_keys += stop - start
             return False
-        self._appended_keys += keys
-        pending.append(_Batch(work, keys, (*arguments, self._clock())))
+        self._appended_keys += stop - start
+        pending.append((work, page, start, stop, (self._clock(), *arguments)))
         return True
 
     # Any thread.
 
     @property
     def dropped_blocks(self) -> int:
-        """Blocks that were not noted because too many came at once."""
-        return self._dropped_keys + self._ledger.overlong_keys
+        """Blocks that are in no miss or hit, because too many came at once or too many requests did not end."""
+        return self._dropped_keys + self._ledger.forgotten_keys
 
     def settle(self, keys_max: int | None = None) -> None:
         """Take what is pending now: all of it, or nothing where it is more than `keys_max` keys."""
@@ -140,6 +174,8 @@ class BlockHistory:
         while self._take_chunk():
             if self._taken_keys > last:
                 return  # the manager is faster
+            if keys_max is None:
+                give_way()
 
     def counted(self) -> list[dict[str, dict[str, int]]]:
         """Return `blocks_total` by result and `misses_total` by reason, for each tier, as far as there are any."""
@@ -149,8 +185,12 @@ class BlockHistory:
     def fates(self, keys: Sequence[OffloadKey]) -> list[list[tuple[Fate, float]]]:
         """Return for each key what became of it in each tier, and how many seconds ago."""
         self.settle()
-        with self._lock:
-            return self._ledger.fates(keys, self._clock())
+        found: list[list[tuple[Fate, float]]] = []
+        for first in range(0, len(keys), CHUNK_KEYS_MAX):
+            give_way()
+            with self._lock:
+                found += self._ledger.fates(keys[first : first + CHUNK_KEYS_MAX], self._clock())
+        return found
 
     def requests(self) -> list[EndedRequest]:
         """Return the last ended requests, the oldest first."""
@@ -175,24 +215,22 @@ class BlockHistory:
     def _take_chunk(self) -> bool:
         """Do a piece of the pending work; return whether there was any."""
         with self._lock:
-            return next(self._chunks, False)
+            return next(self._chunks)
 
     def _take_chunks(self) -> Iterator[bool]:
         """Yield after each piece of work, True; and False where nothing is pending."""
-        done = batches = 0
+        done = 0
         while True:
             if not self._pending:
                 yield False
-                done = batches = 0
+                done = 0
                 continue
-            batch = self._pending.popleft()
-            for count in batch.work(*batch.arguments):
-                done += count
+            work, page, start, stop, arguments = self._pending.popleft()
+            for first in range(start, max(stop, start + 1), CHUNK_KEYS_MAX):
                 if done >= CHUNK_KEYS_MAX:
                     yield True
-                    done = batches = 0
-            self._taken_keys += batch.keys
-            batches += 1
-            if batches >= _BATCHES_A_CHUNK:
-                yield True
-                done = batches = 0
+                    done = 0
+                chunk = page[first : min(first + CHUNK_KEYS_MAX, stop)]
+                work(chunk, *arguments)
+                done += len(chunk) + _KEYS_A_BATCH
+            self._taken_keys += stop - start

@@ -86,12 +86,8 @@ def view_of(before: StatusAnswer | None, now: StatusAnswer) -> View:
     earlier = {tier.name: tier for tier in before.tiers} if before else {}
     changes = [_Change(tier, earlier.get(tier.name), elapsed_s) for tier in now.tiers]
     hits = _hits(changes)
-    tiers = tuple(change.view(per_s) for change, per_s in zip(changes, hits, strict=True))
     asked = changes[0].asked_per_s() if changes else None
-    reasons = sorted(
-        (reason for change in changes for reason in change.reasons()),
-        key=lambda each: (-each.blocks_per_s, -each.blocks_total),
-    )
+    reasons = [reason for change in changes for reason in change.reasons()]
     return View(
         version=now.version,
         namespace=now.namespace,
@@ -103,8 +99,8 @@ def view_of(before: StatusAnswer | None, now: StatusAnswer) -> View:
         hit_share=min(1.0, sum(hits) / asked) if asked else None,
         restored_tokens_per_s=changes[0].per_s("restored_tokens_total") if changes else 0.0,
         step_p99_seconds=_p99(now.tiers[0].seconds.get("step", {})) if changes else None,
-        tiers=tiers,
-        reasons=tuple(reasons),
+        tiers=tuple(change.view(per_s) for change, per_s in zip(changes, hits, strict=True)),
+        reasons=tuple(sorted(reasons, key=lambda each: (-each.blocks_per_s, -each.blocks_total))),
         notices=tuple(sorted(now.notices, key=lambda notice: notice.age_s)),
     )
 
@@ -137,9 +133,8 @@ class _Change:
 
     def asked_per_s(self) -> float | None:
         """Return the blocks that requests looked up in the tier; None where nobody counts them."""
-        return (
-            self.per_s("blocks_total", "hit") + self.per_s("blocks_total", "miss") if self.has("blocks_total") else None
-        )
+        asked = self.per_s("blocks_total", "hit") + self.per_s("blocks_total", "miss")
+        return asked if self.has("blocks_total") else None
 
     def view(self, hits_per_s: float) -> TierView:
         now, asked = self._now, self.asked_per_s()

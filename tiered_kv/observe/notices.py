@@ -1,19 +1,18 @@
-"""Notices: the last changes of state that an operator wants to know of, with their times."""
+"""Notices: which changes of state there were that an operator wants to know of, how often, and when last."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Final
 
 NOTICES_MAX: Final = 64
-_GROUP_S: Final = 60.0
-"""Notices of one kind from one tier, nearer to each other than this, are one that is counted."""
+"""Pairs of a tier and what happened in it; of more, the latest."""
 
 
 class Notices:
-    """The last `NOTICES_MAX` notices. Any thread may add and read.
+    """One notice for each tier and what happened in it. Any thread may add and read.
 
     Args:
         clock: Seconds since 1970.
@@ -21,7 +20,8 @@ class Notices:
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._notices: deque[_Notice] = deque(maxlen=NOTICES_MAX)
+        self._lock = threading.Lock()
+        self._notices: dict[tuple[str, str], tuple[float, int]] = {}  # the last time and the count; the latest last
 
     def add(self, tier: str, what: str, count: int = 1) -> None:
         """Note that something happened `count` times in a tier; call it for changes only.
@@ -29,37 +29,18 @@ class Notices:
         Args:
             tier: The tier's name.
             what: What happened, in words that hold no key, path or text from elsewhere.
-            count: How often since the last call; it is told where it is more than once.
+            count: How often since the last call.
         """
-        now_s = self._clock()
-        for notice in reversed(self._notices.copy()):
-            if notice.tier == tier:
-                if notice.what == what and now_s - notice.last_s < _GROUP_S:
-                    notice.count += count
-                    notice.last_s = now_s
-                    return
-                break
-        self._notices.append(_Notice(now_s, tier, what, count))
+        with self._lock:
+            _, before = self._notices.pop((tier, what), (0.0, 0))
+            self._notices[tier, what] = self._clock(), before + count
+            if len(self._notices) > NOTICES_MAX:
+                del self._notices[next(iter(self._notices))]
 
     def snapshot(self) -> list[dict[str, object]]:
-        """Return the notices, the oldest first: `time` (seconds since 1970), `tier` and `what`."""
+        """Return the notices, the oldest first: `time` (of the last one, since 1970), `tier`, `what` and `count`."""
+        with self._lock:
+            notices = list(self._notices.items())
         return [
-            {
-                "time": notice.last_s,
-                "tier": notice.tier,
-                "what": notice.what if notice.count == 1 else f"{notice.what} ({notice.count} times)",
-            }
-            for notice in self._notices.copy()
+            {"time": last_s, "tier": tier, "what": what, "count": count} for (tier, what), (last_s, count) in notices
         ]
-
-
-class _Notice:
-    """Something that happened in a tier `count` times, at `last_s` the last time."""
-
-    __slots__ = ("count", "last_s", "tier", "what")
-
-    def __init__(self, now_s: float, tier: str, what: str, count: int) -> None:
-        self.last_s = now_s
-        self.tier = tier
-        self.what = what
-        self.count = count

@@ -47,32 +47,28 @@ class FateTable:
         """The memory of all entries."""
         return self._entries.nbytes
 
-    def note(
-        self, keys: Sequence[OffloadKey], tier: int, fate: Fate, tick: int, *, keeps_stored_after: int | None = None
-    ) -> None:
-        """Write the same about each of at most `CHUNK_KEYS_MAX` keys.
-
-        Args:
-            keys: The blocks.
-            tier: The tier's number.
-            fate: What became of them there.
-            tick: When.
-            keeps_stored_after: Where given, entries that say `STORED` at a later tick stay.
-        """
-        places, prints = self._where(hashes(keys), tier)
-        if keeps_stored_after is not None:
-            fates, ticks = self._read(places, prints)
-            open_ones = ~((fates == Fate.STORED) & (ticks.astype(np.int64) > keeps_stored_after))
-            places, prints = places[open_ones], prints[open_ones]
-        self._write(places, prints, fate, tick)
-
     def read(self, digests: Entries, tier: int) -> tuple[Fates, Entries]:
         """Return the fates in a tier, and their ticks, of the keys with these `hashes`."""
         return self._read(*self._where(digests, tier))
 
-    def write(self, digests: Entries, tier: int, fate: Fate, tick: int) -> None:
-        """Write the same about each of the keys with these `hashes`."""
-        self._write(*self._where(digests, tier), fate, tick)
+    def write(
+        self, digests: Entries, tier: int, fate: Fate, tick: int, *, keeps_stored_after: int | None = None
+    ) -> None:
+        """Write the same about each of the keys with these `hashes`.
+
+        Args:
+            digests: The hashes.
+            tier: The tier's number.
+            fate: What became of the blocks there.
+            tick: When.
+            keeps_stored_after: Where given, entries that say `STORED` at a later tick stay.
+        """
+        places, prints = self._where(digests, tier)
+        if keeps_stored_after is not None:
+            fates, ticks = self._read(places, prints)
+            open_ones = ~((fates == Fate.STORED) & (ticks.astype(np.int64) > keeps_stored_after))
+            places, prints = places[open_ones], prints[open_ones]
+        self._entries[places] = (prints << _32) | np.uint64(fate << 28 | min(tick, _TICKS_MAX))
 
     def _where(self, digests: Entries, tier: int) -> tuple[Entries, Entries]:
         """Return the place of each key, and its fingerprint; two multiplications mix all bits of both."""
@@ -87,9 +83,6 @@ class FateTable:
         fates = ((found >> _28) & _FATE_BITS).astype(np.uint8)
         fates[(found >> _32) != prints] = Fate.UNKNOWN
         return fates, found & _LOW_28
-
-    def _write(self, places: Entries, prints: Entries, fate: Fate, tick: int) -> None:
-        self._entries[places] = (prints << _32) | np.uint64(fate << 28 | min(tick, _TICKS_MAX))
 
 
 def hashes(keys: Sequence[OffloadKey]) -> Entries:

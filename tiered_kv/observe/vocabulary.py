@@ -51,7 +51,9 @@ _EVERY: Final = {
 _HISTORY: Final = {
     "blocks_total": Metric("Blocks that requests asked for.", ("result",)),
     "misses_total": Metric("Blocks that requests asked for and that this tier did not bring.", ("reason",)),
-    "unexplained_blocks_total": Metric("Blocks that came too fast for the history, and are in no miss or hit."),
+    "unexplained_blocks_total": Metric(
+        "Blocks that came too fast, or too many, for the history, and are in no miss or hit."
+    ),
 }
 _SECONDARY: Final = {
     "submitted_jobs_total": Metric("Jobs given to the tier.", ("direction",)),

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Self
 
 _SHARED_MEMORY = Path("/dev/shm")
+_OTHERS = ("sem.", "vllm_", "sglang_", "psm_")
 _DESCRIPTORS = "/proc/self/fd"
 _POLL_S = 0.005
 
@@ -68,12 +69,12 @@ def _open_descriptors() -> set[str]:
 
 
 def _shared_memory() -> frozenset[Path]:
-    """Return the files, but for POSIX semaphores and vLLM's regions, which are other programs'; and no directories."""
+    """Return the files, but for semaphores and what engines and `multiprocessing` make, which are other programs'."""
     if not _SHARED_MEMORY.exists():
         return frozenset()
     with os.scandir(_SHARED_MEMORY) as entries:
         files = (entry.name for entry in entries if entry.is_file(follow_symlinks=False))
-        return frozenset(_SHARED_MEMORY / name for name in files if not name.startswith(("sem.", "vllm_")))
+        return frozenset(_SHARED_MEMORY / name for name in files if not name.startswith(_OTHERS))
 
 
 def _used_by_another_process(path: Path) -> bool:

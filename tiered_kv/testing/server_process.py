@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from typing import Final, Self
 
-START_S_MAX: Final = 120.0
+START_S_MAX: Final = 300.0
 STOP_S_MAX: Final = 30.0
 BUS_OFFSET: Final = 10_000
 """The members of a Redis Cluster talk to each other on their port plus this."""

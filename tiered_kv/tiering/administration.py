@@ -88,7 +88,7 @@ class SurveyedNamespace:
         stored: Its digest, readable form, blocks and bytes.
         written: How long ago its blocks were written.
         used: How long ago they were last used, or written.
-        used_again: The share of blocks, 0 to 1, that were loaded since they were written.
+        used_again: The share of its blocks, 0 to 1, that were used again after they were written.
     """
 
     stored: StoredNamespace
@@ -136,12 +136,13 @@ class Survey:
         notes: Hints for the user.
     """
 
-    namespaces: tuple[SurveyedNamespace, ...]
+    namespaces: tuple[SurveyedNamespace, ...] = ()
     segments: SurveyedSegments | None = None
     foreign: SurveyedForeign | None = None
     notes: tuple[str, ...] = ()
 
 
+@dataclass(eq=False)
 class Verification:
     """The check of one namespace's blocks: what is wanted, and what was found so far, also if it is interrupted.
 
@@ -156,25 +157,27 @@ class Verification:
         damaged: Blocks that no process can load, by reason.
         unreadable: Blocks that cannot be judged here, by reason; they may be sound, and are never deleted.
         repaired: Damaged blocks that were deleted.
+        checks_tags: Whether the tags of encrypted blocks are verified, and not their checksums alone.
         notes: Hints for the user.
+        error: Why the check was not finished; empty if it was. The caller sets it.
     """
 
-    def __init__(
-        self,
-        *,
-        block_bytes: int | None,
-        repairs: bool = False,
-        on_block: Callable[[int], None] = lambda size_bytes: None,
-    ) -> None:
-        self.block_bytes = block_bytes
-        self.repairs = repairs
-        self._on_block = on_block
-        self.blocks = 0
-        self.size_bytes = 0
-        self.damaged: Counter[str] = Counter()
-        self.unreadable: Counter[str] = Counter()
-        self.repaired = 0
-        self.notes: list[str] = []
+    block_bytes: int | None
+    repairs: bool = False
+    on_block: Callable[[int], None] = lambda size_bytes: None
+    blocks: int = 0
+    size_bytes: int = 0
+    damaged: Counter[str] = field(default_factory=Counter)
+    unreadable: Counter[str] = field(default_factory=Counter)
+    repaired: int = 0
+    checks_tags: bool = False
+    notes: list[str] = field(default_factory=list)
+    error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the check was finished and no damage is left."""
+        return not self.error and self.damaged.total() == self.repaired
 
     def note(self, found: RecordStatus | str, size_bytes: int) -> bool:
         """Count a block, and return whether to delete it; then count it in `repaired`.
@@ -189,7 +192,7 @@ class Verification:
         if is_damaged or found is not RecordStatus.OK:
             reasons = self.damaged if is_damaged else self.unreadable
             reasons[found.value if isinstance(found, RecordStatus) else found] += 1
-        self._on_block(size_bytes)
+        self.on_block(size_bytes)
         return is_damaged and self.repairs
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from tiered_kv.base import OffloadingEvent, OffloadKey
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
-from tiered_kv.observe.fates import Fate
 from tiered_kv.observe.history import BlockHistory
 from tiered_kv.observe.ledger import CPU
 from tiered_kv.observe.restored import RestoredBlocks
@@ -75,21 +74,19 @@ class Observer:
         self._event_sink = event_sink
         self._block_tokens = block_tokens
         if history is not None:
-            primary.evicted_keys = []
+            primary.evicted_keys = history.evicted
 
     # The history.
 
     def report(self) -> None:
-        """Pass on to the history what was evicted since the last call, and then what was missed."""
-        evicted = self._primary.evicted_keys
-        if evicted and self._history is not None:
-            self._history.note(CPU, Fate.EVICTED, evicted)
-            self._primary.evicted_keys = []
+        """Pass on to the history what was missed and evicted since the last call."""
         self._search.report()
+        if self._history is not None:
+            self._history.note_evicted()
 
     def report_end(self, state: RequestState) -> None:
         """Pass on to the history that a request has ended."""
-        self._search.report_of(state)
+        self._search.report()
         if state.log is not None and self._history is not None:
             self._history.ended(state.log, state.troubles)
 
@@ -97,12 +94,12 @@ class Observer:
         """Pass on to the history that the primary tier is about to forget its blocks."""
         self.report()
         if self._history is not None:
-            self._history.reset(CPU, list(self._primary.blocks))
+            self._history.reset(CPU, self._primary.blocks)
 
     def loaded(self, keys: Collection[OffloadKey], state: RequestState | None) -> None:
         """Count and note blocks that a request loads; with a history its state is known."""
         if self._history is not None and state is not None:
-            self._history.loaded(self._search.log_of(state), list(keys), state.sources)
+            self._history.loaded(self._search.log_of(state), keys, state.sources)
         self._loaded_blocks += len(keys)
         self._restored.add(keys)
 

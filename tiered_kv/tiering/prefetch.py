@@ -43,12 +43,12 @@ class Prefetches:
     def _ask(self, state: RequestState) -> None:
         """Ask for keys whose promotion has not begun yet."""
         keys, state.wanted = state.wanted, []
-        self._search.report_of(state)
+        self._search.report()
         state.is_asking = False  # the request itself has not asked for these blocks
         for key in keys:
             if self._manager.lookup(key, state.req_context) is None and key not in state.promoting:
                 state.wanted.append(key)
-        self._search.report_of(state)
+        self._search.report()
         state.is_asking = True
         if state.wanted:
             self._states[state] = None

@@ -53,9 +53,8 @@ class RequestState:
         stores_pending: Keys between prepare_store and complete_store; kept only for `request_level`.
         is_finished: Whether the engine has finished it.
         turn: The turn of the search in which it asked last.
-        missed: Keys that it was told not to have since then, for the history.
-        noted: Those that were passed on to the history last.
-        found: Keys of which it began to wait for a promotion since then, likewise.
+        noted: How many keys of which it was last noted that it was told not to have them, the first one and the last.
+        found: Keys of which it began to wait for a promotion since then.
         because: Why tiers are not asked, for the history.
         is_asking: Whether its lookups count: not those that `prefetch` makes.
         troubles: Why tiers that had a block did not bring it, by key and the tier's number.
@@ -79,8 +78,7 @@ class RequestState:
     stores_pending: int = 0
     is_finished: bool = False
     turn: object = None
-    missed: list[OffloadKey] = field(default_factory=list)
-    noted: list[OffloadKey] = field(default_factory=list)
+    noted: tuple[int, OffloadKey, OffloadKey] | None = None
     found: list[OffloadKey] = field(default_factory=list)
     because: Because = b""
     is_asking: bool = True

@@ -10,6 +10,7 @@ from tiered_kv.cpu.backend import PROMOTION, CPUBlock
 from tiered_kv.observe.fates import Fate, fate_of
 from tiered_kv.observe.history import BlockHistory
 from tiered_kv.observe.ledger import RequestLog
+from tiered_kv.observe.pages import Page, next_page
 from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.requests import RequestState, RequestTable
@@ -53,7 +54,11 @@ class Search:
     ) -> None:
         self._tiers = tiers
         self._history = history
-        self._asking: list[RequestState] = []
+        self._asking: RequestState | None = None
+        """The request that asked last in this turn."""
+        self._missed: Page | None = None if history is None else []
+        self._noted = 0
+        """How many of these, which all requests missed, were passed on to the history."""
         self._promotions = promotions
         self._requests = requests
         self._states = requests.states
@@ -66,6 +71,8 @@ class Search:
 
     def refresh(self, now_s: float) -> None:
         """Note which tiers are in use, and the time; called at a step's end and when a breaker may have changed."""
+        self.report()
+        self._asking = None
         self._now_s = now_s
         self._turn = object()
         self._searched = [(guarded, guarded.tier.lookup) for guarded in self._tiers if guarded.is_searched]
@@ -97,11 +104,10 @@ class Search:
         """Return the answer for a key whose primary block is absent, or (`block`) being written."""
         # The cost of each key that is not in the primary tier: no needless calls.
         state = self._states.get(req_context.req_id) or self._requests.state_of(req_context)
-        if state.turn is not self._turn:
-            self._begin_turn(state)
+        if state is not self._asking:
+            self._attend(state)
         if state.has_waited:
-            state.missed.append(key)
-            return False
+            return self._miss(key, state)
         if block is not None:
             return self._await(key, block, state)
         failed, timed_out, is_unanswered = state.failed, state.timed_out, bool(state.unanswered)
@@ -120,7 +126,8 @@ class Search:
                 if verdict is _Verdict.WAIT:
                     return None
                 break
-        state.missed.append(key)
+        if (missed := self._missed) is not None:
+            missed.append(key)
         return False
 
     def below_many(
@@ -128,11 +135,10 @@ class Search:
     ) -> dict[OffloadKey, bool | None]:
         """Return `below` of distinct keys, with one call of each tier for all of its keys."""
         state = self._requests.state_of(req_context)
-        if state.turn is not self._turn:
-            self._begin_turn(state)
+        if state is not self._asking:
+            self._attend(state)
         if state.has_waited:
-            state.missed += keys
-            return dict.fromkeys(keys, False)
+            return {key: self._miss(key, state) for key in keys}
         answers: dict[OffloadKey, bool | None] = {}
         rest: list[OffloadKey] = []
         for key in keys:
@@ -146,7 +152,8 @@ class Search:
                 break
             if guarded not in state.timed_out:
                 rest = self._ask_many(guarded, rest, req_context, state, answers)
-        state.missed += rest
+        if self._missed is not None:
+            self._missed += rest
         answers.update(dict.fromkeys(rest, False))
         return answers
 
@@ -185,8 +192,7 @@ class Search:
             elif verdict is _Verdict.WAIT:
                 answers[key] = None
             else:
-                answers[key] = False
-                state.missed.append(key)
+                answers[key] = self._miss(key, state)
         return rest
 
     def _await(self, key: OffloadKey, block: CPUBlock, state: RequestState) -> bool | None:
@@ -194,9 +200,8 @@ class Search:
         if block.writer is PROMOTION:
             is_known = key in state.promoting
             if not self._promotions.join(key, state):
-                state.missed.append(key)
-                return False
-            if not is_known:  # a request that waits asks again in each step
+                return self._miss(key, state)
+            if not is_known and self._history is not None:  # a request that waits asks again in each step
                 state.found.append(key)
         state.asked_s = self._now_s
         return None
@@ -217,7 +222,7 @@ class Search:
         if not answer:
             return _Verdict.NEXT
         if self._promotions.begin(key, guarded, state):
-            if key in state.promoting:  # and not only waiting for room
+            if key in state.promoting and self._history is not None:  # and not only waiting for room
                 state.found.append(key)
             state.asked_s = self._now_s
             return _Verdict.WAIT
@@ -228,22 +233,29 @@ class Search:
     # For the history.
 
     def report(self) -> None:
-        """Pass on what requests were told not to have since the last call; once a step."""
-        asking, self._asking = self._asking, []
-        for state in asking:
-            self.report_of(state)
+        """Pass on what the request that asked last was told not to have."""
+        state, history, page, start = self._asking, self._history, self._missed, self._noted
+        if state is None or history is None or page is None:
+            return
+        if len(page) > start:
+            # A request that waits asks again in each step; the history notes only its first answer for a key.
+            noted = (len(page) - start, page[start], page[-1])
+            if state.is_asking and noted != state.noted:
+                state.noted = noted
+                history.missed(self.log_of(state), state.because, page, start, state.troubles)
+                self._missed = next_page(page)
+                self._noted = len(self._missed)
+            else:
+                del page[start:]
+        if state.found:
+            history.promoted(self.log_of(state), state.because, state.found)
+            state.found = []
 
-    def report_of(self, state: RequestState) -> None:
-        """Pass on what one request was told not to have since the last call."""
-        missed, state.missed = state.missed, []
-        found, state.found = state.found, []
-        if self._history is not None:
-            if missed and state.is_asking and missed != state.noted:
-                # A request that waits asks again in each step; the history notes only its first answer for a key.
-                state.noted = missed
-                self._history.missed(self.log_of(state), state.because, missed, state.troubles)
-            if found:
-                self._history.promoted(self.log_of(state), state.because, found)
+    def _miss(self, key: OffloadKey, state: RequestState) -> bool:
+        """Return the answer for a key that nobody has, or that cannot be had."""
+        if (missed := self._missed) is not None:
+            missed.append(key)
+        return False
 
     def log_of(self, state: RequestState) -> RequestLog:
         """Return the history's log of a request, and begin one if it has none."""
@@ -251,17 +263,17 @@ class Search:
             state.log = RequestLog(state.req_context.req_id, self._clock())
         return state.log
 
-    def _begin_turn(self, state: RequestState) -> None:
-        """Note that a request asks for the first time since the tiers in use may have changed."""
-        state.turn = self._turn
-        if state.asked_s < self._now_s:
-            self._count_wait(state)
-        if state.missed or state.found:
-            self.report_of(state)
-        self._asking.append(state)
-        if self._history is not None:
-            self.log_of(state)
-            state.because = self._because(state)
+    def _attend(self, state: RequestState) -> None:
+        """Note that another request asks than before, or the first one since the tiers in use may have changed."""
+        self.report()
+        self._asking = state
+        if state.turn is not self._turn:
+            state.turn = self._turn
+            if state.asked_s < self._now_s:
+                self._count_wait(state)
+            if self._history is not None:
+                self.log_of(state)
+                state.because = self._because(state)
 
     def _because(self, state: RequestState) -> bytes:
         """Return why tiers are not asked for this request, a byte for each; b"" where all are."""
@@ -293,4 +305,4 @@ class Search:
         now_s = self._clock()
         guarded.breaker.fail(now_s)
         self.refresh(now_s)
-        self._begin_turn(state)
+        self._attend(state)

@@ -102,7 +102,7 @@ class TierObserver:
         """Count a job whose deadline has passed, and note the blocks of a store; a load's requests say it of theirs."""
         self.failed(job, len(job.keys), "expired")
         if self._history is not None and not job.is_promotion:
-            self._history.note(self._number, fate_of("expired"), list(job.keys))
+            self._history.note(self._number, fate_of("expired"), job.keys)
 
     def gave_up(self) -> None:
         """Note that the tier answered a lookup with a miss because it could not know."""
@@ -149,7 +149,7 @@ class TierObserver:
         if job.job_id in self._jobs_before_reset:
             result = JobResult(job.job_id, False, reason="reset")
             done = 0
-        keys, is_load = list(job.keys), job.is_promotion
+        keys, is_load = job.keys, job.is_promotion
         if done == len(keys):
             if not is_load:
                 history.note(self._number, Fate.STORED, keys)

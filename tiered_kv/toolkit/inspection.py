@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import random
+import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 from tiered_kv.tiering.administration import (
@@ -22,66 +24,65 @@ from tiered_kv.toolkit.status import RecordStatus
 NAMESPACES_MAX: Final = 1024
 """Namespaces that one survey tells apart; it counts blocks of further ones as foreign."""
 FOREIGN_NAMED_MAX: Final = 8
-_SAMPLES_MAX: Final = 4096
+AGAIN_S: Final = 10.0
+"""How long after its writing the use of a block is another use: writing takes time, and clocks are coarse."""
+_STEPS: Final = 50
+"""Into how many steps ages are divided from each to 2.7 times it."""
 _UNKNOWN_BLOCK_BYTES_MAX: Final = 256 << 20
 """The longest block that is read where no readable form says how long blocks are."""
 
 
-class AgeSample:
-    """Oldest, newest, and median of many ages. The median is exact up to 4,096 ages, and then of a random sample."""
+class AgeCounts:
+    """Oldest, newest, and median of many ages. The median is an estimate, to about 2 %."""
 
     def __init__(self) -> None:
-        self._count = 0
-        self._oldest_s = self._newest_s = 0.0
-        self._samples: list[float] = []
-        self._chance = random.Random(0)
+        self._counts: Counter[int] = Counter()  # by the logarithm of the age
+        self._oldest_s, self._newest_s = 0.0, math.inf
 
-    def add(self, age_s: float) -> None:
-        """Add one block's age; a clock that is ahead makes it 0."""
+    def add(self, age_s: float, blocks: int = 1) -> None:
+        """Add the age of some blocks; a clock that is ahead makes it 0."""
         age_s = max(0.0, age_s)
         self._oldest_s = max(self._oldest_s, age_s)
-        self._newest_s = min(self._newest_s, age_s) if self._count else age_s
-        self._count += 1
-        if len(self._samples) < _SAMPLES_MAX:
-            self._samples.append(age_s)
-        elif (at := self._chance.randrange(self._count)) < _SAMPLES_MAX:
-            self._samples[at] = age_s
+        self._newest_s = min(self._newest_s, age_s)
+        self._counts[round(_STEPS * math.log1p(age_s))] += blocks
 
     def ages(self) -> Ages | None:
         """Return what was added; None if nothing was."""
-        if not self._samples:
-            return None
-        return Ages(self._oldest_s, sorted(self._samples)[len(self._samples) // 2], self._newest_s)
+        left = self._counts.total() // 2
+        for step, blocks in sorted(self._counts.items()):
+            left -= blocks
+            if left < 0:
+                median_s = math.expm1(step / _STEPS)
+                return Ages(self._oldest_s, min(max(median_s, self._newest_s), self._oldest_s), self._newest_s)
+        return None
 
 
+@dataclass(eq=False, slots=True)
 class _Tally:
     """What was found of one namespace."""
 
-    def __init__(self) -> None:
-        self.blocks = 0
-        self.size_bytes: int | None = 0
-        self.written, self.used = AgeSample(), AgeSample()
+    blocks: int = 0
+    size_bytes: int | None = 0
+    written: AgeCounts = field(default_factory=AgeCounts)
+    used: AgeCounts = field(default_factory=AgeCounts)
+    judged: int = 0  # blocks of which both ages are known
+    used_again: int = 0
 
 
 class Census:
     """Counts entries of a storage, in memory that does not grow with their number."""
 
     def __init__(self) -> None:
-        self._tallies: dict[str, _Tally] = {}
+        self._tallies: defaultdict[str, _Tally] = defaultdict(_Tally)
         self._foreign_entries = self._foreign_bytes = 0
         self._foreign_names: list[str] = []
-
-    @property
-    def digests(self) -> list[str]:
-        """Return the digests of the namespaces that were found."""
-        return sorted(self._tallies)
 
     def add(
         self,
         digest: str,
         size_bytes: int | None,
+        blocks: int = 1,
         *,
-        is_block: bool = True,
         written_s: float | None = None,
         used_s: float | None = None,
     ) -> None:
@@ -90,23 +91,23 @@ class Census:
         Args:
             digest: The namespace.
             size_bytes: The entry's size; None if it is unknown, and so is the namespace's then.
-            is_block: False for marks, readable forms, files that are being written.
-            written_s: How long ago it was written; None if that is unknown.
-            used_s: How long ago it was used last; likewise.
+            blocks: How many blocks it is; 0 for marks, readable forms, files that are being written.
+            written_s: How long ago they were written; None if that is unknown.
+            used_s: How long ago they were used last; likewise.
         """
-        tally = self._tallies.get(digest)
-        if tally is None:
-            if len(self._tallies) >= NAMESPACES_MAX:
-                self.add_foreign(digest, size_bytes or 0)
-                return
-            tally = self._tallies[digest] = _Tally()
-        tally.blocks += is_block
-        unknown = tally.size_bytes is None or size_bytes is None
-        tally.size_bytes = None if unknown else (tally.size_bytes or 0) + (size_bytes or 0)
-        if written_s is not None:
-            tally.written.add(written_s)
-        if used_s is not None:
-            tally.used.add(used_s)
+        if digest not in self._tallies and len(self._tallies) >= NAMESPACES_MAX:
+            self.add_foreign(digest, size_bytes or 0)
+            return
+        tally = self._tallies[digest]
+        tally.blocks += blocks
+        tally.size_bytes = None if tally.size_bytes is None or size_bytes is None else tally.size_bytes + size_bytes
+        if blocks and written_s is not None:
+            tally.written.add(written_s, blocks)
+        if blocks and used_s is not None:
+            tally.used.add(used_s, blocks)
+        if blocks and written_s is not None and used_s is not None:
+            tally.judged += blocks
+            tally.used_again += blocks * (written_s - used_s > AGAIN_S)
 
     def add_foreign(self, name: str, size_bytes: int) -> None:
         """Count an entry that is not the tier's."""
@@ -118,21 +119,28 @@ class Census:
     def survey(
         self,
         describe: Callable[[str], Mapping[str, object]],
-        *,
+        untold: str,
         segments: SurveyedSegments | None = None,
-        notes: tuple[str, ...] = (),
     ) -> Survey:
-        """Return the result; `describe` returns a namespace's readable form, empty if there is none."""
+        """Return the result.
+
+        Args:
+            describe: Returns a namespace's readable form, empty if there is none.
+            untold: Why this storage may not know which blocks were used again: a note if that is so.
+            segments: The large files, if it has such.
+        """
         namespaces = tuple(
             SurveyedNamespace(
                 StoredNamespace(digest, describe(digest), tally.blocks, tally.size_bytes),
                 tally.written.ages(),
                 tally.used.ages(),
+                tally.used_again / tally.judged if tally.judged else None,
             )
             for digest, tally in sorted(self._tallies.items())
         )
         foreign = SurveyedForeign(self._foreign_entries, self._foreign_bytes, tuple(self._foreign_names))
-        return Survey(namespaces, segments, foreign, notes)
+        is_untold = any(each.stored.blocks and each.used_again is None for each in namespaces)
+        return Survey(namespaces, segments, foreign, (untold,) if is_untold else ())
 
 
 class RecordCheck:

@@ -24,7 +24,8 @@ from tiered_kv.workload.content import BlockContent
 from tiered_kv.workload.request import require_at_least
 from tiered_kv.workload.tally import GB, NO_LATENCY, LatencyUs
 
-_POLL_S = 0.0002
+POLL_S = 0.0002
+"""How often jobs and lookups that go on are asked for."""
 _LOOKUPS_MAX = 2000
 _KEY_HASH_BYTES = 16
 
@@ -210,7 +211,7 @@ class _Bench:
             raise TierUnavailableError(
                 f"{what} did not end in {self._settings.timeout_s:g} s", tier=self._result.name, operation=operation
             )
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)
 
     def _rate(self, blocks: Sequence[int], seconds: float) -> float:
         return round(len(blocks) * self._content.block_bytes / GB / seconds, 3)

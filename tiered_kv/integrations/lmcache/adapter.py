@@ -20,6 +20,7 @@ from lmcache.v1.platform import create_event_notifier
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ConfigError, ShutdownError
+from tiered_kv.hooks import tier_plugins
 from tiered_kv.integrations.lmcache.keys import in_prefix_order, object_key, offload_key
 from tiered_kv.integrations.lmcache.settings import read_settings
 from tiered_kv.integrations.lmcache.tier_set import TierSet
@@ -75,7 +76,7 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
         l1_memory_desc: Where LMCache's L1 is.
 
     Raises:
-        ConfigError: The parameters cannot be used, or LMCache's L1 is no memory of this process.
+        ConfigError: The parameters cannot be used, a library is missing, or LMCache's L1 is no memory of this process.
     """
 
     def __init__(self, params: Mapping[str, object], l1_memory_desc: L1MemoryDesc | None = None) -> None:
@@ -83,6 +84,8 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
         self._settings = read_settings(params)
         if l1_memory_desc is None:
             raise ConfigError("LMCache's L1 is not in this process's memory, and the tiers read and write it in place")
+        for tier in self._settings.tiers:
+            tier_plugins().resolve(tier.type).load()  # now, so that no object waits, and a missing library is told
         self._l1 = l1_memory_desc
         self._notifiers = {kind: create_event_notifier() for kind in _Kind}
         self._numbers = itertools.count()
@@ -146,21 +149,20 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
         parts: Mapping[TierSet, list[int]],
         answers: list[bool],
     ) -> None:
-        moved_bytes = 0
-        for tier_set, places in parts.items():
-            done = [place for place in places if answers[place]]
-            moved_bytes += tier_set.block_bytes * len(done)
-            new = tier_set.learn([names[place] for place in done])
-            stored = [keys[place] for place in done if names[place] in new]
-            if stored:
-                self._notify_keys_stored(stored, [tier_set.block_bytes] * len(stored))
-        if kind is _Kind.STORE:
-            self._put(kind, number, L2StoreResult(all(answers), moved_bytes))
-        else:
+        done = {tier_set: [place for place in places if answers[place]] for tier_set, places in parts.items()}
+        try:
+            for tier_set, places in done.items():
+                new = tier_set.learn([names[place] for place in places])
+                stored = [keys[place] for place in places if names[place] in new]
+                if stored:
+                    self._notify_keys_stored(stored, [tier_set.block_bytes] * len(stored))
             loaded = [key for key, is_done in zip(keys, answers, strict=True) if is_done]
-            if loaded:
+            if loaded and kind is _Kind.LOAD:
                 self._notify_keys_accessed(loaded)
-            self._put(kind, number, _bitmap(answers))
+        finally:  # whatever a listener of LMCache's raises
+            moved_bytes = sum(tier_set.block_bytes * len(places) for tier_set, places in done.items())
+            result = L2StoreResult(all(answers), moved_bytes) if kind is _Kind.STORE else _bitmap(answers)
+            self._put(kind, number, result)
 
     # Lookups.
 

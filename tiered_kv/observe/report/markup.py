@@ -31,34 +31,29 @@ def joined(children: Iterable[str]) -> Html:
     return Html("".join(each if isinstance(each, Html) else html.escape(each) for each in children))
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = ()) -> Html:
-    """Return a table.
+def card(*children: str) -> Html:
+    """Return a box of the page."""
+    return element("div", *children, class_="card")
 
-    Args:
-        columns: The heads.
-        rows: The cells, in the order of `columns`.
-        numbers: The columns that hold numbers, which are aligned to the right.
-    """
 
-    def cells(tag: str, row: Sequence[str], **attributes: str) -> Html:
-        shown = [
-            element(tag, cell, **attributes, **({"class_": "number"} if index in numbers else {}))
-            for index, cell in enumerate(row)
-        ]
-        return element("tr", *shown)
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, texts: Sequence[int] = (0,)) -> Html:
+    """Return a table; all columns but those in `texts` hold numbers, which are aligned to the right."""
 
-    head = element("thead", cells("th", columns, scope="col"))
-    body = element("tbody", *(cells("td", row) for row in rows))
+    def line(tag: str, row: Sequence[str], **attributes: str) -> Html:
+        kinds = ("" if index in texts else "number" for index in range(len(row)))
+        cells = (element(tag, cell, class_=kind, **attributes) for cell, kind in zip(row, kinds, strict=True))
+        return element("tr", *cells)
+
+    head = element("thead", line("th", columns, scope="col"))
+    body = element("tbody", *(line("td", row) for row in rows))
     return element("div", element("table", head, body), class_="table")
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> Html:
     """Return a list of names and what they are."""
-    return element(
-        "dl", *(element("div", element("dt", name), element("dd", value)) for name, value in pairs), class_="facts"
-    )
+    return element("dl", *(element("div", element("dt", name), element("dd", value)) for name, value in pairs))
 
 
 def bar(share: float) -> Html:
     """Return a bar that is `share` (0 to 1) of its room."""
-    return element("span", element("span", style=f"width: {100 * min(max(share, 0.0), 1.0):.2f}%"), class_="bar")
+    return element("span", style=f"width: {100 * share:.2f}%", class_="bar")

@@ -12,19 +12,15 @@ import numpy.typing as npt
 from tiered_kv.observe.report import figures
 from tiered_kv.observe.report.figures import draw, tier_color, tier_dashes
 from tiered_kv.observe.report.markup import Html
-from tiered_kv.observe.report.samples import Sample, TierSample, thinned
-from tiered_kv.workload.tally import GB
+from tiered_kv.observe.report.samples import Sample
+from tiered_kv.workload.tally import GB, LatencyUs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Values = npt.NDArray[Any]  # Any: counts or numbers
 
-_WINDOWS_MAX: Final = 80
-"""Of a plot of rates: shorter windows would show single jobs."""
 _BINS_A_DECADE: Final = 24
-_MARK_TURNS: Final = 0.3
-"""Beyond this share of a plot's width a name stands to the left of its mark."""
 _RATE_MIN: Final = 4.0
 """A plot of rates reaches at least to so many bytes, or blocks, a second."""
 _MB: Final = 1e6
@@ -57,36 +53,35 @@ def hits_over_requests(samples: Sequence[Sample], tiers: Sequence[str]) -> Html:
 
 def throughput(samples: Sequence[Sample], tiers: Sequence[str]) -> Html:
     """Draw bytes stored and bytes loaded a second by each tier, over time."""
-    seconds = max(samples[-1].seconds, _SECONDS_MIN)
-    moved = max((max(each.stored_bytes, each.loaded_bytes) for each in samples[-1].tiers.values()), default=0)
-    unit, scale = ("MB/s", _MB) if moved / seconds < _SLOW_BYTES_PER_S else ("GB/s", GB)
-    names = {"stored_bytes": f"stored ({unit})", "loaded_bytes": f"loaded ({unit})"}
+    last, names = samples[-1], ("stored_bytes_total", "loaded_bytes_total")
+    moved = max((last.count(tier, name) for tier in tiers for name in names), default=0)
+    is_slow = moved / max(last.seconds, _SECONDS_MIN) < _SLOW_BYTES_PER_S
+    unit, scale = ("MB/s", _MB) if is_slow else ("GB/s", GB)
+    labels = dict(zip(names, (f"stored ({unit})", f"loaded ({unit})"), strict=True))
     about = "Throughput of each tier over time, stores above, loads below"
-    return _rates("throughput", about, names, samples, tiers, scale)
+    return _rates("throughput", about, labels, samples, tiers, scale)
 
 
 def trouble(samples: Sequence[Sample], tiers: Sequence[str]) -> Html:
     """Draw blocks whose store was skipped and blocks whose transfer failed a second, by tier, over time."""
-    names = {"skipped_blocks": "skipped (blocks/s)", "failed_blocks": "failed (blocks/s)"}
-    return _rates("trouble", "Blocks skipped (above) and failed (below) over time, by tier", names, samples, tiers, 1)
+    labels = {"skipped_blocks_total": "skipped (blocks/s)", "failed_blocks_total": "failed (blocks/s)"}
+    return _rates("trouble", "Blocks skipped (above) and failed (below) over time, by tier", labels, samples, tiers, 1)
 
 
-def step_distribution(step_s: Sequence[float]) -> Html:
-    """Draw how long the steps took: the share of steps by their duration."""
+def step_distribution(step_s: Sequence[float], step_us: LatencyUs) -> Html:
+    """Draw the share of steps by their duration; lines mark what `step_us` says of them."""
     steps_us = np.maximum(np.asarray(step_s, dtype=float) * _US_PER_S, 0.1)
     low, high = (np.floor(np.log10(steps_us.min())), np.ceil(np.log10(steps_us.max()))) if len(steps_us) else (0, 3)
     edges = np.logspace(low, max(high, low + 1), int(max(high - low, 1)) * _BINS_A_DECADE + 1)
 
     def plot(axes: Axes) -> None:
         counts, _ = np.histogram(steps_us, edges)
-        shares = 100 * counts / max(len(steps_us), 1)
-        _fill(axes, edges, np.zeros(len(shares)), shares, figures.ACCENT)
+        _fill(axes, edges, np.zeros(len(counts)), 100 * counts / max(len(steps_us), 1), figures.ACCENT)
         axes.set_xscale("log")
-        axes.set_ylim(0, max(shares.max() * 1.35, 1))
         if len(steps_us):
             axes.set_xlim(steps_us.min() / 1.5, steps_us.max() * 1.5)
-            for name, percent, height in (("median", 50, 0.78), ("p99", 99, 0.88), ("max", 100, 0.98)):
-                _mark(axes, float(np.percentile(steps_us, percent)), name, height)
+            for value, dashes in ((step_us.p50, "-"), (step_us.p99, "--"), (step_us.max, ":")):
+                axes.axvline(value, color=figures.INK, linewidth=0.8, linestyle=dashes)
         axes.set_ylabel("steps (%)")
         axes.set_xlabel("time of a step inside the manager (us)")
         figures.plain_log(axes.xaxis)
@@ -100,10 +95,9 @@ def steps_over_time(samples: Sequence[Sample], step_s: Sequence[float]) -> Html:
     steps_us = np.asarray(step_s, dtype=float) * _US_PER_S
 
     def plot(axes: Axes) -> None:
-        middles = [(before.seconds + after.seconds) / 2 for before, after in windows]
         for percent, color in ((99, figures.INK), (50, figures.ACCENT)):
             values = [np.percentile(steps_us[before.steps : after.steps], percent) for before, after in windows]
-            axes.plot(middles, values, color=color)
+            axes.plot(_middles(windows), values, color=color)
         axes.set_yscale("log")
         axes.set_ylabel("time of a step (us)")
         _over_time(axes, samples)
@@ -117,10 +111,8 @@ def use_over_time(samples: Sequence[Sample], tiers: Sequence[str]) -> Html:
 
     def plot(axes: Axes) -> None:
         for index, tier in enumerate(tiers):
-            points = [(sample.seconds, _use(sample.tiers.get(tier))) for sample in samples]
-            known = [(seconds, use) for seconds, use in points if use is not None]
-            if known:
-                axes.plot(*zip(*known, strict=True), color=tier_color(index), linestyle=tier_dashes(index))
+            known = [(sample.seconds, use) for sample in samples if (use := sample.use(tier)) is not None]
+            axes.plot(*np.reshape(known, (-1, 2)).T, color=tier_color(index), linestyle=tier_dashes(index))
         axes.set_ylim(0, 105)
         axes.set_ylabel("capacity in use (%)")
         _over_time(axes, samples)
@@ -134,7 +126,8 @@ def breakers_over_time(samples: Sequence[Sample], tiers: Sequence[str]) -> Html:
     def plot(axes: Axes) -> None:
         for row, tier in enumerate(tiers):
             for state, begin_s, end_s in _states(samples, tier):
-                axes.barh(row, end_s - begin_s, left=begin_s, height=0.5, color=_BREAKER_COLORS[state])
+                thick = 0.2 + 0.2 * state  # on paper without colours, too
+                axes.barh(row, end_s - begin_s, left=begin_s, height=thick, color=_BREAKER_COLORS[state])
         axes.set_yticks(range(len(tiers)), tiers)
         axes.set_ylim(len(tiers) - 0.5, -0.5)
         axes.grid(visible=False)
@@ -143,14 +136,13 @@ def breakers_over_time(samples: Sequence[Sample], tiers: Sequence[str]) -> Html:
     return draw("breakers", "State of the breaker of each tier, over time", plot, height_in=0.6 + 0.2 * len(tiers))
 
 
-def tells_use(samples: Sequence[Sample], tier: str) -> bool:
-    """Return whether a tier told how much of its capacity it uses."""
-    return any(_use(sample.tiers.get(tier)) is not None for sample in samples)
-
-
 def _windows(samples: Sequence[Sample], progress: Callable[[Sample], float]) -> list[tuple[Sample, Sample]]:
     """Return pairs of samples between which `progress` has grown."""
-    return [(a, b) for a, b in pairwise(thinned(samples, _WINDOWS_MAX)) if progress(b) > progress(a)]
+    return [(a, b) for a, b in pairwise(samples) if progress(b) > progress(a)]
+
+
+def _middles(windows: Sequence[tuple[Sample, Sample]]) -> list[float]:
+    return [(before.seconds + after.seconds) / 2 for before, after in windows]
 
 
 def _share(before: Sample, after: Sample, tier: str) -> float:
@@ -167,13 +159,14 @@ def _rates(
 ) -> Html:
     """Draw how fast some counts of each tier grew, over time: a panel for each name of a count, with its label."""
     windows = _windows(samples, lambda sample: sample.seconds)
-    middles = [(before.seconds + after.seconds) / 2 for before, after in windows]
+    seconds = np.array([after.seconds - before.seconds for before, after in windows])
 
     def plot(panels: Sequence[Axes]) -> None:
         for axes, (count, label) in zip(panels, labels.items(), strict=True):
             for index, tier in enumerate(tiers):
-                rates = [_rate(before, after, tier, count) / scale for before, after in windows]
-                axes.plot(middles, rates, color=tier_color(index), linestyle=tier_dashes(index))
+                grown = np.array([after.count(tier, count) - before.count(tier, count) for before, after in windows])
+                rates = grown / seconds / scale
+                axes.plot(_middles(windows), rates, color=tier_color(index), linestyle=tier_dashes(index))
             axes.set_ylim(0, max(axes.get_ylim()[1], _RATE_MIN / scale))
             axes.set_ylabel(label)
             axes.locator_params(axis="y", nbins=4)
@@ -183,53 +176,17 @@ def _rates(
     return draw(name, description, plot, rows=len(labels))
 
 
-def _rate(before: Sample, after: Sample, tier: str, count: str) -> float:
-    """Return by how much a count of a tier grew a second."""
-    if tier not in before.tiers or tier not in after.tiers:
-        return 0.0
-    grown: int = getattr(after.tiers[tier], count) - getattr(before.tiers[tier], count)
-    return grown / (after.seconds - before.seconds)
-
-
-def _use(tier: TierSample | None) -> float | None:
-    """Return how much of its capacity a tier uses, in percent; None where it does not tell."""
-    if tier is None or tier.used_bytes is None or not tier.capacity_bytes:
-        return None
-    return 100 * tier.used_bytes / tier.capacity_bytes
-
-
 def _states(samples: Sequence[Sample], tier: str) -> Iterator[tuple[int, float, float]]:
     """Yield each state of a tier's breaker, and from when to when it lasted."""
-    for state, group in groupby(pairwise(samples), lambda pair: _breaker(pair[0], tier)):
+    for state, group in groupby(pairwise(samples), lambda pair: pair[0].count(tier, "breaker_state")):
         pairs = list(group)
         yield state, pairs[0][0].seconds, pairs[-1][1].seconds
-
-
-def _breaker(sample: Sample, tier: str) -> int:
-    state = sample.tiers[tier].breaker if tier in sample.tiers else None
-    return min(max(state or 0, 0), len(_BREAKER_COLORS) - 1)
 
 
 def _fill(axes: Axes, edges: Values, below: Values, top: Values, color: str) -> None:
     """Fill what stands between two lines of steps."""
     if len(top):
         axes.stairs(top, edges, baseline=below, fill=True, color=color, linewidth=0)
-
-
-def _mark(axes: Axes, value: float, name: str, height: float) -> None:
-    """Mark a value of the horizontal axis; `height` is that of its name, of the axes' own."""
-    axes.axvline(value, ymax=height, color=figures.INK, linewidth=0.8)
-    low, high = np.log(axes.get_xlim())
-    is_left = (np.log(value) - low) / (high - low) > _MARK_TURNS
-    axes.annotate(
-        f"{name} {value:,.0f} us",
-        (value, height),
-        xycoords=("data", "axes fraction"),
-        xytext=(-4 if is_left else 4, 0),
-        textcoords="offset points",
-        ha="right" if is_left else "left",
-        va="top",
-    )
 
 
 def _over_time(axes: Axes, samples: Sequence[Sample]) -> None:

@@ -2,29 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from tiered_kv.config.stack_config import PRIMARY_TIER_NAME
 from tiered_kv.config.units import format_bytes
 from tiered_kv.counters import flat_counts
-from tiered_kv.observe.report import page, plots, words
-from tiered_kv.observe.report.figures import tier_variable
-from tiered_kv.observe.report.markup import Html, bar, element, joined, table
-from tiered_kv.observe.report.page import Run, Tile, counted, figure, legend, section
+from tiered_kv.observe.explain import SENTENCES
+from tiered_kv.observe.report import figures, page, plots
+from tiered_kv.observe.report.markup import Html, bar, card, element, joined, table
+from tiered_kv.observe.report.page import Run, counted, figure, section, tile
 from tiered_kv.observe.report.samples import Sampler
 from tiered_kv.workload.replay import ReplaySettings
 from tiered_kv.workload.tally import GB, ReplayReport
 
 _COUNTERS_MAX: Final = 500
 """Of a tier; a stranger's may have any number."""
-_MISSED: Final = "missed"
-_MISS_COLOR: Final = "var(--miss)"
+_MISSED: Final = "misses"
 _BREAKER_STATES: Final = (
-    ("closed (in use)", "var(--good)"),
-    ("half open (probing)", "var(--warn)"),
-    ("open (left alone)", "var(--bad)"),
+    ("closed (in use)", figures.GOOD),
+    ("half open (probing)", figures.WARN),
+    ("open (left alone)", figures.BAD),
 )
+_FAILURES: Final[Mapping[str, str]] = {
+    "absent": "the tier did not have the block, or had evicted it since the lookup",
+    "no_space": "there was no room in the tier",
+    "checksum": "the block's bytes did not match their checksum",
+    "truncated": "bytes of the block were missing",
+    "reset": "the cache was reset meanwhile",
+    "expired": "the deadline passed",
+    "timeout": "a call to the storage took too long",
+    "io_error": "a system call failed",
+    "unavailable": "what the tier stands on did not answer",
+    "unanswered": "a server of the tier did not answer for these blocks",
+    "busy": "what the tier needs was in use by somebody else",
+    "format": "the data is of another version or namespace",
+    "key_size": "the key is too long for the tier",
+    "shutdown": "the tier was shut down",
+    "exception": "a method of the tier raised an exception",
+}
+_REASONS: Final = (
+    ("misses_total", "Misses: blocks that were asked for and did not come from the tier", SENTENCES),
+    ("skipped_blocks_total", "Stores that were skipped: blocks that were not offered to the tier", SENTENCES),
+    ("failed_blocks_total", "Transfers that failed: blocks that a job did not store or load", _FAILURES),
+)
+"""Counters with reasons, what each counts, and what the reasons mean."""
 
 
 def replay_page(
@@ -45,23 +67,41 @@ def replay_page(
         kind="Replay report",
         heading=f"{workload[:1].upper()}{workload[1:]} through {run.stack_name}",
         lede=_measured(report, settings),
-        notes=[page.note(run.told(text), is_bad=text.startswith("CORRUPT")) for text in remarks],
+        notes=remarks,
         tiles=_tiles(report),
         sections=[
             _origin(report),
             _course(report, sampler),
-            _reasons(report),
-            _counters(report),
+            _reasons(run, report),
+            _counters(run, report),
             page.conditions(run, _settings(report, settings)),
         ],
     )
+
+
+TIER_COLUMNS: Final = ("tier", "hits", "share", "stored GB", "GB/s", "loaded GB", "GB/s")
+
+
+def tier_rows(report: ReplayReport) -> Iterator[list[str]]:
+    """Yield what each tier gave and moved, and at last what was missed, under `TIER_COLUMNS`."""
+    for name, tier in report.tiers.items():
+        stored = [f"{tier.stored_bytes / GB:.2f}", f"{tier.store_gb_per_s:.3f}"]
+        loaded = [f"{tier.loaded_bytes / GB:.2f}", f"{tier.load_gb_per_s:.3f}"]
+        yield [name, f"{tier.hits:,}", _share(tier.hits, report.blocks), *stored, *loaded]
+    yield [_MISSED, f"{report.misses:,}", _share(report.misses, report.blocks), "", "", "", ""]
+
+
+def _share(part: int, whole: int) -> str:
+    if not whole:
+        return "-"
+    return "<0.1%" if 0 < part < whole / 1000 else f"{part / whole:.1%}"
 
 
 def _measured(report: ReplayReport, settings: ReplaySettings) -> str:
     """Return the sentences that state what was measured."""
     tiers = len(report.tiers)
     return (
-        f"In {report.seconds:,.1f} s, {counted(report.requests, 'request')} asked for "
+        f"In {report.seconds:,.1f} s, until the last stores had ended, {counted(report.requests, 'request')} asked for "
         f"{counted(report.blocks, 'block')} of {format_bytes(report.block_bytes)}, in order and as fast as the stack "
         f"took them, at most {settings.concurrency} at once. {counted(tiers, 'tier')} gave {report.hit_rate:.1%} of "
         "the blocks. Every block that came back was compared with what had been stored, byte by byte: "
@@ -70,220 +110,146 @@ def _measured(report: ReplayReport, settings: ReplaySettings) -> str:
     )
 
 
-def _tiles(report: ReplayReport) -> Iterator[Tile]:
-    stored = sum(tier.store_gb_per_s for tier in report.tiers.values())
-    loaded = sum(tier.load_gb_per_s for tier in report.tiers.values())
-    yield Tile(f"{100 * report.hit_rate:.1f}", "%", "of blocks were hits")
-    yield Tile(_short(report.blocks - report.misses), "", "blocks loaded by requests")
-    yield Tile(_short(report.misses), "", "blocks missed")
-    yield Tile(f"{report.step_us.p99:,.0f}", "us", "99th percentile of a step")
-    yield Tile(f"{stored:.2f}", "GB/s", "stored, all tiers")
-    yield Tile(f"{loaded:.2f}", "GB/s", "loaded, all tiers")
-    yield Tile(f"{report.corrupt_blocks:,}", "", "wrong blocks", is_bad=report.corrupt_blocks > 0)
+def _tiles(report: ReplayReport) -> Iterator[Html]:
+    primary = report.tiers[PRIMARY_TIER_NAME]  # what the others move goes through it too
+    yield tile(f"{100 * report.hit_rate:.1f}", "%", "of blocks were hits")
+    yield tile(f"{report.blocks - report.misses:,}", "", "blocks loaded by requests")
+    yield tile(f"{report.misses:,}", "", "blocks missed")
+    yield tile(f"{report.step_us.p99:,.0f}", "us", "99th percentile of a step")
+    yield tile(f"{primary.store_gb_per_s:.3f}", "GB/s", "stored by requests")
+    yield tile(f"{primary.load_gb_per_s:.3f}", "GB/s", "loaded by requests")
+    yield tile(f"{report.corrupt_blocks:,}", "", "wrong blocks", is_bad=report.corrupt_blocks > 0)
+
+
+def _keys(report: ReplayReport) -> dict[str, str]:
+    """Return the colour of each tier."""
+    return {name: figures.tier_color(index) for index, name in enumerate(report.tiers)}
 
 
 def _origin(report: ReplayReport) -> Html:
     """Where blocks came from, and what each tier moved, over the whole run."""
-    shares = [(name, tier.hits, tier_variable(index)) for index, (name, tier) in enumerate(report.tiers.items())]
-    shares.append((_MISSED, report.misses, _MISS_COLOR))
-    whole = [
-        element("span", style=f"flex: {blocks} 0 0; background: {color}", title=f"{name}: {blocks:,} blocks")
-        for name, blocks, color in shares
-        if blocks
-    ]
-    rows = [
-        [
-            joined([page.color_key(color), name]),
-            f"{blocks:,}",
-            _share(blocks, report.blocks),
-            *_moved(report, name),
-        ]
-        for name, blocks, color in shares
-    ]
-    columns = ["tier", "blocks", "share", "stored (GB)", "stored (GB/s)", "loaded (GB)", "loaded (GB/s)"]
+    keys = {**_keys(report), _MISSED: figures.MISS}
+    blocks = {**{name: tier.hits for name, tier in report.tiers.items()}, _MISSED: report.misses}
+    parts = (
+        element("span", style=f"flex: {count} 0 0; background: {figures.in_page(keys[name])}")
+        for name, count in blocks.items()
+        if count
+    )
+    rows = [[joined([page.color_key(keys[row[0]]), row[0]]), *row[1:]] for row in tier_rows(report)]
     about = (
         "Each block that a request asked for is counted once: for the tier that had it, or as missed. A request's "
-        "first absent block and all blocks after it are missed. Rates are averages over the run; 1 GB is 1e9 bytes."
+        "first absent block and all blocks after it are missed. What a tier below the primary one gave, the primary "
+        "tier loaded too. Rates are averages over the run; 1 GB is 1e9 bytes."
     )
-    parts = [element("div", *whole, class_="whole"), table(columns, rows, numbers=range(1, len(columns)))]
-    return section("Where blocks came from", about, element("div", *parts, class_="card"))
-
-
-def _moved(report: ReplayReport, name: str) -> list[str]:
-    if name not in report.tiers:
-        return ["", "", "", ""]
-    tier = report.tiers[name]
-    return [
-        f"{tier.stored_bytes / GB:.2f}",
-        f"{tier.store_gb_per_s:.2f}",
-        f"{tier.loaded_bytes / GB:.2f}",
-        f"{tier.load_gb_per_s:.2f}",
-    ]
+    return section(
+        "Where blocks came from", about, card(element("div", *parts, class_="whole"), table(TIER_COLUMNS, rows))
+    )
 
 
 def _course(report: ReplayReport, sampler: Sampler) -> Html:
     """How it went over time."""
-    tiers, samples = list(report.tiers), sampler.samples
-    secondary = [name for name in tiers if name != PRIMARY_TIER_NAME]
-    keys = {name: tier_variable(index) for index, name in enumerate(tiers)}
-    telling = [(name, color) for name, color in keys.items() if plots.tells_use(samples, name)]
-    step = report.step_us
-    figures = [
+    tiers, keys, samples, step = list(report.tiers), _keys(report), sampler.samples, report.step_us
+    telling = {name for name in tiers if any(sample.use(name) is not None for sample in samples)}
+    silent = ", ".join(name for name in tiers if name not in telling)
+    shown = [
         figure(
             "Hits by tier",
             "The share of blocks that each tier gave, from the first request to the last.",
             plots.hits_over_requests(samples, tiers),
-            legend([*keys.items(), (_MISSED, _MISS_COLOR)]),
+            [*keys.items(), (_MISSED, figures.MISS)],
         ),
         figure(
             "Throughput",
             "Bytes that each tier stored (above) and loaded (below). For cpu, those that requests stored and loaded.",
             plots.throughput(samples, tiers),
-            legend(keys.items()),
+            keys.items(),
         ),
         figure(
             "Time of a step",
-            f"What {counted(report.steps, 'step')} spent inside the manager, all requests of a step together. "
-            f"Half took at most {step.p50:,.0f} us, 99 of 100 at most {step.p99:,.0f} us.",
-            plots.step_distribution(sampler.step_s),
+            f"What {counted(report.steps, 'step')} spent inside the manager, all requests of a step together. The "
+            f"lines: half took at most {step.p50:,.0f} us, 99 of 100 at most {step.p99:,.0f} us (dashed), the longest "
+            f"{step.max:,.0f} us (dotted).",
+            plots.step_distribution(sampler.step_s, step),
         ),
         figure(
             "Time of a step during the run",
             "The median and the 99th percentile of the steps in each moment of the run.",
             plots.steps_over_time(samples, sampler.step_s),
-            legend([("99th percentile", "var(--ink)"), ("median", "var(--accent)")]),
+            [("99th percentile", figures.INK), ("median", figures.ACCENT)],
         ),
         figure(
             "Use of capacity",
-            _use_caption(sampler, tiers),
+            "How full each tier was, in-flight bytes included where the tier counts them."
+            + (f" Not shown, since they do not tell: {silent}." if silent else ""),
             plots.use_over_time(samples, tiers),
-            legend(telling),
+            ((name, color) for name, color in keys.items() if name in telling),
         ),
     ]
-    if secondary:
-        figures.append(
+    if secondary := tiers[1:]:
+        shown.append(
             figure(
                 "Skipped and failed blocks",
                 "Blocks whose store was not made (above), and whose store or load failed (below), a second. "
                 "The reasons are further down.",
                 plots.trouble(samples, tiers),
-                legend(keys.items()),
+                keys.items(),
             )
         )
-        figures.append(
+        shown.append(
             figure(
                 "Breakers",
-                "A breaker opens after many failures in a row; then its tier is left alone until a probe succeeds.",
+                "A breaker opens (thick) after many failures in a row. Its tier is left alone until a probe succeeds.",
                 plots.breakers_over_time(samples, secondary),
-                legend(_BREAKER_STATES),
-                is_wide=True,
+                _BREAKER_STATES,
             )
         )
     about = (
         f"{counted(len(samples), 'sample')} of the counters, taken between steps, so that they count in no step's time."
     )
-    return section("During the run", about, element("div", *figures, class_="plots"))
+    return section("During the run", about, element("div", *shown, class_="plots"))
 
 
-def _use_caption(sampler: Sampler, tiers: Sequence[str]) -> str:
-    silent = [name for name in tiers if not plots.tells_use(sampler.samples, name)]
-    caption = "How full each tier was, in-flight bytes included where the tier counts them."
-    return f"{caption} Not shown, since they do not tell: {', '.join(silent)}." if silent else caption
-
-
-def _reasons(report: ReplayReport) -> Html:
+def _reasons(run: Run, report: ReplayReport) -> Html:
     """Why blocks did not come, were not stored, or failed on the way."""
+    parts = []
+    for counter, title, meanings in _REASONS:
+        counts = [
+            (name, labels, count)
+            for name, tier in report.tiers.items()
+            for labels, count in flat_counts(tier.counters.get(counter, {}))
+            if count
+        ]
+        counts.sort(key=lambda each: -each[2])
+        rows = [
+            [name, run.told(" ".join(labels)), f"{count:,}", bar(count / counts[0][2]), meanings.get(labels[-1], "")]
+            for name, labels, count in counts
+        ]
+        is_counted = counter != "misses_total" or any(counter in tier.counters for tier in report.tiers.values())
+        none = element("p", "None." if is_counted else "This stack did not count the reasons of its misses.")
+        columns = ["tier", "reason", "blocks", "", "what it means"]
+        shown = table(columns, rows, texts=[0, 1, 3, 4]) if rows else none
+        parts.append(card(element("h3", title), shown))
     about = "Each tier counts its own blocks, so a block that two tiers did not have is counted in both."
-    missed = _by_reason(report, "misses_total")
-    parts = [
-        _reason_table("Misses", "blocks that were asked for and did not come from the tier", missed, words.MISSES)
-        if missed or _is_counted(report, "misses_total")
-        else element("p", "This stack did not count the reasons of its misses.", class_="about"),
-        _reason_table(
-            "Stores that were skipped",
-            "blocks that were not offered to the tier",
-            _by_reason(report, "skipped_blocks_total"),
-            words.SKIPS,
-        ),
-        _reason_table(
-            "Transfers that failed",
-            "blocks that a job did not store or load",
-            _by_reason(report, "failed_blocks_total"),
-            words.FAILURES,
-        ),
-    ]
     return section("Misses, skips and failures", about, *parts)
 
 
-def _is_counted(report: ReplayReport, counter: str) -> bool:
-    return any(counter in tier.counters for tier in report.tiers.values())
-
-
-def _by_reason(report: ReplayReport, counter: str) -> list[tuple[str, tuple[str, ...], int]]:
-    """Return each count of a labelled counter that is not 0 with its tier and labels, the greatest first."""
-    found = []
-    for name, tier in report.tiers.items():
-        counts: Any = tier.counters.get(counter)
-        if isinstance(counts, Mapping):
-            found += [(name, labels, count) for labels, count in flat_counts(counts) if count]
-    return sorted(found, key=lambda each: -each[2])
-
-
-def _reason_table(
-    title: str, about: str, counts: Sequence[tuple[str, tuple[str, ...], int]], meanings: Mapping[str, str]
-) -> Html:
-    head = element("h3", f"{title}: {about}")
-    if not counts:
-        return element("div", head, element("p", "None.", class_="about"), class_="card")
-    greatest = counts[0][2]
-    rows = [
-        [
-            tier,
-            " ".join(labels).replace("_", " "),
-            f"{count:,}",
-            bar(count / greatest),
-            meanings.get(labels[-1], ""),
-        ]
-        for tier, labels, count in counts
-    ]
-    return element(
-        "div", head, table(["tier", "reason", "blocks", "", "what it means"], rows, numbers=[2]), class_="card"
-    )
-
-
-def _counters(report: ReplayReport) -> Html:
+def _counters(run: Run, report: ReplayReport) -> Html:
     """All that was counted, for those who look for one number: closed at first."""
     tiers = []
     for name, tier in report.tiers.items():
-        counts = [(path, count) for path, count in flat_counts(tier.counters) if "buckets" not in path]
+        counts: list[tuple[tuple[str, ...], Any]] = list(flat_counts(tier.counters))  # Any: a stranger's may be texts
         rows = [
-            [", ".join(path), f"{count:,}" if isinstance(count, (int, float)) else str(count)] for path, count in counts
+            [run.told(", ".join(path)), f"{count:,}" if isinstance(count, (int, float)) else run.told(str(count))]
+            for path, count in counts[:_COUNTERS_MAX]
         ]
-        shown = table(["counter, and its labels", "at the end"], rows[:_COUNTERS_MAX], numbers=[1])
-        tiers.append(element("details", element("summary", f"{name}: {len(counts)} counters"), shown, class_="card"))
+        title = element("summary", f"{name}: {counted(len(counts), 'counter')}")
+        tiers.append(element("details", title, table(["counter, and its labels", "at the end"], rows), class_="card"))
     return section("All counters", "What each of them means is in the reference of counters.", *tiers)
 
 
 def _settings(report: ReplayReport, settings: ReplaySettings) -> list[tuple[str, str]]:
     return [
-        ("duration", f"{report.seconds:,.1f} s, until the last stores had ended"),
-        ("requests at once", str(settings.concurrency)),
         ("longest wait of a request for its blocks", f"{settings.request_timeout_s:g} s"),
-        ("steps", f"{report.steps:,}"),
         ("blocks left by an earlier run that the first request hit", f"{report.first_request_hits:,}"),
         ("requests that waited too long", f"{report.timed_out_requests:,}"),
     ]
-
-
-def _share(part: int, whole: int) -> str:
-    if not whole:
-        return "-"
-    return "< 0.1%" if 0 < part < whole / 1000 else f"{part / whole:.1%}"
-
-
-def _short(count: int) -> str:
-    """Return a number that fits a tile."""
-    for unit, scale in (("G", 10**9), ("M", 10**6), ("k", 10**4)):
-        if count >= scale:
-            return f"{count / (1000 if unit == 'k' else scale):,.4g} {unit}"
-    return f"{count:,}"
