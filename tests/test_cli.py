@@ -45,6 +45,11 @@ class SpeechlessTier(FourMethodTier):
         raise RuntimeError("no words")
 
 
+class TalkativeTier(FourMethodTier):
+    def describe(self) -> dict[str, object]:
+        return {"servers": ["redis://user:hunter2@host"], "nodes": {"a": "redis://:hunter2@host"}, "count": 2}
+
+
 @pytest.fixture
 def flipping() -> Iterator[str]:
     SecondaryTierFactory.register("flipping", FlippingTier)
@@ -126,6 +131,13 @@ def test_check_shows_the_other_tiers_where_one_cannot_be_opened(tmp_path: Path, 
 def test_check_survives_a_tier_that_cannot_describe_itself(tmp_path: Path, command: Command) -> None:
     result = command.json("check", stack_file(tmp_path, "type: 'tests.test_cli:SpeechlessTier'"), status=1)
     assert result["tiers"][1]["error"] == "RuntimeError: no words"
+
+
+def test_check_shows_no_password_in_a_list_that_a_tier_tells(tmp_path: Path, command: Command) -> None:
+    stack = stack_file(tmp_path, "type: 'tests.test_cli:TalkativeTier'")
+    told = command.json("check", stack)["tiers"][1]["details"]
+    assert told == {"servers": ["redis://***@host"], "nodes": "{'a': 'redis://***@host'}", "count": 2}
+    assert "hunter2" not in command.out("check", stack)
 
 
 def test_check_finds_two_tiers_that_exclude_each_other(tmp_path: Path, command: Command) -> None:

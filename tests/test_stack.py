@@ -364,7 +364,7 @@ def test_a_tier_that_brings_one_block_after_another_does_not_outlast_the_timeout
 
 
 class CopiedSlowly(np.ndarray[Any, np.dtype[np.uint8]]):
-    """Blocks that call something when the first of them is copied."""
+    """Blocks that call something when one of them is copied, from here or to here."""
 
     on_copy: Callable[[], None] | None = None
 
@@ -375,6 +375,11 @@ class CopiedSlowly(np.ndarray[Any, np.dtype[np.uint8]]):
         if isinstance(index, int) and self.on_copy is not None:
             self.on_copy()
         return super().__getitem__(index)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if self.on_copy is not None:
+            self.on_copy()
+        super().__setitem__(index, value)
 
 
 def test_a_put_keeps_its_room_in_the_tiers_while_others_put(register: Register) -> None:
@@ -410,3 +415,28 @@ def test_a_put_keeps_its_room_in_the_tiers_while_others_put(register: Register) 
         assert stack.flush(WAIT_S)
         counted = stack.counters()["held"]
         assert (count_of(counted, "stored_blocks_total"), count_of(counted, "skipped_blocks_total")) == (8, 0)
+
+
+def test_a_put_waits_for_rows_that_other_calls_copy() -> None:
+    memory = {"type": "memory", "capacity": "1 MiB", **PATIENT}
+    gate, asked = Gate(is_open=False), list[None]()
+    keys = keys_of(16)
+    with open_stack(stack_of(memory)) as stack, ThreadPoolExecutor(5) as pool, opened_at_the_end(gate):
+        assert stack.put(keys, blocks_of(16), timeout=WAIT_S) == 16
+        assert stack.flush(WAIT_S)
+        out = np.zeros((4, BLOCK_BYTES), dtype=np.uint8).view(CopiedSlowly)
+        out.on_copy = gate.pass_through
+        others = [pool.submit(stack.get, keys[start : start + 4], out, WAIT_S) for start in range(0, 16, 4)]
+        wait_until(lambda: gate.waiting == 4, WAIT_S)
+        step = stack.manager.on_schedule_end
+
+        def note() -> None:
+            asked.append(None)
+            step()
+
+        stack.manager.on_schedule_end = note  # type: ignore[method-assign]  # to see that the put waits
+        put = pool.submit(stack.put, keys_of(4, "other"), blocks_of(4), timeout=WAIT_S)
+        wait_until(lambda: put.done() or len(asked) > 3, WAIT_S)
+        gate.open()
+        assert [other.result(WAIT_S) for other in others] == [4] * 4
+        assert put.result(WAIT_S) == 4

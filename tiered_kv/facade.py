@@ -90,8 +90,8 @@ class BlockFacade:
                     batch, pause_s = self._batch_blocks, _PAUSE_MIN_S
                 elif stop - done > 1:
                     batch = (stop - done) // 2
-                elif not self._step() or time.monotonic() >= end_s:
-                    break  # what takes the room is pinned by others, and nothing tells when they will be done
+                elif time.monotonic() >= end_s or not (self._step() or self._calls > 1):
+                    break  # neither a transfer nor another call will make room
                 else:
                     pause_s = _pause(pause_s)
         return done
@@ -142,6 +142,7 @@ class BlockFacade:
             ShutdownError: The stack is closed, or was opened before a fork by another process.
         """
         with self._call():
+            self._step()  # an idle stack publishes what its tiers have removed meanwhile
             return self._wait(lambda: not self.manager.jobs_in_flight, time.monotonic() + timeout)
 
     def close(self, timeout: float = 5.0) -> None:

@@ -114,6 +114,29 @@ class TestBlocks:
             assert tiers.wait("load", [*keys, *make_keys(1, "other")], offsets(5, 1 << 16)) == [True] * 4 + [False]
         assert np.array_equal(pool[: 4 * BLOCK_BYTES], pool[1 << 16 : (1 << 16) + 4 * BLOCK_BYTES])
 
+    def test_of_one_key_are_answered_one_by_one(self, pool: Any, register: Register) -> None:
+        calls: list[Sequence[OffloadKey]] = []
+
+        def loads_once(inner: MemoryTier) -> MemoryTier:
+            load = inner.load_blocks
+
+            def load_first(keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
+                calls.append(keys)
+                return load(keys, blocks) if len(calls) == 1 else Outcome((), "absent")
+
+            inner.load_blocks = load_first  # type: ignore[method-assign]
+            inner._part_blocks = 1
+            return inner
+
+        register("once", loads_once)
+        (key,) = make_keys(1)
+        with open_direct(pool, {"type": "once", **PATIENT}) as tiers:
+            assert tiers.wait("store", [key, key], [0, 0]) == [True, True]
+            answers = tiers.wait("load", [key] * 3, targets := offsets(3, 1 << 16))
+        assert sorted(answers) == [False, False, True]
+        loaded = targets[answers.index(True)]
+        assert np.array_equal(pool[:BLOCK_BYTES], pool[loaded : loaded + BLOCK_BYTES])
+
     def test_that_no_tier_takes_are_answered_false(self, pool: Any, register: Register) -> None:
         register("failing", lambda inner: FailingTier(inner, failing=True))
         with open_direct(
@@ -340,6 +363,28 @@ class TestClosing:
         gate.open()
         wait_until(lambda: tiers.close(), WAIT_S)
         assert len(told) == 1
+
+    @pytest.mark.parametrize("is_isolated", [False, True], ids=["workers", "isolated"])
+    def test_answers_what_hung_when_it_ends(self, pool: Any, register: Register, is_isolated: bool) -> None:
+        """Also where the tier below, which has been closed meanwhile, could load it."""
+        gate, told, key = Gate(), list[Any](), make_keys(1)
+
+        def wrap(inner: MemoryTier) -> Any:
+            loads_late(inner, gate)
+            return HangingTier(inner, Gate()) if is_isolated else inner
+
+        register("late", wrap)
+        register("below", lambda inner: HangingTier(inner, Gate()))
+        tiers = open_direct(pool, {"type": "late", **PATIENT}, {"type": "below", **PATIENT})
+        assert tiers.wait("store", key, [0]) == [True]
+        gate.close()
+        tiers.load(key + make_keys(1, "absent"), offsets(2, 1 << 16), note_in(told))
+        wait_until(lambda: gate.waiting, WAIT_S)
+        assert not tiers.close(0.0)
+        assert not told
+        gate.open()
+        wait_until(lambda: tiers.close(), WAIT_S)
+        assert told == [[True, False]]
 
     def test_lets_the_host_unmap_its_memory(self) -> None:
         pool = mmap.mmap(-1, 1 << 16)

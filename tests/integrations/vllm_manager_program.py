@@ -25,6 +25,7 @@ from vllm_program_parts import (  # type: ignore[import-not-found]  # found besi
     CHUNK_BYTES,
     WAIT_S,
     Scheduler,
+    all_stats,
     config_with,
     keys_of,
     run_checks,
@@ -295,7 +296,7 @@ class Checks:
             engine.settle()
             events = [event for event in engine.manager.take_events() if event.ownership == "memory"]
             assert {key for event in events for key in event.keys} == set(keys)
-            stats = wait_for(engine.tiers[0].get_stats)
+            stats = all_stats(engine.tiers[0].get_stats)
             values = stats.data["data"]
             assert values["tiered_kv_stored_blocks_total"] == {("memory",): 4}
             assert values.keys() <= engine.spec.build_metric_definitions(engine.spec.extra_config).keys()

@@ -57,6 +57,14 @@ def wait_for(attempt: Callable[[], Any]) -> Any:
     return answer
 
 
+def all_stats(get_stats: Callable[[], Any]) -> Any:
+    """Return what a manager or a tier reports to vLLM over several steps, together."""
+    stats = wait_for(get_stats)
+    while (part := get_stats()) is not None:
+        stats = stats.aggregate(part)
+    return stats
+
+
 def refusal_of(attempt: Callable[[], object], kind: type[Exception]) -> str:
     """Return the message with which an attempt is refused."""
     try:

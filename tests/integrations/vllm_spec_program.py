@@ -40,6 +40,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm_program_parts import (  # type: ignore[import-not-found]  # found beside this program when it runs
     Scheduler,
+    all_stats,
     config_with,
     keys_of,
     refusal_of,
@@ -393,13 +394,13 @@ class Checks:
         with engine_with(self._stack("metrics")) as engine:
             engine.store(keys_of("metrics", 4), 0)
             engine.settle()
-            stats = wait_for(engine.manager.get_stats).data
+            stats = all_stats(engine.manager.get_stats).data
             values = stats["data"]["tiered_kv_stored_blocks_total"]
             assert values == {("cpu",): 4, ("nvme",): 4}
             self._is_what_a_stack_shows(engine, stats)
             engine.store(keys_of("more", 2), 8)
             engine.settle()
-            changed = wait_for(engine.manager.get_stats).data["data"]
+            changed = all_stats(engine.manager.get_stats).data["data"]
             assert changed["tiered_kv_stored_blocks_total"] == {("cpu",): 2, ("nvme",): 2}, "what it has grown by"
             assert ("nvme",) not in changed.get("tiered_kv_store_budget_bytes", {}), "this has not changed"
             (info,) = engine.manager.config_info()

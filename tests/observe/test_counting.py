@@ -6,6 +6,7 @@ import pytest
 
 from tests.observe.rig import OTHERS, Engine, blocks, evict_all, get, misses, obedient, put, stack_of
 from tiered_kv.base import ReqContext
+from tiered_kv.observe import pages
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.rig import make_keys
 
@@ -80,6 +81,39 @@ def test_the_reason_is_that_of_the_miss_although_the_request_stores_the_block_th
         assert [each.fate for each in stack.explain(KEYS)[0].tiers] == ["present", "stored"]
 
 
+@pytest.mark.parametrize(("admit_after", "fate"), [(1, "stored"), (2, "admission")])
+def test_the_reason_is_that_of_the_miss_although_the_block_is_stored_in_the_same_step(
+    admit_after: int, fate: str
+) -> None:
+    with open_stack(stack_of({**OBEDIENT, "admit_after": admit_after})) as stack:
+        engine = Engine(stack)
+        context = engine.begin("r")
+        assert stack.manager.lookup_many(KEYS, context) == [False] * 6
+        engine.store(KEYS, "another")  # and ends the step
+        engine.end(context)
+        assert misses(stack, "disk") == {"absent": 6}
+        assert [each.fate for each in stack.explain(KEYS)[0].tiers] == ["present", fate]
+
+
+def test_a_request_that_asks_again_and_misses_another_block_between_two_counts_it() -> None:
+    with open_stack(stack_of(OBEDIENT)) as stack:
+        tier, manager, engine = obedient(stack), stack.manager, Engine(stack)
+        tier.present.add(KEYS[1])
+        tier.holds_jobs = True
+        context = engine.begin("r")
+        for _ in range(3):
+            assert manager.lookup_many(KEYS[:4], context) == [False, None, False, False]
+            manager.on_schedule_end()
+        engine.store([KEYS[2]], "another")
+        tier.let_go()
+        manager.on_schedule_end()
+        assert manager.lookup_many(KEYS[:4], context) == [False, False, True, False]
+        engine.load([KEYS[2]], context)
+        engine.end(context)
+        assert blocks(stack, "cpu") == (1, 3)
+        assert misses(stack, "disk") == {"absent": 2, "failed": 1}
+
+
 def test_a_block_that_was_found_and_not_loaded_is_neither_hit_nor_miss() -> None:
     with open_stack(stack_of(OBEDIENT)) as stack:
         put(stack, KEYS)
@@ -108,6 +142,18 @@ def test_prefetch_asks_for_nothing() -> None:
         engine.load(KEYS[:2], context)
         engine.end(context)
         assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((2, 2), (0, 2))
+
+
+def test_keys_that_were_noted_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "PAGE_KEYS", 8)
+    with open_stack(stack_of(OBEDIENT)) as stack:
+        for number, key in enumerate(make_keys(100)):
+            assert Engine(stack).request([key], f"r-{number}") == 0
+            put(stack, [key])
+        assert stack.history is not None
+        missed, noted = stack.manager._search._missed, stack.history._page
+        assert missed is not None
+        assert max(len(missed), len(noted)) <= 8
 
 
 def test_calls_without_an_id_are_one_request() -> None:

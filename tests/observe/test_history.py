@@ -99,6 +99,16 @@ def test_a_reset_separates_blocks_of_one_moment(history: BlockHistory) -> None:
         assert [fates[1][0] for fates in history.fates(keys)] == [Fate.RESET, Fate.STORED, Fate.UNKNOWN], number
 
 
+def test_a_reset_is_noted_however_much_waits(history: BlockHistory, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = make_keys(2)
+    history.note(1, Fate.STORED, keys)
+    monkeypatch.setattr(history_module, "PENDING_BATCHES_MAX", -1)
+    history.reset(1)
+    monkeypatch.undo()
+    ask(history, keys)
+    assert misses(history, 1) == {"reset": 2}
+
+
 def test_a_skipped_store_does_not_hide_a_stored_block_but_one_from_before_a_reset(history: BlockHistory) -> None:
     (key,) = make_keys(1)
     history.note(1, Fate.STORED, [key])
@@ -127,6 +137,45 @@ def test_what_comes_too_fast_is_counted_and_bounds_memory(clock: ManualClock, mo
     history.close()
 
 
+def test_a_request_whose_end_found_no_room_is_counted_once_when_it_is_forgotten(
+    clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_module, "INTERVAL_S", 3600.0)  # the thread takes nothing
+    history = BlockHistory(64, NAMES, [None, None], clock)
+    log = RequestLog("r", 0.0)
+    history.missed(log, b"", make_keys(6))
+    history.settle()
+    monkeypatch.setattr(history_module, "PENDING_BATCHES_MAX", -1)
+    history.ended(log)
+    monkeypatch.undo()
+    monkeypatch.setattr(ledger_module, "UNFINISHED_BYTES_MAX", 500)
+    ask(history, make_keys(1))
+    assert history.dropped_blocks == 6
+    assert misses(history, CPU) == {"absent": 1}
+    history.close()
+
+
+def test_a_reader_that_is_interrupted_takes_nothing_from_those_that_follow(
+    clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(history_module, "INTERVAL_S", 3600.0)  # the thread takes nothing
+    history = BlockHistory(64, NAMES, [None, None], clock)
+    with monkeypatch.context() as patch:
+        patch.setattr(history._ledger, "miss", interrupted)
+        history.missed(RequestLog("r", 0.0), b"", make_keys(1000))
+    with pytest.raises(KeyboardInterrupt):
+        history.requests()
+    log = RequestLog("s", 0.0)
+    history.missed(log, b"", make_keys(6))
+    history.ended(log)
+    history.settle(512)
+    assert history.counted()[CPU]["misses_total"] == {"absent": 6}
+    history.close()
+
+
 def test_what_is_remembered_of_requests_that_do_not_end_is_bounded(
     history: BlockHistory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +192,18 @@ def test_what_is_remembered_of_requests_that_do_not_end_is_bounded(
     assert misses(history, CPU) == {"absent": remembered * 100}
     assert history.dropped_blocks == (100 - remembered) * 100, "those that asked first are forgotten"
     assert [request.req_id for request in history.requests()] == [str(number) for number in range(100)][-remembered:]
+
+
+def test_a_request_that_alone_asks_for_too_much_is_forgotten_too(
+    history: BlockHistory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_module, "UNFINISHED_BYTES_MAX", 6000)
+    log = RequestLog("r", 0.0)
+    history.missed(log, b"", make_keys(1000))
+    history.ended(log)
+    counted = sum(misses(history, CPU).values())
+    assert 0 < counted < 1000
+    assert counted + history.dropped_blocks == 1000
 
 
 def test_a_request_that_asks_for_the_same_blocks_for_ever_takes_no_more_memory(history: BlockHistory) -> None:

@@ -128,6 +128,17 @@ def test_what_the_tier_had_and_did_not_bring(told: str, reason: str) -> None:
         assert fates(stack)[1] == ("stored" if reason == "failed" else reason)
 
 
+@pytest.mark.parametrize(("told", "reason"), [("io_error", "failed"), ("checksum", "corrupt"), ("absent", "evicted")])
+def test_what_a_tier_had_and_the_next_one_brought(told: str, reason: str) -> None:
+    with open_stack(stack_of(OBEDIENT, {**OBEDIENT, "name": "last"})) as stack:
+        put(stack, KEYS)
+        evict_all(stack)
+        obedient(stack).load_reason = told
+        assert get(stack, KEYS) == 4
+        assert misses(stack, "disk") == {reason: 4}
+        assert blocks(stack, "last") == (4, 0)
+
+
 def test_a_damaged_file_is_corrupt(tmp_path: Path) -> None:
     damage = next(damage for damage in record_damages(full=False) if "payload" in damage.name)
     with open_stack(stack_of({"type": "fs", "path": str(tmp_path), "capacity": "64MiB"})) as stack:

@@ -221,7 +221,7 @@ def test_an_answer_that_is_none_of_a_stack_s_is_an_error(told: object, capsys: p
 
 
 def test_a_request_s_id_is_cut_and_nothing_in_it_is_obeyed_by_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    chosen = "\x1b]0;title\x07\x1b[2J" + "x" * 100_000
+    chosen = "\x1b]0;title\x07\nforged\x1b[2J" + "x" * 100_000
     with open_stack(stack_of(OBEDIENT)) as stack:
         Engine(stack).request(KEYS, chosen)
         with served(stack) as url:
@@ -229,7 +229,7 @@ def test_a_request_s_id_is_cut_and_nothing_in_it_is_obeyed_by_a_terminal(capsys:
             assert answer(capsys, url, "--request", chosen[:5000])["requests"]
             assert main(["why", url, "--last"]) == 0
     shown = capsys.readouterr().out
-    assert "request \\x1b]0;title\\x07" in shown
+    assert "request \\x1b]0;title\\x07\\nforged" in shown
     assert not [each for each in shown if each != "\n" and not each.isprintable()]
 
 

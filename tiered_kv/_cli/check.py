@@ -118,11 +118,16 @@ def _check_tier(config: StackConfig, settings: TierSettings, region: PrimaryRegi
     try:
         tier = open_tier(config, settings, region.kv_view)
         opened.callback(tier.shutdown)
-        described = tier.describe()
-        details = {name: scrub(each, secrets) if isinstance(each, str) else each for name, each in described.items()}
+        details = {name: _scrubbed(each, secrets) for name, each in tier.describe().items()}
         return TierCheck(settings.name, settings.type, True, details=details)
     except Exception as error:  # whatever a stranger's tier raises
         return TierCheck(settings.name, settings.type, False, told(error, secrets))
+
+
+def _scrubbed(value: object, secrets: set[str]) -> object:
+    if isinstance(value, (list, tuple)):
+        return [_scrubbed(each, secrets) for each in value]
+    return value if value is None or isinstance(value, (int, float)) else scrub(str(value), secrets)
 
 
 def _check_addresses(config: StackConfig) -> list[AddressCheck]:

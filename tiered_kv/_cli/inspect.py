@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 
 from tiered_kv._cli.arguments import describe_use, rate, seconds
-from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
+from tiered_kv._cli.output import Status, one_line, print_json, print_table, print_text, progress
 from tiered_kv.config.redaction import told
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.stack_config import StackConfig, load_config
@@ -214,16 +214,11 @@ def _show(config: StackConfig, tiers: Sequence[TierInspection], args: argparse.N
         _print_rows(heads, checks)
     for tier in tiers:
         for line in _remarks(config, tier, repairs=args.repair):
-            print_text(_one_line(f"{tier.name}: {line}"))
+            print_text(one_line(f"{tier.name}: {line}"))
 
 
 def _print_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    print_table(heads, [[_one_line(cell) for cell in row] for row in rows], numbers=False)
-
-
-def _one_line(text: str) -> str:
-    """Return text that may hold a stranger's words, so that none of them looks like a line of this command."""
-    return text.replace("\n", "\\n")
+    print_table(heads, [[one_line(cell) for cell in row] for row in rows], numbers=False)
 
 
 def _rows(tier: TierInspection, own: str) -> Iterator[list[str]]:

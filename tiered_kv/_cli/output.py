@@ -105,6 +105,11 @@ def print_table(
     _write("\n".join(lines).lstrip("\n") + "\n")
 
 
+def one_line(text: str) -> str:
+    """Return text that may hold a stranger's words, so that none of them looks like a line of this command."""
+    return text.replace("\n", "\\n")
+
+
 def flush_output() -> None:
     """Hand on what was printed.
 

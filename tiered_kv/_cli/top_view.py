@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Final
 
 from rich.console import Console, Group, RenderableType
@@ -39,7 +37,7 @@ def screen(sight: Sight, where: str, interval_s: float, console: Console) -> Ren
     if view is None:
         return Group(*parts, Text("Ctrl-C ends", style="dim"))
     left = console.height - len(parts) - 4
-    tiers, notices = view.tiers[: max(1, left)], _grouped(view.notices)
+    tiers, notices = view.tiers[: max(1, left)], view.notices
     parts += ["", _tier_table(tiers, console, "dim" if sight.trouble else "")]
     left -= len(tiers)
     reasons_max = max(_REASONS_MIN, left - 4 - min(len(notices), max(3, left // 3)))
@@ -76,7 +74,7 @@ def plain_rows(view: View) -> tuple[list[str], list[list[str]]]:
 
 def notice_lines(notices: Sequence[NoticeAnswer]) -> list[str]:
     """Return notices as lines, the latest last."""
-    return [_notice(notice).plain for notice in reversed(_grouped(notices))]
+    return [_notice(notice).plain for notice in reversed(notices)]
 
 
 def number(count: float) -> str:
@@ -220,14 +218,6 @@ def _reason_table(reasons: Sequence[ReasonView], count: int, console: Console) -
 
     left = console.width - _width(table(0), console) - 1
     return table(min(_BAR_MAX, left) if left >= max(_BAR_MIN, len(more)) else 0)
-
-
-def _grouped(notices: Sequence[NoticeAnswer]) -> list[NoticeAnswer]:
-    """Return each event once, as old as the last of its kind: a breaker that tries again and again hides no other."""
-    counts = Counter((notice.tier, notice.what) for notice in notices)
-    latest = {(notice.tier, notice.what): notice for notice in reversed(notices)}
-    times = {key: f"{key[1]} ({count} times)" if count > 1 else key[1] for key, count in counts.items()}
-    return [replace(latest[key], what=what) for key, what in times.items()]
 
 
 def _notice(notice: NoticeAnswer) -> Text:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from tiered_kv._cli.arguments import describe_use, seconds
-from tiered_kv._cli.output import Status, print_json, print_table, print_text
+from tiered_kv._cli.output import Status, one_line, print_json, print_table, print_text
 from tiered_kv.config.stack_config import load_config
 from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import ConfigError, TierUnavailableError
@@ -99,7 +99,7 @@ def _show(answer: Answer, req_id: str | None) -> None:
     for request in answer["requests"]:
         _show_request(request)
     if req_id is not None and not answer["requests"]:
-        print_text(f"request {req_id}: unknown, still running, or not among the last that ended")
+        print_text(f"request {one_line(req_id)}: unknown, still running, or not among the last that ended")
     elif not answer["requests"] and not answer["keys"]:
         print_text("no request has missed a block yet")
     for key in answer["keys"]:
@@ -109,7 +109,7 @@ def _show(answer: Answer, req_id: str | None) -> None:
 
 
 def _show_request(request: Answer) -> None:
-    title = f"request {request['request']}, ended {_ago(request['age_seconds'])}"
+    title = f"request {one_line(request['request'])}, ended {_ago(request['age_seconds'])}"
     title = f"{title}: {request['missed_blocks']:,} blocks missed"
     tiers = dict.fromkeys([*request["misses"], *request["hits"]])
     rows = [[tier, f"{request['hits'].get(tier, 0):,}", _reasons(request["misses"].get(tier, {}))] for tier in tiers]
@@ -144,4 +144,4 @@ def _show_namespaces(tier: TierNamespaces) -> None:
         found = [f"{name} is {ours!r} here and {theirs!r} there" for name, (ours, theirs) in other.differences.items()]
         lines.append(f"other namespace {other.digest}: {'; '.join(found) or 'it says nothing of itself'}")
     for line in [f"FAILED: {tier.error}"] if tier.error else lines:
-        print_text(f"{tier.tier}: {line}")
+        print_text(one_line(f"{tier.tier}: {line}"))

@@ -24,7 +24,7 @@ TICK_S: Final = 0.02
 """How often deadlines are looked at while a task is open. Whatever ends wakes the thread at once."""
 IDLE_TICK_S: Final = 0.5
 SHUTDOWN_TIMEOUT_S: Final = 6.0
-"""More than the tiers take to close, each of which bounds it."""
+"""More than a tier takes to close; one is closed after the other."""
 
 
 class TierThread:
@@ -92,7 +92,7 @@ class TierThread:
         self.wake()
         if self.is_current:
             return False
-        self._is_settled.wait(timeout_s + SHUTDOWN_TIMEOUT_S)
+        self._is_settled.wait(timeout_s + SHUTDOWN_TIMEOUT_S * len(self.queues))
         if self._is_over:
             self._thread.join()
         return self._is_over
@@ -109,7 +109,8 @@ class TierThread:
     def load(self, task: Task) -> None:
         """Begin a load."""
         self.open_tasks += 1
-        self._load_at(0, task, task.blocks)
+        for blocks in _each_key_once(task.blocks):
+            self._load_at(0, task, blocks)
         self._end_piece(task)
 
     def look_up(self, task: Task) -> None:
@@ -158,7 +159,7 @@ class TierThread:
 
     def _load_at(self, level: int, task: Task, blocks: list[CPUBlock]) -> None:
         """Load blocks from the tier at this place of the order, if there is one."""
-        if level < len(self.queues) and blocks:
+        if level < len(self.queues) and blocks and not self._is_shut_down:
             self.queues[level].add(task, blocks, is_load=True)
 
     def _ask(self, task: Task, now_s: float) -> None:
@@ -214,6 +215,18 @@ class TierThread:
         if self._is_shut_down:
             self._is_over = all(queue.is_idle for queue in self.queues)
             self._is_settled.set()
+
+
+def _each_key_once(blocks: Sequence[CPUBlock]) -> list[list[CPUBlock]]:
+    """Divide blocks so that no job has a key twice: a tier answers by key, and may load the one block only."""
+    parts: list[list[CPUBlock]] = []
+    times: dict[OffloadKey, int] = {}
+    for block in blocks:
+        time = times[block.key] = times.get(block.key, -1) + 1
+        if time == len(parts):
+            parts.append([])
+        parts[time].append(block)
+    return parts
 
 
 def _answers(guarded: GuardedTier, task: Task, places: Sequence[int], now_s: float) -> Sequence[bool | None]:

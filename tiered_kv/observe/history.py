@@ -118,9 +118,8 @@ class BlockHistory:
         self._add(self._ledger.load, keys, log, sources)
 
     def ended(self, log: RequestLog, troubles: Troubles = _NO_TROUBLES) -> None:
-        """Note that a request has ended, so that its blocks are counted."""
-        if not self._append(self._ledger.end, self._page, 0, 0, log, troubles):
-            self._dropped_keys += log.rows
+        """Note that a request has ended, so that its blocks are counted; without room it is forgotten later."""
+        self._append(self._ledger.end, self._page, 0, 0, log, troubles)
 
     def gave_up(self, tier: int) -> None:
         """Note that a tier answered a lookup with a miss because it could not know."""
@@ -215,7 +214,11 @@ class BlockHistory:
     def _take_chunk(self) -> bool:
         """Do a piece of the pending work; return whether there was any."""
         with self._lock:
-            return next(self._chunks)
+            try:
+                return next(self._chunks)
+            except BaseException:  # such as Ctrl-C in a reader: a generator that raised has ended
+                self._chunks = self._take_chunks()
+                raise
 
     def _take_chunks(self) -> Iterator[bool]:
         """Yield after each piece of work, True; and False where nothing is pending."""
@@ -226,11 +229,13 @@ class BlockHistory:
                 done = 0
                 continue
             work, page, start, stop, arguments = self._pending.popleft()
-            for first in range(start, max(stop, start + 1), CHUNK_KEYS_MAX):
-                if done >= CHUNK_KEYS_MAX:
-                    yield True
-                    done = 0
-                chunk = page[first : min(first + CHUNK_KEYS_MAX, stop)]
-                work(chunk, *arguments)
-                done += len(chunk) + _KEYS_A_BATCH
-            self._taken_keys += stop - start
+            try:
+                for first in range(start, max(stop, start + 1), CHUNK_KEYS_MAX):
+                    if done >= CHUNK_KEYS_MAX:
+                        yield True
+                        done = 0
+                    chunk = page[first : min(first + CHUNK_KEYS_MAX, stop)]
+                    work(chunk, *arguments)
+                    done += len(chunk) + _KEYS_A_BATCH
+            finally:
+                self._taken_keys += stop - start

@@ -197,6 +197,11 @@ class Ledger:
         loaded, missed = self._distinct(log.loaded), self._distinct(log.missed)
         known = self._distinct(log.promoted + log.missed) if log.promoted else missed
         self._forget(log)
+        troubled = list(troubles)
+        for rows in (known, missed):  # perhaps the same
+            for key, row in zip(troubled, _places(rows, troubled), strict=True):
+                if row is not None:
+                    _trouble(rows["fates"][row], troubles[key])
         misses = np.zeros_like(self._misses)
         hits = np.bincount(loaded["fates"][:, 0], minlength=len(self._numbers))
         for tier in np.flatnonzero(hits[1:]) + 1:
@@ -204,10 +209,6 @@ class Ledger:
             _count(misses, known["fates"][np.isin(known["digest"], above), :tier])
         if len(loaded):
             missed = missed[~np.isin(missed["digest"], loaded["digest"])]
-        troubled = list(troubles)
-        for key, row in zip(troubled, _places(missed, troubled), strict=True):
-            if row is not None:
-                _trouble(missed["fates"][row], troubles[key])
         _count(misses, missed["fates"])
         self._hits += hits
         self._misses += misses

@@ -10,9 +10,9 @@ import subprocess
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from typing import Final, Self
+from typing import ClassVar, Final, Self
 
-START_S_MAX: Final = 300.0
+START_S_MAX: Final = 120.0
 STOP_S_MAX: Final = 30.0
 BUS_OFFSET: Final = 10_000
 """The members of a Redis Cluster talk to each other on their port plus this."""
@@ -29,7 +29,12 @@ class ServerProcess(ABC):
 
     Args:
         port: Where it listens; by default a free port.
+
+    Attributes:
+        start_s_max: Seconds that it may take until it answers.
     """
+
+    start_s_max: ClassVar[float] = START_S_MAX
 
     def __init__(self, port: int | None = None) -> None:
         self.port = free_port() if port is None else port
@@ -65,9 +70,9 @@ class ServerProcess(ABC):
         """Start it and return when it answers.
 
         Raises:
-            RuntimeError: It ended, or did not answer within `START_S_MAX`.
+            RuntimeError: It ended, or did not answer within `start_s_max`.
         """
-        command, end = self.command(), time.monotonic() + START_S_MAX
+        command, end = self.command(), time.monotonic() + self.start_s_max
         with tempfile.TemporaryFile() as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             try:

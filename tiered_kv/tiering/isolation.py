@@ -100,6 +100,8 @@ class IsolatedTier(WrapperTier):
 
     def get_finished(self) -> Iterable[JobResult]:
         self._lookups.expire()
+        if self._running and self._on_finished is not None and not self._thread.is_alive():
+            self._collect()  # a host waits for its memory: what hung when the tier was closed may have ended
         return _taken(self._results)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -121,8 +123,8 @@ class IsolatedTier(WrapperTier):
     def reset_cache(self) -> bool:
         self._is_resetting = True
         self._lookups.clear()
-        stale, self._stores = self._stores, deque()  # not begun yet, and no longer valid
-        self._results.extend(JobResult(job.job_id, False, reason="reset") for job in stale)
+        # Not begun yet, and no longer valid. Taken one by one: the tier's thread may take one meanwhile.
+        self._results.extend(JobResult(job.job_id, False, reason="reset") for job in _taken(self._stores))
         self._urgent.append(self._reset)
         self._notify()
         return True

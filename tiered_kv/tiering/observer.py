@@ -103,6 +103,11 @@ class Observer:
         self._loaded_blocks += len(keys)
         self._restored.add(keys)
 
+    def stored(self, num_blocks: int) -> None:
+        """Count blocks that the engine has stored, once the history knows who missed them before."""
+        self.report()
+        self.stored_blocks += num_blocks
+
     def settle(self) -> None:
         """Wait until the history has taken what was noted."""
         if self._history is not None:

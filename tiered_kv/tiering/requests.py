@@ -53,7 +53,7 @@ class RequestState:
         stores_pending: Keys between prepare_store and complete_store; kept only for `request_level`.
         is_finished: Whether the engine has finished it.
         turn: The turn of the search in which it asked last.
-        noted: How many keys of which it was last noted that it was told not to have them, the first one and the last.
+        noted: The hash of the keys of which it was last noted that it was told not to have them; 0 for the first ones.
         found: Keys of which it began to wait for a promotion since then.
         because: Why tiers are not asked, for the history.
         is_asking: Whether its lookups count: not those that `prefetch` makes.
@@ -78,7 +78,7 @@ class RequestState:
     stores_pending: int = 0
     is_finished: bool = False
     turn: object = None
-    noted: tuple[int, OffloadKey, OffloadKey] | None = None
+    noted: int | None = None
     found: list[OffloadKey] = field(default_factory=list)
     because: Because = b""
     is_asking: bool = True

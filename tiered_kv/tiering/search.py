@@ -238,8 +238,8 @@ class Search:
         if state is None or history is None or page is None:
             return
         if len(page) > start:
-            # A request that waits asks again in each step; the history notes only its first answer for a key.
-            noted = (len(page) - start, page[start], page[-1])
+            # A request that waits asks again in each step; the history notes its first two answers, then new ones only.
+            noted = 0 if state.noted is None else hash(tuple(page[start:]))  # most requests ask once
             if state.is_asking and noted != state.noted:
                 state.noted = noted
                 history.missed(self.log_of(state), state.because, page, start, state.troubles)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 from prometheus_client import REGISTRY
@@ -34,6 +34,7 @@ STRANGE_METRIC = f"{TIER_PREFIX}number"
 """A number that a stranger's tier counts itself: vLLM knows no metric that was not declared."""
 
 _INTERVAL_S = 1.0
+_STEP_SERIES_MAX = 16
 _OBSERVATIONS_MAX = 10_000
 """New values of a histogram that are sent at a time; of more, the first."""
 
@@ -64,7 +65,9 @@ def _definition(name: str, metric: Metric) -> Any:  # Any: as above
 
 
 class CounterReport:
-    """Tells vLLM what has changed in counters, at most once a second: vLLM asks in every step.
+    """Tells vLLM what has changed in counters. vLLM asks on the scheduler's thread, in every step.
+
+    So the counters are read once a second at most, and then told over several steps, a few series in each.
 
     Args:
         secrets: Texts that no name and no label may hold.
@@ -73,16 +76,23 @@ class CounterReport:
     def __init__(self, secrets: set[str]) -> None:
         self._secrets = secrets
         self._next_s = time.monotonic()
+        self._left: Iterator[Series] | None = None
         self._sent: dict[tuple[str, ...], Any] = {}  # Any: as `Series.value`
 
     def take(self, counters: Callable[[], Counters]) -> Any:  # Any: vLLM's own
-        """Return what has changed as vLLM's statistics, or None where it is too early."""
-        now_s = time.monotonic()
-        if now_s < self._next_s:
+        """Return some of what has changed as vLLM's statistics, or None where that is all, or it is too early."""
+        if self._left is None:
+            now_s = time.monotonic()
+            if now_s < self._next_s:
+                return None
+            self._next_s = now_s + _INTERVAL_S
+            self._left = series_of(counters(), self._secrets)
+        part = list(islice(self._left, _STEP_SERIES_MAX))
+        if not part:
+            self._left = None
             return None
-        self._next_s = now_s + _INTERVAL_S
         stats = OffloadingConnectorStats()
-        for series in series_of(counters(), self._secrets):
+        for series in part:
             identity = (series.name, *series.labels)
             before = self._sent.get(identity)
             if before != series.value:
