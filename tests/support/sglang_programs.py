@@ -144,7 +144,7 @@ class SGLangEngine:
 
     def kill(self) -> None:
         """Kill all processes of the engine at once, and remove what SGLang leaves in /dev/shm then."""
-        left = [Path(line.split()[-1]) for line in self._maps() if "/dev/shm/sglang_" in line]
+        left = [Path(line.split()[-1]) for line in self._maps() if "/dev/shm/sgl" in line]
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:
