@@ -98,22 +98,24 @@ def test_a_stack_with_one_fault_has_the_alert_of_it_alone(
         serve(stacks["sound"])
         return {name: prometheus.firing(port) - (OF_THE_MACHINE - {name}) for name, port in ports.items()}
 
-    def firing_without_hits() -> dict[str, set[str]]:
-        """Find nothing again and again: the first time makes the series, and only then it can grow."""
+    def firing_meanwhile() -> dict[str, set[str]]:
+        """Let what makes its series as it happens happen again and again: only then it grows between two scrapes."""
         assert stacks["TieredKVNoHits"].get(new_keys(4), zeros(4)) == 0
+        change_weights(stacks["TieredKVAuditDifference"])
         return firing()
 
     wait_for(lambda: list(prometheus.query("sum(up)").values()), [float(len(ports))])
     wait_for(firing, {name: set[str]() for name in ports})
     stacks["TieredKVTierStopped"].manager.reset_cache()  # its tier cannot
     put(stacks["TieredKVTierStopped"], 1)
-    change_weights(stacks["TieredKVAuditDifference"])
     load_slowly(stacks["TieredKVSlowLoads"], gate)
-    for _ in range(EVERY_STEPS):  # so that some of the steps that are timed are among them
+    for number in range(2 * EVERY_STEPS):
         put(stacks["TieredKVSlowSteps"], 1)
+        for _ in range(number % 3):  # one step each, so that those that are timed are now this, now that step of a put
+            stacks["TieredKVSlowSteps"].flush(WAIT_S)
     for _ in range(20):
         put(stacks["TieredKVWrittenInVain"], BLOCKS)
-    wait_for(firing_without_hits, {name: {name} - {"sound"} for name in ports})
+    wait_for(firing_meanwhile, {name: {name} - {"sound"} for name in ports})
 
 
 def serve(stack: Stack) -> None:
