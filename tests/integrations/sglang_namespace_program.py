@@ -148,7 +148,7 @@ COUNTS: dict[str, Engine] = {
     "attention backend": Engine(settings=in_effect("exec.kernel", attention_backend="triton")),
     "variables of attention": Engine(variables={"SGLANG_AITER_KV_CACHE_LAYOUT": "hnd"}),
     "mamba types": Engine(settings=in_effect("exec.mamba", mamba_ssm_dtype="bfloat16")),
-    "kernel libraries": Engine(patches={"_libraries": lambda: "sgl-kernel 99"}),
+    "kernel libraries": Engine(patches={"installed_versions": lambda packages: "sgl-kernel 99"}),
     "platform": Engine(patches={"_platform": lambda: "cuda 9.0"}),
     "sglang version": Engine(patches={"sglang": SimpleNamespace(__version__="0.5.24")}),
     "tensor parallel": Engine(place={"tp_size": 2}),

@@ -222,10 +222,11 @@ def _each_key_once(blocks: Sequence[CPUBlock]) -> list[list[CPUBlock]]:
     parts: list[list[CPUBlock]] = []
     times: dict[OffloadKey, int] = {}
     for block in blocks:
-        time = times[block.key] = times.get(block.key, -1) + 1
-        if time == len(parts):
+        before = times.get(block.key, 0)
+        times[block.key] = before + 1
+        if before == len(parts):
             parts.append([])
-        parts[time].append(block)
+        parts[before].append(block)
     return parts
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tiered_kv.errors import ConfigError
 
@@ -40,3 +41,14 @@ def checked_version(package: str, name: str, tested: Sequence[str], variable: st
         f"{name} {version} is installed, and this tiered_kv was tested with {known}. Its offloading interfaces change "
         f"between releases: install {one_of}, or another tiered_kv, or set {variable}=1 to try"
     )
+
+
+def installed_versions(packages: Iterable[str]) -> str:
+    """Return those of some packages that are installed, with their versions, or "none"."""
+    versions = []
+    for name in packages:
+        try:
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join(versions) or "none"

@@ -7,7 +7,6 @@ counts that is not known to be irrelevant. The table in docs/how-to/sglang.md ha
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import re
@@ -24,6 +23,7 @@ from sglang.srt.server_args import ServerArgs
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.hf_config import has_fixed_rope, without_origin
 from tiered_kv.integrations.sglang.settings import LOCATION, NamespaceSaid
+from tiered_kv.integrations.versions import installed_versions
 from tiered_kv.integrations.weight_files import files_digest
 
 _SECTIONS = ("model", "exec", "mm", "spec")
@@ -105,7 +105,7 @@ def engine_facts(said: NamespaceSaid) -> dict[str, str]:
         "sglang": str(sglang.__version__),
         "dtype": str(config.dtype),
         "platform": _platform(),
-        "libraries": _libraries(),
+        "libraries": installed_versions(_PACKAGES),
         "weights": _weights(config, str(_value("load_format", "model")), said),
         **(_draft_weights(said) if is_drafting else {}),
         **{f"sglang.{name}": _digest(name, value) for name, value in sections.items()},
@@ -187,16 +187,6 @@ def _platform() -> str:
     if device == "cuda":
         return f"{device} {torch.version.hip or ''} {'.'.join(map(str, torch.cuda.get_device_capability()))}"
     return device
-
-
-def _libraries() -> str:
-    versions = []
-    for name in _PACKAGES:
-        try:
-            versions.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ", ".join(versions) or "none"
 
 
 def _digest(name: str, value: object) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -25,6 +24,7 @@ from vllm.platforms import current_platform
 
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.hf_config import has_fixed_rope, without_origin
+from tiered_kv.integrations.versions import installed_versions
 from tiered_kv.integrations.weight_files import files_digest
 
 
@@ -142,7 +142,7 @@ def engine_facts(said: Mapping[str, object], location: str) -> dict[str, str]:
     return {
         "vllm": str(vllm.__version__),
         "platform": _platform(),
-        "libraries": _libraries(),
+        "libraries": installed_versions(_PACKAGES),
         "runner": "v2" if config.use_v2_model_runner else "v1",
         "weights": _weights(config.model_config, config.load_config, said, location),
         **_draft_weights(config.speculative_config, config.load_config, said, location),
@@ -263,16 +263,6 @@ def _platform() -> str:
         return f"{name} {capabilities['architecture']} {_digest('capabilities', flags)}"
     capability = platform.get_device_capability()
     return name if capability is None else f"{name} {capability.major}.{capability.minor}"
-
-
-def _libraries() -> str:
-    versions = []
-    for name in _PACKAGES:
-        try:
-            versions.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ", ".join(versions) or "none"
 
 
 def _digest(name: str, value: object) -> str:
