@@ -68,7 +68,7 @@ def publisher_of(stack: Stack) -> EventPublisher:
 
 
 def hashes(keys: Iterable[OffloadKey]) -> set[int]:
-    return {each for of_group in hashes_of(list(keys)).values() for each in of_group}
+    return {each for of_group in hashes_of(list(keys)).values() for each in of_group.tolist()}
 
 
 def put(stack: Stack, keys: list[OffloadKey]) -> None:
@@ -265,9 +265,13 @@ def test_blocks_of_several_groups_are_told_apart(publisher: EventPublisher) -> N
 def test_a_block_is_known_by_the_last_64_bits_of_its_hash(lengths: tuple[int, ...]) -> None:
     parts = [bytes(range(number, number + length)) for number, length in enumerate(lengths, 200)]
     expected = [int.from_bytes(part[-8:], "big") for part in parts]
-    assert hashes_of([make_offload_key(part, 5) for part in parts]) == {5: expected}
+    assert lists_of([make_offload_key(part, 5) for part in parts]) == {5: expected}
     two_groups = [make_offload_key(part, number % 2) for number, part in enumerate(parts)]
-    assert hashes_of(two_groups) == {0: expected[::2], 1: expected[1::2]}
+    assert lists_of(two_groups) == {0: expected[::2], 1: expected[1::2]}
+
+
+def lists_of(keys: list[OffloadKey]) -> dict[int, list[int]]:
+    return {group: of_group.tolist() for group, of_group in hashes_of(keys).items()}
 
 
 def test_no_message_is_large(publisher: EventPublisher) -> None:
@@ -352,11 +356,11 @@ def test_where_too_much_waits_the_oldest_is_dropped_and_the_numbers_show_it(
         wait_until(lambda: gate.waiting == 1)  # the publisher's thread
         for key in keys[1:]:
             publisher.publish([stored(key)])
-        assert publisher.counted()["dropped_event_batches_total"] == 7
+        assert publisher.counted()["dropped_event_batches_total"] == 8
         gate.open()
-        messages = subscriber.replay_until(lambda messages: len(messages) == 5)
-    assert [message.number for message in messages] == [0, 8, 9, 10, 11]
-    assert index_of(messages) == {"CPU": hashes([keys[0], *keys[8:]])}
+        messages = subscriber.replay_until(lambda messages: len(messages) == 4)
+    assert [message.number for message in messages] == [8, 9, 10, 11]
+    assert index_of(messages) == {"CPU": hashes(keys[8:])}
 
 
 def test_a_slow_subscriber_loses_messages_and_slows_nobody(
@@ -455,7 +459,7 @@ def cleared(messages: list[Message]) -> list[int]:
 
 
 def wait_until_sent(publisher: EventPublisher, count: int) -> None:
-    wait_until(lambda: publisher.counted()["event_messages_total"] == count)
+    wait_until(lambda: publisher.counted()["event_messages_total"] >= count)
 
 
 def wait_until(is_true: Callable[[], bool]) -> None:

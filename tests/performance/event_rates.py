@@ -6,8 +6,8 @@ Each step is a request of 512 keys that are looked up, stored and loaded. The pr
 behind it finishes every job at once. The rounds are made in turns. A subscriber in a process of its own reads what
 comes. With `--pause` a step is followed by a pause, as in an engine, where the model computes then.
 
-Prints the medians, and the ratios with over without, as one JSON object. On a busy machine only the time that the
-scheduler's thread computes says much.
+Prints the medians of the rounds, the p99 of the steps of all rounds, and the ratios with over without, as one JSON
+object. On a busy machine only the time that the scheduler's thread computes says much.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ while True:
 """
 
 
-def one_round(steps: int, pause_s: float, *, with_events: bool) -> tuple[float, float, float]:
-    """Return keys per second of the steps, their p99 in microseconds, and nanoseconds of the thread's own for a key."""
+def one_round(steps: int, pause_s: float, *, with_events: bool) -> tuple[list[float], float]:
+    """Return the seconds of each step, and nanoseconds of the thread's own for a key."""
     region = PrimaryRegion(BLOCKS, BLOCK_BYTES)
     publisher = EventPublisher(EventSettings(publish="tcp://127.0.0.1:*"), {}) if with_events else None
     subscriber = None
@@ -81,9 +81,7 @@ def one_round(steps: int, pause_s: float, *, with_events: bool) -> tuple[float, 
             subscriber.kill()
             subscriber.wait()
     warm = BLOCKS // REQUEST_KEYS  # the primary tier is full by then
-    times = sorted(times[warm:])
-    thread_ns = sum(thread_times[warm:]) / (steps * REQUEST_KEYS) * 1e9
-    return steps * REQUEST_KEYS / sum(times), times[int(0.99 * len(times))] * 1e6, thread_ns
+    return times[warm:], sum(thread_times[warm:]) / (steps * REQUEST_KEYS) * 1e9
 
 
 def main() -> None:
@@ -92,18 +90,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--pause", type=float, default=0.0, metavar="SECONDS")
     arguments = parser.parse_args()
-    rounds = [
-        {side: one_round(arguments.steps, arguments.pause, with_events=side == "with") for side in ("without", "with")}
-        for _ in range(arguments.rounds)
-    ]
-    answer: dict[str, object] = {}
-    for index, name in enumerate(("keys_per_s", "step_p99_us", "thread_ns_per_key")):
-        for side in ("without", "with"):
-            answer[f"{name}_{side}"] = round(statistics.median(each[side][index] for each in rounds))
-        answer[f"{name}_ratio"] = round(
-            statistics.median(each["with"][index] / each["without"][index] for each in rounds), 3
-        )
-    print(json.dumps(answer))
+    steps: dict[str, list[list[float]]] = {"without": [], "with": []}
+    thread_ns: dict[str, list[float]] = {"without": [], "with": []}
+    for number in range(arguments.rounds):
+        for side in sorted(steps, reverse=number % 2 == 0):
+            times, spent_ns = one_round(arguments.steps, arguments.pause, with_events=side == "with")
+            steps[side].append(times)
+            thread_ns[side].append(spent_ns)
+    answer: dict[str, float] = {}
+    for side, rounds in steps.items():
+        everything = sorted(itertools.chain(*rounds))
+        answer[f"keys_per_s_{side}"] = statistics.median(len(each) * REQUEST_KEYS / sum(each) for each in rounds)
+        answer[f"step_p99_us_{side}"] = everything[int(0.99 * len(everything))] * 1e6
+        answer[f"thread_ns_per_key_{side}"] = statistics.median(thread_ns[side])
+    for name in ("keys_per_s", "step_p99_us", "thread_ns_per_key"):
+        answer[f"{name}_ratio"] = answer[f"{name}_with"] / answer[f"{name}_without"]
+    print(json.dumps({name: round(figure, 3 if name.endswith("ratio") else None) for name, figure in answer.items()}))
 
 
 if __name__ == "__main__":

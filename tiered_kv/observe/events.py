@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tiered_kv.base import OffloadingEvent, OffloadKey
 from tiered_kv.config.stack_config import EventSettings
@@ -29,7 +30,7 @@ from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.observe.pages import Page, next_page
 from tiered_kv.tiering.step import give_way
 
-QUEUE_KEYS_MAX: Final = 1 << 18
+QUEUE_KEYS_MAX: Final = 1 << 16
 """Keys that wait to be published; beyond it the oldest events are dropped."""
 MESSAGE_KEYS_MAX: Final = 512
 """Keys of one message, and how many are encoded at once while a scheduler may wait for the interpreter lock."""
@@ -39,6 +40,9 @@ PEER_MESSAGE_BYTES_MAX: Final = 4096
 """The largest frame that is taken from a peer: a subscription to a topic, or a request for a replay."""
 REPLAY_BYTES_MAX: Final = 32 << 20
 REPLAY_MESSAGES_MAX: Final = 10_000
+
+STEP_WAITS_MAX: Final = 3
+"""How often a message waits while a scheduler's step runs, so that steps without an end delay it by 60 ms at most."""
 
 _POLL_MS: Final = 20
 _CLOSE_TIMEOUT_S: Final = 2.0
@@ -91,6 +95,7 @@ class EventPublisher:
         self._mediums = mediums
         self._topic = settings.topic.encode()
         self._encode = msgspec.msgpack.Encoder().encode
+        self._encoded = msgspec.Raw
         self._queue: deque[tuple[int, float, list[_Noted] | None]] = deque()
         self._page: Page = []
         self._next_batch = 0
@@ -185,6 +190,7 @@ class EventPublisher:
 
     def _send_queue(self) -> None:
         while self._queue:
+            self._wait_for_the_step()
             try:
                 batch, time_s, events = self._queue.popleft()
             except IndexError:  # it was dropped just now
@@ -197,8 +203,12 @@ class EventPublisher:
             self._taken_keys += _keys_of(events)
             for message in self._messages(events):
                 self._send(time_s, message)
-                if not self._is_closing.is_set():
-                    give_way(_POLL_MS / 1000)
+                self._wait_for_the_step()
+
+    def _wait_for_the_step(self) -> None:
+        for _ in range(STEP_WAITS_MAX):
+            if not self._is_closing.is_set():
+                give_way(_POLL_MS / 1000)
 
     def _messages(self, events: Sequence[_Noted]) -> Iterator[list[_Fields]]:
         """Yield the events of each message, at most `MESSAGE_KEYS_MAX` keys."""
@@ -224,7 +234,7 @@ class EventPublisher:
         if not is_primary:
             where["ownership"] = medium
         for group, hashes in hashes_of(keys).items():
-            about = {"block_hashes": hashes, "group_idx": group, **where}
+            about = {"block_hashes": self._encoded(_packed(hashes)), "group_idx": group, **where}
             yield {"type": "BlockRemoved", **about} if is_removed else {"type": "BlockStored", **about, **_UNKNOWN}
 
     def _send(self, time_s: float, events: list[_Fields]) -> None:
@@ -260,7 +270,7 @@ class EventPublisher:
         self._replayer.send_multipart((client, b"", b"", _END, b""))
 
 
-def hashes_of(keys: Sequence[OffloadKey]) -> dict[int, list[int]]:
+def hashes_of(keys: Sequence[OffloadKey]) -> dict[int, NDArray[np.uint64]]:
     """Return what events call blocks, by KV cache group: the last 64 bits of each hash, as in vLLM's events."""
     length = len(keys[0])
     if length >= _HASH_BYTES + _GROUP_BYTES and set(map(len, keys)) == {length}:
@@ -268,12 +278,19 @@ def hashes_of(keys: Sequence[OffloadKey]) -> dict[int, list[int]]:
         table = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, length)[:, -_HASH_BYTES - _GROUP_BYTES :]
         groups = np.ascontiguousarray(table[:, _HASH_BYTES:]).view(">u4")[:, 0]
         if (groups == groups[0]).all():
-            return {int(groups[0]): np.ascontiguousarray(table[:, :_HASH_BYTES]).view(">u8")[:, 0].tolist()}
+            return {int(groups[0]): np.ascontiguousarray(table[:, :_HASH_BYTES]).view(">u8")[:, 0]}
     by_group: dict[int, list[int]] = {}
     for key in keys:
         block_hash = int.from_bytes(key[-_HASH_BYTES - _GROUP_BYTES : -_GROUP_BYTES], "big")
         by_group.setdefault(int.from_bytes(key[-_GROUP_BYTES:], "big"), []).append(block_hash)
-    return by_group
+    return {group: np.array(hashes, ">u8") for group, hashes in by_group.items()}
+
+
+def _packed(hashes: NDArray[np.uint64]) -> bytes:
+    """Return hashes as an array of msgpack, without the interpreter for each."""
+    packed = np.empty(len(hashes), [("type", "u1"), ("hash", ">u8")])
+    packed["type"], packed["hash"] = 0xCF, hashes  # 0xCF: eight bytes of an unsigned number follow
+    return b"\xdd" + len(hashes).to_bytes(4, "big") + packed.tobytes()
 
 
 def medium_of(tier_type: str) -> str:
