@@ -31,7 +31,7 @@ from tiered_kv.observe.pages import Page, next_page
 from tiered_kv.tiering.step import give_way
 
 QUEUE_KEYS_MAX: Final = 1 << 16
-"""Keys that wait to be published; beyond it the oldest events are dropped."""
+"""Keys that wait to be published; beyond it the oldest events are dropped, but for those of the last step."""
 MESSAGE_KEYS_MAX: Final = 512
 """Keys of one message, and how many are encoded at once while a scheduler may wait for the interpreter lock."""
 SUBSCRIBER_MESSAGES_MAX: Final = 1000
@@ -132,7 +132,7 @@ class EventPublisher:
             noted.append((event.medium, event.removed, page, start, len(page)))
         self._queued_keys += _keys_of(noted)
         self._append(noted)
-        while self._queued_keys - self._taken_keys > QUEUE_KEYS_MAX:
+        while len(self._queue) > 1 and self._queued_keys - self._taken_keys > QUEUE_KEYS_MAX:
             try:
                 _, _, dropped = self._queue.popleft()
             except IndexError:  # the publisher has just taken it
