@@ -4,7 +4,8 @@
 
 DIRECTORY is on the disk to measure; `.ci/engines` builds the ENVIRONMENT; --bench has `lmcache_l2.py`, which drives
 each side, and compares all blocks that come back. Beside nvme stands `fs_native` with O_DIRECT, beside redis `resp`,
-both on the same redis-server. The sides take turns within a round. A row has the median of the rounds with the lowest
+both on the same redis-server. The sides take turns, and each comes first in every other round: a server that has just
+freed memory stores faster. A row has the median of the rounds with the lowest
 and the highest, and the same of the ratio within a round. GB = 1e9 bytes.
 """
 
@@ -49,19 +50,19 @@ class Measurements:
     bench: Path
     samples: defaultdict[tuple[str, str, str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
 
-    def nvme(self, size: str, block_bytes: int, blocks: int) -> None:
-        with tempfile.TemporaryDirectory(dir=self.directory) as path:
-            tier = {"type": "nvme", "path": f"{path}/ours", "capacity": "4GiB"}
-            self._side("nvme", "ours", size, block_bytes, blocks, adapter([tier]))
-        with tempfile.TemporaryDirectory(dir=self.directory) as path:
-            theirs = {"type": "fs_native", "base_path": path, "num_workers": 8, "use_odirect": True}
-            self._side("nvme", "fs_native", size, block_bytes, blocks, json.dumps(theirs))
+    def nvme(self, number: int, size: str, block_bytes: int, blocks: int) -> None:
+        for side in _in_turn(number, "ours", "fs_native"):
+            with tempfile.TemporaryDirectory(dir=self.directory) as path:
+                ours = adapter([{"type": "nvme", "path": f"{path}/ours", "capacity": "4GiB"}])
+                theirs = {"type": "fs_native", "base_path": path, "num_workers": 8, "use_odirect": True}
+                self._side("nvme", side, size, block_bytes, blocks, ours if side == "ours" else json.dumps(theirs))
 
-    def redis(self, server: RedisServer, size: str, block_bytes: int, blocks: int) -> None:
+    def redis(self, number: int, server: RedisServer, size: str, block_bytes: int, blocks: int) -> None:
         ours = adapter([{"type": "redis", "url": server.url}])
         theirs = json.dumps({"type": "resp", "host": "127.0.0.1", "port": server.port})
-        for side, told in (("ours", ours), ("resp", theirs)):
-            self._side("redis", side, size, block_bytes, blocks // 4, told)
+        for side in _in_turn(number, "ours", "resp"):
+            told = ours if side == "ours" else theirs
+            self._side("redis", side, size, block_bytes, blocks // 2, told)
             # FLUSHALL would give the memory back to the kernel.
             script = "local all = redis.call('KEYS', '*') for _, key in ipairs(all) do redis.call('DEL', key) end"
             server.call("EVAL", script, "0")
@@ -106,6 +107,10 @@ class Measurements:
             self.samples[tier, direction, size, side].append(rates[f"{direction}_gb_per_s"])
 
 
+def _in_turn(number: int, first: str, second: str) -> tuple[str, str]:
+    return (second, first) if number % 2 else (first, second)
+
+
 def _spread(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
@@ -127,9 +132,9 @@ def main() -> None:
             print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr)
             for size in SIZES:
                 if "nvme" in arguments.parts:
-                    measurements.nvme(*size)
+                    measurements.nvme(number, *size)
                 if "redis" in arguments.parts:
-                    measurements.redis(server, *size)
+                    measurements.redis(number, server, *size)
     print(measurements.table())
 
 

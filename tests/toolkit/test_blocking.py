@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 
 from tests.toolkit.conftest import PATIENCE_S, DictTier, MakeStage
@@ -19,6 +20,49 @@ def test_a_large_job_is_served_in_parts_by_several_threads_and_reported_once(mak
     assert stage.rig.store(make_keys(12)).success
     assert stage.tier.parts == [("store", 4)] * 3
     assert stage.tier.get_finished() == ()
+
+
+def test_small_jobs_that_wait_are_served_by_one_call_and_end_one_by_one(make_stage: MakeStage) -> None:
+    stage = make_stage(DictTier, threads=2, part_blocks=4)
+    stage.hold()
+    jobs = [stage.rig.submit_store(make_keys(1, "first"))]
+    wait_until(lambda: stage.tier.parts)
+    jobs += [stage.rig.submit_store(make_keys(1, str(number))) for number in range(6)]
+    stage.gate.set()
+    assert all(result.success for result in stage.rig.wait(jobs))
+    assert stage.tier.parts == [("store", 1), ("store", 4), ("store", 1), ("store", 1)], (
+        "the last is for the other thread"
+    )
+    stage.gate.clear()
+    loads = [stage.rig.submit_load(make_keys(1, name)) for name in ("first", "0")]  # one for each thread
+    wait_until(lambda: stage.tier.started.count("load") == 2)
+    loads += [stage.rig.submit_load(make_keys(1, name)) for name in ("1", "2", "absent", "3", "4")]
+    stage.gate.set()
+    assert [result.success for result in stage.rig.wait(loads)] == [True, True, True, True, False, True, True]
+    assert len(stage.tier.parts) < 4 + len(loads)
+
+
+def test_jobs_served_by_one_call_have_no_key_in_common_and_expire_one_by_one(make_stage: MakeStage) -> None:
+    stage = make_stage(DictTier, threads=1, part_blocks=8)
+    calls: list[list[OffloadKey]] = []
+
+    def before(operation: str, keys: Sequence[OffloadKey]) -> None:
+        calls.append(list(keys))
+        stage.wait()
+
+    stage.tier.before = before
+    jobs = [stage.rig.submit_store(make_keys(1, "first"))]
+    wait_until(lambda: calls)
+    deadline = time.monotonic() + 0.01
+    jobs += [stage.rig.submit_store(make_keys(1, "late"), deadline=deadline)]
+    jobs += [stage.rig.submit_store(make_keys(2, "twice")) for _ in range(2)]
+    jobs += [stage.rig.submit_store(make_keys(1, name)) for name in ("a", "b", "c")]
+    wait_until(lambda: time.monotonic() > deadline)
+    stage.gate.set()
+    results = stage.rig.wait(jobs)
+    assert [result.success for result in results] == [True, False, True, True, True, True, True]
+    assert all(len(set(keys)) == len(keys) for keys in calls)
+    assert make_keys(1, "late")[0] not in [key for keys in calls for key in keys]
 
 
 def test_loads_go_before_stores_and_lookups_before_loads(make_stage: MakeStage) -> None:

@@ -21,10 +21,11 @@ _STOP = False
 class BlockingTier(QueuedTier):
     """A tier whose author writes four blocking methods, each called on worker threads, several at a time.
 
-    Jobs are cut into parts of at most `part_bytes`, so that all threads serve one large job. Lookups go before loads
-    and loads before stores, and stores leave one thread free (if there are two). An exception fails the part it was
-    raised in. Parts that have not started by their job's deadline never start. A call that is running cannot be ended
-    from outside, so an author gives each call to a client or server a timeout of its own.
+    Jobs are cut into parts of at most `part_bytes`, so that all threads serve one large job. Where many small jobs
+    wait, one call gets the blocks of several, as many as a part may have. Lookups go before loads and loads before
+    stores, and stores leave one thread free (if there are two). An exception fails the part it was raised in, or all
+    those of the call. Parts that have not started by their job's deadline never start. A call that is running cannot be
+    ended from outside, so an author gives each call to a client or server a timeout of its own.
 
     Threads are started by the first job or lookup and are daemons: one that hangs for ever does not keep the process.
 
@@ -132,7 +133,7 @@ class BlockingTier(QueuedTier):
             if self._part_queue.take_lookups():
                 self._run_probes()
             elif not is_for_lookups and (part := self._part_queue.take()) is not None:
-                self._end_part(part, self._begin_part(part) or self._transfer(part))
+                self._run_parts([part, *self._part_queue.take_beside(part)])
         with self._threads_lock:
             self._threads_running -= 1
             is_last = self._threads_running == 0
@@ -142,10 +143,25 @@ class BlockingTier(QueuedTier):
             except BaseException as error:  # an author's mistake must not print from an ending thread
                 self._note_error("close", error)
 
-    def _transfer(self, part: Part) -> Outcome:
-        transfer = self.load_blocks if part.job.metadata.is_promotion else self.store_blocks
+    def _run_parts(self, parts: Sequence[Part]) -> None:
+        """Run parts in one call of the author's method; they are of one epoch, and have no key in common."""
+        ready: list[Part] = []
+        for part in parts:
+            if (refused := self._begin_part(part)) is None:
+                ready.append(part)
+            else:
+                self._end_part(part, refused)
+        if ready:
+            PART_DEADLINE.set(min(part.job.deadline for part in ready))
+            outcome = self._transfer(ready)
+            for part in ready:
+                self._end_part(part, outcome if len(ready) == 1 else checked_outcome(outcome, part.keys))
+
+    def _transfer(self, parts: Sequence[Part]) -> Outcome:
+        transfer = self.load_blocks if parts[0].job.metadata.is_promotion else self.store_blocks
+        keys = [key for part in parts for key in part.keys]
         try:
-            return checked_outcome(transfer(part.keys, self._blocks_of(part)), part.keys)
+            return checked_outcome(transfer(keys, [block for part in parts for block in self._blocks_of(part)]), keys)
         except BaseException as error:  # any exception of an author's method fails the part, and the thread continues
             return Outcome((), self._note_error(transfer.__name__, error))
 

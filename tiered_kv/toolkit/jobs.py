@@ -96,6 +96,8 @@ class Part:
     job: Job
     start: int
     stop: int
+    is_beside: bool = False
+    """Whether its worker took it beside another part, which is the one that counts as running."""
 
     @property
     def keys(self) -> Sequence[OffloadKey]:
@@ -191,6 +193,30 @@ class PartQueue:
             self._wake()
         return Part(job, start, stop)
 
+    def take_beside(self, part: Part) -> list[Part]:
+        """Return whole jobs that one worker may do together with `part`, with which they make one part at most.
+
+        Small jobs, each alone, would cost a worker more than their blocks do. One job for each other worker stays. No
+        two of them have a key in common. Any thread. Pair each with `end`.
+        """
+        first = part.job
+        queue, room = self._queue_of(first), first.part_blocks - (part.stop - part.start)
+        if room <= 0 or len(queue) <= self._stores_running_max:
+            return []
+        taken: list[Part] = []
+        keys = set(part.keys)
+        with self._lock:
+            while len(queue) > self._stores_running_max:
+                job = queue[0]
+                room -= job.end_block
+                if job.next_block or room < 0 or job.epoch != first.epoch or not keys.isdisjoint(job.keys):
+                    break
+                keys.update(job.keys)
+                queue.popleft()
+                job.next_block = job.end_block
+                taken.append(Part(job, 0, job.end_block, is_beside=True))
+        return taken
+
     def end(self, part: Part) -> bool:
         """Note that a part has ended; return whether it was its job's last, True once for each job."""
         job = part.job
@@ -198,7 +224,7 @@ class PartQueue:
             job.ended_blocks += part.stop - part.start
             is_last = job.ended_blocks == job.end_block
             unblocks_stores = False
-            if not job.metadata.is_promotion:
+            if not job.metadata.is_promotion and not part.is_beside:
                 unblocks_stores = self._stores_running == self._stores_running_max
                 self._stores_running -= 1
         if unblocks_stores:
