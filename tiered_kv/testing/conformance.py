@@ -18,13 +18,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.counters import flat_counts
 from tiered_kv.errors import TierError
 from tiered_kv.testing.rig import OpenTier, TierRig, block_content, compressible_content, make_keys
-from tiered_kv.tiering.base import SecondaryTierManager
+from tiered_kv.testing.waiting import wait_until
+from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager, TierSpec
 
 
 class TierConformance:
@@ -95,6 +97,31 @@ class TierConformance:
         rig.store(keys, rows=order(list(range(40, 64))))
         assert rig.load(keys, rows=order(list(range(100, 124)))) == set(keys)
         assert rig.load(keys, rows=list(range(200, 248, 2))) == set(keys)
+
+    def test_blocks_may_begin_at_any_byte_of_a_host_s_memory(self, open_tier: OpenTier) -> None:
+        size, keys, beyond = self.block_bytes, make_keys(6), (0, 4096, 512, 1, 4095, 4097)
+        stride = (size // 4096 + 3) * 4096
+        memory = np.zeros((12 * stride // size + 1, size), np.uint8)
+        flat = memory.reshape(-1)
+        sources = [number * stride + at for number, at in enumerate(beyond)]
+        targets = [number * stride + at for number, at in enumerate(beyond[3:] + beyond[:3], 6)]
+        for key, at in zip(keys, sources, strict=True):
+            flat[at : at + size] = np.frombuffer(block_content(key, size), np.uint8)
+        expected = flat.copy()
+        for source, target in zip(sources, targets, strict=True):
+            expected[target : target + size] = flat[source : source + size]
+        spec = TierSpec("conformance", size, bytes(range(16)), {"model": "conformance"}, memory=flat.data)
+        tier = open_tier(spec, memory.data)
+        try:
+            if not tier.takes_offsets:
+                pytest.skip("the tier knows rows only")
+            for submit, offsets, is_load in ((tier.submit_store, sources, False), (tier.submit_load, targets, True)):
+                submit(JobMetadata(int(is_load), keys, np.array(offsets), is_load, ReqContext("host")))
+                tier.on_schedule_end()
+                assert self._results_of(tier) == [JobResult(int(is_load), True)]
+            assert np.array_equal(flat, expected)
+        finally:
+            tier.shutdown()
 
     def test_blocks_that_were_stored_together_load_apart_and_the_other_way_round(self, rig: TierRig) -> None:
         together, apart = make_keys(16, "together"), make_keys(16, "apart")
@@ -322,6 +349,16 @@ class TierConformance:
             isinstance(value, int) and {*map(type, path)} == {str} for path, value in flat_counts(rig.tier.stats())
         )
         assert all(isinstance(name, str) for name in rig.tier.describe())
+
+    def _results_of(self, tier: SecondaryTierManager) -> list[JobResult]:
+        results: list[JobResult] = []
+
+        def collect() -> bool:
+            results.extend(tier.get_finished())
+            return bool(results)
+
+        wait_until(collect, self.wait_s)
+        return results
 
     def _reset(self, rig: TierRig) -> None:
         if not rig.tier.reset_cache():
