@@ -112,6 +112,7 @@ class Stack(BlockFacade):
                 limits=limits,
                 audit=audit,
                 block_tokens=config.block.tokens,
+                compute_block_s=config.compute_block_s,
                 history=self.history,
                 event_sink=self.events,
             )

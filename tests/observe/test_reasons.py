@@ -29,6 +29,7 @@ from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.tiering.factory import SecondaryTierFactory
+from tiered_kv.tiering.pace import LOADS_MIN
 
 KEYS = make_keys(4)
 OBEDIENT: dict[str, object] = {"type": "obedient", "name": "disk", "breaker_failures": 1000}
@@ -222,6 +223,21 @@ def test_a_block_without_room_to_be_promoted_is_refused_and_tiers_below_are_not_
         assert misses(stack, "disk") == {"refused": 3}
         assert blocks(stack, "memory") == (0, 0)
         assert misses(stack, "cpu") == {"evicted": 3}
+
+
+def test_a_block_that_the_engine_computes_sooner_is_too_slow_and_tiers_below_are_asked() -> None:
+    last = {"type": "memory", "capacity": "1MiB"}
+    with open_stack(stack_of(OBEDIENT, last, prefill={"tokens_per_s": 1 << 40})) as stack:
+        for _ in range(LOADS_MIN):
+            put(stack, KEYS)
+            evict_all(stack)
+            get(stack, KEYS)
+        before = misses(stack, "disk").get("too_slow", 0)
+        put(stack, KEYS)
+        evict_all(stack)
+        get(stack, KEYS)
+        assert misses(stack, "disk")["too_slow"] == before + len(KEYS)
+        assert stack.counters()["disk"]["too_slow_blocks_total"] >= len(KEYS)
 
 
 def test_what_is_older_than_the_tier_keeps_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import pytest
@@ -88,6 +89,7 @@ class Bench:
         num_blocks: Of the primary tier.
         limits: The manager's.
         policy: What the tiers say of each request.
+        compute_block_s: What computing a block takes.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Bench:
         num_blocks: int = 8,
         limits: ManagerLimits | None = None,
         policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL,
+        compute_block_s: float = math.inf,
     ) -> None:
         self.num_blocks = num_blocks
         self.limits = limits or ManagerLimits(promotion_blocks_max=6)
@@ -107,7 +110,12 @@ class Bench:
         for tier in self.tiers:
             tier.policy = policy
         self.manager = TieringOffloadingManager(
-            self.primary, self.tiers, settings=settings, limits=self.limits, clock=self.clock
+            self.primary,
+            self.tiers,
+            settings=settings,
+            limits=self.limits,
+            compute_block_s=compute_block_s,
+            clock=self.clock,
         )
 
     @property

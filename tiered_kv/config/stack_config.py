@@ -6,6 +6,7 @@ secret. `docs/reference/configuration.md` is the reference.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -108,6 +109,12 @@ class EventSettings(StrictModel):
     topic: str = Field(default="kv", max_length=256, description="The first frame of each message.")
 
 
+class PrefillSettings(StrictModel):
+    """What computing a prompt costs, so that no block is promoted that would come later than it is computed."""
+
+    tokens_per_s: Count = Field(ge=1, le=1 << 40, description="Tokens of prompts that the engine computes in a second.")
+
+
 class StackConfig(StrictModel):
     """A whole stack. `load_config` makes one from a file or a mapping; a program may make one itself."""
 
@@ -117,6 +124,9 @@ class StackConfig(StrictModel):
     primary: PrimarySettings = Field(description="The primary tier.")
     secondary: tuple[SerializeAsAny[TierSettings], ...] = Field(
         default=(), max_length=64, description="The tiers behind it, in the order they are searched."
+    )
+    prefill: PrefillSettings | None = Field(
+        default=None, description="What computing costs; left out, a block is promoted however long that takes."
     )
     audit: Share = Field(
         default=0.0,
@@ -147,6 +157,11 @@ class StackConfig(StrictModel):
     def primary_blocks(self) -> int:
         """Blocks that the primary tier holds."""
         return self.primary.capacity // self.block.bytes
+
+    @property
+    def compute_block_s(self) -> float:
+        """Seconds in which the engine computes a block; infinite where nobody says."""
+        return math.inf if self.prefill is None else self.block.tokens / self.prefill.tokens_per_s
 
     @property
     def identity(self) -> NamespaceIdentity:

@@ -187,6 +187,7 @@ SENTENCES: Final[Mapping[str, str]] = {
     "refused": "was there, and there was no room to promote it",
     "corrupt": "was damaged, and is deleted",
     "timeout": "the tier did not answer, or end the transfer, in time",
+    "too_slow": "the engine computes it sooner than it would have come",
     "too_late": "the request had waited for request_wait",
     "failed": "the tier could not store it, or bring it",
 }

@@ -9,7 +9,10 @@ from tiered_kv.toolkit.status import UNREADABLE, RecordStatus
 
 
 class Fate(IntEnum):
-    """What became of a block in a tier. All but the first two are reasons for a miss; 4 bits in a history's entry."""
+    """What became of a block in a tier. All but the first two are reasons for a miss.
+
+    An entry of the history has 4 bits for it. What only the request's own troubles tell may be larger.
+    """
 
     UNKNOWN = 0
     """The history has no entry of the block."""
@@ -42,6 +45,8 @@ class Fate(IntEnum):
     """The request had waited for `request_wait`."""
     FAILED = 15
     """The store or the load failed for another reason."""
+    TOO_SLOW = 16
+    """The tier had it, and the engine computes it sooner than it would have come."""
 
     @property
     def label(self) -> str:
@@ -62,6 +67,7 @@ _BY_REASON: Final = {
     "disabled": Fate.DISABLED,
     "budget": Fate.BUDGET,
     "admission": Fate.ADMISSION,
+    "too_slow": Fate.TOO_SLOW,
     **dict.fromkeys(_CORRUPT, Fate.CORRUPT),
 }
 

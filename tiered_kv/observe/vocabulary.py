@@ -68,6 +68,7 @@ _SECONDARY: Final = {
     "load_budget_used_bytes": Metric("Bytes that loads in flight take."),
     "skipped_blocks_total": Metric("Blocks that were not offered to the tier for storing.", ("reason",)),
     "refused_promotion_blocks_total": Metric("Blocks that the tier had and for which there was no room."),
+    "too_slow_blocks_total": Metric("Blocks that the tier had and that the engine computes sooner."),
     "failed_blocks_total": Metric("Blocks that jobs did not store or load.", ("direction", "reason")),
     "expired_jobs_total": Metric("Jobs not reported by their deadline."),
     "late_jobs_total": Metric("Jobs reported after their deadline."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierM
 from tiered_kv.tiering.breaker import Breaker, BreakerState
 from tiered_kv.tiering.events import TierEvents
 from tiered_kv.tiering.isolation import IsolatedTier
+from tiered_kv.tiering.pace import Pace
 from tiered_kv.tiering.tier_observer import TierObserver, direction_of
 from tiered_kv.toolkit.status import RecordStatus
 
@@ -52,6 +54,8 @@ class Job:
 
     metadata: JobMetadata
     blocks: Sequence[CPUBlock]
+    blocks_in_flight: int
+    """Of this direction when it was submitted, its own included."""
     is_expired: bool = False
 
 
@@ -71,7 +75,7 @@ class GuardedTier:
     expired or not. So a tier that never reports can take its budgets and no more.
 
     A tier whose class does not say `is_nonblocking` gets a thread of its own. With `tells_events` somebody takes its
-    events.
+    events. `compute_block_s` are the seconds in which the engine computes a block, where somebody says.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class GuardedTier:
         number: int = 1,
         history: BlockHistory | None = None,
         tells_events: bool = False,
+        compute_block_s: float = math.inf,
     ) -> None:
         self.name = settings.name
         self.number = number
@@ -93,6 +98,7 @@ class GuardedTier:
         self.settings = settings
         self.breaker = Breaker(settings.breaker_failures, settings.breaker_cooldown)
         self.admission = Admission(settings.admit_after)
+        self.pace = Pace(compute_block_s)
         events = TierEvents(self.tier, self.name, block_bytes) if tells_events else None
         self.observer = TierObserver(self.name, number, block_bytes, notices or Notices(), history, events)
         self.counters = self.observer.counters
@@ -195,7 +201,9 @@ class GuardedTier:
         block_ids = np.array([block.block_id for block in blocks], dtype=np.int64)
         deadline = self._clock() + self.settings.job_timeout
         job_id = next(_job_ids) if job_id is None else job_id
-        job = Job(JobMetadata(job_id, keys, block_ids, is_promotion, req_context, deadline), blocks)
+        budget = self.loads if is_promotion else self.stores
+        in_flight = budget.blocks + len(blocks)
+        job = Job(JobMetadata(job_id, keys, block_ids, is_promotion, req_context, deadline), blocks, in_flight)
         try:
             (self.tier.submit_load if is_promotion else self.tier.submit_store)(job.metadata)
         except Exception:
@@ -204,7 +212,7 @@ class GuardedTier:
             self.breaker.fail(self._clock())
             return None
         self.jobs[job_id] = self._unexpired[job_id] = job
-        self._budget_of(job).blocks += len(blocks)
+        budget.blocks = in_flight
         self.counters.add("submitted_jobs_total", direction_of(job.metadata))
         return job
 
@@ -234,6 +242,8 @@ class GuardedTier:
             self._budget_of(job).blocks -= len(job.blocks)
             seconds = self._clock() - (job.metadata.deadline or 0.0) + self.settings.job_timeout
             self.measures.add_job(direction_of(job.metadata), seconds, len(job.blocks) * self._block_bytes)
+            if job.metadata.is_promotion and result.success and not job.is_expired:
+                self.pace.add(job.blocks_in_flight, seconds, self._clock())
             if job.is_expired:
                 self.counters.add("late_jobs_total")
                 self._budget_of(job).expired_blocks -= len(job.blocks)
@@ -257,6 +267,8 @@ class GuardedTier:
             job.is_expired = True
             self.counters.add("expired_jobs_total")
             self._budget_of(job).expired_blocks += len(job.blocks)
+            if job.metadata.is_promotion:
+                self.pace.add(job.blocks_in_flight, self.settings.job_timeout, now_s)
             self.observer.expired(job.metadata)
             self.breaker.fail(now_s)
         return expired
@@ -349,12 +361,24 @@ def guard(
     clock: Callable[[], float],
     notices: Notices,
     history: BlockHistory | None,
+    compute_block_s: float,
 ) -> tuple[GuardedTier, ...]:
     """Return the guarded tiers below a primary tier, in their order; without `settings`, those of each `tier_type`."""
     settings = settings or [TierSettings(type=tier.tier_type) for tier in tiers]
     block_bytes, region_bytes = primary.backend.block_size, primary.backend.block_size * primary.backend.num_blocks
     return tuple(
-        GuardedTier(tier, limits, block_bytes, region_bytes, clock, notices, number, history, primary.tells_events)
+        GuardedTier(
+            tier,
+            limits,
+            block_bytes,
+            region_bytes,
+            clock,
+            notices,
+            number,
+            history,
+            primary.tells_events,
+            compute_block_s,
+        )
         for number, (tier, limits) in enumerate(zip(tiers, settings, strict=True), 1)
     )
 

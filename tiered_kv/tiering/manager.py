@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -49,6 +50,8 @@ class TieringOffloadingManager(OffloadingManager):
         limits: The limits of all together.
         audit: Which requests are computed anew to compare their blocks; None for none.
         block_tokens: Tokens that a block holds; 0 where nobody knows.
+        compute_block_s: Seconds in which the engine computes a block. What would arrive later is not promoted. Infinite
+            where nobody knows.
         history: Where it is noted why requests missed blocks, with the names of all tiers; None for nowhere. `shutdown`
             closes it.
         event_sink: Who gets the events of all tiers at the end of each step; closed with the manager. With one,
@@ -68,6 +71,7 @@ class TieringOffloadingManager(OffloadingManager):
         limits: ManagerLimits | None = None,
         audit: AuditRules | None = None,
         block_tokens: int = 0,
+        compute_block_s: float = math.inf,
         history: BlockHistory | None = None,
         event_sink: EventSink | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -77,7 +81,7 @@ class TieringOffloadingManager(OffloadingManager):
         self.limits = limits or ManagerLimits()
         self._clock = clock
         self.notices = Notices()
-        self._tiers = guard(self.secondary_tiers, settings, primary, clock, self.notices, history)
+        self._tiers = guard(self.secondary_tiers, settings, primary, clock, self.notices, history, compute_block_s)
         self._cascade = Cascade(primary)
         blocks_max = self.limits.promotion_blocks_max or max(primary.backend.num_blocks // 2, 1)
         self._promotions = Promotions(primary, blocks_max, self.limits.hold_s, clock)

@@ -11,6 +11,7 @@ from tiered_kv.cpu.backend import PROMOTION, CPUBlock
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.guarded import GuardedTier, Job
+from tiered_kv.tiering.pace import TOO_SLOW
 from tiered_kv.tiering.requests import RequestState
 
 
@@ -89,12 +90,16 @@ class Promotions:
     def submit(self) -> None:
         """Submit the loads since the last call: one job for each tier and request."""
         batches, self._batches = self._batches, {}
+        now_s = self._clock()
         for (guarded, state), promotions in batches.items():
             guarded.load_blocks_reserved -= len(promotions)
             blocks = [promotion.block for promotion in promotions]
             keys = [block.key for block in blocks]
             # A half-open breaker admits one job, and another of this step may have been first.
             refusal = guarded.refusal()
+            if not refusal and not guarded.pace.is_worth(len(blocks), guarded.loads.blocks, now_s):
+                refusal = TOO_SLOW
+                guarded.counters.add("too_slow_blocks_total", count=len(blocks))
             if refusal or not guarded.submit(keys, blocks, state.req_context, is_promotion=True):
                 for block in blocks:
                     self._drop(block.key, block, refusal)

@@ -12,6 +12,7 @@ from tiered_kv.observe.history import BlockHistory
 from tiered_kv.observe.ledger import RequestLog
 from tiered_kv.observe.pages import Page, next_page
 from tiered_kv.tiering.guarded import GuardedTier
+from tiered_kv.tiering.pace import TOO_SLOW
 from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.requests import RequestState, RequestTable
 
@@ -220,6 +221,11 @@ class Search:
             guarded.measures.noted_s = self._now_s
             guarded.measures.lookup_seconds.add(self._clock() - asked_s)
         if not answer:
+            return _Verdict.NEXT
+        if guarded.pace.is_hopeless(self._now_s):
+            guarded.counters.add("too_slow_blocks_total")
+            state.failed.setdefault(key, set()).add(guarded)
+            state.troubles.setdefault(key, {})[guarded.number] = TOO_SLOW
             return _Verdict.NEXT
         if self._promotions.begin(key, guarded, state):
             if key in state.promoting and self._history is not None:  # and not only waiting for room

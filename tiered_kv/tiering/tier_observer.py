@@ -27,6 +27,7 @@ _NAMES: Final = (
     "loaded_blocks_total",
     "loaded_bytes_total",
     "refused_promotion_blocks_total",
+    "too_slow_blocks_total",
     "expired_jobs_total",
     "late_jobs_total",
     "lookup_timeouts_total",

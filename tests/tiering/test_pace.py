@@ -1,0 +1,120 @@
+"""No block is promoted that would arrive later than the engine computes it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.tiering.conftest import LARGE_BUDGETS, Bench, MakeBench, keys
+from tiered_kv.tiering.pace import LOADS_MIN, RETRY_S, Pace
+from tiered_kv.tiering.requests import ManagerLimits
+
+NUMBERS = itertools.count(1000)
+PATIENT = {**LARGE_BUDGETS, "job_timeout": 86400}
+LIMITS = ManagerLimits(promotion_blocks_max=64, wait_max_s=3600, hold_s=3600)
+
+
+def ask(bench: Bench, size: int, load_s: float, tier: int = 0) -> list[bool | None]:
+    """Ask for blocks that a tier has and takes so long to load; return the last answers."""
+    numbers = [next(NUMBERS) for _ in range(size)]
+    bench.tiers[tier].has(*numbers)
+    context = bench.request(str(numbers))
+    bench.lookup(keys(*numbers), context)
+    bench.step()
+    bench.clock.advance(load_s)
+    if bench.tiers[tier].jobs:
+        bench.tiers[tier].end()
+    bench.step()
+    answers = bench.lookup(keys(*numbers), context)
+    bench.manager.on_request_finished(context)
+    return answers
+
+
+def test_a_tier_that_is_slower_than_computing_is_asked_no_more(make_bench: MakeBench) -> None:
+    bench = make_bench(PATIENT, PATIENT, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
+    for _ in range(LOADS_MIN):
+        assert ask(bench, 4, load_s=4.0) == [True] * 4, "nothing is known yet"
+    numbers = [next(NUMBERS) for _ in range(4)]
+    bench.tier.has(*numbers)
+    assert bench.lookup(keys(*numbers), bench.request("x")) == [False] * 4, "at once, without a step"
+    assert bench.counter("too_slow_blocks_total") == 4
+    bench.tiers[1].has(*numbers)
+    assert bench.lookup(keys(*numbers), bench.request("y")) == [None] * 4
+    bench.step()
+    assert (len(bench.tiers[0].jobs), len(bench.tiers[1].jobs)) == (0, 1), "a faster tier below loads them"
+
+
+def test_a_distant_tier_loads_what_is_long_enough_to_be_worth_the_way(make_bench: MakeBench) -> None:
+    bench = make_bench(PATIENT, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
+    for size in (30, 10, 20, 25):
+        assert ask(bench, size, load_s=1.0 + 0.01 * size) == [True] * size
+    assert ask(bench, 5, load_s=1.05) == [False] * 5, "1.05 s, and computed in 0.5"
+    assert bench.counter("too_slow_blocks_total") == 5
+    assert not bench.jobs
+    assert ask(bench, 20, load_s=1.2) == [True] * 20, "1.2 s, and computed in 2"
+
+
+def test_what_is_ahead_in_the_tier_counts(make_bench: MakeBench) -> None:
+    bench = make_bench(PATIENT, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
+    for _ in range(LOADS_MIN):
+        assert ask(bench, 10, load_s=0.5) == [True] * 10
+    for _ in range(2):
+        numbers = [next(NUMBERS) for _ in range(10)]
+        bench.tier.has(*numbers)
+        bench.lookup(keys(*numbers), bench.request(str(numbers)))
+        bench.step()
+    assert len(bench.jobs) == 2, "0.5 and 1 s, and computed in 1"
+    assert ask(bench, 10, load_s=0.0) == [False] * 10, "behind 20 others"
+
+
+def test_a_tier_that_was_slow_is_tried_again_by_one_load(make_bench: MakeBench) -> None:
+    bench = make_bench(PATIENT, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
+    for _ in range(LOADS_MIN):
+        ask(bench, 4, load_s=4.0)
+    assert ask(bench, 4, load_s=0.0) == [False] * 4
+    bench.clock.advance(RETRY_S)
+    bench.step()
+    numbers = [[next(NUMBERS) for _ in range(4)] for _ in range(2)]
+    bench.tier.has(*numbers[0], *numbers[1])
+    for each in numbers:
+        bench.lookup(keys(*each), bench.request(str(each)))
+    bench.step()
+    assert len(bench.jobs) == 1
+    bench.clock.advance(0.01)
+    bench.end()
+    assert ask(bench, 4, load_s=0.01) == [True] * 4, "it is fast again, and used as before"
+
+
+def test_a_load_that_expires_counts_as_slow(make_bench: MakeBench) -> None:
+    bench = make_bench(
+        {**LARGE_BUDGETS, "job_timeout": 2, "breaker_failures": 100}, num_blocks=128, compute_block_s=0.1
+    )
+    for _ in range(LOADS_MIN):
+        numbers = [next(NUMBERS) for _ in range(2)]
+        bench.tier.has(*numbers)
+        bench.lookup(keys(*numbers), bench.request(str(numbers)))
+        bench.step()
+        bench.clock.advance(2.5)
+        bench.step()
+    assert ask(bench, 2, load_s=0.0) == [False] * 2
+    assert bench.counter("too_slow_blocks_total") == 2
+
+
+def test_where_nobody_says_what_computing_costs_every_block_is_promoted(make_bench: MakeBench) -> None:
+    bench = make_bench(PATIENT, num_blocks=128, limits=LIMITS)
+    for _ in range(3 * LOADS_MIN):
+        assert ask(bench, 2, load_s=100.0) == [True] * 2
+
+
+@pytest.mark.parametrize(("load_s", "block_s"), [(0.0, 0.004), (0.05, 0.001), (0.2, 0.0)])
+def test_it_learns_both_times_and_follows_them(load_s: float, block_s: float) -> None:
+    pace = Pace(compute_block_s=0.002)
+    for number in range(200):
+        size = 1 + number * 7 % 64
+        before = (0.5, 0.1) if number < 100 else (load_s, block_s)
+        pace.add(size, before[0] + before[1] * size, now_s=0.0)
+    for size in (1, 8, 30, 40, 64, 120):
+        is_worth = load_s + block_s * size <= 0.002 * size
+        assert pace.is_worth(size, 0, now_s=1.0) is is_worth
+    assert pace.is_hopeless(1.0) is (block_s >= 0.002)
