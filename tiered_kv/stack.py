@@ -209,7 +209,10 @@ def _history(config: StackConfig) -> BlockHistory | None:
         return None
     ttls = [getattr(tier, "ttl", None) for tier in config.secondary]
     ttl_s = [float(ttl) if isinstance(ttl, (int, float)) else None for ttl in ttls]  # a stranger's may be anything
-    return BlockHistory(config.history, [PRIMARY_NAME, *(tier.name for tier in config.secondary)], [None, *ttl_s])
+    sizes = [getattr(tier, "capacity", None) for tier in config.secondary]
+    blocks = [size // config.block.bytes if isinstance(size, int) else None for size in sizes]
+    names = [PRIMARY_NAME, *(tier.name for tier in config.secondary)]
+    return BlockHistory(config.history, names, [None, *ttl_s], blocks=[config.primary_blocks, *blocks])
 
 
 def _open_publisher(config: StackConfig) -> EventPublisher | None:

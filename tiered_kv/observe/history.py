@@ -46,6 +46,7 @@ class BlockHistory:
         entries: Of the table, 8 bytes each.
         names: The names of all tiers, the primary one first.
         ttl_s: For each, how long it keeps a block; None where it does not expire.
+        blocks: For each, its capacity, for its ghosts; None where it has none. By default no tier has.
         clock: Seconds of a monotonic clock.
 
     Attributes:
@@ -58,6 +59,8 @@ class BlockHistory:
         names: Sequence[str],
         ttl_s: Sequence[float | None],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        blocks: Sequence[int | None] | None = None,
     ) -> None:
         self.names = tuple(names)
         self.evicted: list[OffloadKey] = []
@@ -69,7 +72,7 @@ class BlockHistory:
         self._appended_keys = self._dropped_keys = 0
         self._lock = threading.Lock()
         """Guards what follows; held for one chunk, never across I/O."""
-        self._ledger = Ledger(entries, names, ttl_s, clock())
+        self._ledger = Ledger(entries, names, ttl_s, blocks or [None] * len(names), clock())
         self._taken_keys = 0
         self._chunks = self._take_chunks()
         self._is_closing = threading.Event()
@@ -120,6 +123,10 @@ class BlockHistory:
     def ended(self, log: RequestLog, troubles: Troubles = _NO_TROUBLES) -> None:
         """Note that a request has ended, so that its blocks are counted; without room it is forgotten later."""
         self._append(self._ledger.end, self._page, 0, 0, log, troubles)
+
+    def stored(self, keys: Collection[OffloadKey]) -> None:
+        """Note keys that the engine has computed, and stored because nobody had them."""
+        self._add(self._ledger.store, keys)
 
     def gave_up(self, tier: int) -> None:
         """Note that a tier answered a lookup with a miss because it could not know."""
@@ -177,7 +184,7 @@ class BlockHistory:
                 give_way()
 
     def counted(self) -> list[dict[str, dict[str, int]]]:
-        """Return `blocks_total` by result and `misses_total` by reason, for each tier, as far as there are any."""
+        """Return for each tier `blocks_total` by result, `misses_total` by reason and `ghost_hits_total` by size."""
         with self._lock:
             return self._ledger.counted()
 

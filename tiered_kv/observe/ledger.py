@@ -11,6 +11,7 @@ import numpy as np
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.observe.fates import Fate, fate_of
+from tiered_kv.observe.ghosts import Ghosts
 from tiered_kv.observe.table import TICKS_PER_S, Entries, Fates, FateTable, Mask, hashes
 
 CPU: Final = 0
@@ -98,15 +99,24 @@ class Ledger:
         entries: Of the table, 8 bytes each.
         names: The names of all tiers, the primary one first.
         ttl_s: For each, how long it keeps a block; None where it does not expire.
+        blocks: For each, its capacity; None where it has none that is known.
         start_s: When time begins, in seconds of the history's clock.
     """
 
-    def __init__(self, entries: int, names: Sequence[str], ttl_s: Sequence[float | None], start_s: float) -> None:
+    def __init__(
+        self,
+        entries: int,
+        names: Sequence[str],
+        ttl_s: Sequence[float | None],
+        blocks: Sequence[int | None],
+        start_s: float,
+    ) -> None:
         self.table = FateTable(entries)
         self.ended: deque[EndedRequest] = deque(maxlen=REQUESTS_KEPT)
         """The last requests that have ended, the oldest first."""
         self.forgotten_keys = 0
         """Keys of requests that were forgotten before they ended."""
+        self._ghosts = [Ghosts(size) if size else None for size in blocks]
         self._numbers = {name: number for number, name in enumerate(names)}
         self._ttl_ticks = [None if ttl is None else int(ttl * TICKS_PER_S) for ttl in ttl_s]
         self._start_s = start_s
@@ -122,12 +132,14 @@ class Ledger:
     # Reading.
 
     def counted(self) -> list[dict[str, dict[str, int]]]:
-        """Return `blocks_total` by result and `misses_total` by reason, for each tier, as far as there are any."""
+        """Return for each tier `blocks_total` by result, `misses_total` by reason and `ghost_hits_total` by size."""
         counted: list[dict[str, dict[str, int]]] = []
-        for hits, misses in zip(self._hits.tolist(), self._misses, strict=True):
+        for hits, misses, ghosts in zip(self._hits.tolist(), self._misses, self._ghosts, strict=True):
             results = {"hit": hits, "miss": int(misses.sum())}
             shown = {result: count for result, count in results.items() if count}
             named = {"blocks_total": shown, "misses_total": _by_label(misses)}
+            if ghosts is not None:
+                named["ghost_hits_total"] = ghosts.counted()
             counted.append({name: counts for name, counts in named.items() if counts})
         return counted
 
@@ -161,6 +173,18 @@ class Ledger:
         tick = self._reset_ticks[tier] = self._tick(now_s)
         self.table.write(hashes(keys), tier, Fate.RESET, tick)
         self._least_tick = tick + 1
+        ghosts = self._ghosts[tier]
+        if ghosts is not None:
+            ghosts.reset()
+
+    def store(self, keys: Sequence[OffloadKey], _: float) -> None:
+        """Note blocks that the engine has computed and stored."""
+        self._use(hashes(keys))
+
+    def _use(self, digests: Entries) -> None:
+        for ghosts in self._ghosts:
+            if ghosts is not None:
+                ghosts.use(digests)
 
     def _tick(self, now_s: float) -> int:
         """Return the time of an entry. After a reset time goes on with the next tick, so that it separates entries."""
@@ -187,7 +211,8 @@ class Ledger:
     ) -> None:
         """Note which tiers brought the blocks that a request loads: those of `sources`, the primary one the others."""
         rows = np.zeros(len(keys), self._no_rows.dtype)
-        rows["digest"] = hashes(keys)
+        rows["digest"] = digests = hashes(keys)
+        self._use(digests)
         if sources:
             rows["fates"][:, 0] = [self._numbers.get(sources.get(key, ""), CPU) for key in keys]
         log.loaded = self._kept(log, log.loaded, rows)

@@ -203,7 +203,7 @@ class TieringOffloadingManager(OffloadingManager):
         if not success:
             self.primary.abandon(written)
         elif written:
-            self._observer.stored(len(written))
+            self._observer.stored(written)
             tiers = [tier for tier in self._tiers if tier not in request_level] if request_level else self._tiers
             self._cascade.commit(written, tiers, req_context)
         if self._audit is not None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from tiered_kv.base import OffloadingEvent, OffloadKey
+from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.observe.history import BlockHistory
 from tiered_kv.observe.ledger import CPU
@@ -103,10 +104,12 @@ class Observer:
         self._loaded_blocks += len(keys)
         self._restored.add(keys)
 
-    def stored(self, num_blocks: int) -> None:
-        """Count blocks that the engine has stored, once the history knows who missed them before."""
+    def stored(self, blocks: Sequence[CPUBlock]) -> None:
+        """Count and note blocks that the engine has stored, once the history knows who missed them before."""
         self.report()
-        self.stored_blocks += num_blocks
+        self.stored_blocks += len(blocks)
+        if self._history is not None:
+            self._history.stored([block.key for block in blocks])
 
     def settle(self) -> None:
         """Wait until the history has taken what was noted."""
