@@ -103,8 +103,6 @@ def check_round_trip(name: str) -> None:
     assert backend.batch_get_v1(hashes(2, start=COUNT - 1), slots(pool, [20, 21])) == [True, False]
     backend.clear()
     assert backend.batch_exists(hashes(COUNT)) == 0
-    stats = backend.get_stats()
-    assert (stats.prefetch_pgs, backend.get_stats().prefetch_pgs) == ([COUNT, 1], [])
     backend.close()
 
 
@@ -214,6 +212,29 @@ def check_ranks_of_latent_attention_share() -> None:
     alone = opened(shared("mla"), pools[1], is_mla_model=True)
     assert alone.batch_exists(hashes(COUNT)) == COUNT
     for backend in (first, second, alone):
+        backend.close()
+
+
+def check_a_draft_model_that_only_one_rank_would_store_is_refused() -> None:
+    """SGLang stores it on the first rank, where it has the first rank's heads; without it nothing would be found."""
+    draft = {"draft": mha_pool("page_first", layers=1)}
+    message = refusal(lambda: opened(shared("draft"), mla_pool("page_first"), draft, is_mla_model=True, tp_size=2))
+    assert "'draft'" in message, message
+    assert "on the first of 2 tensor parallel ranks" in message, message
+    opened(shared("draft"), mla_pool("page_first"), draft, is_mla_model=True).close()
+    replicated = {"draft": mla_pool("page_first")}
+    opened(shared("draft"), mla_pool("page_first"), replicated, is_mla_model=True, tp_size=2).close()
+
+
+def check_what_is_measured_is_what_sglang_asks_for() -> None:
+    """SGLang takes measurements with its metrics alone; without them none may pile up."""
+    pool = mha_pool("page_first")
+    for is_asked, expected in ((False, []), (True, [COUNT])):
+        backend = opened(nvme("measured"), pool, enable_storage_metrics=is_asked)
+        backend.batch_set_v1(hashes(COUNT), slots(pool, range(COUNT)))
+        stats = backend.get_stats()
+        assert (stats.backup_pgs, len(stats.backup_bandwidth)) == (expected, len(expected))
+        assert backend.get_stats().backup_pgs == []
         backend.close()
 
 

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal
 
@@ -182,10 +182,15 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
 
     def clear(self) -> None:
         """Forget every page in every tier, also of other engines that share it."""
-        self._for_each(DirectTiers.reset)
+        for opened in self._tiers.values():
+            for _, tiers in opened:
+                tiers.reset()
 
     def get_stats(self) -> StorageMetrics:
-        """Return how many pages went each way since the last call, by call, and how fast, in GB/s."""
+        """Return how many pages went each way since the last call, by call, and how fast, in GB/s.
+
+        Nothing is measured where SGLang does not ask, because its metrics are off.
+        """
         with self._metrics_lock:
             taken, self._metrics = self._metrics, StorageMetrics()
         return taken
@@ -206,11 +211,6 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
                 _kept.append(self._pools[name])
         self._tiers = {}
 
-    def _for_each(self, method: Callable[[DirectTiers], object]) -> None:
-        for opened in self._tiers.values():
-            for _, tiers in opened:
-                method(tiers)
-
     # SGLang's threads.
 
     def _move(
@@ -223,6 +223,8 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
             return [False] * len(keys)
         began_s = time.perf_counter()
         moved = self._run(method, name, keys, host_indices)
+        if not self._config.enable_storage_metrics:
+            return moved
         gigabytes = sum(moved) * sum(pool.sizes) / 1e9
         with self._metrics_lock:
             metrics = self._metrics
