@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any, Literal
 
@@ -240,43 +241,24 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
     def _run(self, method: str, name: str, keys: Sequence[str], host_indices: torch.Tensor | None = None) -> list[bool]:
         """Call a method of the tiers of each size at once, wait for all, and return for each page whether all did."""
         self._is_used = True
-        whole = [True] * len(keys)
         opened = self._tiers.get(str(name))
         if opened is None:
             return [False] * len(keys)
-        pool = self._pools[str(name)]
-        waiting: list[tuple[int, threading.Event, list[list[bool]]]] = []
+        pool, whole = self._pools[str(name)], [True] * len(keys)
+        waiting: list[tuple[int, Future[list[bool]]]] = []
         try:
             for parts, tiers in opened:
-                waiting.append(self._begin(pool, parts, tiers, method, keys, host_indices))
+                arguments: list[Any] = [pool.keys(parts, keys)]
+                if host_indices is not None:
+                    arguments.append(pool.offsets(parts, host_indices))
+                told: Future[list[bool]] = Future()
+                getattr(tiers, method)(*arguments, told.set_result)
+                waiting.append((len(parts.numbers), told))
         finally:  # whatever was raised, nothing may touch the pages any more
-            for count, came, told in waiting:
-                came.wait()
-                for place, answer in enumerate(told[0]):
+            for count, told in waiting:
+                for place, answer in enumerate(told.result()):
                     whole[place // count] &= answer
         return whole
-
-    def _begin(
-        self,
-        pool: PagePool,
-        parts: Parts,
-        tiers: DirectTiers,
-        method: str,
-        keys: Sequence[str],
-        host_indices: torch.Tensor | None,
-    ) -> tuple[int, threading.Event, list[list[bool]]]:
-        came = threading.Event()
-        told: list[list[bool]] = []
-
-        def note(answers: list[bool]) -> None:
-            told.append(answers)
-            came.set()
-
-        arguments: list[Any] = [pool.keys(parts, keys)]
-        if host_indices is not None:
-            arguments.append(pool.offsets(parts, host_indices))
-        getattr(tiers, method)(*arguments, note)
-        return len(parts.numbers), came, told
 
 
 def _prefix(answers: Sequence[bool]) -> int:
