@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 # The parts have set the variables that SGLang reads.
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolHitPolicy, PoolName, PoolTransfer
@@ -39,8 +40,10 @@ from tests.integrations.sglang_program_parts import (
     storage_config,
 )
 from tiered_kv.counters import count_of
+from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import ConfigError, TierBusyError
 from tiered_kv.integrations.sglang.backend import TieredKVHiCache
+from tiered_kv.testing.waiting import wait_until
 
 DIRECTORY = Path(sys.argv[1])
 COUNT = 6
@@ -319,6 +322,26 @@ def check_settings_are_checked() -> None:
         assert says in message, (says, message)
     os.environ["A_CAPACITY"] = "64MiB"
     opened(nvme("variables", capacity="${A_CAPACITY}"), pool).close()
+
+
+def check_a_load_that_hangs_costs_hits_only() -> None:
+    """Requests wait for what is found. So nothing is, until the load has returned; its pages are SGLang's then."""
+    pool = mha_pool("page_first")
+    backend = opened(nvme("hanging", job_timeout="0.1s"), pool)
+    backend.batch_set_v1(hashes(COUNT), slots(pool, range(COUNT)))
+    held: list[Callable[[list[bool]], None]] = []
+    answers: list[list[bool]] = []
+    load = partial(backend.batch_get_v1, hashes(1), slots(pool, [10]))
+    thread = threading.Thread(target=lambda: answers.append(load()), daemon=True)
+    with mock.patch.object(DirectTiers, "load", lambda tiers, keys, offsets, on_done: held.append(on_done)):
+        thread.start()
+        wait_until(lambda: bool(held) and backend.batch_exists(hashes(COUNT)) == 0)
+    assert answers == []
+    held[0]([True, True])
+    thread.join()
+    assert answers == [[True]]
+    assert backend.batch_exists(hashes(COUNT)) == COUNT
+    backend.close()
 
 
 def check_three_threads() -> None:

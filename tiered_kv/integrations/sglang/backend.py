@@ -8,6 +8,7 @@ scheduler's thread's.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -65,6 +66,9 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
         self._tiers: dict[str, list[tuple[Parts, DirectTiers]]] = {}
         """Of each pool, by its name."""
         self._is_used = False
+        self._load_s_max = sum(tier.job_timeout for tier in self._settings.tiers)
+        self._load_until_s = math.inf
+        """When the load that runs should have ended. SGLang has one thread for loads."""
         self._metrics = StorageMetrics()
         self._metrics_lock = threading.Lock()
 
@@ -118,6 +122,8 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
     # Plain models.
 
     def batch_exists(self, keys: list[str], extra_info: object = None) -> int:
+        if time.monotonic() > self._load_until_s:
+            return 0  # a load hangs, and a request that finds pages would wait for one behind it
         return _prefix(self._run("contains", PoolName.KV, keys))
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: object = None) -> list[bool]:
@@ -246,6 +252,8 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
             return [False] * len(keys)
         pool, whole = self._pools[str(name)], [True] * len(keys)
         waiting: list[tuple[int, Future[list[bool]]]] = []
+        if method == "load":
+            self._load_until_s = time.monotonic() + self._load_s_max
         try:
             for parts, tiers in opened:
                 arguments: list[Any] = [pool.keys(parts, keys)]
@@ -258,6 +266,8 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
             for count, told in waiting:
                 for place, answer in enumerate(told.result()):
                     whole[place // count] &= answer
+            if method == "load":
+                self._load_until_s = math.inf
         return whole
 
 
