@@ -101,6 +101,17 @@ def in_effect(section: str, **values: object) -> dict[str, dict[str, object]]:
     return {section: values}
 
 
+def write_scales(_: Path) -> None:
+    (DIRECTORY / "scales.json").write_text('{"scale": 1.0}')
+
+
+def rewrite_scales(_: Path) -> None:
+    (DIRECTORY / "scales.json").write_text('{"scale": 2.0}')
+
+
+SCALES = in_effect("model", quantization_param_path=str(DIRECTORY / "scales.json"))
+PUSHED = in_effect("model", checkpoint_engine_wait_weights_before_ready=True)
+
 COUNTS: dict[str, Engine] = {
     "model": Engine(said={"model": "another"}),
     "rope theta": Engine(files=config(rope_parameters={"rope_type": "default", "rope_theta": 12345.0})),
@@ -117,12 +128,17 @@ COUNTS: dict[str, Engine] = {
     ),
     "model implementation": Engine(settings=in_effect("model", model_impl="transformers")),
     "quantization": Engine(settings=in_effect("model", quantization="w8a8_int8")),
+    "another package of models": Engine(variables={"SGLANG_EXTERNAL_MODEL_PACKAGE": "models"}),
+    "hooks": Engine(settings=in_effect("observability", forward_hooks=[{"hook_factory": "steering:hook"}])),
     "quantized backend": Engine(settings=in_effect("exec.kernel", fp8_gemm_runner_backend="triton")),
     "experts": Engine(settings=in_effect("exec.moe", moe_runner_backend="triton")),
     "variables of quantization": Engine(variables={"SGLANG_INT4_WEIGHT": "1"}),
     "model dtype": Engine(arguments={"dtype": "bfloat16"}),
     "kv cache dtype": Engine(settings=in_effect("model", kv_cache_dtype="fp8_e5m2")),
-    "scales of the kv cache": Engine(settings=in_effect("model", quantization_param_path="/scales.json")),
+    "scales of the kv cache": Engine(files=write_scales, settings=SCALES),
+    "other scales in the same file": Engine("scales of the kv cache", files=rewrite_scales, settings=SCALES),
+    "weights of experts on the CPU": Engine(settings=in_effect("exec.moe", kt_weight_path="/experts")),
+    "state of a quantizer": Engine(settings=in_effect("model", modelopt_checkpoint_restore_path="/state.pt")),
     "weights replaced": Engine(files=flip_weights),
     "scales in a file": Engine(files=file("quantization.json", "{}")),
     "code beside the weights": Engine(files=file("modeling.py", "")),
@@ -132,6 +148,9 @@ COUNTS: dict[str, Engine] = {
     "refused: weights without a file": Engine(files=without_weights),
     "weights without a file, said": Engine(files=without_weights, said={"revision": "1"}),
     "refused: weights from elsewhere": Engine(settings=in_effect("model", load_format="remote")),
+    "refused: weights that come later": Engine(settings=PUSHED),
+    "refused: weights that come later, dummy until then": Engine(arguments={"load_format": "dummy"}, settings=PUSHED),
+    "version of the weights": Engine(settings=in_effect("serving", weight_version="2")),
     "revision said": Engine(said={"revision": "1"}),
     "tenant": Engine(said={"tenant": "another"}),
     "extra": Engine(said={"extra": {"name": "value"}}),
@@ -148,6 +167,8 @@ COUNTS: dict[str, Engine] = {
     "attention backend": Engine(settings=in_effect("exec.kernel", attention_backend="triton")),
     "variables of attention": Engine(variables={"SGLANG_AITER_KV_CACHE_LAYOUT": "hnd"}),
     "mamba types": Engine(settings=in_effect("exec.mamba", mamba_ssm_dtype="bfloat16")),
+    "order of heads and tokens": Engine(variables={"SGLANG_USE_HND_KVCACHE": "1"}),
+    "approximate attention": Engine(variables={"SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR": "8"}),
     "kernel libraries": Engine(patches={"installed_versions": lambda packages: "sgl-kernel 99"}),
     "platform": Engine(patches={"_platform": lambda: "cuda 9.0"}),
     "sglang version": Engine(patches={"sglang": SimpleNamespace(__version__="0.5.24")}),
@@ -166,6 +187,15 @@ COUNTS: dict[str, Engine] = {
         "speculation",
         settings=in_effect("spec", speculative_algorithm="EAGLE", speculative_draft_model_path=str(MODEL)),
         patches={"model_path": lambda: "the target"},
+    ),
+    "revision of a draft model beside the target": Engine(
+        "speculation",
+        settings=in_effect(
+            "spec",
+            speculative_algorithm="EAGLE",
+            speculative_draft_model_path=str(MODEL),
+            speculative_draft_model_revision="another",
+        ),
     ),
     "multimodal processing": Engine(settings=in_effect("mm", disable_fast_image_processor=True)),
 }

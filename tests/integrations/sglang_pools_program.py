@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 # The parts have set the variables that SGLang reads.
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolHitPolicy, PoolName, PoolTransfer
@@ -39,8 +40,10 @@ from tests.integrations.sglang_program_parts import (
     storage_config,
 )
 from tiered_kv.counters import count_of
+from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import ConfigError, TierBusyError
 from tiered_kv.integrations.sglang.backend import TieredKVHiCache
+from tiered_kv.testing.waiting import wait_until
 
 DIRECTORY = Path(sys.argv[1])
 COUNT = 6
@@ -103,8 +106,6 @@ def check_round_trip(name: str) -> None:
     assert backend.batch_get_v1(hashes(2, start=COUNT - 1), slots(pool, [20, 21])) == [True, False]
     backend.clear()
     assert backend.batch_exists(hashes(COUNT)) == 0
-    stats = backend.get_stats()
-    assert (stats.prefetch_pgs, backend.get_stats().prefetch_pgs) == ([COUNT, 1], [])
     backend.close()
 
 
@@ -217,6 +218,29 @@ def check_ranks_of_latent_attention_share() -> None:
         backend.close()
 
 
+def check_a_draft_model_that_only_one_rank_would_store_is_refused() -> None:
+    """SGLang stores it on the first rank, where it has the first rank's heads; without it nothing would be found."""
+    draft = {"draft": mha_pool("page_first", layers=1)}
+    message = refusal(lambda: opened(shared("draft"), mla_pool("page_first"), draft, is_mla_model=True, tp_size=2))
+    assert "'draft'" in message, message
+    assert "on the first of 2 tensor parallel ranks" in message, message
+    opened(shared("draft"), mla_pool("page_first"), draft, is_mla_model=True).close()
+    replicated = {"draft": mla_pool("page_first")}
+    opened(shared("draft"), mla_pool("page_first"), replicated, is_mla_model=True, tp_size=2).close()
+
+
+def check_what_is_measured_is_what_sglang_asks_for() -> None:
+    """SGLang takes measurements with its metrics alone; without them none may pile up."""
+    pool = mha_pool("page_first")
+    for is_asked, expected in ((False, []), (True, [COUNT])):
+        backend = opened(nvme("measured"), pool, enable_storage_metrics=is_asked)
+        backend.batch_set_v1(hashes(COUNT), slots(pool, range(COUNT)))
+        stats = backend.get_stats()
+        assert (stats.backup_pgs, len(stats.backup_bandwidth)) == (expected, len(expected))
+        assert backend.get_stats().backup_pgs == []
+        backend.close()
+
+
 def check_ranks_that_have_parts_share_nothing() -> None:
     pool = mha_pool("page_first")
     fill(pool)
@@ -298,6 +322,26 @@ def check_settings_are_checked() -> None:
         assert says in message, (says, message)
     os.environ["A_CAPACITY"] = "64MiB"
     opened(nvme("variables", capacity="${A_CAPACITY}"), pool).close()
+
+
+def check_a_load_that_hangs_costs_hits_only() -> None:
+    """Requests wait for what is found. So nothing is, until the load has returned; its pages are SGLang's then."""
+    pool = mha_pool("page_first")
+    backend = opened(nvme("hanging", job_timeout="0.1s"), pool)
+    backend.batch_set_v1(hashes(COUNT), slots(pool, range(COUNT)))
+    held: list[Callable[[list[bool]], None]] = []
+    answers: list[list[bool]] = []
+    load = partial(backend.batch_get_v1, hashes(1), slots(pool, [10]))
+    thread = threading.Thread(target=lambda: answers.append(load()), daemon=True)
+    with mock.patch.object(DirectTiers, "load", lambda tiers, keys, offsets, on_done: held.append(on_done)):
+        thread.start()
+        wait_until(lambda: bool(held) and backend.batch_exists(hashes(COUNT)) == 0)
+    assert answers == []
+    held[0]([True, True])
+    thread.join()
+    assert answers == [[True]]
+    assert backend.batch_exists(hashes(COUNT)) == COUNT
+    backend.close()
 
 
 def check_three_threads() -> None:

@@ -41,7 +41,7 @@ def test_the_tested_version_is_taken(tmp_path: Path, version: str) -> None:
     assert import_with(tmp_path, version) == f"imported {version}"
 
 
-@pytest.mark.parametrize("version", ["0.5.22", "0.5.24", "0.6.0", "dev"])
+@pytest.mark.parametrize("version", ["0.5.22", "0.5.23.dev3", "0.5.23.post1", "0.5.24", "0.6.0", "dev"])
 def test_an_untested_version_is_a_clear_error(tmp_path: Path, version: str) -> None:
     message = import_with(tmp_path, version)
     assert message.startswith(f"SGLang {version} is installed")

@@ -21,7 +21,7 @@ _SAMPLE_BYTES = 4096
 
 
 def files_digest(model: str) -> str | None:
-    """Return 32 hexadecimal digits for the weights in a directory or a file, or None where no file has them.
+    """Return 32 hexadecimal digits for the weights in a directory, or for a file; None where there are none.
 
     Names and sizes count, of each file 16 pages of 4 KiB and more, spread evenly, and of all some 4,096. So other
     weights show, and a change of a few values does not. Times do not count: a copy on another machine is the same.
@@ -31,9 +31,9 @@ def files_digest(model: str) -> str | None:
         files = [path]
     elif path.is_dir():
         files = sorted(each for each in path.iterdir() if _counts(each))
+        if not any(each.suffix in _SUFFIXES for each in files):
+            return None
     else:
-        return None
-    if not any(each.suffix in _SUFFIXES for each in files):
         return None
     samples = max(_SAMPLES_PER_FILE_MIN, _SAMPLES // len(files))
     digest = xxhash.xxh3_128()

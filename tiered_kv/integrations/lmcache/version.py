@@ -10,5 +10,5 @@ TESTED_VERSIONS = ("0.5.6",)
 ANY_VERSION_VARIABLE = "TIERED_KV_ANY_LMCACHE"
 """Set to 1 in the environment, it lets an untested version through."""
 
-LMCACHE_VERSION = checked_version("lmcache", "LMCache", TESTED_VERSIONS, ANY_VERSION_VARIABLE, parts=3)
+LMCACHE_VERSION = checked_version("lmcache", "LMCache", TESTED_VERSIONS, ANY_VERSION_VARIABLE, parts=4)
 """The version that is installed."""

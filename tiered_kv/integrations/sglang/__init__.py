@@ -25,7 +25,7 @@ TESTED_VERSIONS = ("0.5.23",)
 ANY_VERSION_VARIABLE = "TIERED_KV_ANY_SGLANG"
 """Set to 1 in the environment, it lets an untested version through."""
 
-SGLANG_VERSION = checked_version("sglang", "SGLang", TESTED_VERSIONS, ANY_VERSION_VARIABLE, parts=3)
+SGLANG_VERSION = checked_version("sglang", "SGLang", TESTED_VERSIONS, ANY_VERSION_VARIABLE, parts=4)
 """The version that is installed."""
 
 

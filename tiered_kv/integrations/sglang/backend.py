@@ -8,10 +8,12 @@ scheduler's thread's.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any, Literal
 
@@ -64,6 +66,9 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
         self._tiers: dict[str, list[tuple[Parts, DirectTiers]]] = {}
         """Of each pool, by its name."""
         self._is_used = False
+        self._load_s_max = sum(tier.job_timeout for tier in self._settings.tiers)
+        self._load_until_s = math.inf
+        """When the load that runs should have ended. SGLang has one thread for loads."""
         self._metrics = StorageMetrics()
         self._metrics_lock = threading.Lock()
 
@@ -117,6 +122,8 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
     # Plain models.
 
     def batch_exists(self, keys: list[str], extra_info: object = None) -> int:
+        if time.monotonic() > self._load_until_s:
+            return 0  # a load hangs, and a request that finds pages would wait for one behind it
         return _prefix(self._run("contains", PoolName.KV, keys))
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: object = None) -> list[bool]:
@@ -182,10 +189,15 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
 
     def clear(self) -> None:
         """Forget every page in every tier, also of other engines that share it."""
-        self._for_each(DirectTiers.reset)
+        for opened in self._tiers.values():
+            for _, tiers in opened:
+                tiers.reset()
 
     def get_stats(self) -> StorageMetrics:
-        """Return how many pages went each way since the last call, by call, and how fast, in GB/s."""
+        """Return how many pages went each way since the last call, by call, and how fast, in GB/s.
+
+        Nothing is measured where SGLang does not ask, because its metrics are off.
+        """
         with self._metrics_lock:
             taken, self._metrics = self._metrics, StorageMetrics()
         return taken
@@ -206,11 +218,6 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
                 _kept.append(self._pools[name])
         self._tiers = {}
 
-    def _for_each(self, method: Callable[[DirectTiers], object]) -> None:
-        for opened in self._tiers.values():
-            for _, tiers in opened:
-                method(tiers)
-
     # SGLang's threads.
 
     def _move(
@@ -223,6 +230,8 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
             return [False] * len(keys)
         began_s = time.perf_counter()
         moved = self._run(method, name, keys, host_indices)
+        if not self._config.enable_storage_metrics:
+            return moved
         gigabytes = sum(moved) * sum(pool.sizes) / 1e9
         with self._metrics_lock:
             metrics = self._metrics
@@ -238,43 +247,28 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
     def _run(self, method: str, name: str, keys: Sequence[str], host_indices: torch.Tensor | None = None) -> list[bool]:
         """Call a method of the tiers of each size at once, wait for all, and return for each page whether all did."""
         self._is_used = True
-        whole = [True] * len(keys)
         opened = self._tiers.get(str(name))
         if opened is None:
             return [False] * len(keys)
-        pool = self._pools[str(name)]
-        waiting: list[tuple[int, threading.Event, list[list[bool]]]] = []
+        pool, whole = self._pools[str(name)], [True] * len(keys)
+        waiting: list[tuple[int, Future[list[bool]]]] = []
+        if method == "load":
+            self._load_until_s = time.monotonic() + self._load_s_max
         try:
             for parts, tiers in opened:
-                waiting.append(self._begin(pool, parts, tiers, method, keys, host_indices))
+                arguments: list[Any] = [pool.keys(parts, keys)]
+                if host_indices is not None:
+                    arguments.append(pool.offsets(parts, host_indices))
+                told: Future[list[bool]] = Future()
+                getattr(tiers, method)(*arguments, told.set_result)
+                waiting.append((len(parts.numbers), told))
         finally:  # whatever was raised, nothing may touch the pages any more
-            for count, came, told in waiting:
-                came.wait()
-                for place, answer in enumerate(told[0]):
+            for count, told in waiting:
+                for place, answer in enumerate(told.result()):
                     whole[place // count] &= answer
+            if method == "load":
+                self._load_until_s = math.inf
         return whole
-
-    def _begin(
-        self,
-        pool: PagePool,
-        parts: Parts,
-        tiers: DirectTiers,
-        method: str,
-        keys: Sequence[str],
-        host_indices: torch.Tensor | None,
-    ) -> tuple[int, threading.Event, list[list[bool]]]:
-        came = threading.Event()
-        told: list[list[bool]] = []
-
-        def note(answers: list[bool]) -> None:
-            told.append(answers)
-            came.set()
-
-        arguments: list[Any] = [pool.keys(parts, keys)]
-        if host_indices is not None:
-            arguments.append(pool.offsets(parts, host_indices))
-        getattr(tiers, method)(*arguments, note)
-        return len(parts.numbers), came, told
 
 
 def _prefix(answers: Sequence[bool]) -> int:

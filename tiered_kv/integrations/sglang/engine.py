@@ -33,7 +33,7 @@ transfers; and about adapters, which `_demand` covers. What they change in a pag
 _IRRELEVANT = re.compile(
     # The model's origin and length, which `_weights` and `_model` have; how its files are read.
     "model_path|revision|load_format|context_length|is_embedding|json_model_override_args|dtype|decrypted_.*|"
-    "modelopt_.*_path|startup_weight_load_mode|weight_loader_.*|remote_instance_.*|engine_info_.*|modelexpress_config|"
+    "modelopt_.*_save_path|modelopt_export_path|startup_weight_load_mode|weight_loader_.*|remote_instance_.*|engine_info_.*|modelexpress_config|"
     "download_dir|model_checksum|delete_ckpt_after_loading|checkpoint_engine_.*|weight_cache_.*|model_loader_extra_config|"
     # What is done with logits and hidden states, and with tokens, which the hashes cover.
     "enable_fp32_lm_head|enable_custom_logit_processor|.*watermark.*|.*return_.*|aux_hidden_state_capture|sampling_.*|"
@@ -43,7 +43,7 @@ _IRRELEVANT = re.compile(
     ".*flashinfer_autotune.*|enable_layerwise_nvtx_marker|enable_nccl_nvls|enable_symm_mem|enable_torch_symm_mem|"
     "disable_custom_all_reduce|enable_mscclpp|pre_warm_nccl|ep_num_redundant_experts|init_expert_location|.*eplb.*|"
     "expert_distribution_.*|expert_balancedness_.*|.*elastic_e.*|mooncake_ib_device|ep_join_mode|is_ep_.*|cpu_offload_gb|"
-    "offload_.*|ple_offload_.*|kt_weight_path|kt_cpuinfer|kt_threadpool_count|paged_experts_num_resident|"
+    "offload_.*|ple_offload_.*|kt_cpuinfer|kt_threadpool_count|paged_experts_num_resident|"
     # Images: how many at a time, from where, by whom.
     "mm_.*_worker_num|allowed_media_domains|media_url_.*|mm_preprocess_cache_.*|limit_mm_.*|.*mm_global_cache.*|"
     "mm_feature_transport|enable_broadcast_mm_.*|enable_prefix_mm_cache|"
@@ -54,14 +54,19 @@ _IRRELEVANT = re.compile(
 )
 """Settings within those sections that do not count."""
 
-_PARALLEL = (
+_OTHERS = (
+    "forward_hooks",
+    "weight_version",
     "cp_strategy",
     "enable_prefill_cp",
     "enable_cp_tp_group_sharing",
     "enable_dsa_cache_layer_split",
     "enable_kv_cache_sharding",
 )
-"""What counts of `parallel` beside the sizes, which HiCache tells; the rest places processes."""
+"""What counts of other sections. Hooks may change what layers compute; HiCache tells the sizes of `parallel`."""
+
+_FILES = ("quantization_param_path", "kt_weight_path", "modelopt_checkpoint_restore_path")
+"""Settings that name files beside the model's, of which the content counts: scales, and weights."""
 
 _FILE_FORMATS = frozenset({"auto", "safetensors", "pt", "npcache", "mistral", "fastsafetensors", "runai_streamer"})
 """Load formats that read the files of the model's directory or repository."""
@@ -69,9 +74,11 @@ _FILE_FORMATS = frozenset({"auto", "safetensors", "pt", "npcache", "mistral", "f
 _PACKAGES = ("sgl-kernel", "sglang-kernel", "flashinfer-python", "flash-attn", "flash-attn-4", "amd-aiter", "aiter")
 
 _VARIABLES = re.compile(
-    "ATTN|ATTENTION|AITER|MLA|LAYOUT|KV_CACHE|SSM|MAMBA|GDN|QUANT|DTYPE|PRECISION|FP8|FP4|INT8|INT4|BF16|E8M0|ROUT|DSV4|DSA"
+    "ATTN|ATTENTION|AITER|MLA|LAYOUT|KV|SSM|MAMBA|GDN|QUANT|DTYPE|PRECISION|FP8|FP4|FP32|F16|INT8|INT4|W4A|E8M0|ROUT|DSV4|"
+    "DSA|MSA|ROPE|SOFTMAX|DENSE|SPARSE|TOPK|IMAGE|RESAMPLE|EXTERNAL|PLUGINS"
 )
-"""Those of SGLang's environment variables that choose how a page is laid out, or in which type layers compute."""
+"""Those of SGLang's environment variables that choose how a page is laid out, how exactly and in which type layers
+compute, how images are processed, and whose code it is."""
 
 
 def model_path() -> str:
@@ -92,10 +99,11 @@ def engine_facts(said: NamespaceSaid) -> dict[str, str]:
     for name, path in sorted(sections_of(ServerArgs).items()):
         section = path.partition(".")[0]
         counts = section in _SECTIONS and not _IRRELEVANT.fullmatch(name)
-        if (counts and (section != "spec" or is_drafting)) or name in _PARALLEL:
+        if (counts and (section != "spec" or is_drafting)) or name in _OTHERS:
             values = sections.setdefault(section, {})
             assert isinstance(values, dict)
-            values[name] = _value(name, path)
+            value = _value(name, path)
+            values[name] = (files_digest(str(value)) or value) if value and name in _FILES else value
     sections["variables"] = {
         name: value
         for name, value in sorted(os.environ.items())
@@ -152,9 +160,9 @@ def _has_draft() -> bool:
 
 def _draft_weights(said: NamespaceSaid) -> dict[str, str]:
     path = _value("speculative_draft_model_path", "spec")
-    if path is None or path == model_path():
-        return {}
     revision = _value("speculative_draft_model_revision", "spec")
+    if path is None or (path, revision) == (model_path(), _value("revision", "model")):
+        return {}
     config = ModelConfig.from_server_args(
         get_server_args(), model_path=str(path), model_revision=revision, is_draft_model=True
     )
@@ -163,9 +171,10 @@ def _draft_weights(said: NamespaceSaid) -> dict[str, str]:
 
 
 def _weights(config: ModelConfig, load_format: str, said: NamespaceSaid) -> str:
-    if load_format == "dummy":
+    comes_later = _value("checkpoint_engine_wait_weights_before_ready", "model")
+    if load_format == "dummy" and not comes_later:
         return f"dummy {get_device().random_seed}"
-    if load_format in _FILE_FORMATS and not _value("custom_weight_loader", "model"):
+    if load_format in _FILE_FORMATS and not comes_later and not _value("custom_weight_loader", "model"):
         digest = files_digest(config.model_path)
         if digest is not None:
             return f"files {digest} {load_format}"

@@ -60,7 +60,7 @@ def namespace_of(
     """Return the namespace of a host pool's pages; the size of a part is not in it yet.
 
     Raises:
-        ConfigError: The user's part of it cannot be used.
+        ConfigError: The user's part of it cannot be used, or the ranks cannot have the pool's pages.
     """
     said = settings.namespace
     told = {
@@ -94,9 +94,18 @@ def _parallel(name: str, pool: Any, config: HiCacheStorageConfig) -> Parallel:  
     """Return the part of the model that a pool has.
 
     Replicas of a pool within the tensor parallel group are one part: SGLang stores them once. That is so in models with
-    latent attention, but for states, and for the pools of draft models with other attention.
+    latent attention, but for states.
+
+    Raises:
+        ConfigError: SGLang stores the pool once, and the ranks' parts of it differ.
     """
-    is_replicated = config.is_mla_model and name != PoolName.MAMBA and not isinstance(pool, MHATokenToKVPoolHost)
+    is_replicated = config.is_mla_model and name != PoolName.MAMBA
+    if is_replicated and config.tp_size > 1 and isinstance(pool, MHATokenToKVPoolHost):
+        raise ConfigError(
+            f"SGLang stores the host pool '{name}' on the first of {config.tp_size} tensor parallel ranks, and each "
+            "rank has other heads in it: the others would find nothing. Use a draft model with latent attention, or no "
+            "storage backend"
+        )
     tensor, tensor_rank = (1, 0) if is_replicated else (config.tp_size, config.tp_rank)
     rank = (config.pp_rank * config.attn_cp_size + config.attn_cp_rank) * tensor + tensor_rank
     return Parallel(tensor=tensor, pipeline=config.pp_size, prefill_context=config.attn_cp_size, rank=rank)

@@ -63,7 +63,7 @@ class PagePool:
 
     def __init__(self, name: str, pool: Any) -> None:
         self.name, self.pool = name, pool
-        self.page_slots = int(pool.page_size) * int(getattr(pool, "dcp_size", 1))
+        self.page_slots = int(pool.page_size)
         """Indices of SGLang's that a page takes."""
         self.tensors = _tensors_of(pool)
         """The pool's memory, kept from being freed."""
