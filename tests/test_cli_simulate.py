@@ -86,9 +86,10 @@ def test_policies_of_the_built_in_chats_for_people(simulate: Simulate) -> None:
 
 
 def test_a_sample_shows_its_error(simulate: Simulate) -> None:
-    (result,) = simulate.json("--policy", "arc", "--capacity", "1000", "--sample", "0.2", "--chats", "120")["results"]
+    sampled = ["--policy", "arc", "--capacity", "1500", "--sample", "0.5"]
+    (result,) = simulate.json(*sampled)["results"]
     assert 0 < result["error"] < 0.2
-    assert "±" in simulate.out("--policy", "arc", "--capacity", "1000", "--sample", "0.2", "--chats", "120")
+    assert "±" in simulate.out(*sampled)
 
 
 def test_a_stack_is_simulated_and_not_opened(simulate: Simulate, stack: str, tmp_path: Path) -> None:

@@ -123,11 +123,11 @@ def test_a_sample_is_off_by_no_more_than_its_error() -> None:
     assert abs(sampled.hit_rate - whole.hit_rate) <= sampled.error < 0.02
 
 
-def test_a_sample_that_says_nothing_is_an_error() -> None:
+def test_a_sample_without_a_session_is_an_error_and_one_that_leaves_little_room_is_not_used() -> None:
     with pytest.raises(ConfigError, match="no session"):
         draw(SMALL_REQUESTS, 1e-9)
-    with pytest.raises(ConfigError, match="take a larger one"):
-        draw(BUILT_IN, 0.25).capacity(30)
+    sample, curve = draw(SMALL_REQUESTS, 0.5), hit_curve(SMALL_REQUESTS)
+    assert hit_rate("arc", 100, SMALL_REQUESTS, curve, sample) == hit_rate("arc", 100, SMALL_REQUESTS, curve)
 
 
 # Stacks.

@@ -42,19 +42,19 @@ def hit_rate(
         capacity_blocks: Blocks that the primary tier holds.
         requests: In order; each ends before the next one begins.
         curve: What LRU hits of them: every policy does where there is room for all blocks.
-        sample: Some of their sessions, to run these alone; None to run all requests.
+        sample: Some of their sessions, to run these alone where that leaves enough room; None to run all requests.
         on_progress: Called with the number of requests that began.
 
     Raises:
-        ConfigError: There is no such policy, or the sample is too small.
+        ConfigError: There is no such policy.
     """
     if policy == "lru" or capacity_blocks >= curve.distinct_blocks:
         return HitRate(policy, capacity_blocks, round(curve.rate(capacity_blocks), 6))
-    if sample is None:
+    blocks = 0 if sample is None else sample.capacity(capacity_blocks)
+    if sample is None or not blocks:
         return HitRate(policy, capacity_blocks, _run(policy, capacity_blocks, requests, on_progress).hit_rate)
     # LRU is known exactly, so what the sample says of LRU corrects what it says of the policy. The error is told
     # without that: it leaves room for what a small cache does differently, which no sample tells.
-    blocks = sample.capacity(capacity_blocks)
     hits = _run(policy, blocks, sample.requests, on_progress).request_hits
     of_lru = _run("lru", blocks, sample.requests).request_hits
     (rate, error), (lru_rate, _) = sample.estimate(hits), sample.estimate(of_lru)

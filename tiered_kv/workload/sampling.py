@@ -20,7 +20,8 @@ from tiered_kv.workload.request import Request
 _COMMON_REQUESTS_MIN = 50
 _COMMON_SHARE = 0.01
 """A block that more requests have, and more than this share of all, is no session's own."""
-_CAPACITY_MIN = 32
+_CAPACITY_MIN = 500
+"""A smaller cache behaves differently."""
 _SURE = 1.96
 """Standard errors to either side that hold the true value in 95 of 100 samples."""
 
@@ -42,19 +43,10 @@ class Sample:
     common_blocks: int
 
     def capacity(self, capacity_blocks: int) -> int:
-        """Return the capacity with which the sample stands for the trace with `capacity_blocks`.
-
-        Raises:
-            ConfigError: It is too small to say anything.
-        """
+        """Return the capacity with which the sample stands for the trace with `capacity_blocks`; 0 if it does not."""
         of_sessions = max(0, capacity_blocks - self.common_blocks)
         scaled = min(capacity_blocks, self.common_blocks) + round(self.rate * of_sessions)
-        if scaled < _CAPACITY_MIN:
-            raise ConfigError(
-                f"this sample would stand for {capacity_blocks:,} blocks by {scaled}: take a larger one",
-                location="--sample",
-            )
-        return scaled
+        return scaled if scaled >= _CAPACITY_MIN else 0
 
     def estimate(self, hits: Sequence[int]) -> tuple[float, float]:
         """Return the hit rate of the whole trace, and how far off that is at most, in 95 of 100 samples.
