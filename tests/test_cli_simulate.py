@@ -116,6 +116,7 @@ def test_servers_behind_a_router(simulate: Simulate, stack: str) -> None:
     (outcome,) = result["results"]
     assert [tier["storages"] for tier in outcome["tiers"].values()] == [3, 3, 1]
     assert outcome["busiest_share"] < 1
+    assert "of blocks on the busiest" in simulate.out(stack, *CHATS, "--servers", "3", "--router", "prefix")
 
 
 PRICES = "currency: EUR\ntiers:\n  cpu: {gib_month: 3}\n  redis: {gib_read: 0.01, thousand_writes: 0.005}\n"

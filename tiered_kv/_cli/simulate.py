@@ -144,7 +144,9 @@ def _simulate_stacks(
         print_json({**described, **asdict(fleet), "currency": prices.currency, "results": results})
     else:
         for outcome, bill in zip(outcomes, bills, strict=True):
-            print_table(*pages.tier_table(outcome), title=f"{args.stack}: {title}, {pages.name_of(outcome, config)}")
+            print_table(
+                *pages.tier_table(outcome), title=f"{args.stack}: {title}, {pages.name_of(outcome, config, fleet)}"
+            )
             if bill:
                 print_table(*pages.cost_table(bill, prices.currency))
     if reported is not None:

@@ -70,9 +70,12 @@ def cost_table(costs: Mapping[str, TierCost], currency: str) -> Table:
     return [f"{currency} a month", "storage", "traffic", "requests", "total"], rows
 
 
-def name_of(outcome: Outcome, config: StackConfig) -> str:
+def name_of(outcome: Outcome, config: StackConfig, fleet: Fleet) -> str:
     """Return what tells one of several simulations of a stack from the others."""
-    return f"{outcome.policy} with {rounded_bytes(outcome.capacity_blocks * config.block.bytes)}"
+    name = f"{outcome.policy} with {rounded_bytes(outcome.capacity_blocks * config.block.bytes)}"
+    if fleet.servers == 1:
+        return name
+    return f"{name} on each of {fleet.servers:,} servers, {outcome.busiest_share:.1%} of blocks on the busiest"
 
 
 def policy_page(run: Run, workload: str, requests: int, curve: HitCurve, rates: Sequence[HitRate]) -> str:
@@ -124,7 +127,7 @@ def stack_page(
     for outcome, bill in zip(outcomes, bills, strict=True):
         tables = [card(table(*tier_table(outcome))), *([card(table(*cost_table(bill, currency)))] if bill else [])]
         about = "Rates are averages over the time of the requests; 1 GB is 1e9 bytes."
-        sections.append(section(f"The tiers: {name_of(outcome, run.config)}", about, *tables))
+        sections.append(section(f"The tiers: {name_of(outcome, run.config, fleet)}", about, *tables))
     servers = counted(fleet.servers, "server")
     lede = (
         f"{counted(first.requests, 'request')} asked for {counted(first.blocks, 'block')} of "
@@ -133,7 +136,7 @@ def stack_page(
         "The manager is the real one; its tiers kept keys and no bytes."
     )
     best = max(outcomes, key=lambda outcome: outcome.hit_rate)
-    tiles = [tile(f"{100 * best.hit_rate:.1f}", "%", f"hits: {name_of(best, run.config)}")]
+    tiles = [tile(f"{100 * best.hit_rate:.1f}", "%", f"hits: {name_of(best, run.config, fleet)}")]
     return _page(run, f"{workload[:1].upper()}{workload[1:]} through {run.stack_name}", lede, tiles, sections)
 
 
