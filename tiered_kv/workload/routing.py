@@ -20,7 +20,8 @@ def routes(router: str, requests: Sequence[Request], servers: int) -> Iterator[i
 
     Args:
         router: One of `ROUTERS`. "sticky" gives a session to one server. "prefix" gives a request to the server that
-            had the longest part of its prompt before, if that is half of it, or to the one with the fewest blocks.
+            had the longest part of its prompt before, if that is half of it. Else the one with the fewest blocks gets
+            it.
         requests: In order.
         servers: How many there are.
 
