@@ -49,6 +49,7 @@ def on_a_terminal(*arguments: str) -> tuple[str, str]:
     [
         ("check", [], ["opening cpu"]),
         ("replay", ["--requests", "40"], ["opening the tiers", "40/40"]),
+        ("simulate", ["--requests", "40"], ["reading the requests", "40/40"]),
         ("bench", ["--blocks", "16"], ["measuring nvme", "3/3"]),
         ("purge", ["--yes"], ["looking into nvme"]),
     ],

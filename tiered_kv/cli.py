@@ -20,6 +20,7 @@ from tiered_kv.errors import TieredKVError
 _VERBS = {
     "check": "validate a stack's file, open every tier, show what each can do here",
     "replay": "drive real bytes through a stack by a request trace, and check every block that comes back",
+    "simulate": "say what policies, sizes and stacks would hit and cost, without moving a byte",
     "bench": "measure store and load throughput and lookup latency, tier by tier",
     "inspect": "show what each tier stores, by namespace, and check whether its blocks are sound",
     "purge": "remove the bytes of a namespace, or of a tenant, from every tier of a stack",

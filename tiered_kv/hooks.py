@@ -30,6 +30,7 @@ from tiered_kv.errors import ConfigError
 if TYPE_CHECKING:
     from tiered_kv.tiering.administration import TierAdministration
     from tiered_kv.tiering.base import SecondaryTierManager
+    from tiered_kv.toolkit.keys_only import KeyStore
 
 PROJECT = "tiered_kv"
 """The pluggy project, and the entry point group, of tier plugins."""
@@ -55,6 +56,9 @@ class TierType:
         description: One line for `tiered-kv plugins`.
         administration: Imports and returns the class that `tiered-kv purge` and `inspect` work with, which is
             constructed with the settings alone. A tier without one has neither, and the command says so.
+        is_shared: Whether several servers have one storage together.
+        key_store: Imports and returns what `tiered-kv simulate` has in the tier's place; by default a cache that evicts
+            the least recently used block.
     """
 
     name: str
@@ -62,6 +66,8 @@ class TierType:
     load: Callable[[], type[SecondaryTierManager]]
     description: str = ""
     administration: Callable[[], type[TierAdministration]] | None = None
+    is_shared: bool = False
+    key_store: Callable[[], type[KeyStore]] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _TYPE_NAME.fullmatch(self.name):
@@ -70,7 +76,7 @@ class TierType:
             )
         if not (isinstance(self.settings, type) and issubclass(self.settings, TierSettings)):
             raise ConfigError(f"tier type '{self.name}' needs a subclass of TierSettings, not {self.settings!r}")
-        for given in (self.load, self.administration or self.load):
+        for given in (self.load, self.administration or self.load, self.key_store or self.load):
             if not callable(given):
                 raise ConfigError(f"tier type '{self.name}' needs a callable that returns a class, not {given!r}")
 

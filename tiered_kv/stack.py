@@ -94,12 +94,6 @@ class Stack(BlockFacade):
             for settings in config.secondary:
                 self.secondary_tiers.append(open_tier(config, settings, self.kv_view, wants_events=tells_events))
             self.tier_names = [tier.name for tier in config.secondary]
-            budget_bytes = config.primary.promotion_budget
-            limits = ManagerLimits(
-                promotion_blocks_max=None if budget_bytes is None else budget_bytes // config.block.bytes,
-                hold_s=config.primary.promotion_hold,
-                wait_max_s=config.primary.request_wait,
-            )
             stops, dtype = config.audit_action == "stop", config.namespace.dtype
             audit = AuditRules(config.audit, config.audit_tolerance, stops, dtype) if config.audit else None
             self.history = _history(config)
@@ -109,7 +103,7 @@ class Stack(BlockFacade):
                 self.primary,
                 self.secondary_tiers,
                 settings=config.secondary,
-                limits=limits,
+                limits=limits_of(config),
                 audit=audit,
                 block_tokens=config.block.tokens,
                 compute_block_s=config.compute_block_s,
@@ -169,6 +163,16 @@ def open_tier(
         message = str(error).removeprefix(f"{error.location}: ")
         index = str(config.secondary.index(settings))
         raise ConfigError(message, location=".".join(filter(None, ("secondary", index, error.location)))) from error
+
+
+def limits_of(config: StackConfig) -> ManagerLimits:
+    """Return the limits of all secondary tiers of a stack together."""
+    budget_bytes = config.primary.promotion_budget
+    return ManagerLimits(
+        promotion_blocks_max=None if budget_bytes is None else budget_bytes // config.block.bytes,
+        hold_s=config.primary.promotion_hold,
+        wait_max_s=config.primary.request_wait,
+    )
 
 
 def open_region(config: StackConfig) -> PrimaryRegion:

@@ -27,4 +27,4 @@ def _load_administration() -> type[TierAdministration]:
 def tiered_kv_register_tiers() -> Iterable[TierType]:
     """Register the tier type `fs`."""
     about = "One file a block, in a directory that hosts may share."
-    return [TierType("fs", FsSettings, _load, about, _load_administration)]
+    return [TierType("fs", FsSettings, _load, about, _load_administration, is_shared=True)]

@@ -160,8 +160,7 @@ class Reclaimer:
 
     def _relocate(self, segment: Segment, epoch: int) -> None:
         """Copy blocks that were used since they were written, up to `RELOCATED_SHARE_MAX` of the segment."""
-        budget_bytes = int(segment.segment_bytes * RELOCATED_SHARE_MAX)
-        for ordinals in self._survivors(segment, budget_bytes):
+        for ordinals in survivors(self.pool, segment):
             try:
                 payloads = self.reader.read_stored(segment, ordinals, self._buffer)
             except OSError:
@@ -177,27 +176,6 @@ class Reclaimer:
             self.counters.add("relocated_blocks_total", count=moved)
             if moved < len(sound):
                 return
-
-    def _survivors(self, segment: Segment, budget_bytes: int) -> Iterator[list[int]]:
-        """Yield the ordinals of blocks that shall move, near neighbours together."""
-        table, places = segment.table, self.pool.index.places
-        near: list[int] = []
-        used = table.used.translate(_USED)
-        ordinal = used.find(1)
-        while ordinal >= 0:
-            place = place_of(segment.slot, ordinal)
-            if places.get(table.keys[ordinal]) == place:
-                budget_bytes -= table.stored_bytes[ordinal]
-                if budget_bytes < 0:
-                    break
-                end_offset = table.offsets[ordinal] + table.stored_bytes[ordinal]
-                if near and (end_offset - table.offsets[near[0]] > _SPAN_BYTES_MAX or len(near) == BATCH_BLOCKS_MAX):
-                    yield near
-                    near = []
-                near.append(ordinal)
-            ordinal = used.find(1, ordinal + 1)
-        if near:
-            yield near
 
     def _drop(self, segment: Segment) -> None:
         table, drop = segment.table, self.pool.index.drop
@@ -257,6 +235,29 @@ class Reclaimer:
             return True
         self._excess_after_s = now_s + _GROW_RETRY_S
         return False
+
+
+def survivors(pool: SegmentPool, segment: Segment) -> Iterator[list[int]]:
+    """Yield the ordinals of blocks that shall move when a segment is reclaimed, near neighbours together."""
+    table, places = segment.table, pool.index.places
+    budget_bytes = int(segment.segment_bytes * RELOCATED_SHARE_MAX)
+    near: list[int] = []
+    used = table.used.translate(_USED)
+    ordinal = used.find(1)
+    while ordinal >= 0:
+        place = place_of(segment.slot, ordinal)
+        if places.get(table.keys[ordinal]) == place:
+            budget_bytes -= table.stored_bytes[ordinal]
+            if budget_bytes < 0:
+                break
+            end_offset = table.offsets[ordinal] + table.stored_bytes[ordinal]
+            if near and (end_offset - table.offsets[near[0]] > _SPAN_BYTES_MAX or len(near) == BATCH_BLOCKS_MAX):
+                yield near
+                near = []
+            near.append(ordinal)
+        ordinal = used.find(1, ordinal + 1)
+    if near:
+        yield near
 
 
 def _stored(entry: Entry, data: memoryview) -> Payload:

@@ -17,7 +17,8 @@ from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.sizing import Sizing
 from tiered_kv_nvme.store import SegmentStore, StoreOptions
 
-_PART_BYTES = 2 << 20
+PART_BYTES = 2 << 20
+"""Bytes of one part of a job."""
 _ROOM_TIMEOUT_MAX_S = 5.0
 _SHUTDOWN_TIMEOUT_S = 2.0
 
@@ -53,7 +54,7 @@ class NvmeTier(BlockingTier):
                 primary_kv_view,
                 tier_type,
                 threads=settings.threads,
-                part_bytes=_PART_BYTES,
+                part_bytes=PART_BYTES,
                 lookup_timeout_s=settings.lookup_timeout,
                 shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
             )

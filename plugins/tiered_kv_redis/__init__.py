@@ -36,4 +36,4 @@ def _load_administration() -> type[TierAdministration]:
 def tiered_kv_register_tiers() -> Iterable[TierType]:
     """Register the tier type `redis`."""
     about = "A Redis server or cluster that several machines share."
-    return [TierType("redis", RedisSettings, _load, about, _load_administration)]
+    return [TierType("redis", RedisSettings, _load, about, _load_administration, is_shared=True)]

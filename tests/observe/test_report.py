@@ -121,6 +121,36 @@ def looked_at(page: Path) -> Looked:
     return looked
 
 
+def test_a_simulation_of_policies_writes_a_page_with_their_curves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    assert main(["simulate", "--policy", "lru,arc", "--capacity", "20,60", "--report", str(page), *CHATS]) == 0
+    capsys.readouterr()
+    looked = looked_at(page)
+    assert looked.tags.count("svg") == 1
+    everything = " ".join(looked.texts["main"][0].split())
+    for said in ("Hit rate by size", "36 requests asked for", "lru", "arc", "tiered-kv simulate"):
+        assert said in everything
+    assert "Configuration" not in everything
+
+
+def test_a_simulation_of_stacks_writes_a_page_with_their_tiers_and_costs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, stack = tmp_path / "page.html", stack_file(tmp_path, "type: memory, capacity: 1MiB")
+    prices = tmp_path / "prices.yaml"
+    prices.write_text("currency: EUR\ntiers: {memory: {gib_month: 1}}")
+    priced = ["simulate", str(stack), "--capacity", "32,64", "--servers", "2", "--prices", str(prices)]
+    assert main([*priced, "--report", str(page), *CHATS]) == 0
+    capsys.readouterr()
+    looked = looked_at(page)
+    assert looked.tags.count("svg") == 1
+    everything = " ".join(looked.texts["main"][0].split())
+    for said in ("Hits by tier with lru", "EUR a month", "2 servers", "capacity: 256KiB"):
+        assert said in everything
+
+
 def test_a_replay_writes_a_page_that_says_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, stack = tmp_path / "page.html", stack_file(tmp_path, "type: memory, capacity: 1MiB, admit_after: 2")
     assert main(["replay", str(stack), "--json", "--report", str(page), *CHATS]) == 0

@@ -5,37 +5,23 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from tiered_kv._cli.arguments import describe_use, positive_int, seconds
 from tiered_kv._cli.output import Status, interrupt_flag, print_json, print_table, print_text, progress
 from tiered_kv._cli.reporting import add_report_argument, begun_report, write_report
+from tiered_kv._cli.workload import Workload, add_workload_arguments, chosen_workload
 from tiered_kv.config.stack_config import load_config
 from tiered_kv.config.units import format_bytes
 from tiered_kv.counters import flat_counts
-from tiered_kv.errors import ConfigError
 from tiered_kv.observe.report.replay_page import TIER_COLUMNS, replay_page, tier_rows
 from tiered_kv.observe.report.samples import Sampler
 from tiered_kv.stack import Stack, open_stack
-from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.replay import ReplaySettings, replay
-from tiered_kv.workload.request import Request
 from tiered_kv.workload.tally import ReplayReport, Tally
-from tiered_kv.workload.trace import read_trace
 
-_CHAT_OPTIONS = {
-    "seed": "chooses the chats; another seed shares no block with this one",
-    "chats": "chats in all",
-    "turns": "requests in a chat",
-    "active_chats": "chats that are going on at once",
-    "turn_blocks": "blocks that a turn appends, on average",
-    "system_prompts": "distinct system prompts",
-    "system_blocks": "blocks of a system prompt",
-}
 _TROUBLE = re.compile(
     "^(skipped|failed|expired|corrupt|quarantined|refused|late|breaker)_|^exceptions_|_(errors|timeouts)_total$"
 )
@@ -57,8 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         found="a block came back with a wrong byte",
     )
     parser.add_argument("stack", metavar="STACK", help="the stack's YAML file")
-    parser.add_argument("--trace", metavar="FILE", type=Path, help="requests to replay; without it, built-in chats")
-    parser.add_argument("--requests", metavar="N", type=positive_int, help="stop after this many requests")
     parser.add_argument(
         "--concurrency",
         metavar="N",
@@ -74,25 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how long a request waits for its prefix, such as 250ms; the rest then counts as missed (default: 5s)",
     )
     add_report_argument(parser)
-    chats = parser.add_argument_group("built-in chats", "multi-turn chats that share system prompts")
-    for name, about in _CHAT_OPTIONS.items():
-        default = getattr(ChatWorkload(), name)
-        about = f"{about} (default: {default})"
-        chats.add_argument(f"--{name.replace('_', '-')}", metavar="N", type=int, help=about)
-
-
-@dataclass(frozen=True, slots=True)
-class _Workload:
-    """What is replayed: for people, for machines, the requests, and how many they are if that is known."""
-
-    title: str
-    described: dict[str, object]
-    requests: Iterator[Request]
-    total: int | None
+    add_workload_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> Status:
-    workload = _workload(args)
+    workload = chosen_workload(args)
     settings = ReplaySettings(concurrency=args.concurrency, request_timeout_s=args.request_timeout)
     config = load_config(args.stack)
     reported = begun_report(args, config)
@@ -116,7 +86,7 @@ def run(args: argparse.Namespace) -> Status:
 
 
 def _replayed(
-    stack: Stack, workload: _Workload, settings: ReplaySettings, sampler: Sampler, interrupted: Callable[[], bool]
+    stack: Stack, workload: Workload, settings: ReplaySettings, sampler: Sampler, interrupted: Callable[[], bool]
 ) -> ReplayReport:
     """Replay the requests, and sample the counters between steps."""
     with progress("requests", workload.total) as advance:
@@ -131,19 +101,6 @@ def _replayed(
         )
         sampler.finish()
     return report
-
-
-def _workload(args: argparse.Namespace) -> _Workload:
-    chat_options = {name: getattr(args, name) for name in _CHAT_OPTIONS if getattr(args, name) is not None}
-    if args.trace is not None:
-        if chat_options:
-            raise ConfigError(f"--{next(iter(chat_options)).replace('_', '-')} is for built-in chats, not with --trace")
-        requests = read_trace(args.trace, requests_max=args.requests)
-        return _Workload(f"trace {args.trace}", {"trace": str(args.trace)}, requests, args.requests)
-    chats = ChatWorkload(**chat_options)
-    total = min(chats.requests_total, args.requests or chats.requests_total)
-    title = f"{chats.chats:,} built-in chats of {chats.turns} turns, seed {chats.seed}"
-    return _Workload(title, {"chats": asdict(chats)}, islice(chats.requests(), total), total)
 
 
 def _show(report: ReplayReport, title: str) -> None:

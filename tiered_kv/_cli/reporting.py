@@ -21,8 +21,8 @@ def add_report_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def begun_report(args: argparse.Namespace, config: StackConfig) -> Run | None:
-    """Return what a page will say of the run that begins now; None where none is wanted.
+def begun_report(args: argparse.Namespace, config: StackConfig | None) -> Run | None:
+    """Return what a page will say of the run that begins now, of a stack or of none; None where no page is wanted.
 
     Raises:
         ConfigError: The page cannot be made or written; better known before the run than after it.
@@ -33,7 +33,7 @@ def begun_report(args: argparse.Namespace, config: StackConfig) -> Run | None:
     require_matplotlib()
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f"the page cannot be written to '{path}'", location="--report")
-    return Run(args.stack, args.given, config, datetime.now(UTC))
+    return Run(args.stack or "", args.given, config, datetime.now(UTC))
 
 
 def write_report(args: argparse.Namespace, draw: Callable[[], str]) -> None:

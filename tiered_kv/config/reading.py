@@ -25,13 +25,25 @@ _NUMBER_BITS_MAX = 256
 
 Result = TypeVar("Result")
 
+_STACK_KEYS = "namespace, block and primary"
+
 _VARIABLE = re.compile(r"\$\$|\$\{(?:(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\})?")
 
 
 def from_source(
-    source: str | os.PathLike[str] | Mapping[str, object], use: Callable[[Mapping[str, object]], Result]
+    source: str | os.PathLike[str] | Mapping[str, object],
+    use: Callable[[Mapping[str, object]], Result],
+    *,
+    what: str = "the stack's file",
+    keys: str = _STACK_KEYS,
 ) -> Result:
-    """Return what `use` makes of a mapping, or of what the YAML file at a path says; an error then names the file."""
+    """Return what `use` makes of a mapping, or of what the YAML file at a path says; an error then names the file.
+
+    Args:
+        source: The mapping or the path.
+        use: Gets the mapping.
+        what: What the file is, in errors; likewise the `keys` that it has.
+    """
     if isinstance(source, Mapping):
         return use(source)
     path = os.fspath(source)
@@ -39,17 +51,17 @@ def from_source(
         with open(path, "rb") as file:
             text = file.read(FILE_BYTES_MAX + 1)
     except OSError as error:
-        raise ConfigError(f"the stack's file cannot be read: {error.strerror}", location=path) from error
+        raise ConfigError(f"{what} cannot be read: {error.strerror}", location=path) from error
     if len(text) > FILE_BYTES_MAX:
-        raise ConfigError(f"a stack's file has at most {format_bytes(FILE_BYTES_MAX)}", location=path)
-    raw = parse_stack_text(text, path)
+        raise ConfigError(f"{what} has at most {format_bytes(FILE_BYTES_MAX)}", location=path)
+    raw = parse_stack_text(text, path, keys)
     try:
         return use(raw)
     except ConfigError as error:
         raise ConfigError(error.message, location=error.location, file=path) from None
 
 
-def parse_stack_text(text: str | bytes, source: str = "the stack") -> dict[str, object]:
+def parse_stack_text(text: str | bytes, source: str = "the stack", keys: str = _STACK_KEYS) -> dict[str, object]:
     """Return what YAML `text` says; `source` names it in errors.
 
     Raises:
@@ -60,10 +72,10 @@ def parse_stack_text(text: str | bytes, source: str = "the stack") -> dict[str, 
         # Raised outside of the handler: PyYAML's own error repeats the lines that it stumbled over.
         raise ConfigError(problem, location=source)
     if data is None:
-        raise ConfigError("the file is empty: expected a mapping with namespace, block and primary", location=source)
+        raise ConfigError(f"the file is empty: expected a mapping with {keys}", location=source)
     if not isinstance(data, dict):
         found = "a list" if isinstance(data, list) else "a single value"  # not which: this may be the wrong file
-        raise ConfigError(f"expected a mapping with namespace, block and primary, found {found}", location=source)
+        raise ConfigError(f"expected a mapping with {keys}, found {found}", location=source)
     return data
 
 

@@ -80,7 +80,7 @@ def replay(
     Raises:
         ConfigError: From `requests`, where a trace has a bad line. Nothing stays pinned.
     """
-    run = _Replay(manager, np.asarray(kv_view), settings or ReplaySettings())
+    run = Replay(manager, np.asarray(kv_view), settings or ReplaySettings())
     return run.drive(iter(requests), should_stop, on_progress)
 
 
@@ -117,18 +117,42 @@ class _Running:
     transfer_tiers: list[str] = field(default_factory=list)
 
 
-class _Replay:
-    """The state of one replay; used by one thread."""
+class Replay:
+    """The state of one replay; used by one thread.
 
-    def __init__(self, manager: TieringOffloadingManager, rows: Rows, settings: ReplaySettings) -> None:
+    Args:
+        manager: As in `replay`.
+        rows: The primary region; None where no byte is moved, for tiers that keep keys only.
+        settings: How to drive the requests.
+        clock: Seconds, for the deadlines of requests.
+        sleep: What passes the time after a step in which every request waited.
+    """
+
+    def __init__(
+        self,
+        manager: TieringOffloadingManager,
+        rows: Rows | None,
+        settings: ReplaySettings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self._manager = manager
         self._spent_s = 0.0  # inside the manager, since the step began
         self._rows = rows
         self._settings = settings
-        self._content = BlockContent(rows.shape[1])
+        self._clock = clock
+        self._sleep = sleep
+        self._block_bytes = manager.primary.backend.block_size
+        self._content = BlockContent(1 if rows is None else self._block_bytes)
         self._running: list[_Running] = []
         self._admitted = 0
-        self._tally = Tally(hits=dict.fromkeys(manager.counters(), 0))
+        self.tally = Tally(hits=dict.fromkeys(manager.counters(), 0))
+
+    @property
+    def running(self) -> int:
+        """How many requests run."""
+        return len(self._running)
 
     def drive(
         self,
@@ -139,50 +163,55 @@ class _Replay:
         started_s = time.monotonic()
         interrupted = False
         try:
-            while self._admit(requests) or self._running:
+            while self._fill(requests) or self._running:
                 if should_stop():
                     interrupted = True
                     break
-                self._step()
-                on_progress(self._tally)
+                self.step()
+                on_progress(self.tally)
         finally:
             self._abandon()
         drained = self._manager.drain_jobs(0.0 if interrupted else self._settings.drain_timeout_s)
-        return self._tally.report(
+        return self.tally.report(
             self._manager.counters(),
-            block_bytes=self._rows.shape[1],
+            block_bytes=self._block_bytes,
             seconds=time.monotonic() - started_s,
             interrupted=interrupted,
             drained=drained,
         )
 
-    def _admit(self, requests: Iterator[Request]) -> bool:
+    def _fill(self, requests: Iterator[Request]) -> bool:
         """Admit requests while there is room; return whether one was admitted."""
         before = self._admitted
         while len(self._running) < self._settings.concurrency:
             request = next(requests, None)
             if request is None:
                 break
-            context = ReqContext(req_id=f"replay-{self._admitted}")
-            self._timed(self._manager.on_new_request, context)
-            deadline_s = time.monotonic() + self._settings.request_timeout_s
-            keys = [block_key(hash_id) for hash_id in request.hash_ids]
-            self._running.append(_Running(request.hash_ids, keys, context, deadline_s))
-            self._admitted += 1
+            self.admit(request)
         return self._admitted > before
 
-    def _step(self) -> None:
+    def admit(self, request: Request) -> None:
+        """Begin a request; `step` moves it on."""
+        context = ReqContext(req_id=f"replay-{self._admitted}")
+        self._timed(self._manager.on_new_request, context)
+        deadline_s = self._clock() + self._settings.request_timeout_s
+        keys = [block_key(hash_id) for hash_id in request.hash_ids]
+        self._running.append(_Running(request.hash_ids, keys, context, deadline_s))
+        self._admitted += 1
+
+    def step(self) -> None:
+        """Move every request on by one step of the scheduler, and execute the step's transfers."""
         all_wait = True
         for running in self._running:
             all_wait &= not self._advance(running)
         self._timed(self._manager.on_schedule_end)
-        self._tally.step_s.append(self._spent_s)
+        self.tally.step_s.append(self._spent_s)
         self._spent_s = 0.0
         for running in self._running:
             self._transfer(running)
         self._running = [running for running in self._running if running.phase is not _Phase.DONE]
         if all_wait and self._running:
-            time.sleep(_IDLE_S)
+            self._sleep(_IDLE_S)
 
     def _advance(self, running: _Running) -> bool:
         """Make the scheduler's calls for one request; return False if it still waits for its prefix."""
@@ -190,10 +219,11 @@ class _Replay:
             prefix_blocks = self._look_up(running)
             if prefix_blocks is None:
                 return False
-            if self._tally.requests == 0:
-                self._tally.first_request_hits = prefix_blocks
-            self._tally.requests += 1
-            self._tally.blocks += len(running.keys)
+            if self.tally.requests == 0:
+                self.tally.first_request_hits = prefix_blocks
+            self.tally.requests += 1
+            self.tally.blocks += len(running.keys)
+            self.tally.request_hits.append(prefix_blocks)
             if prefix_blocks:
                 self._begin_load(running, prefix_blocks)
                 return True
@@ -201,7 +231,7 @@ class _Replay:
             self._timed(self._manager.complete_load, running.transfer_keys, running.context)
         else:
             self._timed(self._manager.complete_store, running.transfer_keys, running.context)
-            self._tally.stored_blocks += len(running.transfer_keys)
+            self.tally.stored_blocks += len(running.transfer_keys)
         self._begin_store(running)
         return True
 
@@ -227,9 +257,9 @@ class _Replay:
             waits |= None in answers[:absent]
             if absent < len(answers):
                 break
-        if waits and time.monotonic() < running.deadline_s:
+        if waits and self._clock() < running.deadline_s:
             return None
-        self._tally.timed_out_requests += waits
+        self.tally.timed_out_requests += waits
         return known_blocks
 
     def _begin_load(self, running: _Running, prefix_blocks: int) -> None:
@@ -239,7 +269,7 @@ class _Replay:
         running.transfer_ids = list(running.ids[:prefix_blocks])
         running.transfer_tiers = [self._manager.hit_tier(key, running.context) for key in keys]
         for tier in running.transfer_tiers:
-            self._tally.hits[tier] += 1
+            self.tally.hits[tier] += 1
         running.done_blocks = prefix_blocks
         running.phase = _Phase.LOAD
 
@@ -250,7 +280,7 @@ class _Replay:
             output = self._timed(self._manager.prepare_store, running.keys[chunk], running.context)
             if output is None:
                 # Blocks after an absent one are of no use, so the rest is not offered.
-                self._tally.skipped_stores += len(running.keys) - running.done_blocks
+                self.tally.skipped_stores += len(running.keys) - running.done_blocks
                 break
             running.done_blocks = min(chunk.stop, len(running.keys))
             if output.keys_to_store:
@@ -265,12 +295,14 @@ class _Replay:
 
     def _transfer(self, running: _Running) -> None:
         """Do the worker's part: check the blocks of a load, or write those of a store."""
+        if self._rows is None:
+            return
         if running.phase is _Phase.LOAD:
             wrong = self._content.check(self._rows, running.transfer_rows, running.transfer_ids)
-            self._tally.verified_blocks += len(running.transfer_rows) - len(wrong)
+            self.tally.verified_blocks += len(running.transfer_rows) - len(wrong)
             for position, offset in wrong:
                 hash_id, tier = running.transfer_ids[position], running.transfer_tiers[position]
-                self._tally.note_corrupt(CorruptBlock(hash_id, tier, offset))
+                self.tally.note_corrupt(CorruptBlock(hash_id, tier, offset))
         elif running.phase is _Phase.STORE:
             self._content.fill(self._rows, running.transfer_rows, running.transfer_ids)
 

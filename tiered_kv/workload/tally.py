@@ -88,9 +88,10 @@ class ReplayReport(Counts):
 
 @dataclass(slots=True, kw_only=True)
 class Tally(Counts):
-    """The counts of a replay that runs, and how long each step has taken."""
+    """The counts of a replay that runs, how long each step has taken, and how many blocks each request hit."""
 
     step_s: array[float] = field(default_factory=lambda: array("d"))
+    request_hits: array[int] = field(default_factory=lambda: array("q"))
 
     def note_corrupt(self, block: CorruptBlock) -> None:
         """Count a corrupt block, and keep the first few."""

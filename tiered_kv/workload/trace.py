@@ -21,7 +21,7 @@ from tiered_kv.workload.request import HASH_ID_MAX, Request
 LINE_BYTES_MAX = 4 << 20
 """A longer line is an error; a prompt of a hundred thousand blocks fits."""
 
-_Whole = Annotated[int, Field(strict=True, ge=0)]
+_Whole = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
 
 
 def _without_repetition(ids: tuple[int, ...]) -> tuple[int, ...]:

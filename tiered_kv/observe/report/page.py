@@ -37,16 +37,16 @@ class Run:
     """A run of the command, of which a page is written.
 
     Args:
-        stack: The stack's file, as it was given.
+        stack: The stack's file, as it was given; empty without one.
         arguments: Those of the command, the verb first.
-        config: The stack's configuration.
+        config: The stack's configuration; None without one.
         began: When the run began, with its time zone.
         described: What each secondary tier said of itself when it was opened, by name; texts for people.
     """
 
     stack: str
     arguments: Sequence[str]
-    config: StackConfig
+    config: StackConfig | None
     began: datetime
     described: dict[str, Mapping[str, str]] = field(default_factory=dict)
 
@@ -63,7 +63,7 @@ class Run:
 
     def told(self, text: str) -> str:
         """Return a text without any secret of the configuration, and without what is secret in URLs."""
-        return scrub(text, self.config.secret_texts())
+        return scrub(text, set() if self.config is None else self.config.secret_texts())
 
 
 def page(
@@ -121,15 +121,16 @@ def section(title: str, about: str, *content: Html) -> Html:
 
 def conditions(run: Run, settings: Iterable[tuple[str, str]]) -> Html:
     """Return the part of a page that says under which conditions the figures were measured."""
-    plain = json.loads(json.dumps(run.config.shown(), default=str, skipkeys=True))
-    config = yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, width=_ENDLESS, allow_unicode=True)
     command = shlex.join(["tiered-kv", *(str(redact(each)) for each in run.arguments)])
     parts = {
         "Run": facts([("begun", _date(run.began)), *settings]),
         "Machine": facts(_machine()),
         "Command": element("pre", run.told(command)),
-        "Configuration, secrets left out": element("pre", run.told(config)),
     }
+    if run.config is not None:
+        plain = json.loads(json.dumps(run.config.shown(), default=str, skipkeys=True))
+        config = yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, width=_ENDLESS, allow_unicode=True)
+        parts["Configuration, secrets left out"] = element("pre", run.told(config))
     for name, described in run.described.items():
         said = ((run.told(key), run.told(text)) for key, text in described.items())
         parts[f"What tier {name} said of itself"] = facts(said)

@@ -1,0 +1,111 @@
+"""The nvme tier without bytes, for `tiered-kv simulate`: the tier's own segments and choices, without files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.config.settings import TierSettings
+from tiered_kv.toolkit.codecs import RAW_ID
+from tiered_kv.toolkit.keys_only import KeyStore
+from tiered_kv_nvme.index import ordinal_of, place_of, slot_of
+from tiered_kv_nvme.layout import CHECKSUM_BYTES, READ, Entry
+from tiered_kv_nvme.pool import SegmentPool, Stream
+from tiered_kv_nvme.reclaimer import survivors
+from tiered_kv_nvme.segment import Demand, Segment, SegmentState
+from tiered_kv_nvme.settings import NvmeSettings
+from tiered_kv_nvme.sizing import Sizing
+from tiered_kv_nvme.store import FREE_SEGMENTS
+from tiered_kv_nvme.tier import PART_BYTES
+from tiered_kv_nvme.writer import BATCH_BLOCKS_MAX
+
+_NO_FILE = -1
+
+
+class NvmeKeys(KeyStore):
+    """A directory of segments, each reclaimed before the store that needs its room and not beside it."""
+
+    def __init__(self, settings: TierSettings, block_bytes: int, clock: Callable[[], float]) -> None:
+        super().__init__(settings, block_bytes, clock)
+        assert isinstance(settings, NvmeSettings)
+        self._sizing = Sizing.of(settings.capacity, block_bytes, settings.segment, overhead_bytes=self.overhead_bytes)
+        self._pool = SegmentPool(bytes(16), 0, FREE_SEGMENTS)
+        self._places = self._pool.index.places
+        self._entry = Entry(0, block_bytes + self.overhead_bytes, RAW_ID, bytes(CHECKSUM_BYTES))
+        self._batch_blocks = max(1, min(BATCH_BLOCKS_MAX, PART_BYTES // block_bytes))
+
+    @property
+    def used_bytes(self) -> int:
+        return len(self._pool.segments) * self._sizing.segment_bytes
+
+    def has(self, key: OffloadKey) -> bool:
+        return key in self._places
+
+    def store(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        wanted = [key for key in keys if key not in self._places]
+        for start in range(0, len(wanted), self._batch_blocks):
+            batch = wanted[start : start + self._batch_blocks]
+            while batch:
+                self._make_room()
+                count = self._write(batch, Stream.STORES)
+                if not count:
+                    break
+                batch = batch[count:]
+        return [key for key in keys if key in self._places]
+
+    def load(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        loaded = [key for key in keys if key in self._places]
+        for key in loaded:
+            place = self._places[key]
+            self._pool.segments[slot_of(place)].table.used[ordinal_of(place)] = READ
+        self.read_blocks += len(loaded)
+        return loaded
+
+    def _write(self, keys: Sequence[OffloadKey], stream: Stream, old_places: Sequence[int] | None = None) -> int:
+        """Write one batch of the first of `keys`, as many as a segment holds, and return how many that are."""
+        demand = Demand.of([self._entry.stored_bytes] * len(keys), [len(key) for key in keys])
+        pool = self._pool
+        reservation = pool.reserve(demand, pool.epoch, 0.0, stream)
+        if reservation is None:
+            return 0
+        count, segment = reservation.header.entry_count, reservation.segment
+        with pool.changed:
+            pool.commit(reservation)
+            first_place = place_of(segment.slot, len(segment.table))
+            segment.table.append(keys[:count], [self._entry] * count)
+            if old_places is None:
+                pool.index.add(keys[:count], first_place)
+            else:
+                pool.index.move(keys[:count], old_places[:count], first_place)
+                self.moved_blocks += count
+        self.written_blocks += count
+        return count
+
+    def _make_room(self) -> None:
+        """Do what the reclaimer's thread would have done by now."""
+        pool = self._pool
+        while pool.free_missing > 0:
+            with pool.changed:
+                if len(pool.segments) < self._sizing.segments_max:
+                    generation = pool.next_generation()
+                    pool.adopt(Segment(len(pool.segments), _NO_FILE, self._sizing.segment_bytes, generation))
+                    continue
+                segment = pool.oldest()
+            if segment is None:
+                return
+            self._reclaim(segment)
+
+    def _reclaim(self, segment: Segment) -> None:
+        pool, table = self._pool, segment.table
+        segment.state = SegmentState.RECLAIMING
+        if pool.can_relocate:
+            for ordinals in survivors(pool, segment):
+                keys = [table.keys[ordinal] for ordinal in ordinals]
+                places = [place_of(segment.slot, ordinal) for ordinal in ordinals]
+                while keys and (count := self._write(keys, Stream.RELOCATIONS, places)):
+                    keys, places = keys[count:], places[count:]
+        with pool.changed:
+            for ordinal, key in enumerate(table.keys):
+                self.evicted_blocks += pool.index.drop(key, place_of(segment.slot, ordinal))
+            segment.renew(pool.next_generation())
+            pool.adopt(segment)

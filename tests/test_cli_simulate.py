@@ -1,0 +1,241 @@
+"""`tiered-kv simulate`: its options, what it prints, and what it says of mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiered_kv.cli import main
+from tiered_kv.errors import ConfigError
+from tiered_kv.workload.prices import load_prices
+
+ROOT = Path(__file__).parents[1]
+CHATS = ["--chats", "20", "--turns", "4", "--active-chats", "10", "--turn-blocks", "3"]
+EXAMPLE = str(ROOT / "examples/all_tiers.yaml")
+TRACE = [
+    {"timestamp": at * 1000, "input_length": 1024, "output_length": 1, "hash_ids": ids}
+    for at, ids in enumerate([[1, 2], [1, 3], [1, 2], [4, 5], [1, 3]])
+]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    file = tmp_path / "trace.jsonl"
+    file.write_text("\n".join(map(json.dumps, TRACE)))
+    return str(file)
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> str:
+    file = tmp_path / "stack.yaml"
+    file.write_text(
+        "namespace: {model: m}\nblock: {bytes: 4KiB}\nprimary: {capacity: 256KiB}\n"
+        f"secondary:\n  - {{type: nvme, path: {tmp_path / 'kv'}, capacity: 64MiB}}\n"
+        "  - {type: redis, url: 'redis://nowhere.invalid'}\n"
+    )
+    return str(file)
+
+
+class Simulate:
+    """The verb, in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def out(self, *arguments: str) -> str:
+        assert main(["simulate", *arguments]) == 0
+        return self._capsys.readouterr().out
+
+    def json(self, *arguments: str) -> Any:  # Any: JSON
+        return json.loads(self.out(*arguments, "--json"))
+
+    def err(self, *arguments: str) -> str:
+        assert main(["simulate", *arguments]) == 2
+        captured = self._capsys.readouterr()
+        assert captured.out == ""
+        return captured.err
+
+
+@pytest.fixture
+def simulate(capsys: pytest.CaptureFixture[str]) -> Simulate:
+    return Simulate(capsys)
+
+
+def test_policies_and_sizes_of_a_trace(simulate: Simulate, trace: str) -> None:
+    result = simulate.json("--trace", trace, "--capacity", "1,3,100", "--policy", "lru,arc")
+    assert (result["requests"], result["blocks"], result["distinct_blocks"]) == (5, 10, 5)
+    rates = {(each["policy"], each["capacity_blocks"]): each["hit_rate"] for each in result["results"]}
+    assert [rates["lru", size] for size in (1, 3, 100)] == [0.2, 0.4, 0.5]
+    assert rates["arc", 100] == 0.5
+    assert result["lru_curve"][0] == [1, 0.2]
+    assert result["lru_curve"][-1] == [5, 0.5]
+    assert simulate.json("--trace", trace, "--requests", "3")["blocks"] == 6
+
+
+def test_policies_of_the_built_in_chats_for_people(simulate: Simulate) -> None:
+    words = simulate.out(*CHATS, "--policy", "lru,arc", "--capacity", "50,100").split()
+    assert {"blocks", "lru", "arc", "50", "100"} <= set(words)
+    result = simulate.json(*CHATS)
+    assert [each["capacity_blocks"] for each in result["results"]][-2:] == [
+        result["distinct_blocks"] >> 1,
+        result["distinct_blocks"],
+    ]
+
+
+def test_a_sample_shows_its_error(simulate: Simulate) -> None:
+    sampled = ["--policy", "arc", "--capacity", "1500", "--sample", "0.5"]
+    (result,) = simulate.json(*sampled)["results"]
+    assert 0 < result["error"] < 0.2
+    assert "±" in simulate.out(*sampled)
+
+
+def test_a_stack_is_simulated_and_not_opened(simulate: Simulate, stack: str, tmp_path: Path) -> None:
+    result = simulate.json(stack, *CHATS)
+    (outcome,) = result["results"]
+    assert list(outcome["tiers"]) == ["cpu", "nvme", "redis"]
+    assert outcome["tiers"]["nvme"]["hits"] > 0
+    assert outcome["tiers"]["redis"]["capacity_bytes"] is None
+    assert not (tmp_path / "kv").exists()
+    assert {"cpu", "nvme", "redis", "misses"} <= set(simulate.out(stack, *CHATS).split())
+
+
+def test_a_stack_with_other_sizes_policies_and_limits(simulate: Simulate, stack: str) -> None:
+    sizes = ["--capacity", "64,1MiB", "--policy", "lru,arc", "--limit", "redis=1MiB", "--concurrency", "2"]
+    results = simulate.json(stack, *CHATS, *sizes)["results"]
+    named = [(each["policy"], each["capacity_blocks"]) for each in results]
+    assert named == [("lru", 64), ("lru", 256), ("arc", 64), ("arc", 256)]
+    assert {each["tiers"]["redis"]["capacity_bytes"] for each in results} == {1 << 20}
+
+
+def test_servers_behind_a_router(simulate: Simulate, stack: str) -> None:
+    result = simulate.json(stack, *CHATS, "--servers", "3", "--router", "sticky")
+    assert (result["servers"], result["router"]) == (3, "sticky")
+    (outcome,) = result["results"]
+    assert [tier["storages"] for tier in outcome["tiers"].values()] == [3, 3, 1]
+    assert outcome["busiest_share"] < 1
+    assert "of blocks on the busiest" in simulate.out(stack, *CHATS, "--servers", "3", "--router", "prefix")
+
+
+PRICES = "currency: EUR\ntiers:\n  cpu: {gib_month: 3}\n  redis: {gib_read: 0.01, thousand_writes: 0.005}\n"
+
+
+def test_costs_by_tier(simulate: Simulate, stack: str, tmp_path: Path) -> None:
+    (tmp_path / "prices.yaml").write_text(PRICES)
+    priced = [stack, *CHATS, "--prices", str(tmp_path / "prices.yaml")]
+    result = simulate.json(*priced)
+    assert result["currency"] == "EUR"
+    (outcome,) = result["results"]
+    assert outcome["costs"]["cpu"]["total"] == pytest.approx(3 * 256 / 2**20)
+    assert outcome["costs"]["redis"]["requests"] > 0
+    assert "EUR a month" in simulate.out(*priced)
+
+
+def test_the_example_of_prices_is_one_for_the_example_of_a_stack(
+    simulate: Simulate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("S3_ENDPOINT", "S3_KEY_ID", "S3_SECRET"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    arguments = [
+        EXAMPLE,
+        *CHATS,
+        "--servers",
+        "4",
+        "--router",
+        "prefix",
+        "--prices",
+        str(ROOT / "examples/prices.yaml"),
+    ]
+    (outcome,) = simulate.json(*arguments)["results"]
+    assert outcome["costs"].keys() == outcome["tiers"].keys()
+    assert all(cost["total"] > 0 for cost in outcome["costs"].values())
+
+
+def test_the_prices_on_the_page_can_be_used(tmp_path: Path) -> None:
+    page = (ROOT / "docs/how-to/simulating.md").read_text()
+    (tmp_path / "prices.yaml").write_text(page.partition("<!-- prices.yaml -->\n```yaml\n")[2].partition("```")[0])
+    assert load_prices(tmp_path / "prices.yaml", ["cpu", "nvme", "s3"]).tiers["s3"].thousand_writes == 0.005
+
+
+def test_every_field_is_described(simulate: Simulate, stack: str, trace: str, tmp_path: Path) -> None:
+    (tmp_path / "prices.yaml").write_text(PRICES)
+    of_stack = simulate.json(stack, *CHATS, "--prices", str(tmp_path / "prices.yaml"))
+    of_trace = simulate.json("--trace", trace)
+    (outcome,) = of_stack["results"]
+    objects = [of_stack, outcome, outcome["tiers"]["nvme"], outcome["costs"]["cpu"], of_trace, of_trace["results"][0]]
+    fields = {field for each in objects for field in each}
+    described = (ROOT / "docs/reference/command.md").read_text()
+    section = described.partition("\n## simulate\n")[2].partition("\n## ")[0]
+    assert {field for field in fields if f"`{field}`" not in section} == set()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--policy", "best"], "there is no policy 'best'"),
+        (["--policy", "lru,"], "--policy: expected names of policies"),
+        (["--capacity", "0"], "--capacity: expected room for at least 1 blocks, found '0'"),
+        (["--capacity", "10,many"], "--capacity: expected a size"),
+        (["--capacity", "-5"], "--capacity: expected a size"),
+        (["--capacity", "4GiB"], "--capacity: expected a number of blocks, found '4GiB'"),
+        (["--servers", "2"], "--servers needs a STACK"),
+        (["--prices", "x"], "--prices needs a STACK"),
+        (["--trace", "/nonesuch"], "cannot read the trace /nonesuch"),
+        (["STACK", "--capacity", "1"], "--capacity: expected room for at least 2 blocks"),
+        (["STACK", "--policy", "best"], "there is no policy 'best'"),
+        (["STACK", "--sample", "0.5"], "--sample is for policies alone"),
+        (["STACK", "--servers", "1001"], "servers: expected at most 1000"),
+        (["STACK", "--limit", "disk=1GiB"], "there is no tier 'disk'; there are: nvme, redis"),
+        (["STACK", "--limit", "redis"], "--limit: expected a size"),
+        (["STACK", "--limit", "nvme=1KiB"], "secondary.0.capacity: "),
+        (["STACK", "--prices", "/nonesuch"], "the file of prices cannot be read"),
+        (["/nonesuch.yaml"], "the stack's file cannot be read"),
+    ],
+)
+def test_mistakes_are_told(simulate: Simulate, stack: str, arguments: list[str], problem: str) -> None:
+    given = [stack if argument == "STACK" else argument for argument in arguments]
+    chats = [] if "--trace" in given else CHATS
+    told = simulate.err(*given, *chats)
+    assert told.startswith("error: ")
+    assert problem in told
+
+
+@pytest.mark.parametrize("share", ["0", "1", "2", "nan", "half"])
+def test_a_share_that_is_none_is_wrong_usage(capsys: pytest.CaptureFixture[str], share: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", "--sample", share])
+    assert "expected a share between 0 and 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "\n", json.dumps({**TRACE[0], "hash_ids": []})])
+def test_a_trace_without_a_block_is_an_error(simulate: Simulate, tmp_path: Path, text: str) -> None:
+    (tmp_path / "empty.jsonl").write_text(text)
+    assert str(tmp_path / "empty.jsonl") in simulate.err("--trace", str(tmp_path / "empty.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "the file is empty: expected a mapping with currency and tiers"),
+        ("- 1", "expected a mapping with currency and tiers"),
+        ("currency: USD", "tiers: this key is required"),
+        ("tiers: {cpu: {gib_month: -1}}", "tiers.cpu.gib_month: expected a value greater"),
+        ("tiers: {cpu: {gib_month: much}}", "tiers.cpu.gib_month: expected a number"),
+        ("tiers: {cpu: {gib_month: .inf}}", "tiers.cpu.gib_month: "),
+        ("tiers: {cpu: {gib: 1}}", "tiers.cpu.gib: unknown key"),
+        ("tiers: {cpu: {gib_month: 1", "prices.yaml"),
+    ],
+)
+def test_prices_that_cannot_be_used_are_told(tmp_path: Path, text: str, problem: str) -> None:
+    (tmp_path / "prices.yaml").write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        load_prices(tmp_path / "prices.yaml", ["cpu", "nvme"])
+    assert problem in str(raised.value)
+
+
+def test_a_price_for_no_tier_is_an_error(simulate: Simulate, stack: str, tmp_path: Path) -> None:
+    (tmp_path / "prices.yaml").write_text("tiers: {nvm: {gib_month: 1}}")
+    told = simulate.err(stack, *CHATS, "--prices", str(tmp_path / "prices.yaml"))
+    assert "no tier of this name; did you mean 'nvme'?" in told

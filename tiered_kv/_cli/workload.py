@@ -1,0 +1,63 @@
+"""The options that say which requests a verb runs: those of a trace, or of built-in chats."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+
+from tiered_kv._cli.arguments import positive_int
+from tiered_kv.errors import ConfigError
+from tiered_kv.workload.generator import ChatWorkload
+from tiered_kv.workload.request import Request
+from tiered_kv.workload.trace import read_trace
+
+_CHAT_OPTIONS = {
+    "seed": "chooses the chats; another seed shares no block with this one",
+    "chats": "chats in all",
+    "turns": "requests in a chat",
+    "active_chats": "chats that are going on at once",
+    "turn_blocks": "blocks that a turn appends, on average",
+    "system_prompts": "distinct system prompts",
+    "system_blocks": "blocks of a system prompt",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The requests: for people, for machines, one by one, and how many they are if that is known."""
+
+    title: str
+    described: dict[str, object]
+    requests: Iterator[Request]
+    total: int | None
+
+
+def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trace", metavar="FILE", type=Path, help="requests of a trace; without it, built-in chats")
+    parser.add_argument("--requests", metavar="N", type=positive_int, help="stop after this many requests")
+    chats = parser.add_argument_group("built-in chats", "multi-turn chats that share system prompts")
+    for name, about in _CHAT_OPTIONS.items():
+        default = getattr(ChatWorkload(), name)
+        about = f"{about} (default: {default})"
+        chats.add_argument(f"--{name.replace('_', '-')}", metavar="N", type=int, help=about)
+
+
+def chosen_workload(args: argparse.Namespace) -> Workload:
+    """Return the requests that the options name.
+
+    Raises:
+        ConfigError: The options do not go together, or a number is out of its range.
+    """
+    chat_options = {name: getattr(args, name) for name in _CHAT_OPTIONS if getattr(args, name) is not None}
+    if args.trace is not None:
+        if chat_options:
+            raise ConfigError(f"--{next(iter(chat_options)).replace('_', '-')} is for built-in chats, not with --trace")
+        requests = read_trace(args.trace, requests_max=args.requests)
+        return Workload(f"trace {args.trace}", {"trace": str(args.trace)}, requests, args.requests)
+    chats = ChatWorkload(**chat_options)
+    total = min(chats.requests_total, args.requests or chats.requests_total)
+    title = f"{chats.chats:,} built-in chats of {chats.turns} turns, seed {chats.seed}"
+    return Workload(title, {"chats": asdict(chats)}, islice(chats.requests(), total), total)

@@ -1,0 +1,158 @@
+"""Tiers that keep keys and no bytes: `tiered-kv simulate` puts them in the place of a stack's own.
+
+`KeyStore` decides which blocks a tier has. It is a plain cache; a tier type that evicts in another way gives a subclass
+as `TierType.key_store`. `KeysOnlyTier` stands behind the manager in the tier's place.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import ClassVar
+
+from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.config.settings import TierSettings
+from tiered_kv.errors import ConfigError
+from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
+from tiered_kv.toolkit.codecs import CODEC_IDS, ENCRYPTED_IDS
+from tiered_kv.toolkit.encryption import ENVELOPE_BYTES
+from tiered_kv.toolkit.record import HEADER_BYTES
+
+LOAD_STEPS = 2
+"""Steps that a load lasts beyond that of its submission.
+
+Requests that wait for loads overlap with others, which costs the primary tier some hits. Two steps agree best with what
+memory and nvme tiers do when a replay drives them.
+"""
+
+
+class KeyStore:
+    """The keys of a tier, within its capacity and `ttl`. What is full evicts the block that was used least recently.
+
+    Compression is not simulated: every block takes its full size. One thread uses it.
+
+    Args:
+        settings: The tier's YAML entry.
+        block_bytes: Bytes of a block.
+        clock: Seconds, in the time of the requests.
+
+    Attributes:
+        written_blocks, moved_blocks: Blocks that were stored, and those of them that only moved inside the tier.
+        read_blocks: Blocks that were loaded.
+        evicted_blocks: Blocks that went to make room.
+        lookup_requests: Requests to a server that lookups took.
+
+    Raises:
+        ConfigError: The capacity does not hold a block.
+    """
+
+    evicts_by_use: ClassVar[bool] = True
+    """Whether a load makes a block the last to go; if not, the block that was written first goes first."""
+    renews: ClassVar[bool] = False
+    """Whether a block that is loaded past half of its `ttl` gets a new one."""
+
+    def __init__(self, settings: TierSettings, block_bytes: int, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        encrypts = CODEC_IDS.get(getattr(settings, "codec", "raw")) in ENCRYPTED_IDS
+        self.overhead_bytes = ENVELOPE_BYTES if encrypts else 0
+        self.record_bytes = HEADER_BYTES + block_bytes + self.overhead_bytes
+        # A stranger's may be anything.
+        capacity, ttl = getattr(settings, "capacity", None), getattr(settings, "ttl", None)
+        self.capacity_bytes = capacity if isinstance(capacity, int) else None
+        self.ttl_s = float(ttl) if isinstance(ttl, (int, float)) else None
+        self.written_blocks = self.moved_blocks = self.read_blocks = self.evicted_blocks = self.lookup_requests = 0
+        self._written_s: OrderedDict[OffloadKey, float] = OrderedDict()  # the next to go first
+        if self.capacity_bytes is not None and self.capacity_bytes < self.record_bytes:
+            raise ConfigError(f"{self.capacity_bytes} bytes do not hold one block", location="capacity")
+
+    @property
+    def used_bytes(self) -> int:
+        """What the blocks take."""
+        for key in list(self._written_s):
+            self.has(key)
+        return len(self._written_s) * self.record_bytes
+
+    def has(self, key: OffloadKey) -> bool:
+        """Return whether a block can be loaded."""
+        written_s = self._written_s.get(key)
+        if written_s is None:
+            return False
+        if self.ttl_s is not None and self.clock() - written_s >= self.ttl_s:
+            del self._written_s[key]
+            return False
+        return True
+
+    def note_lookup(self, count: int) -> None:
+        """Count the requests of one lookup of the first `count` blocks of a prompt, for tiers that make any."""
+        return
+
+    def store(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Store blocks of one prompt, given in its order, and return those that are there now."""
+        records = self._written_s
+        for key in reversed(keys):  # the tail of a prompt goes before its head
+            if self.has(key):
+                continue
+            if self.capacity_bytes is not None and (len(records) + 1) * self.record_bytes > self.capacity_bytes:
+                records.popitem(last=False)
+                self.evicted_blocks += 1
+            records[key] = self.clock()
+            self.written_blocks += 1
+        return [key for key in keys if key in records]
+
+    def load(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """Load blocks, and return those that were there."""
+        loaded = [key for key in keys if self.has(key)]
+        self.read_blocks += len(loaded)
+        for key in loaded:
+            if self.renews and self.ttl_s is not None and self.clock() - self._written_s[key] > self.ttl_s / 2:
+                self._written_s[key] = self.clock()
+                self._written_s.move_to_end(key)
+            elif self.evicts_by_use:
+                self._written_s.move_to_end(key)
+        return loaded
+
+
+class KeysOnlyTier(SecondaryTierManager):
+    """Stands behind one manager for a tier. Several of them share a `KeyStore` where servers share the storage."""
+
+    is_nonblocking = True
+
+    def __init__(self, keys: KeyStore, name: str) -> None:
+        super().__init__(None, memoryview(b""), name)
+        self._keys = keys
+        self._stores: list[JobMetadata] = []  # of this step: loads go first, as in the toolkit's queue
+        self._ended: list[tuple[int, JobResult]] = []  # with the step in which it is reported
+        self._step = 0
+        self._noted: set[str] = set()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool:
+        return self._keys.has(key)
+
+    def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        if req_context.req_id not in self._noted:  # a request that waits asks again in each step
+            self._noted.add(req_context.req_id)
+            self._keys.note_lookup(len(keys))
+        return [self._keys.has(key) for key in keys]
+
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        self._stores.append(job_metadata)
+
+    def submit_load(self, job_metadata: JobMetadata) -> None:
+        self._end(job_metadata, self._keys.load(job_metadata.keys), "absent", self._step + LOAD_STEPS)
+
+    def get_finished(self) -> Iterable[JobResult]:
+        stores, self._stores = self._stores, []
+        for job in stores:
+            self._end(job, self._keys.store(list(job.keys)), "no_space", self._step)
+        step, self._step = self._step, self._step + 1  # the manager asks once a step
+        ended = [result for due, result in self._ended if due <= step]
+        self._ended = [(due, result) for due, result in self._ended if due > step]
+        return ended
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._noted.discard(req_context.req_id)
+
+    def _end(self, job: JobMetadata, done: Collection[OffloadKey], reason: str, step: int) -> None:
+        is_whole = len(done) == len(job.keys)
+        result = JobResult(job.job_id, is_whole, None if is_whole else done, "" if is_whole else reason)
+        self._ended.append((step, result))

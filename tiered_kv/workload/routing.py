@@ -1,0 +1,58 @@
+"""Routers: which of several servers gets a request."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
+
+from tiered_kv.errors import ConfigError
+from tiered_kv.workload.request import Request
+from tiered_kv.workload.sampling import hash_share, session_roots
+
+ROUTERS = ("random", "round-robin", "sticky", "prefix")
+_PREFIX_SHARE_MIN = 0.5
+"""The share of a prompt that a server must have had before, to get it again for that."""
+
+
+def routes(router: str, requests: Sequence[Request], servers: int) -> Iterator[int]:
+    """Return an iterator over the number of the server of each request, from 0.
+
+    Args:
+        router: One of `ROUTERS`. "sticky" gives a session to one server. "prefix" gives a request to the server that
+            had the longest part of its prompt before, if that is half of it. Else the one with the fewest blocks gets
+            it.
+        requests: In order.
+        servers: How many there are.
+
+    Raises:
+        ConfigError: There is no such router.
+    """
+    makers: dict[str, Callable[[], Iterator[int]]] = {
+        "random": lambda: _random(servers),
+        "round-robin": lambda: cycle(range(servers)),
+        "sticky": lambda: (int(hash_share(root) * servers) for root in session_roots(requests)),
+        "prefix": lambda: _by_prefix(requests, servers),
+    }
+    if router not in makers:
+        raise ConfigError(f"expected one of {', '.join(ROUTERS)}, found {router!r}", location="--router")
+    return makers[router]()
+
+
+def _random(servers: int) -> Iterator[int]:
+    chance = random.Random(0)
+    while True:
+        yield chance.randrange(servers)
+
+
+def _by_prefix(requests: Sequence[Request], servers: int) -> Iterator[int]:
+    had_last: dict[int, int] = {}  # of each block, the server that got it last
+    loads = [0] * servers
+    for request in requests:
+        ids = request.hash_ids
+        known = next((at for at, each in enumerate(ids) if each not in had_last), len(ids))
+        is_had = known and known >= _PREFIX_SHARE_MIN * len(ids)
+        server = had_last[ids[known - 1]] if is_had else min(range(servers), key=loads.__getitem__)
+        had_last.update(dict.fromkeys(ids, server))
+        loads[server] += len(ids)
+        yield server

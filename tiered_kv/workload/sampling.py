@@ -1,0 +1,101 @@
+"""Samples of a trace by session, to simulate a large cache by a small one.
+
+After Waldspurger et al., "Efficient MRC Construction with SHARDS" (FAST 2015). A hash of its name decides whether
+something is in the sample. A cache of the sample has room for the same share of all blocks. Here it is a session that
+is in the sample or not, so that prefixes stay whole. A session is what has a block in common that few requests have.
+Blocks that many have, those of a system prompt, are in every sample, and so is the room for them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tiered_kv.errors import ConfigError
+from tiered_kv.workload.request import Request
+
+_COMMON_REQUESTS_MIN = 50
+_COMMON_SHARE = 0.01
+"""A block that more requests have, and more than this share of all, is no session's own."""
+_CAPACITY_MIN = 500
+"""A smaller cache behaves differently."""
+_SURE = 1.96
+"""Standard errors to either side that hold the true value in 95 of 100 samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Some sessions of a trace.
+
+    Args:
+        requests: Their requests, in order.
+        roots: The session of each.
+        rate: The share of all blocks of sessions that they have.
+        common_blocks: Blocks of no session's own.
+    """
+
+    requests: list[Request]
+    roots: list[int]
+    rate: float
+    common_blocks: int
+
+    def capacity(self, capacity_blocks: int) -> int:
+        """Return the capacity with which the sample stands for the trace with `capacity_blocks`; 0 if it does not."""
+        of_sessions = max(0, capacity_blocks - self.common_blocks)
+        scaled = min(capacity_blocks, self.common_blocks) + round(self.rate * of_sessions)
+        return scaled if scaled >= _CAPACITY_MIN else 0
+
+    def estimate(self, hits: Sequence[int]) -> tuple[float, float]:
+        """Return the hit rate of the whole trace, and how far off that is at most, in 95 of 100 samples.
+
+        Args:
+            hits: Blocks of each request that were hits.
+        """
+        blocks = [len(request.hash_ids) for request in self.requests]
+        rate = sum(hits) / max(sum(blocks), 1)
+        residuals: defaultdict[int, float] = defaultdict(float)
+        for root, hit, asked in zip(self.roots, hits, blocks, strict=True):
+            residuals[root] += hit - rate * asked
+        # The linearized variance of a ratio of two sums over sessions, of which a share was drawn.
+        variance = sum(value * value for value in residuals.values()) * (1 - self.rate)
+        return rate, _SURE * math.sqrt(variance) / max(sum(blocks), 1)
+
+
+def session_roots(requests: Sequence[Request]) -> list[int]:
+    """Return for each request the first of its blocks that only its session has, or its last one."""
+    common = _common_blocks(requests)
+    return [
+        next((each for each in request.hash_ids if each not in common), request.hash_ids[-1] if request.hash_ids else 0)
+        for request in requests
+    ]
+
+
+def draw(requests: Sequence[Request], rate: float) -> Sample:
+    """Return about `rate` of the sessions of a trace; the same ones each time.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    roots, common = session_roots(requests), _common_blocks(requests)
+    chosen = {root for root in set(roots) if hash_share(root) < rate}
+    taken = [at for at, root in enumerate(roots) if root in chosen]
+    every = {each for request in requests for each in request.hash_ids} - common
+    some = {each for at in taken for each in requests[at].hash_ids} - common
+    if not some:
+        raise ConfigError(f"a share of {rate} of this trace is no session: take a larger one", location="--sample")
+    return Sample([requests[at] for at in taken], [roots[at] for at in taken], len(some) / len(every), len(common))
+
+
+def hash_share(number: int) -> float:
+    """Return a number from 0 to 1 that depends on `number` alone."""
+    digest = hashlib.blake2b(number.to_bytes(8, "little"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") / 2**64
+
+
+def _common_blocks(requests: Sequence[Request]) -> set[int]:
+    uses = Counter(each for request in requests for each in request.hash_ids)
+    limit = max(_COMMON_REQUESTS_MIN, _COMMON_SHARE * len(requests))
+    return {each for each, count in uses.items() if count > limit}

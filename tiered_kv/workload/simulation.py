@@ -1,0 +1,264 @@
+"""Runs requests through the manager of a stack without moving a byte: what each tier would hit, write and evict.
+
+The manager, the policy and the replay that drives them are those of a real stack. In place of each secondary tier
+stands one that keeps keys only, and ends each job after a fixed number of steps. So nothing depends on time: storage
+is always fast enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from tiered_kv.config.settings import TierSettings
+from tiered_kv.config.stack_config import PRIMARY_TIER_NAME, StackConfig
+from tiered_kv.counters import count_of
+from tiered_kv.cpu.backend import CPUBackend
+from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.errors import ConfigError
+from tiered_kv.hooks import tier_plugins
+from tiered_kv.stack import limits_of
+from tiered_kv.tiering.manager import TieringOffloadingManager
+from tiered_kv.toolkit.keys_only import KeysOnlyTier, KeyStore
+from tiered_kv.workload.replay import Replay, ReplaySettings
+from tiered_kv.workload.request import Request, require_at_least
+from tiered_kv.workload.routing import routes
+
+SERVERS_MAX = 1000
+_MS_PER_S = 1000
+_COUNTS = ("written_blocks", "moved_blocks", "read_blocks", "evicted_blocks", "lookup_requests", "used_bytes")
+"""What a `KeyStore` counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Servers that have a stack each; those of its tiers whose storage is shared are one for all.
+
+    Args:
+        servers: How many.
+        router: Which of them gets a request, one of `routing.ROUTERS`.
+        concurrency: Requests that run at once, on all servers together.
+
+    Raises:
+        ConfigError: A number is out of its range.
+    """
+
+    servers: int = 1
+    router: str = "round-robin"
+    concurrency: int = 8
+
+    def __post_init__(self) -> None:
+        require_at_least(1, self, "servers", "concurrency")
+        if self.servers > SERVERS_MAX:
+            raise ConfigError(f"expected at most {SERVERS_MAX}, found {self.servers}", location="servers")
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """What one tier did, on all servers; `docs/reference/command.md` describes each field."""
+
+    hits: int
+    hit_rate: float
+    written_blocks: int
+    moved_blocks: int
+    read_blocks: int
+    evicted_blocks: int
+    skipped_blocks: int
+    lookup_requests: int
+    written_bytes: int
+    read_bytes: int
+    used_bytes: int
+    capacity_bytes: int | None
+    storages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a simulation found; `docs/reference/command.md` describes each field.
+
+    `request_hits` is not among them: the blocks of each request that were hits, in order if requests ran one by one.
+    """
+
+    policy: str
+    capacity_blocks: int
+    requests: int
+    blocks: int
+    misses: int
+    hit_rate: float
+    busiest_share: float
+    seconds: float
+    tiers: dict[str, TierUse]
+    request_hits: list[int] = field(repr=False)
+
+
+def simulate(
+    config: StackConfig,
+    requests: Sequence[Request],
+    fleet: Fleet | None = None,
+    *,
+    on_progress: Callable[[int], None] = lambda requests: None,
+) -> Outcome:
+    """Run `requests` through stacks like `config` to their end.
+
+    Args:
+        config: The stack. No tier of it is opened.
+        requests: In order; at least one.
+        fleet: The servers; None for one.
+        on_progress: Called with the number of requests that began.
+
+    Raises:
+        ConfigError: There is no such policy or router, or a capacity does not hold a block.
+    """
+    fleet = fleet or Fleet()
+    clock = _TraceClock()
+    shared = {
+        tier.name: _key_store(config, tier, clock)
+        for tier in config.secondary
+        if tier_plugins().resolve(tier.type).is_shared
+    }
+    servers = [_Server(config, shared, clock, fleet.concurrency) for _ in range(fleet.servers)]
+    chosen = routes(fleet.router, requests, len(servers))
+    running: dict[_Server, None] = {}
+    for count, (request, number) in enumerate(zip(requests, chosen, strict=False), 1):
+        clock.now_s = max(clock.now_s, request.timestamp_ms / _MS_PER_S)
+        servers[number].replay.admit(request)
+        running[servers[number]] = None
+        _step(running, fleet.concurrency)
+        on_progress(count)
+    _step(running, 1)
+    return _outcome(config, requests, servers)
+
+
+def with_primary(config: StackConfig, capacity_blocks: int, policy: str) -> StackConfig:
+    """Return a stack with another primary tier."""
+    changed = {"capacity": capacity_blocks * config.block.bytes, "policy": policy}
+    return config.model_copy(update={"primary": config.primary.model_copy(update=changed)})
+
+
+def with_limit(config: StackConfig, name: str, capacity_bytes: int) -> StackConfig:
+    """Return a stack whose tier `name` has another capacity.
+
+    Raises:
+        ConfigError: There is no such tier.
+    """
+    names = [tier.name for tier in config.secondary]
+    if name not in names:
+        raise ConfigError(f"there is no tier '{name}'; there are: {', '.join(names) or 'none'}", location="--limit")
+    tiers = (
+        tier.model_copy(update={"capacity": capacity_bytes}) if tier.name == name else tier for tier in config.secondary
+    )
+    return config.model_copy(update={"secondary": tuple(tiers)})
+
+
+class _TraceClock:
+    """The time of the requests, in seconds: that at which the last one arrived."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class _WaitingClock(_TraceClock):
+    """The time that requests of one server have waited: without storage that takes any, mostly none."""
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class _NoMemory(PrimaryRegion):
+    """The sizes of a region that nobody reads or writes."""
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
+
+
+class _Server:
+    """One stack, and what drives it."""
+
+    def __init__(
+        self, config: StackConfig, shared: Mapping[str, KeyStore], clock: _TraceClock, concurrency: int
+    ) -> None:
+        # A policy that takes the time of the requests gets it from here, as `clock=clock`.
+        self.primary = CPUOffloadingManager(
+            CPUBackend(_NoMemory(config.primary_blocks, config.block.bytes)), config.primary.policy
+        )
+        self.stores = [shared.get(tier.name) or _key_store(config, tier, clock) for tier in config.secondary]
+        waiting = _WaitingClock()
+        self.manager = TieringOffloadingManager(
+            self.primary,
+            [KeysOnlyTier(keys, tier.name) for keys, tier in zip(self.stores, config.secondary, strict=True)],
+            settings=config.secondary,
+            limits=limits_of(config),
+            clock=waiting,
+        )
+        settings = ReplaySettings(concurrency=concurrency)
+        settings = replace(settings, store_blocks=min(settings.store_blocks, config.primary_blocks))
+        self.replay = Replay(self.manager, None, settings, clock=waiting, sleep=waiting.sleep)
+
+
+def _key_store(config: StackConfig, settings: TierSettings, clock: Callable[[], float]) -> KeyStore:
+    load = tier_plugins().resolve(settings.type).key_store
+    try:
+        return (load() if load else KeyStore)(settings, config.block.bytes, clock)
+    except ConfigError as error:
+        index = [tier.name for tier in config.secondary].index(settings.name)
+        message = error.message.removeprefix(f"{error.location}: ")
+        raise ConfigError(message, location=f"secondary.{index}.{error.location}") from error
+
+
+def _step(running: dict[_Server, None], concurrency: int) -> None:
+    """Step all servers that have requests until fewer than `concurrency` run."""
+    while sum(server.replay.running for server in running) >= concurrency:
+        for server in list(running):
+            server.replay.step()
+            if not server.replay.running:
+                del running[server]
+
+
+def _outcome(config: StackConfig, requests: Sequence[Request], servers: Sequence[_Server]) -> Outcome:
+    tallies = [server.replay.tally for server in servers]
+    counters = [server.manager.counters() for server in servers]
+    blocks, block_bytes = sum(tally.blocks for tally in tallies), config.block.bytes
+
+    def use(name: str, counts: Mapping[str, int], capacity_bytes: int | None, storages: int) -> TierUse:
+        hits = sum(tally.hits[name] for tally in tallies)
+        return TierUse(
+            hits=hits,
+            hit_rate=round(hits / max(blocks, 1), 6),
+            skipped_blocks=sum(count_of(each, name, "skipped_blocks_total") for each in counters),
+            written_bytes=counts["written_blocks"] * block_bytes,
+            read_bytes=counts["read_blocks"] * block_bytes,
+            capacity_bytes=capacity_bytes,
+            storages=storages,
+            **counts,
+        )
+
+    of_primary = dict.fromkeys(_COUNTS, 0) | {
+        "written_blocks": sum(count_of(each, PRIMARY_TIER_NAME, "stored_blocks_total") for each in counters),
+        "read_blocks": sum(count_of(each, PRIMARY_TIER_NAME, "loaded_blocks_total") for each in counters),
+        "evicted_blocks": sum(server.primary.evicted_blocks for server in servers),
+        "used_bytes": sum(len(server.primary.blocks) for server in servers) * block_bytes,
+    }
+    primary_bytes = config.primary_blocks * block_bytes
+    tiers = {PRIMARY_TIER_NAME: use(PRIMARY_TIER_NAME, of_primary, primary_bytes, len(servers))}
+    for index, tier in enumerate(config.secondary):
+        stores = {id(server.stores[index]): server.stores[index] for server in servers}.values()
+        counts = {name: sum(getattr(keys, name) for keys in stores) for name in _COUNTS}
+        tiers[tier.name] = use(tier.name, counts, servers[0].stores[index].capacity_bytes, len(stores))
+    hits = sum(tier.hits for tier in tiers.values())
+    return Outcome(
+        policy=config.primary.policy,
+        capacity_blocks=config.primary_blocks,
+        requests=sum(tally.requests for tally in tallies),
+        blocks=blocks,
+        misses=blocks - hits,
+        hit_rate=round(hits / max(blocks, 1), 6),
+        busiest_share=round(max(tally.blocks for tally in tallies) / max(blocks, 1), 6),
+        seconds=max(0, requests[-1].timestamp_ms - requests[0].timestamp_ms) / _MS_PER_S,
+        tiers=tiers,
+        request_hits=[hits for tally in tallies for hits in tally.request_hits],
+    )

@@ -1,0 +1,104 @@
+"""The hits of LRU at every size, in one pass over the requests.
+
+LRU keeps its blocks in one order, whatever its size: a cache of n blocks holds the first n of them (Mattson et al.,
+"Evaluation techniques for storage hierarchies", 1970). So a block is a hit in every cache that is larger than its
+*distance*, the number of blocks before it in this order. After a request its blocks are the first, head before tail.
+So what is held is always a set of whole prefixes, as in the primary tier.
+
+The blocks that a request was the last to use stand together in the order, and the next request takes the head of them.
+So it is enough to count how many blocks each request is the last user of, in a Fenwick tree (Fenwick, 1994).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tiered_kv.workload.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class HitCurve:
+    """What LRU hits by its capacity.
+
+    Args:
+        hits: Blocks that are hits with room for so many blocks, from 0 to the number of distinct blocks.
+        blocks: Blocks that requests asked for.
+    """
+
+    hits: np.ndarray[Any, np.dtype[np.int64]]
+    blocks: int
+
+    @property
+    def distinct_blocks(self) -> int:
+        """Distinct blocks: more room than for these is of no use."""
+        return len(self.hits) - 1
+
+    def rate(self, capacity_blocks: int) -> float:
+        """Return the share of blocks that are hits with room for `capacity_blocks`."""
+        return int(self.hits[min(capacity_blocks, self.distinct_blocks)]) / self.blocks if self.blocks else 0.0
+
+
+def hit_curve(requests: Sequence[Request]) -> HitCurve:
+    """Return what LRU hits at every size."""
+    last_user: dict[int, int] = {}  # of each block, the number of the request that used it last
+    used_last = _Counts(len(requests))  # how many blocks each request is the last user of
+    distances = array("q")
+    for number, request in enumerate(requests):
+        runs = _runs(request.hash_ids, last_user)
+        distance = -1
+        for user, length in runs:
+            if user is None:  # the blocks behind one that nobody has used are of no use
+                break
+            # The blocks of later users stand before these. A trace that is no set of prefixes still gets an order.
+            distance = max(distance + 1, len(last_user) - used_last.sum_to(user))
+            distances.extend(range(distance, distance + length))
+            distance += length - 1
+        for user, length in runs:
+            if user is not None:
+                used_last.add(user, -length)
+        used_last.add(number, len(request.hash_ids))
+        last_user.update(dict.fromkeys(request.hash_ids, number))
+    counts = np.bincount(np.frombuffer(distances, dtype=np.int64), minlength=len(last_user))
+    hits = np.concatenate([[0], np.cumsum(counts)[: len(last_user)]])
+    return HitCurve(hits, sum(len(request.hash_ids) for request in requests))
+
+
+def _runs(ids: Iterable[int], last_user: dict[int, int]) -> list[tuple[int | None, int]]:
+    """Return the last users of the blocks in order, None for nobody, and for how many blocks in a row each is."""
+    runs: list[tuple[int | None, int]] = []
+    current, length = None, 0
+    for user in map(last_user.get, ids):
+        if length and user != current:
+            runs.append((current, length))
+            length = 0
+        current = user
+        length += 1
+    if length:
+        runs.append((current, length))
+    return runs
+
+
+class _Counts:
+    """Counts by number, whose sums from the first one cost O(log n)."""
+
+    def __init__(self, count: int) -> None:
+        self._tree = [0] * (count + 1)
+
+    def add(self, number: int, change: int) -> None:
+        at = number + 1
+        while at < len(self._tree):
+            self._tree[at] += change
+            at += at & -at
+
+    def sum_to(self, number: int) -> int:
+        """Return the sum of the counts up to `number`, its own included."""
+        at, total = number + 1, 0
+        while at:
+            total += self._tree[at]
+            at &= at - 1
+        return total
