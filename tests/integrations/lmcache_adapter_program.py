@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import select
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, Tensor
 from lmcache.v1.platform import consume_fd
 from program_checks import run_checks  # type: ignore[import-not-found]  # found beside this program when it runs
 
+from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.lmcache import LMCACHE_VERSION, TieredKVL2Adapter, tier_set
 from tiered_kv.integrations.lmcache.keys import in_prefix_order, object_key, offload_key
@@ -78,7 +80,13 @@ class Listener(L2AdapterListener):  # type: ignore[misc]  # LMCache is not there
 class Host:
     """Memory, an adapter over it, and LMCache's side of a task."""
 
-    def __init__(self, tiers: Sequence[Entry], memory_bytes: int = MEMORY_BYTES, **params: object) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[Entry],
+        memory_bytes: int = MEMORY_BYTES,
+        align_bytes: int = ALIGN_BYTES,
+        **params: object,
+    ) -> None:
         raw = torch.empty(memory_bytes + ALIGN_BYTES, dtype=torch.uint8)
         start = -raw.data_ptr() % ALIGN_BYTES
         self.memory = raw[start : start + memory_bytes]
@@ -87,7 +95,7 @@ class Host:
         self.listener = Listener()
         self.adapter = TieredKVL2Adapter(
             {"tiers": list(tiers), "namespace": {"revision": "1"}, **params},
-            l1_memory_desc=L1MemoryDesc(self.memory.data_ptr(), memory_bytes, ALIGN_BYTES),
+            l1_memory_desc=L1MemoryDesc(self.memory.data_ptr(), memory_bytes, align_bytes),
         )
         self.adapter.register_listener(self.listener)
 
@@ -274,6 +282,78 @@ class Checks:
             shown = [each["counters"]["nvme"]["tier"] for each in rig.adapter.report_status()["sets"]]
             assert sum(each["capacity_bytes"] for each in shown) == 64 << 20
 
+    def no_more_sets_are_open_than_said(self) -> None:
+        for entry in (self._tier("memory"), self._tier("fs"), self._tier("nvme")):
+            with host(entry) as rig:
+                keys = [*keys_of(1), *keys_of(1, object_group_id=1)]
+                rig.lookup(keys, {0: FULL, 1: ODD})  # both at once
+                opened = [each for each in rig.adapter.report_status()["sets"] if "error" not in each]
+                assert len(opened) == 1
+
+    def tiers_that_open_slowly_hold_no_task_up(self) -> None:
+        gate = threading.Event()
+
+        def opens_late(*arguments: Any, **options: Any) -> DirectTiers:
+            gate.wait(WAIT_S)
+            return DirectTiers(*arguments, **options)
+
+        with (
+            mock.patch.object(tier_set, "OPEN_S_MAX", 0.05),
+            mock.patch.object(tier_set, "DirectTiers", opens_late),
+            host(self._tier()) as rig,
+        ):
+            try:
+                source, target = rig.objects(2)
+                assert not rig.store(keys_of(1), [source]).is_successful()
+                assert rig.lookup(keys_of(1)) == [False]
+                assert rig.load(keys_of(1), [target]) == [False]
+                (shown,) = rig.adapter.report_status()["sets"]
+                assert "have not opened" in shown["error"]
+            finally:
+                gate.set()
+            until(lambda: "tiers" in rig.adapter.report_status()["sets"][0])
+            assert rig.lookup(keys_of(1)) == [False]  # what was given up is not stored later
+            assert rig.store(keys_of(1), [source]).is_successful()
+
+    def tiers_that_open_after_the_close_are_closed(self) -> None:
+        gate, made, before = threading.Event(), list[DirectTiers](), threading.active_count()
+
+        def opens_late(*arguments: Any, **options: Any) -> DirectTiers:
+            gate.wait(WAIT_S)
+            made.append(DirectTiers(*arguments, **options))
+            return made[0]
+
+        with (
+            mock.patch.object(tier_set, "CLOSE_TIMEOUT_S", 0.05),
+            mock.patch.object(tier_set, "DirectTiers", opens_late),
+        ):
+            with host(self._tier()) as rig:
+                rig.adapter.submit_store_task(keys_of(1), rig.objects(1))
+            gate.set()
+            until(lambda: bool(made) and threading.active_count() <= before)
+        assert not made[0].counters()[""].get("tasks_total"), "a task used memory that LMCache has taken back"
+
+    def lmcache_is_told_of_so_many_objects(self) -> None:
+        with mock.patch.object(tier_set, "KNOWN_MAX", 4), host(self._tier("fs")) as rig:
+            keys = keys_of(8)
+            for key in keys[:4]:
+                assert rig.store([key], rig.objects(1)).is_successful()
+            assert rig.load(keys[:1], rig.objects(1)) == [True]
+            assert rig.store(keys[4:6], rig.objects(2)).is_successful()
+            assert rig.listener.deleted == keys[1:3], "those that were used longest ago"
+            assert rig.adapter.get_usage().total_bytes_used == 4 * 8192
+            # It finds the others as before, and counts them again.
+            assert rig.load(keys[1:2], rig.objects(1)) == [True]
+            assert rig.listener.deleted == keys[1:4]
+            assert rig.adapter.get_usage().total_bytes_used == 4 * 8192
+
+    def an_object_that_is_offered_twice_is_counted_once(self) -> None:
+        with host(self._tier()) as rig:
+            (source,) = rig.objects(1)
+            assert rig.store(keys_of(1) * 2, [source] * 2).is_successful()
+            assert rig.listener.stored == keys_of(1)
+            assert rig.adapter.get_usage().total_bytes_used == 8192
+
     def a_tier_that_cannot_be_opened_costs_hits_and_is_tried_again(self) -> None:
         tier = self._tier()
         with mock.patch.object(tier_set, "RETRY_S", 0.0), host(tier) as first, host(tier) as second:
@@ -310,6 +390,7 @@ VARIATIONS: dict[str, Mapping[str, Any]] = {
     "object group": {"key": {"object_group_id": 1}},
     "salt": {"key": {"cache_salt": "user"}},
     "tokens": {"name": "another prompt"},
+    "padding": {"params": {"align_bytes": 4 * ALIGN_BYTES}},
     "lmcache version": {"version": "0.5.7"},
     "revision": {"namespace": {"revision": "2"}},
     "quantization": {"namespace": {"quantization": "fp8"}},
