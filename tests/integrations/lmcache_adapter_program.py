@@ -363,6 +363,17 @@ class Checks:
             first.adapter.close()
             assert second.lookup(keys_of(1)) == [True]
 
+    def an_error_has_no_text_of_a_client_library(self) -> None:
+        with (
+            mock.patch.object(tier_set, "DirectTiers", side_effect=RuntimeError("redis://:secret@host")),
+            host(self._tier()) as rig,
+        ):
+            assert rig.lookup(keys_of(1)) == [False]
+            assert rig.lookup(keys_of(1, model_name="m" * 1025)) == [False]
+            errors = [each["error"] for each in rig.adapter.report_status()["sets"]]
+            assert errors[0] == "RuntimeError"
+            assert errors[1].startswith("adapter_params.namespace.model: ")
+
     def after_the_close_nothing_is_done(self) -> None:
         with host(self._tier()) as rig:
             assert rig.store(keys_of(1), rig.objects(1)).is_successful()

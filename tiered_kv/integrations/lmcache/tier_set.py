@@ -17,8 +17,9 @@ from typing import Any
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.settings import TierSettings
+from tiered_kv.config.validation import validate
 from tiered_kv.direct import DirectTiers
-from tiered_kv.errors import ConfigError, ShutdownError, TierError
+from tiered_kv.errors import ConfigError, ShutdownError, TieredKVError, TierError
 from tiered_kv.integrations.lmcache.settings import LOCATION, QUEUE_S_MAX, AdapterSettings
 from tiered_kv.integrations.lmcache.version import LMCACHE_VERSION
 
@@ -107,7 +108,8 @@ class TierSet:
                 tiers = self._opened()
                 self._places.free -= 1
             except Exception as problem:  # whatever a tier raises: LMCache goes on without its tiers
-                error = str(problem) or repr(problem)
+                # A client library may have put a password into the text of others than ours.
+                error = str(problem) if isinstance(problem, TieredKVError) else type(problem).__name__
         patience.cancel()
         if error:
             _log.error("no tiers for %s; trying again in %g s: %s", self._what, RETRY_S, error)
@@ -217,7 +219,7 @@ def namespace_of(model: str, layout: str, settings: AdapterSettings) -> Namespac
     """Return the namespace of a model's objects, under what the user says.
 
     Raises:
-        ConfigError: The user says what LMCache tells.
+        ConfigError: The user says what LMCache tells, or a text is too long.
     """
     said = settings.namespace
     told = {"engine": "lmcache", "lmcache": LMCACHE_VERSION}
@@ -225,7 +227,8 @@ def namespace_of(model: str, layout: str, settings: AdapterSettings) -> Namespac
     if taken:
         location = f"{LOCATION}.namespace.extra"
         raise ConfigError(f"LMCache tells '{taken[0]}'; choose another name", location=location)
-    return Namespace(model=model, layout=layout, **said.model_dump(exclude={"extra"}), extra={**said.extra, **told})
+    told_and_said = {"model": model, "layout": layout, **said.model_dump(), "extra": {**said.extra, **told}}
+    return validate(Namespace, told_and_said, (LOCATION, "namespace"))
 
 
 def own_part(tier: TierSettings, directory: str, sets: int) -> TierSettings:
