@@ -91,25 +91,27 @@ class TierSet:
         with self._lock:
             tiers = None if self._is_closed else self._tiers
             if tiers is None and not self._is_closed and time.monotonic() >= self._retry_at_s:
-                self._waiting.append(task)
-                if self._opener is None:
-                    self._opener = threading.Thread(target=self._open, name="tiered-kv-open", daemon=True)
-                    self._opener.start()
-                return
+                with suppress(RuntimeError):  # no more threads: a later task tries again
+                    if self._opener is None:
+                        opener = threading.Thread(target=self._open, name="tiered-kv-open", daemon=True)
+                        opener.start()
+                        self._opener = opener
+                    self._waiting.append(task)
+                    return
         task(tiers)
 
     def _open(self) -> None:
         patience = threading.Timer(OPEN_S_MAX, self._stop_waiting)
         patience.daemon = True
-        patience.start()
         tiers, error = None, ""
-        with self._places.opening:
-            try:
+        try:
+            patience.start()
+            with self._places.opening:
                 tiers = self._opened()
                 self._places.free -= 1
-            except Exception as problem:  # whatever a tier raises: LMCache goes on without its tiers
-                # A client library may have put a password into the text of others than ours.
-                error = str(problem) if isinstance(problem, TieredKVError) else type(problem).__name__
+        except Exception as problem:  # whatever a tier raises: LMCache goes on without its tiers
+            # A client library may have put a password into the text of others than ours.
+            error = str(problem) if isinstance(problem, TieredKVError) else type(problem).__name__
         patience.cancel()
         if error:
             _log.error("no tiers for %s; trying again in %g s: %s", self._what, RETRY_S, error)
