@@ -55,13 +55,16 @@ class BlockFiles:
         self._room = ThreadRoom()  # for payloads that are not the blocks themselves
         self._unreadable: Unreadable[str] = Unreadable()  # by path
 
-    def store(self, epoch: str, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Moved:
-        """Write the blocks that are missing, or that this process cannot read, to the directory of an epoch."""
+    def store(self, epoch: str, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], deadline: float) -> Moved:
+        """Write the blocks that are missing, or that this process cannot read, to the directory of an epoch.
+
+        A block whose checksum was taken after the deadline is not written: its memory may have been another's by then.
+        """
         moved = Moved([])
         # Backwards, so that the head of a prefix, without which its tail is worthless, is evicted last.
         for key, block in zip(reversed(keys), reversed(blocks), strict=True):
             try:
-                reason = self._store_one(self._path_of(epoch, key), key, block, moved)
+                reason = self._store_one(self._path_of(epoch, key), key, block, moved, deadline)
             except OSError as error:
                 reason = reason_of(error)
             if reason:
@@ -71,8 +74,8 @@ class BlockFiles:
                 moved.done.append(key)
         return moved
 
-    def load(self, epoch: str, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Moved:
-        """Read blocks into place and verify them.
+    def load(self, epoch: str, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], deadline: float) -> Moved:
+        """Read blocks into place and verify them; after the deadline no reading begins.
 
         A damaged block is deleted. One that this process cannot read is not offered for a while, or until it is stored.
         """
@@ -80,7 +83,7 @@ class BlockFiles:
         for key, block in zip(reversed(keys), reversed(blocks), strict=True):
             path = self._path_of(epoch, key)
             try:
-                reason = self._load_one(path, key, block)
+                reason = self._load_one(path, key, block, deadline)
             except FileNotFoundError:
                 reason = "absent"
                 self.counters.add("failed_calls_total", reason)
@@ -117,7 +120,7 @@ class BlockFiles:
         is_sized = HEADER_BYTES < status.st_size <= record_bytes_max(self.block_bytes)
         return is_sized and stat.S_ISREG(status.st_mode) and self._uid in (None, status.st_uid)
 
-    def _store_one(self, path: str, key: OffloadKey, block: memoryview, moved: Moved) -> str:
+    def _store_one(self, path: str, key: OffloadKey, block: memoryview, moved: Moved, deadline: float) -> str:
         """Write one block, unless it exists and can be read; return why not, or an empty string."""
         if path not in self._unreadable and self._is_there(path):
             self.counters.add("present_blocks_total")
@@ -125,6 +128,8 @@ class BlockFiles:
         if not self.is_granted():
             return "lapsed"
         parts = encode_record(key, block, self.namespace_digest, self.codecs, self._room.take)
+        if time.monotonic() >= deadline:
+            return "expired"
         temporary = temporary_path(path, self.owner)
         charge_bytes = round_up(sum(map(len, parts))) + _ENTRY_BYTES
         try:
@@ -157,7 +162,7 @@ class BlockFiles:
                 os.utime(path, follow_symlinks=False)
         return True
 
-    def _load_one(self, path: str, key: OffloadKey, block: memoryview) -> str:
+    def _load_one(self, path: str, key: OffloadKey, block: memoryview, deadline: float) -> str:
         """Read one block; return why not, or an empty string."""
         with opened(path, os.O_RDONLY) as fd:
             status = os.fstat(fd)
@@ -165,6 +170,8 @@ class BlockFiles:
                 reason = "not_private" if stat.S_ISREG(status.st_mode) else "not_a_file"
                 self.counters.add("failed_calls_total", reason)
                 return reason
+            if time.monotonic() >= deadline:
+                return "expired"
             verdict = self._read(fd, status.st_size, key, block)
             if verdict is RecordStatus.OK:
                 self._unreadable.forget((path,))

@@ -202,13 +202,13 @@ class FsTier(AsyncTier):
     ) -> Moved:
         token = self._cache_epoch.saved_token(deadline)
         # The number is read after the token: `reset_cache` changes it first.
-        return self._files.store(token, keys, blocks) if epoch == self.epoch else Moved([], "reset")
+        return self._files.store(token, keys, blocks, deadline) if epoch == self.epoch else Moved([], "reset")
 
     def _load_part(
         self, epoch: int, deadline: float, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]
     ) -> Moved:
         token = self._cache_epoch.token(deadline)
-        return self._files.load(token, keys, blocks) if epoch == self.epoch else Moved([], "reset")
+        return self._files.load(token, keys, blocks, deadline) if epoch == self.epoch else Moved([], "reset")
 
     def _contains_part(self, deadline: float, keys: Sequence[OffloadKey]) -> list[bool]:
         return self._files.contains(self._cache_epoch.token(deadline), keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -80,8 +81,11 @@ class BlockReader:
     def __post_init__(self) -> None:
         self._local = ThreadScratch()
 
-    def load(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        """Return which keys were loaded and verified, and why others were not, whose `blocks` are undefined then."""
+    def load(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], deadline: float) -> Outcome:
+        """Return which keys were loaded and verified, and why others were not, whose `blocks` are undefined then.
+
+        After the deadline no read begins.
+        """
         wanted, epoch = self._pin(keys, blocks)
         slots = {item.segment.slot for item in wanted}
         loaded: set[OffloadKey] = set()
@@ -90,6 +94,10 @@ class BlockReader:
         reason = "absent" if len(wanted) < len(keys) else ""
         try:
             for run in self._runs(wanted):
+                if time.monotonic() >= deadline:
+                    reason = "expired"
+                    failed.update(item.key for item in run.blocks)
+                    continue
                 try:
                     statuses = self._read(run)
                 except OSError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
@@ -121,15 +122,21 @@ class SegmentStore:
         places = self.index.places
         return [key in places for key in keys]
 
-    def store(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], epoch: int | None = None) -> Outcome:
+    def store(
+        self,
+        keys: Sequence[OffloadKey],
+        blocks: Sequence[memoryview],
+        epoch: int | None = None,
+        deadline: float = math.inf,
+    ) -> Outcome:
         """Store blocks, leaving out those that are here; see `BatchWriter.store`."""
         if self._forgotten:  # there may have been no thread for the reset
             self._noting.ask()
-        return self._writer.store(keys, blocks, self._pool.epoch if epoch is None else epoch)
+        return self._writer.store(keys, blocks, self._pool.epoch if epoch is None else epoch, deadline)
 
-    def load(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
+    def load(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], deadline: float = math.inf) -> Outcome:
         """Load blocks into `blocks`; see `BlockReader.load`."""
-        return self._reader.load(keys, blocks)
+        return self._reader.load(keys, blocks, deadline)
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
         """Note that blocks are used, so that they outlive their segment. Takes no lock."""

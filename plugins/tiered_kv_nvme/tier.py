@@ -99,10 +99,10 @@ class NvmeTier(BlockingTier):
     # Worker threads.
 
     def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        return self._store.store(keys, blocks, self.part_epoch)
+        return self._store.store(keys, blocks, self.part_epoch, self.part_deadline)
 
     def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        return self._store.load(keys, blocks)
+        return self._store.load(keys, blocks, self.part_deadline)
 
     def contains_blocks(self, keys: Sequence[OffloadKey]) -> list[bool]:
         return self._store.contains(keys)

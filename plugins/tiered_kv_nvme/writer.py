@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -47,10 +48,11 @@ class BatchWriter:
     def __post_init__(self) -> None:
         self._local = ThreadScratch()
 
-    def store(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], epoch: int) -> Outcome:
+    def store(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], epoch: int, deadline: float) -> Outcome:
         """Store blocks, except existing ones; return the keys that are stored now, and why others are not.
 
-        `epoch` is the pool's when the blocks were offered; if it has changed, no block is stored.
+        `epoch` is the pool's when the blocks were offered; if it has changed, no block is stored. After the deadline no
+        batch begins: the host may have given the memory to other blocks.
         """
         here = self.pool.index.places
         wanted = {key: block for key, block in zip(keys, blocks, strict=True) if key not in here}
@@ -60,7 +62,11 @@ class BatchWriter:
         reason = "" if len(fitting) == len(wanted) else "key_size"
         stored: set[OffloadKey] = set()
         for batch_keys, batch_blocks in _batches(fitting):
-            count, failure = self._write(batch_keys, [self._prepare(block) for block in batch_blocks], epoch)
+            payloads = [self._prepare(block) for block in batch_blocks]
+            if time.monotonic() >= deadline:
+                reason = "expired"
+                break
+            count, failure = self._write(batch_keys, payloads, epoch)
             stored.update(batch_keys[:count])
             if failure:  # the next batch is likely to fail too, and may take as long
                 reason = failure

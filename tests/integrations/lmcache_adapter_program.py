@@ -7,159 +7,34 @@ Prints a line of JSON for each check: its name, and what went wrong or "".
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import select
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
-from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2AdapterListener
-from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
-from lmcache.v1.platform import consume_fd
-from program_checks import run_checks  # type: ignore[import-not-found]  # found beside this program when it runs
+from lmcache.v1.distributed.api import ObjectKey
+from lmcache_program_parts import (  # type: ignore[import-not-found]  # found beside this program when it runs
+    ALIGN_BYTES,
+    FULL,
+    MEMORY_BYTES,
+    ODD,
+    WAIT_S,
+    Entry,
+    Shape,
+    host,
+    keys_of,
+    until,
+)
+from program_checks import run_checks  # type: ignore[import-not-found]  # as well
 
+from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.lmcache import LMCACHE_VERSION, TieredKVL2Adapter, tier_set
 from tiered_kv.integrations.lmcache.keys import in_prefix_order, object_key, offload_key
-
-WAIT_S = 60.0
-ALIGN_BYTES = 4096
-MEMORY_BYTES = 8 << 20
-Entry = Mapping[str, object]
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """What an object of a group is made of."""
-
-    sizes: tuple[tuple[int, ...], ...] = ((2, 4, 16, 32),)
-    dtype: torch.dtype = torch.bfloat16
-
-    @property
-    def layout(self) -> MemoryLayoutDesc:
-        return MemoryLayoutDesc([torch.Size(size) for size in self.sizes], [self.dtype for _ in self.sizes])
-
-    @property
-    def used_bytes(self) -> int:
-        return sum(torch.Size(size).numel() * self.dtype.itemsize for size in self.sizes)
-
-
-FULL = Shape()
-ODD = Shape(((3, 7, 11), (5,)), torch.float32)
-"""944 bytes, of which no page is a multiple."""
-
-
-class Listener(L2AdapterListener):  # type: ignore[misc]  # LMCache is not there when types are checked
-    """Notes what LMCache is told."""
-
-    def __init__(self) -> None:
-        self.stored: list[ObjectKey] = []
-        self.accessed: list[ObjectKey] = []
-        self.deleted: list[ObjectKey] = []
-
-    def on_l2_keys_stored(self, keys: list[ObjectKey], sizes: list[int]) -> None:
-        assert len(keys) == len(sizes)
-        self.stored += keys
-
-    def on_l2_keys_accessed(self, keys: list[ObjectKey]) -> None:
-        self.accessed += keys
-
-    def on_l2_keys_deleted(self, keys: list[ObjectKey]) -> None:
-        self.deleted += keys
-
-
-class Host:
-    """Memory, an adapter over it, and LMCache's side of a task."""
-
-    def __init__(self, tiers: Sequence[Entry], memory_bytes: int = MEMORY_BYTES, **params: object) -> None:
-        raw = torch.empty(memory_bytes + ALIGN_BYTES, dtype=torch.uint8)
-        start = -raw.data_ptr() % ALIGN_BYTES
-        self.memory = raw[start : start + memory_bytes]
-        self.memory.random_(0, 256)
-        self.used = 0
-        self.listener = Listener()
-        self.adapter = TieredKVL2Adapter(
-            {"tiers": list(tiers), "namespace": {"revision": "1"}, **params},
-            l1_memory_desc=L1MemoryDesc(self.memory.data_ptr(), memory_bytes, ALIGN_BYTES),
-        )
-        self.adapter.register_listener(self.listener)
-
-    def objects(self, count: int, shape: Shape = FULL) -> list[TensorMemoryObj]:
-        """Return parts of the memory, as LMCache's allocator makes them."""
-        found = []
-        for _ in range(count):
-            room = -(-shape.used_bytes // ALIGN_BYTES) * ALIGN_BYTES
-            data = self.memory[self.used : self.used + shape.used_bytes]
-            layout = shape.layout
-            meta = MemoryObjMetadata(
-                layout.shapes[0],
-                layout.dtypes[0],
-                self.used,
-                room,
-                1,
-                fmt=MemoryFormat.KV_2LTD,
-                shapes=layout.shapes,
-                dtypes=layout.dtypes,
-            )
-            found.append(TensorMemoryObj(data, meta, parent_allocator=None))
-            self.used += room
-            assert self.used <= len(self.memory)
-        return found
-
-    def store(self, keys: Sequence[ObjectKey], objects: Sequence[Any]) -> Any:
-        task = self.adapter.submit_store_task(list(keys), list(objects))
-        return self._wait(self.adapter.get_store_event_fd(), lambda: self.adapter.pop_completed_store_tasks().get(task))
-
-    def lookup(self, keys: Sequence[ObjectKey], shapes: Mapping[int, Shape] | None = None) -> list[bool]:
-        told = {0: FULL} if shapes is None else shapes
-        layouts = {group: shape.layout for group, shape in told.items()}
-        task = self.adapter.submit_lookup_and_lock_task(list(keys), layouts)
-        bits = self._wait(
-            self.adapter.get_lookup_and_lock_event_fd(), lambda: self.adapter.query_lookup_and_lock_result(task)
-        )
-        return [bits.test(place) for place in range(len(keys))]
-
-    def load(self, keys: Sequence[ObjectKey], objects: Sequence[Any]) -> list[bool]:
-        task = self.adapter.submit_load_task(list(keys), list(objects))
-        bits = self._wait(self.adapter.get_load_event_fd(), lambda: self.adapter.query_load_result(task))
-        return [bits.test(place) for place in range(len(keys))]
-
-    def _wait(self, fd: int, collect: Callable[[], Any]) -> Any:
-        poll, end_s = select.poll(), time.monotonic() + WAIT_S
-        poll.register(fd, select.POLLIN)
-        while (result := collect()) is None:
-            assert time.monotonic() < end_s, "a task did not end"
-            if poll.poll(1000):
-                consume_fd(fd)
-        return result
-
-
-@contextmanager
-def host(*tiers: Entry, **params: Any) -> Iterator[Host]:
-    opened = Host(tiers, **params)
-    try:
-        yield opened
-    finally:
-        opened.adapter.close()
-
-
-def keys_of(count: int, name: str = "prompt", **fields: Any) -> list[ObjectKey]:
-    told = {"model_name": "m", "kv_rank": 0x01000100, **fields}
-    return [ObjectKey(chunk_hash=f"{name}-{number}".encode().rjust(32), **told) for number in range(count)]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s, "it did not come about"
-        time.sleep(0.005)
 
 
 class Checks:
@@ -274,6 +149,78 @@ class Checks:
             shown = [each["counters"]["nvme"]["tier"] for each in rig.adapter.report_status()["sets"]]
             assert sum(each["capacity_bytes"] for each in shown) == 64 << 20
 
+    def no_more_sets_are_open_than_said(self) -> None:
+        for entry in (self._tier("memory"), self._tier("fs"), self._tier("nvme")):
+            with host(entry) as rig:
+                keys = [*keys_of(1), *keys_of(1, object_group_id=1)]
+                rig.lookup(keys, {0: FULL, 1: ODD})  # both at once
+                opened = [each for each in rig.adapter.report_status()["sets"] if "error" not in each]
+                assert len(opened) == 1
+
+    def tiers_that_open_slowly_hold_no_task_up(self) -> None:
+        gate = threading.Event()
+
+        def opens_late(*arguments: Any, **options: Any) -> DirectTiers:
+            gate.wait(WAIT_S)
+            return DirectTiers(*arguments, **options)
+
+        with (
+            mock.patch.object(tier_set, "OPEN_S_MAX", 0.05),
+            mock.patch.object(tier_set, "DirectTiers", opens_late),
+            host(self._tier()) as rig,
+        ):
+            try:
+                source, target = rig.objects(2)
+                assert not rig.store(keys_of(1), [source]).is_successful()
+                assert rig.lookup(keys_of(1)) == [False]
+                assert rig.load(keys_of(1), [target]) == [False]
+                (shown,) = rig.adapter.report_status()["sets"]
+                assert "have not opened" in shown["error"]
+            finally:
+                gate.set()
+            until(lambda: "tiers" in rig.adapter.report_status()["sets"][0])
+            assert rig.lookup(keys_of(1)) == [False]  # what was given up is not stored later
+            assert rig.store(keys_of(1), [source]).is_successful()
+
+    def tiers_that_open_after_the_close_are_closed(self) -> None:
+        gate, made, before = threading.Event(), list[DirectTiers](), threading.active_count()
+
+        def opens_late(*arguments: Any, **options: Any) -> DirectTiers:
+            gate.wait(WAIT_S)
+            made.append(DirectTiers(*arguments, **options))
+            return made[0]
+
+        with (
+            mock.patch.object(tier_set, "CLOSE_TIMEOUT_S", 0.05),
+            mock.patch.object(tier_set, "DirectTiers", opens_late),
+        ):
+            with host(self._tier()) as rig:
+                rig.adapter.submit_store_task(keys_of(1), rig.objects(1))
+            gate.set()
+            until(lambda: bool(made) and threading.active_count() <= before)
+        assert not made[0].counters()[""].get("tasks_total"), "a task used memory that LMCache has taken back"
+
+    def lmcache_is_told_of_so_many_objects(self) -> None:
+        with mock.patch.object(tier_set, "KNOWN_MAX", 4), host(self._tier("fs")) as rig:
+            keys = keys_of(8)
+            for key in keys[:4]:
+                assert rig.store([key], rig.objects(1)).is_successful()
+            assert rig.load(keys[:1], rig.objects(1)) == [True]
+            assert rig.store(keys[4:6], rig.objects(2)).is_successful()
+            assert rig.listener.deleted == keys[1:3], "those that were used longest ago"
+            assert rig.adapter.get_usage().total_bytes_used == 4 * 8192
+            # It finds the others as before, and counts them again.
+            assert rig.load(keys[1:2], rig.objects(1)) == [True]
+            assert rig.listener.deleted == keys[1:4]
+            assert rig.adapter.get_usage().total_bytes_used == 4 * 8192
+
+    def an_object_that_is_offered_twice_is_counted_once(self) -> None:
+        with host(self._tier()) as rig:
+            (source,) = rig.objects(1)
+            assert rig.store(keys_of(1) * 2, [source] * 2).is_successful()
+            assert rig.listener.stored == keys_of(1)
+            assert rig.adapter.get_usage().total_bytes_used == 8192
+
     def a_tier_that_cannot_be_opened_costs_hits_and_is_tried_again(self) -> None:
         tier = self._tier()
         with mock.patch.object(tier_set, "RETRY_S", 0.0), host(tier) as first, host(tier) as second:
@@ -282,6 +229,27 @@ class Checks:
             assert second.lookup(keys_of(1)) == [False]
             first.adapter.close()
             assert second.lookup(keys_of(1)) == [True]
+
+    def without_a_thread_to_open_them_the_tiers_are_opened_later(self) -> None:
+        with host(self._tier()) as rig:
+            for name in ("Thread.start", "Timer.start"):
+                with (
+                    mock.patch.object(tier_set, "RETRY_S", 0.0),
+                    mock.patch(f"threading.{name}", side_effect=RuntimeError("can't start new thread")),
+                ):
+                    assert rig.lookup(keys_of(1)) == [False]
+            assert rig.store(keys_of(1), rig.objects(1)).is_successful()
+
+    def an_error_has_no_text_of_a_client_library(self) -> None:
+        with (
+            mock.patch.object(tier_set, "DirectTiers", side_effect=RuntimeError("redis://:secret@host")),
+            host(self._tier()) as rig,
+        ):
+            assert rig.lookup(keys_of(1)) == [False]
+            assert rig.lookup(keys_of(1, model_name="m" * 1025)) == [False]
+            errors = [each["error"] for each in rig.adapter.report_status()["sets"]]
+            assert errors[0] == "RuntimeError"
+            assert errors[1].startswith("adapter_params.namespace.model: ")
 
     def after_the_close_nothing_is_done(self) -> None:
         with host(self._tier()) as rig:
@@ -310,6 +278,7 @@ VARIATIONS: dict[str, Mapping[str, Any]] = {
     "object group": {"key": {"object_group_id": 1}},
     "salt": {"key": {"cache_salt": "user"}},
     "tokens": {"name": "another prompt"},
+    "padding": {"params": {"align_bytes": 4 * ALIGN_BYTES}},
     "lmcache version": {"version": "0.5.7"},
     "revision": {"namespace": {"revision": "2"}},
     "quantization": {"namespace": {"quantization": "fp8"}},

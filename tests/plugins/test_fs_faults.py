@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -211,6 +214,37 @@ def test_a_reset_that_could_not_be_written_at_once_is_written_before_the_tier_is
     rig.reopen()
     assert not any(rig.lookup(key) for key in keys)
     assert rig.store(keys).success
+
+
+@pytest.mark.parametrize("operation", ["store", "load"])
+def test_after_its_deadline_a_job_takes_no_block_from_its_memory_and_puts_none_there(
+    rig: TierRig, monkeypatch: pytest.MonkeyPatch, gate: Gate, operation: str
+) -> None:
+    """The memory may be another's by then."""
+    keys = make_keys(3)
+    if operation == "load":
+        assert rig.store(keys).success
+    call = {"store": "lstat", "load": "open"}[operation]
+    original, is_first, moved = getattr(os, call), [True], list[str]()
+
+    def late(name: Any, *arguments: Any, **options: Any) -> Any:
+        if re.search(r"/[0-9a-f]{2}/[0-9a-f]{32}$", str(name)) and is_first:  # a block
+            is_first.clear()
+            gate.pass_through()
+        return original(name, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, late)
+        patch.setattr(block_files, "write_all", lambda *_: moved.append("written"))
+        patch.setattr(block_files, "read_all", lambda *_: moved.append("read"))
+        gate.close()
+        deadline = time.monotonic() + 0.2
+        job = getattr(rig, f"submit_{operation}")(keys, deadline=deadline)
+        wait_until(lambda: gate.waiting and time.monotonic() > deadline)
+        gate.open()
+        (result,) = rig.wait([job])
+    assert result.reason == "expired"
+    assert moved == []
 
 
 def test_a_reset_does_not_wait_for_a_file_system_that_hangs(

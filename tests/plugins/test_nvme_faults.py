@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections.abc import Sequence
 from itertools import chain, repeat
 from typing import TYPE_CHECKING
@@ -72,6 +73,22 @@ def test_a_failed_read_fails_its_run_and_keeps_the_blocks(bench: StoreBench) -> 
     outcome = store.load(keys, bench.memory(100))
     assert outcome.successful_keys == set(keys) - first
     assert outcome.reason == "io_error"
+    assert bench.get(store, keys) == set(keys)
+
+
+def test_after_its_deadline_a_job_takes_no_block_from_its_memory_and_puts_none_there(bench: StoreBench) -> None:
+    store = bench.open()
+    keys, more = make_keys(300), make_keys(300, "more")  # more than a batch
+    bench.put(store, keys)
+    late, memory = time.monotonic(), bench.memory(300)
+    outcome = store.store(more, memory, deadline=late)
+    assert (outcome.successful_keys, outcome.reason) == ([], "expired")
+    assert store.contains(more) == [False] * 300
+    for block in memory:
+        block[:] = bytes(len(block))
+    outcome = store.load(keys, memory, late)
+    assert (outcome.successful_keys, outcome.reason) == (set(), "expired")
+    assert not any(map(any, memory))
     assert bench.get(store, keys) == set(keys)
 
 

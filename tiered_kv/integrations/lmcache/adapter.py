@@ -23,7 +23,7 @@ from tiered_kv.errors import ConfigError, ShutdownError
 from tiered_kv.hooks import tier_plugins
 from tiered_kv.integrations.lmcache.keys import in_prefix_order, object_key, offload_key
 from tiered_kv.integrations.lmcache.settings import read_settings
-from tiered_kv.integrations.lmcache.tier_set import TierSet
+from tiered_kv.integrations.lmcache.tier_set import Places, TierSet
 
 _log = logging.getLogger(__name__)
 
@@ -89,6 +89,7 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
         self._l1 = l1_memory_desc
         self._notifiers = {kind: create_event_notifier() for kind in _Kind}
         self._numbers = itertools.count()
+        self._places = Places(self._settings.sets)
         self._lock = threading.Lock()  # guards the three below; held for dictionary operations only
         self._results: dict[_Kind, dict[int, Any]] = {kind: {} for kind in _Kind}
         self._sets: dict[tuple[object, ...], TierSet] = {}
@@ -153,9 +154,10 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
         try:
             for tier_set, places in done.items():
                 new = tier_set.learn([names[place] for place in places])
-                stored = [keys[place] for place in places if names[place] in new]
+                stored = list(dict.fromkeys(keys[place] for place in places if names[place] in new))
                 if stored:
                     self._notify_keys_stored(stored, [tier_set.block_bytes] * len(stored))
+                    self._tell_removed(tier_set, tier_set.too_many())
             loaded = [key for key, is_done in zip(keys, answers, strict=True) if is_done]
             if loaded and kind is _Kind.LOAD:
                 self._notify_keys_accessed(loaded)
@@ -203,9 +205,8 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
             found = self._sets.get(layout)
             if found is None:
                 memory = (self._l1.ptr, self._l1.size)
-                found = TierSet(
-                    model, _text_of(shapes, dtypes), block_bytes, self._settings, memory, self._tell_removed
-                )
+                told = (model, _text_of(shapes, dtypes), block_bytes, self._settings, memory)
+                found = TierSet(*told, self._places, self._tell_removed)
                 self._sets[layout] = found
             return found
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.settings import TierSettings
+from tiered_kv.config.validation import validate
 from tiered_kv.direct import DirectTiers
-from tiered_kv.errors import ConfigError, TierError
+from tiered_kv.errors import ConfigError, ShutdownError, TieredKVError, TierError
 from tiered_kv.integrations.lmcache.settings import LOCATION, QUEUE_S_MAX, AdapterSettings
 from tiered_kv.integrations.lmcache.version import LMCACHE_VERSION
 
@@ -22,12 +27,24 @@ _log = logging.getLogger(__name__)
 
 RETRY_S = 10.0
 """How long tiers that could not be opened are left alone."""
+OPEN_S_MAX = 10.0
+"""How long tasks wait for the tiers to open; meanwhile they hold objects of L1, or a request waits for them."""
 CLOSE_TIMEOUT_S = 30.0
+KNOWN_MAX = 1 << 20
+"""How many blocks of a set LMCache is told to be there, in some 200 MiB. Most tiers do not report what they remove."""
 _DIGEST_CHARACTERS = 12
 _DIRECTORY = re.compile(rf"[0-9a-f]{{{_DIGEST_CHARACTERS}}}")
 
 Task = Callable[[DirectTiers | None], None]
 """What is done with the tiers; None stands for tiers that cannot be opened."""
+
+
+class Places:
+    """How many sets can still be opened. One opens at a time, so that no two find the same place free."""
+
+    def __init__(self, free: int) -> None:
+        self.free = free
+        self.opening = threading.Lock()  # held for as long as a set opens; guards `free`
 
 
 class TierSet:
@@ -39,6 +56,7 @@ class TierSet:
         block_bytes: Bytes of an object, with the padding of LMCache's allocator.
         settings: What the user says.
         memory: Address and size of LMCache's L1.
+        places: Shared by all sets.
         on_removed: Called with blocks that no tier has any more.
     """
 
@@ -49,6 +67,7 @@ class TierSet:
         block_bytes: int,
         settings: AdapterSettings,
         memory: tuple[int, int],
+        places: Places,
         on_removed: Callable[[TierSet, Sequence[OffloadKey]], None],
     ) -> None:
         self.model = model
@@ -56,10 +75,11 @@ class TierSet:
         self.block_bytes = block_bytes
         self._settings = settings
         self._memory = memory
+        self._places = places
         self._on_removed = on_removed
         self._tiers: DirectTiers | None = None
         self._lock = threading.Lock()  # never held across I/O or a callback
-        self._known: set[OffloadKey] = set()
+        self._known: OrderedDict[OffloadKey, bool] = OrderedDict()  # all True; those used last are at the end
         self._waiting: list[Task] = []
         self._opener: threading.Thread | None = None
         self._is_closed = False
@@ -71,64 +91,108 @@ class TierSet:
         with self._lock:
             tiers = None if self._is_closed else self._tiers
             if tiers is None and not self._is_closed and time.monotonic() >= self._retry_at_s:
-                self._waiting.append(task)
-                if self._opener is None:
-                    self._opener = threading.Thread(target=self._open, name="tiered-kv-open", daemon=True)
-                    self._opener.start()
-                return
+                with suppress(RuntimeError):  # no more threads: a later task tries again
+                    if self._opener is None:
+                        opener = threading.Thread(target=self._open, name="tiered-kv-open", daemon=True)
+                        opener.start()
+                        self._opener = opener
+                    self._waiting.append(task)
+                    return
         task(tiers)
 
     def _open(self) -> None:
-        tiers, error, settings = None, "", self._settings
+        patience = threading.Timer(OPEN_S_MAX, self._stop_waiting)
+        patience.daemon = True
+        tiers, error = None, ""
         try:
-            namespace = namespace_of(self.model, self.layout, settings)
-            digest = namespace.identify(block_bytes=self.block_bytes, block_tokens=1).digest.hex()
-            tiers = DirectTiers(
-                self._memory,
-                block_bytes=self.block_bytes,
-                tiers=[own_part(tier, digest[:_DIGEST_CHARACTERS], settings.sets) for tier in settings.tiers],
-                namespace=namespace,
-                on_removed=self._removed,
-                wait_s_max=QUEUE_S_MAX,
-            )
+            patience.start()
+            with self._places.opening:
+                tiers = self._opened()
+                self._places.free -= 1
         except Exception as problem:  # whatever a tier raises: LMCache goes on without its tiers
-            error = str(problem)
-            where = f"model '{self.model}' with objects of {self.layout}"
-            _log.error("no tiers for %s; trying again in %g s: %s", where, RETRY_S, error)
+            # A client library may have put a password into the text of others than ours.
+            error = str(problem) if isinstance(problem, TieredKVError) else type(problem).__name__
+        patience.cancel()
+        if error:
+            _log.error("no tiers for %s; trying again in %g s: %s", self._what, RETRY_S, error)
         with self._lock:
-            self._tiers, self._error, self._opener = tiers, error, None
+            late, self._tiers = (tiers, None) if self._is_closed else (None, tiers)
+            self._error, self._opener = error, None
             self._retry_at_s = time.monotonic() + RETRY_S if error else 0.0
+        if late is not None:
+            late.close()
+        self._end_waiting()
+
+    def _opened(self) -> DirectTiers:
+        settings = self._settings
+        if not self._places.free:
+            raise ConfigError(f"{settings.sets} other models or layouts use the tiers already; raise {LOCATION}.sets")
+        namespace = namespace_of(self.model, self.layout, settings)
+        digest = namespace.identify(block_bytes=self.block_bytes, block_tokens=1).digest.hex()
+        return DirectTiers(
+            self._memory,
+            block_bytes=self.block_bytes,
+            tiers=[own_part(tier, digest[:_DIGEST_CHARACTERS], settings.sets) for tier in settings.tiers],
+            namespace=namespace,
+            on_removed=self._removed,
+            wait_s_max=QUEUE_S_MAX,
+        )
+
+    def _stop_waiting(self) -> None:
+        """Let no task wait for tiers that take too long to open. They are used when they are open."""
+        with self._lock:
+            if self._opener is None:
+                return
+            self._retry_at_s = math.inf
+            self._error = f"the tiers have not opened in {OPEN_S_MAX:g} s"
+        _log.error("no tiers for %s yet: %s", self._what, self._error)
+        self._end_waiting()
+
+    def _end_waiting(self) -> None:
+        with self._lock:
+            tiers = self._tiers
             waiting, self._waiting = self._waiting, []
         for task in waiting:
             task(tiers)
+
+    @property
+    def _what(self) -> str:
+        return f"model '{self.model}' with objects of {self.layout}"
 
     # What LMCache was told of.
 
     def learn(self, keys: Sequence[OffloadKey]) -> set[OffloadKey]:
         """Note blocks that the tiers have; return those that LMCache was not told of yet."""
         with self._lock:
-            new = set(keys) - self._known
-            self._known |= new
+            new = {key for key in keys if key not in self._known}
+            for key in keys:
+                self._known[key] = True
+                self._known.move_to_end(key)
         return new
 
-    def forget(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Note blocks that no tier has; return those that LMCache was told of."""
+    def too_many(self) -> list[OffloadKey]:
+        """Return the blocks over `KNOWN_MAX`: those used longest ago."""
         with self._lock:
-            lost = [key for key in dict.fromkeys(keys) if key in self._known]
-            self._known.difference_update(lost)
-        return lost
+            return list(islice(self._known, max(len(self._known) - KNOWN_MAX, 0)))
+
+    def forget(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Note blocks that LMCache is not to count any more; return those that it was told of."""
+        with self._lock:
+            return [key for key in keys if self._known.pop(key, False)]
 
     def _removed(self, _: str, keys: Sequence[OffloadKey]) -> None:
-        if len(self._settings.tiers) == 1:
-            self._on_removed(self, keys)
-            return
-
-        def tell(answers: list[bool]) -> None:
-            self._on_removed(self, [key for key, is_there in zip(keys, answers, strict=True) if not is_there])
-
+        with self._lock:
+            known = [key for key in keys if key in self._known]
         tiers = self._tiers
-        if tiers is not None:  # another tier may have the block
-            tiers.contains(keys, tell)
+        if len(self._settings.tiers) == 1:
+            self._on_removed(self, known)
+        elif known and tiers is not None:  # another tier may have the block
+
+            def tell(answers: list[bool]) -> None:
+                self._on_removed(self, [key for key, is_there in zip(known, answers, strict=True) if not is_there])
+
+            with suppress(ShutdownError):
+                tiers.contains(known, tell)
 
     def status(self) -> dict[str, Any]:  # Any: as `DirectTiers.status`
         """Return what people want to know of these tiers."""
@@ -157,7 +221,7 @@ def namespace_of(model: str, layout: str, settings: AdapterSettings) -> Namespac
     """Return the namespace of a model's objects, under what the user says.
 
     Raises:
-        ConfigError: The user says what LMCache tells.
+        ConfigError: The user says what LMCache tells, or a text is too long.
     """
     said = settings.namespace
     told = {"engine": "lmcache", "lmcache": LMCACHE_VERSION}
@@ -165,7 +229,8 @@ def namespace_of(model: str, layout: str, settings: AdapterSettings) -> Namespac
     if taken:
         location = f"{LOCATION}.namespace.extra"
         raise ConfigError(f"LMCache tells '{taken[0]}'; choose another name", location=location)
-    return Namespace(model=model, layout=layout, **said.model_dump(exclude={"extra"}), extra={**said.extra, **told})
+    told_and_said = {"model": model, "layout": layout, **said.model_dump(), "extra": {**said.extra, **told}}
+    return validate(Namespace, told_and_said, (LOCATION, "namespace"))
 
 
 def own_part(tier: TierSettings, directory: str, sets: int) -> TierSettings:
