@@ -221,8 +221,12 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
     def _put(self, kind: _Kind, number: int, result: Any) -> None:
         with self._lock:
             if not self._is_closed:
-                self._results[kind][number] = result
-                self._notifiers[kind].notify()
+                results = self._results[kind]
+                # Stores are collected all at once, so that one notice is enough for those that wait.
+                is_noticed = kind is _Kind.STORE and bool(results)
+                results[number] = result
+                if not is_noticed:
+                    self._notifiers[kind].notify()
 
     def _take(self, kind: _Kind, number: int) -> Any:
         with self._lock:
