@@ -14,7 +14,7 @@ from tiered_kv.cpu.region import PrimaryRegion
 NUM_BLOCKS = 8
 
 
-@pytest.fixture(params=["lru", "arc"])
+@pytest.fixture(params=["lru", "arc", "s3fifo", "density"])
 def manager(request: pytest.FixtureRequest) -> Iterator[CPUOffloadingManager]:
     region = PrimaryRegion(NUM_BLOCKS, 64)
     manager = CPUOffloadingManager(CPUBackend(region), request.param, enable_events=True)

@@ -12,10 +12,19 @@ from hypothesis import strategies as st
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.cpu.policies import ARCPolicy, CachePolicy, LRUPolicy, RequestChain, make_policy
+from tiered_kv.cpu.policies import (
+    ARCPolicy,
+    CachePolicy,
+    DensityPolicy,
+    LRUPolicy,
+    RequestChain,
+    S3FIFOPolicy,
+    make_policy,
+)
 from tiered_kv.errors import ConfigError
 
-POLICIES = [LRUPolicy, ARCPolicy]
+POLICIES = [LRUPolicy, ARCPolicy, S3FIFOPolicy, DensityPolicy]
+BY_RECENCY = [LRUPolicy, ARCPolicy, S3FIFOPolicy]
 
 
 def make_blocks(count: int, first: int = 0) -> list[CPUBlock]:
@@ -26,7 +35,7 @@ def make_blocks(count: int, first: int = 0) -> list[CPUBlock]:
 
 
 def store(policy: CachePolicy, blocks: list[CPUBlock], chain: RequestChain) -> None:
-    policy.admit(blocks)
+    policy.admit(blocks, chain)
     chain.extend(blocks)
     policy.add(blocks)
 
@@ -60,7 +69,7 @@ def test_the_tail_goes_first_in_whatever_order_pins_are_released(policy_class: t
     assert evicted_ids(policy, 12) == list(range(11, -1, -1))
 
 
-@pytest.mark.parametrize("policy_class", POLICIES)
+@pytest.mark.parametrize("policy_class", BY_RECENCY)
 def test_the_least_recently_used_request_goes_first(policy_class: type[CachePolicy]) -> None:
     policy = policy_class(100)
     chains = [RequestChain() for _ in range(3)]
@@ -188,10 +197,10 @@ def test_arc_admits_what_comes_back_as_frequent_and_bounds_its_memory() -> None:
         store(policy, make_blocks(5, first), RequestChain())
     evicted_ids(policy, 5)
     long_gone = make_blocks(5, 500)
-    policy.admit(long_gone)
+    policy.admit(long_gone, RequestChain())
     assert not any(block.is_frequent for block in long_gone), "it remembers as many as it holds"
     back = make_blocks(5, 990)
-    policy.admit(back)
+    policy.admit(back, RequestChain())
     assert all(block.is_frequent for block in back)
 
 
@@ -260,12 +269,18 @@ def test_a_policy_never_loses_or_invents_a_block(
 def test_a_policy_is_found_by_name_or_by_module_and_class() -> None:
     assert isinstance(make_policy("lru", 4), LRUPolicy)
     assert isinstance(make_policy("arc", 4), ARCPolicy)
+    assert isinstance(make_policy("s3fifo", 4), S3FIFOPolicy)
+    assert isinstance(make_policy("density", 4), DensityPolicy)
     assert isinstance(make_policy("tiered_kv.cpu.policies.lru:LRUPolicy", 4), LRUPolicy)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("mru", "known are arc, lru"), ("no_such_module:X", "cannot import"), ("json:dumps", "not a subclass")],
+    [
+        ("mru", "known are arc, density, lru, s3fifo"),
+        ("no_such_module:X", "cannot import"),
+        ("json:dumps", "not a subclass"),
+    ],
 )
 def test_a_policy_that_cannot_be_had_says_why(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -23,7 +23,7 @@ from tiered_kv.config.validation import Location, check, combined, dotted
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import TierType, tier_plugins
 
-BUILT_IN_POLICIES = ("lru", "arc")
+BUILT_IN_POLICIES = ("lru", "arc", "s3fifo", "density")
 PRIMARY_BLOCKS_MIN = 2
 PORT_MAX = 65535
 _REFERENCE = re.compile(r"[\w.]+:[\w.]+")
@@ -44,7 +44,10 @@ class PrimarySettings(StrictModel):
     """The primary tier: one region of CPU memory."""
 
     capacity: Bytes = Field(description="Size of the region; rounded down to whole blocks.")
-    policy: str = Field(default="lru", description="Which block goes when room is needed: lru, arc, or module:Class.")
+    policy: str = Field(
+        default="lru",
+        description="Which block goes when room is needed: lru, arc, s3fifo, density, or module:Class.",
+    )
     shared: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}$",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -23,10 +23,11 @@ class RequestChain:
     `last_use` is for policies that compare chains across several orders; they set it from a counter of their own.
     """
 
-    __slots__ = ("_next_position", "_positions", "last_use")
+    __slots__ = ("_next_position", "_positions", "last_use", "note")
 
     def __init__(self) -> None:
         self.last_use = 0
+        self.note: Any = None  # whatever the policy keeps of the request; its type is the policy's own
         self._next_position = 0
         self._positions: dict[OffloadKey, int] = {}
 

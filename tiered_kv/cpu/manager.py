@@ -38,7 +38,7 @@ class CPUOffloadingManager(OffloadingManager):
 
     Args:
         backend: Where the blocks are allocated.
-        policy: "lru", "arc", "module:Class", or a policy made for `backend.num_blocks`.
+        policy: "lru", "arc", "density", "s3fifo", "module:Class", or a policy made for `backend.num_blocks`.
         enable_events: Whether `take_events` reports stored and removed blocks.
     """
 
@@ -226,7 +226,7 @@ class CPUOffloadingManager(OffloadingManager):
         blocks = self.backend.allocate_blocks(keys)
         for block in blocks:
             block.writer = writer
-        self.policy.admit(blocks)
+        self.policy.admit(blocks, chain)
         self.blocks.update(zip(keys, blocks, strict=True))
         return blocks
 

@@ -229,7 +229,7 @@ class Simulation:
 
     def _open(self, rng: Random) -> TieringOffloadingManager:
         region = PrimaryRegion(rng.choice((12, 14, 20)), BLOCK_BYTES)
-        primary = CPUOffloadingManager(CPUBackend(region), rng.choice(("lru", "arc")))
+        primary = CPUOffloadingManager(CPUBackend(region), rng.choice(("lru", "arc", "s3fifo", "density")))
         limits = []
         self._watched: list[WatchedTier] = []
         for number in range(rng.choice((1, 2, 2, 3))):

@@ -1,4 +1,4 @@
-"""Eviction policies of the primary tier: `lru`, `arc`, or any class given as `module:Class`."""
+"""Eviction policies of the primary tier: `lru`, `arc`, `s3fifo`, `density`, or any class given as `module:Class`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,27 @@ import importlib
 from tiered_kv.cpu.backend import RequestChain
 from tiered_kv.cpu.policies.arc import ARCPolicy
 from tiered_kv.cpu.policies.base import CachePolicy
+from tiered_kv.cpu.policies.density import DensityPolicy
 from tiered_kv.cpu.policies.lru import LRUPolicy
+from tiered_kv.cpu.policies.s3fifo import S3FIFOPolicy
 from tiered_kv.errors import ConfigError
 
-__all__ = ["ARCPolicy", "CachePolicy", "LRUPolicy", "RequestChain", "make_policy"]
+__all__ = [
+    "ARCPolicy",
+    "CachePolicy",
+    "DensityPolicy",
+    "LRUPolicy",
+    "RequestChain",
+    "S3FIFOPolicy",
+    "make_policy",
+]
 
-_BUILT_IN: dict[str, type[CachePolicy]] = {"arc": ARCPolicy, "lru": LRUPolicy}
+_BUILT_IN: dict[str, type[CachePolicy]] = {
+    "arc": ARCPolicy,
+    "density": DensityPolicy,
+    "lru": LRUPolicy,
+    "s3fifo": S3FIFOPolicy,
+}
 
 
 def make_policy(name: str, num_blocks: int) -> CachePolicy:

@@ -34,7 +34,7 @@ class ARCPolicy(CachePolicy):
     def __len__(self) -> int:
         return len(self._recent) + len(self._frequent)
 
-    def admit(self, blocks: Sequence[CPUBlock]) -> None:
+    def admit(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
         recent, frequent = self._recent_ghosts, self._frequent_ghosts
         for block in blocks:
             key = block.key

@@ -29,8 +29,8 @@ class CachePolicy(ABC):
     def __len__(self) -> int:
         """Return the number of blocks held."""
 
-    def admit(self, blocks: Sequence[CPUBlock]) -> None:
-        """Note that `blocks` were allocated for new keys; they are added once they have been written."""
+    def admit(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
+        """Note that `blocks` were allocated for new keys of the request of `chain`; they are added once written."""
         return
 
     @abstractmethod

@@ -1,0 +1,100 @@
+"""What the policy `density` learns, and what it needs for that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from tests.performance.policy_hits import Prompt, documents, hits_of
+from tiered_kv.base import OffloadKey
+from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.cpu.policies import DensityPolicy, RequestChain
+from tiered_kv.cpu.policies.hit_density import BUCKETS, EDGES, GROUPS, HitDensity
+
+
+def returning_and_new_prompts() -> Iterator[Prompt]:
+    """Twenty prompts that return in turn, each with a block more, among three times as many that never do."""
+    prompts = [[index << 32] for index in range(20)]
+    for number in range(4000):
+        if number % 4:
+            yield [number << 16 | block for block in range(1, 20)]
+        else:
+            prompt = prompts[number // 4 % 20]
+            prompt.append(number << 16)
+            yield list(prompt)
+
+
+def test_density_keeps_what_returns_among_what_does_not() -> None:
+    prompts = list(returning_and_new_prompts())
+    lru, density = (hits_of(prompts, policy, 700) for policy in ("lru", "density"))
+    assert density > 2 * lru
+
+
+def test_density_gives_equal_results_in_every_run() -> None:
+    prompts = [prompt for prompt, _ in zip(documents(), range(500), strict=False)]
+    assert hits_of(prompts, "density", 400) == hits_of(prompts, "density", 400)
+
+
+def test_density_gives_whole_prompts_up_from_the_end_where_one_hangs_off_the_other() -> None:
+    policy = DensityPolicy(100)
+    old, new = RequestChain(), RequestChain()
+    blocks = _stored(policy, old, 6)
+    policy.use(blocks[:3], new)
+    longer = _stored(policy, new, 3, first=10)
+    victims = policy.evict(7, step=0)
+    assert victims is not None
+    left = {block.block_id for block in (*blocks, *longer)} - {block.block_id for block in victims}
+    assert left == {0, 1}
+
+
+def test_density_remembers_a_bounded_number_of_tails() -> None:
+    policy = DensityPolicy(80)
+    for number in range(3000):
+        _stored(policy, RequestChain(), 8, first=8 * number)
+        if len(policy) == 80:
+            policy.evict(8, step=0)
+    tails = {id(tail) for aging in policy._aging for tail in aging}
+    assert len(policy._ghosts) <= 110
+    assert len(tails) < 2 * (110 + 10), "those that are neither resident nor remembered are forgotten as they age"
+
+
+def test_a_tail_that_is_pinned_when_its_age_is_looked_at_ages_on() -> None:
+    policy = DensityPolicy(100)
+    chain = RequestChain()
+    blocks = _stored(policy, chain, 2)
+    policy.remove(blocks)
+    for number in range(10):
+        _stored(policy, RequestChain(), 10, first=10 + 10 * number)
+    policy.add(blocks)
+    for number in range(30):
+        policy.evict(10, step=0)
+        _stored(policy, RequestChain(), 10, first=200 + 10 * number)
+    assert EDGES[chain.note.bucket] > 8
+
+
+def test_without_evidence_the_older_is_worth_less() -> None:
+    level = np.array(HitDensity().level).reshape(GROUPS, BUCKETS)
+    assert (np.diff(level, axis=1) <= 0).all()
+    assert (level == level[0]).all()
+
+
+def test_a_group_that_returns_is_worth_more_at_every_age() -> None:
+    density = HitDensity()
+    for bucket in range(BUCKETS):
+        for group in (0, 1):
+            density.seen[group * BUCKETS + bucket] = 100.0
+            density.hits[group * BUCKETS + bucket] = 2.0 + 20.0 * group
+    density.learn()
+    level = np.array(density.level).reshape(GROUPS, BUCKETS)
+    assert (level[1] > level[0]).all()
+
+
+def _stored(policy: DensityPolicy, chain: RequestChain, count: int, first: int = 0) -> list[CPUBlock]:
+    blocks = [CPUBlock(first + index) for index in range(count)]
+    for block in blocks:
+        block.key = OffloadKey(b"key-%d" % block.block_id)
+    policy.admit(blocks, chain)
+    chain.extend(blocks)
+    policy.add(blocks)
+    return blocks

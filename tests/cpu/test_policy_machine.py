@@ -1,0 +1,160 @@
+"""What every policy promises, in any order of events: exact counts, nothing protected goes, and tails before heads."""
+
+from __future__ import annotations
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.cpu.policies import CachePolicy, RequestChain, density, make_policy
+
+POLICIES = ["lru", "arc", "s3fifo", "density"]
+NUM_BLOCKS = 40
+
+Prefix = tuple[int, ...]
+
+prompts = st.lists(st.integers(0, 2), min_size=1, max_size=7).map(tuple)
+picks = st.lists(st.integers(0, NUM_BLOCKS), min_size=1, max_size=6)
+
+
+class PolicyMachine(RuleBasedStateMachine):
+    """A tier of few blocks, which holds prefixes of prompts, and its policy."""
+
+    policy_name: str
+    has_pins: bool
+    """Whether blocks are pinned and protected. While they are, a head may go before a tail that may not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy: CachePolicy = make_policy(self.policy_name, NUM_BLOCKS)
+        self.resident: dict[Prefix, CPUBlock] = {}
+        self.pinned: dict[Prefix, CPUBlock] = {}
+        self.free = [CPUBlock(block_id) for block_id in range(NUM_BLOCKS)]
+        self.last = RequestChain()
+        self.step = 0
+
+    @rule(prompt=prompts, chunk=st.integers(1, 4))
+    def request(self, prompt: Prefix, chunk: int) -> None:
+        """A request uses what is there of its prompt, and stores the rest in chunks."""
+        chain = self.last = RequestChain()
+        prefixes = [prompt[: end + 1] for end in range(len(prompt))]
+        found = next((index for index, prefix in enumerate(prefixes) if prefix not in self.resident), len(prefixes))
+        if found:
+            self.policy.use([self.resident[prefix] for prefix in prefixes[:found]], chain)
+        for first in range(found, len(prefixes), chunk):
+            wanted = prefixes[first : first + chunk]
+            absent = [prefix for prefix in wanted if prefix not in self.resident]
+            for prefix in wanted:
+                if prefix in self.resident:
+                    self.resident[prefix].step = self.step
+            if len(absent) > len(self.free) and not self._make_room(len(absent) - len(self.free), chain):
+                return
+            new = [self._allocate(prefix) for prefix in absent]
+            self.policy.admit(new, chain)
+            if len(absent) < len(wanted):
+                self.policy.use([self.resident[prefix] for prefix in wanted], chain)
+            else:
+                chain.extend(new)
+            self.policy.add(new)
+
+    @rule(count=st.integers(1, 12), is_spared=st.booleans())
+    def evict(self, count: int, is_spared: bool) -> None:
+        self._evict(count, self.last if is_spared else None)
+
+    @rule()
+    def use_again(self) -> None:
+        blocks = sorted((b for b in self.resident.values() if b.chain is self.last), key=lambda b: b.position)
+        self.policy.use(blocks, self.last)
+
+    @precondition(lambda self: self.has_pins)
+    @rule(picks=picks)
+    def pin(self, picks: list[int]) -> None:
+        chosen = self._pick(picks, [prefix for prefix in self.resident if prefix not in self.pinned])
+        self.policy.remove([self.resident[prefix] for prefix in chosen])
+        self.pinned.update((prefix, self.resident[prefix]) for prefix in chosen)
+
+    @precondition(lambda self: self.pinned)
+    @rule(picks=picks)
+    def unpin(self, picks: list[int]) -> None:
+        self.policy.add([self.pinned.pop(prefix) for prefix in self._pick(picks, list(self.pinned))])
+
+    @precondition(lambda self: self.has_pins)
+    @rule(picks=picks)
+    def look_up(self, picks: list[int]) -> None:
+        for prefix in self._pick(picks, list(self.resident)):
+            self.resident[prefix].step = self.step
+
+    @precondition(lambda self: self.has_pins)
+    @rule()
+    def reset(self) -> None:
+        """Everything is forgotten, but for what is pinned; a policy does not learn of that."""
+        ready = {prefix: block for prefix, block in self.resident.items() if prefix not in self.pinned}
+        self.policy.remove(ready.values())
+        for prefix in ready:
+            self._free(prefix)
+
+    @rule()
+    def end_step(self) -> None:
+        self.step += 1
+        self.policy.end_step()
+
+    def teardown(self) -> None:
+        self.policy.add(self.pinned.values())
+        self.pinned.clear()
+        self.step += 1
+        self.policy.end_step()
+        self._evict(len(self.resident), None)
+        assert not self.resident
+
+    def _make_room(self, count: int, chain: RequestChain) -> bool:
+        self.policy.use((), chain)
+        return self._evict(count, chain) or self._evict(count, None)
+
+    def _evict(self, count: int, spare: RequestChain | None) -> bool:
+        held = {prefix: block for prefix, block in self.resident.items() if prefix not in self.pinned}
+        assert len(self.policy) == len(held)
+        may_go = {p for p, block in held.items() if block.step != self.step and block.chain is not spare}
+        victims = self.policy.evict(count, self.step, spare)
+        assert (victims is not None) == (count <= len(may_go))
+        if victims is None:
+            assert len(self.policy) == len(held), "a refused eviction changes nothing"
+            return False
+        gone = {_prefix(block) for block in victims}
+        assert len(victims) == len(gone) == count
+        assert gone <= may_go
+        if not self.has_pins:
+            for prefix in may_go - gone:
+                assert not any(prefix[:end] in gone for end in range(1, len(prefix))), "a head went before its tail"
+        for prefix in gone:
+            self._free(prefix)
+        return True
+
+    def _allocate(self, prefix: Prefix) -> CPUBlock:
+        block = self.resident[prefix] = self.free.pop()
+        block.key = OffloadKey(bytes(prefix))
+        return block
+
+    def _free(self, prefix: Prefix) -> None:
+        block = self.resident.pop(prefix)
+        block.key, block.chain, block.step, block.is_frequent = OffloadKey(b""), None, -1, False
+        self.free.append(block)
+
+    def _pick(self, picks: list[int], prefixes: list[Prefix]) -> list[Prefix]:
+        return list(dict.fromkeys(prefixes[pick % len(prefixes)] for pick in picks)) if prefixes else []
+
+
+def _prefix(block: CPUBlock) -> Prefix:
+    return tuple(block.key)
+
+
+@pytest.mark.parametrize("has_pins", [False, True], ids=["plain", "pins"])
+@pytest.mark.parametrize("policy_name", POLICIES)
+def test_a_policy_keeps_its_promises_in_any_order_of_events(
+    policy_name: str, has_pins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(density, "LEARN_EVERY", 4)
+    machine = type("Machine", (PolicyMachine,), {"policy_name": policy_name, "has_pins": has_pins})
+    run_state_machine_as_test(machine, settings=hypothesis.settings(max_examples=30, stateful_step_count=30))

@@ -1,0 +1,195 @@
+"""Prefix hit rates of eviction policies, by workload and size: a line of JSON for each.
+
+    python tests/performance/policy_hits.py --policies lru arc s3fifo density --sizes 1000 5000 --trace FILE
+    python tests/performance/policy_hits.py --workloads chats agents documents uniform recency
+
+The requests go one after the other through the primary tier's manager. Blocks are 8 bytes, and no bytes move. `bound`
+in place of a policy is Belady's rule by block: the block that is used again last goes first. It bounds no prefix hit
+rate exactly, but no policy that cannot see the future comes near it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import heapq
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from tiered_kv.base import ReqContext, make_offload_key
+from tiered_kv.cpu.backend import CPUBackend
+from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.cpu.policies import CachePolicy
+from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.workload.generator import ChatWorkload
+from tiered_kv.workload.trace import read_trace
+
+BLOCK_BYTES = 8
+BOUND = "bound"
+
+Prompt = Sequence[int]
+"""The ids of a prompt's blocks, in the order of the prefix."""
+
+
+def hits_of(
+    prompts: Sequence[Prompt], policy: str | Callable[[int], CachePolicy], num_blocks: int, store_blocks: int = 32
+) -> int:
+    """Return how many blocks the requests find in a primary tier of `num_blocks`, stored in calls of `store_blocks`."""
+    made = policy if isinstance(policy, str) else policy(num_blocks)
+    manager = CPUOffloadingManager(CPUBackend(PrimaryRegion(num_blocks, BLOCK_BYTES)), made)
+    hits = 0
+    for number, ids in enumerate(prompts):
+        context = ReqContext(str(number))
+        keys = [make_offload_key(block_id.to_bytes(8, "big"), 0) for block_id in ids]
+        found = next((index for index, key in enumerate(keys) if not manager.lookup(key, context)), len(keys))
+        if found:
+            manager.prepare_load(keys[:found], context)
+            manager.complete_load(keys[:found], context)
+        hits += found
+        for first in range(found, len(keys), store_blocks):
+            output = manager.prepare_store(keys[first : first + store_blocks], context)
+            if output is None:
+                break
+            manager.complete_store(output.keys_to_store, context)
+        manager.on_request_finished(context)
+        manager.on_schedule_end()
+    manager.shutdown()
+    return hits
+
+
+def bound_of(prompts: Sequence[Prompt], num_blocks: int) -> int:
+    """Return how many blocks are found where the block that is used again last goes first."""
+    uses: dict[int, list[int]] = {}
+    for number in range(len(prompts) - 1, -1, -1):
+        for block_id in prompts[number]:
+            uses.setdefault(block_id, []).append(number)
+    resident: dict[int, int] = {}  # block id to its next use
+    farthest: list[tuple[int, int, int]] = []
+    hits = 0
+    for ids in prompts:
+        hits += next((index for index, block_id in enumerate(ids) if block_id not in resident), len(ids))
+        for depth, block_id in enumerate(ids):
+            later = uses[block_id]
+            later.pop()
+            if later:
+                resident[block_id] = later[-1]
+                heapq.heappush(farthest, (-later[-1], -depth, block_id))
+            else:
+                resident.pop(block_id, None)
+        while len(resident) > num_blocks:
+            use, _, block_id = heapq.heappop(farthest)
+            if resident.get(block_id) == -use:
+                del resident[block_id]
+    return hits
+
+
+# Workloads. Each is a function of nothing: equal in every run.
+
+
+def chats() -> Iterator[Prompt]:
+    """Chats that share system prompts: the generator of `tiered-kv replay`."""
+    return (request.hash_ids for request in ChatWorkload(chats=480).requests())
+
+
+def agents() -> Iterator[Prompt]:
+    """Agents that call tools every few seconds, over long instructions, and now and then wait minutes for a person."""
+    chance = random.Random(1)
+    events: list[tuple[float, int, int, list[int]]] = []
+    for agent in range(300):
+        instructions = [_id("tools", chance.randrange(6), index) for index in range(40)]
+        heapq.heappush(events, (agent * 8 * chance.random() * 2, agent, chance.randint(3, 30), instructions))
+    while events:
+        now_s, agent, steps, ids = heapq.heappop(events)
+        ids = ids + [_id("agent", agent, index) for index in range(len(ids), len(ids) + chance.randint(1, 6))]
+        yield ids
+        if steps:
+            wait_s = chance.expovariate(1 / 180) if chance.random() < 0.1 else 1 + chance.expovariate(1 / 6)
+            heapq.heappush(events, (now_s + wait_s, agent, steps - 1, ids))
+
+
+def documents() -> Iterator[Prompt]:
+    """Questions about documents, a few of which are popular (Zipf, exponent 0.9)."""
+    return _questions(random.Random(2), [1 / (rank + 1) ** 0.9 for rank in range(800)])
+
+
+def uniform() -> Iterator[Prompt]:
+    """Questions about documents that are all equally popular."""
+    return _questions(random.Random(3), [1.0] * 200)
+
+
+def recency() -> Iterator[Prompt]:
+    """Documents that return soon or never: of those so far, the nth most recent with a chance of about 1/n."""
+    chance = random.Random(4)
+    recent: list[int] = []
+    made = 0
+    for _ in range(9000):
+        rank = int(1.5 ** (chance.random() * 20))
+        if rank <= len(recent) and chance.random() < 0.8:
+            document = recent.pop(-rank)
+        else:
+            document, made = made, made + 1
+        recent.append(document)
+        yield _document(document, chance)
+
+
+def _questions(chance: random.Random, weights: Sequence[float]) -> Iterator[Prompt]:
+    for document in chance.choices(range(len(weights)), weights, k=6000):
+        yield _document(document, chance)
+
+
+def _document(document: int, chance: random.Random) -> list[int]:
+    """Return a prompt: a document of 4 to 40 blocks, and a question of its own."""
+    length = random.Random(document).randint(4, 40)
+    question = chance.getrandbits(48)
+    return [_id("document", document, index) for index in range(length)] + [
+        _id("question", question, index) for index in range(chance.randint(1, 3))
+    ]
+
+
+def _id(*parts: int | str) -> int:
+    return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest(), "big")
+
+
+WORKLOADS: dict[str, tuple[Callable[[], Iterator[Prompt]], tuple[int, ...]]] = {
+    "chats": (chats, (500, 1000, 2000, 4000)),
+    "agents": (agents, (500, 1000, 2000, 4000)),
+    "documents": (documents, (500, 1000, 2000, 4000, 8000)),
+    "uniform": (uniform, (500, 1000, 2000, 3000)),
+    "recency": (recency, (250, 500, 1000, 2000, 4000)),
+}
+TRACE_SIZES = (1000, 5000, 10_000, 30_000)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policies", nargs="+", default=["lru", "arc", "s3fifo", "density", BOUND])
+    parser.add_argument("--workloads", nargs="*", default=[], choices=sorted(WORKLOADS))
+    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--sizes", nargs="+", type=int, help="blocks; by default those that suit the workload")
+    parser.add_argument("--store-blocks", type=int, default=32, help="blocks that a call stores")
+    arguments = parser.parse_args()
+    chosen = {name: (list(WORKLOADS[name][0]()), WORKLOADS[name][1]) for name in arguments.workloads}
+    if arguments.trace:
+        requests = read_trace(arguments.trace)
+        chosen["trace"] = [request.hash_ids for request in requests], TRACE_SIZES
+    for name, (prompts, sizes) in chosen.items():
+        total = sum(len(ids) for ids in prompts)
+        for size in arguments.sizes or sizes:
+            rates: dict[str, float] = {}
+            for policy in arguments.policies:
+                begin_s = time.process_time()
+                hits = (
+                    bound_of(prompts, size)
+                    if policy == BOUND
+                    else hits_of(prompts, policy, size, arguments.store_blocks)
+                )
+                rates[policy] = round(hits / total, 4)
+                rates[f"{policy}_us_per_block"] = round((time.process_time() - begin_s) / total * 1e6, 2)
+            print(json.dumps({"workload": name, "blocks": size, **rates}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

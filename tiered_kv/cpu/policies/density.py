@@ -1,0 +1,398 @@
+"""Learned hit density, by tail: evicts what brings the fewest hits for its room and time.
+
+After N. Beckmann, H. Chen and A. Cidon, "LHD: Improving Cache Hit Rate by Maximizing Hit Density" (NSDI 2018). Their
+unit is an object. Here it is a tail: the blocks that one request was the last to use. Blocks leave a tail deepest
+first, and not before the tails that hang off them, so what is resident is whole prefixes. `hit_density.py` has the
+estimates. docs/explanation/hit-rates.md says what each part is worth, and why each number is what it is.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.cpu.backend import CPUBlock, RequestChain
+from tiered_kv.cpu.policies.base import CachePolicy
+from tiered_kv.cpu.policies.hit_density import AGES_PER_TURNOVER, BUCKETS, EDGES, GROUPS, SIZES, TURNS, HitDensity
+
+LEARN_EVERY = 256
+"""Requests between two computations of the densities."""
+GHOSTS_MIN = 100
+GHOST_BLOCKS = 8
+"""Evicted tails that are remembered: one for so many blocks of the tier, and `GHOSTS_MIN` more."""
+SLACK_BLOCKS = 1
+"""Blocks at a prompt's end that the next turn may lack: the last block of a prompt is often not full."""
+MEAN_WEIGHT = 0.01
+"""Weight of a request in the mean number of new blocks."""
+
+
+class _Tail:
+    """Blocks of one request from one place in its prefix on: those that follow what it shares, or those shared.
+
+    Attributes:
+        blocks: Those that may be evicted, by position; in rising order where `is_sorted`, and `top` the highest.
+        start: The first position; `end`, the first that is not resident; `lost`, how many were evicted from there on.
+        number: Of the request, in the order in which they began; `since`, when it did.
+        shared: Of the tail that follows it, the one that is shared.
+        turn: How many requests in a row have used it.
+        new_blocks: How many the request added.
+        share: Of the tail, what no request has used since.
+        bucket: Of its age; while `is_aging`, the tail waits for the next one.
+        cell: Where it waits for eviction; negative while it does not.
+        parent: The block that it hangs off, which had the key `parent_key`.
+        ghost: The key by which its evicted part is known.
+    """
+
+    # fmt: off
+    __slots__ = (
+        "blocks", "bucket", "cell", "end", "ghost", "group", "is_aging", "is_attached", "is_shared", "is_sorted",
+        "lost", "new_blocks", "number", "parent", "parent_key", "share", "shared", "since", "start", "top", "turn",
+    )
+    # fmt: on
+
+    def __init__(self, number: int, since: float, *, is_shared: bool = False, turn: int = 0) -> None:
+        self.number, self.since, self.is_shared, self.turn = number, since, is_shared, turn
+        self.blocks: dict[int, CPUBlock] = {}
+        self.top = self.group = self.cell = -1
+        self.start = self.end = self.lost = self.new_blocks = self.bucket = 0
+        self.share = 1.0
+        self.is_sorted, self.is_attached, self.is_aging = True, False, False
+        self.shared: _Tail | None = None
+        self.parent: CPUBlock | None = None
+        self.parent_key = self.ghost = OffloadKey(b"")
+
+
+class DensityPolicy(CachePolicy):
+    """Evicts the tail of the least hit density, as it was learned from the requests so far."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self._size = 0
+        self._admitted = 0
+        self._now = 0.0  # the time is that of the blocks admitted, in `AGES_PER_TURNOVER` of the tier
+        self._begun = 0
+        self._last = _Tail(0, 0.0)
+        self._new_blocks_mean = 1.0
+        self._protected: dict[int, CPUBlock] = {}  # by block_id: looked up in this step
+        self._hanging: dict[int, int] = {}  # tails that hang off a block, by block_id
+        self._blocked: dict[_Tail, None] = {}  # left their cell because a tail hangs off their last block
+        self._spared = 0  # the number of the request that an eviction spares
+        self._ghosts: OrderedDict[OffloadKey, _Tail] = OrderedDict()
+        self._aging: list[deque[_Tail]] = [deque() for _ in range(BUCKETS)]
+        # Tails that wait for eviction, by group and bucket. Bit n of the mask stands for the nth cell of the order.
+        self._cells: list[OrderedDict[_Tail, None]] = [OrderedDict() for _ in range(GROUPS * BUCKETS)]
+        self._mask = 0
+        self._density = HitDensity()
+
+    def __len__(self) -> int:
+        return self._size
+
+    def admit(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
+        own: _Tail = chain.note or self._begin(chain)
+        own.new_blocks += len(blocks)
+        self._admitted += len(blocks)
+        for block in blocks if self._ghosts else ():
+            tail = self._ghosts.pop(block.key, None)
+            if tail is not None:
+                own.new_blocks -= tail.lost
+                own.turn = own.turn or tail.turn + 1
+                self._returned(tail, tail.lost)
+                tail.lost, tail.ghost = 0, OffloadKey(b"")
+
+    def add(self, blocks: Iterable[CPUBlock]) -> None:
+        chain: RequestChain | None = None
+        tail = _Tail(0, 0.0)
+        touched: dict[_Tail, None] = {}
+        count = 0
+        for block in blocks:
+            position = block.position
+            if block.chain is not chain or position < tail.start or tail.is_shared:
+                chain = block.chain
+                assert chain is not None
+                tail = chain.note or self._begin(chain)
+                if position < tail.start and tail.shared is not None:
+                    tail = tail.shared
+                touched[tail] = None
+            tail.blocks[position] = block
+            if position > tail.top:
+                tail.top = position
+                if position >= tail.end:
+                    tail.end = position + 1
+            else:
+                tail.is_sorted = False
+            count += 1
+        self._size += count
+        for tail in touched:
+            self._attach(tail)
+            self._file(tail)
+
+    def remove(self, blocks: Iterable[CPUBlock]) -> None:
+        for block in blocks:
+            self._discard(block)
+
+    def use(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
+        own: _Tail = chain.note or self._begin(chain)
+        if all(block.chain is chain for block in blocks):
+            return
+        runs: list[tuple[_Tail, int, int]] = []  # whose blocks they were, the first, and one past the last
+        held = []
+        for index, block in enumerate(blocks):
+            tail = _tail_of(block)
+            if tail is None:
+                continue
+            if block.position in tail.blocks or block.block_id in self._protected:
+                held.append(block)
+            if block.chain is not chain:
+                first = runs.pop()[1] if runs and runs[-1][0] is tail else index
+                runs.append((tail, first, index + 1))
+        held = [block for block in held if self._discard(block)]
+        cut = 0
+        if runs and not own.end:
+            # A request that goes on from the end of another's tail takes it over. Else what it has used is shared.
+            source, cut, end = runs[-1]
+            if not source.is_shared and blocks[end - 1].position >= source.end - 1 - SLACK_BLOCKS:
+                own.turn = source.turn + 1
+                source = runs[-2][0] if len(runs) > 1 else source
+            else:
+                cut = end
+            if cut:
+                turn = source.turn + 1 if source.is_shared else 1
+                own.shared = _Tail(own.number, own.since, is_shared=True, turn=turn)
+        for tail, first, end in runs:
+            self._returned(tail, end - first)
+            self._hang(tail, blocks[end - 1])
+        chain.take(blocks)
+        if own.shared is not None and cut:
+            own.start = own.end = own.shared.end = blocks[cut - 1].position + 1
+            self._hang(own, blocks[cut - 1])
+        self.add(held)
+
+    def evict(self, count: int, step: int, spare: RequestChain | None = None) -> list[CPUBlock] | None:
+        if count > self._size:
+            return None
+        own: _Tail | None = spare.note if spare is not None else None
+        spared = [tail for tail in (own, own and own.shared) if tail is not None]
+        for tail in spared:
+            self._spared = tail.number
+            self._leave(tail)
+        victims: list[CPUBlock] = []
+        cuts: list[tuple[_Tail, int]] = []
+        while len(victims) < count and (self._mask or self._unblock()):
+            tail = self._least()
+            before = len(victims)
+            self._pop(tail, count, step, victims)
+            cuts.append((tail, len(victims) - before))
+        self._size -= len(victims)
+        is_done = len(victims) == count
+        if is_done:
+            self._remember(cuts, victims)
+        else:
+            self.add(victims)
+        self._spared = 0
+        for tail in spared:
+            self._enter(tail)
+        return victims if is_done else None
+
+    def end_step(self) -> None:
+        if self._protected:
+            held, self._protected = self._protected, {}
+            self._size -= len(held)
+            self.add(held.values())
+
+    # Requests, and what they tell.
+
+    def _begin(self, chain: RequestChain) -> _Tail:
+        self._now = self._admitted * AGES_PER_TURNOVER / self.num_blocks
+        self._age()
+        self._begun += 1
+        if self._begun % LEARN_EVERY == 0:
+            self._density.learn()
+            self._mask = sum(1 << self._density.rank[cell] for cell, queue in enumerate(self._cells) if queue)
+        weight = max(MEAN_WEIGHT, 1 / self._begun)
+        self._new_blocks_mean += weight * (self._last.new_blocks - self._new_blocks_mean)
+        tail = self._last = chain.note = _Tail(self._begun, self._now)
+        return tail
+
+    def _age(self) -> None:
+        """Move tails on whose age has passed the end of their bucket."""
+        seen = self._density.seen
+        for bucket in range(BUCKETS - 1):
+            aging, older = self._aging[bucket], self._aging[bucket + 1]
+            due = self._now - EDGES[bucket + 1]
+            while aging and aging[0].since <= due:
+                tail = aging.popleft()
+                cell = tail.group * BUCKETS + bucket
+                tail.bucket = bucket + 1
+                tail.is_aging = bool(tail.blocks or tail.ghost)  # a return of others would not be noticed
+                if tail.is_aging:
+                    if not bucket:
+                        seen[cell] += tail.share
+                    seen[cell + 1] += tail.share
+                    older.append(tail)
+                if tail.cell >= 0:
+                    self._leave(tail)
+                    self._enter(tail)
+                if tail.shared is not None and not tail.shared.is_aging:
+                    tail.shared = None
+        aging = self._aging[-1]
+        while aging and aging[0].since <= self._now - EDGES[-1]:
+            aging.popleft()
+
+    def _returned(self, tail: _Tail, count: int) -> None:
+        """Note that a request uses `count` blocks of a tail."""
+        if count and tail.group >= 0:
+            part = min(tail.share, count / max(count, tail.end - tail.start + tail.lost))
+            cell = tail.group * BUCKETS + tail.bucket
+            self._density.hits[cell] += part
+            if not tail.bucket:
+                self._density.seen[cell] += part
+            tail.share -= part
+
+    def _remember(self, cuts: Sequence[tuple[_Tail, int]], victims: Sequence[CPUBlock]) -> None:
+        """Keep the key of the last block that each tail lost, the first of them that a prompt needs."""
+        ghosts, done = self._ghosts, 0
+        for tail, count in cuts:
+            if count:
+                done += count
+                ghosts.pop(tail.ghost, None)
+                tail.ghost, tail.end = victims[done - 1].key, victims[done - 1].position
+                tail.lost += count
+                ghosts[tail.ghost] = tail
+        while len(ghosts) > GHOSTS_MIN + self.num_blocks // GHOST_BLOCKS:
+            _, tail = ghosts.popitem(last=False)
+            tail.lost, tail.ghost = 0, OffloadKey(b"")
+
+    # The order of eviction.
+
+    def _file(self, tail: _Tail) -> None:
+        """Put a tail into the cell of its group and age."""
+        turn = min(tail.turn, TURNS - 1)
+        if tail.is_shared:
+            group = (TURNS + turn) * (len(SIZES) + 1)
+        else:
+            group = turn * (len(SIZES) + 1) + bisect_right(SIZES, tail.new_blocks / max(1.0, self._new_blocks_mean))
+        if not tail.is_aging:
+            tail.is_aging = True
+            self._aging[tail.bucket].append(tail)
+        if group != tail.group:
+            self._leave(tail)
+            tail.group = group
+        self._enter(tail)
+
+    def _enter(self, tail: _Tail) -> None:
+        if tail.cell < 0 and tail.blocks and tail.number != self._spared:
+            tail.cell = cell = tail.group * BUCKETS + tail.bucket
+            queue = self._cells[cell]
+            if not queue:
+                self._mask |= 1 << self._density.rank[cell]
+            queue[tail] = None
+            self._blocked.pop(tail, None)
+
+    def _leave(self, tail: _Tail) -> None:
+        cell = tail.cell
+        if cell >= 0:
+            tail.cell = -1
+            queue = self._cells[cell]
+            del queue[tail]
+            if not queue:
+                self._mask ^= 1 << self._density.rank[cell]
+
+    def _least(self) -> _Tail:
+        """Return the oldest tail of the least density."""
+        order, level, mask = self._density.order, self._density.level, self._mask
+        cell = order[(mask & -mask).bit_length() - 1]
+        least, found = level[cell], next(iter(self._cells[cell]))
+        while mask := mask & (mask - 1):
+            cell = order[(mask & -mask).bit_length() - 1]
+            if level[cell] > least:
+                break
+            tail = next(iter(self._cells[cell]))
+            if tail.number < found.number:
+                found = tail
+        return found
+
+    def _pop(self, tail: _Tail, count: int, step: int, victims: list[CPUBlock]) -> None:
+        """Move blocks from the end of a tail to `victims`, until there are `count`, or something hangs off a block."""
+        if not tail.is_sorted:
+            tail.blocks = dict(sorted(tail.blocks.items()))
+            tail.is_sorted = True
+        blocks, hanging = tail.blocks, self._hanging
+        while blocks and len(victims) < count:
+            position, block = blocks.popitem()
+            if block.block_id in hanging:
+                blocks[position] = block
+                self._leave(tail)
+                self._blocked[tail] = None
+                break
+            if block.step == step:
+                self._protected[block.block_id] = block
+            else:
+                victims.append(block)
+        if blocks:
+            tail.top = next(reversed(blocks))
+        else:
+            self._emptied(tail)
+
+    def _discard(self, block: CPUBlock) -> bool:
+        tail = _tail_of(block)
+        if tail is not None and tail.blocks.get(block.position) is block:
+            del tail.blocks[block.position]
+            if not tail.blocks:
+                self._emptied(tail)
+            else:
+                self._enter(tail)  # what hung off the block hangs off none of the tail's now
+        elif block.block_id in self._protected:
+            del self._protected[block.block_id]
+        else:
+            return False
+        self._size -= 1
+        return True
+
+    def _emptied(self, tail: _Tail) -> None:
+        tail.top, tail.is_sorted = -1, True
+        tail.blocks = {}  # a dictionary does not shrink
+        self._leave(tail)
+        self._blocked.pop(tail, None)
+        self._detach(tail)
+
+    def _hang(self, tail: _Tail, parent: CPUBlock) -> None:
+        """Note that a tail follows `parent` from now on."""
+        self._detach(tail)
+        tail.parent, tail.parent_key = parent, parent.key
+        if tail.blocks:
+            self._attach(tail)
+
+    def _attach(self, tail: _Tail) -> None:
+        parent = tail.parent
+        if parent is not None and not tail.is_attached and parent.key == tail.parent_key:
+            self._hanging[parent.block_id] = self._hanging.get(parent.block_id, 0) + 1
+            tail.is_attached = True
+
+    def _detach(self, tail: _Tail) -> None:
+        parent = tail.parent
+        if tail.is_attached and parent is not None:
+            tail.is_attached = False
+            left = self._hanging.get(parent.block_id, 1) - 1
+            if left:
+                self._hanging[parent.block_id] = left
+                return
+            self._hanging.pop(parent.block_id, None)
+            owner = _tail_of(parent)
+            if owner is not None and owner in self._blocked:
+                self._enter(owner)
+
+    def _unblock(self) -> bool:
+        """Enter tails that wait for each other, as after requests that used blocks in contradicting orders."""
+        blocked = list(self._blocked)
+        if blocked:
+            self._hanging.clear()
+        for tail in blocked:
+            self._enter(tail)
+        return bool(self._mask)
+
+
+def _tail_of(block: CPUBlock) -> _Tail | None:
+    tail: _Tail | None = block.chain.note if block.chain is not None else None
+    return tail.shared if tail is not None and block.position < tail.start and tail.shared is not None else tail

@@ -1,0 +1,99 @@
+"""Estimates of hit density: the hits that a tail brings for the room and time that it takes, by its group and age.
+
+The chance of a return at some age, the hazard, is that of the tail's kind at this age, times a factor of its group
+(proportional hazards: D. R. Cox, 1972). The density at an age is the chance that the tail returns while it is kept,
+over the time that it is expected to stay. It is kept for as long as makes this the most.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+Table = np.ndarray[Any, np.dtype[np.float64]]
+
+AGES_PER_TURNOVER: Final = 8
+"""The unit of age is the time in which so small a part of the tier is admitted as new blocks: an eighth."""
+BUCKETS: Final = 19
+"""Buckets of age: the first unit, then two for each doubling, up to 64 times what the tier holds."""
+EDGES: Final = [0.0, *(2.0 ** (bucket / 2) for bucket in range(BUCKETS))]
+"""Where each bucket begins, and where the last one would end."""
+TURNS: Final = 4
+"""Turns that are told apart: 0, 1, 2, and more."""
+SIZES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Limits between the numbers of new blocks that are told apart, as multiples of their mean."""
+GROUPS: Final = 2 * TURNS * (len(SIZES) + 1)
+"""The first half for tails of a request's own, the other for shared ones."""
+DECAY: Final = 0.97
+"""What the evidence counts for, each time that the densities are computed anew: it halves in 23 times."""
+PRIOR_TAILS: Final = 2.0
+"""Tails that the prior counts for in each bucket."""
+PRIOR_HITS: Final = 4.0
+"""Hits that the prior counts for in each group."""
+LEVELS: Final = 4.0
+"""Levels in a factor of e: the estimates tell no smaller differences, so densities within about a quarter are equal."""
+COLD_AGE: Final = 1.0
+"""The prior hazard is that of a density which falls with the root of this age and a tail's own."""
+
+
+class HitDensity:
+    """Counts of tails and of their returns, and the order of their densities.
+
+    A cell is a group at an age: number `group * BUCKETS + bucket`.
+
+    Attributes:
+        seen: Tails that reached a cell, less the parts that were used before.
+        hits: The parts of them that a request has used there.
+        level: The density of each cell, in steps of its logarithm.
+        order: The cells, least density first. `rank`: the place of each cell in it.
+    """
+
+    def __init__(self) -> None:
+        self.hits = [0.0] * (GROUPS * BUCKETS)
+        self.seen = [0.0] * (GROUPS * BUCKETS)
+        self._factor: Table = np.ones((2, GROUPS // 2, 1))
+        self.learn()
+
+    def learn(self) -> None:
+        """Order the cells by what has been counted, and make room for what comes."""
+        shape = 2, GROUPS // 2, BUCKETS
+        hits, seen = np.array(self.hits).reshape(shape), np.array(self.seen).reshape(shape)
+        edges = COLD_AGE + np.array(EDGES)
+        prior = 1 - np.sqrt(edges[:-1] / edges[1:])
+        kind_hits = hits.sum(1, keepdims=True)
+        kind_seen = (seen * self._factor).sum(1, keepdims=True)
+        # Ages that few tails have reached: the prior, as far as it held at younger ages.
+        held = (_before(kind_hits) + 1) / (_before(kind_seen * prior) + 1)
+        hazard = (kind_hits + PRIOR_TAILS * prior * np.minimum(1, held)) / (kind_seen + PRIOR_TAILS)
+        expected = (seen * hazard).sum(2, keepdims=True)
+        self._factor = (hits.sum(2, keepdims=True) + PRIOR_HITS) / (expected + PRIOR_HITS)
+        density = _density(np.minimum(0.98, hazard * self._factor).reshape(-1, BUCKETS))
+        level = np.round(LEVELS * np.log(density)).ravel()
+        order = np.argsort(level, kind="stable")
+        rank = np.empty_like(order)
+        rank[order] = np.arange(order.size)
+        self.level: list[float] = level.tolist()
+        self.order: list[int] = order.tolist()
+        self.rank: list[int] = rank.tolist()
+        self.hits = (hits * DECAY).ravel().tolist()
+        self.seen = (seen * DECAY).ravel().tolist()
+
+
+def _density(hazard: Table) -> Table:
+    """Return the densities of groups, one a row, at the start of each bucket."""
+    widths = np.diff(EDGES)
+    density = np.full_like(hazard, 1e-12)
+    remaining, room = np.ones_like(hazard), np.zeros_like(hazard)
+    for kept in range(BUCKETS):  # buckets that a tail is kept for, and the one it is in
+        ages = BUCKETS - kept
+        left = remaining[:, :ages] * (1 - hazard[:, kept:])
+        room[:, :ages] += widths[kept:] * (remaining[:, :ages] + left) / 2
+        remaining[:, :ages] = left
+        np.maximum(density[:, :ages], (1 - left) / room[:, :ages], out=density[:, :ages])
+    return density
+
+
+def _before(table: Table) -> Table:
+    """Return the sums over all younger ages."""
+    return np.cumsum(table, axis=-1) - table
