@@ -182,7 +182,6 @@ class _Server:
     def __init__(
         self, config: StackConfig, shared: Mapping[str, KeyStore], clock: _TraceClock, concurrency: int
     ) -> None:
-        # A policy that takes the time of the requests gets it from here, as `clock=clock`.
         self.primary = CPUOffloadingManager(
             CPUBackend(_NoMemory(config.primary_blocks, config.block.bytes)), config.primary.policy
         )
