@@ -11,7 +11,7 @@ from tiered_kv.toolkit.unreadable import Unreadable
 from tiered_kv_redis.exchange import Batch, Calls, Exchange, Failures, Stores, Transfer, converse
 from tiered_kv_redis.loads import Loads
 from tiered_kv_redis.node import Node
-from tiered_kv_redis.reasons import CLUSTER_DOWN, MOVED, READ_ONLY, UNUSABLE, WRONG_TYPE, NodeError
+from tiered_kv_redis.reasons import CLUSTER_DOWN, MOVED, READ_ONLY, TOO_LONG, UNUSABLE, WRONG_TYPE, NodeError
 from tiered_kv_redis.replies import command
 from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.topology import Topology
@@ -123,6 +123,12 @@ class Blocks:
             kept: Failures = {}
             self._ask(b"UNLINK", damaged, batch, kept)
             self._unreadable.note(batch.names[at] for at in kept)  # the user has no right, or the server is gone
+        # A value that is too long ends its connection, and with it the replies to later commands.
+        cut_off = [at for at, reason in failures.items() if reason == TOO_LONG and at not in damaged]
+        if cut_off and damaged:
+            for at in cut_off:
+                del failures[at]
+            failures |= self._load(cut_off, batch)
         return failures
 
     def _lengths(self, positions: Sequence[int], batch: Batch) -> tuple[dict[int, int], Failures]:

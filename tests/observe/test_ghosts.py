@@ -58,7 +58,7 @@ def test_a_sample_stands_for_a_large_tier_and_takes_bounded_memory() -> None:
     assert taken_bytes < 4 << 20
     for name, hits in ghosts.counted().items():
         exact = lru_hits(numbers, int(SIZES[name] * blocks))
-        assert hits == pytest.approx(exact, abs=0.02 * uses), name
+        assert hits == pytest.approx(exact, abs=0.06 * uses), name
 
 
 @pytest.fixture

@@ -147,6 +147,22 @@ def test_values_of_other_kinds_and_holes_are_misses(redis_server: RedisServer, o
     assert rig.load(keys) == set(keys)
 
 
+def test_values_that_are_too_long_cost_no_other_block_of_their_job(
+    redis_server: RedisServer, open_redis: OpenRedis
+) -> None:
+    rig = open_redis(url=redis_server.url, connections=1)
+    keys = make_keys(32)
+    rig.store(keys)
+    names = {name[-20:]: name for name in block_names(redis_server)}
+    long = keys[3::8]
+    for key in long:
+        redis_server.call("APPEND", names[key], "x" * (1 << 20))
+    assert rig.load(keys) == set(keys) - set(long)
+    assert not any(rig.lookup(key) for key in long), "deleted"
+    assert rig.store(keys).success
+    assert rig.load(keys) == set(keys)
+
+
 def test_a_lookup_waits_for_no_transfer_over_a_slow_wire(redis_server: RedisServer, open_redis: OpenRedis) -> None:
     with FaultProxy(("127.0.0.1", redis_server.port)) as proxy:
         rig = open_redis(url=f"redis://{proxy.host}:{proxy.port}", connections=2, lookup_timeout="30s", timeout="600s")
