@@ -154,7 +154,8 @@ def test_what_is_no_reply_to_a_load_ends_the_connection(open_rig: OpenRedis, lia
     keys = make_keys(4)
     rig.store(keys)
     liar.replies = {keys[1]: reply}
-    assert rig.load(keys) == {keys[0]}
+    is_long = reply == b"$99999999999\r\n"  # the others are asked for again
+    assert rig.load(keys) == ({keys[0], *keys[2:]} if is_long else {keys[0]})
     assert set(failures(rig)) <= {"protocol", "too_long"}
     liar.be_honest()
     wait_until(lambda: rig.store(keys).success)
