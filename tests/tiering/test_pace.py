@@ -33,8 +33,8 @@ def ask(bench: Bench, size: int, load_s: float, tier: int = 0) -> list[bool | No
 
 def test_a_tier_that_is_slower_than_computing_is_asked_no_more(make_bench: MakeBench) -> None:
     bench = make_bench(PATIENT, PATIENT, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
-    for _ in range(LOADS_MIN):
-        assert ask(bench, 4, load_s=4.0) == [True] * 4, "nothing is known yet"
+    for size in (4, 8, 4):
+        assert ask(bench, size, load_s=1.0 * size) == [True] * size, "nothing is known yet"
     numbers = [next(NUMBERS) for _ in range(4)]
     bench.tier.has(*numbers)
     assert bench.lookup(keys(*numbers), bench.request("x")) == [False] * 4, "at once, without a step"
@@ -55,10 +55,18 @@ def test_a_distant_tier_loads_what_is_long_enough_to_be_worth_the_way(make_bench
     assert ask(bench, 20, load_s=1.2) == [True] * 20, "1.2 s, and computed in 2"
 
 
-def test_what_is_ahead_in_the_tier_counts(make_bench: MakeBench) -> None:
+def test_loads_of_one_size_tell_nothing_of_larger_ones(make_bench: MakeBench) -> None:
     bench = make_bench(PATIENT, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
     for _ in range(LOADS_MIN):
-        assert ask(bench, 10, load_s=0.5) == [True] * 10
+        assert ask(bench, 4, load_s=1.04) == [True] * 4
+    assert ask(bench, 4, load_s=1.04) == [False] * 4
+    assert ask(bench, 30, load_s=1.3) == [True] * 30, "1.3 s, and computed in 3"
+
+
+def test_what_is_ahead_in_the_tier_counts(make_bench: MakeBench) -> None:
+    bench = make_bench(PATIENT, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
+    for size in (10, 5, 10):
+        assert ask(bench, size, load_s=0.05 * size) == [True] * size
     for _ in range(2):
         numbers = [next(NUMBERS) for _ in range(10)]
         bench.tier.has(*numbers)

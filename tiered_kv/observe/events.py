@@ -32,6 +32,8 @@ from tiered_kv.tiering.step import give_way
 
 QUEUE_KEYS_MAX: Final = 1 << 16
 """Keys that wait to be published; beyond it the oldest events are dropped, but for those of the last step."""
+QUEUE_BATCHES_MAX: Final = 1 << 12
+"""Batches that wait, one for each step; likewise."""
 MESSAGE_KEYS_MAX: Final = 512
 """Keys of one message, and how many are encoded at once while a scheduler may wait for the interpreter lock."""
 SUBSCRIBER_MESSAGES_MAX: Final = 1000
@@ -44,6 +46,8 @@ REPLAY_MESSAGES_MAX: Final = 10_000
 STEP_WAITS_MAX: Final = 3
 """How often a message waits while a scheduler's step runs, so that steps without an end delay it by 60 ms at most."""
 
+_KEYS_A_BATCH: Final = 16
+"""A batch costs the thread as much as so many keys more."""
 _POLL_MS: Final = 20
 _CLOSE_TIMEOUT_S: Final = 2.0
 _LINGER_MS: Final = 500
@@ -132,7 +136,10 @@ class EventPublisher:
             noted.append((event.medium, event.removed, page, start, len(page)))
         self._queued_keys += _keys_of(noted)
         self._append(noted)
-        while len(self._queue) > 1 and self._queued_keys - self._taken_keys > QUEUE_KEYS_MAX:
+        queue = self._queue
+        while len(queue) > 1 and (
+            self._queued_keys - self._taken_keys > QUEUE_KEYS_MAX or len(queue) > QUEUE_BATCHES_MAX
+        ):
             try:
                 _, _, dropped = self._queue.popleft()
             except IndexError:  # the publisher has just taken it
@@ -189,8 +196,11 @@ class EventPublisher:
             self._context.destroy()
 
     def _send_queue(self) -> None:
+        room = 0
         while self._queue:
-            self._wait_for_the_step()
+            if room <= 0:
+                self._wait_for_the_step()
+                room = MESSAGE_KEYS_MAX
             try:
                 batch, time_s, events = self._queue.popleft()
             except IndexError:  # it was dropped just now
@@ -201,9 +211,11 @@ class EventPublisher:
                 self._send(time_s, [{"type": "AllBlocksCleared"}])
                 continue
             self._taken_keys += _keys_of(events)
-            for message in self._messages(events):
+            room -= _keys_of(events) + _KEYS_A_BATCH
+            for number, message in enumerate(self._messages(events)):
+                if number:
+                    self._wait_for_the_step()
                 self._send(time_s, message)
-                self._wait_for_the_step()
 
     def _wait_for_the_step(self) -> None:
         for _ in range(STEP_WAITS_MAX):

@@ -17,7 +17,7 @@ from tiered_kv.observe.table import Entries
 SIZES: Final = {"0.5": 0.5, "1": 1.0, "2": 2.0, "4": 4.0}
 """The sizes of the ghosts, as multiples of the tier's capacity; the others are to be compared with that of 1."""
 SAMPLED_MAX: Final = 8192
-"""Blocks that the largest ghost of a tier follows, about 1 MB with the smaller ones."""
+"""Blocks that the largest ghost of a tier follows; with the smaller ones they take 3 MB."""
 _HASHES: Final = 1 << 32
 _LOW: Final = np.uint64(_HASHES - 1)
 

@@ -32,6 +32,8 @@ class Pace:
         self._loads = self._blocks = self._seconds = self._blocks_squared = self._products = 0.0
         self._seen = 0
         self._load_s = self._block_s = 0.0
+        self._blocks_known = math.inf
+        """The size up to which the time grows by `_block_s`, as far as is known; what is larger may take no longer."""
         self._believed_until_s = -math.inf
         self._is_trying = False
 
@@ -47,21 +49,22 @@ class Pace:
         self._seen += 1
         self._believed_until_s = now_s + RETRY_S
         mean, variance = x / weight, xx / weight - (x / weight) ** 2
-        slope = y / x  # of loads of one size: no time for the load itself
+        slope, self._blocks_known = y / x, mean  # of loads of one size nobody knows which time is which
         if variance > (_SPREAD_MIN * mean) ** 2:
-            slope = min(slope, max(0.0, (xy / weight - mean * y / weight) / variance))
+            slope, self._blocks_known = min(slope, max(0.0, (xy / weight - mean * y / weight) / variance)), math.inf
         self._block_s, self._load_s = slope, y / weight - slope * mean
 
     def is_hopeless(self, now_s: float) -> bool:
         """Return whether the engine computes a block sooner than it comes, however many are loaded together."""
-        return self._block_s >= self._compute_block_s and self._is_believed(now_s)
+        is_known = self._blocks_known == math.inf
+        return is_known and self._block_s >= self._compute_block_s and self._is_believed(now_s)
 
     def is_worth(self, blocks: int, ahead_blocks: int, now_s: float) -> bool:
         """Return whether so many blocks arrive sooner than they are computed, behind those in flight.
 
         Where nothing is known they are; where no load has come for `RETRY_S` they are, once.
         """
-        expected_s = self._load_s + self._block_s * (ahead_blocks + blocks)
+        expected_s = self._load_s + self._block_s * min(ahead_blocks + blocks, self._blocks_known)
         if expected_s <= blocks * self._compute_block_s:
             return True
         if self._is_believed(now_s):

@@ -11,7 +11,7 @@ from typing import Any
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.tiering.step import give_way
-from tiered_kv.toolkit.jobs import Outcome, Part, checked_answers, checked_outcome
+from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, Part, checked_answers, checked_outcome
 from tiered_kv.toolkit.queued import PART_DEADLINE, PROBE_REQ_IDS, QueuedTier, block_bytes_of
 
 _WORK = True
@@ -145,17 +145,16 @@ class BlockingTier(QueuedTier):
 
     def _run_parts(self, parts: Sequence[Part]) -> None:
         """Run parts in one call of the author's method; they are of one epoch, and have no key in common."""
-        ready: list[Part] = []
-        for part in parts:
-            if (refused := self._begin_part(part)) is None:
-                ready.append(part)
-            else:
-                self._end_part(part, refused)
+        outcomes = [self._begin_part(part) for part in parts]
+        ready = [part for part, refused in zip(parts, outcomes, strict=True) if refused is None]
+        done = ALL_DONE
         if ready:
             PART_DEADLINE.set(min(part.job.deadline for part in ready))
-            outcome = self._transfer(ready)
-            for part in ready:
-                self._end_part(part, outcome if len(ready) == 1 else checked_outcome(outcome, part.keys))
+            done = self._transfer(ready)
+        # The first part counts as running for all of them, so it ends last.
+        for part, refused in reversed(list(zip(parts, outcomes, strict=True))):
+            own = done if len(ready) == 1 else checked_outcome(done, part.keys)
+            self._end_part(part, own if refused is None else refused)
 
     def _transfer(self, parts: Sequence[Part]) -> Outcome:
         transfer = self.load_blocks if parts[0].job.metadata.is_promotion else self.store_blocks

@@ -134,6 +134,12 @@ def failure_reason(error: BaseException) -> str:
     return "error"
 
 
+TOGETHER_MAX = 4
+"""Jobs that one worker does together: fewer than the failures that open a breaker, since one may fail all of them."""
+_TOGETHER_S = 1.0
+"""How far the deadlines of such jobs may be apart: the first of them holds for all."""
+
+
 class PartQueue:
     """Two queues of jobs, taken in parts: loads before stores, each first in, first out. Lookups go before both; the
     queue only notes that there are some.
@@ -197,7 +203,7 @@ class PartQueue:
         """Return whole jobs that one worker may do together with `part`, with which they make one part at most.
 
         Small jobs, each alone, would cost a worker more than their blocks do. One job for each other worker stays. No
-        two of them have a key in common. Any thread. Pair each with `end`.
+        two of them have a key in common. Any thread. Pair each with `end`, and `part` last.
         """
         first = part.job
         queue, room = self._queue_of(first), first.part_blocks - (part.stop - part.start)
@@ -206,10 +212,11 @@ class PartQueue:
         taken: list[Part] = []
         keys = set(part.keys)
         with self._lock:
-            while len(queue) > self._stores_running_max:
+            while len(queue) > self._stores_running_max and len(taken) < TOGETHER_MAX - 1:
                 job = queue[0]
                 room -= job.end_block
-                if job.next_block or room < 0 or job.epoch != first.epoch or not keys.isdisjoint(job.keys):
+                is_alike = job.epoch == first.epoch and job.deadline <= first.deadline + _TOGETHER_S
+                if job.next_block or room < 0 or not is_alike or not keys.isdisjoint(job.keys):
                     break
                 keys.update(job.keys)
                 queue.popleft()
