@@ -50,8 +50,7 @@ class TieringOffloadingManager(OffloadingManager):
         limits: The limits of all together.
         audit: Which requests are computed anew to compare their blocks; None for none.
         block_tokens: Tokens that a block holds; 0 where nobody knows.
-        compute_block_s: Seconds in which the engine computes a block. What would arrive later is not promoted. Infinite
-            where nobody knows.
+        compute_block_s: Seconds in which the engine computes a block; what would arrive later is not promoted.
         history: Where it is noted why requests missed blocks, with the names of all tiers; None for nowhere. `shutdown`
             closes it.
         event_sink: Who gets the events of all tiers at the end of each step; closed with the manager. With one,
