@@ -47,6 +47,7 @@ ROOMS: list[tuple[str, ...]] = [
     ("tiered_kv.config.units", "tiered_kv.config.redaction", "tiered_kv.config.secret_keys", "tiered_kv.permissions"),
     ("tiered_kv.config.validation", "tiered_kv.config.settings", "tiered_kv.config.namespace"),
     ("tiered_kv.config", "tiered_kv.hooks"),
+    ("tiered_kv.hit_density",),
     ("tiered_kv.cpu", "tiered_kv.tiering.base"),
     (
         "tiered_kv.tiering",

@@ -10,7 +10,7 @@ from tests.performance.policy_hits import Prompt, documents, hits_of
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.policies import DensityPolicy, RequestChain
-from tiered_kv.cpu.policies.hit_density import BUCKETS, EDGES, GROUPS, HitDensity
+from tiered_kv.hit_density import BUCKETS, EDGES, HitDensity
 
 
 def returning_and_new_prompts() -> Iterator[Prompt]:
@@ -74,19 +74,19 @@ def test_a_tail_that_is_pinned_when_its_age_is_looked_at_ages_on() -> None:
 
 
 def test_without_evidence_the_older_is_worth_less() -> None:
-    level = np.array(HitDensity().level).reshape(GROUPS, BUCKETS)
+    level = np.array(HitDensity(2, 24).level).reshape(-1, BUCKETS)
     assert (np.diff(level, axis=1) <= 0).all()
     assert (level == level[0]).all()
 
 
 def test_a_group_that_returns_is_worth_more_at_every_age() -> None:
-    density = HitDensity()
+    density = HitDensity(2, 24)
     for bucket in range(BUCKETS):
         for group in (0, 1):
             density.seen[group * BUCKETS + bucket] = 100.0
             density.hits[group * BUCKETS + bucket] = 2.0 + 20.0 * group
     density.learn()
-    level = np.array(density.level).reshape(GROUPS, BUCKETS)
+    level = np.array(density.level).reshape(-1, BUCKETS)
     assert (level[1] > level[0]).all()
 
 

@@ -2,8 +2,8 @@
 
 After N. Beckmann, H. Chen and A. Cidon, "LHD: Improving Cache Hit Rate by Maximizing Hit Density" (NSDI 2018). Their
 unit is an object. Here it is a tail: the blocks that one request was the last to use. Blocks leave a tail deepest
-first, and not before the tails that hang off them, so what is resident is whole prefixes. `hit_density.py` has the
-estimates. docs/explanation/hit-rates.md says what each part is worth, and why each number is what it is.
+first, and not before the tails that hang off them, so what is resident is whole prefixes. `tiered_kv/hit_density.py`
+has the estimates. docs/explanation/hit-rates.md says what each part is worth, and why each number is what it is.
 """
 
 from __future__ import annotations
@@ -15,13 +15,20 @@ from collections.abc import Iterable, Sequence
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import CPUBlock, RequestChain
 from tiered_kv.cpu.policies.base import CachePolicy
-from tiered_kv.cpu.policies.hit_density import AGES_PER_TURNOVER, BUCKETS, EDGES, GROUPS, SIZES, TURNS, HitDensity
+from tiered_kv.hit_density import AGES_PER_TURNOVER, BUCKETS, EDGES, HitDensity
 
 LEARN_EVERY = 256
 """Requests between two computations of the densities."""
 GHOSTS_MIN = 100
 GHOST_BLOCKS = 8
 """Evicted tails that are remembered: one for so many blocks of the tier, and `GHOSTS_MIN` more."""
+TURNS = 4
+"""Turns that are told apart: 0, 1, 2, and more."""
+SIZES = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Limits between the numbers of new blocks that are told apart, as multiples of their mean."""
+KINDS = 2
+"""A request's own tail, and a shared one."""
+KIND_GROUPS = TURNS * (len(SIZES) + 1)
 SLACK_BLOCKS = 1
 """Blocks at a prompt's end that the next turn may lack: the last block of a prompt is often not full."""
 MEAN_WEIGHT = 0.01
@@ -82,9 +89,9 @@ class DensityPolicy(CachePolicy):
         self._ghosts: OrderedDict[OffloadKey, _Tail] = OrderedDict()
         self._aging: list[deque[_Tail]] = [deque() for _ in range(BUCKETS)]
         # Tails that wait for eviction, by group and bucket. Bit n of the mask stands for the nth cell of the order.
-        self._cells: list[OrderedDict[_Tail, None]] = [OrderedDict() for _ in range(GROUPS * BUCKETS)]
+        self._cells: list[OrderedDict[_Tail, None]] = [OrderedDict() for _ in range(KINDS * KIND_GROUPS * BUCKETS)]
         self._mask = 0
-        self._density = HitDensity()
+        self._density = HitDensity(KINDS, KIND_GROUPS)
 
     def __len__(self) -> int:
         return self._size

@@ -1,4 +1,6 @@
-"""Estimates of hit density: the hits that a tail brings for the room and time that it takes, by its group and age.
+"""Estimates of hit density: the hits that something brings for the room and time that it takes, by its group and age.
+
+What is kept, or not, is called a tail here: the primary tier's policy `density` keeps tails of prompts.
 
 The chance of a return at some age, the hazard, is that of the tail's kind at this age, times a factor of its group
 (proportional hazards: D. R. Cox, 1972). The density at an age is the chance that the tail returns while it is kept,
@@ -14,17 +16,11 @@ import numpy as np
 Table = np.ndarray[Any, np.dtype[np.float64]]
 
 AGES_PER_TURNOVER: Final = 8
-"""The unit of age is the time in which so small a part of the tier is admitted as new blocks: an eighth."""
+"""The unit of age is the time in which so small a part of the tier is written anew: an eighth."""
 BUCKETS: Final = 19
 """Buckets of age: the first unit, then two for each doubling, up to 64 times what the tier holds."""
 EDGES: Final = [0.0, *(2.0 ** (bucket / 2) for bucket in range(BUCKETS))]
 """Where each bucket begins, and where the last one would end."""
-TURNS: Final = 4
-"""Turns that are told apart: 0, 1, 2, and more."""
-SIZES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Limits between the numbers of new blocks that are told apart, as multiples of their mean."""
-GROUPS: Final = 2 * TURNS * (len(SIZES) + 1)
-"""The first half for tails of a request's own, the other for shared ones."""
 DECAY: Final = 0.97
 """What the evidence counts for, each time that the densities are computed anew: it halves in 23 times."""
 PRIOR_TAILS: Final = 2.0
@@ -42,6 +38,10 @@ class HitDensity:
 
     A cell is a group at an age: number `group * BUCKETS + bucket`.
 
+    Args:
+        kinds: The kinds of tails, each with a hazard of its own.
+        groups: The groups of each kind; the first so many are those of the first kind.
+
     Attributes:
         seen: Tails that reached a cell, less the parts that were used before.
         hits: The parts of them that a request has used there.
@@ -49,16 +49,16 @@ class HitDensity:
         order: The cells, least density first. `rank`: the place of each cell in it.
     """
 
-    def __init__(self) -> None:
-        self.hits = [0.0] * (GROUPS * BUCKETS)
-        self.seen = [0.0] * (GROUPS * BUCKETS)
-        self._factor: Table = np.ones((2, GROUPS // 2, 1))
+    def __init__(self, kinds: int, groups: int) -> None:
+        self._shape = kinds, groups, BUCKETS
+        self.hits = [0.0] * (kinds * groups * BUCKETS)
+        self.seen = [0.0] * (kinds * groups * BUCKETS)
+        self._factor: Table = np.ones((kinds, groups, 1))
         self.learn()
 
     def learn(self) -> None:
         """Order the cells by what has been counted, and make room for what comes."""
-        shape = 2, GROUPS // 2, BUCKETS
-        hits, seen = np.array(self.hits).reshape(shape), np.array(self.seen).reshape(shape)
+        hits, seen = np.array(self.hits).reshape(self._shape), np.array(self.seen).reshape(self._shape)
         edges = COLD_AGE + np.array(EDGES)
         prior = 1 - np.sqrt(edges[:-1] / edges[1:])
         kind_hits = hits.sum(1, keepdims=True)
