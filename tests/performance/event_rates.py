@@ -121,13 +121,13 @@ def main() -> None:
             for side in sorted(sides, reverse=number % 2 == 0):
                 sides[side].turn(arguments.steps, arguments.pause)
     finally:
-        for each in sides.values():
-            each.close()
+        for opened in sides.values():
+            opened.close()
     answer: dict[str, float] = {}
-    for name, side in sides.items():
-        answer[f"keys_per_s_{name}"] = statistics.median(side.keys_per_s)
-        answer[f"step_p99_us_{name}"] = sorted(side.step_s)[int(0.99 * len(side.step_s))] * 1e6
-        answer[f"thread_ns_per_key_{name}"] = statistics.median(side.thread_ns)
+    for name, each in sides.items():
+        answer[f"keys_per_s_{name}"] = statistics.median(each.keys_per_s)
+        answer[f"step_p99_us_{name}"] = sorted(each.step_s)[int(0.99 * len(each.step_s))] * 1e6
+        answer[f"thread_ns_per_key_{name}"] = statistics.median(each.thread_ns)
     for name in ("step_p99_us", "thread_ns_per_key"):
         answer[f"{name}_ratio"] = answer[f"{name}_with"] / answer[f"{name}_without"]
     ratios = [a / b for a, b in zip(sides["with"].keys_per_s, sides["without"].keys_per_s, strict=True)]
