@@ -20,8 +20,10 @@ from tiered_kv.config.units import (
     Bytes,
     Seconds,
     format_bytes,
+    format_bytes_per_day,
     format_seconds,
     parse_bytes,
+    parse_bytes_per_day,
     parse_seconds,
     rounded_bytes,
     rounded_seconds,
@@ -126,6 +128,24 @@ class TestUnits:
     @given(st.integers(min_value=0, max_value=BYTES_MAX))
     def test_a_printed_size_reads_back_as_itself(self, size_bytes: int) -> None:
         assert parse_bytes(format_bytes(size_bytes)) == size_bytes
+
+    @pytest.mark.parametrize(
+        ("written", "bytes_per_day"),
+        [("2TiB/day", 2 << 40), ("1.5 GB / h", 36_000_000_000), ("1MiB/s", 86400 << 20), (1 << 40, 1 << 40)],
+    )
+    def test_rates_are_read_with_units(self, written: object, bytes_per_day: int) -> None:
+        assert parse_bytes_per_day(written) == bytes_per_day
+
+    @pytest.mark.parametrize(
+        "written", ["", "2TiB", "/day", "2TiB/d", "1B/s/s", "-1B/s", -1, True, "9e9/s", "0.5B/day"]
+    )
+    def test_what_is_no_rate_is_refused_with_an_example(self, written: object) -> None:
+        with pytest.raises(ValueError, match="2TiB/day"):
+            parse_bytes_per_day(written)
+
+    @given(st.integers(min_value=0, max_value=BYTES_MAX))
+    def test_a_printed_rate_reads_back_as_itself(self, bytes_per_day: int) -> None:
+        assert parse_bytes_per_day(format_bytes_per_day(bytes_per_day)) == bytes_per_day
 
     @pytest.mark.parametrize(
         ("written", "seconds"),

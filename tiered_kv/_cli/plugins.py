@@ -7,7 +7,7 @@ from typing import Any
 
 from tiered_kv._cli.arguments import describe_use
 from tiered_kv._cli.output import Status, print_json, print_table, print_text
-from tiered_kv.config.units import format_bytes, format_seconds
+from tiered_kv.config.units import format_bytes, format_bytes_per_day, format_seconds
 from tiered_kv.hooks import PluginReport, TierType, tier_plugins
 
 Schema = dict[str, Any]  # Any: JSON
@@ -101,4 +101,6 @@ def _default(value: object, accepts: object) -> str:
         return str(value).lower()
     if accepts == "duration" and isinstance(value, float):
         return format_seconds(value)
+    if accepts == "rate" and isinstance(value, int):
+        return format_bytes_per_day(value)
     return format_bytes(value) if accepts == "size" and isinstance(value, int) else str(value)

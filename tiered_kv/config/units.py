@@ -1,9 +1,10 @@
-"""Sizes and durations as people write them.
+"""Sizes, rates and durations as people write them.
 
-A setting that is a size is an `int` of bytes in Python and "64MiB" in YAML; one that is a duration is a
-`float` of seconds and "250ms". `Bytes`, `Seconds` and `Count` are the types for pydantic models; the parse
-and format functions behind them serve the command line. What a format function prints, its parser reads
-back as the same number; `rounded_bytes` and `rounded_seconds` are for reading only.
+A setting that is a size is an `int` of bytes in Python and "64MiB" in YAML. A rate is an `int` of bytes a day, and
+"2TiB/day". A duration is a `float` of seconds, and "250ms". `Bytes`, `BytesPerDay`, `Seconds` and
+`Count` are the types for pydantic models; the parse and format functions behind them serve the command line. What a
+format function prints, its parser reads back as the same number; `rounded_bytes` and `rounded_seconds` are for reading
+only.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ _DECIMAL = {f"{letter}B": 1000**power for power, letter in enumerate("kMGTP", st
 _SIZES = _BINARY | _DECIMAL | {"KB": 1000}
 _SECONDS = {"us": "1e-6", "ms": "1e-3", "s": "1", "m": "60", "min": "60", "h": "3600", "d": "86400"}
 _DURATIONS = {unit: Decimal(seconds) for unit, seconds in _SECONDS.items()}
+HOURS_A_DAY = 24
+_PER_DAY = {"s": 86400, "h": HOURS_A_DAY, "day": 1}
 _CANONICAL_DURATIONS = ("d", "h", "m", "s", "ms", "us")
 
 _QUANTITY = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)", re.ASCII)
 _SIZE_ACCEPTED = "a size such as 64MiB or 1.5GB, or a number of bytes"
+_RATE_ACCEPTED = "a rate such as 2TiB/day, 90GiB/h or 25MB/s, or a number of bytes a day"
 _DURATION_ACCEPTED = "a duration such as 250ms, 30s or 1h, or a number of seconds"
 
 
@@ -37,15 +41,39 @@ def parse_bytes(value: object) -> int:
     Raises:
         ValueError: It is no size, is negative, is not a whole number of bytes, or exceeds `BYTES_MAX`.
     """
-    number, unit = _split(value, _SIZE_ACCEPTED)
+    return _size(value, _SIZE_ACCEPTED, 1)
+
+
+def parse_bytes_per_day(value: object) -> int:
+    """Return the bytes a day that `value` names: an int, or text such as "2TiB/day", "90GiB/h" or "25MB/s".
+
+    Raises:
+        ValueError: As `parse_bytes`, or the time is none of these.
+    """
+    if not isinstance(value, str):
+        return _size(value, _RATE_ACCEPTED, 1)
+    size, _, time = value.partition("/")
+    if time.strip() not in _PER_DAY:
+        raise ValueError(f"expected {_RATE_ACCEPTED}")
+    return _size(size, _RATE_ACCEPTED, _PER_DAY[time.strip()])
+
+
+def _size(value: object, accepted: str, times: int) -> int:
+    number, unit = _split(value, accepted)
     if unit not in _SIZES and unit:
-        raise ValueError(f"expected {_SIZE_ACCEPTED}; the units are {', '.join(_SIZES)}")
-    size = number * _SIZES[unit or "B"]
+        raise ValueError(f"expected {accepted}; the units are {', '.join(_SIZES)}")
+    size = number * _SIZES[unit or "B"] * times
     if size != int(size):
-        raise ValueError(f"expected {_SIZE_ACCEPTED}; this is a fraction of a byte")
+        raise ValueError(f"expected {accepted}; this is a fraction of a byte")
     if size > BYTES_MAX:
-        raise ValueError(f"expected {_SIZE_ACCEPTED}, less than 8192PiB")
+        raise ValueError(f"expected {accepted}, less than 8192PiB")
     return int(size)
+
+
+def format_bytes_per_day(bytes_per_day: int) -> str:
+    """Return the shortest exact text of a rate: 2199023255552 is "2TiB/day"."""
+    whole = [(time, bytes_per_day // times) for time, times in _PER_DAY.items() if bytes_per_day % times == 0]
+    return min((f"{format_bytes(size_bytes)}/{time}" for time, size_bytes in reversed(whole)), key=len)
 
 
 def format_bytes(size_bytes: int) -> str:
@@ -117,13 +145,22 @@ def _number(expected: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _schema(number: str, units: str, accepted: str, name: str) -> WithJsonSchema:
-    text = {"type": "string", "pattern": rf"^\s*[0-9]+(\.[0-9]+)?\s*({units})?\s*$|\$\{{"}
+def _schema(number: str, units: str, accepted: str, name: str, times: str = "") -> WithJsonSchema:
+    text = {"type": "string", "pattern": rf"^\s*[0-9]+(\.[0-9]+)?\s*({units})?\s*{times}$|\$\{{"}
     return WithJsonSchema({"anyOf": [{"type": number, "minimum": 0}, text], "description": accepted, "format": name})
 
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes), _schema("integer", "[kKMGTP]?B|[KMGTP]iB", _SIZE_ACCEPTED, "size")]
+_SIZE_UNITS = "[kKMGTP]?B|[KMGTP]iB"
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), _schema("integer", _SIZE_UNITS, _SIZE_ACCEPTED, "size")]
 """A size in bytes; in YAML an int, "64MiB" or "1.5GB"."""
+
+BytesPerDay = Annotated[
+    int,
+    BeforeValidator(parse_bytes_per_day),
+    _schema("integer", _SIZE_UNITS, _RATE_ACCEPTED, "rate", r"/\s*(day|h|s)\s*"),
+]
+"""A rate in bytes a day; in YAML an int, "2TiB/day", "90GiB/h" or "25MB/s"."""
 
 Seconds = Annotated[
     float, BeforeValidator(parse_seconds), _schema("number", "us|ms|s|m|min|h|d", _DURATION_ACCEPTED, "duration")
@@ -139,10 +176,12 @@ Share = Annotated[float, _number("a number from 0 to 1"), Field(ge=0, le=1)]
 
 
 def as_written(value: object, info: FieldInfo) -> object:
-    """Return a setting as a file may say it: sizes and durations as text with their unit, all else as it is."""
+    """Return a setting as a file may say it: sizes, rates and durations as text with their unit, all else as it is."""
     checks = {getattr(each, "func", None) for each in _metadata(info)}
     if isinstance(value, int) and parse_bytes in checks:
         return format_bytes(value)
+    if isinstance(value, int) and parse_bytes_per_day in checks:
+        return format_bytes_per_day(value)
     if isinstance(value, (int, float)) and parse_seconds in checks:
         return format_seconds(float(value))
     return value
