@@ -117,9 +117,9 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
     """A stack of all built-in tiers, those left out whose library is not installed."""
     secondary = []
     for tier_type, entry in BUILT_IN.items():
-        place = {"path": str(tmp_path / tier_type)} if "path" in entry else {}
+        place: dict[str, object] = {"path": str(tmp_path / tier_type)} if "path" in entry else {}
         if tier_type not in LIBRARIES or importlib.util.find_spec(LIBRARIES[tier_type]):
-            secondary.append({"type": tier_type, **entry, **place})
+            secondary.append({**entry, **place, "type": tier_type, "write_budget": "1PiB/day"})
     config = {
         "namespace": {"model": "m"},
         "block": {"bytes": 4 * KIB},

@@ -47,7 +47,8 @@ def stack_of(*tiers: Mapping[str, object], **settings: object) -> dict[str, obje
 @pytest.fixture
 def stack(tmp_path: Path) -> Iterator[Stack]:
     nvme = {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "64MiB"}
-    with open_stack(stack_of({"type": "memory", "capacity": "256KiB"}, nvme)) as stack:
+    memory = {"type": "memory", "capacity": "256KiB", "write_budget": "1PiB/day"}
+    with open_stack(stack_of(memory, nvme)) as stack:
         yield stack
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,16 @@ def test_blocks_and_bytes_of_each_tier_are_counted(tmp_path: Path) -> None:
         assert tier.evicted_blocks > 0
     assert outcome.tiers["memory"].hits >= outcome.tiers["memory"].read_blocks > 0
     assert simulate(stack_of({**MEMORY, "admit_after": 2}), SMALL_REQUESTS).tiers["memory"].skipped_blocks > 0
+
+
+def test_a_write_budget_is_kept_to_in_the_time_of_the_requests() -> None:
+    hour_blocks = 122
+    config = stack_of({**MEMORY, "write_budget": 24 * hour_blocks * BLOCK_BYTES})
+    slow = [replace(request, timestamp_ms=1000 * request.timestamp_ms) for request in SMALL_REQUESTS]
+    hours = slow[-1].timestamp_ms / 3_600_000
+    fast, slow_writes = (simulate(config, each).tiers["memory"].written_blocks for each in (SMALL_REQUESTS, slow))
+    assert fast == 2, "in the first minute"
+    assert hour_blocks * (hours - 1) < slow_writes <= hour_blocks * (hours + 1)
 
 
 def test_a_larger_primary_tier_and_a_larger_disk_hit_more(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from pydantic import (
 
 from tiered_kv.config.redaction import HIDDEN, has_environment_text, redact, secrets_in, texts_in
 from tiered_kv.config.secret_keys import is_key_for_path, problem_of_key
-from tiered_kv.config.units import Bytes, Count, Seconds, as_written
+from tiered_kv.config.units import Bytes, BytesPerDay, Count, Seconds, as_written
 
 
 class StrictModel(BaseModel):
@@ -108,6 +108,12 @@ class TierSettings(StrictModel):
     admit_after: Count = Field(
         default=1, ge=1, le=255, description="Store a block when it is offered for the n-th time."
     )
+    write_budget: BytesPerDay | None = Field(
+        default=None,
+        ge=1,
+        description="The rate at which blocks may be stored, kept to in any hour by storing those that are most "
+        "likely to return; by default everything is stored.",
+    )
     fill_on_promotion: bool = Field(
         default=False, description="Also store here a block that is promoted from a tier below."
     )
@@ -136,6 +142,12 @@ class TierSettings(StrictModel):
         if problem:
             raise ValueError(problem)
         return name_key
+
+    @model_validator(mode="after")
+    def _has_one_admission(self) -> Self:
+        if self.admit_after > 1 and self.write_budget is not None:
+            raise ValueError("'admit_after' and 'write_budget' both decide what is stored; give one of them")
+        return self
 
     @model_validator(mode="after")
     def _has_one_name_key(self) -> Self:

@@ -18,7 +18,7 @@ from tiered_kv.config.namespace import Namespace, NamespaceIdentity
 from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.redaction import HIDDEN, EnvironmentText, redact
 from tiered_kv.config.settings import ClassArguments, StrictModel, TierSettings
-from tiered_kv.config.units import Bytes, Count, Seconds, Share, format_bytes
+from tiered_kv.config.units import HOURS_A_DAY, Bytes, Count, Seconds, Share, format_bytes
 from tiered_kv.config.validation import Location, check, combined, dotted
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import TierType, tier_plugins
@@ -201,6 +201,7 @@ class StackConfig(StrictModel):
         for index, tier in enumerate(self.secondary):
             sizes.append((f"secondary.{index}.store_budget", tier.store_budget, 1))
             sizes.append((f"secondary.{index}.load_budget", tier.load_budget, 1))
+            sizes.append((f"secondary.{index}.write_budget", tier.write_budget, HOURS_A_DAY))
         block_bytes = self.block.bytes
         for location, size_bytes, blocks in sizes:
             if size_bytes is not None and size_bytes < blocks * block_bytes:

@@ -116,7 +116,7 @@ class TierQueue:
             (room := guarded.store_room()) > 0 or guarded.refusal() or not guarded.is_storing
         ):
             task, blocks = self._take(self._stores, room)
-            selected = guarded.select(blocks)
+            selected = guarded.select(blocks, task.context)
             if room > 0 and len(selected) < len(blocks):  # the others are not admitted yet, as they should be
                 chosen = {block.position for block in selected}
                 for block in blocks:

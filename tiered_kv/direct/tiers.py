@@ -129,7 +129,7 @@ class DirectTiers:
         Args:
             keys: The blocks.
             offsets: Where each begins in the memory, in bytes, at any alignment.
-            on_done: Gets True for a block that a tier has now, or does not admit yet (`admit_after`).
+            on_done: Gets True for a block that a tier has now, or does not admit (`admit_after`, `write_budget`).
 
         Raises:
             ValueError: The arguments do not fit each other, or the memory.

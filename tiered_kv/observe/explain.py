@@ -179,7 +179,7 @@ SENTENCES: Final[Mapping[str, str]] = {
     "evicted": "evicted, or found to be gone",
     "expired": "found to be gone; it was stored longer ago than the tier's ttl",
     "reset": "gone with a reset of the cache",
-    "admission": "not stored: not offered often enough yet (admit_after)",
+    "admission": "not stored: not admitted (admit_after, write_budget)",
     "budget": "not stored, or not looked up: the tier's budget was used up",
     "no_space": "not stored: the tier had no room",
     "breaker": "not stored, or not looked up: the tier's breaker was open",

@@ -26,7 +26,7 @@ class Fate(IntEnum):
     RESET = 5
     """It was there before the cache was reset."""
     ADMISSION = 6
-    """It was not stored: it had not been offered often enough."""
+    """It was not stored: it had not been offered often enough, or the write budget went to others."""
     BUDGET = 7
     """It was not stored, or not looked up: the tier's budget was used up."""
     NO_SPACE = 8
@@ -67,6 +67,7 @@ _BY_REASON: Final = {
     "disabled": Fate.DISABLED,
     "budget": Fate.BUDGET,
     "admission": Fate.ADMISSION,
+    "write_budget": Fate.ADMISSION,
     "too_slow": Fate.TOO_SLOW,
     **dict.fromkeys(_CORRUPT, Fate.CORRUPT),
 }

@@ -67,6 +67,8 @@ _SECONDARY: Final = {
     "store_budget_used_bytes": Metric("Bytes that stores in flight take."),
     "load_budget_bytes": Metric("Bytes that loads in flight may take."),
     "load_budget_used_bytes": Metric("Bytes that loads in flight take."),
+    "write_budget_bytes": Metric("Bytes that the tier may store in an hour."),
+    "write_budget_used_bytes": Metric("Bytes of these that are used up."),
     "skipped_blocks_total": Metric("Blocks that were not offered to the tier for storing.", ("reason",)),
     "refused_promotion_blocks_total": Metric("Blocks that the tier had and for which there was no room."),
     "too_slow_blocks_total": Metric("Blocks that the tier had and that the engine computes sooner."),

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, NamedTuple
+
 from tiered_kv.base import OffloadKey
+from tiered_kv.cpu.backend import CPUBlock
 
 TRACKED_KEYS_MAX = 1 << 20
 """Keys counted in one generation, of two (about 200 MiB of keys at the very worst)."""
+
+
+class Selection(NamedTuple):
+    """What becomes of offered blocks: to be stored, not admitted, and those for which there is no room in flight."""
+
+    stored: list[CPUBlock]
+    refused: list[CPUBlock]
+    late: list[CPUBlock]
 
 
 class Admission:
@@ -14,6 +26,9 @@ class Admission:
     Counts are kept in two generations, so that memory is bounded without work for each key: when the younger is full
     it becomes the older, whose counts still carry over. Owned by the manager's thread.
     """
+
+    reason: ClassVar[str] = "admission"
+    """Why a block that it refuses is not stored."""
 
     def __init__(self, admit_after: int, tracked_keys_max: int = TRACKED_KEYS_MAX) -> None:
         self._admit_after = admit_after
@@ -24,6 +39,34 @@ class Admission:
     def is_open(self) -> bool:
         """Return whether everything is admitted."""
         return self._admit_after <= 1
+
+    def select(self, offered: list[CPUBlock], room: int, req_id: str) -> Selection:
+        """Choose from blocks of one request, at most `room`; an offer that finds no room does not count."""
+        if self.is_open():
+            return Selection(offered[:room], [], offered[room:])
+        stored: list[CPUBlock] = []
+        refused: list[CPUBlock] = []
+        for number, block in enumerate(offered):
+            if len(stored) == room:
+                return Selection(stored, refused, offered[number:])
+            (stored if self.admit(block.key) else refused).append(block)
+        return Selection(stored, refused, [])
+
+    def again(self, loaded: list[CPUBlock], req_id: str) -> list[CPUBlock]:
+        """Return those blocks to offer that a request has loaded from elsewhere: a load is a use."""
+        return loaded
+
+    def note_hits(self, keys: Sequence[OffloadKey]) -> None:
+        """Note that the tier loads blocks."""
+        return
+
+    def tick(self) -> None:
+        """Note the time, once a step."""
+        return
+
+    def counted(self) -> Mapping[str, int]:
+        """Return counts for the tier's counters; any thread may call."""
+        return {}
 
     def admit(self, key: OffloadKey) -> bool:
         """Count one offer of `key`, and return whether to store it."""

@@ -21,7 +21,7 @@ class Cascade:
 
     def commit(self, written: list[CPUBlock], tiers: Iterable[GuardedTier], req_context: ReqContext) -> None:
         """Make blocks that an engine has just written ready, and offer them to `tiers`."""
-        selections = [(guarded, blocks) for guarded in tiers if (blocks := guarded.select(written))]
+        selections = [(guarded, blocks) for guarded in tiers if (blocks := guarded.select(written, req_context))]
         keys = [block.key for block in written]
         if all(len(blocks) == len(written) for _, blocks in selections):
             # The usual case, without a pass over the blocks for each tier.
@@ -36,7 +36,7 @@ class Cascade:
 
     def offer(self, ready: list[CPUBlock], tiers: Iterable[GuardedTier], req_context: ReqContext) -> None:
         """Offer blocks that are ready already to `tiers`."""
-        selections = [(guarded, blocks) for guarded in tiers if (blocks := guarded.select(ready))]
+        selections = [(guarded, blocks) for guarded in tiers if (blocks := guarded.select(ready, req_context))]
         for _, blocks in selections:
             self._primary.pin(blocks)
         self._submit(selections, req_context, [block.key for block in ready])

@@ -17,13 +17,13 @@ from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.observe.history import BlockHistory
 from tiered_kv.observe.notices import Notices
-from tiered_kv.tiering.admission import Admission
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.breaker import Breaker, BreakerState
 from tiered_kv.tiering.events import TierEvents
 from tiered_kv.tiering.isolation import IsolatedTier
 from tiered_kv.tiering.pace import Pace
 from tiered_kv.tiering.tier_observer import TierObserver, direction_of
+from tiered_kv.tiering.write_budget import admission_of
 from tiered_kv.toolkit.status import RecordStatus
 
 HARMLESS_REASONS: Final = {status.value for status in RecordStatus if status is not RecordStatus.OK} | {
@@ -75,7 +75,8 @@ class GuardedTier:
     expired or not. So a tier that never reports can take its budgets and no more.
 
     A tier whose class does not say `is_nonblocking` gets a thread of its own. With `tells_events` somebody takes its
-    events. `compute_block_s` are the seconds in which the engine computes a block, where somebody says.
+    events. `compute_block_s` are the seconds in which the engine computes a block, where somebody says. `wear_clock` is
+    that of a write budget, by default `clock`.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class GuardedTier:
         history: BlockHistory | None = None,
         tells_events: bool = False,
         compute_block_s: float = math.inf,
+        wear_clock: Callable[[], float] | None = None,
     ) -> None:
         self.name = settings.name
         self.number = number
@@ -97,7 +99,7 @@ class GuardedTier:
         self.tier = tier if tier.is_nonblocking else IsolatedTier(tier, settings.lookup_timeout, clock)
         self.settings = settings
         self.breaker = Breaker(settings.breaker_failures, settings.breaker_cooldown)
-        self.admission = Admission(settings.admit_after)
+        self.admission = admission_of(settings, block_bytes, wear_clock or clock)
         self.pace = Pace(compute_block_s)
         events = TierEvents(self.tier, self.name, block_bytes) if tells_events else None
         self.observer = TierObserver(self.name, number, block_bytes, notices or Notices(), history, events)
@@ -158,7 +160,7 @@ class GuardedTier:
             return "breaker"
         return ""
 
-    def select(self, offered: list[CPUBlock]) -> list[CPUBlock]:
+    def select(self, offered: list[CPUBlock], req_context: ReqContext) -> list[CPUBlock]:
         """Return the offered blocks that the tier stores, and count the others.
 
         It stores those that are admitted, head first, as far as its budget allows.
@@ -167,21 +169,9 @@ class GuardedTier:
         if reason:
             self.observer.skipped(reason, offered)
             return []
-        room = max(self.store_room(), 0)
-        if self.admission.is_open():
-            self.observer.skipped("budget", offered[room:])
-            return offered[:room]
-        selected: list[CPUBlock] = []
-        not_admitted: list[CPUBlock] = []
-        for number, block in enumerate(offered):
-            if len(selected) == room:  # an offer that finds no room does not count
-                self.observer.skipped("budget", offered[number:])
-                break
-            if self.admission.admit(block.key):
-                selected.append(block)
-            else:
-                not_admitted.append(block)
-        self.observer.skipped("admission", not_admitted)
+        selected, refused, late = self.admission.select(offered, max(self.store_room(), 0), req_context.req_id)
+        self.observer.skipped(self.admission.reason, refused)
+        self.observer.skipped("budget", late)
         return selected
 
     def submit(
@@ -211,6 +201,8 @@ class GuardedTier:
             self.observer.failed(job.metadata, len(keys), "exception")
             self.breaker.fail(self._clock())
             return None
+        if is_promotion:
+            self.admission.note_hits(keys)
         self.jobs[job_id] = self._unexpired[job_id] = job
         budget.blocks = in_flight
         self.counters.add("submitted_jobs_total", direction_of(job.metadata))
@@ -286,6 +278,7 @@ class GuardedTier:
             self.breaker.fail(now_s)
             self.observer.gave_up()
         self.breaker.tick(now_s)
+        self.admission.tick()
         if self.breaker.state is not self._noted_state:
             self._noted_state = self.breaker.state
             self.observer.notice(f"breaker {self._noted_state.name.lower().replace('_', ' ')}")
@@ -317,6 +310,7 @@ class GuardedTier:
         return {
             **self.counters.snapshot(),
             **self.measures.snapshot(),
+            **self.admission.counted(),
             "pinned_bytes": (stores + loads) * block_bytes,
             "store_budget_bytes": self.stores.blocks_max * block_bytes,
             "store_budget_used_bytes": stores * block_bytes,
@@ -362,6 +356,7 @@ def guard(
     notices: Notices,
     history: BlockHistory | None,
     compute_block_s: float,
+    wear_clock: Callable[[], float] | None,
 ) -> tuple[GuardedTier, ...]:
     """Return the guarded tiers below a primary tier, in their order; without `settings`, those of each `tier_type`."""
     settings = settings or [TierSettings(type=tier.tier_type) for tier in tiers]
@@ -378,6 +373,7 @@ def guard(
             history,
             primary.tells_events,
             compute_block_s,
+            wear_clock,
         )
         for number, (tier, limits) in enumerate(zip(tiers, settings, strict=True), 1)
     )

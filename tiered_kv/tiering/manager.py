@@ -56,6 +56,7 @@ class TieringOffloadingManager(OffloadingManager):
         event_sink: Who gets the events of all tiers at the end of each step; closed with the manager. With one,
             `take_events` has nothing to return. Tiers have events if the primary tier `tells_events`.
         clock: Seconds of a monotonic clock; deadlines given to tiers are in its time.
+        wear_clock: The clock of write budgets, where that is another: a simulation has the time of its requests.
 
     Attributes:
         notices: The last changes of state of all tiers.
@@ -74,13 +75,16 @@ class TieringOffloadingManager(OffloadingManager):
         history: BlockHistory | None = None,
         event_sink: EventSink | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wear_clock: Callable[[], float] | None = None,
     ) -> None:
         self.primary = primary
         self.secondary_tiers = list(secondary_tiers)
         self.limits = limits or ManagerLimits()
         self._clock = clock
         self.notices = Notices()
-        self._tiers = guard(self.secondary_tiers, settings, primary, clock, self.notices, history, compute_block_s)
+        self._tiers = guard(
+            self.secondary_tiers, settings, primary, clock, self.notices, history, compute_block_s, wear_clock
+        )
         self._cascade = Cascade(primary)
         blocks_max = self.limits.promotion_blocks_max or max(primary.backend.num_blocks // 2, 1)
         self._promotions = Promotions(primary, blocks_max, self.limits.hold_s, clock)
@@ -182,7 +186,7 @@ class TieringOffloadingManager(OffloadingManager):
             # A load is a use, except for the tier that the block came from: it has the block.
             found = [self._primary_blocks.get(key) for key in keys if self.hit_tier(key, req_context) != guarded.name]
             ready = [block for block in found if block is not None and block.ref_cnt >= 0]
-            self._cascade.offer(ready, (guarded,), req_context)
+            self._cascade.offer(guarded.admission.again(ready, req_context.req_id), (guarded,), req_context)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         STEP.pauses_left = PAUSES_MAX

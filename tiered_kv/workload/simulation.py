@@ -193,6 +193,7 @@ class _Server:
             settings=config.secondary,
             limits=limits_of(config),
             clock=waiting,
+            wear_clock=clock,
         )
         settings = ReplaySettings(concurrency=concurrency)
         settings = replace(settings, store_blocks=min(settings.store_blocks, config.primary_blocks))

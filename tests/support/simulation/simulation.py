@@ -25,6 +25,7 @@ from tiered_kv.tiering.requests import ManagerLimits
 from tiered_kv.tiering.search import PAUSE_S_MAX
 
 BLOCK_BYTES = 64
+ADMISSIONS: tuple[dict[str, int], ...] = ({}, {}, {}, {"admit_after": 2}, {"write_budget": 1 << 50})
 CHATS = 4
 CHAT_BLOCKS = 8
 REQUESTS_MAX = 6
@@ -244,10 +245,10 @@ class Simulation:
                     load_budget=rng.choice((2, 8, 12)) * BLOCK_BYTES,
                     job_timeout=JOB_TIMEOUT_S,
                     lookup_timeout=LOOKUP_TIMEOUT_S,
-                    admit_after=rng.choice((1, 1, 1, 2)),
                     fill_on_promotion=rng.random() < 0.5,
                     breaker_failures=rng.choice((1, 3, 5)),
                     breaker_cooldown=0.3,
+                    **rng.choice(ADMISSIONS),
                 )
             )
         self._limits = limits

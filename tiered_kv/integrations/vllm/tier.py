@@ -182,7 +182,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
     # Jobs.
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        taken = self._guarded.select(_in_prefix_order(job_metadata))
+        taken = self._guarded.select(_in_prefix_order(job_metadata), job_metadata.req_context)
         if taken:
             self._submit(job_metadata, taken)
         else:
