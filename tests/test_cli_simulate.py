@@ -68,7 +68,7 @@ def test_policies_and_sizes_of_a_trace(simulate: Simulate, trace: str) -> None:
     result = simulate.json("--trace", trace, "--capacity", "1,3,100", "--policy", "lru,arc")
     assert (result["requests"], result["blocks"], result["distinct_blocks"]) == (5, 10, 5)
     rates = {(each["policy"], each["capacity_blocks"]): each["hit_rate"] for each in result["results"]}
-    assert [rates["lru", size] for size in (1, 3, 100)] == [0.2, 0.4, 0.5]
+    assert [rates["lru", size] for size in (1, 3, 100)] == [0.0, 0.4, 0.5]
     assert rates["arc", 100] == 0.5
     assert result["lru_curve"][0] == [1, 0.2]
     assert result["lru_curve"][-1] == [5, 0.5]
@@ -187,8 +187,8 @@ def test_every_field_is_described(simulate: Simulate, stack: str, trace: str, tm
         (["STACK", "--policy", "best"], "there is no policy 'best'"),
         (["STACK", "--sample", "0.5"], "--sample is for policies alone"),
         (["STACK", "--servers", "1001"], "servers: expected at most 1000"),
-        (["STACK", "--limit", "disk=1GiB"], "there is no tier 'disk'; there are: nvme, redis"),
-        (["STACK", "--limit", "redis"], "--limit: expected a size"),
+        (["STACK", "--limit", "disk=1GiB"], "there is no tier 'disk'; there are: cpu, nvme, redis"),
+        (["STACK", "--limit", "cpu=0"], "--limit: the primary tier has --capacity"),
         (["STACK", "--limit", "nvme=1KiB"], "secondary.0.capacity: "),
         (["STACK", "--prices", "/nonesuch"], "the file of prices cannot be read"),
         (["/nonesuch.yaml"], "the stack's file cannot be read"),
@@ -202,11 +202,17 @@ def test_mistakes_are_told(simulate: Simulate, stack: str, arguments: list[str],
     assert problem in told
 
 
-@pytest.mark.parametrize("share", ["0", "1", "2", "nan", "half"])
-def test_a_share_that_is_none_is_wrong_usage(capsys: pytest.CaptureFixture[str], share: str) -> None:
+@pytest.mark.parametrize(
+    ("option", "value", "problem"),
+    [("--sample", share, "expected a share between 0 and 1") for share in ("0", "1", "2", "nan", "half")]
+    + [("--limit", limit, "expected a size such as") for limit in ("redis", "redis=much", "redis=-1")],
+)
+def test_a_value_that_is_none_is_wrong_usage(
+    capsys: pytest.CaptureFixture[str], option: str, value: str, problem: str
+) -> None:
     with pytest.raises(SystemExit):
-        main(["simulate", "--sample", share])
-    assert "expected a share between 0 and 1" in capsys.readouterr().err
+        main(["simulate", option, value])
+    assert problem in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "\n", json.dumps({**TRACE[0], "hash_ids": []})])
@@ -224,6 +230,7 @@ def test_a_trace_without_a_block_is_an_error(simulate: Simulate, tmp_path: Path,
         ("tiers: {cpu: {gib_month: -1}}", "tiers.cpu.gib_month: expected a value greater"),
         ("tiers: {cpu: {gib_month: much}}", "tiers.cpu.gib_month: expected a number"),
         ("tiers: {cpu: {gib_month: .inf}}", "tiers.cpu.gib_month: "),
+        ("tiers: {cpu: {gib_month: 1.0e+300}}", "tiers.cpu.gib_month: expected a value less than or equal to"),
         ("tiers: {cpu: {gib: 1}}", "tiers.cpu.gib: unknown key"),
         ("tiers: {cpu: {gib_month: 1", "prices.yaml"),
     ],

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.redaction import told
@@ -155,11 +155,18 @@ def open_tier(
     """
     identity = config.identity
     spec = TierSpec(settings.name, config.block.bytes, identity.digest, identity.described, wants_events)
-    try:
+    with located(config, settings):
         return SecondaryTierFactory.create(spec, kv_view, settings)
+
+
+@contextmanager
+def located(config: StackConfig, settings: TierSettings) -> Iterator[None]:
+    """Let errors tell where in a stack's file a setting stands: a tier names its own setting only."""
+    try:
+        yield
     except MissingExtraError:
         raise
-    except ConfigError as error:  # a tier names its own setting; here it is known where that one stands
+    except ConfigError as error:
         message = str(error).removeprefix(f"{error.location}: ")
         index = str(config.secondary.index(settings))
         raise ConfigError(message, location=".".join(filter(None, ("secondary", index, error.location)))) from error

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from tiered_kv.hooks import TierType, hookimpl
 from tiered_kv.tiering.administration import TierAdministration
 from tiered_kv.tiering.base import SecondaryTierManager
+from tiered_kv.toolkit.keys_only import KeyStore
 from tiered_kv_fs.settings import FsSettings
 
 
@@ -23,8 +24,16 @@ def _load_administration() -> type[TierAdministration]:
     return FsAdministration
 
 
+def _load_key_store() -> type[KeyStore]:
+    from tiered_kv_fs.simulation import FsKeys
+
+    return FsKeys
+
+
 @hookimpl
 def tiered_kv_register_tiers() -> Iterable[TierType]:
     """Register the tier type `fs`."""
     about = "One file a block, in a directory that hosts may share."
-    return [TierType("fs", FsSettings, _load, about, _load_administration, is_shared=True)]
+    return [
+        TierType("fs", FsSettings, _load, about, _load_administration, is_shared=True, key_store=_load_key_store),
+    ]

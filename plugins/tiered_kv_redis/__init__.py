@@ -8,6 +8,7 @@ from tiered_kv.errors import MissingExtraError
 from tiered_kv.hooks import TierType, hookimpl
 from tiered_kv.tiering.administration import TierAdministration
 from tiered_kv.tiering.base import SecondaryTierManager
+from tiered_kv.toolkit.keys_only import KeyStore
 from tiered_kv_redis.settings import RedisSettings
 
 
@@ -32,8 +33,16 @@ def _load_administration() -> type[TierAdministration]:
     return RedisAdministration
 
 
+def _load_key_store() -> type[KeyStore]:
+    from tiered_kv_redis.simulation import RedisKeys
+
+    return RedisKeys
+
+
 @hookimpl
 def tiered_kv_register_tiers() -> Iterable[TierType]:
     """Register the tier type `redis`."""
     about = "A Redis server or cluster that several machines share."
-    return [TierType("redis", RedisSettings, _load, about, _load_administration, is_shared=True)]
+    return [
+        TierType("redis", RedisSettings, _load, about, _load_administration, is_shared=True, key_store=_load_key_store),
+    ]

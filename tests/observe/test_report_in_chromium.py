@@ -20,7 +20,8 @@ pytestmark = [
 ]
 
 CHATS = ["--chats", "30", "--turns", "4", "--active-chats", "10", "--turn-blocks", "3"]
-PLOTS = {"replay": 7, "bench": 2}
+OPTIONS = {"replay": CHATS, "bench": ["--blocks", "64"], "simulate": [*CHATS, "--capacity", "50,100,200"]}
+PLOTS = {"replay": 7, "bench": 2, "simulate": 1}
 CONTRAST_MIN = 4.5
 """Of text, as the Web Content Accessibility Guidelines have it (level AA)."""
 PAGES_MAX = 6
@@ -57,8 +58,7 @@ def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         f"  - {{type: nvme, path: {directory / 'cache'}, capacity: 64MiB}}\n"
         "  - {type: memory, capacity: 64MiB, admit_after: 2}\n"
     )
-    options = CHATS if verb == "replay" else ["--blocks", "64"]
-    assert main([verb, str(stack), "--report", str(file), *options]) == 0
+    assert main([verb, str(stack), "--report", str(file), *OPTIONS[verb]]) == 0
     return file
 
 

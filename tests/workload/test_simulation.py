@@ -19,12 +19,12 @@ from tiered_kv.toolkit import keys_only
 from tiered_kv.toolkit.keys_only import KeyStore
 from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.hit_rates import default_sizes, hit_rate
-from tiered_kv.workload.prices import MONTH_S, Prices, TierCost, costs, times_a_month
+from tiered_kv.workload.prices import MONTH_S, Prices, costs, times_a_month
 from tiered_kv.workload.replay import replay
 from tiered_kv.workload.request import Request, block_key
 from tiered_kv.workload.routing import ROUTERS, routes
-from tiered_kv.workload.sampling import draw, session_roots
-from tiered_kv.workload.simulation import Fleet, Outcome, simulate, with_limit, with_primary
+from tiered_kv.workload.sampling import draw, sessions
+from tiered_kv.workload.simulation import Fleet, Outcome, simulate, with_tier
 from tiered_kv.workload.stack_distance import hit_curve
 from tiered_kv_memory.settings import MemorySettings
 from tiered_kv_nvme.settings import NvmeSettings
@@ -92,6 +92,12 @@ def test_the_real_manager_hits_by_lru_what_the_curve_says(blocks: int) -> None:
     assert one_by_one.hit_rate == pytest.approx(hit_curve(SMALL_REQUESTS).rate(blocks), abs=1e-6)
 
 
+def test_a_tier_with_less_room_than_a_prompt_is_run_by_lru_too() -> None:
+    curve = hit_curve(SMALL_REQUESTS)
+    real = simulate(stack_of(blocks=10), SMALL_REQUESTS, Fleet(concurrency=1)).hit_rate
+    assert hit_rate("lru", 10, SMALL_REQUESTS, curve).hit_rate == real < curve.rate(10)
+
+
 def test_another_policy_is_run_and_hits_all_where_there_is_room() -> None:
     curve = hit_curve(SMALL_REQUESTS)
     rates = {policy: hit_rate(policy, 100, SMALL_REQUESTS, curve) for policy in ("lru", "arc")}
@@ -112,7 +118,7 @@ def test_a_sample_keeps_sessions_whole_and_is_about_as_large_as_wanted() -> None
     turns = Counter(sample.roots)
     assert set(turns.values()) == {ChatWorkload().turns}
     assert sample.common_blocks == ChatWorkload().system_prompts * ChatWorkload().system_blocks
-    assert Counter(session_roots(BUILT_IN)).total() == len(BUILT_IN)
+    assert len(sessions(BUILT_IN)[0]) == len(BUILT_IN)
 
 
 @pytest.mark.slow
@@ -214,14 +220,15 @@ def test_a_write_budget_is_kept_to_in_the_time_of_the_requests() -> None:
 
 def test_a_larger_primary_tier_and_a_larger_disk_hit_more(tmp_path: Path) -> None:
     config = stack_of(MEMORY)
-    rates = [simulate(with_primary(config, size, "lru"), SMALL_REQUESTS).tiers["cpu"].hits for size in (64, 128, 512)]
-    assert rates == sorted(set(rates))
-    assert (
-        simulate(with_limit(config, "memory", 64 * BLOCK_BYTES), SMALL_REQUESTS).hit_rate
-        < simulate(config, SMALL_REQUESTS).hit_rate
-    )
-    with pytest.raises(ConfigError, match="no tier 'disk'"):
-        with_limit(config, "disk", 1)
+
+    def outcome(name: str, blocks: int) -> Outcome:
+        return simulate(with_tier(config, name, capacity=blocks * BLOCK_BYTES), SMALL_REQUESTS)
+
+    hits = [outcome("cpu", blocks).tiers["cpu"].hits for blocks in (64, 128, 512)]
+    assert hits == sorted(set(hits))
+    assert outcome("memory", 64).hit_rate < simulate(config, SMALL_REQUESTS).hit_rate
+    with pytest.raises(ConfigError, match="no tier 'disk'; there are: cpu, memory"):
+        outcome("disk", 1)
 
 
 def test_a_tier_that_holds_no_block_is_an_error() -> None:
@@ -258,7 +265,7 @@ def test_routers_that_know_prefixes_hit_more() -> None:
 
 
 def test_sticky_gives_a_session_to_one_server() -> None:
-    servers = dict.fromkeys(zip(session_roots(BUILT_IN), routes("sticky", BUILT_IN, 7), strict=True))
+    servers = dict.fromkeys(zip(sessions(BUILT_IN)[0], routes("sticky", BUILT_IN, 7), strict=True))
     assert len(servers) == ChatWorkload().chats
 
 
@@ -328,14 +335,21 @@ def test_costs_are_of_storage_traffic_and_requests() -> None:
     found = costs(outcome, prices, times)
     assert outcome.seconds == pytest.approx((len(SMALL_REQUESTS) - 1) / 10)
     assert times == pytest.approx(MONTH_S / outcome.seconds)
-    assert found["cpu"] == TierCost(2 * 128 * BLOCK_BYTES / 2**30, 0.0, 0.0)
-    assert found["s3"].storage == pytest.approx(2.0 * s3.used_bytes / 2**30)
-    assert found["s3"].traffic == pytest.approx((3.0 * s3.written_bytes + 5.0 * s3.read_bytes) / 2**30 * times)
-    reads = s3.read_blocks + s3.lookup_requests
+    memory = 2 * 128 * BLOCK_BYTES / 2**30
+    assert found["cpu"] == {"storage": memory, "traffic": 0.0, "requests": 0.0, "total": memory}
+    storage = 2.0 * s3.used_bytes / 2**30
+    traffic = (3.0 * s3.written_bytes + 5.0 * s3.read_bytes) / 2**30 * times
+    requests = (7.0 * s3.written_blocks + 11.0 * (s3.read_blocks + s3.lookup_requests)) / 1000 * times
     assert s3.lookup_requests > 0
-    assert found["s3"].requests == pytest.approx((7.0 * s3.written_blocks + 11.0 * reads) / 1000 * times)
+    assert list(found["s3"].values()) == pytest.approx([storage, traffic, requests, storage + traffic + requests])
 
 
 def test_a_month_cannot_be_told_from_a_moment() -> None:
     with pytest.raises(ConfigError, match="came at one time"):
         times_a_month(SMALL_REQUESTS[:1])
+
+
+def test_requests_in_no_order_of_time_last_from_the_earliest_to_the_latest() -> None:
+    requests = SMALL_REQUESTS[::-1]
+    assert times_a_month(requests) == times_a_month(SMALL_REQUESTS)
+    assert simulate(stack_of(), requests).seconds == pytest.approx((len(requests) - 1) / 10)

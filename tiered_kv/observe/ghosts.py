@@ -2,7 +2,9 @@
 
 A ghost remembers which blocks a tier of another size would have, the least recently used going first, and no bytes. It
 follows only blocks whose hash falls into a fixed share of all hashes, and stands for a tier of that share of the size:
-C. Waldspurger, N. Park, A. Garthwaite and I. Ahmad, "Efficient MRC Construction with SHARDS" (FAST 2015).
+C. Waldspurger, N. Park, A. Garthwaite and I. Ahmad, "Efficient MRC Construction with SHARDS" (FAST 2015). As they do in
+SHARDS-adj, it estimates misses and takes all else for hits. Few blocks have many of the hits, and the sample may have
+too many or too few of these; misses come from many blocks.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from tiered_kv.observe.table import Entries
 
 SIZES: Final = {"0.5": 0.5, "1": 1.0, "2": 2.0, "4": 4.0}
 """The sizes of the ghosts, as multiples of the tier's capacity; the others are to be compared with that of 1."""
-SAMPLED_MAX: Final = 8192
-"""Blocks that the largest ghost of a tier follows; with the smaller ones they take 3 MB."""
+SAMPLED_MAX: Final = 4096
+"""Blocks that the largest ghost of a tier follows; with the smaller ones they take 1.2 MB."""
 _HASHES: Final = 1 << 32
 _LOW: Final = np.uint64(_HASHES - 1)
 
@@ -34,18 +36,21 @@ class Ghosts:
         self._below = np.uint64(min(int(self._share * _HASHES), _HASHES - 1))
         self._limits = [max(1, round(times * blocks * self._share)) for times in SIZES.values()]
         self._followed: list[OrderedDict[int, None]] = [OrderedDict() for _ in SIZES]
-        self._hits = [0] * len(SIZES)
+        self._uses = 0
+        self._misses = [0] * len(SIZES)  # of the sample
+        self._told = [0] * len(SIZES)
 
     def use(self, digests: Entries) -> None:
         """Note that requests use blocks: they load them, or store them because nobody had them."""
+        self._uses += len(digests)
         sample = digests[(digests & _LOW) <= self._below].tolist()
         for size, followed in enumerate(self._followed):
             limit = self._limits[size]
             for digest in sample:
                 if digest in followed:
                     followed.move_to_end(digest)
-                    self._hits[size] += 1
                 else:
+                    self._misses[size] += 1
                     followed[digest] = None
                     if len(followed) > limit:
                         followed.popitem(last=False)
@@ -56,5 +61,7 @@ class Ghosts:
             followed.clear()
 
     def counted(self) -> dict[str, int]:
-        """Return how many of the blocks used so far each size would have had."""
-        return {name: int(hits / self._share) for name, hits in zip(SIZES, self._hits, strict=True)}
+        """Return how many of the blocks used so far each size would have had; no number becomes less."""
+        hits = (self._uses - int(misses / self._share) for misses in self._misses)
+        self._told = list(map(max, self._told, hits))
+        return dict(zip(SIZES, self._told, strict=True))

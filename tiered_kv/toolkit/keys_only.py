@@ -55,7 +55,7 @@ class KeyStore:
         self.clock = clock
         encrypts = CODEC_IDS.get(getattr(settings, "codec", "raw")) in ENCRYPTED_IDS
         self.overhead_bytes = ENVELOPE_BYTES if encrypts else 0
-        self.record_bytes = HEADER_BYTES + block_bytes + self.overhead_bytes
+        self.record_bytes = self.room_bytes(HEADER_BYTES + block_bytes + self.overhead_bytes)
         # A stranger's may be anything.
         capacity, ttl = getattr(settings, "capacity", None), getattr(settings, "ttl", None)
         self.capacity_bytes = capacity if isinstance(capacity, int) else None
@@ -64,6 +64,11 @@ class KeyStore:
         self._written_s: OrderedDict[OffloadKey, float] = OrderedDict()  # the next to go first
         if self.capacity_bytes is not None and self.capacity_bytes < self.record_bytes:
             raise ConfigError(f"{self.capacity_bytes} bytes do not hold one block", location="capacity")
+
+    @staticmethod
+    def room_bytes(record_bytes: int) -> int:
+        """Return the bytes of the capacity that a record takes; some storage rounds them up."""
+        return record_bytes
 
     @property
     def used_bytes(self) -> int:

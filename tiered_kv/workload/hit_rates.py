@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tiered_kv.config.stack_config import load_config
+from tiered_kv.config.stack_config import PRIMARY_TIER_NAME, load_config
 from tiered_kv.workload.request import Request
 from tiered_kv.workload.sampling import Sample
-from tiered_kv.workload.simulation import Fleet, Outcome, simulate, with_primary
-from tiered_kv.workload.stack_distance import HitCurve
+from tiered_kv.workload.simulation import Fleet, run_servers, with_tier
+from tiered_kv.workload.stack_distance import HitCurve, hit_curve
+from tiered_kv.workload.tally import Tally
 
 _ALONE = load_config({"namespace": {"model": "any"}, "block": {"bytes": 1}, "primary": {"capacity": 2}})
-_ONE_BY_ONE = Fleet(concurrency=1)
 _SIZES = 10
 
 
@@ -48,24 +48,28 @@ def hit_rate(
     Raises:
         ConfigError: There is no such policy.
     """
-    if policy == "lru" or capacity_blocks >= curve.distinct_blocks:
-        return HitRate(policy, capacity_blocks, round(curve.rate(capacity_blocks), 6))
     blocks = 0 if sample is None else sample.capacity(capacity_blocks)
-    if sample is None or not blocks:
-        return HitRate(policy, capacity_blocks, _run(policy, capacity_blocks, requests, on_progress).hit_rate)
-    # LRU is known exactly, so what the sample says of LRU corrects what it says of the policy. The error is told
-    # without that: it leaves room for what a small cache does differently, which no sample tells.
-    hits = _run(policy, blocks, sample.requests, on_progress).request_hits
-    of_lru = _run("lru", blocks, sample.requests).request_hits
-    (rate, error), (lru_rate, _) = sample.estimate(hits), sample.estimate(of_lru)
-    corrected = min(max(rate + curve.rate(capacity_blocks) - lru_rate, 0.0), 1.0)
-    return HitRate(policy, capacity_blocks, round(corrected, 6), round(error, 6))
+    error = 0.0
+    # The real LRU hits less than the curve where a prompt has more blocks than the tier.
+    is_on_curve = policy == "lru" and capacity_blocks >= max(len(request.hash_ids) for request in requests)
+    if is_on_curve or capacity_blocks >= curve.distinct_blocks:
+        rate = curve.rate(capacity_blocks)
+    elif sample is None or not blocks:
+        tally = _run(policy, capacity_blocks, requests, on_progress)
+        rate = sum(tally.request_hits) / max(tally.blocks, 1)
+    else:
+        # LRU is known exactly, so what the sample says of LRU corrects what it says of the policy. The error is told
+        # without that: it leaves room for what a small cache does differently, which no sample tells.
+        rate, error = sample.estimate(_run(policy, blocks, sample.requests, on_progress).request_hits)
+        corrected = rate + curve.rate(capacity_blocks) - hit_curve(sample.requests).rate(blocks)
+        rate = min(max(corrected, 0.0), 1.0)
+    return HitRate(policy, capacity_blocks, round(rate, 6), round(error, 6))
 
 
-def _run(
-    policy: str, blocks: int, requests: Sequence[Request], on_progress: Callable[[int], None] = lambda requests: None
-) -> Outcome:
-    return simulate(with_primary(_ALONE, blocks, policy), requests, _ONE_BY_ONE, on_progress=on_progress)
+def _run(policy: str, blocks: int, requests: Sequence[Request], on_progress: Callable[[int], None]) -> Tally:
+    stack = with_tier(_ALONE, PRIMARY_TIER_NAME, capacity=blocks, policy=policy)
+    (server,) = run_servers(stack, requests, Fleet(concurrency=1), on_progress)
+    return server.replay.tally
 
 
 def default_sizes(curve: HitCurve) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field
@@ -14,11 +13,14 @@ from tiered_kv.config.settings import StrictModel
 from tiered_kv.config.validation import suggestion, validate
 from tiered_kv.errors import ConfigError
 from tiered_kv.workload.request import Request
-from tiered_kv.workload.simulation import Outcome
+from tiered_kv.workload.simulation import Outcome, span_s
 
 MONTH_S = 365.25 / 12 * 86_400
 _GIB = 1 << 30
-_Price = Annotated[float, Field(strict=True, ge=0)]
+_Price = Annotated[float, Field(strict=True, ge=0, le=1e12)]
+
+Costs = dict[str, dict[str, float]]
+"""By tier: `storage`, `traffic`, `requests` and `total` of a month, in the currency of the prices."""
 
 
 class TierPrices(StrictModel):
@@ -36,26 +38,6 @@ class Prices(StrictModel):
 
     currency: str = Field(default="USD", max_length=16, description="What the prices are in.")
     tiers: dict[str, TierPrices] = Field(description="Prices by the tier's name; the primary tier is cpu.")
-
-
-@dataclass(frozen=True, slots=True)
-class TierCost:
-    """What one tier costs in a month, in the currency of the prices.
-
-    Args:
-        storage: Of its capacity, or without one of what it held at the end; of all servers.
-        traffic: Of the bytes that were written and read, if a whole month is like the trace.
-        requests: Of the requests, likewise.
-    """
-
-    storage: float
-    traffic: float
-    requests: float
-
-    @property
-    def total(self) -> float:
-        """All three together."""
-        return self.storage + self.traffic + self.requests
 
 
 def load_prices(path: str | os.PathLike[str], tiers: Sequence[str]) -> Prices:
@@ -82,20 +64,25 @@ def times_a_month(requests: Sequence[Request]) -> float:
     Raises:
         ConfigError: They came all at one time.
     """
-    span_ms = requests[-1].timestamp_ms - requests[0].timestamp_ms
-    if span_ms <= 0:
+    seconds = span_s(requests)
+    if not seconds:
         raise ConfigError("what a month costs cannot be told: the requests came at one time", location="--prices")
-    return MONTH_S * 1000 / span_ms
+    return MONTH_S / seconds
 
 
-def costs(outcome: Outcome, prices: Prices, times: float) -> dict[str, TierCost]:
-    """Return what each tier with a price costs in a month in which the simulated requests come so many times."""
+def costs(outcome: Outcome, prices: Prices, times: float) -> Costs:
+    """Return what each tier with a price costs in a month in which the simulated requests come so many times.
+
+    Storage is that of its capacity, or without one of what it held at the end; of all servers.
+    """
     found = {}
     for name, price in prices.tiers.items():
         tier = outcome.tiers[name]
         stored_bytes = tier.used_bytes if tier.capacity_bytes is None else tier.capacity_bytes * tier.storages
-        traffic = price.gib_written * tier.written_bytes + price.gib_read * tier.read_bytes
+        storage = price.gib_month * stored_bytes / _GIB
+        traffic = (price.gib_written * tier.written_bytes + price.gib_read * tier.read_bytes) / _GIB * times
         reads = tier.read_blocks + tier.lookup_requests
-        requests = price.thousand_writes * tier.written_blocks + price.thousand_reads * reads
-        found[name] = TierCost(price.gib_month * stored_bytes / _GIB, traffic / _GIB * times, requests / 1000 * times)
+        requests = (price.thousand_writes * tier.written_blocks + price.thousand_reads * reads) / 1000 * times
+        total = storage + traffic + requests
+        found[name] = {"storage": storage, "traffic": traffic, "requests": requests, "total": total}
     return found

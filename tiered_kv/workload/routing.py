@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import cycle
 
 from tiered_kv.errors import ConfigError
 from tiered_kv.workload.request import Request
-from tiered_kv.workload.sampling import hash_share, session_roots
+from tiered_kv.workload.sampling import hash_share, sessions
 
 ROUTERS = ("random", "round-robin", "sticky", "prefix")
 _PREFIX_SHARE_MIN = 0.5
@@ -28,21 +28,16 @@ def routes(router: str, requests: Sequence[Request], servers: int) -> Iterator[i
     Raises:
         ConfigError: There is no such router.
     """
-    makers: dict[str, Callable[[], Iterator[int]]] = {
-        "random": lambda: _random(servers),
-        "round-robin": lambda: cycle(range(servers)),
-        "sticky": lambda: (int(hash_share(root) * servers) for root in session_roots(requests)),
-        "prefix": lambda: _by_prefix(requests, servers),
-    }
-    if router not in makers:
-        raise ConfigError(f"expected one of {', '.join(ROUTERS)}, found {router!r}", location="--router")
-    return makers[router]()
-
-
-def _random(servers: int) -> Iterator[int]:
-    chance = random.Random(0)
-    while True:
-        yield chance.randrange(servers)
+    if router == "random":
+        chance = random.Random(0)
+        return (chance.randrange(servers) for _ in requests)
+    if router == "round-robin":
+        return cycle(range(servers))
+    if router == "sticky":
+        return (int(hash_share(session) * servers) for session in sessions(requests)[0])
+    if router == "prefix":
+        return _by_prefix(requests, servers)
+    raise ConfigError(f"expected one of {', '.join(ROUTERS)}, found {router!r}", location="--router")
 
 
 def _by_prefix(requests: Sequence[Request], servers: int) -> Iterator[int]:

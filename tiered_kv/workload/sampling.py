@@ -54,23 +54,26 @@ class Sample:
         Args:
             hits: Blocks of each request that were hits.
         """
-        blocks = [len(request.hash_ids) for request in self.requests]
-        rate = sum(hits) / max(sum(blocks), 1)
+        blocks = sum(len(request.hash_ids) for request in self.requests)
+        rate = sum(hits) / max(blocks, 1)
         residuals: defaultdict[int, float] = defaultdict(float)
-        for root, hit, asked in zip(self.roots, hits, blocks, strict=True):
-            residuals[root] += hit - rate * asked
+        for root, hit, request in zip(self.roots, hits, self.requests, strict=True):
+            residuals[root] += hit - rate * len(request.hash_ids)
         # The linearized variance of a ratio of two sums over sessions, of which a share was drawn.
         variance = sum(value * value for value in residuals.values()) * (1 - self.rate)
-        return rate, _SURE * math.sqrt(variance) / max(sum(blocks), 1)
+        return rate, _SURE * math.sqrt(variance) / max(blocks, 1)
 
 
-def session_roots(requests: Sequence[Request]) -> list[int]:
-    """Return for each request the first of its blocks that only its session has, or its last one."""
-    common = _common_blocks(requests)
-    return [
-        next((each for each in request.hash_ids if each not in common), request.hash_ids[-1] if request.hash_ids else 0)
-        for request in requests
-    ]
+def sessions(requests: Sequence[Request]) -> tuple[list[int], set[int]]:
+    """Return the session of each request, and the blocks that are no session's own.
+
+    A session is named by the first block that it alone has; a request that has none, by its last block.
+    """
+    uses = Counter(each for request in requests for each in request.hash_ids)
+    limit = max(_COMMON_REQUESTS_MIN, _COMMON_SHARE * len(requests))
+    common = {each for each, count in uses.items() if count > limit}
+    prompts = (request.hash_ids for request in requests)
+    return [next((each for each in ids if each not in common), ids[-1] if ids else 0) for ids in prompts], common
 
 
 def draw(requests: Sequence[Request], rate: float) -> Sample:
@@ -79,23 +82,16 @@ def draw(requests: Sequence[Request], rate: float) -> Sample:
     Raises:
         ConfigError: There are none.
     """
-    roots, common = session_roots(requests), _common_blocks(requests)
-    chosen = {root for root in set(roots) if hash_share(root) < rate}
-    taken = [at for at, root in enumerate(roots) if root in chosen]
+    roots, common = sessions(requests)
+    taken = [(request, root) for request, root in zip(requests, roots, strict=True) if hash_share(root) < rate]
     every = {each for request in requests for each in request.hash_ids} - common
-    some = {each for at in taken for each in requests[at].hash_ids} - common
+    some = {each for request, _ in taken for each in request.hash_ids} - common
     if not some:
         raise ConfigError(f"a share of {rate} of this trace is no session: take a larger one", location="--sample")
-    return Sample([requests[at] for at in taken], [roots[at] for at in taken], len(some) / len(every), len(common))
+    return Sample([request for request, _ in taken], [root for _, root in taken], len(some) / len(every), len(common))
 
 
 def hash_share(number: int) -> float:
     """Return a number from 0 to 1 that depends on `number` alone."""
     digest = hashlib.blake2b(number.to_bytes(8, "little"), digest_size=8).digest()
     return int.from_bytes(digest, "little") / 2**64
-
-
-def _common_blocks(requests: Sequence[Request]) -> set[int]:
-    uses = Counter(each for request in requests for each in request.hash_ids)
-    limit = max(_COMMON_REQUESTS_MIN, _COMMON_SHARE * len(requests))
-    return {each for each, count in uses.items() if count > limit}

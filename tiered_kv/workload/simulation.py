@@ -8,7 +8,7 @@ is always fast enough.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.stack_config import PRIMARY_TIER_NAME, StackConfig
@@ -18,7 +18,7 @@ from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import tier_plugins
-from tiered_kv.stack import limits_of
+from tiered_kv.stack import limits_of, located
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.toolkit.keys_only import KeysOnlyTier, KeyStore
 from tiered_kv.workload.replay import Replay, ReplaySettings
@@ -75,10 +75,7 @@ class TierUse:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a simulation found; `docs/reference/command.md` describes each field.
-
-    `request_hits` is not among them: the blocks of each request that were hits, in order if requests ran one by one.
-    """
+    """What a simulation found; `docs/reference/command.md` describes each field."""
 
     policy: str
     capacity_blocks: int
@@ -89,7 +86,6 @@ class Outcome:
     busiest_share: float
     seconds: float
     tiers: dict[str, TierUse]
-    request_hits: list[int] = field(repr=False)
 
 
 def simulate(
@@ -110,16 +106,22 @@ def simulate(
     Raises:
         ConfigError: There is no such policy or router, or a capacity does not hold a block.
     """
-    fleet = fleet or Fleet()
-    clock = _TraceClock()
+    return _outcome(config, requests, run_servers(config, requests, fleet or Fleet(), on_progress))
+
+
+def run_servers(
+    config: StackConfig, requests: Sequence[Request], fleet: Fleet, on_progress: Callable[[int], None]
+) -> list[Server]:
+    """Return the servers after `simulate` has run `requests` through them."""
+    clock = _Clock()
     shared = {
         tier.name: _key_store(config, tier, clock)
         for tier in config.secondary
         if tier_plugins().resolve(tier.type).is_shared
     }
-    servers = [_Server(config, shared, clock, fleet.concurrency) for _ in range(fleet.servers)]
+    servers = [Server(config, shared, clock, fleet.concurrency) for _ in range(fleet.servers)]
+    running: dict[Server, None] = {}
     chosen = routes(fleet.router, requests, len(servers))
-    running: dict[_Server, None] = {}
     for count, (request, number) in enumerate(zip(requests, chosen, strict=False), 1):
         clock.now_s = max(clock.now_s, request.timestamp_ms / _MS_PER_S)
         servers[number].replay.admit(request)
@@ -127,42 +129,36 @@ def simulate(
         _step(running, fleet.concurrency)
         on_progress(count)
     _step(running, 1)
-    return _outcome(config, requests, servers)
+    return servers
 
 
-def with_primary(config: StackConfig, capacity_blocks: int, policy: str) -> StackConfig:
-    """Return a stack with another primary tier."""
-    changed = {"capacity": capacity_blocks * config.block.bytes, "policy": policy}
-    return config.model_copy(update={"primary": config.primary.model_copy(update=changed)})
+def span_s(requests: Sequence[Request]) -> float:
+    """Return the time between the first request and the last, in seconds."""
+    times_ms = [request.timestamp_ms for request in requests]
+    return (max(times_ms) - min(times_ms)) / _MS_PER_S
 
 
-def with_limit(config: StackConfig, name: str, capacity_bytes: int) -> StackConfig:
-    """Return a stack whose tier `name` has another capacity.
+def with_tier(config: StackConfig, name: str, **changes: object) -> StackConfig:
+    """Return a stack with other settings, not checked, of one tier.
 
     Raises:
         ConfigError: There is no such tier.
     """
-    names = [tier.name for tier in config.secondary]
-    if name not in names:
-        raise ConfigError(f"there is no tier '{name}'; there are: {', '.join(names) or 'none'}", location="--limit")
-    tiers = (
-        tier.model_copy(update={"capacity": capacity_bytes}) if tier.name == name else tier for tier in config.secondary
-    )
-    return config.model_copy(update={"secondary": tuple(tiers)})
+    tiers = {PRIMARY_TIER_NAME: config.primary, **{tier.name: tier for tier in config.secondary}}
+    if name not in tiers:
+        raise ConfigError(f"there is no tier '{name}'; there are: {', '.join(tiers)}", location="--limit")
+    tiers[name] = tiers[name].model_copy(update=changes)
+    return config.model_copy(update={"primary": tiers.pop(PRIMARY_TIER_NAME), "secondary": tuple(tiers.values())})
 
 
-class _TraceClock:
-    """The time of the requests, in seconds: that at which the last one arrived."""
+class _Clock:
+    """Seconds that go on when somebody says so."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
 
     def __call__(self) -> float:
         return self.now_s
-
-
-class _WaitingClock(_TraceClock):
-    """The time that requests of one server have waited: without storage that takes any, mostly none."""
 
     def sleep(self, seconds: float) -> None:
         self.now_s += seconds
@@ -176,41 +172,33 @@ class _NoMemory(PrimaryRegion):
         self.block_bytes = block_bytes
 
 
-class _Server:
-    """One stack, and what drives it."""
+class Server:
+    """One stack, and the replay that drives it. `clock` tells the time of the requests, in which blocks expire."""
 
-    def __init__(
-        self, config: StackConfig, shared: Mapping[str, KeyStore], clock: _TraceClock, concurrency: int
-    ) -> None:
-        self.primary = CPUOffloadingManager(
-            CPUBackend(_NoMemory(config.primary_blocks, config.block.bytes)), config.primary.policy
-        )
+    def __init__(self, config: StackConfig, shared: Mapping[str, KeyStore], clock: _Clock, concurrency: int) -> None:
+        blocks, waited = config.primary_blocks, _Clock()
+        self.primary = CPUOffloadingManager(CPUBackend(_NoMemory(blocks, config.block.bytes)), config.primary.policy)
         self.stores = [shared.get(tier.name) or _key_store(config, tier, clock) for tier in config.secondary]
-        waiting = _WaitingClock()
         self.manager = TieringOffloadingManager(
             self.primary,
             [KeysOnlyTier(keys, tier.name) for keys, tier in zip(self.stores, config.secondary, strict=True)],
             settings=config.secondary,
             limits=limits_of(config),
-            clock=waiting,
+            clock=waited,
             wear_clock=clock,
         )
-        settings = ReplaySettings(concurrency=concurrency)
-        settings = replace(settings, store_blocks=min(settings.store_blocks, config.primary_blocks))
-        self.replay = Replay(self.manager, None, settings, clock=waiting, sleep=waiting.sleep)
+        settings = ReplaySettings(concurrency)
+        settings = replace(settings, store_blocks=min(settings.store_blocks, blocks))
+        self.replay = Replay(self.manager, None, settings, clock=waited, sleep=waited.sleep)
 
 
 def _key_store(config: StackConfig, settings: TierSettings, clock: Callable[[], float]) -> KeyStore:
     load = tier_plugins().resolve(settings.type).key_store
-    try:
+    with located(config, settings):
         return (load() if load else KeyStore)(settings, config.block.bytes, clock)
-    except ConfigError as error:
-        index = [tier.name for tier in config.secondary].index(settings.name)
-        message = error.message.removeprefix(f"{error.location}: ")
-        raise ConfigError(message, location=f"secondary.{index}.{error.location}") from error
 
 
-def _step(running: dict[_Server, None], concurrency: int) -> None:
+def _step(running: dict[Server, None], concurrency: int) -> None:
     """Step all servers that have requests until fewer than `concurrency` run."""
     while sum(server.replay.running for server in running) >= concurrency:
         for server in list(running):
@@ -219,7 +207,7 @@ def _step(running: dict[_Server, None], concurrency: int) -> None:
                 del running[server]
 
 
-def _outcome(config: StackConfig, requests: Sequence[Request], servers: Sequence[_Server]) -> Outcome:
+def _outcome(config: StackConfig, requests: Sequence[Request], servers: Sequence[Server]) -> Outcome:
     tallies = [server.replay.tally for server in servers]
     counters = [server.manager.counters() for server in servers]
     blocks, block_bytes = sum(tally.blocks for tally in tallies), config.block.bytes
@@ -258,7 +246,6 @@ def _outcome(config: StackConfig, requests: Sequence[Request], servers: Sequence
         misses=blocks - hits,
         hit_rate=round(hits / max(blocks, 1), 6),
         busiest_share=round(max(tally.blocks for tally in tallies) / max(blocks, 1), 6),
-        seconds=max(0, requests[-1].timestamp_ms - requests[0].timestamp_ms) / _MS_PER_S,
+        seconds=span_s(requests),
         tiers=tiers,
-        request_hits=[hits for tally in tallies for hits in tally.request_hits],
     )

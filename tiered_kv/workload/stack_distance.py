@@ -12,8 +12,9 @@ So it is enough to count how many blocks each request is the last user of, in a 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -40,65 +41,43 @@ class HitCurve:
 
     def rate(self, capacity_blocks: int) -> float:
         """Return the share of blocks that are hits with room for `capacity_blocks`."""
-        return int(self.hits[min(capacity_blocks, self.distinct_blocks)]) / self.blocks if self.blocks else 0.0
+        return int(self.hits[min(capacity_blocks, self.distinct_blocks)]) / max(self.blocks, 1)
 
 
 def hit_curve(requests: Sequence[Request]) -> HitCurve:
     """Return what LRU hits at every size."""
-    last_user: dict[int, int] = {}  # of each block, the number of the request that used it last
-    used_last = _Counts(len(requests))  # how many blocks each request is the last user of
+    last_user: dict[int, int] = {}  # of each block, the number of the request that used it last, from 1
+    tree = [0] * (len(requests) + 1)  # how many blocks each request is the last user of
+
+    def add(number: int, change: int) -> None:
+        while number < len(tree):
+            tree[number] += change
+            number += number & -number
+
+    def sum_to(number: int) -> int:
+        total = 0
+        while number:
+            total += tree[number]
+            number &= number - 1
+        return total
+
     distances = array("q")
-    for number, request in enumerate(requests):
-        runs = _runs(request.hash_ids, last_user)
+    for number, request in enumerate(requests, 1):
+        users = groupby(map(last_user.get, request.hash_ids))
+        runs = [(user, len(list(blocks))) for user, blocks in users]
         distance = -1
         for user, length in runs:
             if user is None:  # the blocks behind one that nobody has used are of no use
                 break
             # The blocks of later users stand before these. A trace that is no set of prefixes still gets an order.
-            distance = max(distance + 1, len(last_user) - used_last.sum_to(user))
+            distance = max(distance + 1, len(last_user) - sum_to(user))
             distances.extend(range(distance, distance + length))
             distance += length - 1
         for user, length in runs:
             if user is not None:
-                used_last.add(user, -length)
-        used_last.add(number, len(request.hash_ids))
+                add(user, -length)
+        add(number, len(request.hash_ids))
         last_user.update(dict.fromkeys(request.hash_ids, number))
     counts = np.bincount(np.frombuffer(distances, dtype=np.int64), minlength=len(last_user))
     hits = np.concatenate([[0], np.cumsum(counts)[: len(last_user)]])
     return HitCurve(hits, sum(len(request.hash_ids) for request in requests))
-
-
-def _runs(ids: Iterable[int], last_user: dict[int, int]) -> list[tuple[int | None, int]]:
-    """Return the last users of the blocks in order, None for nobody, and for how many blocks in a row each is."""
-    runs: list[tuple[int | None, int]] = []
-    current, length = None, 0
-    for user in map(last_user.get, ids):
-        if length and user != current:
-            runs.append((current, length))
-            length = 0
-        current = user
-        length += 1
-    if length:
-        runs.append((current, length))
-    return runs
-
-
-class _Counts:
-    """Counts by number, whose sums from the first one cost O(log n)."""
-
-    def __init__(self, count: int) -> None:
-        self._tree = [0] * (count + 1)
-
-    def add(self, number: int, change: int) -> None:
-        at = number + 1
-        while at < len(self._tree):
-            self._tree[at] += change
-            at += at & -at
-
-    def sum_to(self, number: int) -> int:
-        """Return the sum of the counts up to `number`, its own included."""
-        at, total = number + 1, 0
-        while at:
-            total += self._tree[at]
-            at &= at - 1
-        return total

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -14,7 +14,7 @@ from tiered_kv.observe.report.figures import draw, tier_color
 from tiered_kv.observe.report.markup import Html, card, element, table
 from tiered_kv.observe.report.page import Run, counted, figure, section, tile
 from tiered_kv.workload.hit_rates import HitRate
-from tiered_kv.workload.prices import TierCost
+from tiered_kv.workload.prices import Costs
 from tiered_kv.workload.simulation import Fleet, Outcome
 from tiered_kv.workload.stack_distance import HitCurve
 from tiered_kv.workload.tally import GB
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 Table = tuple[Sequence[str], list[list[str]]]
 """The heads and the rows."""
+StackRun = tuple[str, Outcome, Costs]
+"""One of several simulations of a stack: what tells it from the others, what it found, and what that costs."""
 
 _POINTS: Final = 200
 _MB: Final = 1e6
@@ -60,22 +62,11 @@ def tier_table(outcome: Outcome) -> Table:
     return columns, rows
 
 
-def cost_table(costs: Mapping[str, TierCost], currency: str) -> Table:
+def cost_table(costs: Costs, currency: str) -> Table:
     """Return what each tier costs in a month, and all together."""
-    rows = [
-        [name, *(f"{value:,.2f}" for value in (cost.storage, cost.traffic, cost.requests, cost.total))]
-        for name, cost in costs.items()
-    ]
-    rows.append(["all", "", "", "", f"{sum(cost.total for cost in costs.values()):,.2f}"])
+    rows = [[name, *(f"{value:,.2f}" for value in cost.values())] for name, cost in costs.items()]
+    rows.append(["all", "", "", "", f"{sum(cost['total'] for cost in costs.values()):,.2f}"])
     return [f"{currency} a month", "storage", "traffic", "requests", "total"], rows
-
-
-def name_of(outcome: Outcome, config: StackConfig, fleet: Fleet) -> str:
-    """Return what tells one of several simulations of a stack from the others."""
-    name = f"{outcome.policy} with {rounded_bytes(outcome.capacity_blocks * config.block.bytes)}"
-    if fleet.servers == 1:
-        return name
-    return f"{name} on each of {fleet.servers:,} servers, {outcome.busiest_share:.1%} of blocks on the busiest"
 
 
 def policy_page(run: Run, workload: str, requests: int, curve: HitCurve, rates: Sequence[HitRate]) -> str:
@@ -92,58 +83,51 @@ def policy_page(run: Run, workload: str, requests: int, curve: HitCurve, rates: 
         f"{counted(requests, 'request')} asked for {counted(curve.blocks, 'block')}, of which "
         f"{curve.distinct_blocks:,} are distinct, one request after the other. No byte was moved."
     )
-    best, shown = max(rates, key=lambda rate: rate.hit_rate), table(*rate_table(rates))
-    return _page(
-        run,
-        f"{workload[:1].upper()}{workload[1:]}",
-        lede,
-        [tile(f"{100 * best.hit_rate:.1f}", "%", f"hits: {best.policy} with {best.capacity_blocks:,} blocks")],
-        [section("Hit rates", "By size and policy.", card(shown), element("div", plot, class_="plots"))],
-    )
+    best = max(rates, key=lambda rate: rate.hit_rate)
+    parts = card(table(*rate_table(rates))), element("div", plot, class_="plots")
+    sections = [section("Hit rates", "By size and policy.", *parts)]
+    return _page(run, workload, lede, best.hit_rate, f"{best.policy} with {best.capacity_blocks:,} blocks", sections)
 
 
 def stack_page(
-    run: Run,
-    workload: str,
-    fleet: Fleet,
-    outcomes: Sequence[Outcome],
-    bills: Sequence[Mapping[str, TierCost]],
-    currency: str,
+    run: Run, config: StackConfig, workload: str, fleet: Fleet, runs: Sequence[StackRun], currency: str
 ) -> str:
-    """Return the page of simulations of a stack."""
-    assert run.config is not None
-    first, tiers = outcomes[0], list(outcomes[0].tiers)
+    """Return the page of simulations of a stack, whose costs are in `currency`."""
+    _, first, _ = runs[0]
     sections = []
-    for policy in dict.fromkeys(outcome.policy for outcome in outcomes):
-        sized = sorted((each for each in outcomes if each.policy == policy), key=lambda each: each.capacity_blocks)
+    for policy in dict.fromkeys(outcome.policy for _, outcome, _ in runs):
+        sized = {outcome.capacity_blocks: outcome for _, outcome, _ in runs if outcome.policy == policy}
         if len(sized) > 1:
             plot = figure(
                 f"Hits by tier with {policy}",
                 "The share of blocks that each tier gave, by the room of the primary tier of a server.",
-                _shares(sized, tiers, run.config.block.bytes, policy),
-                [*((name, tier_color(index)) for index, name in enumerate(tiers)), ("misses", figures.MISS)],
+                _shares([sized[size] for size in sorted(sized)], config.block.bytes, policy),
+                [*((name, tier_color(index)) for index, name in enumerate(first.tiers)), ("misses", figures.MISS)],
             )
             sections.append(element("div", plot, class_="plots"))
-    for outcome, bill in zip(outcomes, bills, strict=True):
-        tables = [card(table(*tier_table(outcome))), *([card(table(*cost_table(bill, currency)))] if bill else [])]
+    for name, outcome, costs in runs:
+        tables = [tier_table(outcome), *([cost_table(costs, currency)] if costs else [])]
         about = "Rates are averages over the time of the requests; 1 GB is 1e9 bytes."
-        sections.append(section(f"The tiers: {name_of(outcome, run.config, fleet)}", about, *tables))
-    servers = counted(fleet.servers, "server")
+        sections.append(section(f"The tiers: {name}", about, *(card(table(*each)) for each in tables)))
+    routed = f", routed {fleet.router}" if fleet.servers > 1 else ""
     lede = (
         f"{counted(first.requests, 'request')} asked for {counted(first.blocks, 'block')} of "
-        f"{rounded_bytes(run.config.block.bytes)} on {servers}"
-        f"{f', routed {fleet.router}' if fleet.servers > 1 else ''}, at most {fleet.concurrency} at once. "
-        "The manager is the real one; its tiers kept keys and no bytes."
+        f"{rounded_bytes(config.block.bytes)} on {counted(fleet.servers, 'server')}{routed}, at most "
+        f"{fleet.concurrency} at once. The manager is the real one; its tiers kept keys and no bytes."
     )
-    best = max(outcomes, key=lambda outcome: outcome.hit_rate)
-    tiles = [tile(f"{100 * best.hit_rate:.1f}", "%", f"hits: {name_of(best, run.config, fleet)}")]
-    return _page(run, f"{workload[:1].upper()}{workload[1:]} through {run.stack_name}", lede, tiles, sections)
+    name, best, _ = max(runs, key=lambda each: each[1].hit_rate)
+    return _page(run, f"{workload} through {run.stack_name}", lede, best.hit_rate, name, sections)
 
 
-def _page(run: Run, heading: str, lede: str, tiles: Iterable[Html], sections: Sequence[Html]) -> str:
-    ended = page.conditions(run, [])
+def _page(run: Run, heading: str, lede: str, hit_rate: float, of: str, sections: Sequence[Html]) -> str:
     return page.page(
-        run, kind="Simulation report", heading=heading, lede=lede, notes=(), tiles=tiles, sections=[*sections, ended]
+        run,
+        kind="Simulation report",
+        heading=heading[:1].upper() + heading[1:],
+        lede=lede,
+        notes=(),
+        tiles=[tile(f"{100 * hit_rate:.1f}", "%", f"hits: {of}")],
+        sections=[*sections, page.conditions(run, [])],
     )
 
 
@@ -161,29 +145,31 @@ def _curves(curve: HitCurve, rates: Sequence[HitRate], policies: Sequence[str]) 
                 marker="o",
                 markersize=3,
             )
-        axes.set_xscale("log")
         axes.set_ylim(bottom=0)
-        axes.set_xlabel("room of the primary tier (blocks)")
-        axes.set_ylabel("blocks asked for (%)")
-        figures.plain_log(axes.xaxis)
+        _finish(axes, "blocks")
 
     return draw("curves", "Hit rate of each policy by the room of the primary tier", plot)
 
 
-def _shares(outcomes: Sequence[Outcome], tiers: Sequence[str], block_bytes: int, policy: str) -> Html:
+def _shares(outcomes: Sequence[Outcome], block_bytes: int, policy: str) -> Html:
     def plot(axes: Axes) -> None:
-        shares = [[100 * outcome.tiers[name].hit_rate for outcome in outcomes] for name in tiers]
+        names = list(outcomes[0].tiers)
+        shares = [[100 * outcome.tiers[name].hit_rate for outcome in outcomes] for name in names]
         shares.append([100 * (1 - outcome.hit_rate) for outcome in outcomes])
-        colors = [*(tier_color(index) for index in range(len(tiers))), figures.MISS]
+        colors = [*(tier_color(index) for index in range(len(names))), figures.MISS]
         gib = [outcome.capacity_blocks * block_bytes / (1 << 30) for outcome in outcomes]
         axes.stackplot(gib, shares, colors=colors, linewidth=0)
-        axes.set_xscale("log")
         axes.set_ylim(0, 100)
-        axes.set_xlabel("room of the primary tier (GiB)")
-        axes.set_ylabel("blocks asked for (%)")
-        figures.plain_log(axes.xaxis)
+        _finish(axes, "GiB")
 
     return draw(f"shares-{policy}", "Share of blocks by the tier they came from, by the room of the primary tier", plot)
+
+
+def _finish(axes: Axes, unit: str) -> None:
+    axes.set_xscale("log")
+    axes.set_xlabel(f"room of the primary tier ({unit})")
+    axes.set_ylabel("blocks asked for (%)")
+    figures.plain_log(axes.xaxis)
 
 
 def _rate(rate: HitRate) -> str:

@@ -1,0 +1,14 @@
+"""The fs tier without bytes, for `tiered-kv simulate`."""
+
+from __future__ import annotations
+
+from tiered_kv.toolkit.keys_only import KeyStore
+from tiered_kv_fs.files import round_up
+
+
+class FsKeys(KeyStore):
+    """A directory, whose files take whole blocks of the file system."""
+
+    @staticmethod
+    def room_bytes(record_bytes: int) -> int:
+        return round_up(record_bytes)
