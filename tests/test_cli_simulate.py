@@ -70,7 +70,7 @@ def test_policies_and_sizes_of_a_trace(simulate: Simulate, trace: str) -> None:
     rates = {(each["policy"], each["capacity_blocks"]): each["hit_rate"] for each in result["results"]}
     assert [rates["lru", size] for size in (1, 3, 100)] == [0.0, 0.4, 0.5]
     assert rates["arc", 100] == 0.5
-    assert result["lru_curve"][0] == [1, 0.2]
+    assert result["lru_curve"][0] == [2, 0.2]
     assert result["lru_curve"][-1] == [5, 0.5]
     assert simulate.json("--trace", trace, "--requests", "3")["blocks"] == 6
 

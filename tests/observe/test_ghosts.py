@@ -15,6 +15,11 @@ from tiered_kv.observe.ghosts import SIZES, Ghosts
 from tiered_kv.observe.table import CHUNK_KEYS_MAX, hashes
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.rig import make_keys
+from tiered_kv.workload.generator import ChatWorkload
+from tiered_kv.workload.hit_rates import hit_rate
+from tiered_kv.workload.replay import ReplaySettings, replay
+from tiered_kv.workload.request import block_key
+from tiered_kv.workload.stack_distance import hit_curve
 
 
 def used(keys: list[OffloadKey], ghosts: Ghosts) -> None:
@@ -55,10 +60,36 @@ def test_a_sample_stands_for_a_large_tier_and_takes_bounded_memory() -> None:
     used(uses_of_keys, ghosts)
     taken_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert taken_bytes < 4 << 20
+    assert taken_bytes < 2 << 20
     for name, hits in ghosts.counted().items():
         exact = lru_hits(numbers, int(SIZES[name] * blocks))
         assert hits == pytest.approx(exact, abs=0.06 * uses), name
+
+
+def test_a_few_blocks_that_all_requests_use_do_not_mislead() -> None:
+    """Of 32 such blocks a sample may have many or few; they are most of the hits."""
+    chats = [hashes(list(map(block_key, each.hash_ids))) for each in ChatWorkload(chats=960).requests()]
+    ghosts, blocks = Ghosts(16_000), sum(map(len, chats))
+    told = [0]
+    for digests in chats:
+        ghosts.use(digests)
+        told.append(ghosts.counted()["4"])
+    assert told == sorted(told), "a counter does not become less"
+    exact = hit_curve(list(ChatWorkload(chats=960).requests()))
+    for name, hits in ghosts.counted().items():
+        assert hits / blocks == pytest.approx(exact.rate(int(SIZES[name] * 16_000)), abs=0.02), name
+
+
+@pytest.mark.parametrize("policy", ["lru", "density"])
+def test_ghosts_agree_with_tiers_of_their_sizes(policy: str) -> None:
+    requests, blocks = list(ChatWorkload(chats=120, active_chats=40).requests()), 500
+    curve, asked = hit_curve(requests), sum(len(each.hash_ids) for each in requests)
+    with open_stack(stack_of(blocks=blocks)) as opened:
+        replay(opened.manager, opened.kv_view, iter(requests), ReplaySettings(concurrency=1))
+        found = opened.counters()["cpu"]["ghost_hits_total"]
+    for name, times in SIZES.items():
+        real = hit_rate(policy, int(times * blocks), requests, curve).hit_rate
+        assert found[name] / asked == pytest.approx(real, abs=0.02 if policy == "lru" else 0.05), name
 
 
 @pytest.fixture

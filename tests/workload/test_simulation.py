@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack import open_stack
+from tiered_kv.testing.redis_servers import PATIENT, RedisServer, redis_server
+from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.toolkit import keys_only
 from tiered_kv.toolkit.keys_only import KeyStore
 from tiered_kv.workload.generator import ChatWorkload
@@ -26,12 +29,15 @@ from tiered_kv.workload.routing import ROUTERS, routes
 from tiered_kv.workload.sampling import draw, sessions
 from tiered_kv.workload.simulation import Fleet, Outcome, simulate, with_tier
 from tiered_kv.workload.stack_distance import hit_curve
+from tiered_kv_fs.simulation import FsKeys
 from tiered_kv_memory.settings import MemorySettings
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.simulation import NvmeKeys
+from tiered_kv_redis.simulation import RedisKeys
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.simulation import S3Keys
 
+__all__ = ["moto_bucket", "moto_server", "redis_server"]
 KIB = 1 << 10
 BLOCK_BYTES = 4 * KIB
 SMALL = ChatWorkload(chats=30, turns=5, active_chats=15, turn_blocks=3)
@@ -157,12 +163,27 @@ def differences(config: StackConfig, requests: Sequence[Request], *, is_patient:
     return {name: abs(tier.hit_rate - real.hits[name] / real.blocks) for name, tier in simulated.tiers.items()}
 
 
-@pytest.mark.parametrize("tier", [{"type": "memory", "capacity": "768KiB"}, nvme(Path("kv"), "1536KiB")])
-def test_it_agrees_with_a_patient_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: dict[str, Any]) -> None:
+HALF_MEMORY = {"type": "memory", "capacity": "384KiB"}
+
+
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        [{"type": "memory", "capacity": "768KiB"}],
+        [nvme(Path("kv"), "1536KiB")],
+        [{"type": "fs", "path": "fs", "capacity": "64MiB"}],
+        [HALF_MEMORY, nvme(Path("kv"), "1536KiB")],
+        [{**HALF_MEMORY, "fill_on_promotion": True}, nvme(Path("kv"), "1536KiB")],
+    ],
+    ids=["memory", "nvme", "fs", "memory-nvme", "filled"],
+)
+def test_it_agrees_with_a_patient_replay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiers: list[dict[str, Any]]
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(keys_only, "LOAD_STEPS", 0)
     chats = ChatWorkload(chats=40, turns=5, active_chats=20, turn_blocks=3)
-    found = differences(stack_of(tier), list(chats.requests()), is_patient=True)
+    found = differences(stack_of(*tiers), list(chats.requests()), is_patient=True)
     assert max(found.values()) <= 0.02, found
 
 
@@ -175,19 +196,44 @@ def test_it_agrees_with_a_patient_replay(tmp_path: Path, monkeypatch: pytest.Mon
         [nvme(Path("kv"), "256MiB")],
         [{"type": "memory", "capacity": "128MiB", "fill_on_promotion": True}, nvme(Path("kv"), "256MiB")],
         [{**nvme(Path("kv"), "256MiB"), "admit_after": 2}],
+        [{"type": "fs", "path": "fs", "capacity": "2GiB"}],
     ],
-    ids=["memory", "nvme-small", "nvme", "memory-nvme", "admission"],
+    ids=["memory", "nvme-small", "nvme", "memory-nvme", "admission", "fs"],
 )
 def test_it_agrees_with_a_replay_of_the_built_in_chats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiers: list[dict[str, Any]]
 ) -> None:
+    assert_agrees(tmp_path, monkeypatch, tiers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("above", [[], [{"type": "memory", "capacity": "64MiB"}]], ids=["alone", "below-memory"])
+def test_redis_agrees_with_a_replay_of_the_built_in_chats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, redis_server: RedisServer, above: list[dict[str, Any]]
+) -> None:
+    assert_agrees(tmp_path, monkeypatch, [*above, {"type": "redis", "url": redis_server.url, **PATIENT}])
+
+
+@pytest.mark.slow
+def test_three_tiers_with_s3_agree_with_a_replay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moto_server: S3Server, moto_bucket: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(keys_only, "LOAD_STEPS", 0)
+    tiers = [HALF_MEMORY, nvme(Path("kv"), "1MiB"), moto_server.settings(moto_bucket)]
+    chats = ChatWorkload(chats=40, turns=5, active_chats=20, turn_blocks=3)
+    found = differences(stack_of(*tiers), list(chats.requests()), is_patient=True)
+    assert max(found.values()) <= 0.02, found
+
+
+def assert_agrees(directory: Path, monkeypatch: pytest.MonkeyPatch, tiers: list[dict[str, Any]]) -> None:
     config = stack_of(*tiers, blocks=1024, block_bytes=64 * KIB)
     found: list[dict[str, float]] = []
     # Storage of a busy machine may not keep up with a replay, which has fewer hits in the tiers below then.
     while len(found) < 3 and (not found or max(found[-1].values()) > 0.02):
-        directory = tmp_path / str(len(found))
-        directory.mkdir()
-        monkeypatch.chdir(directory)
+        again = directory / str(len(found))
+        again.mkdir()
+        monkeypatch.chdir(again)
         found.append(differences(config, BUILT_IN))
     assert max(found[-1].values()) <= 0.02, found
 
@@ -310,6 +356,33 @@ def test_ttl_ends_blocks_and_s3_renews_those_that_are_used() -> None:
         before = keys.lookup_requests
         keys.note_lookup(asked)
         assert keys.lookup_requests - before == requests
+
+
+@pytest.mark.parametrize("block_bytes", [4 * KIB, 20 * KIB, 64 * KIB])
+def test_a_block_takes_the_room_of_its_file(tmp_path: Path, block_bytes: int) -> None:
+    config = stack_of({"type": "fs", "path": str(tmp_path / "fs"), "capacity": "64MiB"}, block_bytes=block_bytes)
+    with open_stack(config) as stack:
+        assert stack.put(KEYS[:4], np.zeros((4, block_bytes), np.uint8)) == 4
+        assert stack.flush(30.0)
+    files = [status for file in (tmp_path / "fs").rglob("*") if (status := file.lstat()).st_size > block_bytes]
+    assert len(files) == 4
+    assert {status.st_blocks * 512 for status in files} == {
+        FsKeys(config.secondary[0], block_bytes, Time()).record_bytes
+    }
+
+
+@pytest.mark.parametrize("block_bytes", [16 * KIB, 64 * KIB, 1 << 20])
+def test_a_block_takes_the_room_that_a_redis_server_takes_for_it(redis_server: RedisServer, block_bytes: int) -> None:
+    entry = {"type": "redis", "url": redis_server.url, **PATIENT}
+    config = stack_of(entry, blocks=4, block_bytes=block_bytes)
+    with open_stack(config) as stack:
+        assert stack.put(KEYS[:1], np.zeros((1, block_bytes), np.uint8)) == 1
+        assert stack.flush(30.0)
+    names = redis_server.keys("*")
+    sizes = [int(redis_server.call("MEMORY", "USAGE", name).strip(b":\r\n")) for name in names]
+    expected = RedisKeys(config.secondary[0], block_bytes, Time()).record_bytes
+    assert max(sizes) == pytest.approx(expected, rel=0.02)
+    assert expected > 1.1 * block_bytes
 
 
 def test_nvme_moves_what_was_read_and_keeps_its_capacity() -> None:

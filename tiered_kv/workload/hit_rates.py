@@ -50,8 +50,7 @@ def hit_rate(
     """
     blocks = 0 if sample is None else sample.capacity(capacity_blocks)
     error = 0.0
-    # The real LRU hits less than the curve where a prompt has more blocks than the tier.
-    is_on_curve = policy == "lru" and capacity_blocks >= max(len(request.hash_ids) for request in requests)
+    is_on_curve = policy == "lru" and capacity_blocks >= curve.longest_blocks
     if is_on_curve or capacity_blocks >= curve.distinct_blocks:
         rate = curve.rate(capacity_blocks)
     elif sample is None or not blocks:

@@ -29,10 +29,12 @@ class HitCurve:
     Args:
         hits: Blocks that are hits with room for so many blocks, from 0 to the number of distinct blocks.
         blocks: Blocks that requests asked for.
+        longest_blocks: Those of the longest prompt. With less room, the real LRU hits less than this says.
     """
 
     hits: np.ndarray[Any, np.dtype[np.int64]]
     blocks: int
+    longest_blocks: int
 
     @property
     def distinct_blocks(self) -> int:
@@ -80,4 +82,5 @@ def hit_curve(requests: Sequence[Request]) -> HitCurve:
         last_user.update(dict.fromkeys(request.hash_ids, number))
     counts = np.bincount(np.frombuffer(distances, dtype=np.int64), minlength=len(last_user))
     hits = np.concatenate([[0], np.cumsum(counts)[: len(last_user)]])
-    return HitCurve(hits, sum(len(request.hash_ids) for request in requests))
+    prompts = [len(request.hash_ids) for request in requests]
+    return HitCurve(hits, sum(prompts), max(prompts, default=0))

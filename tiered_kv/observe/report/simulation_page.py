@@ -33,8 +33,8 @@ _LRU: Final = "lru"
 
 
 def points_of(curve: HitCurve) -> list[tuple[int, float]]:
-    """Return some sizes in blocks, from 1 to that of all blocks, and what LRU hits with each."""
-    sizes = np.unique(np.geomspace(1, curve.distinct_blocks, _POINTS).round().astype(int)).tolist()
+    """Return some sizes in blocks, from that of the longest prompt to that of all, and what LRU hits with each."""
+    sizes = np.unique(np.geomspace(curve.longest_blocks, curve.distinct_blocks, _POINTS).round().astype(int)).tolist()
     return [(size, round(curve.rate(size), 6)) for size in sizes]
 
 
@@ -48,7 +48,7 @@ def rate_table(rates: Sequence[HitRate]) -> Table:
 
 def tier_table(outcome: Outcome) -> Table:
     """Return what each tier did, and at last what was missed."""
-    columns = ["tier", "hits", "share", "written GB", "MB/s", "read GB", "MB/s", "evicted", "skipped"]
+    columns = ["tier", "hits", "share", "written GB", "MB/s", "read GB", "MB/s", "requests", "evicted", "skipped"]
     rows = []
     for name, tier in outcome.tiers.items():
         moved = [
@@ -56,9 +56,10 @@ def tier_table(outcome: Outcome) -> Table:
             for moved_bytes in (tier.written_bytes, tier.read_bytes)
             for cell in (f"{moved_bytes / GB:,.2f}", _per_second(moved_bytes / _MB, outcome.seconds))
         ]
-        counts = [f"{tier.evicted_blocks:,}", f"{tier.skipped_blocks:,}"]
+        requests = tier.written_blocks + tier.read_blocks + tier.lookup_requests
+        counts = [f"{count:,}" for count in (requests, tier.evicted_blocks, tier.skipped_blocks)]
         rows.append([name, f"{tier.hits:,}", f"{tier.hit_rate:.1%}", *moved, *counts])
-    rows.append(["misses", f"{outcome.misses:,}", f"{1 - outcome.hit_rate:.1%}", *[""] * 6])
+    rows.append(["misses", f"{outcome.misses:,}", f"{1 - outcome.hit_rate:.1%}", *[""] * 7])
     return columns, rows
 
 
@@ -74,8 +75,8 @@ def policy_page(run: Run, workload: str, requests: int, curve: HitCurve, rates: 
     policies = list(dict.fromkeys([_LRU, *(rate.policy for rate in rates)]))
     plot = figure(
         "Hit rate by size",
-        "The share of blocks that were hits, by the room of the primary tier. LRU is drawn for every size, the other "
-        "policies at the sizes that were run; a bar is the error of a sample.",
+        "The share of blocks that were hits, by the room of the primary tier. LRU is a line from the size of "
+        "the longest prompt on. Points are the sizes at which other policies were run, and bars the error of a sample.",
         _curves(curve, rates, policies),
         [(policy, tier_color(index)) for index, policy in enumerate(policies)],
     )
@@ -107,7 +108,10 @@ def stack_page(
             sections.append(element("div", plot, class_="plots"))
     for name, outcome, costs in runs:
         tables = [tier_table(outcome), *([cost_table(costs, currency)] if costs else [])]
-        about = "Rates are averages over the time of the requests; 1 GB is 1e9 bytes."
+        about = (
+            "Hits, evicted and skipped are blocks, requests those to the tier: a block each, and lookups. Rates are "
+            "averages over the time of the prompts; 1 GB is 1e9 bytes."
+        )
         sections.append(section(f"The tiers: {name}", about, *(card(table(*each)) for each in tables)))
     routed = f", routed {fleet.router}" if fleet.servers > 1 else ""
     lede = (
@@ -142,7 +146,7 @@ def _curves(curve: HitCurve, rates: Sequence[HitRate], policies: Sequence[str]) 
                 [100 * rate.hit_rate for rate in own],
                 [100 * rate.error for rate in own],
                 color=tier_color(index),
-                marker="o",
+                fmt="o",
                 markersize=3,
             )
         axes.set_ylim(bottom=0)
@@ -173,7 +177,7 @@ def _finish(axes: Axes, unit: str) -> None:
 
 
 def _rate(rate: HitRate) -> str:
-    return f"{rate.hit_rate:.1%}" + (f" ±{100 * rate.error:.1f}" if rate.error else "")
+    return f"{rate.hit_rate:.1%}" + (f" ±{rate.error:.1%}" if rate.error else "")
 
 
 def _per_second(count: float, seconds: float) -> str:
