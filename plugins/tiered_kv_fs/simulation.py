@@ -9,6 +9,8 @@ from tiered_kv_fs.files import round_up
 class FsKeys(KeyStore):
     """A directory, whose files take whole blocks of the file system."""
 
+    load_steps = 4
+
     @staticmethod
     def room_bytes(record_bytes: int) -> int:
         return round_up(record_bytes)

@@ -8,6 +8,8 @@ from tiered_kv.toolkit.keys_only import KeyStore
 class RedisKeys(KeyStore):
     """A server that evicts by `allkeys-lru`."""
 
+    load_steps = 4
+
     @staticmethod
     def room_bytes(record_bytes: int) -> int:
         """Return what Redis's allocator, jemalloc, takes: it has four sizes between two powers of two."""

@@ -13,6 +13,7 @@ class S3Keys(KeyStore):
 
     evicts_by_use = False
     renews = True
+    load_steps = 4
 
     def note_lookup(self, count: int) -> None:
         rounds = math.ceil(math.log(count + 1, ASKED_AT_ONCE + 1)) if count else 0

@@ -18,13 +18,6 @@ from tiered_kv.toolkit.codecs import CODEC_IDS, ENCRYPTED_IDS
 from tiered_kv.toolkit.encryption import ENVELOPE_BYTES
 from tiered_kv.toolkit.record import HEADER_BYTES
 
-LOAD_STEPS = 2
-"""Steps that a load lasts beyond that of its submission.
-
-Requests that wait for loads overlap with others, which costs the primary tier some hits. Two steps agree best with what
-memory and nvme tiers do when a replay drives them.
-"""
-
 
 class KeyStore:
     """The keys of a tier, within its capacity and `ttl`. What is full evicts the block that was used least recently.
@@ -50,6 +43,13 @@ class KeyStore:
     """Whether a load makes a block the last to go; if not, the block that was written first goes first."""
     renews: ClassVar[bool] = False
     """Whether a block that is loaded past half of its `ttl` gets a new one."""
+
+    load_steps: ClassVar[int] = 2
+    """Steps that a load lasts beyond that of its submission.
+
+    Requests that wait for loads overlap with others, which costs the primary tier some hits. Two steps agree best with
+    what memory and nvme tiers do when a replay drives them; four with fs and redis.
+    """
 
     def __init__(self, settings: TierSettings, block_bytes: int, clock: Callable[[], float]) -> None:
         self.clock = clock
@@ -143,7 +143,7 @@ class KeysOnlyTier(SecondaryTierManager):
         self._stores.append(job_metadata)
 
     def submit_load(self, job_metadata: JobMetadata) -> None:
-        self._end(job_metadata, self._keys.load(job_metadata.keys), "absent", self._step + LOAD_STEPS)
+        self._end(job_metadata, self._keys.load(job_metadata.keys), "absent", self._step + self._keys.load_steps)
 
     def get_finished(self) -> Iterable[JobResult]:
         stores, self._stores = self._stores, []
