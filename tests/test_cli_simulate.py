@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,8 @@ def test_a_stack_with_other_sizes_policies_and_limits(simulate: Simulate, stack:
     named = [(each["policy"], each["capacity_blocks"]) for each in results]
     assert named == [("lru", 64), ("lru", 256), ("arc", 64), ("arc", 256)]
     assert {each["tiers"]["redis"]["capacity_bytes"] for each in results} == {1 << 20}
+    told = simulate.out(stack, *CHATS, "--capacity", "100000,100001")
+    assert {"100,000 blocks", "100,001 blocks", "requests"} <= set(re.findall(r"[0-9,]+ blocks|requests", told))
 
 
 def test_servers_behind_a_router(simulate: Simulate, stack: str) -> None:

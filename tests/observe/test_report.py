@@ -125,7 +125,7 @@ def test_a_simulation_of_policies_writes_a_page_with_their_curves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "page.html"
-    assert main(["simulate", "--policy", "lru,arc", "--capacity", "20,60", "--report", str(page), *CHATS]) == 0
+    assert main(["simulate", "--policy", "lru,arc", "--capacity", "20,30,40,50,60", "--report", str(page), *CHATS]) == 0
     capsys.readouterr()
     looked = looked_at(page)
     assert looked.tags.count("svg") == 1
@@ -133,6 +133,8 @@ def test_a_simulation_of_policies_writes_a_page_with_their_curves(
     for said in ("Hit rate by size", "36 requests asked for", "lru", "arc", "tiered-kv simulate"):
         assert said in everything
     assert "Configuration" not in everything
+    strokes = re.findall(r'<path d="([^"]*)"[^>]*stroke: var\(--tier-(\d)\)', page.read_text())
+    assert [tier for path, tier in strokes if path.count("L") > 2] == ["0"], "no line between the sizes that were run"
 
 
 def test_a_simulation_of_stacks_writes_a_page_with_their_tiers_and_costs(
