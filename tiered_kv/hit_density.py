@@ -9,6 +9,8 @@ over the time that it is expected to stay. It is kept for as long as makes this 
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Generator, Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -31,6 +33,8 @@ LEVELS: Final = 4.0
 """Levels in a factor of e: the estimates tell no smaller differences, so densities within about a quarter are equal."""
 COLD_AGE: Final = 1.0
 """The prior hazard is that of a density which falls with the root of this age and a tail's own."""
+_PRIOR: Final[Table] = 1 - np.sqrt((COLD_AGE + np.array(EDGES[:-1])) / (COLD_AGE + np.array(EDGES[1:])))
+_WIDTHS: Final[Table] = np.diff(EDGES)
 
 
 class HitDensity:
@@ -51,44 +55,56 @@ class HitDensity:
 
     def __init__(self, kinds: int, groups: int) -> None:
         self._shape = kinds, groups, BUCKETS
-        self.hits = [0.0] * (kinds * groups * BUCKETS)
-        self.seen = [0.0] * (kinds * groups * BUCKETS)
+        self.hits = array("d", bytes(8 * kinds * groups * BUCKETS))
+        self.seen = array("d", bytes(8 * kinds * groups * BUCKETS))
         self._factor: Table = np.ones((kinds, groups, 1))
+        self.level: list[float] = []
+        self.order: list[int] = []
+        self.rank: list[int] = []
         self.learn()
 
     def learn(self) -> None:
-        """Order the cells by what has been counted, and make room for what comes."""
-        hits, seen = np.array(self.hits).reshape(self._shape), np.array(self.seen).reshape(self._shape)
-        edges = COLD_AGE + np.array(EDGES)
-        prior = 1 - np.sqrt(edges[:-1] / edges[1:])
+        """Order the cells by what has been counted, and let it count for less from now on."""
+        for _ in self.learning():
+            pass
+
+    def learning(self) -> Iterator[bool]:
+        """Do the same in about ten slices. True comes after the last one, in which the order changes."""
+        counts = [np.frombuffer(count).reshape(self._shape) for count in (self.hits, self.seen)]
+        hits, seen = (count.copy() for count in counts)
+        for count in counts:
+            count *= DECAY
         kind_hits = hits.sum(1, keepdims=True)
         kind_seen = (seen * self._factor).sum(1, keepdims=True)
+        yield False
         # Ages that few tails have reached: the prior, as far as it held at younger ages.
-        held = (_before(kind_hits) + 1) / (_before(kind_seen * prior) + 1)
-        hazard = (kind_hits + PRIOR_TAILS * prior * np.minimum(1, held)) / (kind_seen + PRIOR_TAILS)
+        held = (_before(kind_hits) + 1) / (_before(kind_seen * _PRIOR) + 1)
+        hazard = (kind_hits + PRIOR_TAILS * _PRIOR * np.minimum(1, held)) / (kind_seen + PRIOR_TAILS)
         expected = (seen * hazard).sum(2, keepdims=True)
         self._factor = (hits.sum(2, keepdims=True) + PRIOR_HITS) / (expected + PRIOR_HITS)
-        density = _density(np.minimum(0.98, hazard * self._factor).reshape(-1, BUCKETS))
+        density = yield from _density(np.minimum(0.98, hazard * self._factor).reshape(-1, BUCKETS))
+        yield False
         level = np.round(LEVELS * np.log(density)).ravel()
         order = np.argsort(level, kind="stable")
         rank = np.empty_like(order)
         rank[order] = np.arange(order.size)
-        self.level: list[float] = level.tolist()
-        self.order: list[int] = order.tolist()
-        self.rank: list[int] = rank.tolist()
-        self.hits = (hits * DECAY).ravel().tolist()
-        self.seen = (seen * DECAY).ravel().tolist()
+        yield False
+        lists = level.tolist(), order.tolist(), rank.tolist()
+        yield False
+        self.level, self.order, self.rank = lists
+        yield True
 
 
-def _density(hazard: Table) -> Table:
-    """Return the densities of groups, one a row, at the start of each bucket."""
-    widths = np.diff(EDGES)
+def _density(hazard: Table) -> Generator[bool, None, Table]:
+    """Return the densities of groups, one a row, at the start of each bucket, in slices."""
     density = np.full_like(hazard, 1e-12)
     remaining, room = np.ones_like(hazard), np.zeros_like(hazard)
     for kept in range(BUCKETS):  # buckets that a tail is kept for, and the one it is in
+        if kept % 3 == 0:
+            yield False
         ages = BUCKETS - kept
         left = remaining[:, :ages] * (1 - hazard[:, kept:])
-        room[:, :ages] += widths[kept:] * (remaining[:, :ages] + left) / 2
+        room[:, :ages] += _WIDTHS[kept:] * (remaining[:, :ages] + left) / 2
         remaining[:, :ages] = left
         np.maximum(density[:, :ages], (1 - left) / room[:, :ages], out=density[:, :ages])
     return density

@@ -155,6 +155,6 @@ def _prefix(block: CPUBlock) -> Prefix:
 def test_a_policy_keeps_its_promises_in_any_order_of_events(
     policy_name: str, has_pins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(density, "LEARN_EVERY", 4)
+    monkeypatch.setattr(density, "LEARN_EVERY", 12)
     machine = type("Machine", (PolicyMachine,), {"policy_name": policy_name, "has_pins": has_pins})
     run_state_machine_as_test(machine, settings=hypothesis.settings(max_examples=30, stateful_step_count=30))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import heapq
+import itertools
 import json
 import random
 import time
@@ -135,6 +136,34 @@ def recency() -> Iterator[Prompt]:
         yield _document(document, chance)
 
 
+def loop() -> Iterator[Prompt]:
+    """The same 150 documents, one after the other, again and again: the worst case for LRU."""
+    chance = random.Random(5)
+    return (_document(number % 150, chance) for number in range(4500))
+
+
+def scans() -> Iterator[Prompt]:
+    """Questions about documents; after each 500, another 200 about documents that nobody asks for again."""
+    chance, made = random.Random(6), 1000
+    for number, prompt in enumerate(documents()):
+        yield prompt
+        if number % 500 == 499:
+            yield from (_document(made + index, chance) for index in range(200))
+            made += 200
+
+
+def mixed() -> Iterator[Prompt]:
+    """Agents, documents and recency, a request of each in turn."""
+    return (prompt for prompts in zip(agents(), documents(), recency(), strict=False) for prompt in prompts)
+
+
+def phases() -> Iterator[Prompt]:
+    """1,500 requests of documents, then of agents, of recency, and of 150 documents that are equally popular; twice."""
+    sources = (documents(), agents(), recency(), _questions(random.Random(7), [1.0] * 150))
+    for source in sources * 2:
+        yield from itertools.islice(source, 1500)
+
+
 def _questions(chance: random.Random, weights: Sequence[float]) -> Iterator[Prompt]:
     for document in chance.choices(range(len(weights)), weights, k=6000):
         yield _document(document, chance)
@@ -159,6 +188,10 @@ WORKLOADS: dict[str, tuple[Callable[[], Iterator[Prompt]], tuple[int, ...]]] = {
     "documents": (documents, (500, 1000, 2000, 4000, 8000)),
     "uniform": (uniform, (500, 1000, 2000, 3000)),
     "recency": (recency, (250, 500, 1000, 2000, 4000)),
+    "loop": (loop, (500, 1000, 2000, 3000)),
+    "scans": (scans, (500, 1000, 2000, 4000, 8000)),
+    "mixed": (mixed, (500, 1000, 2000, 4000)),
+    "phases": (phases, (500, 1000, 2000, 4000)),
 }
 TRACE_SIZES = (1000, 5000, 10_000, 30_000)
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.cpu.backend import CPUBlock, RequestChain
+from tiered_kv.cpu.backend import NO_KEY, CPUBlock, RequestChain
 from tiered_kv.cpu.policies.base import CachePolicy
 from tiered_kv.hit_density import AGES_PER_TURNOVER, BUCKETS, EDGES, HitDensity
 
@@ -48,14 +48,14 @@ class _Tail:
         share: Of the tail, what no request has used since.
         bucket: Of its age; while `is_aging`, the tail waits for the next one.
         cell: Where it waits for eviction; negative while it does not.
-        parent: The block that it hangs off, which had the key `parent_key`.
+        parent: The key of the block that it hangs off.
         ghost: The key by which its evicted part is known.
     """
 
     # fmt: off
     __slots__ = (
         "blocks", "bucket", "cell", "end", "ghost", "group", "is_aging", "is_attached", "is_shared", "is_sorted",
-        "lost", "new_blocks", "number", "parent", "parent_key", "share", "shared", "since", "start", "top", "turn",
+        "lost", "new_blocks", "number", "parent", "share", "shared", "since", "start", "top", "turn",
     )
     # fmt: on
 
@@ -67,8 +67,7 @@ class _Tail:
         self.share = 1.0
         self.is_sorted, self.is_attached, self.is_aging = True, False, False
         self.shared: _Tail | None = None
-        self.parent: CPUBlock | None = None
-        self.parent_key = self.ghost = OffloadKey(b"")
+        self.parent = self.ghost = NO_KEY
 
 
 class DensityPolicy(CachePolicy):
@@ -78,13 +77,13 @@ class DensityPolicy(CachePolicy):
         super().__init__(num_blocks)
         self._size = 0
         self._admitted = 0
-        self._now = 0.0  # the time is that of the blocks admitted, in `AGES_PER_TURNOVER` of the tier
         self._begun = 0
-        self._last = _Tail(0, 0.0)
+        self._now = 0.0  # the blocks admitted, and the requests begun, in `AGES_PER_TURNOVER` of the tier
+        self._new_blocks = 0  # since a request last began
         self._new_blocks_mean = 1.0
         self._protected: dict[int, CPUBlock] = {}  # by block_id: looked up in this step
-        self._hanging: dict[int, int] = {}  # tails that hang off a block, by block_id
-        self._blocked: dict[_Tail, None] = {}  # left their cell because a tail hangs off their last block
+        self._hanging: dict[OffloadKey, int] = {}  # tails that hang off a block, by its key
+        self._blocked: dict[OffloadKey, _Tail] = {}  # left their cell, because of what hangs off the block of this key
         self._spared = 0  # the number of the request that an eviction spares
         self._ghosts: OrderedDict[OffloadKey, _Tail] = OrderedDict()
         self._aging: list[deque[_Tail]] = [deque() for _ in range(BUCKETS)]
@@ -92,21 +91,24 @@ class DensityPolicy(CachePolicy):
         self._cells: list[OrderedDict[_Tail, None]] = [OrderedDict() for _ in range(KINDS * KIND_GROUPS * BUCKETS)]
         self._mask = 0
         self._density = HitDensity(KINDS, KIND_GROUPS)
+        self._learning: Iterator[bool] = iter(())
 
     def __len__(self) -> int:
         return self._size
 
     def admit(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
         own: _Tail = chain.note or self._begin(chain)
-        own.new_blocks += len(blocks)
-        self._admitted += len(blocks)
+        new = len(blocks)
+        self._admitted += new
         for block in blocks if self._ghosts else ():
             tail = self._ghosts.pop(block.key, None)
             if tail is not None:
-                own.new_blocks -= tail.lost
+                new -= tail.lost
                 own.turn = own.turn or tail.turn + 1
                 self._returned(tail, tail.lost)
-                tail.lost, tail.ghost = 0, OffloadKey(b"")
+                tail.lost, tail.ghost = 0, NO_KEY
+        own.new_blocks += new
+        self._new_blocks += new
 
     def add(self, blocks: Iterable[CPUBlock]) -> None:
         chain: RequestChain | None = None
@@ -186,7 +188,7 @@ class DensityPolicy(CachePolicy):
             self._leave(tail)
         victims: list[CPUBlock] = []
         cuts: list[tuple[_Tail, int]] = []
-        while len(victims) < count and (self._mask or self._unblock()):
+        while len(victims) < count and (self._mask or self._unblock(spared)):
             tail = self._least()
             before = len(victims)
             self._pop(tail, count, step, victims)
@@ -199,7 +201,9 @@ class DensityPolicy(CachePolicy):
             self.add(victims)
         self._spared = 0
         for tail in spared:
-            self._enter(tail)
+            if tail.blocks:
+                self._attach(tail)
+                self._enter(tail)
         return victims if is_done else None
 
     def end_step(self) -> None:
@@ -211,15 +215,17 @@ class DensityPolicy(CachePolicy):
     # Requests, and what they tell.
 
     def _begin(self, chain: RequestChain) -> _Tail:
-        self._now = self._admitted * AGES_PER_TURNOVER / self.num_blocks
-        self._age()
         self._begun += 1
+        self._now = (self._admitted + self._begun) * AGES_PER_TURNOVER / self.num_blocks
+        self._age()
         if self._begun % LEARN_EVERY == 0:
-            self._density.learn()
+            self._learning = self._density.learning()
+        if next(self._learning, False):
             self._mask = sum(1 << self._density.rank[cell] for cell, queue in enumerate(self._cells) if queue)
         weight = max(MEAN_WEIGHT, 1 / self._begun)
-        self._new_blocks_mean += weight * (self._last.new_blocks - self._new_blocks_mean)
-        tail = self._last = chain.note = _Tail(self._begun, self._now)
+        self._new_blocks_mean += weight * (self._new_blocks - self._new_blocks_mean)
+        self._new_blocks = 0
+        tail = chain.note = _Tail(self._begun, self._now)
         return tail
 
     def _age(self) -> None:
@@ -269,7 +275,7 @@ class DensityPolicy(CachePolicy):
                 ghosts[tail.ghost] = tail
         while len(ghosts) > GHOSTS_MIN + self.num_blocks // GHOST_BLOCKS:
             _, tail = ghosts.popitem(last=False)
-            tail.lost, tail.ghost = 0, OffloadKey(b"")
+            tail.lost, tail.ghost = 0, NO_KEY
 
     # The order of eviction.
 
@@ -295,7 +301,6 @@ class DensityPolicy(CachePolicy):
             if not queue:
                 self._mask |= 1 << self._density.rank[cell]
             queue[tail] = None
-            self._blocked.pop(tail, None)
 
     def _leave(self, tail: _Tail) -> None:
         cell = tail.cell
@@ -328,10 +333,10 @@ class DensityPolicy(CachePolicy):
         blocks, hanging = tail.blocks, self._hanging
         while blocks and len(victims) < count:
             position, block = blocks.popitem()
-            if block.block_id in hanging:
+            if block.key in hanging:
                 blocks[position] = block
                 self._leave(tail)
-                self._blocked[tail] = None
+                self._blocked[block.key] = tail
                 break
             if block.step == step:
                 self._protected[block.block_id] = block
@@ -361,41 +366,39 @@ class DensityPolicy(CachePolicy):
         tail.top, tail.is_sorted = -1, True
         tail.blocks = {}  # a dictionary does not shrink
         self._leave(tail)
-        self._blocked.pop(tail, None)
         self._detach(tail)
 
     def _hang(self, tail: _Tail, parent: CPUBlock) -> None:
         """Note that a tail follows `parent` from now on."""
         self._detach(tail)
-        tail.parent, tail.parent_key = parent, parent.key
+        tail.parent = parent.key
         if tail.blocks:
             self._attach(tail)
 
     def _attach(self, tail: _Tail) -> None:
-        parent = tail.parent
-        if parent is not None and not tail.is_attached and parent.key == tail.parent_key:
-            self._hanging[parent.block_id] = self._hanging.get(parent.block_id, 0) + 1
+        if tail.parent and not tail.is_attached:
+            self._hanging[tail.parent] = self._hanging.get(tail.parent, 0) + 1
             tail.is_attached = True
 
     def _detach(self, tail: _Tail) -> None:
-        parent = tail.parent
-        if tail.is_attached and parent is not None:
+        if tail.is_attached:
             tail.is_attached = False
-            left = self._hanging.get(parent.block_id, 1) - 1
+            left = self._hanging.get(tail.parent, 1) - 1
             if left:
-                self._hanging[parent.block_id] = left
+                self._hanging[tail.parent] = left
                 return
-            self._hanging.pop(parent.block_id, None)
-            owner = _tail_of(parent)
-            if owner is not None and owner in self._blocked:
+            self._hanging.pop(tail.parent, None)
+            owner = self._blocked.pop(tail.parent, None)
+            if owner is not None:
                 self._enter(owner)
 
-    def _unblock(self) -> bool:
-        """Enter tails that wait for each other, as after requests that used blocks in contradicting orders."""
-        blocked = list(self._blocked)
-        if blocked:
-            self._hanging.clear()
-        for tail in blocked:
+    def _unblock(self, spared: Sequence[_Tail]) -> bool:
+        """Enter a tail off which spared ones hang, or one after requests that used blocks in contradicting orders."""
+        for tail in spared:
+            self._detach(tail)
+        while self._blocked and not self._mask:
+            key, tail = self._blocked.popitem()
+            self._hanging.pop(key, None)
             self._enter(tail)
         return bool(self._mask)
 
