@@ -45,6 +45,7 @@ class HitDensity:
     Args:
         kinds: The kinds of tails, each with a hazard of its own.
         groups: The groups of each kind; the first so many are those of the first kind.
+        decay: What the evidence counts for, each time that the densities are computed anew.
 
     Attributes:
         seen: Tails that reached a cell, less the parts that were used before.
@@ -53,7 +54,8 @@ class HitDensity:
         order: The cells, least density first. `rank`: the place of each cell in it.
     """
 
-    def __init__(self, kinds: int, groups: int) -> None:
+    def __init__(self, kinds: int, groups: int, *, decay: float = DECAY) -> None:
+        self._decay = decay
         self._shape = kinds, groups, BUCKETS
         self.hits = array("d", bytes(8 * kinds * groups * BUCKETS))
         self.seen = array("d", bytes(8 * kinds * groups * BUCKETS))
@@ -73,7 +75,7 @@ class HitDensity:
         counts = [np.frombuffer(count).reshape(self._shape) for count in (self.hits, self.seen)]
         hits, seen = (count.copy() for count in counts)
         for count in counts:
-            count *= DECAY
+            count *= self._decay
         kind_hits = hits.sum(1, keepdims=True)
         kind_seen = (seen * self._factor).sum(1, keepdims=True)
         yield False

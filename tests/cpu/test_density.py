@@ -59,6 +59,48 @@ def test_density_remembers_a_bounded_number_of_tails() -> None:
     assert len(tails) < 2 * (110 + 10), "those that are neither resident nor remembered are forgotten as they age"
 
 
+def test_density_forgets_requests_that_find_all_they_need() -> None:
+    policy = DensityPolicy(80)
+    prompts = [_stored(policy, RequestChain(), 8, first=8 * number) for number in range(10)]
+    for number in range(3000):
+        policy.use(prompts[number % 10], RequestChain())
+    assert sum(map(len, policy._aging)) < 100
+
+
+def test_a_head_that_a_spared_request_needs_goes_after_every_tail() -> None:
+    policy = DensityPolicy(100)
+    spared, second, third = (RequestChain() for _ in range(3))
+    blocks = _stored(policy, spared, 6)
+    policy.use(blocks[:4], second)
+    policy.use(blocks[:2], third)
+    victims = policy.evict(3, step=0, spare=spared)
+    assert victims is not None
+    assert [block.block_id for block in victims] == [3, 2, 1]
+    assert [block.block_id for block in policy.evict(3, step=0) or ()] == [5, 4, 0]
+
+
+def test_requests_that_use_blocks_in_contradicting_orders_hold_none_of_them_for_ever() -> None:
+    policy = DensityPolicy(100)
+    one, other = RequestChain(), RequestChain()
+    blocks = _stored(policy, one, 3)
+    last = _stored(policy, other, 1, first=10)
+    policy.use(blocks[:2], other)
+    policy.use(last, one)
+    _stored(policy, RequestChain(), 4, first=20)
+    assert [block.block_id for block in policy.evict(2, step=0) or ()] == [1, 0]
+    assert not policy._hanging
+
+
+def test_what_a_request_leaves_before_a_block_that_another_takes_is_not_held() -> None:
+    policy = DensityPolicy(100)
+    one, other = RequestChain(), RequestChain()
+    blocks = _stored(policy, one, 4)
+    own = _stored(policy, other, 1, first=10)
+    policy.use(blocks[2:], other)
+    assert [block.block_id for block in policy.evict(5, step=0) or ()] == [1, 0, 3, 2, own[0].block_id]
+    assert not policy._hanging
+
+
 def test_a_tail_that_is_pinned_when_its_age_is_looked_at_ages_on() -> None:
     policy = DensityPolicy(100)
     chain = RequestChain()
@@ -88,6 +130,18 @@ def test_a_group_that_returns_is_worth_more_at_every_age() -> None:
     density.learn()
     level = np.array(density.level).reshape(-1, BUCKETS)
     assert (level[1] > level[0]).all()
+
+
+def test_what_is_learned_in_slices_holds_from_the_last_one_on() -> None:
+    whole, sliced = HitDensity(2, 24), HitDensity(2, 24)
+    for density in (whole, sliced):
+        density.seen[20], density.hits[20], density.seen[200] = 50.0, 40.0, 50.0
+    before = list(sliced.level)
+    whole.learn()
+    for is_last in sliced.learning():
+        assert sliced.level == (whole.level if is_last else before)
+    assert is_last
+    assert (sliced.order, sliced.hits, sliced.seen) == (whole.order, whole.hits, whole.seen)
 
 
 def _stored(policy: DensityPolicy, chain: RequestChain, count: int, first: int = 0) -> list[CPUBlock]:

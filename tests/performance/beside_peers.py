@@ -98,12 +98,13 @@ class Measurements:
                     self._add(f"{what} (GB/s)", "fio", float(rate))
 
     def _manager(self) -> None:
-        ours = self._ours("manager_rates.py", directory=False)
         theirs = _run([str(self.peers / "vllm/run"), str(self.bench / "vllm_manager.py"), "--policy", "lru"])
-        for pattern in ("store", "lookup_hit", "lookup_miss", "load"):
-            what = f"manager {pattern} (keys/s)"
-            self._add(what, "ours", ours[f"{pattern}_keys_per_s"])
-            self._add(what, "vLLM manager", theirs[f"{pattern}_keys_per_s"])
+        for policy in MANAGER_TARGETS:
+            ours = self._ours("manager_rates.py", "--policy", policy, directory=False)
+            for pattern in MANAGER:
+                what = f"manager {pattern}, {policy} (keys/s)"
+                self._add(what, "ours", ours[f"{pattern}_keys_per_s"])
+                self._add(what, "vLLM manager", theirs[f"{pattern}_keys_per_s"])
 
     def _redis(self, label: str, block_bytes: int, blocks: int) -> None:
         size = ("--block-bytes", str(block_bytes), "--blocks", str(blocks), "--rounds", "1")
@@ -140,6 +141,8 @@ class Measurements:
 DISK = ("store 64 KiB", "load 64 KiB", "store 1 MiB", "load 1 MiB")
 DISK_TARGETS = {"vLLM fs": ("3 x", "1.3 x", "1.3 x", "1 x"), "fio": ("0.9 x",) * 4, "LMCache fs_native": ("",) * 4}
 FULL_TARGETS = {"own empty rate": ("0.7 x", "0.7 x"), "vLLM fs": ("3 x", "1.3 x"), "fio": ("0.9 x", "0.9 x")}
+MANAGER = ("store", "lookup_hit", "lookup_miss", "load")
+MANAGER_TARGETS = {"lru": "3 x", "density": "1.5 x"}
 
 ROWS = (
     *(
@@ -153,7 +156,11 @@ ROWS = (
         for what, target in zip(DISK[::2], targets, strict=True)
     ),
     ("open 1,000,000 blocks (s)", "", "2 s"),
-    *((f"manager {what} (keys/s)", "vLLM manager", "3 x") for what in ("store", "lookup_hit", "lookup_miss", "load")),
+    *(
+        (f"manager {what}, {policy} (keys/s)", "vLLM manager", target)
+        for policy, target in MANAGER_TARGETS.items()
+        for what in MANAGER
+    ),
     ("step p50 (us)", "own idle step", ""),
     ("step p99 (us)", "own idle step", "at most 3 x"),
     *(

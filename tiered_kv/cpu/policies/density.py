@@ -17,8 +17,10 @@ from tiered_kv.cpu.backend import NO_KEY, CPUBlock, RequestChain
 from tiered_kv.cpu.policies.base import CachePolicy
 from tiered_kv.hit_density import AGES_PER_TURNOVER, BUCKETS, EDGES, HitDensity
 
-LEARN_EVERY = 256
+LEARN_EVERY = 64
 """Requests between two computations of the densities."""
+DECAY = 0.94
+"""What the evidence counts for, each time: it halves in 11 times."""
 GHOSTS_MIN = 100
 GHOST_BLOCKS = 8
 """Evicted tails that are remembered: one for so many blocks of the tier, and `GHOSTS_MIN` more."""
@@ -31,6 +33,8 @@ KINDS = 2
 KIND_GROUPS = TURNS * (len(SIZES) + 1)
 SLACK_BLOCKS = 1
 """Blocks at a prompt's end that the next turn may lack: the last block of a prompt is often not full."""
+CIRCLE_MAX = 100
+"""Tails in the longest circle that is noticed."""
 MEAN_WEIGHT = 0.01
 """Weight of a request in the mean number of new blocks."""
 
@@ -48,14 +52,14 @@ class _Tail:
         share: Of the tail, what no request has used since.
         bucket: Of its age; while `is_aging`, the tail waits for the next one.
         cell: Where it waits for eviction; negative while it does not.
-        parent: The key of the block that it hangs off.
+        parent: The key of the block that it hangs off, which was at the position `after`.
         ghost: The key by which its evicted part is known.
     """
 
     # fmt: off
     __slots__ = (
-        "blocks", "bucket", "cell", "end", "ghost", "group", "is_aging", "is_attached", "is_shared", "is_sorted",
-        "lost", "new_blocks", "number", "parent", "share", "shared", "since", "start", "top", "turn",
+        "after", "blocks", "bucket", "cell", "end", "ghost", "group", "is_aging", "is_attached", "is_shared",
+        "is_sorted", "lost", "new_blocks", "number", "parent", "share", "shared", "since", "start", "top", "turn",
     )
     # fmt: on
 
@@ -63,7 +67,7 @@ class _Tail:
         self.number, self.since, self.is_shared, self.turn = number, since, is_shared, turn
         self.blocks: dict[int, CPUBlock] = {}
         self.top = self.group = self.cell = -1
-        self.start = self.end = self.lost = self.new_blocks = self.bucket = 0
+        self.start = self.end = self.lost = self.new_blocks = self.bucket = self.after = 0
         self.share = 1.0
         self.is_sorted, self.is_attached, self.is_aging = True, False, False
         self.shared: _Tail | None = None
@@ -90,7 +94,7 @@ class DensityPolicy(CachePolicy):
         # Tails that wait for eviction, by group and bucket. Bit n of the mask stands for the nth cell of the order.
         self._cells: list[OrderedDict[_Tail, None]] = [OrderedDict() for _ in range(KINDS * KIND_GROUPS * BUCKETS)]
         self._mask = 0
-        self._density = HitDensity(KINDS, KIND_GROUPS)
+        self._density = HitDensity(KINDS, KIND_GROUPS, decay=DECAY)
         self._learning: Iterator[bool] = iter(())
 
     def __len__(self) -> int:
@@ -174,8 +178,8 @@ class DensityPolicy(CachePolicy):
             self._hang(tail, blocks[end - 1])
         chain.take(blocks)
         if own.shared is not None and cut:
-            own.start = own.end = own.shared.end = blocks[cut - 1].position + 1
             self._hang(own, blocks[cut - 1])
+            own.start = own.end = own.shared.end = blocks[cut - 1].position + 1
         self.add(held)
 
     def evict(self, count: int, step: int, spare: RequestChain | None = None) -> list[CPUBlock] | None:
@@ -327,16 +331,12 @@ class DensityPolicy(CachePolicy):
 
     def _pop(self, tail: _Tail, count: int, step: int, victims: list[CPUBlock]) -> None:
         """Move blocks from the end of a tail to `victims`, until there are `count`, or something hangs off a block."""
-        if not tail.is_sorted:
-            tail.blocks = dict(sorted(tail.blocks.items()))
-            tail.is_sorted = True
+        _first(tail)
         blocks, hanging = tail.blocks, self._hanging
         while blocks and len(victims) < count:
             position, block = blocks.popitem()
-            if block.key in hanging:
+            if block.key in hanging and self._block(tail, block.key):
                 blocks[position] = block
-                self._leave(tail)
-                self._blocked[block.key] = tail
                 break
             if block.step == step:
                 self._protected[block.block_id] = block
@@ -346,6 +346,23 @@ class DensityPolicy(CachePolicy):
             tail.top = next(reversed(blocks))
         else:
             self._emptied(tail)
+
+    def _block(self, tail: _Tail, key: OffloadKey) -> bool:
+        """Let a tail wait for what hangs off its block. It does not if that waits for the tail itself.
+
+        Requests that used blocks in contradicting orders would hold them for ever.
+        """
+        self._blocked[key] = tail
+        owner: _Tail | None = tail
+        for _ in range(CIRCLE_MAX):
+            owner = self._blocked.get(owner.parent) if owner.is_attached else None
+            if owner is None:
+                break
+            if owner is tail:
+                del self._blocked[key], self._hanging[key]
+                return False
+        self._leave(tail)
+        return True
 
     def _discard(self, block: CPUBlock) -> bool:
         tail = _tail_of(block)
@@ -371,12 +388,14 @@ class DensityPolicy(CachePolicy):
     def _hang(self, tail: _Tail, parent: CPUBlock) -> None:
         """Note that a tail follows `parent` from now on."""
         self._detach(tail)
-        tail.parent = parent.key
+        tail.parent, tail.after = parent.key, parent.position
         if tail.blocks:
             self._attach(tail)
 
     def _attach(self, tail: _Tail) -> None:
-        if tail.parent and not tail.is_attached:
+        if not tail.parent or (tail.start <= tail.after and _first(tail) <= tail.after):
+            self._detach(tail)  # blocks are back that the parent follows
+        elif not tail.is_attached:
             self._hanging[tail.parent] = self._hanging.get(tail.parent, 0) + 1
             tail.is_attached = True
 
@@ -393,7 +412,7 @@ class DensityPolicy(CachePolicy):
                 self._enter(owner)
 
     def _unblock(self, spared: Sequence[_Tail]) -> bool:
-        """Enter a tail off which spared ones hang, or one after requests that used blocks in contradicting orders."""
+        """Enter a tail off which spared ones hang, or any where all wait for others."""
         for tail in spared:
             self._detach(tail)
         while self._blocked and not self._mask:
@@ -406,3 +425,11 @@ class DensityPolicy(CachePolicy):
 def _tail_of(block: CPUBlock) -> _Tail | None:
     tail: _Tail | None = block.chain.note if block.chain is not None else None
     return tail.shared if tail is not None and block.position < tail.start and tail.shared is not None else tail
+
+
+def _first(tail: _Tail) -> int:
+    """Return the lowest position in a tail that has blocks; they are in order then."""
+    if not tail.is_sorted:
+        tail.blocks = dict(sorted(tail.blocks.items()))
+        tail.is_sorted = True
+    return next(iter(tail.blocks))
