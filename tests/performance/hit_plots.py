@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,11 @@ LINES: dict[str, dict[str, Any]] = {  # Any: as matplotlib has it
 }
 STYLE = {
     "axes.edgecolor": GREY,
+    "axes.facecolor": "none",
     "axes.labelcolor": GREY,
     "axes.spines.right": False,
     "axes.spines.top": False,
+    "figure.facecolor": "none",
     "font.size": 9,
     "grid.alpha": 0.3,
     "grid.color": GREY,
@@ -67,7 +70,8 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
         figure.supxlabel("blocks of the primary tier", fontsize=9)
         figure.supylabel("prefix hit rate", fontsize=9)
         figure.legend(*handles, loc="outside upper center", ncols=len(LINES), frameon=False)
-        FigureCanvasSVG(figure).print_svg(path, metadata={"Date": None}, transparent=True)
+        FigureCanvasSVG(figure).print_svg(path, metadata={"Date": None})
+    path.write_text(re.sub(r"(\d\.\d\d)\d+", r"\1", path.read_text()))  # a hundredth of a point is enough
 
 
 def _short(size: int) -> str:
