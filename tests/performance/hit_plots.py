@@ -13,8 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from matplotlib import rc_context
-from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib import style
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
@@ -27,7 +26,7 @@ LINES: dict[str, dict[str, Any]] = {  # Any: as matplotlib has it
     "lru": {"color": "#4a86d8", "linestyle": "--", "marker": "o"},
     "density": {"color": "#d6456a", "linestyle": "-", "marker": "D", "linewidth": 2.0},
 }
-STYLE = {
+STYLE: dict[str, Any] = {
     "axes.edgecolor": GREY,
     "axes.facecolor": "none",
     "axes.labelcolor": GREY,
@@ -51,7 +50,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     """Write an SVG with axes for each workload, in the order of the results: a line for each policy over the sizes."""
     workloads = list(dict.fromkeys(each["workload"] for each in results))
     rows = -(-len(workloads) // COLUMNS)
-    with rc_context(STYLE):
+    with style.context(STYLE):
         figure = Figure(figsize=(8.4, 2.1 * rows + 0.5), layout="constrained")
         for index, workload in enumerate(workloads):
             axes = figure.add_subplot(rows, COLUMNS, index + 1)
@@ -70,7 +69,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
         figure.supxlabel("blocks of the primary tier", fontsize=9)
         figure.supylabel("prefix hit rate", fontsize=9)
         figure.legend(*handles, loc="outside upper center", ncols=len(LINES), frameon=False)
-        FigureCanvasSVG(figure).print_svg(path, metadata={"Date": None})
+        figure.savefig(path, metadata={"Date": None})
     path.write_text(re.sub(r"(\d\.\d\d)\d+", r"\1", path.read_text()))  # a hundredth of a point is enough
 
 

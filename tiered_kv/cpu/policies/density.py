@@ -353,14 +353,15 @@ class DensityPolicy(CachePolicy):
         Requests that used blocks in contradicting orders would hold them for ever.
         """
         self._blocked[key] = tail
-        owner: _Tail | None = tail
+        waiting = tail
         for _ in range(CIRCLE_MAX):
-            owner = self._blocked.get(owner.parent) if owner.is_attached else None
+            owner = self._blocked.get(waiting.parent) if waiting.is_attached else None
             if owner is None:
                 break
             if owner is tail:
                 del self._blocked[key], self._hanging[key]
                 return False
+            waiting = owner
         self._leave(tail)
         return True
 
