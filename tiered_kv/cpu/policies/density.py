@@ -162,7 +162,9 @@ class DensityPolicy(CachePolicy):
                 runs.append((tail, first, index + 1))
         held = [block for block in held if self._discard(block)]
         cut = 0
-        if runs and not own.end:
+        if runs and own.end:  # as where two requests store the same at a time
+            own.turn = max(own.turn, *(tail.turn + 1 for tail, _, _ in runs))
+        elif runs:
             # A request that goes on from the end of another's tail takes it over. Else what it has used is shared.
             source, cut, end = runs[-1]
             if not source.is_shared and blocks[end - 1].position >= source.end - 1 - SLACK_BLOCKS:
