@@ -11,7 +11,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,9 +20,11 @@ import numpy as np
 from tiered_kv.base import BlockIDsLoadStoreSpec, OffloadKey, ReqContext
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ShutdownError
+from tiered_kv.hints import HINTS_KEY, Hints
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
 Blocks = np.ndarray[Any, np.dtype[np.uint8]]
+HintsAsGiven = Mapping[str, object] | None
 
 _KEY_BYTES_MIN = 4
 _PAUSE_MIN_S = 50e-6
@@ -53,7 +55,9 @@ class BlockFacade:
         self._pid = os.getpid()
         self._request_numbers = itertools.count()
 
-    def put(self, keys: Sequence[OffloadKey], blocks: Blocks, *, timeout: float = 10.0) -> int:
+    def put(
+        self, keys: Sequence[OffloadKey], blocks: Blocks, *, timeout: float = 10.0, hints: HintsAsGiven = None
+    ) -> int:
         """Store blocks, those that are here already left out.
 
         Blocks are stored in the primary tier, and go to the secondary tiers in the background. Where there are
@@ -65,20 +69,23 @@ class BlockFacade:
             keys: In the order of their prefix. One that stands twice is stored once, with its first block.
             blocks: uint8 of shape (len(keys), block_bytes), rows contiguous.
             timeout: Seconds to wait, in all, for room.
+            hints: What the call says of its blocks; see docs/how-to/hints.md.
 
         Returns:
             The length of the prefix of `keys` that was stored, or was here already. It is less than `len(keys)`
             where no room could be made in time.
 
         Raises:
-            TypeError, ValueError: The arguments do not fit each other.
+            TypeError, ValueError: The arguments do not fit each other, or hints cannot be used.
             ShutdownError: The stack is closed, or was opened before a fork by another process.
         """
         self._check(keys, blocks, "blocks")
         end_s = time.monotonic() + timeout
         count = len(keys) if self._has_secondary else min(len(keys), self.region.num_blocks)
         done, batch = 0, self._batch_blocks
-        with self._request("put") as context:
+        with self._request("put", hints) as context:
+            if self.manager.primary.hints_of(context).skips_store:
+                return 0
             pause_s = _PAUSE_MIN_S
             while done < count:
                 # Without secondary tiers a block that is evicted is lost. So what this call has stored already is
@@ -96,19 +103,20 @@ class BlockFacade:
                     pause_s = _pause(pause_s)
         return done
 
-    def get(self, keys: Sequence[OffloadKey], out: Blocks, timeout: float = 1.0) -> int:
+    def get(self, keys: Sequence[OffloadKey], out: Blocks, timeout: float = 1.0, *, hints: HintsAsGiven = None) -> int:
         """Load the longest prefix of `keys` that can be had.
 
         Args:
             keys: In the order of their prefix.
             out: uint8 of shape (len(keys), block_bytes), rows contiguous, writable; row i gets block i.
             timeout: Seconds to wait, in all, for secondary tiers.
+            hints: As of `put`.
 
         Returns:
             How many blocks were loaded; rows from there on are as they were.
 
         Raises:
-            TypeError, ValueError: The arguments do not fit each other.
+            TypeError, ValueError: The arguments do not fit each other, or hints cannot be used.
             ShutdownError: The stack is closed, or was opened before a fork by another process.
         """
         self._check(keys, out, "out")
@@ -116,7 +124,7 @@ class BlockFacade:
             raise ValueError("out is read-only")
         end_s = time.monotonic() + timeout
         loaded, count = 0, len(keys)
-        with self._request("get") as context:
+        with self._request("get", hints) as context:
             pause_s = _PAUSE_MIN_S
             while loaded < count:
                 wanted = keys[loaded : min(loaded + self._batch_blocks, count)]
@@ -261,9 +269,11 @@ class BlockFacade:
                 self._idle.notify_all()
 
     @contextmanager
-    def _request(self, verb: str) -> Iterator[ReqContext]:
+    def _request(self, verb: str, hints: HintsAsGiven) -> Iterator[ReqContext]:
         """Begin a request of the manager's for one call, and finish it however the call ends."""
-        context = ReqContext(req_id=f"{verb}-{next(self._request_numbers)}")
+        if hints is not None:
+            Hints.parse(hints)  # a mistake in a program is an error, unlike one of a server's client
+        context = ReqContext(f"{verb}-{next(self._request_numbers)}", None if hints is None else {HINTS_KEY: hints})
         with self._call():
             with self._lock:
                 self.manager.on_new_request(context)

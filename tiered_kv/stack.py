@@ -88,7 +88,9 @@ class Stack(BlockFacade):
             if self.events is not None:
                 undo.callback(self.events.close)
             tells_events = enable_events or self.events is not None
-            self.primary = CPUOffloadingManager(backend, config.primary.policy, enable_events=tells_events)
+            self.primary = CPUOffloadingManager(
+                backend, config.primary.policy, enable_events=tells_events, hints=config.hints
+            )
             self.secondary_tiers: list[SecondaryTierManager] = []
             undo.callback(_shut_down, self.secondary_tiers, config)
             for settings in config.secondary:

@@ -144,6 +144,24 @@ def test_no_token_changes_whatever_happens_to_the_tiers(
     assert result["counters"]["nvme"]["loaded_blocks_total"] + result["counters"]["s3"]["loaded_blocks_total"] > 0
 
 
+def test_a_request_s_hints_reach_the_stack_through_the_engine(model: Path, tmp_path: Path) -> None:
+    tiers = [{"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "1GiB"}]
+    requests = [
+        [0, {"skip": "store", "priority": 1}],
+        [0, {"skip": "everything"}],  # refused: it is served as if it said nothing
+        [0, {"skip": ["load"]}],
+        [0, {"ttl": 600, "expect_return": 5}],
+    ]
+    options = {"mode": "hints", "threads": 1, "requests": requests, "kv_transfer_config": our_spec(MIB, tiers)}
+    with running("0.32.0", HERE / "vllm_engine_program.py", str(model), json.dumps(options)) as program:
+        (result,) = program.messages()
+    assert result["found"] == [0, 0, 0, 192]
+    counted = result["counters"]
+    assert count_of(counted, "cpu", "skipped_blocks_total", "by_request") == 6
+    assert count_of(counted, "nvme", "misses_total", "by_request") == 1, "vLLM asks for no more after a miss"
+    assert (counted["cpu"]["hinted_requests_total"], counted["cpu"]["refused_hints_total"]) == (3, 1)
+
+
 def report(title: str, result: Message) -> None:
     loaded = {tier: counters.get("loaded_blocks_total", 0) for tier, counters in result["counters"].items()}
     print(f"{title}: prompt tokens found {result['cached_tokens']}, blocks loaded by tier {loaded}", file=sys.stderr)

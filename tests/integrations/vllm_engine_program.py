@@ -4,9 +4,10 @@
 
 `chat` plays conversations of several turns that share system prompts, and drops the engine's own prefix cache after
 each batch of requests, or has none (`prefix_caching`); `first_token` measures how long prompts take to their first
-token; `namespaces` says those of the engine's processes; `audit` serves prompts one by one, with other weights from one
-of them on if told so, and looks up the keys that it is given before and after. Prints lines of JSON, the last one the
-result; after {"pause": true} it waits for a line on its standard input. A test reads and writes them.
+token; `hints` serves prompts with what their requests say of them; `namespaces` says those of the engine's processes;
+`audit` serves prompts one by one, with other weights from one of them on if told so, and looks up the keys that it is
+given before and after. Prints lines of JSON, the last one the result; after {"pause": true} it waits for a line on its
+standard input. A test reads and writes them.
 """
 
 from __future__ import annotations
@@ -125,10 +126,11 @@ def say(message: dict[str, Any]) -> None:
     print(json.dumps(message), flush=True)
 
 
-def generate(engine: Any, prompts: list[list[int]], max_tokens: int) -> list[Any]:
+def generate(engine: Any, prompts: list[list[int]], max_tokens: int, said: dict[str, Any] | None = None) -> list[Any]:
     from vllm import SamplingParams
 
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, detokenize=False, ignore_eos=True)
+    extra = {"kv_transfer_params": {"tiered_kv": said}} if said else None
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, detokenize=False, ignore_eos=True, extra_args=extra)
     outputs: list[Any] = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
     return outputs
 
@@ -186,6 +188,21 @@ def timed(engine: Any, prompt: list[int]) -> dict[str, float]:
     return {"token": output.outputs[0].token_ids[0], "seconds": seconds, "found": output.num_cached_tokens}
 
 
+def hints(engine: Any, options: dict[str, Any]) -> None:
+    """Serve a prompt for each of `requests`, its number and what is said of it; say how many tokens were found."""
+    random_numbers = random.Random(0)
+    prompts = [[random_numbers.randrange(512) for _ in range(200)] for _ in range(3)]
+    found = []
+    for number, said in options["requests"]:
+        (output,) = generate(engine, [prompts[number]], 1, said)
+        found.append(output.num_cached_tokens or 0)
+        assert engine.reset_prefix_cache()
+        for _ in range(3):  # steps, in which blocks are stored; shorter than a block
+            generate(engine, [[2] * 8], 1)
+            manager_of(engine)._stack.manager.drain_jobs(10.0)
+    say({"found": found, "counters": counters_of(engine)})
+
+
 def namespaces(engine: Any, _: dict[str, Any]) -> None:
     """Say the namespace of the scheduler's process, and of each worker's."""
     (info,) = manager_of(engine).config_info()
@@ -236,7 +253,7 @@ def change_weights(model: Any) -> None:
                 parameter.copy_(parameter.roll(1, 0))
 
 
-MODES = {"audit": audit, "chat": chat, "first_token": first_token, "namespaces": namespaces}
+MODES = {"audit": audit, "chat": chat, "first_token": first_token, "hints": hints, "namespaces": namespaces}
 
 
 def main() -> None:

@@ -83,9 +83,9 @@ class Engine(Scheduler):  # type: ignore[misc]  # found beside this program when
         self.region = np.asarray(self.manager.primary_tier.get_kv_memoryview()).view(np.uint8)
         self.tiers = self.manager.secondary_tiers
 
-    def store(self, keys: Sequence[bytes]) -> None:
-        """A request that computes and stores all of `keys`."""
-        context = self.begin(keys)
+    def store(self, keys: Sequence[bytes], **said: object) -> None:
+        """A request that computes and stores all of `keys`, with hints."""
+        context = self.begin(keys, kv_transfer_params={"tiered_kv": said})
         output = wait_for(lambda: self.prepare_store(keys, context))
         for key, row in zip(output.keys_to_store, output.store_spec.block_ids.tolist(), strict=True):
             self.region[row] = content_of(key)
@@ -93,9 +93,9 @@ class Engine(Scheduler):  # type: ignore[misc]  # found beside this program when
             self.manager.complete_store(set(output.keys_to_store), context)
         self.finish(context)
 
-    def load(self, keys: Sequence[bytes]) -> int:
+    def load(self, keys: Sequence[bytes], **said: object) -> int:
         """A request that loads what it can of `keys`; returns how many, after it has compared their bytes."""
-        context = self.begin(keys)
+        context = self.begin(keys, kv_transfer_params={"tiered_kv": said})
         hits: int = self.find(keys, context)
         if hits:
             rows = self.manager.prepare_load(list(keys[:hits]), context).block_ids.tolist()
@@ -288,6 +288,20 @@ class Checks:
                 if hasattr(engine.manager, "on_reset_flushed"):
                     engine.manager.on_reset_flushed()
             assert engine.counted()["stored_blocks_total"] == 4, "an offer that found no room did not count"
+
+    def what_a_request_skips(self) -> None:
+        kept, skipped = keys_of("kept", 4), keys_of("skipped", 4)
+        with engine_on([self._nvme("skip")]) as engine:
+            engine.store(kept)
+            engine.store(skipped, skip="store")
+            engine.settle()
+            assert count_of(engine.counted(), "skipped_blocks_total", "by_request") == 4
+            for number in range(3):
+                engine.store(keys_of(f"skip-{number}", 8))
+                engine.settle()
+            assert engine.load(kept, skip="load") == 0
+            assert engine.counted()["loaded_blocks_total"] == 0
+            assert (engine.load(kept), engine.load(skipped)) == (4, 0)
 
     def events_and_metrics(self) -> None:
         keys = keys_of("events", 4)

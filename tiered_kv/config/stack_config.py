@@ -21,6 +21,7 @@ from tiered_kv.config.settings import ClassArguments, StrictModel, TierSettings
 from tiered_kv.config.units import HOURS_A_DAY, Bytes, Count, Seconds, Share, format_bytes
 from tiered_kv.config.validation import Location, check, combined, dotted
 from tiered_kv.errors import ConfigError
+from tiered_kv.hints import HINT_NAMES, HintName
 from tiered_kv.hooks import TierType, tier_plugins
 
 BUILT_IN_POLICIES = ("lru", "arc", "s3fifo", "density")
@@ -130,6 +131,9 @@ class StackConfig(StrictModel):
     )
     prefill: PrefillSettings | None = Field(
         default=None, description="What computing costs; left out, a block is promoted however long that takes."
+    )
+    hints: tuple[HintName, ...] = Field(
+        default=HINT_NAMES, max_length=len(HINT_NAMES), description="The hints of requests that count; [] for none."
     )
     audit: Share = Field(
         default=0.0,

@@ -10,6 +10,7 @@ import numpy as np
 from tiered_kv.backend import Backend, BlockStatus
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.hints import Hints
 from tiered_kv.mediums import CPULoadStoreSpec
 
 NO_KEY: Final = OffloadKey(b"")
@@ -21,11 +22,13 @@ class RequestChain:
     """A request's identity in an eviction order, and the place of every block that it has used in its prefix.
 
     `last_use` is for policies that compare chains across several orders; they set it from a counter of their own.
+    `hints` is what the request says of its blocks.
     """
 
-    __slots__ = ("_next_position", "_positions", "last_use", "note")
+    __slots__ = ("_next_position", "_positions", "hints", "last_use", "note")
 
     def __init__(self) -> None:
+        self.hints: Hints | None = None
         self.last_use = 0
         self.note: Any = None  # whatever the policy keeps of the request; its type is the policy's own
         self._next_position = 0

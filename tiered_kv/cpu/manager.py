@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from tiered_kv.base import (
 )
 from tiered_kv.cpu.backend import CPUBackend, CPUBlock
 from tiered_kv.cpu.policies import CachePolicy, RequestChain, make_policy
+from tiered_kv.hints import HINT_NAMES, HintReader, Hints
 from tiered_kv.mediums import CPULoadStoreSpec
 
 PRIMARY_NAME = "cpu"
@@ -25,6 +27,7 @@ CHAINS_MAX = 100_000
 """Requests whose recency is tracked; beyond it the one seen first counts as finished."""
 EVENTS_MAX = 1 << 16
 """Events kept until they are taken; beyond that the oldest are lost."""
+_NO_HINTS = Hints()
 
 
 class CPUOffloadingManager(OffloadingManager):
@@ -40,9 +43,19 @@ class CPUOffloadingManager(OffloadingManager):
         backend: Where the blocks are allocated.
         policy: "lru", "arc", "density", "s3fifo", "module:Class", or a policy made for `backend.num_blocks`.
         enable_events: Whether `take_events` reports stored and removed blocks.
+        hints: Those hints of requests that count.
+        clock: Seconds of a monotonic clock; read once a request, and not before the first hint.
     """
 
-    def __init__(self, backend: CPUBackend, policy: str | CachePolicy = "lru", *, enable_events: bool = False) -> None:
+    def __init__(
+        self,
+        backend: CPUBackend,
+        policy: str | CachePolicy = "lru",
+        *,
+        enable_events: bool = False,
+        hints: Collection[str] = HINT_NAMES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.backend = backend
         self.policy = policy if isinstance(policy, CachePolicy) else make_policy(policy, backend.num_blocks)
         self.blocks: dict[OffloadKey, CPUBlock] = {}
@@ -52,6 +65,12 @@ class CPUOffloadingManager(OffloadingManager):
         self.evicted_blocks = 0
         self.evicted_keys: list[OffloadKey] | None = None
         """Where a list, gets the keys that are evicted, for a history."""
+        self.hint_reader = HintReader(hints)
+        self.skipped_blocks = 0
+        """Blocks that were not stored because their request skips that."""
+        self.load_skippers: set[str] = set()
+        """The requests that get no blocks."""
+        self._clock = clock
         self._chains: dict[str, RequestChain] = {}
         # Keys that reset_cache() forgot while an engine's transfer was in flight. They can't be stored again
         # before that transfer has completed: its complete call names the key only, and must find this block.
@@ -62,7 +81,7 @@ class CPUOffloadingManager(OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         block = self.blocks.get(key)
-        if block is None:
+        if block is None or (self.load_skippers and req_context.req_id in self.load_skippers):
             return False
         if block.ref_cnt < 0:
             return None
@@ -103,9 +122,12 @@ class CPUOffloadingManager(OffloadingManager):
                 has_present = True
         if self._orphans:
             absent = dict.fromkeys(key for key in absent if key not in self._orphans)
+        chain = self.chain_of(req_context)
+        if chain.hints is not None and chain.hints.skips_store:
+            self.skipped_blocks += len(absent)
+            absent = {}
         new_keys = list(absent)
         evicted: list[OffloadKey] = []
-        chain = self.chain_of(req_context)
         new_blocks = self.allocate(new_keys, req_context.req_id, chain, evicted)
         if new_blocks is None:
             return None
@@ -131,12 +153,24 @@ class CPUOffloadingManager(OffloadingManager):
             self.policy.use(found, self.chain_of(req_context))
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        req_id = req_context.req_id
+        hints = self.hint_reader.read(req_context.kv_transfer_params) if req_id else None
+        if hints is not None:
+            self.chain_of(req_context).hints = hints
+            if hints.skips_load:
+                self.load_skippers.add(req_id)
+        if self.hint_reader.hinted:
+            self.policy.now_s = self._clock()
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        chain = self._chains.pop(req_context.req_id, None)
+        self._finish(req_context.req_id)
+
+    def _finish(self, req_id: str) -> None:
+        chain = self._chains.pop(req_id, None)
         if chain is not None:
             chain.finish()
+        self.load_skippers.discard(req_id)
 
     def on_schedule_end(self) -> None:
         self.step += 1
@@ -185,6 +219,11 @@ class CPUOffloadingManager(OffloadingManager):
 
     # For the tiering manager only.
 
+    def hints_of(self, req_context: ReqContext) -> Hints:
+        """Return what a request has said of its blocks."""
+        chain = self._chains.get(req_context.req_id)
+        return _NO_HINTS if chain is None or chain.hints is None else chain.hints
+
     def chain_of(self, req_context: ReqContext) -> RequestChain:
         """Return the chain of a request; a request without an id gets a new one with each call."""
         req_id = req_context.req_id
@@ -193,7 +232,7 @@ class CPUOffloadingManager(OffloadingManager):
             chain = RequestChain()
             if req_id:
                 if len(self._chains) >= CHAINS_MAX:
-                    self._chains.pop(next(iter(self._chains))).finish()
+                    self._finish(next(iter(self._chains)))
                 self._chains[req_id] = chain
         return chain
 

@@ -188,6 +188,7 @@ SENTENCES: Final[Mapping[str, str]] = {
     "corrupt": "was damaged, and is deleted",
     "timeout": "the tier did not answer, or end the transfer, in time",
     "too_slow": "the engine computes it sooner than it would have come",
+    "by_request": "the request wanted no blocks (its hint 'skip')",
     "too_late": "the request had waited for request_wait",
     "failed": "the tier could not store it, or bring it",
 }

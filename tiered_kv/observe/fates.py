@@ -47,6 +47,8 @@ class Fate(IntEnum):
     """The store or the load failed for another reason."""
     TOO_SLOW = 16
     """The tier had it, and the engine computes it sooner than it would have come."""
+    BY_REQUEST = 17
+    """The request wanted no blocks."""
 
     @property
     def label(self) -> str:

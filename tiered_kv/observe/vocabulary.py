@@ -40,6 +40,8 @@ _PRIMARY: Final = {
     "promotion_blocks": Metric("Blocks on their way from secondary tiers, or held for a request."),
     "released_holds_total": Metric("Holds given up because the request did not load the block in time."),
     "forgotten_requests_total": Metric("Requests that were never finished, and were forgotten."),
+    "hinted_requests_total": Metric("Requests that came with hints."),
+    "refused_hints_total": Metric("Requests whose hints could not be read."),
     "step_seconds": Metric("Seconds that the manager took of a scheduler step, in one step of 128.", (), SHORT_SECONDS),
 }
 _EVERY: Final = {
@@ -69,7 +71,7 @@ _SECONDARY: Final = {
     "load_budget_used_bytes": Metric("Bytes that loads in flight take."),
     "write_budget_bytes": Metric("Bytes that the tier may store in an hour."),
     "write_budget_used_bytes": Metric("Bytes of these that are used up."),
-    "skipped_blocks_total": Metric("Blocks that were not offered to the tier for storing.", ("reason",)),
+    "skipped_blocks_total": Metric("Blocks that the tier was not given for storing.", ("reason",)),
     "refused_promotion_blocks_total": Metric("Blocks that the tier had and for which there was no room."),
     "too_slow_blocks_total": Metric("Blocks that the tier had and that the engine computes sooner."),
     "failed_blocks_total": Metric("Blocks that jobs did not store or load.", ("direction", "reason")),

@@ -122,17 +122,18 @@ class TieringOffloadingManager(OffloadingManager):
             return True
         return self._lookup_below(key, block, req_context)
 
-    def _withhold(self, is_active: bool) -> None:
-        """Let lookups ask the audit only while it has a request: the cost is paid for each key."""
-        if is_active:
+    def _withhold(self, is_audited: bool) -> None:
+        """Let lookups ask whether to answer with a miss only while a request needs that: each key pays for it."""
+        if is_audited or self.primary.load_skippers:
             self.lookup = self._lookup_or_withhold  # type: ignore[method-assign]  # of the same signature
         else:
             self.__dict__.pop("lookup", None)
 
     def _lookup_or_withhold(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        assert self._audit is not None
-        if self._audit.withholds(key, req_context):
+        if self._audit is not None and self._audit.withholds(key, req_context):
             return False
+        if req_context.req_id in self.primary.load_skippers:
+            return self._search.skip((key,), req_context)[0]
         return TieringOffloadingManager.lookup(self, key, req_context)
 
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
@@ -141,6 +142,8 @@ class TieringOffloadingManager(OffloadingManager):
         audit = self._audit
         if audit is not None and audit.is_active and keys and audit.withholds(keys[0], req_context):
             return [False] * len(keys)
+        if self.primary.load_skippers and req_context.req_id in self.primary.load_skippers:
+            return self._search.skip(keys, req_context)
         get, step = self._primary_blocks.get, self.primary.step
         missing: dict[OffloadKey, None] = {}
         for key in keys:
@@ -182,6 +185,8 @@ class TieringOffloadingManager(OffloadingManager):
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.primary.complete_load(keys, req_context)
+        if self._counting and self.primary.hints_of(req_context).skips_store:
+            return
         for guarded in self._counting:
             # A load is a use, except for the tier that the block came from: it has the block.
             found = [self._primary_blocks.get(key) for key in keys if self.hit_tier(key, req_context) != guarded.name]
@@ -227,12 +232,19 @@ class TieringOffloadingManager(OffloadingManager):
         known = self._requests.get(req_context)
         if known is not None and known.is_finished:  # the id is used again while its last stores are in flight
             self._end_request(known)
-        if self._audit is not None:
+        self.primary.on_new_request(req_context)
+        hints = self.primary.hints_of(req_context)
+        if self._audit is not None and not (hints.skips_store or hints.skips_load):
             self._audit.begin(req_context)
         state = self._requests.state_of(req_context)
         if not req_context.req_id:
             return RequestOffloadingContext()
+        if hints.skips_load:
+            state.skips_load = True
+            self._withhold(True)
         state.request_level = tuple(guarded for guarded in self._tiers if guarded.wants_all_of(req_context))
+        if hints.skips_store:
+            state.request_level = ()
         policy = OffloadPolicy.REQUEST_LEVEL if state.request_level else OffloadPolicy.BLOCK_LEVEL
         return RequestOffloadingContext(policy)
 
@@ -394,6 +406,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._prefetches.leave(state)
         self._requests.pop(state)
         self.primary.on_request_finished(state.req_context)
+        if state.skips_load:
+            self._withhold(self._audit is not None and self._audit.is_active)
         for guarded in self._tiers:
             guarded.call("on_request_finished", state.req_context)
 

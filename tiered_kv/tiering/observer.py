@@ -8,6 +8,7 @@ from typing import Any
 from tiered_kv.base import OffloadingEvent, OffloadKey
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
+from tiered_kv.hints import BY_REQUEST
 from tiered_kv.observe.history import BlockHistory
 from tiered_kv.observe.ledger import CPU
 from tiered_kv.observe.restored import RestoredBlocks
@@ -168,9 +169,13 @@ class Observer:
                 "promotion_blocks": self._promotions.blocks_taken,
                 "released_holds_total": self.released_holds,
                 "forgotten_requests_total": self._requests.forgotten,
+                "hinted_requests_total": self._primary.hint_reader.hinted,
+                "refused_hints_total": self._primary.hint_reader.refused,
                 "step_seconds": self.timer.seconds.snapshot(),
             }
         }
+        if self._primary.skipped_blocks:
+            counted[PRIMARY_NAME]["skipped_blocks_total"] = {BY_REQUEST: self._primary.skipped_blocks}
         counted |= {guarded.name: guarded.counted() for guarded in self._tiers}
         if self._history is not None:
             self._history.settle(_SETTLED_KEYS_MAX)

@@ -158,6 +158,13 @@ class Search:
         answers.update(dict.fromkeys(rest, False))
         return answers
 
+    def skip(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        """Return the answers for a request that wants no blocks: no tier is asked."""
+        state = self._requests.state_of(req_context)
+        if state is not self._asking:
+            self._attend(state)
+        return [self._miss(key, state) for key in keys]
+
     def _ask_many(
         self,
         guarded: GuardedTier,
@@ -283,8 +290,8 @@ class Search:
 
     def _because(self, state: RequestState) -> bytes:
         """Return why tiers are not asked for this request, a byte for each; b"" where all are."""
-        if state.has_waited:
-            return bytes([Fate.TOO_LATE]) * (len(self._tiers) + 1)
+        if state.has_waited or state.skips_load:
+            return bytes([Fate.TOO_LATE if state.has_waited else Fate.BY_REQUEST]) * (len(self._tiers) + 1)
         if len(self._searched) == len(self._tiers) and not state.timed_out:
             return b""
         because = bytearray(len(self._tiers) + 1)

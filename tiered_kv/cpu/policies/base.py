@@ -19,11 +19,15 @@ class CachePolicy(ABC):
     Args:
         num_blocks: Blocks in the primary tier, pinned ones included.
 
+    Attributes:
+        now_s: When the last request began, by a monotonic clock; 0 until a request has had hints.
+
     Owned by the manager's thread.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.now_s = 0.0
 
     @abstractmethod
     def __len__(self) -> int:

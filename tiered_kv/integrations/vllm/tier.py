@@ -22,6 +22,7 @@ from tiered_kv.base import OffloadPolicy as OurPolicy
 from tiered_kv.config.reading import fill_variables
 from tiered_kv.config.stack_config import tier_settings
 from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.hints import BY_REQUEST, HintReader, Hints
 from tiered_kv.integrations.vllm.identity import (
     VLLM_ROW_LAYOUT,
     check_chunks,
@@ -56,12 +57,14 @@ class RequestNotes:
         asked: When a key was first answered with RETRY.
         hits: Keys that were hits for it, each of which takes a row of the primary tier.
         has_timed_out: Whether it has waited for the tier as long as it may; the tier is asked no more.
+        skips_load: Whether it wants no blocks.
     """
 
     failed: set[OffloadKey] = field(default_factory=set)
     asked: dict[OffloadKey, float] = field(default_factory=dict)
     hits: int = 0
     has_timed_out: bool = False
+    skips_load: bool = False
 
     def may_wait(self, key: OffloadKey, now_s: float, wait_max_s: float) -> bool:
         """Return whether the request may be answered RETRY once more for `key`; False ends its wait for the tier."""
@@ -127,6 +130,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         )
         self._telling = frozenset((settings.name,) if opened.tells_stored else ())
         self._is_closed = False
+        self._hint_reader = HintReader()
         self._requests: dict[str, RequestNotes] = {}
         self._report = CounterReport(settings.secret_texts())
         self._began_s: dict[int, float] = {}
@@ -137,7 +141,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
 
     def lookup(self, key: OffloadKey, req_context: Any) -> LookupResult:
         guarded, notes = self._guarded, self._requests.get(req_context.req_id) or self._begin(req_context.req_id)
-        if notes.has_timed_out or key in notes.failed or not guarded.is_searched:
+        if notes.has_timed_out or notes.skips_load or key in notes.failed or not guarded.is_searched:
             return LookupResult.MISS
         try:
             answer = guarded.tier.lookup(key, req_context)
@@ -182,6 +186,11 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
     # Jobs.
 
     def submit_store(self, job_metadata: TransferJob) -> None:
+        hints = job_metadata.req_context.get_state(Hints)
+        if hints is not None and hints.skips_store:
+            self._guarded.counters.add("skipped_blocks_total", BY_REQUEST, count=len(job_metadata.keys))
+            self._end(job_metadata.job_id, is_success=True)
+            return
         taken = self._guarded.select(_in_prefix_order(job_metadata), job_metadata.req_context)
         if taken:
             self._submit(job_metadata, taken)
@@ -270,7 +279,11 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         self._guarded.call("touch", keys, req_context)
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        self._begin(req_context.req_id)
+        notes = self._begin(req_context.req_id)
+        hints = self._hint_reader.read(req_context.kv_transfer_params)
+        if hints is not None:
+            notes.skips_load = hints.skips_load
+            req_context.set_state(hints)
         answer = self._guarded.call("on_new_request", req_context)
         if answer is not None and answer.policy is OurPolicy.REQUEST_LEVEL:
             return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
