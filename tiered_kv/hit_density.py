@@ -52,18 +52,34 @@ class HitDensity:
         hits: The parts of them that a request has used there.
         level: The density of each cell, in steps of its logarithm.
         order: The cells, least density first. `rank`: the place of each cell in it.
+        weights: What a hit of each kind is worth.
     """
 
     def __init__(self, kinds: int, groups: int, *, decay: float = DECAY) -> None:
         self._decay = decay
         self._shape = kinds, groups, BUCKETS
+        self._added = kinds  # the first kind that was added later
         self.hits = array("d", bytes(8 * kinds * groups * BUCKETS))
         self.seen = array("d", bytes(8 * kinds * groups * BUCKETS))
         self._factor: Table = np.ones((kinds, groups, 1))
         self.level: list[float] = []
         self.order: list[int] = []
         self.rank: list[int] = []
+        self.weights = [1.0] * kinds
         self.learn()
+
+    def add_kind(self) -> int:
+        """Add a kind with cells behind all others, and return its number; `learn` orders the cells.
+
+        It begins as the first kind: that is its prior.
+        """
+        kinds, groups, _ = self._shape
+        self._shape = kinds + 1, groups, BUCKETS
+        self.hits = self.hits + array("d", bytes(8 * groups * BUCKETS))  # a new one: the old one may have views
+        self.seen = self.seen + array("d", bytes(8 * groups * BUCKETS))
+        self._factor = np.concatenate([self._factor, np.ones((1, groups, 1))])
+        self.weights.append(1.0)
+        return kinds
 
     def learn(self) -> None:
         """Order the cells by what has been counted, and let it count for less from now on."""
@@ -82,11 +98,16 @@ class HitDensity:
         # Ages that few tails have reached: the prior, as far as it held at younger ages.
         held = (_before(kind_hits) + 1) / (_before(kind_seen * _PRIOR) + 1)
         hazard = (kind_hits + PRIOR_TAILS * _PRIOR * np.minimum(1, held)) / (kind_seen + PRIOR_TAILS)
+        added = slice(self._added, None)
+        hazard[added] = (kind_hits[added] + PRIOR_TAILS * hazard[0]) / (kind_seen[added] + PRIOR_TAILS)
         expected = (seen * hazard).sum(2, keepdims=True)
-        self._factor = (hits.sum(2, keepdims=True) + PRIOR_HITS) / (expected + PRIOR_HITS)
+        group_hits = hits.sum(2, keepdims=True)
+        factor = self._factor = (group_hits + PRIOR_HITS) / (expected + PRIOR_HITS)
+        factor[added] = (group_hits[added] + PRIOR_HITS * factor[0]) / (expected[added] + PRIOR_HITS)
         density = yield from _density(np.minimum(0.98, hazard * self._factor).reshape(-1, BUCKETS))
         yield False
-        level = np.round(LEVELS * np.log(density)).ravel()
+        weights = np.repeat(self.weights, self._shape[1])[:, None]
+        level = np.round(LEVELS * np.log(density * weights)).ravel()
         order = np.argsort(level, kind="stable")
         rank = np.empty_like(order)
         rank[order] = np.arange(order.size)

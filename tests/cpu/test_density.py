@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
+from tests.performance import hint_gains
 from tests.performance.policy_hits import Prompt, documents, hits_of
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.policies import DensityPolicy, RequestChain
+from tiered_kv.cpu.policies.density import KIND_GROUPS
+from tiered_kv.hints import Hints
 from tiered_kv.hit_density import BUCKETS, EDGES, HitDensity
 
 
@@ -142,6 +148,94 @@ def test_what_is_learned_in_slices_holds_from_the_last_one_on() -> None:
         assert sliced.level == (whole.level if is_last else before)
     assert is_last
     assert (sliced.order, sliced.hits, sliced.seen) == (whole.order, whole.hits, whole.seen)
+
+
+# Hints.
+
+
+def test_a_tail_whose_request_says_that_nobody_returns_goes_first() -> None:
+    policy = DensityPolicy(100)
+    old, new = _stored(policy, RequestChain(), 4), _stored(policy, _hinted(ttl_s=0), 4, first=10)
+    assert policy.evict(4, step=0) == new[::-1]
+    assert policy.evict(4, step=0) == old[::-1]
+
+
+def test_a_tail_goes_first_once_its_ttl_is_over() -> None:
+    policy = DensityPolicy(80)
+    old = _stored(policy, RequestChain(), 8)
+    expiring = _stored(policy, _hinted(ttl_s=60), 8, first=8)
+    policy.now_s = 61.0
+    for number in range(2, 8):
+        _stored(policy, RequestChain(), 8, first=8 * number)
+    assert policy.evict(8, step=0) == expiring[::-1]
+    assert policy.evict(8, step=0) == old[::-1]
+
+
+def test_a_priority_is_worth_some_age_and_no_more() -> None:
+    policy = DensityPolicy(400)
+    order: list[int] = []
+    for number in range(3000):
+        while len(policy) > 396:
+            order += [block.block_id // 4 for block in policy.evict(4, step=0) or ()]
+        _stored(policy, _hinted(priority=1) if number == 300 else RequestChain(), 4, first=4 * number)
+    assert 300 in order, "it goes in the end"
+    assert order.index(300) > order.index(301), "later than the next one"
+
+
+def test_the_next_request_of_a_session_says_anew_what_its_blocks_are_worth() -> None:
+    policy = DensityPolicy(100)
+    first, again = _hinted(ttl_s=0), RequestChain()
+    blocks = _stored(policy, first, 4)
+    others = _stored(policy, RequestChain(), 4, first=10)
+    policy.use(blocks, again)
+    assert policy.evict(4, step=0) == others[::-1], "its first hint holds no longer"
+    policy.use(blocks, _hinted(ttl_s=0))
+    more = _stored(policy, RequestChain(), 4, first=20)
+    assert policy.evict(4, step=0) == blocks[::-1]
+    assert policy.evict(4, step=0) == more[::-1]
+
+
+def test_what_others_share_with_a_request_is_not_its_to_expire() -> None:
+    policy = DensityPolicy(100)
+    blocks = _stored(policy, RequestChain(), 6)
+    hinted = _hinted(ttl_s=0)
+    policy.use(blocks[:3], hinted)
+    own = _stored(policy, hinted, 2, first=10)
+    assert policy.evict(2, step=0) == own[::-1]
+    assert policy.evict(3, step=0) == blocks[:2:-1]
+
+
+def test_told_returns_are_kinds_that_learn_whether_they_are_kept() -> None:
+    policy = DensityPolicy(200)
+    for number in range(2000):
+        if len(policy) > 150:
+            policy.evict(8, step=0)
+        says = (1.0, 300.0)[number % 2]
+        blocks = _stored(policy, _hinted(expect_return_s=says), 4, first=4 * number)
+        if number % 2:
+            policy.use(blocks, _hinted(expect_return_s=says))
+    liars, honest = policy._kinds[1, 0], policy._kinds[5, 0]
+    level = np.array(policy._density.level).reshape(-1, BUCKETS)
+    assert level[honest * KIND_GROUPS : (honest + 1) * KIND_GROUPS, 0].max() > level[liars * KIND_GROUPS, 0]
+
+
+def test_kept_promises_gain_hits_and_lies_lose_none() -> None:
+    requests = list(itertools.islice(hint_gains.agents(), 1500))
+
+    def hits(way: hint_gains.Way) -> int:
+        chance = random.Random(0)
+        return sum(hint_gains.hits_of([(request, way(request, chance)) for request in requests], "density", 1000))
+
+    without = hits(hint_gains.nothing)
+    assert hits(hint_gains.returns) > 1.02 * without
+    for lie in (hint_gains.wrong_by_ten, hint_gains.all_at_once):
+        assert hits(lie) > 0.99 * without
+
+
+def _hinted(**hints: Any) -> RequestChain:
+    chain = RequestChain()
+    chain.hints = Hints(**hints)
+    return chain
 
 
 def _stored(policy: DensityPolicy, chain: RequestChain, count: int, first: int = 0) -> list[CPUBlock]:

@@ -134,6 +134,11 @@ def chats() -> Iterator[Prompt]:
 
 def agents() -> Iterator[Prompt]:
     """Agents that call tools every few seconds, over long instructions, and now and then wait minutes for a person."""
+    return (ids for _, _, ids, _ in agent_steps())
+
+
+def agent_steps() -> Iterator[tuple[float, int, Prompt, float | None]]:
+    """Return the requests of `agents`: the time, the agent, the prompt, and when the agent returns, if it does."""
     chance = random.Random(1)
     events: list[tuple[float, int, int, list[int]]] = []
     for agent in range(300):
@@ -142,9 +147,11 @@ def agents() -> Iterator[Prompt]:
     while events:
         now_s, agent, steps, ids = heapq.heappop(events)
         ids = ids + [_id("agent", agent, index) for index in range(len(ids), len(ids) + chance.randint(1, 6))]
-        yield ids
+        wait_s = None
         if steps:
             wait_s = chance.expovariate(1 / 180) if chance.random() < 0.1 else 1 + chance.expovariate(1 / 6)
+        yield now_s, agent, ids, wait_s
+        if wait_s is not None:
             heapq.heappush(events, (now_s + wait_s, agent, steps - 1, ids))
 
 

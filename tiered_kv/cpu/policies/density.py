@@ -8,6 +8,7 @@ has the estimates. docs/explanation/hit-rates.md says what each part is worth, a
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import NO_KEY, CPUBlock, RequestChain
 from tiered_kv.cpu.policies.base import CachePolicy
+from tiered_kv.hints import Hints
 from tiered_kv.hit_density import AGES_PER_TURNOVER, BUCKETS, EDGES, HitDensity
 
 LEARN_EVERY = 64
@@ -36,7 +38,13 @@ SLACK_BLOCKS = 1
 CIRCLE_MAX = 100
 """Tails in the longest circle that is noticed."""
 MEAN_WEIGHT = 0.01
-"""Weight of a request in the mean number of new blocks."""
+"""Weight of a request in the mean number of new blocks, and in the mean priority."""
+RETURNS_S = (2.0, 8.0, 32.0, 128.0, 512.0)
+"""Limits between the times of return that are told apart where requests say them. Each is a kind of its own."""
+PRIORITY_WEIGHT = 2.0
+"""What a hit is worth for each priority above the mean."""
+EXPIRED, EXPIRED_WEIGHT = (-1, 0), 0.1
+"""The kind of tails that are older than their request said, and what their hits are worth."""
 
 
 class _Tail:
@@ -48,6 +56,8 @@ class _Tail:
         number: Of the request, in the order in which they began; `since`, when it did.
         shared: Of the tail that follows it, the one that is shared.
         turn: How many requests in a row have used it.
+        kind: By what its request said.
+        expires_s: When it expires.
         new_blocks: How many the request added.
         share: Of the tail, what no request has used since.
         bucket: Of its age; while `is_aging`, the tail waits for the next one.
@@ -58,8 +68,9 @@ class _Tail:
 
     # fmt: off
     __slots__ = (
-        "after", "blocks", "bucket", "cell", "end", "ghost", "group", "is_aging", "is_attached", "is_shared",
-        "is_sorted", "lost", "new_blocks", "number", "parent", "share", "shared", "since", "start", "top", "turn",
+        "after", "blocks", "bucket", "cell", "end", "expires_s", "ghost", "group", "is_aging", "is_attached",
+        "is_shared", "is_sorted", "kind", "lost", "new_blocks", "number", "parent", "share", "shared", "since", "start",
+        "top", "turn",
     )
     # fmt: on
 
@@ -68,7 +79,7 @@ class _Tail:
         self.blocks: dict[int, CPUBlock] = {}
         self.top = self.group = self.cell = -1
         self.start = self.end = self.lost = self.new_blocks = self.bucket = self.after = 0
-        self.share = 1.0
+        self.share, self.kind, self.expires_s = 1.0, int(is_shared), math.inf
         self.is_sorted, self.is_attached, self.is_aging = True, False, False
         self.shared: _Tail | None = None
         self.parent = self.ghost = NO_KEY
@@ -96,6 +107,8 @@ class DensityPolicy(CachePolicy):
         self._mask = 0
         self._density = HitDensity(KINDS, KIND_GROUPS, decay=DECAY)
         self._learning: Iterator[bool] = iter(())
+        self._kinds = {(0, 0): 0}  # of requests' own tails, by the time of return that they said, and their priority
+        self._priority_mean = 0.0
 
     def __len__(self) -> int:
         return self._size
@@ -225,6 +238,7 @@ class DensityPolicy(CachePolicy):
         self._now = (self._admitted + self._begun) * AGES_PER_TURNOVER / self.num_blocks
         self._age()
         if self._begun % LEARN_EVERY == 0:
+            self._weigh()
             self._learning = self._density.learning()
         if next(self._learning, False):
             self._mask = sum(1 << self._density.rank[cell] for cell, queue in enumerate(self._cells) if queue)
@@ -232,7 +246,40 @@ class DensityPolicy(CachePolicy):
         self._new_blocks_mean += weight * (self._new_blocks - self._new_blocks_mean)
         self._new_blocks = 0
         tail = chain.note = _Tail(self._begun, self._now)
+        hints = chain.hints
+        self._priority_mean += weight * ((hints.priority if hints else 0) - self._priority_mean)
+        if hints is not None:
+            self._heed(tail, hints)
         return tail
+
+    # Hints.
+
+    def _heed(self, tail: _Tail, hints: Hints) -> None:
+        returns = 0 if hints.expect_return_s is None else 1 + bisect_right(RETURNS_S, hints.expect_return_s)
+        tail.kind = self._kind_of((returns, hints.priority))
+        if hints.ttl_s is not None:
+            expired = self._kind_of(EXPIRED)
+            tail.expires_s = self.now_s + hints.ttl_s
+            if not hints.ttl_s:
+                tail.kind = expired
+
+    def _kind_of(self, said: tuple[int, int]) -> int:
+        """Return the kind of tails of which requests have said this; the first one adds it."""
+        if said not in self._kinds:
+            self._kinds[said] = self._density.add_kind()
+            self._cells += [OrderedDict() for _ in range(KIND_GROUPS * BUCKETS)]
+            self._weigh()
+            self._learning = iter(())  # its cells are too few
+            self._density.learn()
+            self._mask = sum(1 << self._density.rank[cell] for cell, queue in enumerate(self._cells) if queue)
+        return self._kinds[said]
+
+    def _weigh(self) -> None:
+        for said, kind in self._kinds.items():
+            worth = EXPIRED_WEIGHT if said == EXPIRED else PRIORITY_WEIGHT ** (said[1] - max(0.0, self._priority_mean))
+            self._density.weights[kind] = worth
+
+    # Ages, and what they tell.
 
     def _age(self) -> None:
         """Move tails on whose age has passed the end of their bucket."""
@@ -242,6 +289,9 @@ class DensityPolicy(CachePolicy):
             due = self._now - EDGES[bucket + 1]
             while aging and aging[0].since <= due:
                 tail = aging.popleft()
+                if tail.expires_s <= self.now_s:
+                    tail.group += (self._kinds[EXPIRED] - tail.kind) * KIND_GROUPS
+                    tail.kind = self._kinds[EXPIRED]
                 cell = tail.group * BUCKETS + bucket
                 tail.bucket = bucket + 1
                 tail.is_aging = bool(tail.blocks or tail.ghost)  # a return of others would not be noticed
@@ -287,11 +337,9 @@ class DensityPolicy(CachePolicy):
 
     def _file(self, tail: _Tail) -> None:
         """Put a tail into the cell of its group and age."""
-        turn = min(tail.turn, TURNS - 1)
-        if tail.is_shared:
-            group = (TURNS + turn) * (len(SIZES) + 1)
-        else:
-            group = turn * (len(SIZES) + 1) + bisect_right(SIZES, tail.new_blocks / max(1.0, self._new_blocks_mean))
+        group = tail.kind * KIND_GROUPS + min(tail.turn, TURNS - 1) * (len(SIZES) + 1)
+        if not tail.is_shared:
+            group += bisect_right(SIZES, tail.new_blocks / max(1.0, self._new_blocks_mean))
         if not tail.is_aging:
             tail.is_aging = True
             self._aging[tail.bucket].append(tail)
