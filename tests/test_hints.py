@@ -66,6 +66,7 @@ def test_only_the_first_refusal_is_logged_and_repeats_nothing_of_the_client(capl
 def test_parameters_of_others_are_left_alone() -> None:
     reader = HintReader()
     assert reader.read(None) is reader.read({}) is reader.read({"do_remote_prefill": True, "ttl": "x"}) is None
+    assert reader.read(["no mapping"]) is None  # type: ignore[arg-type]  # an engine may pass on whatever it got
     assert (reader.hinted, reader.refused) == (0, 0)
 
 

@@ -93,7 +93,7 @@ class HintReader:
 
     def read(self, params: Mapping[str, Any] | None) -> Hints | None:  # Any: the engine's own
         """Return the hints among a request's parameters; None where there are none, or none that can be read."""
-        said = params.get(HINTS_KEY) if params and self._allowed else None
+        said = params.get(HINTS_KEY) if self._allowed and isinstance(params, Mapping) else None
         if said is None:
             return None
         try:
