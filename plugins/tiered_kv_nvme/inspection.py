@@ -188,7 +188,8 @@ def _runs(table: EntryTable, order: Sequence[int]) -> Iterator[list[int]]:
 def _without(table: EntryTable, ordinals: set[int]) -> EntryTable:
     left = EntryTable()
     kept = [ordinal for ordinal in range(len(table)) if ordinal not in ordinals]
-    left.append([table.keys[ordinal] for ordinal in kept], [table[ordinal] for ordinal in kept])
+    used = [table.used[ordinal] for ordinal in kept]
+    left.append([table.keys[ordinal] for ordinal in kept], [table[ordinal] for ordinal in kept], used)
     return left
 
 

@@ -22,8 +22,6 @@ PAGE_BYTES = 4096
 """Alignment of everything that a direct transfer begins or ends at."""
 KEY_BYTES_MAX = 1024
 CHECKSUM_BYTES = 16
-TOUCHED = 1
-READ = 2
 _NUMBER_MAX = (1 << 63) - 1
 """The greatest size, offset or number that is accepted: it is a valid offset, and one more can be written."""
 
@@ -163,7 +161,7 @@ class Entry(NamedTuple):
 
 
 class EntryTable:
-    """The entries of a segment, in the order they were written, as columns: 31 bytes and a reference each.
+    """The entries of a segment, in the order they were written, as columns: 32 bytes and a reference each.
 
     Columns are only ever appended to. Appending needs the pool's lock; reading an entry does not.
     """
@@ -176,8 +174,8 @@ class EntryTable:
         self.stored_bytes = array("I")
         self.codecs = array("H")
         self.checksums = bytearray()
-        self.used = bytearray()
-        """What happened to a block since it was written here: 0 for nothing, `TOUCHED` or `READ`."""
+        self.used = array("H")
+        """How a block was used, as `Worth` notes it: its state."""
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -191,7 +189,7 @@ class EntryTable:
             bytes(self.checksums[start : start + CHECKSUM_BYTES]),
         )
 
-    def append(self, keys: Sequence[OffloadKey], entries: Sequence[Entry]) -> None:
+    def append(self, keys: Sequence[OffloadKey], entries: Sequence[Entry], states: Sequence[int]) -> None:
         """Add the blocks of one batch: all of them, or none if there is no memory for them."""
         count = len(self.keys)
         try:
@@ -199,7 +197,7 @@ class EntryTable:
             self.stored_bytes.extend([entry.stored_bytes for entry in entries])
             self.codecs.extend([entry.codec for entry in entries])
             self.checksums += b"".join([entry.checksum for entry in entries])
-            self.used += bytes(len(entries))
+            self.used.extend(states)
             self.keys += keys
         except BaseException:  # columns of different lengths would give later entries the wrong numbers
             for column in (self.offsets, self.stored_bytes, self.codecs, self.used, self.keys):
@@ -214,7 +212,7 @@ class EntryTable:
         self.stored_bytes.extend(other.stored_bytes)
         self.codecs.extend(other.codecs)
         self.checksums += other.checksums
-        self.used += other.used
+        self.used.extend(other.used)
 
     def encode(self) -> bytes:
         """Return the table's form in a summary: the entries, then their keys."""
@@ -253,7 +251,7 @@ class EntryTable:
         decoded.stored_bytes.frombytes(columns["stored"].astype(np.uint32).tobytes())
         decoded.codecs.frombytes(columns["codec"].astype(np.uint16).tobytes())
         decoded.checksums += columns["sum"].tobytes()
-        decoded.used += bytes(count)
+        decoded.used.frombytes(bytes(count * decoded.used.itemsize))
         return decoded
 
 

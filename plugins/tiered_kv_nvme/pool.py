@@ -10,14 +10,15 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
 from tiered_kv.toolkit.event_log import EventLog
-from tiered_kv_nvme.index import Index
+from tiered_kv_nvme.index import Index, ordinal_of, slot_of
 from tiered_kv_nvme.layout import BatchHeader, batch_header_bytes
 from tiered_kv_nvme.segment import Demand, Segment, SegmentState
+from tiered_kv_nvme.worth import READ, Worth
 
 SEGMENTS_TO_RELOCATE = 3
 """One to reclaim, one for its used blocks, one for stores."""
@@ -53,7 +54,9 @@ class SegmentPool:
     With `wants_events` somebody takes the `events`.
     """
 
-    def __init__(self, digest: bytes, epoch: int, free_target: int, *, wants_events: bool = False) -> None:
+    def __init__(
+        self, digest: bytes, epoch: int, free_target: int, worth: Worth, *, wants_events: bool = False
+    ) -> None:
         self.changed = threading.Condition(threading.Lock())
         self.digest = digest
         self.epoch = epoch
@@ -61,6 +64,7 @@ class SegmentPool:
         self.free_target = free_target
         self.segments: dict[int, Segment] = {}
         self.index = Index()
+        self.worth = worth
         self.events = EventLog(wants_events)
         """What entered and left the index."""
         self.generation = 0
@@ -141,6 +145,8 @@ class SegmentPool:
         segment.state = SegmentState.ACTIVE
         segment.epoch = self.epoch
         self._active[stream] = segment
+        if stream is Stream.STORES:
+            self.worth.note_filled()
         self.changed.notify_all()  # the reclaimer: there is one free segment less
 
     def _retire(self, stream: Stream) -> None:
@@ -170,6 +176,10 @@ class SegmentPool:
                 self.changed.notify_all()
 
     # For recovery and the reclaimer.
+
+    def moved_states(self, places: Iterable[int]) -> list[int]:
+        """Return the states of blocks that move; their segment is being reclaimed."""
+        return [self.segments[slot_of(place)].table.used[ordinal_of(place)] & ~READ for place in places]
 
     def adopt(self, segment: Segment) -> None:
         """Locked. Add a segment, the oldest first; a free one is ready for writers then."""
@@ -229,9 +239,15 @@ class SegmentPool:
             default=None,
         )
 
-    def oldest(self) -> Segment | None:
-        """Locked. Return the segment to reclaim next: one that was reset if there is one, else the oldest unread."""
-        return min(self._reclaimable(), key=lambda s: (s.epoch == self.epoch, s.age), default=None)
+    def reclaimable(self) -> list[Segment]:
+        """Locked. Return the segments to choose from, the oldest first: where some hold no valid block, only these."""
+        idle = [
+            segment
+            for segment in self.segments.values()
+            if segment.state in (SegmentState.FULL, SegmentState.SEALED) and not (segment.writers or segment.readers)
+        ]
+        idle.sort(key=lambda segment: segment.age)
+        return [segment for segment in idle if segment.epoch != self.epoch] or idle
 
     def reset(self, epoch: int) -> None:
         """Locked. Make every segment's blocks invalid."""
@@ -246,9 +262,3 @@ class SegmentPool:
         for stream in tuple(self._active):
             self._retire(stream)
         self.changed.notify_all()
-
-    def _reclaimable(self) -> Iterator[Segment]:
-        for segment in self.segments.values():
-            idle = not segment.writers and not segment.readers
-            if idle and segment.state in (SegmentState.FULL, SegmentState.SEALED):
-                yield segment

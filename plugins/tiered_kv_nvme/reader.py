@@ -15,9 +15,10 @@ from tiered_kv.toolkit.status import REFUSED, UNREADABLE, RecordStatus
 from tiered_kv_nvme.counters import Counters
 from tiered_kv_nvme.disk import Disk, Scratch, ThreadScratch, is_of_alignment, read_fully
 from tiered_kv_nvme.index import ordinal_of, place_of, slot_of
-from tiered_kv_nvme.layout import PAGE_BYTES, READ, Entry, checksum, pages
+from tiered_kv_nvme.layout import PAGE_BYTES, Entry, checksum, pages
 from tiered_kv_nvme.pool import SegmentPool
 from tiered_kv_nvme.segment import Segment
+from tiered_kv_nvme.worth import READ
 
 RUN_BYTES_MAX = 8 << 20
 RUN_BLOCKS_MAX = 256
@@ -107,7 +108,7 @@ class BlockReader:
                     continue
                 for item, status in zip(run.blocks, statuses, strict=True):
                     if status is RecordStatus.OK:
-                        item.segment.table.used[item.ordinal] = READ
+                        self.pool.worth.use(item.segment.table, item.ordinal, READ)
                         loaded.add(item.key)
                     else:
                         failed.add(item.key)

@@ -13,14 +13,12 @@ from tiered_kv_nvme.counters import Counters
 from tiered_kv_nvme.disk import Scratch
 from tiered_kv_nvme.files import NoSegment, SegmentFiles
 from tiered_kv_nvme.index import CHUNK_KEYS, PAUSE_S, place_of
-from tiered_kv_nvme.layout import READ, Entry
+from tiered_kv_nvme.layout import Entry
 from tiered_kv_nvme.pool import SegmentPool
 from tiered_kv_nvme.reader import BlockReader
 from tiered_kv_nvme.segment import Segment, SegmentState
+from tiered_kv_nvme.worth import READ, RELOCATED_SHARE_MAX
 from tiered_kv_nvme.writer import BATCH_BLOCKS_MAX, BatchWriter, Payload
-
-RELOCATED_SHARE_MAX = 0.25
-"""The share of a segment that may move: it limits the extra writes of reclaiming."""
 
 _SPAN_BYTES_MAX = 2 << 20
 """Bytes of one read to relocate blocks, unless a block is larger."""
@@ -28,15 +26,12 @@ _RETRY_S = 0.1
 _GROW_RETRY_S = 5.0
 """How often to check whether the capacity and the file system have room for one more segment."""
 
-_USED = bytes([0]) + bytes([1]) * 255
-"""What `bytes.translate` makes of an entry table's `used`: 1 for all that was used."""
-
 _log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class Reclaimer:
-    """Keeps `pool.free_target` segments free: new ones up to the capacity, then the oldest ones."""
+    """Keeps `pool.free_target` segments free: new ones up to the capacity, then those worth least."""
 
     files: SegmentFiles
     pool: SegmentPool
@@ -88,7 +83,7 @@ class Reclaimer:
         """Wait until there may be work, which may be now; after a failure, wait in any case."""
         with self.pool.changed:
             short = self.pool.free_missing > 0
-            ready = self.pool.full() or (short and self.pool.oldest())
+            ready = self.pool.full() or (short and bool(self.pool.reclaimable()))
             if not self._stopping and (failed or not ready):
                 self.pool.changed.wait(_RETRY_S if short or failed else None)
 
@@ -106,12 +101,13 @@ class Reclaimer:
 
     def _make_room(self) -> bool:
         """Make one segment free, or try to; return whether that was possible."""
+        self.pool.worth.advance()
         with self.pool.changed:
-            segment = self.pool.oldest()
-            void = segment is not None and segment.epoch != self.pool.epoch
+            segments = self.pool.reclaimable()
+            void = bool(segments) and segments[0].epoch != self.pool.epoch
         if not void and self._grow():
             return True
-        return segment is not None and self._reclaim(segment)
+        return bool(segments) and self._reclaim(self.pool.worth.least(segments, lambda: time.sleep(PAUSE_S)))
 
     def _grow(self) -> bool:
         """Add a new segment, if the capacity and the file system have room for it."""
@@ -134,7 +130,7 @@ class Reclaimer:
     def _reclaim(self, segment: Segment) -> bool:
         """Use a segment again; return False if it cannot be written, or was put back because reads last too long.
 
-        It stays the oldest then, and is tried again before another segment loses its blocks.
+        It is tried again then before another segment loses its blocks.
         """
         with self.pool.changed:
             if segment.readers:
@@ -150,6 +146,7 @@ class Reclaimer:
                 except Exception as error:  # its blocks are evicted: another attempt would fail, too
                     self._log(error)
             self._drop(segment)
+            segment.epoch = 0  # it holds no valid block, as after a reset
             is_used_again = self._use_again(segment)
         finally:
             with self.pool.changed:
@@ -159,7 +156,7 @@ class Reclaimer:
         return is_used_again
 
     def _relocate(self, segment: Segment, epoch: int) -> None:
-        """Copy blocks that were used since they were written, up to `RELOCATED_SHARE_MAX` of the segment."""
+        """Copy blocks that are worth it, up to `RELOCATED_SHARE_MAX` of the segment."""
         for ordinals in survivors(self.pool, segment):
             try:
                 payloads = self.reader.read_stored(segment, ordinals, self._buffer)
@@ -187,7 +184,8 @@ class Reclaimer:
                 dropped = [at for at, key in enumerate(chunk) if drop(key, first_place + at)]
                 self.pool.events.removed([chunk[at] for at in dropped])
             self.counters.add("evicted_blocks_total", count=len(dropped))
-            unread = [start + at for at in dropped if table.used[start + at] < READ]
+            self.pool.worth.evicted([chunk[at] for at in dropped], [table.used[start + at] for at in dropped])
+            unread = [start + at for at in dropped if not table.used[start + at] & READ]
             self.counters.add("wasted_bytes_total", count=sum(table.stored_bytes[ordinal] for ordinal in unread))
             time.sleep(PAUSE_S)
 
@@ -241,21 +239,20 @@ def survivors(pool: SegmentPool, segment: Segment) -> Iterator[list[int]]:
     """Yield the ordinals of blocks that shall move when a segment is reclaimed, near neighbours together."""
     table, places = segment.table, pool.index.places
     budget_bytes = int(segment.segment_bytes * RELOCATED_SHARE_MAX)
-    near: list[int] = []
-    used = table.used.translate(_USED)
-    ordinal = used.find(1)
-    while ordinal >= 0:
-        place = place_of(segment.slot, ordinal)
-        if places.get(table.keys[ordinal]) == place:
+    chosen: list[int] = []
+    for ordinal in pool.worth.movable(table):
+        if places.get(table.keys[ordinal]) == place_of(segment.slot, ordinal):
             budget_bytes -= table.stored_bytes[ordinal]
             if budget_bytes < 0:
                 break
-            end_offset = table.offsets[ordinal] + table.stored_bytes[ordinal]
-            if near and (end_offset - table.offsets[near[0]] > _SPAN_BYTES_MAX or len(near) == BATCH_BLOCKS_MAX):
-                yield near
-                near = []
-            near.append(ordinal)
-        ordinal = used.find(1, ordinal + 1)
+            chosen.append(ordinal)
+    near: list[int] = []
+    for ordinal in sorted(chosen):
+        end_offset = table.offsets[ordinal] + table.stored_bytes[ordinal]
+        if near and (end_offset - table.offsets[near[0]] > _SPAN_BYTES_MAX or len(near) == BATCH_BLOCKS_MAX):
+            yield near
+            near = []
+        near.append(ordinal)
     if near:
         yield near
 

@@ -47,6 +47,7 @@ def recover(files: SegmentFiles, pool: SegmentPool, *, threads: int) -> None:
 def _adopt(found: Sequence[Segment], pool: SegmentPool) -> None:
     """Add segments, the oldest first, and go on with the newest that has room."""
     resumable: Segment | None = None
+    pool.worth.restart([segment.table for segment in found])
     with pool.changed:
         for segment in found:
             pool.adopt(segment)

@@ -9,7 +9,7 @@ from tiered_kv.config.settings import TierSettings
 from tiered_kv.toolkit.codecs import RAW_ID
 from tiered_kv.toolkit.keys_only import KeyStore
 from tiered_kv_nvme.index import ordinal_of, place_of, slot_of
-from tiered_kv_nvme.layout import CHECKSUM_BYTES, READ, Entry
+from tiered_kv_nvme.layout import CHECKSUM_BYTES, Entry
 from tiered_kv_nvme.pool import SegmentPool, Stream
 from tiered_kv_nvme.reclaimer import survivors
 from tiered_kv_nvme.segment import Demand, Segment, SegmentState
@@ -17,6 +17,7 @@ from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.sizing import Sizing
 from tiered_kv_nvme.store import FREE_SEGMENTS
 from tiered_kv_nvme.tier import PART_BYTES
+from tiered_kv_nvme.worth import READ, Worth
 from tiered_kv_nvme.writer import BATCH_BLOCKS_MAX
 
 _NO_FILE = -1
@@ -29,7 +30,8 @@ class NvmeKeys(KeyStore):
         super().__init__(settings, block_bytes, clock)
         assert isinstance(settings, NvmeSettings)
         self._sizing = Sizing.of(settings.capacity, block_bytes, settings.segment, overhead_bytes=self.overhead_bytes)
-        self._pool = SegmentPool(bytes(16), 0, FREE_SEGMENTS)
+        worth = Worth(settings.capacity // block_bytes, self._sizing.segments_max)
+        self._pool = SegmentPool(bytes(16), 0, FREE_SEGMENTS, worth)
         self._places = self._pool.index.places
         self._entry = Entry(0, block_bytes + self.overhead_bytes, RAW_ID, bytes(CHECKSUM_BYTES))
         self._batch_blocks = max(1, min(BATCH_BLOCKS_MAX, PART_BYTES // block_bytes))
@@ -57,7 +59,7 @@ class NvmeKeys(KeyStore):
         loaded = [key for key in keys if key in self._places]
         for key in loaded:
             place = self._places[key]
-            self._pool.segments[slot_of(place)].table.used[ordinal_of(place)] = READ
+            self._pool.worth.use(self._pool.segments[slot_of(place)].table, ordinal_of(place), READ)
         self.read_blocks += len(loaded)
         return loaded
 
@@ -69,10 +71,11 @@ class NvmeKeys(KeyStore):
         if reservation is None:
             return 0
         count, segment = reservation.header.entry_count, reservation.segment
+        states = pool.worth.first_states(keys[:count]) if old_places is None else pool.moved_states(old_places[:count])
         with pool.changed:
             pool.commit(reservation)
             first_place = place_of(segment.slot, len(segment.table))
-            segment.table.append(keys[:count], [self._entry] * count)
+            segment.table.append(keys[:count], [self._entry] * count, states)
             if old_places is None:
                 pool.index.add(keys[:count], first_place)
             else:
@@ -85,15 +88,16 @@ class NvmeKeys(KeyStore):
         """Do what the reclaimer's thread would have done by now."""
         pool = self._pool
         while pool.free_missing > 0:
+            pool.worth.advance()
             with pool.changed:
                 if len(pool.segments) < self._sizing.segments_max:
                     generation = pool.next_generation()
                     pool.adopt(Segment(len(pool.segments), _NO_FILE, self._sizing.segment_bytes, generation))
                     continue
-                segment = pool.oldest()
-            if segment is None:
+                segments = pool.reclaimable()
+            if not segments:
                 return
-            self._reclaim(segment)
+            self._reclaim(pool.worth.least(segments))
 
     def _reclaim(self, segment: Segment) -> None:
         pool, table = self._pool, segment.table
@@ -105,7 +109,8 @@ class NvmeKeys(KeyStore):
                 while keys and (count := self._write(keys, Stream.RELOCATIONS, places)):
                     keys, places = keys[count:], places[count:]
         with pool.changed:
-            for ordinal, key in enumerate(table.keys):
-                self.evicted_blocks += pool.index.drop(key, place_of(segment.slot, ordinal))
+            gone = [at for at, key in enumerate(table.keys) if pool.index.drop(key, place_of(segment.slot, at))]
+            pool.worth.evicted([table.keys[at] for at in gone], [table.used[at] for at in gone])
+            self.evicted_blocks += len(gone)
             segment.renew(pool.next_generation())
             pool.adopt(segment)

@@ -24,13 +24,14 @@ from tiered_kv_nvme.disk import Disk, refusal_of_direct
 from tiered_kv_nvme.epoch import DirectoryEpoch
 from tiered_kv_nvme.files import SegmentFiles
 from tiered_kv_nvme.index import ordinal_of, slot_of, take_apart
-from tiered_kv_nvme.layout import PAGE_BYTES, TOUCHED
+from tiered_kv_nvme.layout import PAGE_BYTES
 from tiered_kv_nvme.pool import SegmentPool
 from tiered_kv_nvme.reader import BlockReader
 from tiered_kv_nvme.reclaimer import Reclaimer
 from tiered_kv_nvme.recovery import recover
 from tiered_kv_nvme.segment import SegmentState
 from tiered_kv_nvme.sizing import Sizing
+from tiered_kv_nvme.worth import Worth
 from tiered_kv_nvme.writer import BatchWriter
 
 FREE_SEGMENTS = 2
@@ -92,7 +93,10 @@ class SegmentStore:
         self._files = SegmentFiles(
             disk, self._directory, not self.not_direct, self.counters, sizing.segment_bytes, sizing.capacity_bytes
         )
-        self._pool = SegmentPool(identity.digest, self._epoch.value, FREE_SEGMENTS, wants_events=options.wants_events)
+        worth = Worth(sizing.capacity_bytes // identity.block_bytes, sizing.segments_max)
+        self._pool = SegmentPool(
+            identity.digest, self._epoch.value, FREE_SEGMENTS, worth, wants_events=options.wants_events
+        )
         self.index = self._pool.index
         self.events = self._pool.events
         try:
@@ -146,7 +150,7 @@ class SegmentStore:
             segment = segments.get(slot_of(place)) if place is not None else None
             if segment is not None and place is not None:
                 try:
-                    segment.table.used[ordinal_of(place)] |= TOUCHED
+                    self._pool.worth.use(segment.table, ordinal_of(place))
                 except IndexError:
                     pass  # its segment was used again a moment ago
 

@@ -148,11 +148,12 @@ class BatchWriter:
             self.counters.add("io_errors_total")
             return failure_reason(error)
         self.counters.add("stored_batches_total")
+        states = self.pool.worth.first_states(keys) if old_places is None else self.pool.moved_states(old_places)
         with self.pool.changed:
             if not self.pool.commit(reservation):
                 return "reset"
             first_place = place_of(segment.slot, len(segment.table))
-            segment.table.append(keys, entries)
+            segment.table.append(keys, entries, states)
             if old_places is None:
                 self.pool.index.add(keys, first_place)
                 self.pool.events.stored(keys)

@@ -33,6 +33,7 @@ SCRIPTS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "policy_hits.py --workloads chats --sizes 500 --policies density": (["blocks", "density"], []),
     "hint_gains.py --workloads agents --sizes 500 --ways nothing returns": (["blocks", "nothing", "returns"], []),
+    "nvme_hits.py --workloads chats --sizes 200 800": (["nvme_hits", "hit_rate"], []),
     f"history_cost.py {DIRECTORY} --rounds 1 --blocks 4096 --steps 10": (
         [f"{name}_keys_per_s_ratio" for name in ("store", "lookup_hit", "lookup_miss", "load")]
         + ["busy_step_us_p99_ratio"],

@@ -96,7 +96,7 @@ def test_the_index_takes_at_most_150_bytes_a_block_beyond_its_key() -> None:
                 batch = keys[first : min(first + 32, start + 1000)]
                 entries = [Entry(4096 * number, 4096, 0, bytes(16)) for number in range(len(batch))]
                 index.add(batch, place_of(slot, len(table)))
-                table.append(batch, entries)
+                table.append(batch, entries, bytes(len(batch)))
             tables.append(table)
         after, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()

@@ -396,15 +396,14 @@ def test_a_block_takes_the_room_that_a_redis_server_takes_for_it(redis_server: R
     assert expected > 1.1 * block_bytes
 
 
-def test_nvme_moves_what_was_read_and_keeps_its_capacity() -> None:
+def test_nvme_keeps_what_was_read_and_its_capacity() -> None:
     keys = NvmeKeys(NvmeSettings(path="kv", capacity=1 << 20), BLOCK_BYTES, Time())
     for start in range(0, 4000, 8):
         batch = [block_key(number) for number in range(start, start + 8)]
         assert keys.store(batch) == batch
         keys.load(KEYS[:3])
         assert keys.used_bytes <= 1 << 20
-    assert [key for key in KEYS if keys.has(key)] == KEYS[:3]
-    assert keys.moved_blocks > 0
+    assert all(keys.has(key) for key in KEYS[:3])
     assert keys.evicted_blocks > 3500
 
 
