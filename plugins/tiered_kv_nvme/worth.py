@@ -46,6 +46,7 @@ _FIRST_AGES = [(bucket, _BUCKETS.index(bucket)) for bucket in sorted(set(_BUCKET
 _SEGMENT_WORK = 2048  # what to count a segment costs beside its blocks, in blocks
 _WORK_MAX = 1 << 14  # about 100 us
 
+_Numbers = np.ndarray[Any, np.dtype[np.uint64]]
 _digest = xxhash.xxh3_64_intdigest
 
 
@@ -69,21 +70,20 @@ class Worth:
         self._price = 1.0
         self._ranked: list[Segment] = []  # to be reclaimed next, the last first
         self._waiting = [[0] * _AGES for _ in range(_USES)]  # blocks, remembered ones too, by uses and last use
-        self._ghosts = array("I", bytes(4 * max(1, blocks)))  # a state below 16 bits of the key's digest; 0 for none
+        self._ghosts = np.zeros(max(1, blocks), np.uint32)  # a state below 16 bits of the key's digest; 0 for none
 
     def first_states(self, keys: Sequence[OffloadKey]) -> array[int]:
         """Return the states of blocks that are stored. One that is remembered was used once more."""
-        ghosts, waiting = self._ghosts, self._waiting
-        states = array("H")
-        for key in keys:
-            digest = _digest(key)
-            slot = digest % len(ghosts)
-            ghost, uses = ghosts[slot], 0
-            if ghost and ghost >> 16 == digest >> 48 | 1:
-                ghosts[slot] = 0
-                uses = self._returned(ghost & 0xFFFF)
-            waiting[uses][self._now % _AGES] += 1
-            states.append(self._now << _TICK_SHIFT | uses)
+        digests, slots = self._slots(keys)
+        found = self._ghosts[slots]
+        states = array("H", [self._now << _TICK_SHIFT]) * len(keys)
+        self._waiting[0][self._now % _AGES] += len(keys)
+        for at in np.flatnonzero(found >> 16 == digests >> 48 | 1).tolist():
+            self._ghosts[slots[at]] = 0
+            uses = self._returned(int(found[at]) & 0xFFFF)
+            self._waiting[0][self._now % _AGES] -= 1
+            self._waiting[uses][self._now % _AGES] += 1
+            states[at] |= uses
         return states
 
     def use(self, table: EntryTable, ordinal: int, read: int = 0) -> None:
@@ -99,16 +99,12 @@ class Worth:
 
     def evicted(self, keys: Sequence[OffloadKey], states: Sequence[int]) -> None:
         """Remember blocks."""
-        ghosts = self._ghosts
-        for key, state in zip(keys, states, strict=True):
-            digest = _digest(key)
-            slot = digest % len(ghosts)
-            displaced = ghosts[slot]
-            ghosts[slot] = (digest >> 48 | 1) << 16 | state
-            if displaced:
-                state = displaced & 0xFFFF
-                if self._now - (state >> _TICK_SHIFT) & _TICKS - 1 < _AGES:
-                    self._waiting[state & _USES_MASK][(state >> _TICK_SHIFT) % _AGES] -= 1
+        digests, slots = self._slots(keys)
+        displaced = self._ghosts[slots]
+        self._ghosts[slots] = (digests >> 48 | 1) << 16 | np.array(states, np.uint64)
+        left = displaced[displaced > 0] & 0xFFFF
+        for state in left[self._now - (left >> _TICK_SHIFT) & _TICKS - 1 < _AGES].tolist():
+            self._waiting[state & _USES_MASK][(state >> _TICK_SHIFT) % _AGES] -= 1
 
     def note_filled(self) -> None:
         """Note that stores begin to fill one more segment."""
@@ -173,6 +169,11 @@ class Worth:
         ages = np.minimum(self._now - (states >> _TICK_SHIFT) & _TICKS - 1, _AGES - 1)
         cells: np.ndarray[Any, np.dtype[np.int64]] = (states & _USES_MASK) * BUCKETS + _BUCKET_ARRAY[ages]
         return cells
+
+    def _slots(self, keys: Sequence[OffloadKey]) -> tuple[_Numbers, _Numbers]:
+        """Return the digest of each key, and where its ghost is."""
+        digests = np.fromiter(map(_digest, keys), np.uint64, len(keys))
+        return digests, digests % len(self._ghosts)
 
     def _returned(self, state: int) -> int:
         """Count the return of a block, and return how often it was used with that."""
