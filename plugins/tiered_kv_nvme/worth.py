@@ -34,6 +34,9 @@ SEGMENTS_PER_RANKING = 16
 DENSITY_MIN = 1 / 256
 """Hits of a block in a tick: those that bring less, one in 32 turnovers, go in the order of their age."""
 
+GHOSTS_MAX = 1 << 24
+"""Evicted blocks that are remembered at most, in 64 MiB."""
+
 _USES = 4  # uses that are told apart: 0, 1, 2, and more
 _USES_MASK = 3
 _TICK_SHIFT = 3
@@ -70,7 +73,9 @@ class Worth:
         self._price = 1.0
         self._ranked: list[Segment] = []  # to be reclaimed next, the last first
         self._waiting = [[0] * _AGES for _ in range(_USES)]  # blocks, remembered ones too, by uses and last use
-        self._ghosts = np.zeros(max(1, blocks), np.uint32)  # a state below 16 bits of the key's digest; 0 for none
+        self._ghosts = np.zeros(
+            min(max(1, blocks), GHOSTS_MAX), np.uint32
+        )  # a state below 16 bits of the key's digest; 0 for none
 
     def first_states(self, keys: Sequence[OffloadKey]) -> array[int]:
         """Return the states of blocks that are stored. One that is remembered was used once more."""
