@@ -15,7 +15,7 @@ import pytest
 import tiered_kv
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.counters import count_of
-from tiered_kv.errors import ShutdownError, TierError
+from tiered_kv.errors import ConfigError, ShutdownError, TierError
 from tiered_kv.facade import Blocks
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.faults import HeldJobsTier
@@ -53,6 +53,11 @@ def blocks_of(count: int, seed: int = 0) -> Blocks:
 
 def empty(count: int) -> Blocks:
     return np.zeros((count, BLOCK_BYTES), dtype=np.uint8)
+
+
+def test_nobody_measures_an_engine_where_there_is_none() -> None:
+    with pytest.raises(ConfigError, match=r"prefill\.tokens_per_s: only vLLM's connector measures it; write how many"):
+        open_stack({**stack_of(), "prefill": {"tokens_per_s": "measured"}})
 
 
 @contextmanager

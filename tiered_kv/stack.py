@@ -41,7 +41,11 @@ def open_stack(source: str | os.PathLike[str] | Mapping[str, object] | StackConf
         ConfigError: The configuration cannot be used.
         TierError: A tier cannot be opened. Whatever was opened before it is closed again.
     """
-    return Stack(load_config(source))
+    config = load_config(source)
+    if config.is_prefill_measured:
+        message = "only vLLM's connector measures it; write how many tokens your engine computes in a second"
+        raise ConfigError(message, location="prefill.tokens_per_s")
+    return Stack(config)
 
 
 class Stack(BlockFacade):

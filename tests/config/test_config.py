@@ -338,6 +338,16 @@ def test_a_program_makes_a_configuration_without_a_file() -> None:
     assert load_config(config) is config
 
 
+@pytest.mark.parametrize("rate", [0, True, 1.5, "fast", None])
+def test_what_computes_is_told_by_a_number_or_measured(rate: object) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^prefill\.tokens_per_s: expected a whole number from 1, or 'measured' in vLLM"
+    ):
+        load_config({**MINIMAL, "prefill": {"tokens_per_s": rate}})
+    for accepted in (1, "4000", "measured"):
+        load_config({**MINIMAL, "prefill": {"tokens_per_s": accepted}})
+
+
 def test_the_policies_that_a_file_may_name_are_those_there_are() -> None:
     for policy in BUILT_IN_POLICIES:
         make_policy(policy, 2)

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests.performance.first_token import choice
 from tests.support.vllm_programs import (
     TIMEOUT_S,
     VERSIONS,
@@ -32,6 +33,7 @@ from tests.support.vllm_programs import (
     running,
 )
 from tiered_kv.counters import count_of
+from tiered_kv.testing.proxy import Faults
 from tiered_kv.testing.redis_servers import RedisServer, redis_server
 from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 
@@ -68,6 +70,14 @@ def test_our_spec_serves_vllm_s_scheduler_and_workers(version: str, tmp_path: Pa
         results = list(program.messages())
     assert {result["check"]: result["error"] for result in results if result["error"]} == {}
     assert len(results) >= 8
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_our_connector_promotes_for_requests_that_wait(version: str, tmp_path: Path) -> None:
+    with running(version, HERE / "vllm_queue_program.py", str(tmp_path / "queue")) as program:
+        results = list(program.messages())
+    assert {result["check"]: result["error"] for result in results if result["error"]} == {}
+    assert len(results) == 5
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -258,6 +268,15 @@ def test_restored_prompts_reach_the_first_token_in_a_fifth_of_the_time(large_mod
 def test_restoring_is_no_slower_than_through_vllm_s_own_file_tier(large_model: Path, tmp_path: Path) -> None:
     _, restore_s = restoring(large_model, tmp_path, rounds=9, beside_vllm=True)
     assert restore_s["vLLM's tiering, nvme"] <= 1.05 * restore_s["vLLM's tiering, its own fs"]
+
+
+@pytest.mark.full
+def test_a_prompt_takes_no_longer_than_the_better_of_computing_and_loading(tmp_path: Path) -> None:
+    rows = choice(tmp_path, Faults(latency_s=0.05, bytes_per_s=10e6), sizes=(64, 2048), rounds=2)
+    print(rows, file=sys.stderr)
+    short, long = rows
+    assert (short["chosen_found"], long["chosen_found"] >= 2048 - 32) == (0, True)
+    assert max(short["ratio"], long["ratio"]) <= 1.5, "1.1 where nothing else runs"
 
 
 @pytest.mark.full

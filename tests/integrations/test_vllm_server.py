@@ -17,21 +17,10 @@ from urllib.request import Request, urlopen
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.tiny_llama import TINY_LLAMA
 from tests.support.vllm_programs import TIMEOUT_S, environment_of_programs, interpreter, our_spec
 from tiered_kv.testing.server_process import ServerProcess
 
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 8192,
-    "dtype": "float32",
-}
 BLOCK_TOKENS = 32
 BLOCK_BYTES = 32 << 10
 BLOCKS = 18
@@ -54,7 +43,7 @@ class VllmServer(ServerProcess):
     def __init__(self, directory: Path) -> None:
         super().__init__()
         self._directory = directory
-        (directory / "config.json").write_text(json.dumps(MODEL))
+        (directory / "config.json").write_text(json.dumps(TINY_LLAMA))
 
     def command(self) -> list[str]:
         size = BLOCKS * BLOCK_BYTES

@@ -29,11 +29,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVQuantMode
 from vllm_program_parts import (  # type: ignore[import-not-found]  # found beside this program when it runs
-    engine_options,
     stand_in_for_a_device,
     vllm_config_of,
 )
 
+from tests.support.tiny_llama import TINY_LLAMA
 from tiered_kv.errors import ConfigError
 
 stand_in_for_a_device()
@@ -335,7 +335,7 @@ def namespaces_of(directory: Path, engine: Engine) -> dict[str, str]:
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
     shutil.copy(directory / "model.safetensors", path)
-    (path / "config.json").write_text(json.dumps(engine_options() | dict(engine.hf)))
+    (path / "config.json").write_text(json.dumps(TINY_LLAMA | dict(engine.hf)))
     with engine.patch():
         config = vllm_config_of(path, {}, **engine.options)
         engine.change(config)

@@ -23,6 +23,7 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 
+from tests.support.tiny_llama import TINY_LLAMA
 from tiered_kv.base import OffloadKey
 from tiered_kv.toolkit.record import digest_of
 
@@ -139,22 +140,6 @@ def tells_of(directory: Path, keys: Sequence[bytes]) -> bool:
     return any(trace in storage for key in keys for trace in (key[:16], digest_of(OffloadKey(key))))
 
 
-def engine_options() -> dict[str, Any]:
-    """Return the config.json of a small Llama."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
-        "max_position_embeddings": 8192,
-        "dtype": "float32",
-    }
-
-
 def vllm_config_of(model: Path, connector_extra: Mapping[str, object], **options: Any) -> Any:
     """Return vLLM's whole configuration, made as `vllm serve` makes it from its arguments."""
     from vllm.engine.arg_utils import EngineArgs
@@ -205,7 +190,7 @@ def small_engine(directory: Path) -> Iterator[None]:
     stand_in_for_a_device()
     model = directory / "configured-model"
     model.mkdir(parents=True, exist_ok=True)
-    (model / "config.json").write_text(json.dumps(engine_options()))
+    (model / "config.json").write_text(json.dumps(TINY_LLAMA))
     config = vllm_config_of(model, {}, load_format="dummy")
     with configured(config, KVCacheConfig(num_blocks=0, kv_cache_tensors=[], kv_cache_groups=[])):
         yield

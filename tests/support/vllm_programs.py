@@ -80,10 +80,10 @@ class Program:
         status = self._process.wait()
         assert status == 0, f"the program ended with {status}:\n{self._errors.read_text()[-4000:]}"
 
-    def go_on(self) -> None:
-        """Let a program that waits go on."""
+    def go_on(self, message: Message | None = None) -> None:
+        """Let a program that waits go on, with a message if it reads one."""
         assert self._process.stdin is not None
-        self._process.stdin.write("\n")
+        self._process.stdin.write(("" if message is None else json.dumps(message)) + "\n")
         self._process.stdin.flush()
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from tests.tiering.conftest import LARGE_BUDGETS, Bench, MakeBench, keys
+from tiered_kv.base import make_offload_key
 from tiered_kv.tiering.pace import LOADS_MIN, RETRY_S, Pace
 from tiered_kv.tiering.requests import ManagerLimits
 
@@ -109,6 +110,64 @@ def test_a_load_that_expires_counts_as_slow(make_bench: MakeBench) -> None:
     assert bench.counter("too_slow_blocks_total") == 2
 
 
+def test_blocks_of_several_groups_are_computed_together(make_bench: MakeBench) -> None:
+    bench = make_bench(PATIENT, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
+    for size in (4, 8, 4):
+        ask(bench, size, load_s=0.06 * size)
+    both = [make_offload_key(b"%d" % number, group) for number in range(4) for group in (0, 1)]
+    bench.tier.present = dict.fromkeys(both, True)
+    bench.lookup(both, bench.request("two groups"))
+    bench.step()
+    assert not bench.jobs, "eight blocks take 0.48 s, and their tokens 0.4"
+    assert ask(bench, 8, load_s=0.48) == [True] * 8, "of one group they take 0.8 s"
+
+
+def test_the_rest_of_a_prefix_on_its_way_comes_with_it(make_bench: MakeBench) -> None:
+    bench = make_bench(PATIENT, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
+    for size in (30, 10, 20, 25):
+        ask(bench, size, load_s=1.0 + 0.01 * size)
+    context = bench.request("long")
+    for numbers in (range(20), range(20, 25)):  # which a tier has found later
+        bench.tier.has(*range(25))
+        bench.lookup(keys(*numbers), context)
+        bench.step()
+    assert [len(job) for job in bench.jobs] == [20, 5]
+
+
+def wait_for_answer(bench: Bench, size: int, lookup_s: float) -> list[bool | None]:
+    """Ask for blocks of which a tier tells after so long that it lacks them; return what is told a step before."""
+    numbers = [next(NUMBERS) for _ in range(size)]
+    bench.tier.has(*numbers, answer=None)
+    context = bench.request(str(numbers))
+    assert bench.lookup(keys(*numbers), context) == [None] * size
+    for seconds in (0.0, lookup_s):
+        bench.clock.advance(seconds)
+        bench.step()
+        answers = bench.lookup(keys(*numbers), context)
+    bench.tier.has()
+    bench.lookup(keys(*numbers), context)
+    bench.manager.on_request_finished(context)
+    return answers
+
+
+def test_a_short_prompt_does_not_wait_for_answers_that_take_longer_than_computing_it(make_bench: MakeBench) -> None:
+    bench = make_bench({**PATIENT, "lookup_timeout": 60}, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
+    assert wait_for_answer(bench, 10, lookup_s=0.5) == [None] * 10, "which take a second to compute"
+    assert wait_for_answer(bench, 3, lookup_s=0.0) == [False] * 3, "at the second step"
+    assert bench.counter("too_slow_blocks_total") == 3
+    assert wait_for_answer(bench, 6, lookup_s=0.5) == [None] * 6
+
+
+def test_nobody_waits_longer_for_an_answer_than_for_computing(make_bench: MakeBench) -> None:
+    bench = make_bench({**PATIENT, "lookup_timeout": 60}, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
+    assert wait_for_answer(bench, 10, lookup_s=0.9) == [None] * 10
+    assert wait_for_answer(bench, 10, lookup_s=1.1) == [False] * 10
+    assert wait_for_answer(bench, 10, lookup_s=0.0) == [False] * 10, "as long as the last one"
+    bench.clock.advance(RETRY_S)
+    bench.step()
+    assert wait_for_answer(bench, 3, lookup_s=0.2) == [None] * 3, "tried again"
+
+
 def test_where_nobody_says_what_computing_costs_every_block_is_promoted(make_bench: MakeBench) -> None:
     bench = make_bench(PATIENT, num_blocks=128, limits=LIMITS)
     for _ in range(3 * LOADS_MIN):
@@ -124,5 +183,5 @@ def test_it_learns_both_times_and_follows_them(load_s: float, block_s: float) ->
         pace.add(size, before[0] + before[1] * size, now_s=0.0)
     for size in (1, 8, 30, 40, 64, 120):
         is_worth = load_s + block_s * size <= 0.002 * size
-        assert pace.is_worth(size, 0, now_s=1.0) is is_worth
+        assert pace.is_worth(size, size, now_s=1.0) is is_worth
     assert pace.is_hopeless(1.0) is (block_s >= 0.002)

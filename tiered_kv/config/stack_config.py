@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
@@ -116,7 +116,17 @@ class EventSettings(StrictModel):
 class PrefillSettings(StrictModel):
     """What computing a prompt costs, so that no block is promoted that would come later than it is computed."""
 
-    tokens_per_s: Count = Field(ge=1, le=1 << 40, description="Tokens of prompts that the engine computes in a second.")
+    tokens_per_s: Annotated[Count, Field(ge=1, le=1 << 40)] | Literal["measured"] = Field(
+        description="Tokens of prompts that the engine computes in a second; 'measured' in vLLM, whose steps are timed."
+    )
+
+    @field_validator("tokens_per_s", mode="before")
+    @classmethod
+    def _is_a_rate(cls, rate: object) -> object:
+        is_number = not isinstance(rate, bool) and str(rate).isdecimal()
+        if rate == "measured" or (is_number and 1 <= int(str(rate)) <= 1 << 40):
+            return rate
+        raise ValueError("expected a whole number from 1, or 'measured' in vLLM")
 
 
 class StackConfig(StrictModel):
@@ -167,8 +177,15 @@ class StackConfig(StrictModel):
 
     @property
     def compute_block_s(self) -> float:
-        """Seconds in which the engine computes a block; infinite where nobody says."""
-        return math.inf if self.prefill is None else self.block.tokens / self.prefill.tokens_per_s
+        """Seconds in which the engine computes a block; infinite where nobody says, or nobody has measured it yet."""
+        if self.prefill is None or self.prefill.tokens_per_s == "measured":
+            return math.inf
+        return self.block.tokens / self.prefill.tokens_per_s
+
+    @property
+    def is_prefill_measured(self) -> bool:
+        """Whether an engine has to measure what it computes."""
+        return self.prefill is not None and self.prefill.tokens_per_s == "measured"
 
     @property
     def identity(self) -> NamespaceIdentity:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from tiered_kv.base import (
@@ -96,7 +96,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._primary_blocks = primary.blocks  # the same dictionary, with one attribute lookup less
         self._counting = tuple(guarded for guarded in self._tiers if not guarded.admission.is_open())
         self._audit = Audit(audit, primary, self._tiers, clock, self._withhold) if audit else None
-        self._prefetches = Prefetches(self, self._search)
+        self._prefetches = Prefetches(self, primary, self._promotions, self._search)
         self._observer = Observer(
             self,
             primary,
@@ -157,12 +157,19 @@ class TieringOffloadingManager(OffloadingManager):
         below = self._search.below_many(missing, self._primary_blocks, req_context)
         return [below.get(key, True) for key in keys]
 
-    def prefetch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Begin to promote `keys` for a request that will need them.
+    def prefetch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        """Begin to promote the prefix `keys` for a request that will need it, up to its first miss.
 
-        Tiers that have not answered yet are asked again at the end of each step.
+        Keys are taken one by one at the ends of steps, a bounded number in each. It ends when the request loads blocks
+        or ends, or by `end_prefetch`. What all requests get ahead is bounded by a share of the budget of promotions.
         """
         self._prefetches.begin(keys, self._requests.state_of(req_context))
+
+    def end_prefetch(self, req_context: ReqContext) -> None:
+        """Look up no more of what was to be prefetched for a request: it asks itself from now on."""
+        state = self._requests.get(req_context)
+        if state is not None:
+            self._prefetches.leave(state)
 
     def hit_tier(self, key: OffloadKey, req_context: ReqContext) -> str:
         """Return where a block that this request found came from: "cpu", or the tier that it was promoted from."""
@@ -177,6 +184,7 @@ class TieringOffloadingManager(OffloadingManager):
         state = self._state_to_load_for(req_context)
         self._observer.loaded(keys, state)
         if state is not None:
+            self._prefetches.leave(state)
             if state.held:
                 self._promotions.release(state, keys)
             if state.request_level:
@@ -262,7 +270,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._end_request(state)
 
     def on_schedule_end(self) -> None:
-        self._prefetches.ask_again()
+        self._prefetches.ask()
         self._submit()
         self.poll()
         self.primary.on_schedule_end()
@@ -380,6 +388,11 @@ class TieringOffloadingManager(OffloadingManager):
         self._search.stop()
         self._observer.close_history()
         self.primary.shutdown(unmap=not self.jobs_in_flight)
+
+    def set_compute_block_s(self, seconds: float) -> None:
+        """Say anew in how many seconds the engine computes a block."""
+        for guarded in self._tiers:
+            guarded.pace.compute_block_s = seconds
 
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
         """Return all counts by tier, a secondary tier's own `stats` under "tier". Any thread may call."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tiered_kv.base import OffloadKey
@@ -11,7 +11,7 @@ from tiered_kv.cpu.backend import PROMOTION, CPUBlock
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.guarded import GuardedTier, Job
-from tiered_kv.tiering.pace import TOO_SLOW
+from tiered_kv.tiering.pace import TOO_SLOW, computed_blocks
 from tiered_kv.tiering.requests import RequestState
 
 
@@ -36,7 +36,7 @@ class Promotions:
         self, primary: CPUOffloadingManager, blocks_max: int, hold_s: float, clock: Callable[[], float]
     ) -> None:
         self._primary = primary
-        self._blocks_max = blocks_max
+        self.blocks_max = blocks_max
         self._hold_s = hold_s
         self._clock = clock
         self._table: dict[OffloadKey, Promotion] = {}
@@ -58,7 +58,7 @@ class Promotions:
         # A request that already has blocks on their way takes what it has: two requests that each wait for the room
         # of the other would both wait in vain.
         may_wait = not (state.promoting or state.held)
-        if self.blocks_taken >= self._blocks_max:
+        if self.blocks_taken >= self.blocks_max:
             return may_wait
         if guarded.load_room() <= 0:
             return guarded.is_loading
@@ -87,6 +87,12 @@ class Promotions:
             state.promoting.add(key)
         return True
 
+    def keep(self, block: CPUBlock, state: RequestState) -> None:
+        """Hold a ready block for a request that waits, as if it had been promoted for it, if there is room."""
+        if block.key not in state.held and self.blocks_taken < self.blocks_max:
+            self._primary.pin([block])
+            self._hold(block, [state])
+
     def submit(self) -> None:
         """Submit the loads since the last call: one job for each tier and request."""
         batches, self._batches = self._batches, {}
@@ -97,7 +103,9 @@ class Promotions:
             keys = [block.key for block in blocks]
             # A half-open breaker admits one job, and another of this step may have been first.
             refusal = guarded.refusal()
-            if not refusal and not guarded.pace.is_worth(len(blocks), guarded.loads.blocks, now_s):
+            # What the request gets from earlier loads counts: it waits for them in any case.
+            in_flight = guarded.loads.blocks + len(blocks)
+            if not refusal and not guarded.pace.is_worth(in_flight, computed_blocks(state.promoting or keys), now_s):
                 refusal = TOO_SLOW
                 guarded.counters.add("too_slow_blocks_total", count=len(blocks))
             if refusal or not guarded.submit(keys, blocks, state.req_context, is_promotion=True):
@@ -183,16 +191,21 @@ class Promotions:
         del self._table[key]
         waiters = promotion.waiters
         self._primary.commit([block], pins=len(waiters))
-        until_s = self._clock() + self._hold_s
         for state in waiters:
             state.promoting.discard(key)
-            state.held[key] = block
-            state.held_until_s = until_s
             state.sources[key] = promotion.guarded.name
-            self._holders[state] = None
         if waiters:
-            self._held[block.block_id] = len(waiters)
+            self._hold(block, waiters)
         return True
+
+    def _hold(self, block: CPUBlock, states: Sequence[RequestState]) -> None:
+        """Note that a block, which was pinned once for each, is held for requests."""
+        until_s = self._clock() + self._hold_s
+        for state in states:
+            state.held[block.key] = block
+            state.held_until_s = until_s
+            self._holders[state] = None
+        self._held[block.block_id] = self._held.get(block.block_id, 0) + len(states)
 
     def _drop(self, key: OffloadKey, block: CPUBlock, reason: str = "") -> None:
         """End the waiting for a block whose load failed."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.observe.fates import Fate
 from tiered_kv.observe.ledger import Because, RequestLog
 from tiered_kv.tiering.guarded import GuardedTier
 
@@ -42,12 +43,12 @@ class RequestState:
         waited_s: How long it has waited since it last loaded a block that was promoted for it.
         asked_s: When it asked last; infinite before its first answer None, and again after such a load.
         has_waited: Whether it has reached its bound on waiting. Then blocks that are not ready are misses for it.
-        timed_out: Tiers whose answer did not come in time; they are a miss for the rest of the request.
+        timed_out: Tiers whose answer did not come in time, and why; they are a miss for the rest of the request.
         promoting: Blocks that are being promoted for this request.
         held: Promoted blocks, pinned for this request until it loads them.
         held_until_s: When `held` is released.
         sources: The tier that each promoted block came from.
-        wanted: Keys that `prefetch` has still to find.
+        upcoming: Keys that `prefetch` has still to look up, and `wanted`, those that no tier has answered for.
         request_level: Tiers that want all of the request's blocks when it ends.
         keys: All keys of the request, in order; kept only for `request_level`.
         stores_pending: Keys between prepare_store and complete_store; kept only for `request_level`.
@@ -68,11 +69,12 @@ class RequestState:
     waited_s: float = 0.0
     asked_s: float = math.inf
     has_waited: bool = False
-    timed_out: set[GuardedTier] = field(default_factory=set)
+    timed_out: dict[GuardedTier, Fate] = field(default_factory=dict)
     promoting: set[OffloadKey] = field(default_factory=set)
     held: dict[OffloadKey, CPUBlock] = field(default_factory=dict)
     held_until_s: float = 0.0
     sources: dict[OffloadKey, str] = field(default_factory=dict)
+    upcoming: Iterator[OffloadKey] = field(default_factory=lambda: iter(()))
     wanted: list[OffloadKey] = field(default_factory=list)
     request_level: tuple[GuardedTier, ...] = ()
     keys: dict[OffloadKey, None] = field(default_factory=dict)

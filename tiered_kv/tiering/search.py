@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 
@@ -12,7 +13,7 @@ from tiered_kv.observe.history import BlockHistory
 from tiered_kv.observe.ledger import RequestLog
 from tiered_kv.observe.pages import Page, next_page
 from tiered_kv.tiering.guarded import GuardedTier
-from tiered_kv.tiering.pace import TOO_SLOW
+from tiered_kv.tiering.pace import TOO_SLOW, computed_blocks
 from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.requests import RequestState, RequestTable
 
@@ -227,6 +228,8 @@ class Search:
         if asked_s is not None and guarded.measures.noted_s != self._now_s:  # the first such answer of a step
             guarded.measures.noted_s = self._now_s
             guarded.measures.lookup_seconds.add(self._clock() - asked_s)
+            if state.is_asking:
+                guarded.pace.add_lookup(self._clock() - asked_s, self._now_s)
         if not answer:
             return _Verdict.NEXT
         if guarded.pace.is_hopeless(self._now_s):
@@ -284,6 +287,8 @@ class Search:
             state.turn = self._turn
             if state.asked_s < self._now_s:
                 self._count_wait(state)
+            if state.unanswered and state.is_asking:
+                self._leave_late_tiers(state)
             if self._history is not None:
                 self.log_of(state)
                 state.because = self._because(state)
@@ -297,7 +302,7 @@ class Search:
         because = bytearray(len(self._tiers) + 1)
         for guarded in self._tiers:
             if guarded in state.timed_out:
-                because[guarded.number] = Fate.TIMEOUT
+                because[guarded.number] = state.timed_out[guarded]
             elif not guarded.is_searched:
                 because[guarded.number] = fate_of(guarded.refusal() or "budget")
         return bytes(because)
@@ -310,11 +315,27 @@ class Search:
             state.has_waited = True
             state.unanswered.clear()
 
+    def _leave_late_tiers(self, state: RequestState) -> None:
+        """Ask tiers no more whose answers, with the blocks behind them, would come later than these are computed."""
+        for guarded, _ in self._searched:
+            asked = {}
+            if guarded.pace.compute_block_s < math.inf:
+                asked = {key: since_s for (key, tier), since_s in state.unanswered.items() if tier is guarded}
+            if not asked:
+                continue
+            waited_s = self._now_s - min(asked.values())
+            in_flight = guarded.loads.blocks + guarded.load_blocks_reserved + len(asked)
+            if not guarded.pace.is_answer_worth(in_flight, computed_blocks(asked), waited_s, self._now_s):
+                state.timed_out[guarded] = Fate.TOO_SLOW
+                guarded.counters.add("too_slow_blocks_total", count=len(asked))
+                for key in asked:
+                    del state.unanswered[key, guarded]
+
     def _fail(self, guarded: GuardedTier, state: RequestState, raised_in: str = "") -> None:
         """Ask this tier no more for this request: one failure a request, however many keys it asks for."""
         if raised_in:
             guarded.observer.note_exception(raised_in)
-        state.timed_out.add(guarded)
+        state.timed_out[guarded] = Fate.TIMEOUT
         now_s = self._clock()
         guarded.breaker.fail(now_s)
         self.refresh(now_s)

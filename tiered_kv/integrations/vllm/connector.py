@@ -1,16 +1,27 @@
-"""vLLM's offloading connector, which also hands on the engine's configuration.
+"""vLLM's offloading connector, which also hands on the engine's configuration, its requests and its steps.
 
 vLLM's `OffloadingConnector` gives an offloading spec a summary: neither the rotary embedding nor the revision, the
 attention's settings or adapters are in it, and in the scheduler's process no global has them. A connector has them all.
+
+It gives a manager the keys of a request when the request is scheduled. A connector knows them when the request comes,
+so that promotions run while it waits for its turn.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import KV_LOAD_TIERS_KEY
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
+from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.integrations.vllm.engine import configured
+from tiered_kv.integrations.vllm.manager import TieredKVManager
 from tiered_kv.integrations.vllm.metrics import forget_metrics
 
 
@@ -29,6 +40,46 @@ class TieredKVConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is n
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         with configured(vllm_config, kv_cache_config):
             super().__init__(vllm_config, role, kv_cache_config)
+        scheduler = self.connector_scheduler
+        manager = None if scheduler is None else scheduler.manager
+        self._ours: TieredKVManager | None = manager if isinstance(manager, TieredKVManager) else None
+
+    def on_new_request(self, request: Any) -> None:
+        super().on_new_request(request)
+        chooses_tiers = KV_LOAD_TIERS_KEY in (request.kv_transfer_params or ())
+        if self._ours is not None and not chooses_tiers and not request.skip_reading_prefix_cache:
+            self._ours.expect(request.request_id, self._prefix_of(request))
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._ours is not None:
+            self._ours.was_scheduled(request.request_id)
+        answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return answer
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        meta = super().build_connector_meta(scheduler_output)
+        if self._ours is not None:
+            self._ours.step_began(scheduler_output.total_num_scheduled_tokens)
+        return meta
+
+    def _prefix_of(self, request: Any) -> Iterator[OffloadKey]:
+        """Yield the keys of a request's prefix that the GPU does not have, in their order, when they are asked for.
+
+        Those of groups with full attention alone: which blocks of a window count is known when the prefix is.
+        """
+        hashes = request.block_hashes
+        prefixes = []
+        for group in self.connector_scheduler.config.kv_group_configs:
+            if group.sliding_window_size_in_chunks is None:
+                each, number = group.hashes_per_chunk, group.group_idx
+                ends = range(each, len(hashes) + 1, each)
+                first = bisect_left(ends, True, key=partial(self._gpu_lacks, hashes, number))
+                prefixes.append(zip(ends[first:], itertools.repeat(number)))
+        for end, number in heapq.merge(*prefixes):
+            yield make_offload_key(hashes[end - 1], number)
+
+    def _gpu_lacks(self, hashes: Sequence[bytes], group: int, end: int) -> bool:
+        return not self._kv_cache_manager.block_pool.get_cached_block(hashes[end - 1], [group])
 
     @classmethod
     def build_prom_metrics(cls, *arguments: Any, **named: Any) -> Any:

@@ -15,9 +15,10 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from tiered_kv.base import OffloadKey, PrepareStoreOutput
+from tiered_kv.base import OffloadKey, PrepareStoreOutput, ReqContext
 from tiered_kv.base import OffloadPolicy as OurPolicy
 from tiered_kv.cpu.manager import PRIMARY_NAME
+from tiered_kv.integrations.prefill_meter import PrefillMeter
 from tiered_kv.integrations.vllm.metrics import CounterReport, hit_source, vllm_events
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.stack import Stack
@@ -54,6 +55,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         self._telling = frozenset(name for name, tier in tiers if tier.tells_stored)
         self._flush_steps = flush_steps
         self._steps_to_flush: int | None = None
+        self._meter = PrefillMeter() if stack.config.is_prefill_measured else None
 
     # Lookups and transfers.
 
@@ -116,6 +118,19 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         is_whole = answer.policy is OurPolicy.REQUEST_LEVEL
         return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL if is_whole else OffloadPolicy.CHUNK_LEVEL)
 
+    def expect(self, req_id: str, keys: Iterable[OffloadKey]) -> None:
+        """Begin to promote the prefix of a new request, until `was_scheduled`; the steps' ends take its keys."""
+        self._manager.prefetch(keys, ReqContext(req_id))
+
+    def was_scheduled(self, req_id: str) -> None:
+        """Note that vLLM asks for the blocks of a request itself now."""
+        self._manager.end_prefetch(ReqContext(req_id))
+
+    def step_began(self, num_tokens: int) -> None:
+        """Note that vLLM computes a step. It asks for `get_stats` when each step has ended, in the same order."""
+        if self._meter is not None:
+            self._meter.begin(num_tokens)
+
     def on_request_finished(self, req_context: Any) -> None:
         self._manager.on_request_finished(req_context)
 
@@ -156,6 +171,9 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         return vllm_events(self._manager.take_events(), self._telling) if self._tells_events else ()
 
     def get_stats(self) -> Any:
+        tokens_per_s = None if self._meter is None else self._meter.end()
+        if tokens_per_s is not None:
+            self._manager.set_compute_block_s(self._stack.config.block.tokens / tokens_per_s)
         return self._report.take(self._manager.counters)
 
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`

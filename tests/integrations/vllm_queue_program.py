@@ -1,0 +1,212 @@
+"""Runs in an environment with vLLM: what our connector does for requests before they are scheduled.
+
+    python vllm_queue_program.py DIRECTORY
+
+The connector is the scheduler's, of a small model; the test is the scheduler. Prints one line of JSON for each check:
+its name, and an error or nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from vllm_program_parts import (  # type: ignore[import-not-found]  # found beside this program when it runs
+    run_checks,
+    stand_in_for_a_device,
+    vllm_config_of,
+    wait_for,
+)
+
+from tests.support.tiny_llama import TINY_LLAMA
+from tiered_kv.base import ReqContext, make_offload_key
+
+stand_in_for_a_device()
+
+import torch  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config  # noqa: E402
+from vllm.v1.core.sched.output import SchedulerOutput  # noqa: E402
+from vllm.v1.kv_cache_interface import (  # noqa: E402
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.kv_offload.base import (  # noqa: E402
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+)
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory  # noqa: E402
+from vllm.v1.request import RequestStatus  # noqa: E402
+
+from tiered_kv.integrations.vllm import TieredKVConnector  # noqa: E402 - which asks for the device
+from tiered_kv.integrations.vllm.engine import configured  # noqa: E402
+
+TOKENS = 32
+SHAPE = {"block_size": TOKENS, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+FULL = FullAttentionSpec(**SHAPE)
+
+
+class Queue:
+    """A scheduler's connector, and the requests that wait before it."""
+
+    def __init__(self, directory: Path, specs: Sequence[Any], **stack: object) -> None:
+        model = directory / "model"
+        model.mkdir(parents=True, exist_ok=True)
+        (model / "config.json").write_text(json.dumps(TINY_LLAMA))
+        nvme = {"type": "nvme", "path": str(directory / "kv"), "capacity": "64MiB"}
+        extra = {
+            "spec_name": "TieredKVOffloadingSpec",
+            "spec_module_path": "tiered_kv.integrations.vllm",
+            "stack": {"primary": {"capacity": "4MiB"}, "secondary": [nvme], **stack},
+        }
+        config = vllm_config_of(model, extra, load_format="dummy", block_size=TOKENS)
+        groups = [KVCacheGroupSpec([f"layer.{at}"], spec) for at, spec in enumerate(specs)]
+        layers = [torch.zeros((8, FULL.page_size_bytes), dtype=torch.int8) for _ in specs]
+        cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+        self.connector = TieredKVConnector(config, KVConnectorRole.SCHEDULER, cache)
+        with configured(config, cache):
+            spec = OffloadingSpecFactory.create_spec(build_offloading_config(config, cache))
+        caches = CanonicalKVCaches(
+            tensors=[CanonicalKVCacheTensor(layer, FULL.page_size_bytes) for layer in layers],
+            group_data_refs=[[CanonicalKVCacheRef(at, FULL.page_size_bytes)] for at in range(len(specs))],
+        )
+        self.worker = spec.get_worker(caches)  # without which nothing is promoted
+        self.on_gpu: set[bytes] = set()
+        pool = SimpleNamespace(get_cached_block=lambda block_hash, _: [0] if block_hash in self.on_gpu else None)
+        self.connector._kv_cache_manager = SimpleNamespace(block_pool=pool)
+        self.stack = self.connector.connector_scheduler.manager._stack
+
+    def come(self, name: str, hashes: Sequence[bytes], **more: object) -> Any:
+        told = {"kv_transfer_params": None, "kv_hints": None, "skip_reading_prefix_cache": False, **more}
+        request = SimpleNamespace(
+            request_id=name,
+            block_hashes=list(hashes),
+            num_tokens=TOKENS * len(hashes),
+            num_prompt_tokens=1,
+            num_computed_tokens=0,
+            **told,
+        )
+        request.is_finished, request.status = lambda: True, RequestStatus.FINISHED_ABORTED
+        self.connector.on_new_request(request)
+        return request
+
+    def step(self, *finished: str, tokens: int = 0) -> None:
+        output = SchedulerOutput.make_empty()
+        output.finished_req_ids = set(finished)
+        output.total_num_scheduled_tokens = tokens
+        self.connector.build_connector_meta(output)
+        self.connector.get_kv_connector_stats()
+
+    def settled(self) -> bool:
+        self.step()
+        return not self.stack.manager.jobs_in_flight
+
+    def store(self, keys: Sequence[bytes]) -> None:
+        """Store blocks without a worker, and let them reach the disk."""
+        context = ReqContext("store")
+        output = self.stack.manager.prepare_store(keys, context)
+        self.stack.manager.complete_store(output.keys_to_store, context)
+        self.stack.manager.on_request_finished(context)
+        wait_for(self.settled)
+
+    def ready(self, keys: Sequence[bytes]) -> list[bool]:
+        blocks = self.stack.primary.blocks
+        return [key in blocks and blocks[key].ref_cnt >= 0 for key in keys]
+
+
+@contextmanager
+def queue_of(directory: Path, specs: Sequence[Any] = (FULL,), **stack: object) -> Iterator[Queue]:
+    queue = Queue(directory, specs, **stack)
+    try:
+        yield queue
+    finally:
+        queue.worker.shutdown()
+        queue.connector.shutdown()
+
+
+def hashes_of(name: str, count: int) -> list[bytes]:
+    return [hashlib.sha256(f"{name}-{index}".encode()).digest() for index in range(count)]
+
+
+class Checks:
+    """The checks, one method each, in the order they run."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def what_a_request_lacks_is_promoted_while_it_waits(self) -> None:
+        hashes = hashes_of("waits", 6)
+        keys = [make_offload_key(each, 0) for each in hashes]
+        with queue_of(self.directory / "waits") as queue:
+            queue.store(keys[:5])
+        with queue_of(self.directory / "waits") as queue:
+            queue.on_gpu = set(hashes[:2])
+            queue.come("a", hashes)
+            queue.step()
+            wait_for(queue.settled)
+            assert queue.ready(keys) == [False, False, True, True, True, False]
+            assert min(queue.stack.primary.blocks[key].ref_cnt for key in keys[2:5]) == 1, "held for it"
+            queue.step("a")
+            assert max(queue.stack.primary.blocks[key].ref_cnt for key in keys[2:5]) == 0, "it was aborted"
+
+    def a_request_that_is_scheduled_asks_for_itself(self) -> None:
+        hashes = hashes_of("asks", 4)
+        keys = [make_offload_key(each, 0) for each in hashes]
+        with queue_of(self.directory / "asks") as queue:
+            queue.store(keys)
+        with queue_of(self.directory / "asks") as queue:
+            request = queue.come("a", hashes)
+            assert queue.connector.get_num_new_matched_tokens(request, 2 * TOKENS) == (None, False)
+            queue.step()
+            wait_for(queue.settled)
+            assert queue.ready(keys) == [False, False, True, True], "and not for what the GPU has"
+            assert queue.connector.get_num_new_matched_tokens(request, 2 * TOKENS) == (2 * TOKENS, True)
+
+    def requests_that_choose_their_tiers_or_want_none_are_left_alone(self) -> None:
+        hashes = hashes_of("chooses", 4)
+        keys = [make_offload_key(each, 0) for each in hashes]
+        with queue_of(self.directory / "chooses") as queue:
+            queue.store(keys)
+        with queue_of(self.directory / "chooses") as queue:
+            queue.come("a", hashes, kv_transfer_params={"kv_load_tiers": [{"medium": "CPU"}]})
+            queue.come("b", hashes, skip_reading_prefix_cache=True)
+            queue.step()
+            wait_for(queue.settled)
+            assert queue.ready(keys) == [False] * 4
+
+    def groups_with_full_attention_are_promoted_together(self) -> None:
+        hashes = hashes_of("groups", 3)
+        specs = (FULL, SlidingWindowSpec(**SHAPE, sliding_window=TOKENS), FULL)
+        keys = [make_offload_key(each, group) for each in hashes for group in range(3)]
+        with queue_of(self.directory / "groups", specs) as queue:
+            queue.store([key for key in keys if key != keys[8]])
+        with queue_of(self.directory / "groups", specs) as queue:
+            queue.come("a", hashes)
+            queue.step()
+            wait_for(queue.settled)
+            assert queue.ready(keys) == [True, False, True] * 2 + [True, False, False]
+
+    def steps_tell_what_computing_costs(self) -> None:
+        with queue_of(self.directory / "measured", prefill={"tokens_per_s": "measured"}) as queue:
+            (guarded,) = queue.stack.manager._tiers
+            queue.step(tokens=64)
+            assert guarded.pace.compute_block_s == float("inf")
+            queue.step(tokens=4096)
+            assert 0 < guarded.pace.compute_block_s < 1, "of one step, which took no time"
+
+
+def main() -> None:
+    run_checks(Checks(Path(sys.argv[1])), sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Time to the first token behind a distant tier, through a whole vLLM on the CPU: one JSON object.
+
+    python tests/performance/first_token.py choice DIRECTORY --rounds 5
+    python tests/performance/first_token.py queue DIRECTORY --rounds 5
+
+The tier is a `redis-server` on loopback behind a proxy: `--latency` seconds each way, and `--rate` bytes a second back
+on each of its four connections. An engine without the proxy stores all prompts before; each is then served once by each
+engine, from a seed of its own. Engines are processes of their own, and serve one after another.
+
+`choice` serves prompts of each of `--sizes` by an engine that computes everything, one that loads whatever is there,
+and one with `prefill: {tokens_per_s: measured}`, which computed and loaded some prompts before. A round is a sweep of
+each, longest prompt first: so the tier is never left alone for as long as makes an engine try it anew. Of each size:
+the median seconds of each, and the ratio of the third to the better of the others, of medians, and its greatest in any
+round.
+
+`queue` keeps an engine of two places busy with two answers, lets eight prompts of 1,024 tokens come, and serves them
+with short answers: by our connector, and by one that begins promotions when a request is scheduled. Medians over the
+rounds: of the mean and the greatest seconds to the first token, of those until all answers are there, and of ratios.
+
+It needs `redis-server`, and TIERED_KV_VLLM_CPU_PYTHON (see tests/support/vllm_programs.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.performance.bench import spread
+from tests.support.vllm_programs import Message, our_spec, running
+from tiered_kv.testing.proxy import FaultProxy, Faults
+from tiered_kv.testing.redis_servers import PATIENT, RedisServer
+
+PROGRAM = Path(__file__).parents[1] / "integrations" / "vllm_engine_program.py"
+SIZES = (4096, 2048, 1024, 512, 256, 128, 64)
+WARM = (4096, 3072, 2048, 1024, 512)
+"""Prompts from which the choosing engine learns; it computes one more of 2,048 tokens before."""
+LATENCY_S = 0.05
+BYTES_PER_S = 10e6
+PRIMARY_BYTES = 512 << 20
+BUDGET_BYTES = 128 << 20
+PLACES = 2
+BUSY = (48, 48)
+QUEUE = 8
+QUEUE_TOKENS = 1024
+ANSWER = 8
+PAUSE_S = 0.2
+
+Prompt = tuple[int, int]
+"""The seed of a prompt, and its size."""
+
+
+class Engine:
+    """A vLLM of two threads, in a program that serves what it is told."""
+
+    def __init__(self, undo: ExitStack, model: Path, config: Message | None, **options: object) -> None:
+        told = {"mode": "serve", "threads": 2, "pause_s": PAUSE_S, "kv_transfer_config": config}
+        engine = {"max_model_len": max(SIZES) + 128, **options}
+        self._program = undo.enter_context(
+            running("0.32.0", PROGRAM, str(model), json.dumps({**told, "engine": engine}))
+        )
+        self._messages = self._program.messages()
+        next(self._messages)
+
+    def serve(self, *prompts: Prompt, answer: int = 1, busy: Sequence[int] = ()) -> Message:
+        """Serve prompts that come at once; the next call may come when what is in flight has had time to arrive."""
+        self._program.go_on({"prompts": prompts, "answer": answer, "busy": busy})
+        return next(self._messages)
+
+    def first_token(self, prompt: Prompt) -> dict[str, Any]:
+        (served,) = self.serve(prompt)["served"]
+        found: dict[str, Any] = served
+        return found
+
+
+def stack(url: str, connector: str = "", **settings: object) -> Message:
+    """Return what vLLM is told of our connector, or of `connector` in tests/support, over a Redis tier at `url`."""
+    budgets = {"store_budget": BUDGET_BYTES, "load_budget": BUDGET_BYTES, "job_timeout": "60s"}
+    config = our_spec(PRIMARY_BYTES, [{"type": "redis", "url": url, **budgets, **PATIENT}])
+    config["kv_connector_extra_config"]["stack"].update(settings)
+    if connector:
+        config |= {"kv_connector": connector, "kv_connector_module_path": "tests.support.late_connector"}
+    return config
+
+
+@contextmanager
+def distant(directory: Path, prompts: Sequence[Prompt], wire: Faults) -> Iterator[str]:
+    """Yield the address of a Redis behind a wire, which has all of `prompts`."""
+    (directory / "redis").mkdir()
+    with RedisServer(directory / "redis") as server, FaultProxy(("127.0.0.1", server.port)) as proxy:
+        with ExitStack() as undo:
+            writer = Engine(undo, directory / "model", stack(server.url))
+            for prompt in prompts:
+                writer.serve(prompt)
+        proxy.to_server, proxy.to_client = Faults(latency_s=wire.latency_s), wire
+        yield f"redis://{proxy.host}:{proxy.port}"
+
+
+def choice(directory: Path, wire: Faults, sizes: Sequence[int] = SIZES, rounds: int = 5) -> list[dict[str, Any]]:
+    """Return a row for each size."""
+    prompts = {(size, number): (1000 * number + size, size) for size in sizes for number in range(rounds)}
+    warm = [(500_000 + size, size) for size in WARM]
+    with ExitStack() as undo:
+        url = undo.enter_context(distant(directory, [*prompts.values(), *warm], wire))
+        model = directory / "model"
+        engines = {
+            "computed": Engine(undo, model, None),
+            "loaded": Engine(undo, model, stack(url)),
+            "chosen": Engine(undo, model, stack(url, prefill={"tokens_per_s": "measured"})),
+        }
+        for engine in engines.values():
+            for prompt in [(600_000, 2048), *warm]:
+                engine.first_token(prompt)
+        found: dict[str, dict[tuple[int, int], dict[str, Any]]] = {name: {} for name in engines}
+        for number in range(rounds):
+            for name, engine in engines.items():
+                for size in sorted(sizes, reverse=True):
+                    found[name][size, number] = engine.first_token(prompts[size, number])
+    for each in prompts:
+        assert len({answers[each]["token"] for answers in found.values()}) == 1, each
+    return [_row(size, rounds, found) for size in sizes]
+
+
+def _row(size: int, rounds: int, found: Mapping[str, Mapping[tuple[int, int], Mapping[str, Any]]]) -> dict[str, Any]:
+    seconds = {name: [answers[size, number]["seconds"] for number in range(rounds)] for name, answers in found.items()}
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    better = min(medians["computed"], medians["loaded"])
+    return {
+        "tokens": size,
+        **{f"{name}_s": round(value, 3) for name, value in medians.items()},
+        "chosen_found": statistics.median(found["chosen"][size, number]["found"] for number in range(rounds)),
+        "ratio": round(medians["chosen"] / better, 3),
+        "ratio_max": round(max(seconds["chosen"]) / better, 3),
+    }
+
+
+def queue(directory: Path, wire: Faults, rounds: int = 5) -> dict[str, Any]:
+    """Return what requests that wait for a place take, by connector."""
+    prompts = [[(1000 * number + each, QUEUE_TOKENS) for each in range(QUEUE)] for number in range(rounds + 1)]
+    with ExitStack() as undo:
+        url = undo.enter_context(distant(directory, [each for row in prompts for each in row], wire))
+        connectors = {"early": "", "late": "LateConnector"}
+        engines = {
+            name: Engine(undo, directory / "model", stack(url, connector), max_num_seqs=PLACES)
+            for name, connector in connectors.items()
+        }
+        samples: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
+        tokens: dict[str, list[int]] = {name: [] for name in engines}
+        for number, row in enumerate(prompts):
+            order = list(engines) if number % 2 else list(engines)[::-1]
+            for name in order:
+                answer = engines[name].serve(*row, answer=ANSWER, busy=BUSY)
+                tokens[name] += [each["token"] for each in answer["served"]]
+                assert min(each["found"] for each in answer["served"]) >= QUEUE_TOKENS - 32, answer
+                first = [each["seconds"] for each in answer["served"]]
+                taken = {"mean_s": statistics.mean(first), "max_s": max(first), "all_s": answer["seconds"]}
+                if number:  # the first round is for what happens once
+                    samples[name].append(taken)
+    assert tokens["early"] == tokens["late"]
+    result: dict[str, Any] = {}
+    for each in ("mean_s", "max_s", "all_s"):
+        for name, rows in samples.items():
+            result[f"{name}_{each}"] = round(statistics.median(row[each] for row in rows), 3)
+        pairs = zip(samples["early"], samples["late"], strict=True)
+        result[f"early_over_late_{each}"] = spread([early[each] / late[each] for early, late in pairs])
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("choice", "queue"))
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
+    parser.add_argument("--latency", type=float, default=LATENCY_S)
+    parser.add_argument("--rate", type=float, default=BYTES_PER_S)
+    options = parser.parse_args()
+    options.directory.mkdir(parents=True, exist_ok=True)
+    wire = Faults(latency_s=options.latency, bytes_per_s=options.rate)
+    if options.what == "choice":
+        print(json.dumps({"rows": choice(options.directory, wire, options.sizes, options.rounds)}))
+    else:
+        print(json.dumps(queue(options.directory, wire, options.rounds)))
+
+
+if __name__ == "__main__":
+    main()
