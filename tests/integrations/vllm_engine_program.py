@@ -44,6 +44,14 @@ CHAT_MODEL = {
     # Large enough that every token depends on all of its context, as the test makes sure.
     "initializer_range": 0.2,
 }
+MIDDLE_MODEL = {
+    "vocab_size": 1024,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
 LARGE_MODEL = {
     "vocab_size": 1024,
     "hidden_size": 1024,
@@ -309,7 +317,8 @@ def main() -> None:
     os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS=str(options["threads"]))
     # To measure, the engine is in a process of its own, as in a server. To look into it, it is in this one.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if options["mode"] in MEASURING else "0"
-    save_model(directory, LARGE_MODEL if options["mode"] in MEASURING else CHAT_MODEL)
+    model = MIDDLE_MODEL if options.get("model") == "middle" else LARGE_MODEL
+    save_model(directory, model if options["mode"] in MEASURING else CHAT_MODEL)
     more: dict[str, Any] = options.get("engine", {})
     if options["mode"] == "namespaces":
         more = {"distributed_executor_backend": "mp"}  # a worker in a process of its own

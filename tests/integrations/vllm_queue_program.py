@@ -30,6 +30,7 @@ from tiered_kv.base import ReqContext, make_offload_key
 stand_in_for_a_device()
 
 import torch  # noqa: E402
+from vllm import SamplingParams  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config  # noqa: E402
 from vllm.v1.core.sched.output import SchedulerOutput  # noqa: E402
@@ -45,7 +46,7 @@ from vllm.v1.kv_offload.base import (  # noqa: E402
     CanonicalKVCacheTensor,
 )
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory  # noqa: E402
-from vllm.v1.request import RequestStatus  # noqa: E402
+from vllm.v1.request import Request, RequestStatus  # noqa: E402
 
 from tiered_kv.integrations.vllm import TieredKVConnector  # noqa: E402 - which asks for the device
 from tiered_kv.integrations.vllm.engine import configured  # noqa: E402
@@ -86,22 +87,18 @@ class Queue:
         self.stack = self.connector.connector_scheduler.manager._stack
 
     def come(self, name: str, hashes: Sequence[bytes], **more: object) -> Any:
-        told = {"kv_transfer_params": None, "kv_hints": None, "skip_reading_prefix_cache": False, **more}
-        request = SimpleNamespace(
-            request_id=name,
-            block_hashes=list(hashes),
-            num_tokens=TOKENS * len(hashes),
-            num_prompt_tokens=1,
-            num_computed_tokens=0,
-            **told,
-        )
-        request.is_finished, request.status = lambda: True, RequestStatus.FINISHED_ABORTED
+        request = Request(name, [1] * (TOKENS * len(hashes)), SamplingParams(max_tokens=1), None)
+        request.block_hashes = list(hashes)
+        for each, value in more.items():
+            setattr(request, each, value)
         self.connector.on_new_request(request)
         return request
 
-    def step(self, *finished: str, tokens: int = 0) -> None:
+    def step(self, *aborted: Any, tokens: int = 0) -> None:
         output = SchedulerOutput.make_empty()
-        output.finished_req_ids = set(finished)
+        for request in aborted:
+            request.status = RequestStatus.FINISHED_ABORTED
+        output.finished_req_ids = {request.request_id for request in aborted}
         output.total_num_scheduled_tokens = tokens
         self.connector.build_connector_meta(output)
         self.connector.get_kv_connector_stats()
@@ -150,12 +147,12 @@ class Checks:
             queue.store(keys[:5])
         with queue_of(self.directory / "waits") as queue:
             queue.on_gpu = set(hashes[:2])
-            queue.come("a", hashes)
+            request = queue.come("a", hashes)
             queue.step()
             wait_for(queue.settled)
             assert queue.ready(keys) == [False, False, True, True, True, False]
             assert min(queue.stack.primary.blocks[key].ref_cnt for key in keys[2:5]) == 1, "held for it"
-            queue.step("a")
+            queue.step(request)
             assert max(queue.stack.primary.blocks[key].ref_cnt for key in keys[2:5]) == 0, "it was aborted"
 
     def a_request_that_is_scheduled_asks_for_itself(self) -> None:

@@ -37,7 +37,7 @@ from tiered_kv.testing.redis_servers import PATIENT, RedisServer
 
 PROGRAM = Path(__file__).parents[1] / "integrations" / "vllm_engine_program.py"
 SIZES = (4096, 2048, 1024, 512, 256, 128, 64)
-WARM = (4096, 3072, 2048, 1024, 512)
+WARM = (2048, 1024, 512, 256)
 """Prompts from which the choosing engine learns; it computes one more of 2,048 tokens before."""
 LATENCY_S = 0.05
 BYTES_PER_S = 10e6
@@ -58,11 +58,12 @@ class Engine:
     """A vLLM of two threads, in a program that serves what it is told."""
 
     def __init__(self, undo: ExitStack, model: Path, config: Message | None, **options: object) -> None:
-        told = {"mode": "serve", "threads": 2, "pause_s": PAUSE_S, "kv_transfer_config": config}
+        told = {"mode": "serve", "threads": 2, "pause_s": PAUSE_S, "kv_transfer_config": config, "model": model.name}
         engine = {"max_model_len": max(SIZES) + 128, **options}
         self._program = undo.enter_context(
             running("0.32.0", PROGRAM, str(model), json.dumps({**told, "engine": engine}))
         )
+        undo.callback(self._program.end)
         self._messages = self._program.messages()
         next(self._messages)
 
@@ -88,32 +89,32 @@ def stack(url: str, connector: str = "", **settings: object) -> Message:
 
 
 @contextmanager
-def distant(directory: Path, prompts: Sequence[Prompt], wire: Faults) -> Iterator[str]:
+def distant(model: Path, prompts: Sequence[Prompt], wire: Faults) -> Iterator[str]:
     """Yield the address of a Redis behind a wire, which has all of `prompts`."""
+    directory = model.parent
     (directory / "redis").mkdir()
     with RedisServer(directory / "redis") as server, FaultProxy(("127.0.0.1", server.port)) as proxy:
         with ExitStack() as undo:
-            writer = Engine(undo, directory / "model", stack(server.url))
+            writer = Engine(undo, model, stack(server.url))
             for prompt in prompts:
                 writer.serve(prompt)
         proxy.to_server, proxy.to_client = Faults(latency_s=wire.latency_s), wire
         yield f"redis://{proxy.host}:{proxy.port}"
 
 
-def choice(directory: Path, wire: Faults, sizes: Sequence[int] = SIZES, rounds: int = 5) -> list[dict[str, Any]]:
-    """Return a row for each size."""
+def choice(model: Path, wire: Faults, sizes: Sequence[int] = SIZES, rounds: int = 5) -> list[dict[str, Any]]:
+    """Return a row for each size; `model` is the directory of one, "large" or "middle"."""
     prompts = {(size, number): (1000 * number + size, size) for size in sizes for number in range(rounds)}
     warm = [(500_000 + size, size) for size in WARM]
     with ExitStack() as undo:
-        url = undo.enter_context(distant(directory, [*prompts.values(), *warm], wire))
-        model = directory / "model"
+        url = undo.enter_context(distant(model, [*prompts.values(), *warm], wire))
         engines = {
             "computed": Engine(undo, model, None),
             "loaded": Engine(undo, model, stack(url)),
             "chosen": Engine(undo, model, stack(url, prefill={"tokens_per_s": "measured"})),
         }
-        for engine in engines.values():
-            for prompt in [(600_000, 2048), *warm]:
+        for name, engine in engines.items():
+            for prompt in [(600_000, 2048), *(() if name == "computed" else warm)]:
                 engine.first_token(prompt)
         found: dict[str, dict[tuple[int, int], dict[str, Any]]] = {name: {} for name in engines}
         for number in range(rounds):
@@ -138,14 +139,14 @@ def _row(size: int, rounds: int, found: Mapping[str, Mapping[tuple[int, int], Ma
     }
 
 
-def queue(directory: Path, wire: Faults, rounds: int = 5) -> dict[str, Any]:
-    """Return what requests that wait for a place take, by connector."""
+def queue(model: Path, wire: Faults, rounds: int = 5) -> dict[str, Any]:
+    """Return what requests that wait for a place take, by connector; `model` as for `choice`."""
     prompts = [[(1000 * number + each, QUEUE_TOKENS) for each in range(QUEUE)] for number in range(rounds + 1)]
     with ExitStack() as undo:
-        url = undo.enter_context(distant(directory, [each for row in prompts for each in row], wire))
+        url = undo.enter_context(distant(model, [each for row in prompts for each in row], wire))
         connectors = {"early": "", "late": "LateConnector"}
         engines = {
-            name: Engine(undo, directory / "model", stack(url, connector), max_num_seqs=PLACES)
+            name: Engine(undo, model, stack(url, connector), max_num_seqs=PLACES)
             for name, connector in connectors.items()
         }
         samples: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
@@ -174,17 +175,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("choice", "queue"))
     parser.add_argument("directory", type=Path)
+    parser.add_argument("--model", choices=("large", "middle"), default="large")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--latency", type=float, default=LATENCY_S)
     parser.add_argument("--rate", type=float, default=BYTES_PER_S)
     options = parser.parse_args()
-    options.directory.mkdir(parents=True, exist_ok=True)
+    model = options.directory / options.model
+    model.mkdir(parents=True, exist_ok=True)
     wire = Faults(latency_s=options.latency, bytes_per_s=options.rate)
     if options.what == "choice":
-        print(json.dumps({"rows": choice(options.directory, wire, options.sizes, options.rounds)}))
+        print(json.dumps({"rows": choice(model, wire, options.sizes, options.rounds)}))
     else:
-        print(json.dumps(queue(options.directory, wire, options.rounds)))
+        print(json.dumps(queue(model, wire, options.rounds)))
 
 
 if __name__ == "__main__":

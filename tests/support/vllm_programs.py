@@ -86,6 +86,12 @@ class Program:
         self._process.stdin.write(("" if message is None else json.dumps(message)) + "\n")
         self._process.stdin.flush()
 
+    def end(self) -> None:
+        """Let a program that reads messages end by itself, with its engine's processes."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
     def close(self) -> None:
         self._watchdog.cancel()
         self._watchdog.join()
