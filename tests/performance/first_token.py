@@ -13,7 +13,7 @@ each, longest prompt first: so the tier is never left alone for as long as makes
 the median seconds of each, and the ratio of the third to the better of the others, of medians, and its greatest in any
 round.
 
-`queue` keeps an engine of two places busy with two answers, lets eight prompts of 1,024 tokens come, and serves them
+`queue` keeps an engine of two places busy with two answers, lets eight prompts of `--tokens` come, and serves them
 with short answers: by our connector, and by one that begins promotions when a request is scheduled. Medians over the
 rounds: of the mean and the greatest seconds to the first token, of those until all answers are there, and of ratios.
 
@@ -139,9 +139,9 @@ def _row(size: int, rounds: int, found: Mapping[str, Mapping[tuple[int, int], Ma
     }
 
 
-def queue(model: Path, wire: Faults, rounds: int = 5) -> dict[str, Any]:
+def queue(model: Path, wire: Faults, rounds: int = 5, tokens: int = QUEUE_TOKENS) -> dict[str, Any]:
     """Return what requests that wait for a place take, by connector; `model` as for `choice`."""
-    prompts = [[(1000 * number + each, QUEUE_TOKENS) for each in range(QUEUE)] for number in range(rounds + 1)]
+    prompts = [[(1000 * number + each, tokens) for each in range(QUEUE)] for number in range(rounds + 1)]
     with ExitStack() as undo:
         url = undo.enter_context(distant(model, [each for row in prompts for each in row], wire))
         connectors = {"early": "", "late": "LateConnector"}
@@ -150,18 +150,18 @@ def queue(model: Path, wire: Faults, rounds: int = 5) -> dict[str, Any]:
             for name, connector in connectors.items()
         }
         samples: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
-        tokens: dict[str, list[int]] = {name: [] for name in engines}
+        answers: dict[str, list[int]] = {name: [] for name in engines}
         for number, row in enumerate(prompts):
             order = list(engines) if number % 2 else list(engines)[::-1]
             for name in order:
                 answer = engines[name].serve(*row, answer=ANSWER, busy=BUSY)
-                tokens[name] += [each["token"] for each in answer["served"]]
-                assert min(each["found"] for each in answer["served"]) >= QUEUE_TOKENS - 32, answer
+                answers[name] += [each["token"] for each in answer["served"]]
+                assert min(each["found"] for each in answer["served"]) >= tokens - 32, answer
                 first = [each["seconds"] for each in answer["served"]]
                 taken = {"mean_s": statistics.mean(first), "max_s": max(first), "all_s": answer["seconds"]}
                 if number:  # the first round is for what happens once
                     samples[name].append(taken)
-    assert tokens["early"] == tokens["late"]
+    assert answers["early"] == answers["late"]
     result: dict[str, Any] = {}
     for each in ("mean_s", "max_s", "all_s"):
         for name, rows in samples.items():
@@ -178,6 +178,7 @@ def main() -> None:
     parser.add_argument("--model", choices=("large", "middle"), default="large")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
+    parser.add_argument("--tokens", type=int, default=QUEUE_TOKENS)
     parser.add_argument("--latency", type=float, default=LATENCY_S)
     parser.add_argument("--rate", type=float, default=BYTES_PER_S)
     options = parser.parse_args()
@@ -187,7 +188,7 @@ def main() -> None:
     if options.what == "choice":
         print(json.dumps({"rows": choice(model, wire, options.sizes, options.rounds)}))
     else:
-        print(json.dumps(queue(model, wire, options.rounds)))
+        print(json.dumps(queue(model, wire, options.rounds, options.tokens)))
 
 
 if __name__ == "__main__":

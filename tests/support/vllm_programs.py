@@ -90,6 +90,7 @@ class Program:
         """Let a program that reads messages end by itself, with its engine's processes."""
         assert self._process.stdin is not None
         self._process.stdin.close()
+        self._process.stdin = None
         self._process.wait()
 
     def close(self) -> None:
