@@ -65,10 +65,13 @@ class Engine:
         )
         undo.callback(self._program.end)
         self._messages = self._program.messages()
-        next(self._messages)
+        self._is_ready = False  # several engines start at the same time
 
     def serve(self, *prompts: Prompt, answer: int = 1, busy: Sequence[int] = ()) -> Message:
         """Serve prompts that come at once; the next call may come when what is in flight has had time to arrive."""
+        if not self._is_ready:
+            next(self._messages)
+            self._is_ready = True
         self._program.go_on({"prompts": prompts, "answer": answer, "busy": busy})
         return next(self._messages)
 
