@@ -4,10 +4,11 @@
 
 `chat` plays conversations of several turns that share system prompts, and drops the engine's own prefix cache after
 each batch of requests, or has none (`prefix_caching`). `first_token` measures how long prompts take to their first
-token, and `serve` how long those take that it is told of, while others keep the engine busy. `hints` serves
-prompts with what their requests say of them. `namespaces` says those of the engine's processes. `audit` serves prompts one by one, with other weights from one of them on if told so, and looks
-up the keys that it is given before and after. Prints lines of JSON, the last one the result; after {"pause": true} it
-waits for a line on its standard input. A test reads and writes them.
+token, and `serve` how long those take that it is told of, while others keep the engine busy. `hints` serves prompts
+with what their requests say of them. `namespaces` says those of the engine's processes. `audit` serves prompts one by
+one, with other weights from one of them on if told so, and looks up the keys that it is given before and after. Prints
+lines of JSON, the last one the result; after {"pause": true} it waits for a line on its standard input. A test reads
+and writes them.
 """
 
 from __future__ import annotations
