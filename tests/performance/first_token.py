@@ -116,8 +116,9 @@ def choice(model: Path, wire: Faults, sizes: Sequence[int] = SIZES, rounds: int 
             "loaded": Engine(undo, model, stack(url)),
             "chosen": Engine(undo, model, stack(url, prefill={"tokens_per_s": "measured"})),
         }
-        for name, engine in engines.items():
-            for prompt in [(600_000, 2048), *(() if name == "computed" else warm)]:
+        for number, (name, engine) in enumerate(engines.items()):
+            # A prompt of its own, which it computes: what one engine has stored, another would load.
+            for prompt in [(600_000 + number, 2048), *(() if name == "computed" else warm)]:
                 engine.first_token(prompt)
         found: dict[str, dict[tuple[int, int], dict[str, Any]]] = {name: {} for name in engines}
         for number in range(rounds):
