@@ -96,6 +96,49 @@ def test_another_request_of_the_same_name_is_decided_anew(make_bench: MakeBench)
     assert bench.jobs == [keys(0), keys(2, 3)]
 
 
+A_BLOCK_A_MINUTE = {**LARGE_BUDGETS, "write_budget": 24 * WINDOW_MINUTES * BLOCK_BYTES}
+
+
+def test_behind_a_refused_block_nothing_is_stored_after_a_load_without_refused_ones(make_bench: MakeBench) -> None:
+    bench = make_bench(A_BLOCK_A_MINUTE)
+    context = bench.request("a")
+    bench.store(keys(0, 1), context)
+    assert bench.jobs == [keys(0)]
+    bench.load(keys(0), context)  # what is stored is not offered again
+    bench.clock.advance(600)
+    bench.store(keys(2), context)
+    assert bench.jobs == [keys(0)]
+
+
+def test_behind_a_refused_block_that_two_requests_load_at_once_nothing_is_stored(make_bench: MakeBench) -> None:
+    bench = make_bench(A_BLOCK_A_MINUTE)
+    for number in (0, 1):
+        bench.store(keys(number), bench.request(str(number)))
+    contexts = bench.request("a"), bench.request("b")
+    for context in contexts:
+        bench.manager.prepare_load(keys(1), context)
+    for context in contexts:
+        bench.manager.complete_load(keys(1), context)
+    bench.clock.advance(600)
+    bench.store(keys(2), contexts[0])
+    assert bench.jobs == [keys(0)]
+
+
+def test_behind_a_refused_promoted_block_nothing_is_stored(make_bench: MakeBench) -> None:
+    bench = make_bench({**A_BLOCK_A_MINUTE, "fill_on_promotion": True}, LARGE_BUDGETS)
+    bench.tiers[1].has(0, 1, 2)
+    context = bench.request("a")
+    for wanted in (keys(0, 1), keys(2)):
+        bench.lookup(wanted, context)
+        bench.step()
+        bench.end()  # the promotion
+        assert bench.jobs == ([keys(0)] if wanted == keys(0, 1) else [])
+        while bench.jobs:
+            bench.end()
+        bench.load(wanted, context)
+        bench.clock.advance(600)
+
+
 @pytest.mark.parametrize("capacity_blocks", [None, 500, 50_000])
 def test_it_goes_to_the_requests_that_return(capacity_blocks: int | None) -> None:
     """Half of the requests go on from others and return in an hour; half are new and never do."""

@@ -40,6 +40,10 @@ class Admission:
         """Return whether everything is admitted."""
         return self._admit_after <= 1
 
+    def begin(self, req_id: str) -> None:
+        """Note that a request begins; an earlier one of its id has ended."""
+        return
+
     def select(self, offered: list[CPUBlock], room: int, req_id: str) -> Selection:
         """Choose from blocks of one request, at most `room`; an offer that finds no room does not count."""
         if self.is_open():

@@ -41,11 +41,13 @@ class Cascade:
             self._primary.pin(blocks)
         self._submit(selections, req_context, [block.key for block in ready])
 
-    def fill(self, ready: list[CPUBlock], source: GuardedTier, tiers: Sequence[GuardedTier]) -> None:
-        """Offer blocks that were promoted from `source` to the tiers above it that want them."""
+    def fill(
+        self, ready: list[CPUBlock], source: GuardedTier, tiers: Sequence[GuardedTier], req_context: ReqContext
+    ) -> None:
+        """Offer blocks that were promoted from `source` for a request to the tiers above it that want them."""
         above = [each for each in tiers[: tiers.index(source)] if each.settings.fill_on_promotion]
         if above:
-            self.offer(ready, above, ReqContext())
+            self.offer(ready, above, req_context)
 
     def finish(self, job: Job) -> None:
         """Release the blocks of a store that was reported."""

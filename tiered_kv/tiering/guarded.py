@@ -299,6 +299,7 @@ class GuardedTier:
 
     def wants_all_of(self, req_context: ReqContext) -> bool:
         """Announce a new request to the tier; return whether it wants all blocks of the request at its end."""
+        self.admission.begin(req_context.req_id)
         answer = self.call("on_new_request", req_context)
         return isinstance(answer, RequestOffloadingContext) and answer.policy is OffloadPolicy.REQUEST_LEVEL
 

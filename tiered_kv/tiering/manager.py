@@ -292,7 +292,7 @@ class TieringOffloadingManager(OffloadingManager):
                     continue
                 ready = self._promotions.finish(job, result)
                 if ready and not self._is_closed:  # a tier that is being closed gets no new jobs
-                    self._cascade.fill(ready, guarded, self._tiers)
+                    self._cascade.fill(ready, guarded, self._tiers, job.metadata.req_context)
             for job in guarded.expire(now_s):
                 if job.metadata.is_promotion and not (audit is not None and audit.expire(job)):
                     self._promotions.expire(job)

@@ -12,7 +12,7 @@ from typing import Final
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import HOURS_A_DAY
-from tiered_kv.cpu.backend import CPUBlock, RequestChain
+from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.tiering.admission import Admission, Selection
 
 MINUTE_S: Final = 60.0
@@ -80,13 +80,11 @@ class _Request:
     """What was decided of a request.
 
     Attributes:
-        chain: Tells it from others of the same id.
         group: Of its new blocks; negative before the first.
         admitted: The groups that were decided on, and how.
         is_cut: Whether a block of it was refused, so that those behind it are worthless.
     """
 
-    chain: RequestChain | None
     group: int = -1
     admitted: dict[int, bool] = field(default_factory=dict)
     is_cut: bool = False
@@ -95,9 +93,11 @@ class _Request:
 class WriteBudget(Admission):
     """Admits the requests whose blocks bring most hits for their bytes, as far as the rate of storing allows.
 
-    In no hour more than `hour_bytes` are admitted. The budget begins as after an hour in which it was used up evenly,
-    so it holds across restarts, too. All blocks of a request that are in one group are admitted, or none. Behind one
-    that is refused all are refused: without those before them they are worthless.
+    In no hour more than `hour_bytes` are admitted. The budget begins as after an hour in which it was used up evenly.
+    What was admitted before a restart is not known: an hour with one may have nearly twice as much.
+
+    All blocks of a request that are in one group are admitted, or none. Behind one that is refused all of the request
+    are refused: without those before them they are worthless.
 
     What is learned is how many blocks of each group are asked for again after the primary tier has lost them. Each
     minute the groups with most returns are chosen, as far as the budget allows. If storing less would bring more hits,
@@ -143,14 +143,14 @@ class WriteBudget(Admission):
     def is_open(self) -> bool:
         return False
 
+    def begin(self, req_id: str) -> None:
+        self._requests.pop(req_id, None)
+
     def select(self, offered: list[CPUBlock], room: int, req_id: str) -> Selection:
         self.tick()
-        chain = offered[0].chain if offered else None
         late = offered[room:]
         offered = offered[:room]
-        request = self._requests.get(req_id)
-        if request is None or request.chain is not chain:
-            request = self._begin(req_id, chain)
+        request = self._request(req_id)
         known, group = self._known(offered)
         count = self._offer(offered[:known], group, request) if known else 0
         if known < len(offered):
@@ -175,13 +175,14 @@ class WriteBudget(Admission):
                 places.update(range(max(start, 0), min(start + offer.count, len(loaded))))
         return [loaded[place] for place in sorted(places)]
 
-    def _begin(self, req_id: str, chain: RequestChain | None) -> _Request:
-        request = _Request(chain)
-        if req_id:
-            self._requests[req_id] = request
-            self._requests.move_to_end(req_id)
-            if len(self._requests) > REQUESTS_MAX:
-                self._requests.popitem(last=False)
+    def _request(self, req_id: str) -> _Request:
+        request = self._requests.get(req_id)
+        if request is None:
+            request = _Request()
+            if req_id:
+                self._requests[req_id] = request
+                if len(self._requests) > REQUESTS_MAX:
+                    self._requests.popitem(last=False)
         return request
 
     def _known(self, offered: Sequence[CPUBlock]) -> tuple[int, int]:

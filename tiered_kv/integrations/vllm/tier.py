@@ -18,7 +18,6 @@ from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadPolic
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.base import OffloadPolicy as OurPolicy
 from tiered_kv.config.reading import fill_variables
 from tiered_kv.config.stack_config import tier_settings
 from tiered_kv.cpu.backend import CPUBlock
@@ -284,8 +283,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         if hints is not None:
             notes.skips_load = hints.skips_load
             req_context.set_state(hints)
-        answer = self._guarded.call("on_new_request", req_context)
-        if answer is not None and answer.policy is OurPolicy.REQUEST_LEVEL:
+        if self._guarded.wants_all_of(req_context):
             return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
         return RequestOffloadingContext()
 
