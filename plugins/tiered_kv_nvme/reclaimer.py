@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tiered_kv.tiering.step import give_way
 from tiered_kv.toolkit.codecs import Draft
 from tiered_kv_nvme.counters import Counters
 from tiered_kv_nvme.disk import Scratch
@@ -240,7 +241,9 @@ def survivors(pool: SegmentPool, segment: Segment) -> Iterator[list[int]]:
     table, places = segment.table, pool.index.places
     budget_bytes = int(segment.segment_bytes * RELOCATED_SHARE_MAX)
     chosen: list[int] = []
-    for ordinal in pool.worth.movable(table):
+    for count, ordinal in enumerate(pool.worth.movable(table), 1):
+        if not count % CHUNK_KEYS:
+            give_way()
         if places.get(table.keys[ordinal]) == place_of(segment.slot, ordinal):
             budget_bytes -= table.stored_bytes[ordinal]
             if budget_bytes < 0:

@@ -140,6 +140,8 @@ class BatchWriter:
                     raise
                 entries, buffers = self._lay_out(header, keys, payloads, gather=False)
                 write_fully(self.disk, segment.fd, buffers, header.offset)
+            worth = self.pool.worth
+            states = worth.first_states(keys) if old_places is None else self.pool.moved_states(old_places)
         except BaseException as error:
             with self.pool.changed:
                 self.pool.abandon(reservation)
@@ -148,7 +150,6 @@ class BatchWriter:
             self.counters.add("io_errors_total")
             return failure_reason(error)
         self.counters.add("stored_batches_total")
-        states = self.pool.worth.first_states(keys) if old_places is None else self.pool.moved_states(old_places)
         with self.pool.changed:
             if not self.pool.commit(reservation):
                 return "reset"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
@@ -12,10 +12,17 @@ from tests.support.faulty_disk import FaultyDisk, hold
 from tiered_kv.base import OffloadKey
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys
+from tiered_kv.tiering.step import STEP
+from tiered_kv.toolkit.codecs import RAW_ID
 from tiered_kv_nvme.directory import DIRECTORY_RESERVE_BYTES, SEGMENT_RESERVE_BYTES
-from tiered_kv_nvme.segment import segment_bytes_min
+from tiered_kv_nvme.index import CHUNK_KEYS
+from tiered_kv_nvme.layout import Entry
+from tiered_kv_nvme.pool import SegmentPool
+from tiered_kv_nvme.reclaimer import survivors
+from tiered_kv_nvme.segment import Segment, segment_bytes_min
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.simulation import NvmeKeys
+from tiered_kv_nvme.worth import Worth
 
 if TYPE_CHECKING:
     from tests.plugins.conftest import StoreBench
@@ -184,6 +191,33 @@ def test_the_least_capacity_works(bench: StoreBench, block_bytes: int) -> None:
     store.reset()
     for key in make_keys(20):
         assert bench.put(store, [key]).successful_keys is None
+
+
+def test_a_store_that_fails_for_want_of_memory_leaves_its_segment_to_others(
+    bench: StoreBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(worth: Worth, keys: object) -> NoReturn:
+        raise MemoryError
+
+    store = bench.open()
+    with monkeypatch.context() as patch:
+        patch.setattr(Worth, "first_states", no_memory)
+        with pytest.raises(MemoryError):
+            bench.put(store, batch(0))
+    fill(bench, store)
+    assert store.close(), "no writer is left"
+    assert bench.get(bench.open(), batch(BATCHES - 1)) == set(batch(BATCHES - 1))
+
+
+def test_the_blocks_to_move_are_chosen_in_pieces_that_give_way_to_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, segment = SegmentPool(bytes(16), 1, 2, Worth(4096, 4)), Segment(0, -1, 1 << 30, 1)
+    keys = make_keys(4 * CHUNK_KEYS)
+    segment.table.append(keys, [Entry(4096, 4096, RAW_ID, bytes(16))] * len(keys), [0] * len(keys))
+    pool.index.add(keys, 0)
+    monkeypatch.setattr(pool.worth, "movable", lambda table: list(range(len(table))))
+    monkeypatch.setattr(STEP, "pauses_left", 10)
+    assert sum(map(len, survivors(pool, segment))) == len(keys)
+    assert STEP.pauses_left == 10 - 4
 
 
 def holding(gate: Gate) -> FaultyDisk:
