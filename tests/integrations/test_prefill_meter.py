@@ -7,7 +7,7 @@ from tiered_kv.testing.clock import ManualClock
 
 
 def step(meter: PrefillMeter, clock: ManualClock, tokens: int, seconds: float) -> float | None:
-    meter.begin(tokens)
+    meter.begin([tokens])
     clock.advance(seconds)
     return meter.end()
 
@@ -28,7 +28,18 @@ def test_a_step_begins_when_the_one_before_it_has_ended() -> None:
     clock = ManualClock()
     meter = PrefillMeter(clock)
     for _ in range(5):
-        meter.begin(1000)
+        meter.begin([1000])
     for _ in range(5):
         clock.advance(0.5)
         assert meter.end() == 2000
+
+
+def test_tokens_that_are_generated_are_none_of_prompts() -> None:
+    clock = ManualClock()
+    meter = PrefillMeter(clock)
+    meter.begin([1] * 2 * PREFILL_TOKENS_MIN)
+    clock.advance(10.0)
+    assert meter.end() is None, "many requests that generate, and no prompt"
+    meter.begin([*[5] * 500, 1000])
+    clock.advance(0.5)
+    assert meter.end() == 2000, "of the one prompt among them"

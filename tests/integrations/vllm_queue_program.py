@@ -99,7 +99,7 @@ class Queue:
         for request in aborted:
             request.status = RequestStatus.FINISHED_ABORTED
         output.finished_req_ids = {request.request_id for request in aborted}
-        output.total_num_scheduled_tokens = tokens
+        output.num_scheduled_tokens = {"running": tokens}
         self.connector.build_connector_meta(output)
         self.connector.get_kv_connector_stats()
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+PROMPT_TOKENS_MIN = 32
+"""Tokens of a request in a step that are surely of its prompt: it generates fewer in one, speculated ones included."""
 PREFILL_TOKENS_MIN = 256
-"""Tokens with which a step counts: in smaller ones other things than prompts take most of the time."""
+"""Tokens of prompts with which a step counts: in smaller ones other things than prompts take most of the time."""
 STEPS_MAX = 15
 """Steps of which the median counts, so that no single one does, such as the first of a shape."""
 _RUNNING_MAX = 64
@@ -26,9 +28,9 @@ class PrefillMeter:
         self._ended_s = 0.0
         self._rates: deque[float] = deque(maxlen=STEPS_MAX)
 
-    def begin(self, tokens: int) -> None:
-        """Note that a step with so many tokens was scheduled."""
-        self._running.append((tokens, self._clock()))
+    def begin(self, tokens: Iterable[int]) -> None:
+        """Note that a step with so many tokens of each request was scheduled."""
+        self._running.append((sum(each for each in tokens if each >= PROMPT_TOKENS_MIN), self._clock()))
 
     def end(self) -> float | None:
         """Note the output of the oldest step; return the tokens in a second if that step says something of them."""

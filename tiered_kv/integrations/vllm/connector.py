@@ -59,7 +59,7 @@ class TieredKVConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is n
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         meta = super().build_connector_meta(scheduler_output)
         if self._ours is not None:
-            self._ours.step_began(scheduler_output.total_num_scheduled_tokens)
+            self._ours.step_began(scheduler_output.num_scheduled_tokens.values())
         return meta
 
     def _prefix_of(self, request: Any) -> Iterator[OffloadKey]:

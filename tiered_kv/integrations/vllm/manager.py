@@ -126,10 +126,13 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         """Note that vLLM asks for the blocks of a request itself now."""
         self._manager.end_prefetch(ReqContext(req_id))
 
-    def step_began(self, num_tokens: int) -> None:
-        """Note that vLLM computes a step. It asks for `get_stats` when each step has ended, in the same order."""
+    def step_began(self, tokens: Iterable[int]) -> None:
+        """Note that vLLM computes a step with so many tokens of each request.
+
+        It asks for `get_stats` when each step has ended, in the same order.
+        """
         if self._meter is not None:
-            self._meter.begin(num_tokens)
+            self._meter.begin(tokens)
 
     def on_request_finished(self, req_context: Any) -> None:
         self._manager.on_request_finished(req_context)
