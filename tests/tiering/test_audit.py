@@ -139,6 +139,20 @@ def test_an_engine_that_computes_the_same_is_quiet(engine: Engine, caplog: pytes
     assert not caplog.records
 
 
+def test_what_is_prefetched_is_not_what_a_request_asks_for(engine: Engine) -> None:
+    manager, context = engine.stack.manager, ReqContext("aborted while it waits")
+    manager.on_new_request(context)
+    manager.prefetch(keys(4), context)
+    manager.on_schedule_end()
+    manager.on_request_finished(context)
+    for _ in range(2):
+        assert engine.serve(keys(4)) == 0
+    assert counted(engine.stack, "cpu") == {
+        "audited_requests_total": 1,
+        "audited_blocks_total": {"identical": 4},
+    }
+
+
 @pytest.mark.parametrize("tier", ["memory", "nvme"])
 def test_blocks_of_other_weights_in_a_secondary_tier_are_found(
     tier: str, open_stack: OpenStack, tmp_path: Path, caplog: pytest.LogCaptureFixture

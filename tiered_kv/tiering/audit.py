@@ -126,6 +126,10 @@ class Audit:
         elif current.req_id != req_id:
             self._busy_requests += 1
 
+    def audits(self, req_context: ReqContext) -> bool:
+        """Return whether this request is being audited."""
+        return self._current is not None and self._current.req_id == req_context.req_id
+
     def withholds(self, key: OffloadKey, req_context: ReqContext) -> bool:
         """Return whether a lookup is to be answered with a miss."""
         audited = self._current

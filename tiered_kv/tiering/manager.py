@@ -163,6 +163,8 @@ class TieringOffloadingManager(OffloadingManager):
         Keys are taken one by one at the ends of steps, a bounded number in each. It ends when the request loads blocks
         or ends, or by `end_prefetch`. What all requests get ahead is bounded by a share of the budget of promotions.
         """
+        if self._audit is not None and self._audit.audits(req_context):
+            return  # it gets no blocks, and the first key that it asks for itself says what it computes
         self._prefetches.begin(keys, self._requests.state_of(req_context))
 
     def end_prefetch(self, req_context: ReqContext) -> None:
