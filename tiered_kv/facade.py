@@ -73,7 +73,7 @@ class BlockFacade:
 
         Returns:
             The length of the prefix of `keys` that was stored, or was here already. It is less than `len(keys)`
-            where no room could be made in time.
+            where no room could be made in time, and 0 where `hints` skip the store.
 
         Raises:
             TypeError, ValueError: The arguments do not fit each other, or hints cannot be used.
