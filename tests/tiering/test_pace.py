@@ -134,6 +134,26 @@ def test_the_rest_of_a_prefix_on_its_way_comes_with_it(make_bench: MakeBench) ->
     assert [len(job) for job in bench.jobs] == [20, 5]
 
 
+def test_a_part_ahead_that_is_too_short_for_the_way_does_not_cost_the_whole(make_bench: MakeBench) -> None:
+    bench = make_bench(PATIENT, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
+    for size in (30, 10, 20, 25):
+        ask(bench, size, load_s=1.0 + 0.01 * size)
+    first, second = ([next(NUMBERS) for _ in range(size)] for size in (28, 30))
+    bench.tier.has(*first, *second)
+    context = bench.request("second")
+    bench.manager.prefetch(keys(*first), bench.request("first"))
+    bench.manager.prefetch(keys(*second), context)
+    bench.step()
+    assert [len(job) for job in bench.jobs] == [28], "there is room for four more, which are computed sooner"
+    bench.clock.advance(1.28)
+    bench.end()
+    bench.manager.end_prefetch(context)
+    assert bench.lookup(keys(*second), context) == [None] * 30
+    bench.step()
+    assert [len(job) for job in bench.jobs] == [30]
+    assert bench.counter("too_slow_blocks_total") == 0
+
+
 def wait_for_answer(bench: Bench, size: int, lookup_s: float) -> list[bool | None]:
     """Ask for blocks of which a tier tells after so long that it lacks them; return what is told a step before."""
     numbers = [next(NUMBERS) for _ in range(size)]

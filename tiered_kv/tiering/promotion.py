@@ -17,11 +17,15 @@ from tiered_kv.tiering.requests import RequestState
 
 @dataclass(slots=True, eq=False)
 class Promotion:
-    """A block, in state writing, that is being loaded from a tier for the requests that wait for it."""
+    """A block, in state writing, that is being loaded from a tier for the requests that wait for it.
+
+    `is_ahead` where a prefetch began it: the request has not asked yet, and may ask for a longer part of its prefix.
+    """
 
     block: CPUBlock
     guarded: GuardedTier
     waiters: list[RequestState]
+    is_ahead: bool
 
 
 class Promotions:
@@ -70,7 +74,7 @@ class Promotions:
             return may_wait
         chain.extend(blocks)
         blocks[0].source = guarded.name
-        promotion = Promotion(blocks[0], guarded, [state])
+        promotion = Promotion(blocks[0], guarded, [state], not state.is_asking)
         self._table[key] = promotion
         self._batches.setdefault((guarded, state), []).append(promotion)
         guarded.load_blocks_reserved += 1
@@ -107,7 +111,9 @@ class Promotions:
             in_flight = guarded.loads.blocks + len(blocks)
             if not refusal and not guarded.pace.is_worth(in_flight, computed_blocks(state.promoting or keys), now_s):
                 refusal = TOO_SLOW
-                guarded.counters.add("too_slow_blocks_total", count=len(blocks))
+                asked_for = sum(not promotion.is_ahead for promotion in promotions)
+                if asked_for:
+                    guarded.counters.add("too_slow_blocks_total", count=asked_for)
             if refusal or not guarded.submit(keys, blocks, state.req_context, is_promotion=True):
                 for block in blocks:
                     self._drop(block.key, block, refusal)
@@ -213,7 +219,9 @@ class Promotions:
         if promotion is None or promotion.block is not block:
             return
         del self._table[key]
+        is_undecided = promotion.is_ahead and reason == TOO_SLOW
         for state in promotion.waiters:
             state.promoting.discard(key)
-            state.failed.setdefault(key, set()).add(promotion.guarded)
-            state.troubles.setdefault(key, {})[promotion.guarded.number] = reason
+            if not is_undecided:
+                state.failed.setdefault(key, set()).add(promotion.guarded)
+                state.troubles.setdefault(key, {})[promotion.guarded.number] = reason
