@@ -164,3 +164,41 @@ def test_a_tier_that_fails_ends_nothing_but_what_it_would_have_brought(make_benc
     bench.tiers[1].has(1, 2)
     expect(bench, "a", 1, 2)
     assert bench.jobs == [keys(1, 2)]
+
+
+@pytest.mark.parametrize("how", ["behind a miss", "without a step", "compared with computing"])
+def test_the_time_in_the_queue_is_none_that_a_tier_takes_to_answer(make_bench: MakeBench, how: str) -> None:
+    bench = make_bench(
+        {**LARGE_BUDGETS, "lookup_timeout": 5 if how != "compared with computing" else 60},
+        num_blocks=16,
+        limits=LIMITS,
+        compute_block_s=0.1,
+    )
+    bench.tier.has(1, 2, answer=None)
+    context = expect(bench, "a", 1, 2)
+    if how == "behind a miss":
+        bench.tier.has()
+        bench.step()
+    bench.clock.advance(30.0)
+    if how != "without a step":
+        bench.step()
+    if how != "behind a miss":
+        bench.manager.end_prefetch(context)
+    bench.tier.has(1, 2, answer=None)
+    assert bench.lookup(keys(1, 2), context) == [None] * 2
+    assert bench.counter("lookup_timeouts_total") == bench.counter("too_slow_blocks_total") == 0
+
+
+def test_what_is_prefetched_waits_for_room_that_others_have(bench: Bench) -> None:
+    bench.tier.has(*range(1, 13))
+    other = bench.request("other")
+    bench.lookup(keys(*range(1, 8)), other)
+    bench.step()
+    context = expect(bench, "a", 8, 9, 10)
+    assert bench.jobs == [keys(*range(1, 8)), keys(8)]
+    bench.end()
+    bench.load(keys(*range(1, 8)), other)
+    bench.step()
+    assert bench.jobs == [keys(8), keys(9, 10)]
+    assert bench.counter("refused_promotion_blocks_total") == 0
+    bench.manager.on_request_finished(context)

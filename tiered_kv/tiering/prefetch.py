@@ -72,7 +72,10 @@ class Prefetches:
     def leave(self, state: RequestState) -> None:
         """Look up no more for this request; what it got does not count any more."""
         self._states.pop(state, None)
-        self._room += self._taken.pop(state, 0)
+        taken = self._taken.pop(state, None)
+        if taken is not None:
+            self._room += taken
+            state.unanswered.clear()  # the request has not waited for these answers
         state.upcoming = iter(())
         state.wanted.clear()
 
@@ -107,6 +110,8 @@ class Prefetches:
         if asked_s == math.inf:
             state.asked_s = asked_s  # it does not wait yet
         if missed:
+            kept = set(waiting)  # nobody waits for an answer to what lies behind
+            state.unanswered = {asked: since_s for asked, since_s in state.unanswered.items() if asked[0] in kept}
             state.upcoming = iter(())
             self._count(state, -missed - len(state.wanted))
             state.wanted = waiting

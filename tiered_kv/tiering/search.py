@@ -242,6 +242,8 @@ class Search:
                 state.found.append(key)
             state.asked_s = self._now_s
             return _Verdict.WAIT
+        if not state.is_asking:
+            return _Verdict.WAIT  # nobody waits for it, so it may wait for room whatever it has already
         guarded.counters.add("refused_promotion_blocks_total")
         state.troubles.setdefault(key, {})[guarded.number] = "refused"
         return _Verdict.MISS
