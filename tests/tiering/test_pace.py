@@ -8,7 +8,7 @@ import pytest
 
 from tests.tiering.conftest import LARGE_BUDGETS, Bench, MakeBench, keys
 from tiered_kv.base import make_offload_key
-from tiered_kv.tiering.pace import LOADS_MIN, RETRY_S, Pace
+from tiered_kv.tiering.pace import LOADS_MIN, RETRY_MAX_S, RETRY_S, Pace
 from tiered_kv.tiering.requests import ManagerLimits
 
 NUMBERS = itertools.count(1000)
@@ -93,6 +93,26 @@ def test_a_tier_that_was_slow_is_tried_again_by_one_load(make_bench: MakeBench) 
     bench.clock.advance(0.01)
     bench.end()
     assert ask(bench, 4, load_s=0.01) == [True] * 4, "it is fast again, and used as before"
+
+
+def test_each_try_that_is_too_slow_doubles_the_time_to_the_next() -> None:
+    pace, now_s = Pace(compute_block_s=0.1), 0.0
+    for _ in range(LOADS_MIN):
+        pace.add(4, 4.0, now_s)
+    tries = []
+    while now_s < 2000.0:
+        if pace.is_worth(4, 4, now_s):
+            tries.append(now_s)
+            pace.add(4, 4.0, now_s)
+        now_s += 10.0
+    assert tries == [10.0, 30.0, 70.0, 150.0, 310.0, 630.0, 1230.0, 1830.0]
+    pace.add(4, 4.0, now_s)
+    assert pace.is_worth(4, 4, now_s + RETRY_MAX_S)
+    pace.add(4, 0.1, now_s + RETRY_MAX_S)
+    assert pace.is_worth(4, 4, now_s + RETRY_MAX_S), "it is fast again"
+    for _ in range(LOADS_MIN):
+        pace.add(4, 40.0, now_s + RETRY_MAX_S)
+    assert pace.is_worth(4, 4, now_s + RETRY_MAX_S + RETRY_S), "and is tried as soon as at first"
 
 
 def test_a_load_that_expires_counts_as_slow(make_bench: MakeBench) -> None:

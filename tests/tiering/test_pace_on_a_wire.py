@@ -76,6 +76,7 @@ def first_token_s(stack: Stack, keys: list[OffloadKey], computed_block_s: float)
     return time.perf_counter() - began_s + (len(keys) - loaded) * computed_block_s
 
 
+@pytest.mark.full
 def test_no_prompt_takes_longer_than_the_better_of_computing_and_loading(wire: FaultProxy) -> None:
     computed_s, rounds, sizes = 0.01, 3, (256, 128, 64, 32, 16, 8, 4)
     prompts = {(size, each): make_keys(size, f"{size} of {each}") for each in range(rounds + 1) for size in sizes}

@@ -76,6 +76,7 @@ def serve(stack: Stack, prompts: list[list[OffloadKey]], *, is_told_early: bool)
     return taken
 
 
+@pytest.mark.full
 def test_requests_that_wait_reach_their_first_token_sooner(redis_server: RedisServer) -> None:
     rounds = 3
     prompts = {

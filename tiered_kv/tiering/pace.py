@@ -17,6 +17,8 @@ LOADS_MIN: Final = 3
 """Loads without which nothing is known."""
 RETRY_S: Final = 10.0
 """How long an estimate is believed without a new load. Then one load is tried, and those before it are forgotten."""
+RETRY_MAX_S: Final = 600.0
+"""Each try that was too slow doubles the time to the next, up to this: a try may cost a request its time."""
 _SPREAD_MIN: Final = 0.05
 """How much the sizes of loads must differ, relative to their mean, to tell apart the two times."""
 
@@ -46,18 +48,23 @@ class Pace:
         """The size up to which the time grows by `_block_s`, as far as is known; what is larger may take no longer."""
         self._believed_until_s = -math.inf
         self._is_trying = False
+        self._retry_s = self._lookup_retry_s = RETRY_S
+        self._worth_s = 0.0
+        """What the load that is tried may take."""
         self._lookup_s = 0.0
         self._lookup_until_s = -math.inf
 
     def add(self, blocks: int, seconds: float, now_s: float) -> None:
         """Note that a load took `seconds`, with so many blocks in flight."""
+        if self._is_trying:
+            self._retry_s = RETRY_S if seconds <= self._worth_s else min(RETRY_MAX_S, 2 * self._retry_s)
         forget, self._is_trying = 0.0 if self._is_trying else FORGET, False
         new = (1.0, blocks, seconds, blocks * blocks, blocks * seconds)
         old = (self._loads, self._blocks, self._seconds, self._blocks_squared, self._products)
         weight, x, y, xx, xy = (forget * before + now for before, now in zip(old, new, strict=True))
         self._loads, self._blocks, self._seconds, self._blocks_squared, self._products = weight, x, y, xx, xy
         self._seen += 1
-        self._believed_until_s = now_s + RETRY_S
+        self._believed_until_s = now_s + self._retry_s
         mean, variance = x / weight, xx / weight - (x / weight) ** 2
         slope, self._blocks_known = y / x, mean  # of loads of one size nobody knows which time is which
         if variance > (_SPREAD_MIN * mean) ** 2:
@@ -72,38 +79,46 @@ class Pace:
     def is_worth(self, blocks: int, computed_blocks: int, now_s: float) -> bool:
         """Return whether blocks arrive sooner than they are computed.
 
-        Where nothing is known they do; where no load has come for `RETRY_S` they do, once.
+        Where nothing is known they do; where no load has come for `RETRY_S`, or longer, they do, once.
 
         Args:
             blocks: Blocks to load, and those in flight before them.
             computed_blocks: Blocks of one group that the engine computes where these do not come.
             now_s: The time.
         """
-        if self._load_of(blocks) <= computed_blocks * self.compute_block_s:
+        worth_s = computed_blocks * self.compute_block_s
+        if self._load_of(blocks) <= worth_s:
             return True
         if self._is_believed(now_s):
             return False
         if self._seen >= LOADS_MIN:
-            self._is_trying, self._believed_until_s = True, now_s + RETRY_S
+            self._is_trying, self._believed_until_s = True, now_s + self._retry_s
+            self._worth_s = worth_s
         return True
 
     def add_lookup(self, seconds: float, now_s: float) -> None:
         """Note that a request waited `seconds` for an answer to a lookup."""
         is_known = now_s < self._lookup_until_s
+        if not is_known:
+            is_as_before = 0 < self._lookup_s <= 2 * seconds
+            self._lookup_retry_s = min(RETRY_MAX_S, 2 * self._lookup_retry_s) if is_as_before else RETRY_S
         self._lookup_s = FORGET * self._lookup_s + (1 - FORGET) * seconds if is_known else seconds
-        self._lookup_until_s = now_s + RETRY_S
+        self._lookup_until_s = now_s + self._lookup_retry_s
 
     def is_answer_worth(self, blocks: int, computed_blocks: int, waited_s: float, now_s: float) -> bool:
         """Return whether blocks, if the tier has them, arrive sooner than they are computed; as `is_worth`.
 
-        Where no request has waited for an answer for `RETRY_S`, one waits until its blocks would come too late.
+        Where no request has waited for an answer for `RETRY_S`, or longer, one waits until its blocks would come too
+        late.
         """
         lookup_s = self._lookup_s if now_s < self._lookup_until_s else 0.0
         load_s = self._load_of(blocks) if self._is_believed(now_s) else 0.0
         if max(lookup_s, waited_s) + load_s <= computed_blocks * self.compute_block_s:
             return True
         if waited_s > lookup_s:  # so an answer takes that long at least
-            self._lookup_s, self._lookup_until_s = waited_s, now_s + RETRY_S
+            if self._lookup_s and now_s >= self._lookup_until_s:
+                self._lookup_retry_s = min(RETRY_MAX_S, 2 * self._lookup_retry_s)
+            self._lookup_s, self._lookup_until_s = max(self._lookup_s, waited_s), now_s + self._lookup_retry_s
         return False
 
     def _load_of(self, blocks: int) -> float:
