@@ -47,6 +47,17 @@ def test_a_request_that_skips_the_store_loads_and_gives_no_tier_what_it_loads(ma
     assert bench.jobs == [keys(0)]
 
 
+def test_what_is_promoted_for_a_request_that_skips_the_store_fills_no_tier_above(make_bench: MakeBench) -> None:
+    bench = make_bench({"fill_on_promotion": True}, {})
+    for number, skip in enumerate((["store"], [])):
+        bench.tiers[1].has(number)
+        bench.lookup(keys(number), hinted(bench, f"request {number}", skip=skip))
+        bench.step()
+        bench.end(bench.tiers[1])
+        bench.step()
+    assert [job.keys for job in bench.tiers[0].jobs] == [keys(1)]
+
+
 def test_a_request_level_tier_gets_nothing_of_a_request_that_skips_the_store(make_bench: MakeBench) -> None:
     bench = make_bench(policy=OffloadPolicy.REQUEST_LEVEL)
     bench.store(keys(0), bench.request("before"))

@@ -293,8 +293,9 @@ class TieringOffloadingManager(OffloadingManager):
                 if audit is not None and audit.collect(job, result):
                     continue
                 ready = self._promotions.finish(job, result)
-                if ready and not self._is_closed:  # a tier that is being closed gets no new jobs
-                    self._cascade.fill(ready, guarded, self._tiers, job.metadata.req_context)
+                context = job.metadata.req_context
+                if ready and not self._is_closed and not self.primary.hints_of(context).skips_store:
+                    self._cascade.fill(ready, guarded, self._tiers, context)
             for job in guarded.expire(now_s):
                 if job.metadata.is_promotion and not (audit is not None and audit.expire(job)):
                     self._promotions.expire(job)
