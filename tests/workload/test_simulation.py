@@ -175,11 +175,10 @@ HALF_MEMORY = {"type": "memory", "capacity": "384KiB"}
     [
         [{"type": "memory", "capacity": "768KiB"}],
         [nvme(Path("kv"), "1536KiB")],
-        [{"type": "fs", "path": "fs", "capacity": "64MiB"}],
         [HALF_MEMORY, nvme(Path("kv"), "1536KiB")],
         [{**HALF_MEMORY, "fill_on_promotion": True}, nvme(Path("kv"), "1536KiB")],
     ],
-    ids=["memory", "nvme", "fs", "memory-nvme", "filled"],
+    ids=["memory", "nvme", "memory-nvme", "filled"],
 )
 def test_it_agrees_with_a_patient_replay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiers: list[dict[str, Any]]

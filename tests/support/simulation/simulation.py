@@ -356,6 +356,7 @@ class Simulation:
     def _store_at_once(self, keys: list[OffloadKey]) -> None:
         before = len(self.model.stores)
         request = ReqContext("others")
+        self.manager.on_new_request(request)
         self.model.begin_store(request, keys)
         if len(self.model.stores) > before:
             self.model.complete_store(before, success=True)
