@@ -15,8 +15,8 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from tests.performance.policy_hits import BLOCK_BYTES, Prompt, _document, agent_steps, documents
-from tiered_kv.base import ReqContext, make_offload_key
+from tests.performance.policy_hits import BLOCK_BYTES, Prompt, _document, agent_steps, documents, serve
+from tiered_kv.base import ReqContext
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
@@ -46,21 +46,7 @@ def hits_of(requests: Sequence[tuple[Request, Said]], policy: str, num_blocks: i
     hits = []
     for number, (request, said) in enumerate(requests):
         now_s = request.now_s
-        context = ReqContext(str(number), {"tiered_kv": said} if said else None)
-        manager.on_new_request(context)
-        keys = [make_offload_key(block_id.to_bytes(8, "big"), 0) for block_id in request.ids]
-        found = next((index for index, key in enumerate(keys) if not manager.lookup(key, context)), len(keys))
-        if found:
-            manager.prepare_load(keys[:found], context)
-            manager.complete_load(keys[:found], context)
-        hits.append(found)
-        for first in range(found, len(keys), 32):
-            output = manager.prepare_store(keys[first : first + 32], context)
-            if output is None:
-                break
-            manager.complete_store(output.keys_to_store, context)
-        manager.on_request_finished(context)
-        manager.on_schedule_end()
+        hits.append(serve(manager, request.ids, ReqContext(str(number), {"tiered_kv": said} if said else None)))
     manager.shutdown()
     return hits
 

@@ -41,24 +41,27 @@ def hits_of(
     """Return how many blocks the requests find in a primary tier of `num_blocks`, stored in calls of `store_blocks`."""
     made = policy if isinstance(policy, str) else policy(num_blocks)
     manager = CPUOffloadingManager(CPUBackend(PrimaryRegion(num_blocks, BLOCK_BYTES)), made)
-    hits = 0
-    for number, ids in enumerate(prompts):
-        context = ReqContext(str(number))
-        keys = [make_offload_key(block_id.to_bytes(8, "big"), 0) for block_id in ids]
-        found = next((index for index, key in enumerate(keys) if not manager.lookup(key, context)), len(keys))
-        if found:
-            manager.prepare_load(keys[:found], context)
-            manager.complete_load(keys[:found], context)
-        hits += found
-        for first in range(found, len(keys), store_blocks):
-            output = manager.prepare_store(keys[first : first + store_blocks], context)
-            if output is None:
-                break
-            manager.complete_store(output.keys_to_store, context)
-        manager.on_request_finished(context)
-        manager.on_schedule_end()
+    hits = sum(serve(manager, ids, ReqContext(str(number)), store_blocks) for number, ids in enumerate(prompts))
     manager.shutdown()
     return hits
+
+
+def serve(manager: CPUOffloadingManager, ids: Prompt, context: ReqContext, store_blocks: int = 32) -> int:
+    """Serve one request alone, and return how many of its blocks it finds before the first that is absent."""
+    manager.on_new_request(context)
+    keys = [make_offload_key(block_id.to_bytes(8, "big"), 0) for block_id in ids]
+    found = next((index for index, key in enumerate(keys) if not manager.lookup(key, context)), len(keys))
+    if found:
+        manager.prepare_load(keys[:found], context)
+        manager.complete_load(keys[:found], context)
+    for first in range(found, len(keys), store_blocks):
+        output = manager.prepare_store(keys[first : first + store_blocks], context)
+        if output is None:
+            break
+        manager.complete_store(output.keys_to_store, context)
+    manager.on_request_finished(context)
+    manager.on_schedule_end()
+    return found
 
 
 def hits_at_once(

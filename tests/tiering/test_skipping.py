@@ -53,7 +53,7 @@ def test_what_is_promoted_for_a_request_that_skips_the_store_fills_no_tier_above
         bench.tiers[1].has(number)
         bench.lookup(keys(number), hinted(bench, f"request {number}", skip=skip))
         bench.step()
-        bench.end(bench.tiers[1])
+        bench.end()
         bench.step()
     assert [job.keys for job in bench.tiers[0].jobs] == [keys(1)]
 
