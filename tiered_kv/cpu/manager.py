@@ -254,14 +254,15 @@ class CPUOffloadingManager(OffloadingManager):
             victims = self.policy.evict(missing, self.step, chain) or self.policy.evict(missing, self.step)
             if victims is None:
                 return None
-            evicted += [block.key for block in victims]
-            for block in victims:
-                del self.blocks[block.key]
+            gone = [block.key for block in victims]
+            for key, block in zip(gone, victims, strict=True):
+                del self.blocks[key]
                 self.backend.free(block)
-            self.evicted_blocks += len(victims)
+            evicted += gone
+            self.evicted_blocks += len(gone)
             if self.evicted_keys is not None:
-                self.evicted_keys += evicted[-len(victims) :]
-            self._tell(evicted[-len(victims) :], removed=True)
+                self.evicted_keys += gone
+            self._tell(gone, removed=True)
         blocks = self.backend.allocate_blocks(keys)
         for block in blocks:
             block.writer = writer

@@ -27,7 +27,6 @@ from tiered_kv.base import OffloadingEvent, OffloadKey
 from tiered_kv.config.stack_config import EventSettings
 from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.mediums import CPULoadStoreSpec
-from tiered_kv.observe.pages import Page, next_page
 from tiered_kv.tiering.step import give_way
 
 QUEUE_KEYS_MAX: Final = 1 << 16
@@ -57,8 +56,6 @@ _RANK: Final = 0
 _GROUP_BYTES: Final = 4
 _HASH_BYTES: Final = 8
 
-_Noted = tuple[str, bool, Page, int, int]
-"""An event: its medium, whether its blocks were removed, and the part of a page that has their keys."""
 _Fields = dict[str, Any]  # Any: as the fields of vLLM's events
 _UNKNOWN: Final[_Fields] = {
     "parent_block_hash": None,
@@ -100,8 +97,7 @@ class EventPublisher:
         self._topic = settings.topic.encode()
         self._encode = msgspec.msgpack.Encoder().encode
         self._encoded = msgspec.Raw
-        self._queue: deque[tuple[int, float, list[_Noted] | None]] = deque()
-        self._page: Page = []
+        self._queue: deque[tuple[int, float, Sequence[OffloadingEvent] | None]] = deque()
         self._next_batch = 0
         self._queued_keys = 0  # with those that were taken; written by the manager's thread
         self._taken_keys = 0  # written by the publisher's
@@ -127,15 +123,9 @@ class EventPublisher:
     # The manager's thread.
 
     def publish(self, events: Sequence[OffloadingEvent]) -> None:
-        """Queue events; the oldest that wait are dropped where there are too many."""
-        noted: list[_Noted] = []
-        for event in events:
-            page = self._page = next_page(self._page)
-            start = len(page)
-            page.extend(event.keys)
-            noted.append((event.medium, event.removed, page, start, len(page)))
-        self._queued_keys += _keys_of(noted)
-        self._append(noted)
+        """Queue events, whose keys must not change; the oldest that wait are dropped where there are too many."""
+        self._queued_keys += _keys_of(events)
+        self._append(events)
         queue = self._queue
         while len(queue) > 1 and (
             self._queued_keys - self._taken_keys > QUEUE_KEYS_MAX or len(queue) > QUEUE_BATCHES_MAX
@@ -151,7 +141,7 @@ class EventPublisher:
         """Queue the removal of all blocks."""
         self._append(None)
 
-    def _append(self, events: list[_Noted] | None) -> None:
+    def _append(self, events: Sequence[OffloadingEvent] | None) -> None:
         self._queue.append((self._next_batch, time.time(), events))
         self._next_batch += 1
 
@@ -222,14 +212,14 @@ class EventPublisher:
             if not self._is_closing.is_set():
                 give_way(_POLL_MS / 1000)
 
-    def _messages(self, events: Sequence[_Noted]) -> Iterator[list[_Fields]]:
+    def _messages(self, events: Sequence[OffloadingEvent]) -> Iterator[list[_Fields]]:
         """Yield the events of each message, at most `MESSAGE_KEYS_MAX` keys."""
         message: list[_Fields] = []
         room = MESSAGE_KEYS_MAX
-        for medium, is_removed, page, first, end in events:
-            for start, stop in _cuts(first, end, room):
+        for event in events:
+            for start, stop in _cuts(len(event.keys), room):
                 try:
-                    message += list(self._fields(medium, is_removed, page[start:stop]))
+                    message += list(self._fields(event.medium, event.removed, event.keys[start:stop]))
                 except (TypeError, ValueError):  # a stranger's tier told of keys that are none
                     self._invalid_batches += 1
                 room -= stop - start
@@ -310,12 +300,13 @@ def medium_of(tier_type: str) -> str:
     return tier_type.rpartition(":")[2].upper()
 
 
-def _keys_of(events: Iterable[_Noted]) -> int:
-    return sum(stop - start for *_, start, stop in events)
+def _keys_of(events: Iterable[OffloadingEvent]) -> int:
+    return sum(len(event.keys) for event in events)
 
 
-def _cuts(start: int, end: int, room: int) -> Iterator[tuple[int, int]]:
-    """Yield the parts of a range: the first of at most `room`, the others of at most `MESSAGE_KEYS_MAX`."""
+def _cuts(end: int, room: int) -> Iterator[tuple[int, int]]:
+    """Yield the parts of the range up to `end`: the first of at most `room`, others of at most `MESSAGE_KEYS_MAX`."""
+    start = 0
     while start < end:
         stop = min(start + room, end)
         yield start, stop

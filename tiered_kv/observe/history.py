@@ -50,7 +50,7 @@ class BlockHistory:
         clock: Seconds of a monotonic clock.
 
     Attributes:
-        evicted: Gets the keys that the primary tier evicts; `note_evicted` empties it.
+        evicted: Where the primary tier appends the keys that it evicts; another page after `turn_evicted`.
     """
 
     def __init__(
@@ -63,7 +63,8 @@ class BlockHistory:
         blocks: Sequence[int | None] | None = None,
     ) -> None:
         self.names = tuple(names)
-        self.evicted: list[OffloadKey] = []
+        self.evicted: Page = []
+        self._noted_evicted = 0
         self._clock = clock
         # The manager's thread counts what it appends, whoever takes batches what they take: no count has two writers.
         self._pending: deque[tuple[Callable[..., None], Page, int, int, tuple[Any, ...]]] = deque()
@@ -86,11 +87,20 @@ class BlockHistory:
 
     # The manager's thread.
 
-    def note_evicted(self) -> None:
+    def turn_evicted(self) -> Page:
+        """Note what the primary tier has evicted; return the page where it appends from now on."""
+        self._note_evicted()
+        self.evicted = next_page(self.evicted)
+        self._noted_evicted = len(self.evicted)
+        return self.evicted
+
+    def _note_evicted(self) -> None:
         """Note what the primary tier has evicted since the last call; before a miss is noted it is called."""
-        if self.evicted:
-            self.note(CPU, Fate.EVICTED, self.evicted)
-            self.evicted.clear()
+        page, start = self.evicted, self._noted_evicted
+        if len(page) > start:
+            if not self._append(self._ledger.note, page, start, len(page), CPU, Fate.EVICTED):
+                del page[start:]
+            self._noted_evicted = len(page)
 
     def note(self, tier: int, fate: Fate, keys: Collection[OffloadKey]) -> None:
         """Note what became of blocks in a tier."""
@@ -108,12 +118,12 @@ class BlockHistory:
 
         They are `page[start:]`, which must not change; the page may become longer.
         """
-        self.note_evicted()
+        self._note_evicted()
         self._append(self._ledger.miss, page, start, len(page), log, because, troubles)
 
     def promoted(self, log: RequestLog, because: Because, keys: Collection[OffloadKey]) -> None:
         """Note keys that only a secondary tier has, and that a request waits for."""
-        self.note_evicted()
+        self._note_evicted()
         self._add(self._ledger.promote, keys, log, because)
 
     def loaded(self, log: RequestLog, keys: Collection[OffloadKey], sources: Mapping[OffloadKey, str]) -> None:

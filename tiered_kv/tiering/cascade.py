@@ -19,10 +19,11 @@ class Cascade:
     def __init__(self, primary: CPUOffloadingManager) -> None:
         self._primary = primary
 
-    def commit(self, written: list[CPUBlock], tiers: Iterable[GuardedTier], req_context: ReqContext) -> None:
-        """Make blocks that an engine has just written ready, and offer them to `tiers`."""
+    def commit(
+        self, written: list[CPUBlock], keys: list[OffloadKey], tiers: Iterable[GuardedTier], req_context: ReqContext
+    ) -> None:
+        """Make blocks of `keys` that an engine has just written ready, and offer them to `tiers`."""
         selections = [(guarded, blocks) for guarded in tiers if (blocks := guarded.select(written, req_context))]
-        keys = [block.key for block in written]
         if all(len(blocks) == len(written) for _, blocks in selections):
             # The usual case, without a pass over the blocks for each tier.
             self._primary.commit(written, pins=len(selections))

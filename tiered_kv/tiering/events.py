@@ -24,7 +24,7 @@ class EventSink(Protocol):
     """Gets the events of all tiers at the end of each step, on the manager's thread; no method waits but `close`."""
 
     def publish(self, events: Sequence[OffloadingEvent]) -> None:
-        """Take events, oldest first; the medium of a secondary tier's is the tier's name."""
+        """Take events, oldest first, whose keys change no more; a secondary tier's medium is the tier's name."""
 
     def clear(self) -> None:
         """Note that every block of every tier was removed."""
@@ -59,7 +59,7 @@ class TierEvents:
             return
         if job.is_promotion and (result.success or result.reason not in _GONE_REASONS):
             return
-        keys = list(job.keys)
+        keys = job.keys if isinstance(job.keys, list) else list(job.keys)
         if not result.success:
             done = frozenset(result.successful_keys or ())
             keys = [key for key in keys if (key in done) is not job.is_promotion]

@@ -221,9 +221,10 @@ class TieringOffloadingManager(OffloadingManager):
         if not success:
             self.primary.abandon(written)
         elif written:
-            self._observer.stored(written)
+            stored = [block.key for block in written]
+            self._observer.stored(stored)
             tiers = [tier for tier in self._tiers if tier not in request_level] if request_level else self._tiers
-            self._cascade.commit(written, tiers, req_context)
+            self._cascade.commit(written, stored, tiers, req_context)
         if self._audit is not None:
             self._audit.complete(keys, written, req_context, success)
         if state is not None and request_level:

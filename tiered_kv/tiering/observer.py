@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from tiered_kv.base import OffloadingEvent, OffloadKey
-from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.hints import BY_REQUEST
 from tiered_kv.observe.history import BlockHistory
@@ -84,7 +83,7 @@ class Observer:
         """Pass on to the history what was missed and evicted since the last call."""
         self._search.report()
         if self._history is not None:
-            self._history.note_evicted()
+            self._primary.evicted_keys = self._history.turn_evicted()
 
     def report_end(self, state: RequestState) -> None:
         """Pass on to the history that a request has ended."""
@@ -105,12 +104,12 @@ class Observer:
         self._loaded_blocks += len(keys)
         self._restored.add(keys)
 
-    def stored(self, blocks: Sequence[CPUBlock]) -> None:
+    def stored(self, keys: Sequence[OffloadKey]) -> None:
         """Count and note blocks that the engine has stored, once the history knows who missed them before."""
         self.report()
-        self.stored_blocks += len(blocks)
+        self.stored_blocks += len(keys)
         if self._history is not None:
-            self._history.stored([block.key for block in blocks])
+            self._history.stored(keys)
 
     def settle(self) -> None:
         """Wait until the history has taken what was noted."""
