@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import statistics
 import time
@@ -115,6 +116,16 @@ class InstantTier(SecondaryTierManager):
         return finished
 
 
+def command_line(doc: str | None, *places: str, **options: object) -> argparse.ArgumentParser:
+    """Return the parser of a script's command line: places, and options of the types of their defaults."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for place in places:
+        parser.add_argument(place)
+    for name, default in options.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+    return parser
+
+
 def block_key(number: int) -> OffloadKey:
     return make_offload_key(hashlib.sha256(number.to_bytes(8, "big")).digest(), 0)
 
@@ -151,6 +162,16 @@ def summary(samples: Mapping[str, Sequence[Sample]], pairs: Sequence[tuple[str, 
             ratios = [mine[name] / other[name] for mine, other in zip(samples[ours], samples[theirs], strict=True)]
             result[f"{ours}_{name}_over_{theirs}"] = spread(ratios)
     return result
+
+
+def in_turn(number: int, *sides: str) -> tuple[str, ...]:
+    """Return the sides of a round in their order, which is the other one in every second round."""
+    return sides[::-1] if number % 2 else sides
+
+
+def shown(values: Sequence[float]) -> str:
+    """Return the median of values with the least and the greatest, for a table."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -11,7 +11,6 @@ of the rounds' own ratios, with the lowest and highest. GB = 1e9 bytes.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import threading
@@ -20,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from tests.performance.bench import BlockRows, Sample, Taken, block_key, sample, summary, timed
+from tests.performance.bench import BlockRows, Sample, Taken, block_key, command_line, sample, summary, timed
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.direct import DirectTiers
@@ -87,13 +86,8 @@ def _taken(method: Callable[..., None], jobs: Jobs, at_once: bool) -> Taken:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory")
+    parser = command_line(__doc__, "directory", block_bytes=65536, blocks=4096, batch=32, rounds=5)
     parser.add_argument("--tier", choices=["nvme", "fs", "redis"], default="nvme")
-    parser.add_argument("--block-bytes", type=int, default=65536)
-    parser.add_argument("--blocks", type=int, default=4096)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     rows = BlockRows(arguments.block_bytes, arguments.blocks)
     total_bytes = arguments.block_bytes * arguments.blocks

@@ -9,23 +9,17 @@ the raw one of the same round: its median, least and greatest. GB = 1e9 bytes.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import defaultdict
 
-from tests.performance.bench import Sample, summary
+from tests.performance.bench import Sample, command_line, summary
 from tests.performance.nvme_rates import measure_empty
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory")
-    parser.add_argument("--codec", default="aes-256-gcm")
-    parser.add_argument("--block-bytes", type=int, default=1 << 20)
-    parser.add_argument("--blocks", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
+    arguments = command_line(
+        __doc__, "directory", codec="aes-256-gcm", block_bytes=1 << 20, blocks=1024, batch=32, rounds=5
+    ).parse_args()
     samples: defaultdict[str, list[Sample]] = defaultdict(list)
     for number in range(arguments.rounds):
         sides = (("raw", "raw"), ("codec", arguments.codec))

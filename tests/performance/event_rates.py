@@ -14,7 +14,6 @@ The ratio of the rates is the median of those of each pair of turns, with its qu
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import json
@@ -23,7 +22,7 @@ import subprocess
 import sys
 import time
 
-from tests.performance.bench import InstantTier, block_key
+from tests.performance.bench import InstantTier, block_key, command_line
 from tiered_kv.base import ReqContext
 from tiered_kv.config.stack_config import EventSettings
 from tiered_kv.cpu.backend import CPUBackend
@@ -110,9 +109,7 @@ class Side:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--steps", type=int, default=25)
+    parser = command_line(__doc__, rounds=100, steps=25)
     parser.add_argument("--pause", type=float, default=0.0, metavar="SECONDS")
     arguments = parser.parse_args()
     sides = {"without": Side(with_events=False), "with": Side(with_events=True)}

@@ -22,7 +22,6 @@ It needs `redis-server`, and TIERED_KV_VLLM_CPU_PYTHON (see tests/support/vllm_p
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.performance.bench import spread
+from tests.performance.bench import command_line, spread
 from tests.support.vllm_programs import Message, our_spec, running
 from tiered_kv.testing.proxy import FaultProxy, Faults
 from tiered_kv.testing.redis_servers import PATIENT, RedisServer
@@ -176,15 +175,11 @@ def queue(model: Path, wire: Faults, rounds: int = 5, tokens: int = QUEUE_TOKENS
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, rounds=5, tokens=QUEUE_TOKENS, latency=LATENCY_S, rate=BYTES_PER_S)
     parser.add_argument("what", choices=("choice", "queue"))
     parser.add_argument("directory", type=Path)
     parser.add_argument("--model", choices=("large", "middle"), default="large")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
-    parser.add_argument("--tokens", type=int, default=QUEUE_TOKENS)
-    parser.add_argument("--latency", type=float, default=LATENCY_S)
-    parser.add_argument("--rate", type=float, default=BYTES_PER_S)
     options = parser.parse_args()
     model = options.directory / options.model
     model.mkdir(parents=True, exist_ok=True)

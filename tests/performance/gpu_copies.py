@@ -8,7 +8,6 @@ The plain copy is one contiguous copy in each direction, from and to pinned memo
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from tests.performance.bench import timed
+from tests.performance.bench import command_line, timed
 from tiered_kv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.mediums import CPULoadStoreSpec
@@ -87,10 +86,8 @@ def run(handler: OffloadingHandler, jobs: Sequence[TransferSpec]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = command_line(__doc__, mib=256, rounds=5)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--mib", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     sizes = {str(page): measure(args.device, page, args.mib << 20, args.rounds) for page in PAGES_BYTES}
     print(json.dumps({"device": args.device, "page_bytes": sizes}, indent=2))

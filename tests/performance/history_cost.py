@@ -10,24 +10,18 @@ the same round, and likewise a step's 99th percentile: the median, the least and
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections import defaultdict
 
 from tests.performance import manager_rates, step_latency
-from tests.performance.bench import spread
+from tests.performance.bench import command_line, spread
 
 ENTRIES = 1 << 20
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--blocks", type=int, default=20_000)
-    parser.add_argument("--steps", type=int, default=300)
-    arguments = parser.parse_args()
+    arguments = command_line(__doc__, "directory", rounds=9, blocks=20_000, steps=300).parse_args()
     samples: dict[int, dict[str, list[float]]] = {0: defaultdict(list), ENTRIES: defaultdict(list)}
     for number in range(arguments.rounds):
         for entries in (0, ENTRIES) if number % 2 else (ENTRIES, 0):

@@ -11,19 +11,17 @@ and the highest, and the same of the ratio within a round. GB = 1e9 bytes.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.performance.bench import command_line, in_turn, shown
 from tests.support.lmcache_programs import adapter
 from tiered_kv.testing.redis_servers import RedisServer
 
@@ -51,7 +49,7 @@ class Measurements:
     samples: defaultdict[tuple[str, str, str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def nvme(self, number: int, size: str, block_bytes: int, blocks: int) -> None:
-        for side in _in_turn(number, "ours", "fs_native"):
+        for side in in_turn(number, "ours", "fs_native"):
             with tempfile.TemporaryDirectory(dir=self.directory) as path:
                 ours = adapter([{"type": "nvme", "path": f"{path}/ours", "capacity": "4GiB"}])
                 theirs = {"type": "fs_native", "base_path": path, "num_workers": 8, "use_odirect": True}
@@ -60,7 +58,7 @@ class Measurements:
     def redis(self, number: int, server: RedisServer, size: str, block_bytes: int, blocks: int) -> None:
         ours = adapter([{"type": "redis", "url": server.url}])
         theirs = json.dumps({"type": "resp", "host": "127.0.0.1", "port": server.port})
-        for side in _in_turn(number, "ours", "resp"):
+        for side in in_turn(number, "ours", "resp"):
             told = ours if side == "ours" else theirs
             self._side("redis", side, size, block_bytes, blocks // 2, told)
             # FLUSHALL would give the memory back to the kernel.
@@ -78,10 +76,10 @@ class Measurements:
             target = TARGETS.get((tier, direction, size), REDIS_TARGET)
             columns = (
                 f"{tier} {direction} {size} (GB/s)",
-                _spread(ours),
+                shown(ours),
                 side,
-                _spread(theirs),
-                _spread(ratios),
+                shown(theirs),
+                shown(ratios),
                 target,
             )
             lines.append(f"| {' | '.join(columns)} |")
@@ -107,20 +105,11 @@ class Measurements:
             self.samples[tier, direction, size, side].append(rates[f"{direction}_gb_per_s"])
 
 
-def _in_turn(number: int, first: str, second: str) -> tuple[str, str]:
-    return (second, first) if number % 2 else (first, second)
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, rounds=3)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--python", required=True)
     parser.add_argument("--bench", type=Path, default=BENCH)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parts", nargs="+", choices=("nvme", "redis"), default=("nvme", "redis"))
     arguments = parser.parse_args()
     measurements = Measurements(arguments.directory, arguments.python, arguments.bench)

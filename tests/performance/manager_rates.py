@@ -8,14 +8,13 @@ dictionary and finishes every job at once, so that what is measured is the manag
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from tests.performance.bench import InstantTier, block_key
+from tests.performance.bench import InstantTier, block_key, command_line
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
@@ -91,11 +90,7 @@ def rates(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policy", default="lru")
-    parser.add_argument("--blocks", type=int, default=20_000)
-    parser.add_argument("--history", type=int, default=0)
-    arguments = parser.parse_args()
+    arguments = command_line(__doc__, policy="lru", blocks=20_000, history=0).parse_args()
     with opened(arguments.policy, arguments.blocks, arguments.history) as manager:
         print(json.dumps({"policy": arguments.policy, **rates(manager, arguments.blocks)}))
 

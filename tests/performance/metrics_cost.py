@@ -11,7 +11,6 @@ step_latency.py over a memory tier with nothing in flight.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import statistics
@@ -24,7 +23,7 @@ from unittest import mock
 
 import tiered_kv
 from tests.performance import manager_rates
-from tests.performance.bench import spread
+from tests.performance.bench import command_line, spread
 from tests.performance.step_latency import Steps, percentiles
 from tiered_kv.observe.measures import TierMeasures
 from tiered_kv.observe.prometheus import StackCollector, exposition
@@ -112,12 +111,7 @@ def measure(rounds: int, blocks: int, steps: int, every_s: float) -> dict[str, o
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--blocks", type=int, default=20_000)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--scrape-s", type=float, default=1.0)
-    arguments = parser.parse_args()
+    arguments = command_line(__doc__, rounds=9, blocks=20_000, steps=300, scrape_s=1.0).parse_args()
     print(json.dumps(measure(arguments.rounds, arguments.blocks, arguments.steps, arguments.scrape_s)))
 
 

@@ -11,14 +11,13 @@ each of them makes the tier reclaim the oldest ones. Every loaded block is compa
 
 from __future__ import annotations
 
-import argparse
 import json
 import secrets
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.performance.bench import BlockRows
+from tests.performance.bench import BlockRows, command_line
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
 
@@ -69,13 +68,8 @@ def measure_full(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory")
-    parser.add_argument("--block-bytes", type=int, default=65536)
-    parser.add_argument("--blocks", type=int, default=16384)
-    parser.add_argument("--batch", type=int, default=32)
+    parser = command_line(__doc__, "directory", block_bytes=65536, blocks=16384, batch=32, codec="raw")
     parser.add_argument("--capacity-blocks", type=int)
-    parser.add_argument("--codec", default="raw")
     arguments = parser.parse_args()
     sizes = (arguments.directory, arguments.codec, arguments.block_bytes, arguments.blocks, arguments.batch)
     capacity_blocks: int | None = arguments.capacity_blocks

@@ -11,13 +11,12 @@ processor's cache, falls on all four: `history_cost.py` and `event_rates.py` sho
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import time
 from collections.abc import Callable
 
-from tests.performance.bench import InstantTier, block_key
+from tests.performance.bench import InstantTier, block_key, command_line
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.stack_config import EventSettings
 from tiered_kv.cpu.backend import CPUBackend
@@ -101,8 +100,7 @@ def figures(taken: list[int], without: list[int]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=300)
+    parser = command_line(__doc__, rounds=300)
     print(json.dumps(measure(parser.parse_args().rounds), indent=2))
 
 

@@ -8,7 +8,6 @@ constructor, which reads what is there and builds the index. Without root the ca
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -16,7 +15,7 @@ import sys
 import tempfile
 import time
 
-from tests.performance.bench import BlockRows
+from tests.performance.bench import BlockRows, command_line
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
@@ -80,10 +79,7 @@ def measure(directory: str, blocks: int, rounds: int) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory")
-    parser.add_argument("--blocks", type=int, default=1_000_000)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = command_line(__doc__, "directory", blocks=1_000_000, rounds=3)
     parser.add_argument("--only-open", action="store_true", help="time one opening of DIRECTORY itself")
     arguments = parser.parse_args()
     if arguments.only_open:

@@ -19,7 +19,6 @@ without its start: for the other scripts, what passes between their own calls of
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
@@ -32,7 +31,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.performance.bench import BlockRows, Sample, Taken, sample, summary, timed
+from tests.performance.bench import BlockRows, Sample, Taken, command_line, sample, summary, timed
 from tiered_kv.testing.redis_servers import RedisServer
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv_redis.settings import RedisSettings
@@ -165,10 +164,8 @@ def _receive_all(connection: socket.socket, buffer: memoryview) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--block-bytes", type=int, default=65536)
+    parser = command_line(__doc__, block_bytes=65536, batch=32)
     parser.add_argument("--blocks", type=int, default=4096, help="redis_limit.py writes over its own beyond 4096")
-    parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5, help="after those that warm the server up")
     parser.add_argument("--bench", type=Path, default=BENCH, help="folder of redis_limit.py and lmcache_l2.py")
     parser.add_argument("--peers", type=Path, help="folder of the peers; without it LMCache is left out")

@@ -12,7 +12,6 @@ GB = 1e9 bytes; CPU time is that of this process.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from collections import defaultdict
@@ -23,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.performance.bench import BlockRows, Sample, Taken, sample, summary, timed
+from tests.performance.bench import BlockRows, Sample, Taken, command_line, sample, summary, timed
 from tests.performance.nginx import start_nginx
 from tiered_kv.testing.s3_servers import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY, S3Server
 from tiered_kv.tiering.base import TierSpec
@@ -116,12 +115,7 @@ def _boto3_client(server: S3Server, connections: int) -> Any:  # Any: boto3 make
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--block-bytes", type=int, default=1 << 20)
-    parser.add_argument("--blocks", type=int, default=256)
-    parser.add_argument("--connections", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
+    arguments = command_line(__doc__, block_bytes=1 << 20, blocks=256, connections=16, rounds=5).parse_args()
     sizes = (arguments.block_bytes, arguments.blocks, arguments.connections, arguments.rounds)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         server = start_nginx(Path(folder))

@@ -14,10 +14,8 @@ median of the rounds with the lowest and the highest, and the same of the ratio 
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
-import statistics
 import tempfile
 import time
 from collections import defaultdict
@@ -40,6 +38,7 @@ from tests.integrations.sglang_program_parts import (
     slots,
     storage_config,
 )
+from tests.performance.bench import command_line, shown
 
 PAGES = 128
 LAYOUTS = ("page_first", "layer_first")
@@ -143,14 +142,9 @@ def _timed(move: Callable[[list[str], Sequence[int]], bool], keys: list[str], pa
     return time.perf_counter() - began_s
 
 
-def _spread(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, rounds=9)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--calls", type=int, default=32, help="stores without a pause, 256 MiB each")
     arguments = parser.parse_args()
     print("| pages of 2 MiB | ours | SGLang's `file` | ratio |\n| --- | --- | --- | --- |")
@@ -162,7 +156,7 @@ def main() -> None:
         for what, name in ROWS.items():
             ours, own = rates[what, name], rates[what, "file"]
             ratios = [mine / other for mine, other in zip(ours, own, strict=True)]
-            columns = (f"{layout}, {what} (GB/s)", _spread(ours), _spread(own), _spread(ratios))
+            columns = (f"{layout}, {what} (GB/s)", shown(ours), shown(own), shown(ratios))
             print(f"| {' | '.join(columns)} |", flush=True)
 
 

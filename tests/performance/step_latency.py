@@ -17,7 +17,6 @@ microseconds, and of the ratio of both 99th percentiles within a round, with its
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import json
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import tiered_kv
-from tests.performance.bench import block_key, spread
+from tests.performance.bench import block_key, command_line, spread
 from tests.performance.nginx import start_nginx
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.testing.redis_servers import RedisServer
@@ -194,12 +193,8 @@ def percentiles(times: Sequence[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory")
+    parser = command_line(__doc__, "directory", block_bytes=64 << 10, steps=300, rounds=5)
     parser.add_argument("--tiers", nargs="+", choices=TIERS, default=TIERS)
-    parser.add_argument("--block-bytes", type=int, default=64 << 10)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     sizes = (arguments.block_bytes, arguments.steps, arguments.rounds)
     print(json.dumps({tier: measure(arguments.directory, tier, *sizes) for tier in arguments.tiers}))
