@@ -27,7 +27,6 @@ from lmcache_program_parts import (  # type: ignore[import-not-found]  # found b
     Shape,
     host,
     keys_of,
-    until,
 )
 from program_checks import run_checks  # type: ignore[import-not-found]  # as well
 
@@ -35,6 +34,7 @@ from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.lmcache import LMCACHE_VERSION, TieredKVL2Adapter, tier_set
 from tiered_kv.integrations.lmcache.keys import in_prefix_order, object_key, offload_key
+from tiered_kv.testing.waiting import wait_until
 
 
 class Checks:
@@ -111,7 +111,7 @@ class Checks:
             keys = keys_of(30, cache_salt="u", object_group_id=3)
             for key in keys:
                 assert rig.store([key], rig.objects(1)).is_successful()
-            until(lambda: len(rig.listener.deleted) == 20)
+            wait_until(lambda: len(rig.listener.deleted) == 20)
             assert rig.listener.deleted == keys[:20]
             assert rig.lookup(keys, {3: FULL}) == [False] * 20 + [True] * 10
             assert rig.adapter.get_usage().total_bytes_used == 10 * 8192
@@ -178,7 +178,7 @@ class Checks:
                 assert "have not opened" in shown["error"]
             finally:
                 gate.set()
-            until(lambda: "tiers" in rig.adapter.report_status()["sets"][0])
+            wait_until(lambda: "tiers" in rig.adapter.report_status()["sets"][0])
             assert rig.lookup(keys_of(1)) == [False]  # what was given up is not stored later
             assert rig.store(keys_of(1), [source]).is_successful()
 
@@ -197,7 +197,7 @@ class Checks:
             with host(self._tier()) as rig:
                 rig.adapter.submit_store_task(keys_of(1), rig.objects(1))
             gate.set()
-            until(lambda: bool(made) and threading.active_count() <= before)
+            wait_until(lambda: bool(made) and threading.active_count() <= before)
         assert not made[0].counters()[""].get("tasks_total"), "a task used memory that LMCache has taken back"
 
     def lmcache_is_told_of_so_many_objects(self) -> None:

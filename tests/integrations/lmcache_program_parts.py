@@ -147,10 +147,3 @@ def host(*tiers: Entry, **params: Any) -> Iterator[Host]:
 def keys_of(count: int, name: str = "prompt", **fields: Any) -> list[ObjectKey]:
     told = {"model_name": "m", "kv_rank": 0x01000100, **fields}
     return [ObjectKey(chunk_hash=f"{name}-{number}".encode().rjust(32), **told) for number in range(count)]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s, "it did not come about"
-        time.sleep(0.005)

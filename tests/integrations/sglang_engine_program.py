@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.support.tiny_llama import save_llama
+
 os.environ.update(SGLANG_USE_CPU_ENGINE="1", HF_HUB_OFFLINE="1")
 
 MODEL = {
@@ -32,13 +34,7 @@ MODEL = {
 
 def save_model(directory: Path) -> None:
     """Save a Llama with seeded random weights, unless it is there already."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    if (directory / "config.json").exists():
-        return
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**MODEL, max_position_embeddings=8192, dtype="bfloat16")).save_pretrained(directory)
+    save_llama(directory, **MODEL, dtype="bfloat16")
 
 
 def generate(engine: Any, prompts: list[list[int]]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ from tiered_kv.testing.waiting import wait_until
 DIRECTORY = Path(sys.argv[1])
 COUNT = 6
 """Pages that a check moves."""
+CLOSING = ExitStack()
 
 POOLS: dict[str, Callable[[], Any]] = {
     "MHA, layer_first": lambda: mha_pool("layer_first"),
@@ -74,7 +76,10 @@ def shared(name: str) -> dict[str, object]:
 def opened(
     tier: dict[str, object], pool: Any, sidecars: dict[str, Any] | None = None, **fields: Any
 ) -> TieredKVHiCache:
-    return open_backend(storage_config(extra_config([tier]), **fields), pool, sidecars)
+    """Open a backend that is closed when the check has ended."""
+    backend = open_backend(storage_config(extra_config([tier]), **fields), pool, sidecars)
+    CLOSING.callback(backend.close)
+    return backend
 
 
 def refusal(call: Callable[[], object]) -> str:
@@ -106,7 +111,6 @@ def check_round_trip(name: str) -> None:
     assert backend.batch_get_v1(hashes(2, start=COUNT - 1), slots(pool, [20, 21])) == [True, False]
     backend.clear()
     assert backend.batch_exists(hashes(COUNT)) == 0
-    backend.close()
 
 
 def check_states_of_a_hybrid_model() -> None:
@@ -132,7 +136,6 @@ def check_states_of_a_hybrid_model() -> None:
     loaded = backend.batch_get_v2([PoolTransfer(PoolName.MAMBA, host_indices=slots(mamba, [7, 9]), keys=keys)])
     assert loaded == {"mamba": [True, True]}
     assert pages_of(mamba, [7, 9]) == states
-    backend.close()
 
 
 def check_hits_are_those_of_sglang_s_own_backend() -> None:
@@ -177,7 +180,6 @@ def check_a_pool_that_is_registered_later() -> None:
     assert backend.batch_set_v1(hashes(1), slots(kv, [1])) == [True]
     message = refusal(lambda: backend.register_mem_host_pool_v2(mha_pool("page_first"), "draft_swa"))
     assert "comes too late" in message, message
-    backend.close()
 
 
 def check_damaged_bytes_are_misses() -> None:
@@ -197,7 +199,6 @@ def check_damaged_bytes_are_misses() -> None:
     loaded = backend.batch_get_v1(hashes(COUNT), slots(pool, range(10, 10 + COUNT)))
     assert loaded == [page != 2 for page in range(COUNT)], loaded
     assert count_of(backend.counters(), "kv", "nvme", "tier", "corrupt_blocks_total") == 1, backend.counters()
-    backend.close()
 
 
 def check_ranks_of_latent_attention_share() -> None:
@@ -214,8 +215,6 @@ def check_ranks_of_latent_attention_share() -> None:
     # Without tensor parallelism the pages are the same.
     alone = opened(shared("mla"), pools[1], is_mla_model=True)
     assert alone.batch_exists(hashes(COUNT)) == COUNT
-    for backend in (first, second, alone):
-        backend.close()
 
 
 def check_a_draft_model_that_only_one_rank_would_store_is_refused() -> None:
@@ -261,7 +260,6 @@ def check_ranks_that_have_parts_share_nothing() -> None:
     backend = opened(shared("ranks"), pool, tp_size=2, tp_rank=1, dp_rank=3)
     assert backend.batch_get_v1(hashes(1), slots(pool, [20])) == [True]
     assert pages_of(pool, [20]) == pages_of(pool, [1])
-    backend.close()
 
 
 def check_each_rank_has_a_directory() -> None:
@@ -289,7 +287,6 @@ def check_a_directory_has_one_owner() -> None:
     else:
         raise AssertionError("two backends have one directory")
     assert backend.batch_set_v1(hashes(1), slots(pool, [1])) == [True]
-    backend.close()
 
 
 def check_pools_without_fixed_places_are_refused() -> None:
@@ -341,7 +338,6 @@ def check_a_load_that_hangs_costs_hits_only() -> None:
     thread.join()
     assert answers == [[True]]
     assert backend.batch_exists(hashes(COUNT)) == COUNT
-    backend.close()
 
 
 def check_three_threads() -> None:
@@ -411,9 +407,10 @@ def main() -> None:
     del own["round_trip"]
     every = {**checks, **own}
     for name in sys.argv[2:] or every:
+        error = ""
         try:
-            every[name]()
-            error = ""
+            with CLOSING:
+                every[name]()
         except Exception:
             error = traceback.format_exc()
         print(json.dumps({"check": name, "error": error}), flush=True)

@@ -29,6 +29,7 @@ from tests.support.lmcache_programs import (
     run,
 )
 from tests.support.mounts import command_in_namespace, missing_for_tmpfs, small_tmpfs
+from tests.support.tables import names_in
 from tests.support.vllm_programs import (
     LMCACHE,
     TIMEOUT_S,
@@ -36,10 +37,12 @@ from tests.support.vllm_programs import (
     damage_segments,
     environment_of_programs,
     interpreter,
+    run_example,
     running,
 )
 from tiered_kv.counters import count_of
 from tiered_kv.testing.redis_servers import RedisServer, redis_server
+from tiered_kv.testing.waiting import wait_until
 
 __all__ = ["redis_server"]  # a fixture
 
@@ -80,18 +83,11 @@ def test_the_adapter_keeps_lmcache_s_interface(tmp_path: Path) -> None:
     assert len(results) >= 13
 
 
-def names_in(section: str) -> set[str]:
-    """Return the names in the last column of a table of the page."""
-    (text,) = re.findall(rf"^### {section}\n(.*?)(?=^##|\Z)", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    rows = [row.split("|") for row in text.splitlines() if row.startswith("| ")][2:]
-    return {name for row in rows for name in re.findall(r"`([^`]+)`", row[-2])}
-
-
 def test_objects_that_differ_in_a_row_of_the_table_share_nothing(tmp_path: Path) -> None:
     results = checks(tmp_path, "namespaces")
     assert {check: error for check, error in results.items() if error} == {}
-    same = {f"same: {name}" for name in names_in("What changes nothing")}
-    assert results.keys() == names_in("What shapes the bytes") | same
+    same = {f"same: {name}" for name in names_in(PAGE, "What changes nothing")}
+    assert results.keys() == {*names_in(PAGE, "What shapes the bytes"), *same}
 
 
 # LMCache's own benchmarks.
@@ -153,10 +149,7 @@ def test_a_server_that_was_killed_finds_and_verifies_everything(ranks: int, tmp_
 
 def settle(server: LMCacheServer, blocks: int) -> None:
     """Wait until the nvme tier has stored `blocks`: LMCache stores in the background."""
-    end_s = time.monotonic() + TIMEOUT_S
-    while server.counters("nvme")["stored_blocks_total"] < blocks:
-        assert time.monotonic() < end_s, "it was not stored"
-        time.sleep(0.05)
+    wait_until(lambda: server.counters("nvme")["stored_blocks_total"] >= blocks, TIMEOUT_S, pause_s=0.05)
 
 
 @pytest.mark.full
@@ -296,17 +289,9 @@ def test_no_token_changes_whatever_happens_to_server_and_blocks(model: Path, tmp
 
 @pytest.mark.full
 def test_the_example_s_second_server_finds_what_the_first_stored(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [interpreter(LMCACHE), str(HERE.parents[1] / "examples" / "lmcache" / "run.py")],
-        cwd=tmp_path,
-        env=environment_of_programs(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert "first server: 0 of 12 chunks found, 0 mismatches" in done.stdout
-    assert "second server: 12 of 12 chunks found, 0 mismatches" in done.stdout
+    told = run_example(LMCACHE, "lmcache", tmp_path)
+    assert "first server: 0 of 12 chunks found, 0 mismatches" in told
+    assert "second server: 12 of 12 chunks found, 0 mismatches" in told
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ that an answer depends on what is in the cache.
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,12 @@ import pytest
 from tests.support.mounts import command_in_namespace, missing_for_tmpfs
 from tests.support.sglang_programs import (
     SOURCE,
-    TIMEOUT_S,
     Message,
     SGLangEngine,
-    environment_of_programs,
     extra_config,
     hicache,
     interpreter,
+    run_command,
 )
 from tests.support.vllm_programs import damage_segments
 from tiered_kv.counters import count_of
@@ -178,14 +176,6 @@ def test_two_ranks_have_their_own_tiers(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_the_example_s_second_engine_finds_the_pages_of_the_first(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [interpreter(), str(SOURCE / "examples" / "sglang" / "run.py")],
-        cwd=tmp_path,
-        env=environment_of_programs(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert "second engine: 1664 of 4680 prompt tokens found in the storage" in done.stdout
-    assert "the answers are the same" in done.stdout
+    told = run_command([interpreter(), str(SOURCE / "examples" / "sglang" / "run.py")], tmp_path)
+    assert "second engine: 1664 of 4680 prompt tokens found in the storage" in told
+    assert "the answers are the same" in told

@@ -5,24 +5,17 @@ The rows are those of the table in sglang.md: every name in its last column is a
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
 from tests.support.sglang_programs import Message, run_program
+from tests.support.tables import names_in
 
 pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).with_name("sglang_namespace_program.py")
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "sglang.md"
-
-
-def names_in(section: str) -> list[str]:
-    """Return the names in the last column of a section's table."""
-    (text,) = re.findall(rf"^### {section}\n(.*?)(?=^##|\Z)", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    rows = [row.split("|") for row in text.splitlines() if row.startswith("| ")][2:]
-    return [name for row in rows for name in re.findall(r"`([^`]+)`", row[-2])]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +26,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Message]:
 
 
 def test_engines_that_differ_in_it_share_nothing(engines: dict[str, Message]) -> None:
-    names = names_in("What shapes the bytes")
+    names = names_in(PAGE, "What shapes the bytes")
     refused = {name for name in names if name.startswith("refused: ")}
     assert {name for name in names if "refusal" in engines[name]} == refused
     told = {name: engines[name]["namespace"] for name in names if name not in refused}
@@ -42,13 +35,13 @@ def test_engines_that_differ_in_it_share_nothing(engines: dict[str, Message]) ->
 
 
 def test_what_does_not_shape_a_page_changes_nothing(engines: dict[str, Message]) -> None:
-    names = names_in("What changes nothing")
+    names = names_in(PAGE, "What changes nothing")
     beside = {name: engines[engines[name]["beside"]]["namespace"] for name in names}
     assert {name: engines[name]["namespace"] for name in names} == beside
 
 
 def test_every_engine_of_the_program_stands_in_the_tables(engines: dict[str, Message]) -> None:
-    named = {*names_in("What shapes the bytes"), *names_in("What changes nothing")}
+    named = {*names_in(PAGE, "What shapes the bytes"), *names_in(PAGE, "What changes nothing")}
     besides = {engine["beside"] for engine in engines.values()}
     assert set(engines) - besides - named == set()
 

@@ -11,7 +11,6 @@ import functools
 import json
 import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -22,14 +21,13 @@ import pytest
 
 from tests.performance.first_token import choice
 from tests.support.vllm_programs import (
-    TIMEOUT_S,
     VERSIONS,
     Message,
     Program,
     damage_segments,
-    environment_of_programs,
     interpreter,
     our_spec,
+    run_example,
     running,
 )
 from tiered_kv.counters import count_of
@@ -50,7 +48,15 @@ TURNS = 3
 CHAT = {"mode": "chat", "threads": 1, "conversations": CONVERSATIONS, "turns": TURNS}
 
 
-# vLLM's manager, with our tiers below it.
+# Parts of vLLM, as programs.
+
+
+def checked(version: str, name: str, directory: Path, *arguments: str) -> int:
+    """Run a program of checks, none of which may fail, and return how many there were."""
+    with running(version, HERE / f"vllm_{name}_program.py", str(directory / name), *arguments) as program:
+        results = list(program.messages())
+    assert {result["check"]: result["error"] for result in results if result["error"]} == {}
+    return len(results)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -58,34 +64,14 @@ def test_vllm_s_own_manager_is_served_by_our_tiers(
     version: str, tmp_path: Path, redis_server: RedisServer, moto_server: S3Server, moto_bucket: str
 ) -> None:
     remote = {"redis": {"type": "redis", "url": redis_server.url}, "s3": moto_server.settings(moto_bucket)}
-    with running(version, HERE / "vllm_manager_program.py", str(tmp_path / "tiers"), json.dumps(remote)) as program:
-        results = list(program.messages())
-    assert {result["check"]: result["error"] for result in results if result["error"]} == {}
-    assert len(results) >= 13
+    assert checked(version, "manager", tmp_path, json.dumps(remote)) >= 13
 
 
+@pytest.mark.parametrize(("name", "checks"), [("spec", 8), ("queue", 5), ("events", 5)])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_our_spec_serves_vllm_s_scheduler_and_workers(version: str, tmp_path: Path) -> None:
-    with running(version, HERE / "vllm_spec_program.py", str(tmp_path / "specs")) as program:
-        results = list(program.messages())
-    assert {result["check"]: result["error"] for result in results if result["error"]} == {}
-    assert len(results) >= 8
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_our_connector_promotes_for_requests_that_wait(version: str, tmp_path: Path) -> None:
-    with running(version, HERE / "vllm_queue_program.py", str(tmp_path / "queue")) as program:
-        results = list(program.messages())
-    assert {result["check"]: result["error"] for result in results if result["error"]} == {}
-    assert len(results) == 5
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_vllm_s_own_classes_read_our_events(version: str, tmp_path: Path) -> None:
-    with running(version, HERE / "vllm_events_program.py", str(tmp_path / "events")) as program:
-        results = list(program.messages())
-    assert {result["check"]: result["error"] for result in results if result["error"]} == {}
-    assert len(results) == 5
+def test_our_connector_serves_vllm(version: str, name: str, checks: int, tmp_path: Path) -> None:
+    """Scheduler and workers, requests that wait, and those who read events by vLLM's own classes."""
+    assert checked(version, name, tmp_path) >= checks
 
 
 # The whole engine.
@@ -283,14 +269,6 @@ def test_a_prompt_takes_no_longer_than_the_better_of_computing_and_loading(tmp_p
 @pytest.mark.full
 @pytest.mark.parametrize("config", ["our_stack.json", "our_tiers.json"])
 def test_the_example_s_second_engine_finds_the_blocks_of_the_first(config: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [interpreter("0.32.0"), str(CHECKOUT / "examples" / "vllm" / "run.py"), config],
-        cwd=tmp_path,
-        env=environment_of_programs(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert "second engine: 4608 of 4680 prompt tokens found" in done.stdout
-    assert "the answers are the same" in done.stdout
+    told = run_example("0.32.0", "vllm", tmp_path, config)
+    assert "second engine: 4608 of 4680 prompt tokens found" in told
+    assert "the answers are the same" in told

@@ -6,13 +6,12 @@ The rows are those of the table in vllm.md: every name in its last column is an 
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.support.vllm_programs import TIMEOUT_S, VERSIONS, environment_of_programs, interpreter, our_spec, running
+from tests.support.tables import names_in
+from tests.support.vllm_programs import VERSIONS, our_spec, running
 
 pytestmark = pytest.mark.slow
 
@@ -22,31 +21,15 @@ PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "vllm.md"
 Engines = dict[str, dict[str, str]]
 
 
-def names_in(section: str) -> list[str]:
-    """Return the names in the last column of a section's table."""
-    (text,) = re.findall(rf"^### {section}\n(.*?)(?=^##|\Z)", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    rows = [row.split("|") for row in text.splitlines() if row.startswith("| ")][2:]
-    return [name for row in rows for name in re.findall(r"`([^`]+)`", row[-2])]
-
-
-COUNTS = names_in("What shapes the bytes")
-SAME = names_in("What changes nothing")
+COUNTS = names_in(PAGE, "What shapes the bytes")
+SAME = names_in(PAGE, "What changes nothing")
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engines:
     directory = tmp_path_factory.mktemp("vllm") / "namespaces"
-    done = subprocess.run(
-        [interpreter(request.param), str(PROGRAM), str(directory)],
-        env=environment_of_programs(directory.parent),
-        cwd=directory.parent,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {line.pop("engine"): line for line in lines}
+    with running(request.param, PROGRAM, str(directory)) as program:
+        return {line.pop("engine"): line for line in program.messages()}
 
 
 @pytest.mark.parametrize("name", COUNTS)

@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.support.tiny_llama import save_llama
+
 os.environ.update(
     HF_HUB_OFFLINE="1",
     LMCACHE_DISABLE_BANNER="1",
@@ -61,18 +63,6 @@ LARGE_MODEL = {
     "num_attention_heads": 16,
     "num_key_value_heads": 4,
 }
-
-
-def save_model(directory: Path, size: dict[str, Any]) -> None:
-    """Save a Llama of `size` with seeded random weights, unless it is there already."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    if (directory / "config.json").exists():
-        return
-    torch.manual_seed(0)
-    config = LlamaConfig(**size, max_position_embeddings=8192, dtype="float32")
-    LlamaForCausalLM(config).save_pretrained(directory)
 
 
 def hide_what_no_library_has() -> None:
@@ -319,7 +309,7 @@ def main() -> None:
     # To measure, the engine is in a process of its own, as in a server. To look into it, it is in this one.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if options["mode"] in MEASURING else "0"
     model = MIDDLE_MODEL if options.get("model") == "middle" else LARGE_MODEL
-    save_model(directory, model if options["mode"] in MEASURING else CHAT_MODEL)
+    save_llama(directory, **(model if options["mode"] in MEASURING else CHAT_MODEL), dtype="float32")
     more: dict[str, Any] = options.get("engine", {})
     if options["mode"] == "namespaces":
         more = {"distributed_executor_backend": "mp"}  # a worker in a process of its own

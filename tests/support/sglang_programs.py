@@ -39,10 +39,10 @@ def environment_of_programs(directory: Path, **variables: str) -> dict[str, str]
     return {**os.environ, "TMPDIR": str(directory), "PYTHONPATH": os.pathsep.join(map(str, paths)), **variables}
 
 
-def run_program(program: Path, directory: Path, *arguments: str, **variables: str) -> list[Message]:
-    """Run a program to its end and return its lines of JSON."""
+def run_command(command: Sequence[str], directory: Path, **variables: str) -> str:
+    """Run a command in SGLang's environment to its end and return what it prints."""
     done = subprocess.run(
-        [interpreter(), str(program), *arguments],
+        command,
         env=environment_of_programs(directory, **variables),
         cwd=directory,
         capture_output=True,
@@ -50,7 +50,13 @@ def run_program(program: Path, directory: Path, *arguments: str, **variables: st
         timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return done.stdout
+
+
+def run_program(program: Path, directory: Path, *arguments: str, **variables: str) -> list[Message]:
+    """Run a program to its end and return its lines of JSON."""
+    told = run_command([interpreter(), str(program), *arguments], directory, **variables)
+    return [json.loads(line) for line in told.splitlines() if line.startswith("{")]
 
 
 def extra_config(tiers: Sequence[Mapping[str, object]], **more: object) -> Message:

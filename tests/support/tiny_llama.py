@@ -1,7 +1,8 @@
-"""The `config.json` of a Llama so small that its weights are made up as it starts."""
+"""Llamas that are so small that their weights are made up, and nothing is downloaded."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Final
 
 TINY_LLAMA: Final[dict[str, Any]] = {
@@ -16,3 +17,14 @@ TINY_LLAMA: Final[dict[str, Any]] = {
     "max_position_embeddings": 8192,
     "dtype": "float32",
 }
+"""A `config.json`."""
+
+
+def save_llama(directory: Path, **config: Any) -> None:
+    """Save a Llama with seeded random weights, unless it is there already."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if not (directory / "config.json").exists():
+        torch.manual_seed(0)
+        LlamaForCausalLM(LlamaConfig(max_position_embeddings=8192, **config)).save_pretrained(directory)

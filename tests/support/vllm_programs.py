@@ -50,6 +50,20 @@ def environment_of_programs(directory: Path) -> dict[str, str]:
     return environment
 
 
+def run_example(version: str, name: str, directory: Path, *arguments: str) -> str:
+    """Run an example to its end and return what it prints."""
+    done = subprocess.run(
+        [interpreter(version), str(SOURCE / "examples" / name / "run.py"), *arguments],
+        cwd=directory,
+        env=environment_of_programs(directory),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    return done.stdout
+
+
 class Program:
     """A program in an environment of vLLM's; its lines of JSON are read one by one."""
 
