@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -22,9 +23,11 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 
 from tests.support.figures import FIGURES, Figures, Profile
+from tests.support.stacks import Register
 from tiered_kv.testing.clock import ManualClock
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.leaks import Footprint, left_behind
+from tiered_kv.tiering.factory import SecondaryTierFactory
 
 # "repeatable" fails the same way on every machine; HYPOTHESIS_PROFILE=explore looks for what it misses. Neither
 # fails because the machine is slow.
@@ -158,6 +161,17 @@ def closing() -> Iterator[ExitStack]:
     """Closes what a fixture opens in the course of a test, at its end and the last first."""
     with ExitStack() as closing:
         yield closing
+
+
+@pytest.fixture
+def register(closing: ExitStack) -> Register:
+    """Makes tier classes known for one test."""
+
+    def register(name: str, tier: Any) -> None:
+        SecondaryTierFactory.register(name, tier)
+        closing.callback(SecondaryTierFactory.unregister, name)
+
+    return register
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.support.command import Command
 from tests.support.disk_use import occupied_bytes
+from tests.support.stacks import Register, stack_file
 from tiered_kv import __version__
 from tiered_kv._cli import plugins as plugins_verb
 from tiered_kv.cli import main
@@ -24,7 +24,6 @@ from tiered_kv.stack import open_stack
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.server_process import free_port
 from tiered_kv.tiering.base import JobMetadata
-from tiered_kv.tiering.factory import SecondaryTierFactory
 
 ROOT = Path(__file__).parents[1]
 SMALL_CHATS = ["--chats", "20", "--turns", "4", "--active-chats", "10", "--turn-blocks", "3"]
@@ -51,24 +50,9 @@ class TalkativeTier(FourMethodTier):
 
 
 @pytest.fixture
-def flipping() -> Iterator[str]:
-    SecondaryTierFactory.register("flipping", FlippingTier)
-    yield "flipping"
-    SecondaryTierFactory.unregister("flipping")
-
-
-def stack_file(directory: Path, *tiers: str, capacity: str = "1MiB") -> str:
-    lines = [
-        "version: 1",
-        "namespace: {model: test}",
-        "block: {bytes: 4KiB}",
-        f"primary: {{capacity: {capacity}}}",
-        "secondary:",
-        *(f"  - {{{tier}}}" for tier in tiers),
-    ]
-    file = directory / "stack.yaml"
-    file.write_text("\n".join(lines) + "\n")
-    return str(file)
+def flipping(register: Register) -> str:
+    register("flipping", FlippingTier)
+    return "flipping"
 
 
 def nvme(directory: Path, name: str = "nvme") -> str:
@@ -76,28 +60,6 @@ def nvme(directory: Path, name: str = "nvme") -> str:
 
 
 MEMORY = "type: memory, capacity: 64MiB"
-
-
-class Command:
-    """The command in this process."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-
-    def out(self, *arguments: str, status: int = 0) -> str:
-        """Return what it prints, where it ends with this status."""
-        assert main(list(arguments)) == status
-        return self._capsys.readouterr().out
-
-    def err(self, *arguments: str) -> str:
-        """Return what it says of a mistake, beside which it prints nothing."""
-        assert main(list(arguments)) == 2
-        captured = self._capsys.readouterr()
-        assert captured.out == ""
-        return captured.err
-
-    def json(self, *arguments: str, status: int = 0) -> Any:  # Any: JSON
-        return json.loads(self.out(*arguments, "--json", status=status))
 
 
 @pytest.fixture

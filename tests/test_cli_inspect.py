@@ -9,16 +9,18 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.places import Place
+from tests.support.plugged import plugged
+from tests.support.stacks import stack_file
 from tests.support.tenants import BLOCK_BYTES, Tenant
 from tiered_kv.cli import main
 from tiered_kv.config.settings import TierSettings
-from tiered_kv.hooks import TierType, hookimpl, tier_plugins
+from tiered_kv.hooks import TierType
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.damage import Kind, record_damages
 from tiered_kv.testing.four_methods import FourMethodTier
@@ -38,6 +40,21 @@ BLOCKS = 24
 KEYS = {1: "11" * 32, 2: "22" * 32}
 HOSTILE = "\x1b]0;title\x07\x1b[2J\nfs: all is well\u202e"
 of_each_kind = pytest.mark.parametrize("kind", ["nvme", "fs"])
+in_nvme = pytest.mark.parametrize("kind", ["nvme"])
+
+
+@pytest.fixture
+def kind() -> str:
+    """The tier's type, where a test does not say otherwise."""
+    return "fs"
+
+
+@pytest.fixture
+def alice(kind: str, tmp_path: Path) -> Tenant:
+    """A tenant whose tier has blocks."""
+    alice = Place(kind, tmp_path).tenant("alice")
+    alice.store(BLOCKS)
+    return alice
 
 
 def block_files(tenant: Tenant) -> list[Path]:
@@ -58,9 +75,7 @@ def flip(tenant: Tenant, number: int) -> None:
 
 
 @of_each_kind
-def test_blocks_bytes_and_ages_are_shown(kind: str, tmp_path: Path) -> None:
-    alice = Place(kind, tmp_path).tenant("alice")
-    alice.store(BLOCKS)
+def test_blocks_bytes_and_ages_are_shown(alice: Tenant, kind: str) -> None:
     status, tier = alice.inspect()
     (own,) = tier["namespaces"]
     assert (status, tier["ok"], tier["error"], tier["name"], tier["type"]) == (0, True, "", kind, kind)
@@ -73,9 +88,7 @@ def test_blocks_bytes_and_ages_are_shown(kind: str, tmp_path: Path) -> None:
     assert tier["foreign"] == {"entries": 0, "size_bytes": 0, "names": []}
 
 
-def test_the_share_of_files_that_were_used_again_is_told(tmp_path: Path) -> None:
-    alice = Place("fs", tmp_path).tenant("alice")
-    alice.store(BLOCKS)
+def test_the_share_of_files_that_were_used_again_is_told(alice: Tenant) -> None:
     used_s = time.time() + 90
     for path in block_files(alice)[: BLOCKS // 4]:
         os.utime(path, (used_s, used_s))
@@ -90,17 +103,15 @@ def test_the_share_of_files_that_were_used_again_is_told(tmp_path: Path) -> None
     assert own["used_again"] == 0.25
 
 
-def test_what_a_directory_of_segments_does_not_know_is_null_and_the_reason_is_said(tmp_path: Path) -> None:
-    alice = Place("nvme", tmp_path).tenant("alice")
-    alice.store(BLOCKS)
+@in_nvme
+def test_what_a_directory_of_segments_does_not_know_is_null_and_the_reason_is_said(alice: Tenant) -> None:
     _, tier = alice.inspect()
     assert (tier["namespaces"][0]["used"], tier["namespaces"][0]["used_again"]) == (None, None)
     assert tier["notes"] == ["only the process that has the directory open knows when a block was used"]
 
 
-def test_segments_and_their_fill_are_shown(tmp_path: Path) -> None:
-    alice = Place("nvme", tmp_path).tenant("alice")
-    alice.store(BLOCKS)
+@in_nvme
+def test_segments_and_their_fill_are_shown(alice: Tenant) -> None:
     segments = alice.inspect()[1]["segments"]
     assert segments["files"] == len(list(alice.path.glob("segment-*")))
     assert segments["size_bytes"] == segments["files"] << 20
@@ -109,9 +120,7 @@ def test_segments_and_their_fill_are_shown(tmp_path: Path) -> None:
 
 
 @of_each_kind
-def test_foreign_files_are_named(kind: str, tmp_path: Path) -> None:
-    alice = Place(kind, tmp_path).tenant("alice")
-    alice.store(BLOCKS)
+def test_foreign_files_are_named(alice: Tenant) -> None:
     (alice.path / "notes.txt").write_text("mine")
     (alice.path / f"segment-{alice.digest[:8]}-999999.kv").symlink_to("/dev/zero")
     os.mkfifo(alice.path / f"segment-{alice.digest[:8]}-999998.kv")
@@ -163,9 +172,7 @@ def test_an_empty_storage_is_said_to_be_empty(kind: str, tmp_path: Path) -> None
 
 
 @of_each_kind
-def test_sound_blocks_are_sound(kind: str, tmp_path: Path) -> None:
-    alice = Place(kind, tmp_path).tenant("alice")
-    alice.store(BLOCKS)
+def test_sound_blocks_are_sound(alice: Tenant) -> None:
     before = files(alice)
     status, found = alice.verify()
     assert (status, found["ok"], found["blocks"]) == (0, True, BLOCKS)
@@ -199,9 +206,8 @@ def test_every_damage_to_a_file_is_found_and_repaired(tmp_path: Path) -> None:
     assert alice.load(4) == (4, 0)
 
 
-def test_damaged_blocks_in_segments_are_found_and_repaired(tmp_path: Path) -> None:
-    alice = Place("nvme", tmp_path).tenant("alice")
-    alice.store(BLOCKS)
+@in_nvme
+def test_damaged_blocks_in_segments_are_found_and_repaired(alice: Tenant) -> None:
     for number in (0, 7, BLOCKS - 1):
         flip(alice, number)
     status, found = alice.verify()
@@ -227,9 +233,8 @@ def test_a_segment_that_loses_all_its_blocks_is_deleted(tmp_path: Path) -> None:
     assert alice.load(BLOCKS) == (BLOCKS, 0)
 
 
-def test_a_segment_without_a_sound_header_is_damage(tmp_path: Path) -> None:
-    alice = Place("nvme", tmp_path).tenant("alice")
-    alice.store(BLOCKS)
+@in_nvme
+def test_a_segment_without_a_sound_header_is_damage(alice: Tenant) -> None:
     unused = alice.path / f"segment-{alice.digest[:8]}-000077.kv"
     unused.write_bytes(bytes(1 << 20))  # a crash left it before its header was written
     broken = alice.path / f"segment-{alice.digest[:8]}-000078.kv"
@@ -330,18 +335,14 @@ def test_only_the_own_namespace_is_verified_if_wished(tmp_path: Path) -> None:
     assert (status, [each["verification"] is None for each in tier["namespaces"] if not each["own"]]) == (0, [True])
 
 
-def test_the_rate_is_kept(tmp_path: Path) -> None:
-    alice = Place("fs", tmp_path).tenant("alice")
-    alice.store(BLOCKS)
+def test_the_rate_is_kept(alice: Tenant) -> None:
     started_s = time.monotonic()
     assert alice.verify("--rate", "480KiB/s")[0] == 0
     assert time.monotonic() - started_s > 0.9 * BLOCKS * BLOCK_BYTES / (480 << 10)
 
 
 @of_each_kind
-def test_the_time_is_kept(kind: str, tmp_path: Path) -> None:
-    alice = Place(kind, tmp_path).tenant("alice")
-    alice.store(BLOCKS)
+def test_the_time_is_kept(alice: Tenant) -> None:
     status, tier = alice.inspect("--verify", "--timeout", "1ms", "--rate", "1B/s")
     assert (status, tier["ok"]) == (1, False)
     errors = [tier["error"], *(each["verification"]["error"] for each in tier["namespaces"] if each["verification"])]
@@ -403,47 +404,34 @@ class Silent(Told):
         raise NotImplementedError
 
 
-class Plugin:
-    @hookimpl
-    def tiered_kv_register_tiers(self) -> Iterable[TierType]:
-        return [
-            TierType("told", TierSettings, lambda: FourMethodTier, "", lambda: Told),
-            TierType("silent", TierSettings, lambda: FourMethodTier, "", lambda: Silent),
-        ]
-
-
 @pytest.fixture
 def _plugin() -> Iterator[None]:
-    tier_plugins().register(Plugin(), "inspect test")
-    yield
-    tier_plugins().unregister("inspect test")
+    with plugged(
+        TierType("told", TierSettings, lambda: FourMethodTier, "", lambda: Told),
+        TierType("silent", TierSettings, lambda: FourMethodTier, "", lambda: Silent),
+    ):
+        yield
 
 
 @pytest.mark.usefixtures("_plugin")
 def test_what_a_tier_of_another_type_tells_is_shown_and_what_it_cannot_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "stack.yaml"
-    file.write_text(
-        "version: 1\nnamespace: {model: m}\nblock: {bytes: 4096}\nprimary: {capacity: 64KiB}\n"
-        "secondary: [{type: told}, {type: silent}, {type: memory, capacity: 64KiB}]\n"
-    )
-    assert main(["inspect", str(file)]) == 0
+    file = stack_file(tmp_path, "type: told", "type: silent", "type: memory, capacity: 64KiB")
+    assert main(["inspect", file]) == 0
     text = capsys.readouterr().out
     assert "2m 1m 1s" in text
     assert "25%" in text
     assert "told: it may be otherwise" in text
     assert "silent: tiers of type 'silent' cannot be inspected" in text
     assert "memory: tiers of type 'memory' show nothing to other processes" in text
-    assert main(["inspect", str(file), "--verify"]) == 1, "what was asked for was not done"
+    assert main(["inspect", file, "--verify"]) == 1, "what was asked for was not done"
     assert "tiers of type 'told' cannot be verified" in capsys.readouterr().out
 
 
 def test_the_commands_of_the_how_to_page_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    alice: Tenant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    alice = Place("fs", tmp_path).tenant("alice")
-    alice.store(BLOCKS)
     alice.file.rename(tmp_path / "stack.yaml")
     monkeypatch.chdir(tmp_path)
     page = Path(__file__).parents[1] / "docs/how-to/inspect.md"

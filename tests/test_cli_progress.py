@@ -10,18 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.stacks import stack_file
 from tiered_kv.cli import main
 
 COMMAND = [sys.executable, "-c", "from tiered_kv.cli import main; raise SystemExit(main())"]
 
 
-def stack_file(directory: Path) -> str:
-    file = directory / "stack.yaml"
-    file.write_text(
-        "namespace: {model: test}\nblock: {bytes: 4KiB}\nprimary: {capacity: 256KiB}\n"
-        f"secondary:\n  - {{type: nvme, path: {directory / 'cache'}, capacity: 64MiB}}\n"
-    )
-    return str(file)
+def nvme_stack(directory: Path) -> str:
+    return stack_file(directory, f"type: nvme, path: {directory / 'cache'}, capacity: 64MiB")
 
 
 def on_a_terminal(*arguments: str) -> tuple[str, str]:
@@ -57,7 +53,7 @@ def on_a_terminal(*arguments: str) -> tuple[str, str]:
 def test_progress_is_shown_on_a_terminal_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str, options: list[str], doing: list[str]
 ) -> None:
-    stack = stack_file(tmp_path)
+    stack = nvme_stack(tmp_path)
     printed, shown = on_a_terminal(verb, stack, *options)
     for each in doing:
         assert each in shown
@@ -67,5 +63,5 @@ def test_progress_is_shown_on_a_terminal_only(
 
 
 def test_drawing_a_page_is_shown(tmp_path: Path) -> None:
-    _, shown = on_a_terminal("bench", stack_file(tmp_path), "--blocks", "16", "--report", str(tmp_path / "page.html"))
+    _, shown = on_a_terminal("bench", nvme_stack(tmp_path), "--blocks", "16", "--report", str(tmp_path / "page.html"))
     assert "drawing the page" in shown

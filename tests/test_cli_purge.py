@@ -6,17 +6,18 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
+from tests.support.plugged import plugged
 from tiered_kv.cli import main
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.errors import ConfigError
-from tiered_kv.hooks import TierType, hookimpl, tier_plugins
+from tiered_kv.hooks import TierType
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.tiering.administration import Purged, StoredNamespace, TierAdministration, believed
 
@@ -49,23 +50,16 @@ class Ledger(TierAdministration):
         type(self).open_ones -= 1
 
 
-class Plugin:
-    @hookimpl
-    def tiered_kv_register_tiers(self) -> Iterable[TierType]:
-        return [
-            TierType("kept", TierSettings, lambda: FourMethodTier, "", lambda: Ledger),
-            TierType("closed", TierSettings, lambda: FourMethodTier),
-        ]
-
-
 @pytest.fixture(autouse=True)
 def _plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(Ledger, "purged", [])
     monkeypatch.setattr(Ledger, "left", ())
     monkeypatch.setattr(Ledger, "error", None)
-    tier_plugins().register(Plugin(), "purge test")
-    yield
-    tier_plugins().unregister("purge test")
+    with plugged(
+        TierType("kept", TierSettings, lambda: FourMethodTier, "", lambda: Ledger),
+        TierType("closed", TierSettings, lambda: FourMethodTier),
+    ):
+        yield
     assert Ledger.open_ones == 0
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.support.command import Command
+from tests.support.stacks import stack_file
 from tiered_kv.cli import main
 from tiered_kv.errors import ConfigError
 from tiered_kv.workload.prices import load_prices
@@ -31,41 +32,16 @@ def trace(tmp_path: Path) -> str:
 
 @pytest.fixture
 def stack(tmp_path: Path) -> str:
-    file = tmp_path / "stack.yaml"
-    file.write_text(
-        "namespace: {model: m}\nblock: {bytes: 4KiB}\nprimary: {capacity: 256KiB}\n"
-        f"secondary:\n  - {{type: nvme, path: {tmp_path / 'kv'}, capacity: 64MiB}}\n"
-        "  - {type: redis, url: 'redis://nowhere.invalid'}\n"
-    )
-    return str(file)
-
-
-class Simulate:
-    """The verb, in this process."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-
-    def out(self, *arguments: str) -> str:
-        assert main(["simulate", *arguments]) == 0
-        return self._capsys.readouterr().out
-
-    def json(self, *arguments: str) -> Any:  # Any: JSON
-        return json.loads(self.out(*arguments, "--json"))
-
-    def err(self, *arguments: str) -> str:
-        assert main(["simulate", *arguments]) == 2
-        captured = self._capsys.readouterr()
-        assert captured.out == ""
-        return captured.err
+    nvme = f"type: nvme, path: {tmp_path / 'kv'}, capacity: 64MiB"
+    return stack_file(tmp_path, nvme, "type: redis, url: 'redis://nowhere.invalid'", capacity="256KiB")
 
 
 @pytest.fixture
-def simulate(capsys: pytest.CaptureFixture[str]) -> Simulate:
-    return Simulate(capsys)
+def simulate(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys, "simulate")
 
 
-def test_policies_and_sizes_of_a_trace(simulate: Simulate, trace: str) -> None:
+def test_policies_and_sizes_of_a_trace(simulate: Command, trace: str) -> None:
     result = simulate.json("--trace", trace, "--capacity", "1,3,100", "--policy", "lru,arc")
     assert (result["requests"], result["blocks"], result["distinct_blocks"]) == (5, 10, 5)
     rates = {(each["policy"], each["capacity_blocks"]): each["hit_rate"] for each in result["results"]}
@@ -76,7 +52,7 @@ def test_policies_and_sizes_of_a_trace(simulate: Simulate, trace: str) -> None:
     assert simulate.json("--trace", trace, "--requests", "3")["blocks"] == 6
 
 
-def test_policies_of_the_built_in_chats_for_people(simulate: Simulate) -> None:
+def test_policies_of_the_built_in_chats_for_people(simulate: Command) -> None:
     words = simulate.out(*CHATS, "--policy", "lru,arc", "--capacity", "50,100").split()
     assert {"blocks", "lru", "arc", "50", "100"} <= set(words)
     result = simulate.json(*CHATS)
@@ -86,14 +62,14 @@ def test_policies_of_the_built_in_chats_for_people(simulate: Simulate) -> None:
     ]
 
 
-def test_a_sample_shows_its_error(simulate: Simulate) -> None:
+def test_a_sample_shows_its_error(simulate: Command) -> None:
     sampled = ["--policy", "arc", "--capacity", "1500", "--sample", "0.5"]
     (result,) = simulate.json(*sampled)["results"]
     assert 0 < result["error"] < 0.2
     assert "±" in simulate.out(*sampled)
 
 
-def test_a_stack_is_simulated_and_not_opened(simulate: Simulate, stack: str, tmp_path: Path) -> None:
+def test_a_stack_is_simulated_and_not_opened(simulate: Command, stack: str, tmp_path: Path) -> None:
     result = simulate.json(stack, *CHATS)
     (outcome,) = result["results"]
     assert list(outcome["tiers"]) == ["cpu", "nvme", "redis"]
@@ -103,7 +79,7 @@ def test_a_stack_is_simulated_and_not_opened(simulate: Simulate, stack: str, tmp
     assert {"cpu", "nvme", "redis", "misses"} <= set(simulate.out(stack, *CHATS).split())
 
 
-def test_a_stack_with_other_sizes_policies_and_limits(simulate: Simulate, stack: str) -> None:
+def test_a_stack_with_other_sizes_policies_and_limits(simulate: Command, stack: str) -> None:
     sizes = ["--capacity", "64,1MiB", "--policy", "lru,arc", "--limit", "redis=1MiB", "--concurrency", "2"]
     results = simulate.json(stack, *CHATS, *sizes)["results"]
     named = [(each["policy"], each["capacity_blocks"]) for each in results]
@@ -113,7 +89,7 @@ def test_a_stack_with_other_sizes_policies_and_limits(simulate: Simulate, stack:
     assert {"100,000 blocks", "100,001 blocks", "requests"} <= set(re.findall(r"[0-9,]+ blocks|requests", told))
 
 
-def test_servers_behind_a_router(simulate: Simulate, stack: str) -> None:
+def test_servers_behind_a_router(simulate: Command, stack: str) -> None:
     result = simulate.json(stack, *CHATS, "--servers", "3", "--router", "sticky")
     assert (result["servers"], result["router"]) == (3, "sticky")
     (outcome,) = result["results"]
@@ -125,7 +101,7 @@ def test_servers_behind_a_router(simulate: Simulate, stack: str) -> None:
 PRICES = "currency: EUR\ntiers:\n  cpu: {gib_month: 3}\n  redis: {gib_read: 0.01, thousand_writes: 0.005}\n"
 
 
-def test_costs_by_tier(simulate: Simulate, stack: str, tmp_path: Path) -> None:
+def test_costs_by_tier(simulate: Command, stack: str, tmp_path: Path) -> None:
     (tmp_path / "prices.yaml").write_text(PRICES)
     priced = [stack, *CHATS, "--prices", str(tmp_path / "prices.yaml")]
     result = simulate.json(*priced)
@@ -137,7 +113,7 @@ def test_costs_by_tier(simulate: Simulate, stack: str, tmp_path: Path) -> None:
 
 
 def test_the_example_of_prices_is_one_for_the_example_of_a_stack(
-    simulate: Simulate, monkeypatch: pytest.MonkeyPatch
+    simulate: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("S3_ENDPOINT", "S3_KEY_ID", "S3_SECRET"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
@@ -162,7 +138,7 @@ def test_the_prices_on_the_page_can_be_used(tmp_path: Path) -> None:
     assert load_prices(tmp_path / "prices.yaml", ["cpu", "nvme", "s3"]).tiers["s3"].thousand_writes == 0.005
 
 
-def test_every_field_is_described(simulate: Simulate, stack: str, trace: str, tmp_path: Path) -> None:
+def test_every_field_is_described(simulate: Command, stack: str, trace: str, tmp_path: Path) -> None:
     (tmp_path / "prices.yaml").write_text(PRICES)
     of_stack = simulate.json(stack, *CHATS, "--prices", str(tmp_path / "prices.yaml"))
     of_trace = simulate.json("--trace", trace)
@@ -197,7 +173,7 @@ def test_every_field_is_described(simulate: Simulate, stack: str, trace: str, tm
         (["/nonesuch.yaml"], "the stack's file cannot be read"),
     ],
 )
-def test_mistakes_are_told(simulate: Simulate, stack: str, arguments: list[str], problem: str) -> None:
+def test_mistakes_are_told(simulate: Command, stack: str, arguments: list[str], problem: str) -> None:
     given = [stack if argument == "STACK" else argument for argument in arguments]
     chats = [] if "--trace" in given else CHATS
     told = simulate.err(*given, *chats)
@@ -219,7 +195,7 @@ def test_a_value_that_is_none_is_wrong_usage(
 
 
 @pytest.mark.parametrize("text", ["", "\n", json.dumps({**TRACE[0], "hash_ids": []})])
-def test_a_trace_without_a_block_is_an_error(simulate: Simulate, tmp_path: Path, text: str) -> None:
+def test_a_trace_without_a_block_is_an_error(simulate: Command, tmp_path: Path, text: str) -> None:
     (tmp_path / "empty.jsonl").write_text(text)
     assert str(tmp_path / "empty.jsonl") in simulate.err("--trace", str(tmp_path / "empty.jsonl"))
 
@@ -245,7 +221,7 @@ def test_prices_that_cannot_be_used_are_told(tmp_path: Path, text: str, problem:
     assert problem in str(raised.value)
 
 
-def test_a_price_for_no_tier_is_an_error(simulate: Simulate, stack: str, tmp_path: Path) -> None:
+def test_a_price_for_no_tier_is_an_error(simulate: Command, stack: str, tmp_path: Path) -> None:
     (tmp_path / "prices.yaml").write_text("tiers: {nvm: {gib_month: 1}}")
     told = simulate.err(stack, *CHATS, "--prices", str(tmp_path / "prices.yaml"))
     assert "no tier of this name; did you mean 'nvme'?" in told

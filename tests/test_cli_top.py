@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from tests.support.stacks import stack_of
 from tests.support.status_server import JSON, Status, StatusServer, answer, busy, response, status, tier
 from tests.support.terminal import CTRL_C, Terminal
 from tiered_kv import make_offload_key, open_stack
@@ -159,14 +160,8 @@ def test_once_tells_by_its_status_whether_a_tier_is_out_of_use(fields: Status, e
 
 def test_what_a_real_stack_did_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     block_bytes = 4096
-    config = {
-        "namespace": {"model": "test"},
-        "block": {"bytes": block_bytes, "tokens": 16},
-        "primary": {"capacity": 4 * block_bytes},
-        "secondary": [{"type": "memory", "name": "ram", "capacity": "1MiB"}],
-        "metrics": {"listen": "127.0.0.1:0"},
-    }
-    with open_stack(config) as stack:
+    ram = {"type": "memory", "name": "ram", "capacity": "1MiB"}
+    with open_stack(stack_of(ram, blocks=4, metrics={"listen": "127.0.0.1:0"})) as stack:
         keys = [make_offload_key(number.to_bytes(32, "big"), 0) for number in range(4)]
         stack.put(keys, np.ones((4, block_bytes), np.uint8))
         assert stack.flush()

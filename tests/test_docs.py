@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.stacks import Register, stack_of
 from tiered_kv.counters import count_of, flat_counts
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.faults import FailingTier
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.tiering.factory import SecondaryTierFactory
 from tiered_kv.toolkit.jobs import failure_reason
 from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.replay import replay
@@ -51,28 +51,23 @@ def headings_of(page: Path) -> set[str]:
 
 
 @pytest.fixture
-def failing() -> Iterator[str]:
+def failing(register: Register) -> str:
     class AlwaysFailing(FailingTier):
         def __init__(self, spec: object, view: memoryview, tier_type: str) -> None:
             super().__init__(FourMethodTier(spec, view, tier_type))
             self.failing = True
 
-    SecondaryTierFactory.register("failing", AlwaysFailing)
-    yield "failing"
-    SecondaryTierFactory.unregister("failing")
+    register("failing", AlwaysFailing)
+    return "failing"
 
 
 def test_every_counter_of_a_busy_replay_is_described(tmp_path: Path, failing: str) -> None:
-    config: dict[str, object] = {
-        "namespace": {"model": "m"},
-        "block": {"bytes": 4 * KIB},
-        "primary": {"capacity": 400 * KIB},
-        "secondary": [
-            {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": 1024 * KIB, "store_budget": 64 * KIB},
-            {"type": "memory", "capacity": 512 * KIB, "admit_after": 2},
-            {"type": failing},
-        ],
-    }
+    config = stack_of(
+        {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": 1024 * KIB, "store_budget": 64 * KIB},
+        {"type": "memory", "capacity": 512 * KIB, "admit_after": 2},
+        {"type": failing},
+        blocks=100,
+    )
     chats = ChatWorkload(chats=20, turns=4, active_chats=10, turn_blocks=3)
     with open_stack(config) as stack:
         report = replay(stack.manager, stack.kv_view, chats.requests())
@@ -115,19 +110,12 @@ def test_every_built_in_tier_is_looked_at() -> None:
 @pytest.fixture
 def stack(tmp_path: Path) -> Iterator[Stack]:
     """A stack of all built-in tiers, those left out whose library is not installed."""
-    secondary = []
+    tiers = []
     for tier_type, entry in BUILT_IN.items():
         place: dict[str, object] = {"path": str(tmp_path / tier_type)} if "path" in entry else {}
         if tier_type not in LIBRARIES or importlib.util.find_spec(LIBRARIES[tier_type]):
-            secondary.append({**entry, **place, "type": tier_type, "write_budget": "1PiB/day"})
-    config = {
-        "namespace": {"model": "m"},
-        "block": {"bytes": 4 * KIB},
-        "primary": {"capacity": 32 * KIB},
-        "secondary": secondary,
-        "audit": 1,
-    }
-    with open_stack(config) as stack:
+            tiers.append({**entry, **place, "type": tier_type, "write_budget": "1PiB/day"})
+    with open_stack(stack_of(*tiers, blocks=8, audit=1)) as stack:
         yield stack
 
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.support.stacks import stack_of
+
 ROOT = Path(__file__).parents[1]
 Entry = dict[str, object]
 
@@ -104,14 +106,8 @@ def told_without(extras: Sequence[str], entries: Mapping[str, Entry], directory:
     stacks = {}
     for name, entry in entries.items():
         own = {"path": str(directory / name)} if entry["type"] in ("fs", "nvme") else {}
-        stack = {
-            "namespace": {"model": "m"},
-            "block": {"bytes": 4096},
-            "primary": {"capacity": "1MiB"},
-            "secondary": [{**entry, **own}],
-        }
         stacks[name] = str(directory / f"{name}.yaml")
-        Path(stacks[name]).write_text(json.dumps(stack))  # which is YAML too
+        Path(stacks[name]).write_text(json.dumps(stack_of({**entry, **own}, blocks=256)))  # which is YAML too
     missing = [module for extra in extras for module in LIBRARIES[extra]]
     command = [sys.executable, "-c", PROGRAM, json.dumps([missing, stacks])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)

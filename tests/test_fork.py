@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.stacks import stack_of
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import ShutdownError
@@ -49,11 +50,6 @@ def forked(work: Callable[[], object] = lambda: None) -> Iterator[None]:
         os.close(writer)
         _, status = os.waitpid(child, 0)
     assert status == 0, "the child's work failed"
-
-
-def stack_of(*tiers: dict[str, object]) -> dict[str, object]:
-    primary = {"capacity": 8 * BLOCK_BYTES}
-    return {"namespace": {"model": "m"}, "block": {"bytes": BLOCK_BYTES}, "primary": primary, "secondary": list(tiers)}
 
 
 def test_in_another_process_tiers_over_a_host_s_memory_refuse_and_close_nothing() -> None:
@@ -154,12 +150,7 @@ print(problems, status)
 def test_a_fork_amid_transfers_disturbs_nobody_and_the_child_may_open_its_own(
     tier: dict[str, object], tmp_path: Path
 ) -> None:
-    config = {
-        "namespace": {"model": "m"},
-        "block": {"bytes": BLOCK_BYTES},
-        "primary": {"capacity": 32 * BLOCK_BYTES},
-        "secondary": [{**tier, "capacity": 2 << 20}],
-    }
+    config = stack_of({**tier, "capacity": 2 << 20}, blocks=32)
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKS, json.dumps(config)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert (done.stdout, done.returncode) == ("[] 0\n", 0), done.stderr

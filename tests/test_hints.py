@@ -7,11 +7,12 @@ import math
 
 import pytest
 
+from tests.support.stacks import stack_of
 from tiered_kv.config.stack_config import load_config
 from tiered_kv.errors import ConfigError
 from tiered_kv.hints import HINTS_KEY, SECONDS_MAX, HintReader, Hints
 
-STACK: dict[str, object] = {"namespace": {"model": "m"}, "block": {"bytes": 64}, "primary": {"capacity": "64KiB"}}
+STACK = stack_of()
 
 
 def test_every_hint_is_read() -> None:

@@ -6,14 +6,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 
 import tiered_kv
-from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
+from tests.support.stacks import PATIENT, Register, stack_of
+from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.counters import count_of
 from tiered_kv.errors import ConfigError, ShutdownError, TierError
 from tiered_kv.facade import Blocks
@@ -21,30 +22,12 @@ from tiered_kv.stack import open_stack
 from tiered_kv.testing.faults import HeldJobsTier
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.gate import Gate
+from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.tiering.base import TierSpec
-from tiered_kv.tiering.factory import SecondaryTierFactory
 
 BLOCK_BYTES = 4096
 WAIT_S = 60.0
-PATIENT: dict[str, object] = {"lookup_timeout": "1h", "job_timeout": "1h"}
-"""For a tier that has to answer, however long its thread is held up."""
-Register = Callable[[str, Any], None]
-
-
-def stack_of(
-    *secondary: dict[str, object], blocks: int = 16, primary: dict[str, object] | None = None
-) -> dict[str, object]:
-    return {
-        "namespace": {"model": "m"},
-        "block": {"bytes": BLOCK_BYTES},
-        "primary": {"capacity": blocks * BLOCK_BYTES, **(primary or {})},
-        "secondary": list(secondary),
-    }
-
-
-def keys_of(count: int, label: str = "block") -> list[OffloadKey]:
-    return [make_offload_key(f"{label}-{index}".encode(), 0) for index in range(count)]
 
 
 def blocks_of(count: int, seed: int = 0) -> Blocks:
@@ -55,9 +38,34 @@ def empty(count: int) -> Blocks:
     return np.zeros((count, BLOCK_BYTES), dtype=np.uint8)
 
 
+class Copied(np.ndarray[Any, np.dtype[np.uint8]]):
+    """Blocks that call something with the number of each that is copied, from here or to here."""
+
+    on_copy: Callable[[int], None] | None = None
+
+    def __array_finalize__(self, parent: Any) -> None:
+        self.on_copy = getattr(parent, "on_copy", None)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int) and self.on_copy is not None:
+            self.on_copy(index)
+        return super().__getitem__(index)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if self.on_copy is not None:
+            self.on_copy(index)
+        super().__setitem__(index, value)
+
+
+def copied(blocks: Blocks, on_copy: Callable[[int], None]) -> Any:
+    watched = blocks.view(Copied)
+    watched.on_copy = on_copy
+    return watched
+
+
 def test_nobody_measures_an_engine_where_there_is_none() -> None:
     with pytest.raises(ConfigError, match=r"prefill\.tokens_per_s: only vLLM's connector measures it; write how many"):
-        open_stack({**stack_of(), "prefill": {"tokens_per_s": "measured"}})
+        open_stack(stack_of(prefill={"tokens_per_s": "measured"}))
 
 
 @contextmanager
@@ -70,24 +78,13 @@ def opened_at_the_end(gate: Gate) -> Iterator[None]:
 
 
 @pytest.fixture
-def register(closing: ExitStack) -> Register:
-    """Make tier classes known for one test."""
-
-    def register(name: str, tier: Any) -> None:
-        SecondaryTierFactory.register(name, tier)
-        closing.callback(SecondaryTierFactory.unregister, name)
-
-    return register
-
-
-@pytest.fixture
 def four(register: Register) -> None:
     register("four", FourMethodTier)
 
 
 class TestPutAndGet:
     def test_get_ends_at_the_first_miss_and_leaves_the_rest_alone(self) -> None:
-        keys, blocks, out = keys_of(6), blocks_of(6), empty(6)
+        keys, blocks, out = make_keys(6), blocks_of(6), empty(6)
         with open_stack(stack_of()) as stack:
             stack.put(keys[:3], blocks[:3])
             stack.put(keys[4:], blocks[4:])
@@ -96,7 +93,7 @@ class TestPutAndGet:
         assert not out[3:].any()
 
     def test_what_is_there_already_counts_as_stored_and_stays(self) -> None:
-        keys, blocks, out = keys_of(4), blocks_of(4), empty(4)
+        keys, blocks, out = make_keys(4), blocks_of(4), empty(4)
         with open_stack(stack_of()) as stack:
             stack.put(keys[:2], blocks[:2])
             assert stack.put(keys, np.zeros_like(blocks) + 7) == 4
@@ -105,14 +102,14 @@ class TestPutAndGet:
         assert (out[2:] == 7).all()
 
     def test_a_key_that_stands_twice_is_stored_with_its_first_block(self) -> None:
-        key, blocks, out = keys_of(1)[0], blocks_of(2), empty(1)
+        key, blocks, out = make_keys(1)[0], blocks_of(2), empty(1)
         with open_stack(stack_of()) as stack:
             assert stack.put([key, key], blocks) == 2
             assert stack.get([key], out) == 1
         assert np.array_equal(out[0], blocks[0])
 
     def test_without_other_tiers_no_more_is_stored_than_the_primary_tier_holds(self) -> None:
-        keys, blocks, out = keys_of(40), blocks_of(40), empty(40)
+        keys, blocks, out = make_keys(40), blocks_of(40), empty(40)
         with open_stack(stack_of(blocks=16)) as stack:
             assert stack.put(keys, blocks) == 16
             assert stack.get(keys, out) == 16
@@ -121,7 +118,7 @@ class TestPutAndGet:
 
     @pytest.mark.usefixtures("four")
     def test_far_more_than_the_primary_tier_holds_goes_through_it(self) -> None:
-        keys, blocks, out = keys_of(100), blocks_of(100), empty(100)
+        keys, blocks, out = make_keys(100), blocks_of(100), empty(100)
         with open_stack(stack_of({"type": "four", **PATIENT}, blocks=16)) as stack:
             assert stack.put(keys, blocks, timeout=WAIT_S) == 100
             assert stack.flush(WAIT_S)
@@ -130,12 +127,12 @@ class TestPutAndGet:
         assert np.array_equal(out, blocks)
 
     def test_a_full_primary_tier_of_pinned_blocks_takes_fewer_and_does_not_hang(self) -> None:
-        keys, blocks = keys_of(16), blocks_of(16)
+        keys, blocks = make_keys(16), blocks_of(16)
         with open_stack(stack_of(blocks=16)) as stack:
             stack.put(keys, blocks)
             context = ReqContext(req_id="engine")
             stack.manager.prepare_load(keys[:13], context)
-            assert stack.put(keys_of(8, "other"), blocks_of(8)) == 3
+            assert stack.put(make_keys(8, "other"), blocks_of(8)) == 3
             stack.manager.complete_load(keys[:13], context)
             stack.manager.on_request_finished(context)
 
@@ -144,8 +141,8 @@ class TestPutAndGet:
         wide[:, :BLOCK_BYTES] = blocks_of(3)
         out = np.zeros_like(wide)
         with open_stack(stack_of()) as stack:
-            assert stack.put(keys_of(3), wide[:, :BLOCK_BYTES]) == 3
-            assert stack.get(keys_of(3), out[:, BLOCK_BYTES:]) == 3
+            assert stack.put(make_keys(3), wide[:, :BLOCK_BYTES]) == 3
+            assert stack.get(make_keys(3), out[:, BLOCK_BYTES:]) == 3
         assert np.array_equal(out[:, BLOCK_BYTES:], wide[:, :BLOCK_BYTES])
 
     @pytest.mark.parametrize(
@@ -153,11 +150,11 @@ class TestPutAndGet:
         [
             (["text"], empty(1), "made by make_offload_key; found 'text'"),
             ([b"abc"], empty(1), "made by make_offload_key"),
-            (keys_of(2), empty(1), r"of shape \(keys, block_bytes\) = \(2, 4096\), found \(1, 4096\)"),
-            (keys_of(1), empty(1)[0], "of shape"),
-            (keys_of(1), empty(1).astype(np.int8), "uint8, found int8"),
-            (keys_of(1), [b"0" * BLOCK_BYTES], "uint8, found list"),
-            (keys_of(2), np.zeros((2, 2 * BLOCK_BYTES), np.uint8)[:, ::2], "contiguous rows"),
+            (make_keys(2), empty(1), r"of shape \(keys, block_bytes\) = \(2, 4096\), found \(1, 4096\)"),
+            (make_keys(1), empty(1)[0], "of shape"),
+            (make_keys(1), empty(1).astype(np.int8), "uint8, found int8"),
+            (make_keys(1), [b"0" * BLOCK_BYTES], "uint8, found list"),
+            (make_keys(2), np.zeros((2, 2 * BLOCK_BYTES), np.uint8)[:, ::2], "contiguous rows"),
         ],
     )
     def test_arguments_that_do_not_fit_are_refused(self, keys: Any, blocks: Any, message: str) -> None:
@@ -170,45 +167,37 @@ class TestPutAndGet:
         out = empty(1)
         out.flags.writeable = False
         with open_stack(stack_of()) as stack, pytest.raises(ValueError, match="read-only"):
-            stack.get(keys_of(1), out)
+            stack.get(make_keys(1), out)
 
 
 class TestThreads:
     def test_the_lock_is_free_while_blocks_are_copied(self) -> None:
-        keys, blocks = keys_of(2), blocks_of(2)
+        keys, blocks = make_keys(2), blocks_of(2)
         with open_stack(stack_of()) as stack:
             stack.put(keys, blocks)
             during: list[int] = []
 
-            class Watching(np.ndarray[Any, Any]):
-                def __setitem__(self, index: Any, value: Any) -> None:
-                    during.append(stack.put(keys_of(1, f"other-{index}"), blocks_of(1)))
-                    super().__setitem__(index, value)
+            def put_another(number: int) -> None:
+                during.append(stack.put(make_keys(1, f"other-{number}"), blocks_of(1)))
 
-            out = empty(2).view(Watching)
-            assert stack.get(keys, out) == 2
-            assert during == [1, 1]
+            assert stack.get(keys, copied(empty(2), put_another)) == 2
+            assert set(during) == {1}
 
     def test_a_copy_that_fails_leaves_neither_pin_nor_half_a_block(self) -> None:
-        keys, blocks = keys_of(16), blocks_of(16)
+        keys, blocks = make_keys(16), blocks_of(16)
 
-        class Failing(np.ndarray[Any, Any]):
-            def __getitem__(self, index: Any) -> Any:
-                if index == 1:
-                    raise RuntimeError("unplugged")
-                return super().__getitem__(index)
-
-            def __setitem__(self, index: Any, value: Any) -> None:
+        def fail(number: int) -> None:
+            if number == 1:
                 raise RuntimeError("unplugged")
 
         with open_stack(stack_of()) as stack:
             with pytest.raises(RuntimeError, match="unplugged"):
-                stack.put(keys, blocks.view(Failing))
+                stack.put(keys, copied(blocks, fail))
             assert stack.get(keys, empty(16), timeout=0) == 0
             assert stack.put(keys, blocks) == 16
             with pytest.raises(RuntimeError, match="unplugged"):
-                stack.get(keys, empty(16).view(Failing))
-            assert stack.put(keys_of(16, "other"), blocks_of(16)) == 16
+                stack.get(keys, copied(empty(16), fail))
+            assert stack.put(make_keys(16, "other"), blocks_of(16)) == 16
 
 
 class TestOpening:
@@ -266,8 +255,8 @@ class TestClosing:
         stack.close()
         stack.close()
         calls: list[Callable[[], object]] = [
-            lambda: stack.put(keys_of(1), blocks_of(1)),
-            lambda: stack.get(keys_of(1), empty(1)),
+            lambda: stack.put(make_keys(1), blocks_of(1)),
+            lambda: stack.get(make_keys(1), empty(1)),
             stack.flush,
             stack.counters,
         ]
@@ -286,7 +275,7 @@ class TestClosing:
         register("never", NeverKnows)
         stack = open_stack(stack_of({"type": "never", "lookup_timeout": "1h"}, primary={"promotion_hold": "1h"}))
         with ThreadPoolExecutor(1) as pool:
-            call = pool.submit(stack.get, keys_of(1), empty(1), 600.0)
+            call = pool.submit(stack.get, make_keys(1), empty(1), 600.0)
             assert waiting.wait(WAIT_S)
             began_s = time.monotonic()
             stack.close(WAIT_S)
@@ -296,25 +285,18 @@ class TestClosing:
 
     @pytest.mark.parametrize("verb", ["put", "get"])
     def test_a_call_that_still_copies_after_the_close_touches_its_blocks_only(self, verb: str, gate: Gate) -> None:
-        class HeldUp(np.ndarray[Any, Any]):
-            def __getitem__(self, index: Any) -> Any:
-                if isinstance(index, int):
-                    gate.pass_through()
-                return super().__getitem__(index)
-
-            def __setitem__(self, index: Any, value: Any) -> None:
-                gate.pass_through()
-                super().__setitem__(index, value)
+        def hold_up(_: int) -> None:
+            gate.pass_through()
 
         stack = open_stack(stack_of({"type": "memory", "capacity": "1MiB"}))
-        stack.put(keys_of(1), blocks_of(1))
+        stack.put(make_keys(1), blocks_of(1))
         stack.flush()
         gate.close()
         with ThreadPoolExecutor(1) as pool, opened_at_the_end(gate):
             if verb == "put":
-                call = pool.submit(stack.put, keys_of(2), blocks_of(2).view(HeldUp))
+                call = pool.submit(stack.put, make_keys(2), copied(blocks_of(2), hold_up))
             else:
-                call = pool.submit(stack.get, keys_of(1), empty(1).view(HeldUp))
+                call = pool.submit(stack.get, make_keys(1), copied(empty(1), hold_up))
             wait_until(lambda: gate.waiting == 1)
             stack.close(0.0)
             assert stack.region.array.shape == (16, BLOCK_BYTES), "memory that is still copied to was unmapped"
@@ -339,7 +321,7 @@ class TestClosing:
             closing = pool.submit(stack.close)
             wait_until(lambda: gate.waiting == 1)
             with pytest.raises(ShutdownError, match="closed"):
-                stack.get(keys_of(1), empty(1))
+                stack.get(make_keys(1), empty(1))
             assert not closing.done()
             gate.open()
             closing.result(WAIT_S)
@@ -360,31 +342,12 @@ class OneAfterAnother(FourMethodTier):
 
 def test_a_tier_that_brings_one_block_after_another_does_not_outlast_the_timeout(register: Register) -> None:
     register("trickle", OneAfterAnother)
-    primary: dict[str, object] = {"promotion_budget": BLOCK_BYTES}
-    with open_stack(stack_of({"type": "trickle", "lookup_timeout": "1h"}, primary=primary)) as stack:
-        keys = keys_of(200)
+    entry = {"type": "trickle", "lookup_timeout": "1h"}
+    with open_stack(stack_of(entry, primary={"promotion_budget": BLOCK_BYTES})) as stack:
+        keys = make_keys(200)
         assert stack.put(keys, blocks_of(200), timeout=WAIT_S) == 200
         assert stack.flush(WAIT_S)
         assert stack.get(keys[:100], empty(100), timeout=0.25) < 50  # all of them take ten seconds
-
-
-class CopiedSlowly(np.ndarray[Any, np.dtype[np.uint8]]):
-    """Blocks that call something when one of them is copied, from here or to here."""
-
-    on_copy: Callable[[], None] | None = None
-
-    def __array_finalize__(self, parent: Any) -> None:
-        self.on_copy = getattr(parent, "on_copy", None)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, int) and self.on_copy is not None:
-            self.on_copy()
-        return super().__getitem__(index)
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        if self.on_copy is not None:
-            self.on_copy()
-        super().__setitem__(index, value)
 
 
 def test_a_put_keeps_its_room_in_the_tiers_while_others_put(register: Register) -> None:
@@ -405,16 +368,15 @@ def test_a_put_keeps_its_room_in_the_tiers_while_others_put(register: Register) 
             asked.append(reserve(num_blocks))
             return asked[-1]
 
-        def let_another_put() -> None:
+        def let_another_put(_: int) -> None:
             """Return when the other put has ended, or has found no room and waits."""
             if not others:
-                others.append(pool.submit(stack.put, keys_of(4, "other"), blocks_of(4), timeout=WAIT_S))
+                others.append(pool.submit(stack.put, make_keys(4, "other"), blocks_of(4), timeout=WAIT_S))
                 wait_until(lambda: others[0].done() or False in asked, WAIT_S)
 
-        first = blocks_of(4, seed=1).view(CopiedSlowly)
-        first.on_copy = let_another_put
+        first = copied(blocks_of(4, seed=1), let_another_put)
         stack.manager.reserve_stores = note  # type: ignore[method-assign]  # to see that the other waits
-        assert stack.put(keys_of(4), first, timeout=WAIT_S) == 4
+        assert stack.put(make_keys(4), first, timeout=WAIT_S) == 4
         gate.open()
         assert others[0].result(WAIT_S) == 4
         assert stack.flush(WAIT_S)
@@ -425,12 +387,11 @@ def test_a_put_keeps_its_room_in_the_tiers_while_others_put(register: Register) 
 def test_a_put_waits_for_rows_that_other_calls_copy() -> None:
     memory = {"type": "memory", "capacity": "1 MiB", **PATIENT}
     gate, asked = Gate(is_open=False), list[None]()
-    keys = keys_of(16)
+    keys = make_keys(16)
     with open_stack(stack_of(memory)) as stack, ThreadPoolExecutor(5) as pool, opened_at_the_end(gate):
         assert stack.put(keys, blocks_of(16), timeout=WAIT_S) == 16
         assert stack.flush(WAIT_S)
-        out = np.zeros((4, BLOCK_BYTES), dtype=np.uint8).view(CopiedSlowly)
-        out.on_copy = gate.pass_through
+        out = copied(empty(4), lambda _: gate.pass_through())
         others = [pool.submit(stack.get, keys[start : start + 4], out, WAIT_S) for start in range(0, 16, 4)]
         wait_until(lambda: gate.waiting == 4, WAIT_S)
         step = stack.manager.on_schedule_end
@@ -440,7 +401,7 @@ def test_a_put_waits_for_rows_that_other_calls_copy() -> None:
             step()
 
         stack.manager.on_schedule_end = note  # type: ignore[method-assign]  # to see that the put waits
-        put = pool.submit(stack.put, keys_of(4, "other"), blocks_of(4), timeout=WAIT_S)
+        put = pool.submit(stack.put, make_keys(4, "other"), blocks_of(4), timeout=WAIT_S)
         wait_until(lambda: put.done() or len(asked) > 3, WAIT_S)
         gate.open()
         assert [other.result(WAIT_S) for other in others] == [4] * 4

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, SecretStr
 
+from tests.support.plugged import plugged
 from tiered_kv.config.namespace import Namespace
-from tiered_kv.config.reading import FILE_BYTES_MAX, parse_stack_text
+from tiered_kv.config.reading import parse_stack_text
 from tiered_kv.config.settings import StrictModel, TierSettings
 from tiered_kv.config.stack_config import BUILT_IN_POLICIES, StackConfig, load_config, stack_schema
 from tiered_kv.config.units import (
@@ -30,7 +30,7 @@ from tiered_kv.config.units import (
 )
 from tiered_kv.cpu.policies import make_policy
 from tiered_kv.errors import ConfigError
-from tiered_kv.hooks import TierType, hookimpl, tier_plugins
+from tiered_kv.hooks import TierType
 from tiered_kv.testing.four_methods import FourMethodTier
 
 MINIMAL: dict[str, object] = {
@@ -57,19 +57,10 @@ class VaultSettings(TierSettings):
     hosts: tuple[str, ...] = ()
 
 
-class VaultPlugin:
-    types: ClassVar[list[TierType]] = [TierType("vault", VaultSettings, lambda: FourMethodTier, "A vault.")]
-
-    @hookimpl
-    def tiered_kv_register_tiers(self) -> list[TierType]:
-        return self.types
-
-
 @pytest.fixture(autouse=True)
 def _vault() -> Iterator[None]:
-    tier_plugins().register(VaultPlugin(), "vault-plugin")
-    yield
-    tier_plugins().unregister("vault-plugin")
+    with plugged(TierType("vault", VaultSettings, lambda: FourMethodTier, "A vault.")):
+        yield
 
 
 def vault(**settings: object) -> dict[str, object]:
@@ -237,11 +228,6 @@ class TestFile:
         path = tmp_path / "stack.yaml"
         path.write_text(text)
         assert error_of(path).startswith(f"{path}: ")
-
-    def test_a_file_has_a_largest_size(self, tmp_path: Path) -> None:
-        path = tmp_path / "large.yaml"
-        path.write_bytes(b"#" * (FILE_BYTES_MAX + 1))
-        assert "at most 1MiB" in error_of(path)
 
 
 class TestVariables:

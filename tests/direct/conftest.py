@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.support import stacks
+from tests.support.stacks import PATIENT
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.direct import DirectTiers
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
-from tiered_kv.tiering.factory import SecondaryTierFactory
 from tiered_kv_memory.settings import MemorySettings
 from tiered_kv_memory.tier import MemoryTier
 
 BLOCK_BYTES = 4096
 WAIT_S = 60.0
 NAMESPACE = Namespace(model="direct")
-PATIENT: dict[str, object] = {"lookup_timeout": "1h", "job_timeout": "1h"}
-"""For a tier that has to answer, however long its thread is held up."""
 
 Wrap = Callable[[MemoryTier], SecondaryTierManager]
 Register = Callable[[str, Wrap], None]
@@ -31,18 +29,17 @@ def memory_tier(spec: TierSpec, view: memoryview) -> MemoryTier:
 
 
 @pytest.fixture
-def register(closing: ExitStack) -> Register:
+def register(register: stacks.Register) -> Register:
     """Make tier types known for one test: a memory tier, wrapped."""
 
-    def register(name: str, wrap: Wrap) -> None:
+    def wrapped(name: str, wrap: Wrap) -> None:
         class Wrapped(SecondaryTierManager):
             def __new__(cls, spec: TierSpec, view: memoryview, tier_type: str) -> Any:
                 return wrap(memory_tier(spec, view))
 
-        SecondaryTierFactory.register(name, Wrapped)
-        closing.callback(SecondaryTierFactory.unregister, name)
+        register(name, Wrapped)
 
-    return register
+    return wrapped
 
 
 @pytest.fixture

@@ -6,13 +6,15 @@ import mmap
 import random
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.direct.conftest import BLOCK_BYTES, MEMORY, PATIENT, WAIT_S, Register, offsets, open_direct
+from tests.direct.conftest import BLOCK_BYTES, MEMORY, WAIT_S, Register, offsets, open_direct
+from tests.support.stacks import PATIENT
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.counters import count_of
@@ -210,11 +212,8 @@ class TestThreads:
                     problems.append(f"thread {number}: {told}, {answers}")
 
         with open_direct(pool, {**entry, "store_budget": 5 * BLOCK_BYTES, "load_budget": 3 * BLOCK_BYTES}) as tiers:
-            threads = [threading.Thread(target=act, args=(number,)) for number in range(8)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            with ThreadPoolExecutor(8) as threads:
+                list(threads.map(act, range(8)))
             assert tiers.counters()[""]["open_tasks"] == 0
         assert problems == []
 

@@ -14,7 +14,8 @@ import numpy as np
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tests.direct.conftest import PATIENT, WAIT_S, memory_tier, open_direct
+from tests.direct.conftest import WAIT_S, memory_tier, open_direct
+from tests.support.stacks import PATIENT
 from tiered_kv.base import OffloadKey
 from tiered_kv.testing.faults import FailingTier, HeldJobsTier
 from tiered_kv.testing.gate import Gate

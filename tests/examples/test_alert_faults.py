@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.prometheus import OF_THE_MACHINE, WAIT_S, Prometheus, missing_prometheus, wait_for
+from tests.support.stacks import Register, stack_of
 from tiered_kv.base import OffloadKey
 from tiered_kv.facade import Blocks
 from tiered_kv.observe.step_timer import EVERY_STEPS
@@ -23,7 +24,6 @@ from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.server_process import free_port
 from tiered_kv.tiering.base import JobMetadata
-from tiered_kv.tiering.factory import SecondaryTierFactory
 
 BLOCK_BYTES = 4096
 BLOCKS = 16
@@ -59,7 +59,7 @@ class BlockingTier(FourMethodTier):
 
 
 @pytest.fixture
-def ports(gate: Gate, closing: ExitStack) -> dict[str, int]:
+def ports(gate: Gate, register: Register) -> dict[str, int]:
     """Where each stack listens."""
 
     class HeldTier(HeldJobsTier):
@@ -67,19 +67,14 @@ def ports(gate: Gate, closing: ExitStack) -> dict[str, int]:
             super().__init__(FourMethodTier(spec, view, tier_type), gate)
 
     for name, tier in (("held", HeldTier), ("blocking", BlockingTier), ("unforgetting", UnforgettingTier)):
-        SecondaryTierFactory.register(name, tier)
-        closing.callback(SecondaryTierFactory.unregister, name)
+        register(name, tier)
     return {name: free_port() for name in STACKS}
 
 
 @pytest.fixture
 def stacks(ports: Mapping[str, int], closing: ExitStack) -> dict[str, Stack]:
     """The stacks, which this thread is the engine of."""
-    common = {
-        "namespace": {"model": "monitored"},
-        "block": {"bytes": BLOCK_BYTES},
-        "primary": {"capacity": BLOCKS * BLOCK_BYTES},
-    }
+    common = stack_of(blocks=BLOCKS, block_bytes=BLOCK_BYTES)
     listening = {name: {"metrics": {"listen": f"127.0.0.1:{port}"}} for name, port in ports.items()}
     return {
         name: closing.enter_context(open_stack({**common, **listening[name], **settings}))

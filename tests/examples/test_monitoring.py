@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.support.prometheus import MONITORING, OF_THE_MACHINE, Prometheus, missing_prometheus, panels, wait_for
+from tests.support.stacks import Register, stack_of
 from tiered_kv.observe.vocabulary import MANAGER, PREFIX, TIER, TIER_PREFIX
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.damage import Kind, record_damages
@@ -25,7 +26,6 @@ from tiered_kv.testing.faults import HeldJobsTier, RaisingTier
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.server_process import free_port
-from tiered_kv.tiering.factory import SecondaryTierFactory
 from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.replay import ReplaySettings, replay
 
@@ -107,7 +107,7 @@ class Faulty:
     gate: Gate
     is_raising: bool = False
 
-    def register(self, closing: ExitStack) -> None:
+    def register(self, register: Register) -> None:
         faulty = self
 
         class Raising(RaisingTier):
@@ -124,9 +124,8 @@ class Faulty:
             def __init__(self, spec: Any, view: memoryview, tier_type: str) -> None:  # Any: as the interface
                 super().__init__(FourMethodTier(spec, view, tier_type), faulty.gate)
 
-        for name, tier in (("raising", Raising), ("held", Held)):
-            SecondaryTierFactory.register(name, tier)
-            closing.callback(SecondaryTierFactory.unregister, name)
+        register("raising", Raising)
+        register("held", Held)
 
 
 @pytest.mark.slow
@@ -135,24 +134,23 @@ def test_each_fault_has_its_alert_and_every_panel_has_series(
     tmp_path: Path,
     gate: Gate,
     closing: ExitStack,
+    register: Register,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     files, port, faulty = tmp_path / "fs", free_port(), Faulty(gate)
-    faulty.register(closing)
+    faulty.register(register)
     stack = open_stack(
-        {
-            "namespace": {"model": "monitored"},
-            "block": {"bytes": BLOCK_BYTES, "tokens": 512},
-            "primary": {"capacity": 128 * BLOCK_BYTES},
-            "secondary": [
-                {"type": "nvme", "path": str(tmp_path / "nvme"), "capacity": "4MiB"},
-                {"type": "fs", "path": str(files), "capacity": "64MiB"},
-                {"type": "held", "job_timeout": "1s"},
-                {"type": "raising"},
-            ],
-            "audit": 0.2,
-            "metrics": {"listen": f"127.0.0.1:{port}"},
-        }
+        stack_of(
+            {"type": "nvme", "path": str(tmp_path / "nvme"), "capacity": "4MiB"},
+            {"type": "fs", "path": str(files), "capacity": "64MiB"},
+            {"type": "held", "job_timeout": "1s"},
+            {"type": "raising"},
+            blocks=128,
+            block_bytes=BLOCK_BYTES,
+            block={"tokens": 512},
+            audit=0.2,
+            metrics={"listen": f"127.0.0.1:{port}"},
+        )
     )
     closing.enter_context(stack)
     prometheus = closing.enter_context(Prometheus(tmp_path, port))

@@ -13,6 +13,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from tests.support.stacks import stack_of
 from tiered_kv.base import make_offload_key
 from tiered_kv.config.stack_config import tier_settings
 from tiered_kv.errors import ConfigError, TierUnavailableError
@@ -49,12 +50,7 @@ class TestSqliteTier(TierConformance):
 
 
 def stack_with(path: Path, capacity: str = "1MiB") -> dict[str, object]:
-    return {
-        "namespace": {"model": "m"},
-        "block": {"bytes": "4KiB"},
-        "primary": {"capacity": "64KiB"},
-        "secondary": [{"type": "sqlite", "path": str(path), "capacity": capacity, "lookup_timeout": "60s"}],
-    }
+    return stack_of({"type": "sqlite", "path": str(path), "capacity": capacity, "lookup_timeout": "60s"})
 
 
 @pytest.mark.usefixtures("plugin")

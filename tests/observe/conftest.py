@@ -7,17 +7,16 @@ from typing import Any
 
 import pytest
 
-from tests.observe.rig import ObedientPlugin
-from tiered_kv.hooks import tier_plugins
+from tests.observe.rig import OBEDIENT_TYPE
+from tests.support.plugged import plugged
 from tiered_kv.observe.report.figures import draw
 
 
 @pytest.fixture(autouse=True)
 def _plugin() -> Iterator[None]:
     """The tier that does as it is told, for every test here."""
-    tier_plugins().register(ObedientPlugin(), "history test")
-    yield
-    tier_plugins().unregister("history test")
+    with plugged(OBEDIENT_TYPE):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -8,17 +8,18 @@ from typing import Any
 
 import numpy as np
 
+from tests.support import stacks
+from tests.support.stacks import PATIENT
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import Seconds
-from tiered_kv.hooks import TierType, hookimpl
+from tiered_kv.hooks import TierType
 from tiered_kv.stack import Stack
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 
 BLOCK_BYTES = 4096
 WAIT_S = 60.0
-PATIENT: dict[str, object] = {"lookup_timeout": "1h", "job_timeout": "1h"}
 OTHERS = make_keys(64, "other")
 """Blocks that are stored to evict others."""
 
@@ -80,21 +81,12 @@ class ObedientTier(SecondaryTierManager):
         self._held.clear()
 
 
-class ObedientPlugin:
-    @hookimpl
-    def tiered_kv_register_tiers(self) -> Iterable[TierType]:
-        return [TierType("obedient", ObedientSettings, lambda: ObedientTier)]
+OBEDIENT_TYPE = TierType("obedient", ObedientSettings, lambda: ObedientTier)
 
 
-def stack_of(*secondary: Mapping[str, object], blocks: int = 16, **top: object) -> dict[str, object]:
-    primary = {"capacity": blocks * BLOCK_BYTES, **top.pop("primary", {})}  # type: ignore[dict-item]
-    return {
-        "namespace": {"model": "m"},
-        "block": {"bytes": BLOCK_BYTES},
-        "primary": primary,
-        "secondary": [{**PATIENT, **entry} for entry in secondary],
-        **top,
-    }
+def stack_of(*secondary: Mapping[str, object], **settings: Any) -> dict[str, object]:
+    """Return the configuration of a stack whose tiers have time."""
+    return stacks.stack_of(*({**PATIENT, **entry} for entry in secondary), **settings)
 
 
 def obedient(stack: Stack, index: int = 0) -> ObedientTier:
@@ -117,6 +109,12 @@ def get(stack: Stack, keys: Sequence[OffloadKey], timeout: float = WAIT_S) -> in
 def evict_all(stack: Stack) -> None:
     """Make the primary tier evict all that it had."""
     put(stack, OTHERS[: stack.region.num_blocks])
+
+
+def put_below(stack: Stack, keys: Sequence[OffloadKey]) -> None:
+    """Store blocks, and make the primary tier evict them."""
+    put(stack, keys)
+    evict_all(stack)
 
 
 class Engine:

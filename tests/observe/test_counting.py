@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.observe.rig import OTHERS, Engine, blocks, evict_all, get, misses, obedient, put, stack_of
+from tests.observe.rig import OTHERS, Engine, blocks, get, misses, obedient, put, put_below, stack_of
 from tiered_kv.base import ReqContext
 from tiered_kv.observe import pages
 from tiered_kv.stack import open_stack
@@ -65,8 +65,7 @@ def test_a_block_that_was_missed_first_and_loaded_then_is_a_hit() -> None:
 
 def test_the_reason_is_that_of_the_miss_although_the_request_stores_the_block_then() -> None:
     with open_stack(stack_of(OBEDIENT)) as stack:
-        put(stack, KEYS)
-        evict_all(stack)
+        put_below(stack, KEYS)
         obedient(stack).present.clear()
         engine = Engine(stack)
         context = engine.begin("r")
@@ -126,8 +125,7 @@ def test_a_block_that_was_found_and_not_loaded_is_neither_hit_nor_miss() -> None
 
 def test_prefetch_asks_for_nothing() -> None:
     with open_stack(stack_of(OBEDIENT)) as stack:
-        put(stack, KEYS[:2])
-        evict_all(stack)
+        put_below(stack, KEYS[:2])
         engine = Engine(stack)
         context = engine.begin("r")
         stack.manager.prefetch(KEYS, context)
@@ -180,8 +178,7 @@ def test_a_request_that_is_forgotten_counts_too(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_request_goes_on_after_a_reset_and_counts_what_it_had() -> None:
     with open_stack(stack_of(OBEDIENT)) as stack:
-        put(stack, KEYS[:4])
-        evict_all(stack)
+        put_below(stack, KEYS[:4])
         engine = Engine(stack)
         context = engine.begin("r")
         assert engine.look_up(KEYS[:2], context) == 2
@@ -195,8 +192,7 @@ def test_a_request_goes_on_after_a_reset_and_counts_what_it_had() -> None:
 
 def test_the_facade_asks_once_however_long_it_waits() -> None:
     with open_stack(stack_of(OBEDIENT)) as stack:
-        put(stack, KEYS[:4])
-        evict_all(stack)
+        put_below(stack, KEYS[:4])
         assert get(stack, KEYS) == 4
         assert (blocks(stack, "cpu"), blocks(stack, "disk")) == ((0, 6), (4, 2))
         assert get(stack, KEYS) == 4

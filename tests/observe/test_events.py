@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 import zmq
 
+from tests.observe.rig import BLOCK_BYTES, put, stack_of
 from tests.support.event_subscriber import Index, Message, Subscriber, index_of
 from tiered_kv.base import OffloadingEvent, OffloadKey, make_offload_key
 from tiered_kv.config.stack_config import EventSettings
@@ -25,10 +28,10 @@ from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.redis_servers import PATIENT, RedisServer, redis_server
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
+from tiered_kv.testing.waiting import wait_until
 
 __all__ = ["moto_bucket", "moto_server", "redis_server"]  # fixtures
 
-BLOCK_BYTES = 4096
 ANY_PORT = "tcp://127.0.0.1:*"
 SETTINGS = EventSettings(publish=ANY_PORT, replay=ANY_PORT)
 
@@ -36,30 +39,17 @@ OpenStack = Callable[..., Stack]
 
 
 @pytest.fixture
-def open_with_events() -> Iterator[OpenStack]:
-    stacks: list[Stack] = []
+def open_with_events(closing: ExitStack) -> OpenStack:
+    def open_it(*secondary: dict[str, object], blocks: int = 8) -> Stack:
+        settings = stack_of(*secondary, blocks=blocks, events={"publish": ANY_PORT, "replay": ANY_PORT})
+        return closing.enter_context(open_stack(settings))
 
-    def open_it(*secondary: dict[str, object], primary_blocks: int = 8) -> Stack:
-        config = {
-            "namespace": {"model": "m"},
-            "block": {"bytes": BLOCK_BYTES},
-            "primary": {"capacity": primary_blocks * BLOCK_BYTES},
-            "secondary": [{"lookup_timeout": "60s", "job_timeout": "60s", **entry} for entry in secondary],
-            "events": {"publish": ANY_PORT, "replay": ANY_PORT},
-        }
-        stacks.append(open_stack(config))
-        return stacks[-1]
-
-    yield open_it
-    for stack in stacks:
-        stack.close()
+    return open_it
 
 
 @pytest.fixture
-def publisher() -> Iterator[EventPublisher]:
-    opened = EventPublisher(SETTINGS, {"disk": "NVME"})
-    yield opened
-    opened.close()
+def publisher(closing: ExitStack) -> EventPublisher:
+    return closing.enter_context(contextlib.closing(EventPublisher(SETTINGS, {"disk": "NVME"})))
 
 
 def publisher_of(stack: Stack) -> EventPublisher:
@@ -69,11 +59,6 @@ def publisher_of(stack: Stack) -> EventPublisher:
 
 def hashes(keys: Iterable[OffloadKey]) -> set[int]:
     return {each for of_group in hashes_of(list(keys)).values() for each in of_group.tolist()}
-
-
-def put(stack: Stack, keys: list[OffloadKey]) -> None:
-    assert stack.put(keys, np.zeros((len(keys), BLOCK_BYTES), np.uint8), timeout=60.0) == len(keys)
-    assert stack.flush(60.0)
 
 
 def stored(*keys: OffloadKey, medium: str = "CPU") -> OffloadingEvent:
@@ -126,7 +111,7 @@ def test_stored_blocks_of_every_tier_are_published(
 
 
 def test_the_events_of_the_primary_and_the_memory_tier_add_up_to_what_they_hold(open_with_events: OpenStack) -> None:
-    stack = open_with_events({"type": "memory", "capacity": 20 * 2 * BLOCK_BYTES}, primary_blocks=16)
+    stack = open_with_events({"type": "memory", "capacity": 20 * 2 * BLOCK_BYTES}, blocks=16)
     keys = make_keys(100)
     with Subscriber(publisher_of(stack)) as subscriber:
         for start in (0, 40, 20, 70):
@@ -141,7 +126,7 @@ def test_the_events_of_the_primary_and_the_memory_tier_add_up_to_what_they_hold(
 
 def test_the_events_of_nvme_add_up_to_what_it_holds(open_with_events: OpenStack, tmp_path: Path) -> None:
     entry = {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "2MiB", "segment": "256KiB"}
-    stack = open_with_events(entry, primary_blocks=64)
+    stack = open_with_events(entry, blocks=64)
     keys = make_keys(1200)
     (tier,) = stack.secondary_tiers
     with Subscriber(publisher_of(stack)) as subscriber:
@@ -157,7 +142,7 @@ def test_the_events_of_nvme_add_up_to_what_it_holds(open_with_events: OpenStack,
 
 
 def test_a_block_that_a_load_finds_gone_is_published_as_removed(open_with_events: OpenStack, tmp_path: Path) -> None:
-    stack = open_with_events({"type": "fs", "path": str(tmp_path / "kv"), "capacity": "16MiB"}, primary_blocks=4)
+    stack = open_with_events({"type": "fs", "path": str(tmp_path / "kv"), "capacity": "16MiB"}, blocks=4)
     first, other = make_keys(1), make_keys(4, "other")
     with Subscriber(publisher_of(stack)) as subscriber:
         put(stack, first)
@@ -199,9 +184,7 @@ def test_what_happened_before_the_stack_closes_is_published(open_with_events: Op
 
 
 def test_a_stack_without_events_has_no_publisher() -> None:
-    with open_stack(
-        {"namespace": {"model": "m"}, "block": {"bytes": BLOCK_BYTES}, "primary": {"capacity": "64KiB"}}
-    ) as stack:
+    with open_stack(stack_of()) as stack:
         assert stack.events is None
         assert not stack.primary.tells_events
         assert not [name for name in stack.counters()["cpu"] if name.startswith("event")]
@@ -240,14 +223,14 @@ def test_a_message_has_topic_number_and_a_batch_in_vllm_s_form(publisher: EventP
 
 def test_subscribers_choose_by_topic() -> None:
     settings = SETTINGS.model_copy(update={"topic": "kv@pod-7@model"})
-    publisher = EventPublisher(settings, {})
-    try:
-        with Subscriber(publisher, "kv@pod-7") as subscriber, Subscriber(publisher, "kv@pod-8") as other:
-            message = subscriber.connect(lambda: publisher.publish([stored(*make_keys(1))]))
-            assert message.topic == b"kv@pod-7@model"
-            assert other.receive(0.05) is None
-    finally:
-        publisher.close()
+    with (
+        contextlib.closing(EventPublisher(settings, {})) as publisher,
+        Subscriber(publisher, "kv@pod-7") as subscriber,
+        Subscriber(publisher, "kv@pod-8") as other,
+    ):
+        message = subscriber.connect(lambda: publisher.publish([stored(*make_keys(1))]))
+        assert message.topic == b"kv@pod-7@model"
+        assert other.receive(0.05) is None
 
 
 def test_blocks_of_several_groups_are_told_apart(publisher: EventPublisher) -> None:
@@ -363,31 +346,26 @@ def test_where_too_much_waits_the_oldest_is_dropped_and_the_numbers_show_it(
     assert index_of(messages) == {"CPU": hashes(keys[8:])}
 
 
-def test_a_slow_subscriber_loses_messages_and_slows_nobody(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_slow_subscriber_loses_messages_and_slows_nobody(closing: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "SUBSCRIBER_MESSAGES_MAX", 2)
-    publisher = EventPublisher(SETTINGS, {})
+    publisher = closing.enter_context(contextlib.closing(EventPublisher(SETTINGS, {})))
     monkeypatch.setattr(events, "MESSAGE_KEYS_MAX", 1 << 20)
     large = make_keys(1) * 100_000  # a message of 900 kB
-    try:
-        with Subscriber(publisher, queue=1) as slow, Subscriber(publisher) as subscriber:
-            slow.connect(lambda: publisher.publish([stored(*make_keys(1))]))
-            sent = publisher.counted()["event_messages_total"]
-            for number in range(1, 25):
-                publisher.publish([stored(*large)])
-                wait_until_sent(publisher, sent + number)
-            numbers = [message.number for message in subscriber.replay(first=sent)]
-            # One of those by which the slow one was connected may have been on its way.
-            assert len(numbers) >= 24
-            assert numbers == list(range(sent, sent + len(numbers))), "all were sent, with the slow one connected"
-            got: list[int] = []
-            while not got or got[-1] < sent + 24:  # it goes on once it has read what was kept for it
-                got.append(slow.connect(lambda: publisher.publish([stored(*make_keys(1))])).number)
-            assert len(set(numbers) - set(got)) > 0, "it lost some"
-            assert got == sorted(got)
-    finally:
-        publisher.close()
+    with Subscriber(publisher, queue=1) as slow, Subscriber(publisher) as subscriber:
+        slow.connect(lambda: publisher.publish([stored(*make_keys(1))]))
+        sent = publisher.counted()["event_messages_total"]
+        for number in range(1, 25):
+            publisher.publish([stored(*large)])
+            wait_until_sent(publisher, sent + number)
+        numbers = [message.number for message in subscriber.replay(first=sent)]
+        # One of those by which the slow one was connected may have been on its way.
+        assert len(numbers) >= 24
+        assert numbers == list(range(sent, sent + len(numbers))), "all were sent, with the slow one connected"
+        got: list[int] = []
+        while not got or got[-1] < sent + 24:  # it goes on once it has read what was kept for it
+            got.append(slow.connect(lambda: publisher.publish([stored(*make_keys(1))])).number)
+        assert len(set(numbers) - set(got)) > 0, "it lost some"
+        assert got == sorted(got)
 
 
 # What cannot be.
@@ -395,9 +373,8 @@ def test_a_slow_subscriber_loses_messages_and_slows_nobody(
 
 @pytest.mark.parametrize("address", ["127.0.0.1:5557", "tcp://127.0.0.1", "udp://127.0.0.1:1", "tcp://a b:1", 5557])
 def test_an_address_that_is_none_is_refused(address: object) -> None:
-    config = {"namespace": {"model": "m"}, "block": {"bytes": BLOCK_BYTES}, "primary": {"capacity": "64KiB"}}
     with pytest.raises(ConfigError, match=r"events\.publish"):
-        open_stack({**config, "events": {"publish": address}})
+        open_stack(stack_of(events={"publish": address}))
 
 
 @pytest.mark.parametrize("library", ["zmq", "msgspec"])
@@ -408,13 +385,12 @@ def test_without_its_libraries_it_names_the_extra(library: str, monkeypatch: pyt
 
 
 def test_an_address_in_use_is_named_and_nothing_stays_open() -> None:
-    config = {"namespace": {"model": "m"}, "block": {"bytes": BLOCK_BYTES}, "primary": {"capacity": "64KiB"}}
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match=rf"events\.replay: cannot listen at '{address}': Address"):
-            open_stack({**config, "events": {"publish": ANY_PORT, "replay": address}})
+            open_stack(stack_of(events={"publish": ANY_PORT, "replay": address}))
 
 
 def test_events_may_be_published_at_a_socket_in_a_directory_and_by_ipv6(tmp_path: Path) -> None:
@@ -422,12 +398,9 @@ def test_events_may_be_published_at_a_socket_in_a_directory_and_by_ipv6(tmp_path
     if socket.has_ipv6 and Path("/proc/net/if_inet6").exists():
         addresses.append("tcp://[::1]:*")
     for address in addresses:
-        publisher = EventPublisher(EventSettings(publish=address), {})
-        try:
-            with Subscriber(publisher) as subscriber:
-                assert subscriber.connect(functools.partial(publisher.publish, [stored(*make_keys(1))])).events
-        finally:
-            publisher.close()
+        opened = EventPublisher(EventSettings(publish=address), {})
+        with contextlib.closing(opened) as publisher, Subscriber(publisher) as subscriber:
+            assert subscriber.connect(functools.partial(publisher.publish, [stored(*make_keys(1))])).events
 
 
 @pytest.mark.parametrize("key", ["a word", "a word of more than twelve letters", 5, None])
@@ -460,12 +433,3 @@ def cleared(messages: list[Message]) -> list[int]:
 
 def wait_until_sent(publisher: EventPublisher, count: int) -> None:
     wait_until(lambda: publisher.counted()["event_messages_total"] >= count)
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    end = threading.Event()
-    for _ in range(6000):
-        if is_true():
-            return
-        end.wait(0.005)
-    raise AssertionError("it never was")

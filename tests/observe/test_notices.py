@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import pytest
 
+from tests.support.stacks import Register, stack_of
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.base import JobMetadata, JobResult
-from tiered_kv.tiering.factory import SecondaryTierFactory
 
 BLOCK_BYTES = 4096
-
-
-def stack_of(tier: dict[str, object]) -> dict[str, object]:
-    return {
-        "namespace": {"model": "m"},
-        "block": {"bytes": BLOCK_BYTES},
-        "primary": {"capacity": 16 * BLOCK_BYTES},
-        "secondary": [tier],
-    }
 
 
 class FailingTier(FourMethodTier):
@@ -40,13 +30,12 @@ class FailingTier(FourMethodTier):
 
 
 @pytest.fixture
-def failing() -> Iterator[type[FailingTier]]:
+def failing(register: Register) -> type[FailingTier]:
     class Mine(FailingTier):
         pass
 
-    SecondaryTierFactory.register("failing", Mine)
-    yield Mine
-    SecondaryTierFactory.unregister("failing")
+    register("failing", Mine)
+    return Mine
 
 
 def put(stack: Stack, count: int, label: str = "block") -> None:

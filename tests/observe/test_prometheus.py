@@ -17,6 +17,7 @@ from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from tests.support.stacks import Register, stack_of
 from tiered_kv.config.stack_config import load_config
 from tiered_kv.counters import count_of
 from tiered_kv.errors import ConfigError
@@ -28,20 +29,9 @@ from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.base import JobMetadata, JobResult
-from tiered_kv.tiering.factory import SecondaryTierFactory
 
 BLOCK_BYTES = 4096
 WAIT_S = 60.0
-
-
-def stack_of(*tiers: Mapping[str, object], **settings: object) -> dict[str, object]:
-    return {
-        "namespace": {"model": "m"},
-        "block": {"bytes": BLOCK_BYTES},
-        "primary": {"capacity": 16 * BLOCK_BYTES},
-        "secondary": list(tiers),
-        **settings,
-    }
 
 
 @pytest.fixture
@@ -181,9 +171,6 @@ class Stranger(FourMethodTier):
     said: Mapping[Any, Any] = {}
     reasons: Iterator[str] | None = None
 
-    def __init__(self, spec: object, view: memoryview, tier_type: str) -> None:
-        super().__init__(spec, view, tier_type)
-
     def submit_store(self, job_metadata: JobMetadata) -> None:
         if self.reasons is None:
             super().submit_store(job_metadata)
@@ -195,13 +182,12 @@ class Stranger(FourMethodTier):
 
 
 @pytest.fixture
-def stranger() -> Iterator[type[Stranger]]:
+def stranger(register: Register) -> type[Stranger]:
     class Mine(Stranger):
         pass
 
-    SecondaryTierFactory.register("stranger", Mine)
-    yield Mine
-    SecondaryTierFactory.unregister("stranger")
+    register("stranger", Mine)
+    return Mine
 
 
 HOSTILE: Mapping[Any, Any] = {

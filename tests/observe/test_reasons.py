@@ -17,8 +17,10 @@ from tests.observe.rig import (
     misses,
     obedient,
     put,
+    put_below,
     stack_of,
 )
+from tests.support.stacks import Register
 from tiered_kv.base import ReqContext
 from tiered_kv.observe import history as history_module
 from tiered_kv.stack import Stack, open_stack
@@ -28,7 +30,6 @@ from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.waiting import wait_until
-from tiered_kv.tiering.factory import SecondaryTierFactory
 from tiered_kv.tiering.pace import LOADS_MIN
 
 KEYS = make_keys(4)
@@ -58,8 +59,7 @@ def test_what_is_there_is_no_miss() -> None:
 def test_what_a_full_tier_evicted() -> None:
     small = {"type": "memory", "capacity": 8 * BLOCK_BYTES}
     with open_stack(stack_of(small)) as stack:
-        put(stack, KEYS)
-        evict_all(stack)
+        put_below(stack, KEYS)
         assert get(stack, KEYS) == 0
         assert misses(stack, "cpu") == misses(stack, "memory") == {"evicted": 4}
         assert fates(stack) == ["evicted", "evicted"]
@@ -69,8 +69,7 @@ def test_what_a_full_tier_evicted() -> None:
 
 def test_a_block_that_came_from_below_is_a_miss_above() -> None:
     with open_stack(stack_of({"type": "memory", "capacity": 8 * BLOCK_BYTES}, OBEDIENT)) as stack:
-        put(stack, KEYS)
-        evict_all(stack)
+        put_below(stack, KEYS)
         assert get(stack, KEYS) == 4
         assert (blocks(stack, "cpu"), blocks(stack, "memory"), blocks(stack, "disk")) == ((0, 4), (0, 4), (4, 0))
         assert misses(stack, "cpu") == misses(stack, "memory") == {"evicted": 4}
@@ -79,8 +78,7 @@ def test_a_block_that_came_from_below_is_a_miss_above() -> None:
 
 def test_what_was_not_admitted() -> None:
     with open_stack(stack_of({**OBEDIENT, "admit_after": 2})) as stack:
-        put(stack, KEYS)
-        evict_all(stack)
+        put_below(stack, KEYS)
         assert get(stack, KEYS) == 0
         assert misses(stack, "disk") == {"admission": 4}
         assert fates(stack) == ["evicted", "admission"]
@@ -102,8 +100,7 @@ def test_what_found_the_store_budget_used_up() -> None:
 def test_what_the_tier_did_not_store(told: str, reason: str) -> None:
     with open_stack(stack_of(OBEDIENT)) as stack:
         obedient(stack).store_reason = told
-        put(stack, KEYS)
-        evict_all(stack)
+        put_below(stack, KEYS)
         assert get(stack, KEYS) == 0
         assert misses(stack, "disk") == {reason: 4}
         assert fates(stack) == ["evicted", reason]
@@ -118,33 +115,27 @@ def test_a_store_that_was_not_made_again_hides_no_stored_block() -> None:
         assert fates(stack) == ["present", "stored"]
 
 
-@pytest.mark.parametrize(("told", "reason"), [("io_error", "failed"), ("checksum", "corrupt"), ("absent", "evicted")])
-def test_what_the_tier_had_and_did_not_bring(told: str, reason: str) -> None:
-    with open_stack(stack_of(OBEDIENT)) as stack:
-        put(stack, KEYS)
-        evict_all(stack)
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [("io_error", "failed"), ("checksum", "corrupt"), ("absent", "evicted"), ("unknown_key", "failed")],
+)
+@pytest.mark.parametrize("tiers", [1, 2], ids=["alone", "the next one brings it"])
+def test_what_the_tier_had_and_did_not_bring(tiers: int, told: str, reason: str) -> None:
+    with open_stack(stack_of(OBEDIENT, *({**OBEDIENT, "name": "last"} for _ in range(tiers - 1)))) as stack:
+        put_below(stack, KEYS)
         obedient(stack).load_reason = told
-        assert get(stack, KEYS) == 0
+        assert get(stack, KEYS) == (0 if tiers == 1 else 4)
         assert misses(stack, "disk") == {reason: 4}
-        assert fates(stack)[1] == ("stored" if reason == "failed" else reason)
-
-
-@pytest.mark.parametrize(("told", "reason"), [("io_error", "failed"), ("checksum", "corrupt"), ("absent", "evicted")])
-def test_what_a_tier_had_and_the_next_one_brought(told: str, reason: str) -> None:
-    with open_stack(stack_of(OBEDIENT, {**OBEDIENT, "name": "last"})) as stack:
-        put(stack, KEYS)
-        evict_all(stack)
-        obedient(stack).load_reason = told
-        assert get(stack, KEYS) == 4
-        assert misses(stack, "disk") == {reason: 4}
-        assert blocks(stack, "last") == (4, 0)
+        if tiers == 1:
+            assert fates(stack)[1] == ("stored" if reason == "failed" else reason)
+        else:
+            assert blocks(stack, "last") == (4, 0)
 
 
 def test_a_damaged_file_is_corrupt(tmp_path: Path) -> None:
     damage = next(damage for damage in record_damages(full=False) if "payload" in damage.name)
     with open_stack(stack_of({"type": "fs", "path": str(tmp_path), "capacity": "64MiB"})) as stack:
-        put(stack, KEYS)
-        evict_all(stack)
+        put_below(stack, KEYS)
         for path in tmp_path.rglob("*"):
             if path.is_file() and path.stat().st_size > BLOCK_BYTES:
                 path.write_bytes(damage.apply(path.read_bytes()))
@@ -158,8 +149,7 @@ def test_an_open_breaker() -> None:
         put(stack, KEYS[:2])
         obedient(stack).store_reason = "io_error"
         put(stack, KEYS[2:3])  # opens it
-        put(stack, KEYS[3:])
-        evict_all(stack)
+        put_below(stack, KEYS[3:])
         assert get(stack, KEYS) == 0
         assert misses(stack, "disk") == {"breaker": 4}
         assert [fates(stack, index)[1] for index in range(4)] == ["stored", "stored", "failed", "breaker"]
@@ -167,36 +157,30 @@ def test_an_open_breaker() -> None:
 
 def test_a_tier_that_never_answers_is_too_slow() -> None:
     with open_stack(stack_of({**OBEDIENT, "lookup_timeout": "1ms"})) as stack:
-        put(stack, KEYS)
-        evict_all(stack)
+        put_below(stack, KEYS)
         obedient(stack).answers_nothing = True
         assert get(stack, KEYS) == 0
         assert misses(stack, "disk") == {"timeout": 4}
         assert fates(stack) == ["evicted", "stored"], "it still has the blocks"
 
 
-def test_a_tier_that_hangs_is_too_slow(gate: Gate) -> None:
+def test_a_tier_that_hangs_is_too_slow(register: Register, gate: Gate) -> None:
     class Hanging(FourMethodTier):
         def __new__(cls, *arguments: object) -> HangingTier:  # type: ignore[misc]  # what the factory gets
             return HangingTier(FourMethodTier(*arguments), gate, ("lookup",))  # type: ignore[arg-type]
 
-    SecondaryTierFactory.register("hanging", lambda: Hanging)
-    try:
-        with open_stack(stack_of({"type": "hanging", "lookup_timeout": "20ms"})) as stack:
-            put(stack, KEYS)
-            evict_all(stack)
-            gate.close()
-            assert get(stack, KEYS) == 0
-            gate.open()
-            assert misses(stack, "hanging") == {"timeout": 4}
-    finally:
-        SecondaryTierFactory.unregister("hanging")
+    register("hanging", lambda: Hanging)
+    with open_stack(stack_of({"type": "hanging", "lookup_timeout": "20ms"})) as stack:
+        put_below(stack, KEYS)
+        gate.close()
+        assert get(stack, KEYS) == 0
+        gate.open()
+        assert misses(stack, "hanging") == {"timeout": 4}
 
 
 def test_a_load_that_is_not_reported_is_too_slow() -> None:
     with open_stack(stack_of({**OBEDIENT, "job_timeout": "1ms"})) as stack:
-        put(stack, KEYS[:1])
-        evict_all(stack)
+        put_below(stack, KEYS[:1])
         obedient(stack).holds_jobs = True
         assert get(stack, KEYS[:1]) == 0
         assert misses(stack, "disk") == {"timeout": 1}
@@ -205,8 +189,7 @@ def test_a_load_that_is_not_reported_is_too_slow() -> None:
 
 def test_a_request_that_has_waited_too_long() -> None:
     with open_stack(stack_of(OBEDIENT, primary={"request_wait": "5ms"})) as stack:
-        put(stack, KEYS)
-        evict_all(stack)
+        put_below(stack, KEYS)
         obedient(stack).answers_nothing = True
         assert get(stack, KEYS) == 0
         assert misses(stack, "cpu") == misses(stack, "disk") == {"too_late": 4}
@@ -215,8 +198,7 @@ def test_a_request_that_has_waited_too_long() -> None:
 def test_a_block_without_room_to_be_promoted_is_refused_and_tiers_below_are_not_asked() -> None:
     last = {"type": "memory", "capacity": "1MiB"}
     with open_stack(stack_of(OBEDIENT, last, primary={"promotion_budget": BLOCK_BYTES})) as stack:
-        put(stack, KEYS)
-        evict_all(stack)
+        put_below(stack, KEYS)
         context = Engine(stack).begin("r")
         assert stack.manager.lookup_many(KEYS, context) == [None, False, False, False]
         Engine(stack).end(context)
@@ -229,12 +211,10 @@ def test_a_block_that_the_engine_computes_sooner_is_too_slow_and_tiers_below_are
     last = {"type": "memory", "capacity": "1MiB"}
     with open_stack(stack_of(OBEDIENT, last, prefill={"tokens_per_s": 1 << 40})) as stack:
         for _ in range(LOADS_MIN):
-            put(stack, KEYS)
-            evict_all(stack)
+            put_below(stack, KEYS)
             get(stack, KEYS)
         before = misses(stack, "disk").get("too_slow", 0)
-        put(stack, KEYS)
-        evict_all(stack)
+        put_below(stack, KEYS)
         get(stack, KEYS)
         assert misses(stack, "disk")["too_slow"] == before + len(KEYS)
         assert stack.counters()["disk"]["too_slow_blocks_total"] >= len(KEYS)
@@ -242,8 +222,7 @@ def test_a_block_that_the_engine_computes_sooner_is_too_slow_and_tiers_below_are
 
 def test_what_is_older_than_the_tier_keeps_it() -> None:
     with open_stack(stack_of({**OBEDIENT, "ttl": "1ms"})) as stack:
-        put(stack, KEYS)
-        evict_all(stack)
+        put_below(stack, KEYS)
         obedient(stack).present.clear()
         assert get(stack, KEYS) == 0
         assert misses(stack, "disk") == {"expired": 4}
@@ -273,17 +252,14 @@ def test_a_store_that_ends_after_a_reset_went_with_it() -> None:
         assert misses(stack, "disk") == {"reset": 4}
 
 
-def test_a_tier_that_cannot_be_reset_is_not_used() -> None:
-    SecondaryTierFactory.register("four", FourMethodTier)
-    try:
-        with open_stack(stack_of({"type": "four"})) as stack:
-            put(stack, KEYS)
-            stack.manager.reset_cache()
-            stack.manager.drain_jobs(10)  # the tier's thread has found that it cannot
-            assert get(stack, KEYS, timeout=0.5) == 0
-            assert set(misses(stack, "four")) <= {"disabled", "reset"}
-    finally:
-        SecondaryTierFactory.unregister("four")
+def test_a_tier_that_cannot_be_reset_is_not_used(register: Register) -> None:
+    register("four", FourMethodTier)
+    with open_stack(stack_of({"type": "four"})) as stack:
+        put(stack, KEYS)
+        stack.manager.reset_cache()
+        stack.manager.drain_jobs(10)  # the tier's thread has found that it cannot
+        assert get(stack, KEYS, timeout=0.5) == 0
+        assert set(misses(stack, "four")) <= {"disabled", "reset"}
 
 
 @pytest.mark.parametrize("present", [4, 2], ids=["all are promoted", "some are misses"])

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.secret_hunt import Sheet, new_marker
+from tests.support.stacks import Register, stack_file, stack_of
 from tiered_kv.cli import main
 from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.observe.report.markup import Html, element, table
@@ -25,7 +26,6 @@ from tiered_kv.observe.report.samples import SAMPLES_MAX, Sampler
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.clock import ManualClock
 from tiered_kv.testing.four_methods import FourMethodTier
-from tiered_kv.tiering.factory import SecondaryTierFactory
 from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.replay import ReplaySettings, replay
 from tiered_kv.workload.tally import Tally
@@ -90,17 +90,8 @@ class Looked(HTMLParser):
 
 
 @pytest.fixture
-def hostile() -> Iterator[None]:
-    SecondaryTierFactory.register("hostile", HostileTier)
-    yield
-    SecondaryTierFactory.unregister("hostile")
-
-
-def stack_file(directory: Path, *tiers: str, name: str = "stack.yaml") -> Path:
-    file = directory / name
-    lines = ["namespace: {model: test}", "block: {bytes: 4KiB}", "primary: {capacity: 256KiB}", "secondary:"]
-    file.write_text("\n".join([*lines, *(f"  - {{{tier}}}" for tier in tiers)]) + "\n")
-    return file
+def hostile(register: Register) -> None:
+    register("hostile", HostileTier)
 
 
 def looked_at(page: Path) -> Looked:
@@ -140,10 +131,10 @@ def test_a_simulation_of_policies_writes_a_page_with_their_curves(
 def test_a_simulation_of_stacks_writes_a_page_with_their_tiers_and_costs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page, stack = tmp_path / "page.html", stack_file(tmp_path, "type: memory, capacity: 1MiB")
+    page, stack = tmp_path / "page.html", stack_file(tmp_path, "type: memory, capacity: 1MiB", capacity="256KiB")
     prices = tmp_path / "prices.yaml"
     prices.write_text("currency: EUR\ntiers: {memory: {gib_month: 1}}")
-    priced = ["simulate", str(stack), "--capacity", "32,64", "--servers", "2", "--prices", str(prices)]
+    priced = ["simulate", stack, "--capacity", "32,64", "--servers", "2", "--prices", str(prices)]
     assert main([*priced, "--report", str(page), *CHATS]) == 0
     capsys.readouterr()
     looked = looked_at(page)
@@ -154,8 +145,11 @@ def test_a_simulation_of_stacks_writes_a_page_with_their_tiers_and_costs(
 
 
 def test_a_replay_writes_a_page_that_says_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page, stack = tmp_path / "page.html", stack_file(tmp_path, "type: memory, capacity: 1MiB, admit_after: 2")
-    assert main(["replay", str(stack), "--json", "--report", str(page), *CHATS]) == 0
+    page, stack = (
+        tmp_path / "page.html",
+        stack_file(tmp_path, "type: memory, capacity: 1MiB, admit_after: 2", capacity="256KiB"),
+    )
+    assert main(["replay", stack, "--json", "--report", str(page), *CHATS]) == 0
     result = json.loads(capsys.readouterr().out)
     looked = looked_at(page)
     assert looked.tags.count("svg") == len(PLOTS)
@@ -174,7 +168,7 @@ def test_a_replay_writes_a_page_that_says_what_was_measured(tmp_path: Path, caps
 def test_a_bench_writes_a_page_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
     stack = stack_file(tmp_path, "type: memory, capacity: 1MiB", "type: memory, name: second, capacity: 128KiB")
-    assert main(["bench", str(stack), "--blocks", "64", "--rounds", "2", "--report", str(page)]) == 0
+    assert main(["bench", stack, "--blocks", "64", "--rounds", "2", "--report", str(page)]) == 0
     words = r"second: 0 blocks not stored, \d+ not loaded \(jobs by reason: absent \d\)"
     failed = re.search(words, capsys.readouterr().out)
     assert failed is not None
@@ -190,9 +184,9 @@ def test_a_bench_writes_a_page_too(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_page_shows_hostile_names_as_text(tmp_path: Path, hostile: None, capsys: pytest.CaptureFixture[str]) -> None:
     directory = tmp_path / HOSTILE.replace("/", "")
     directory.mkdir()
-    stack = stack_file(directory, "type: hostile")
+    stack = stack_file(directory, "type: hostile", capacity="256KiB")
     page = directory / "page.html"
-    assert main(["replay", str(stack), "--report", str(page), *CHATS]) == 0
+    assert main(["replay", stack, "--report", str(page), *CHATS]) == 0
     text = page.read_text("utf-8").replace("://", "")
     assert "&lt;script&gt;" in text
     looked = Looked(text)
@@ -224,31 +218,22 @@ def test_a_page_has_no_secret_of_the_stack_or_of_the_command(tmp_path: Path, mon
     sheet = Sheet(markers)
     monkeypatch.setenv("PLANTED", markers["variable"])
     config = load_config(
-        {
-            "namespace": {"model": "m", "tenant": "${PLANTED}"},
-            "block": {"bytes": 4096},
-            "primary": {"capacity": "256KiB"},
-            "secondary": [
-                {"type": "redis", "url": f"redis://user:{markers['url']}@h:1"},
-                {"type": "redis", "name": "second", "url": "redis://h:1", "password": markers["password"]},
-                {
-                    "type": "memory",
-                    "capacity": "1MiB",
-                    "codec": "aes-256-gcm",
-                    "encryption": {"keys": {1: markers["key"]}},
-                },
-            ],
-        }
+        stack_of(
+            {"type": "redis", "url": f"redis://user:{markers['url']}@h:1"},
+            {"type": "redis", "name": "second", "url": "redis://h:1", "password": markers["password"]},
+            {
+                "type": "memory",
+                "capacity": "1MiB",
+                "codec": "aes-256-gcm",
+                "encryption": {"keys": {1: markers["key"]}},
+            },
+            namespace={"model": "m", "tenant": "${PLANTED}"},
+        )
     )
     arguments = ["replay", "stack.yaml", f"--trace=http://u:{markers['command']}@h/x?sig={markers['command']}"]
     said = {"redis": {"url": f"redis://user:{markers['described']}@h:1", "note": f"it is {markers['password']}"}}
     run = Run("stack.yaml", arguments, config, datetime.now(UTC), dict(said))
-    primary_only: dict[str, object] = {
-        "namespace": {"model": "m"},
-        "block": {"bytes": 4096},
-        "primary": {"capacity": "256KiB"},
-    }
-    page = replayed(run, primary_only, f"CORRUPT: {markers['password']}", is_ended=False)
+    page = replayed(run, stack_of(blocks=64), f"CORRUPT: {markers['password']}", is_ended=False)
     sheet.note("the page", page)
     assert sheet.findings() == []
     assert "1MiB" in page
@@ -256,7 +241,7 @@ def test_a_page_has_no_secret_of_the_stack_or_of_the_command(tmp_path: Path, mon
 
 
 def test_a_replay_that_was_ended_at_once_has_a_page(tmp_path: Path) -> None:
-    config = load_config(stack_file(tmp_path, "type: memory, capacity: 1MiB"))
+    config = load_config(stack_file(tmp_path, "type: memory, capacity: 1MiB", capacity="256KiB"))
     run = Run("stack.yaml", ["replay", "stack.yaml"], config, datetime.now(UTC))
     page = tmp_path / "page.html"
     page.write_text(replayed(run, config, "interrupted", is_ended=True))
@@ -283,7 +268,7 @@ def test_a_page_that_cannot_be_made_is_known_before_anything_is_measured(
     stack = stack_file(tmp_path, f"type: nvme, path: {tmp_path / 'cache'}, capacity: 64MiB")
     if target == "page.html":
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert main([verb, str(stack), "--report", os.path.join(tmp_path, target)]) == 2
+    assert main([verb, stack, "--report", os.path.join(tmp_path, target)]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "cache").exists()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.chromium import Chromium, Page, find_chromium
+from tests.support.stacks import stack_file
 from tiered_kv.cli import main
 
 pytestmark = [
@@ -52,13 +53,9 @@ def browser() -> Iterator[Chromium]:
 def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page that the command wrote; its name is the verb."""
     verb, directory = str(request.param), tmp_path_factory.mktemp("page")
-    stack, file = directory / "stack.yaml", directory / f"{verb}.html"
-    stack.write_text(
-        "namespace: {model: test}\nblock: {bytes: 4KiB}\nprimary: {capacity: 400KiB}\nsecondary:\n"
-        f"  - {{type: nvme, path: {directory / 'cache'}, capacity: 64MiB}}\n"
-        "  - {type: memory, capacity: 64MiB, admit_after: 2}\n"
-    )
-    assert main([verb, str(stack), "--report", str(file), *OPTIONS[verb]]) == 0
+    nvme, file = f"type: nvme, path: {directory / 'cache'}, capacity: 64MiB", directory / f"{verb}.html"
+    stack = stack_file(directory, nvme, "type: memory, capacity: 64MiB, admit_after: 2", capacity="400KiB")
+    assert main([verb, stack, "--report", str(file), *OPTIONS[verb]]) == 0
     return file
 
 

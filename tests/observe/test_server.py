@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.meanwhile import meanwhile
+from tests.support.stacks import Register, stack_of
 from tiered_kv.config.stack_config import MetricsSettings
 from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.observe import server as server_module
@@ -25,20 +27,14 @@ from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.tiering.factory import SecondaryTierFactory
+from tiered_kv.testing.waiting import wait_until
 
 BLOCK_BYTES = 4096
 TIMEOUT_S = 20.0
 
 
-def config_of(listen: str = "127.0.0.1:0") -> dict[str, object]:
-    return {
-        "namespace": {"model": "m"},
-        "block": {"bytes": BLOCK_BYTES},
-        "primary": {"capacity": 16 * BLOCK_BYTES},
-        "secondary": [{"type": "memory", "capacity": "1MiB"}],
-        "metrics": {"listen": listen},
-    }
+def config_of(listen: str = "127.0.0.1:0", **others: Any) -> dict[str, object]:
+    return stack_of({"type": "memory", "capacity": "1MiB"}, metrics={"listen": listen}, **others)
 
 
 @pytest.fixture
@@ -141,17 +137,14 @@ def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.Monke
         open_stack(config_of())
 
 
-def test_a_stack_that_cannot_serve_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stack_that_cannot_serve_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch, register: Register) -> None:
     """The manager has given the tier a thread by then."""
-    SecondaryTierFactory.register("four", FourMethodTier)
-    try:
-        before = set(threading.enumerate())
-        monkeypatch.setitem(sys.modules, "prometheus_client", None)
-        with pytest.raises(MissingExtraError):
-            open_stack({**config_of(), "secondary": [{"type": "four"}]})
-        assert set(threading.enumerate()) <= before
-    finally:
-        SecondaryTierFactory.unregister("four")
+    register("four", FourMethodTier)
+    before = set(threading.enumerate())
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(MissingExtraError):
+        open_stack(config_of(secondary=[{"type": "four"}]))
+    assert set(threading.enumerate()) <= before
 
 
 def test_a_stack_without_the_setting_listens_nowhere() -> None:
@@ -185,22 +178,15 @@ def test_a_ninth_connection_is_refused_and_served_once_another_has_ended(server:
     gate.close()
     with ExitStack() as opened:
         connections = []
-        for count in range(CONNECTIONS_MAX):
+        for _ in range(CONNECTIONS_MAX):
             connection = socket.create_connection((server.host, server.port), timeout=TIMEOUT_S)
             connections.append(opened.enter_context(connection))
             connection.sendall(b"GET /slow HTTP/1.1\r\n\r\n")
-            wait_for(lambda count=count: gate.waiting == count + 1)
+            wait_until(lambda: gate.waiting == len(connections))
         assert ask(server, "/slow")[0] == 503
         gate.open()
         assert all(connection.recv(12) == b"HTTP/1.1 200" for connection in connections)
-    wait_for(lambda: ask(server, "/slow")[0] == 200)
-
-
-def wait_for(is_so: Any) -> None:
-    end_s = time.monotonic() + TIMEOUT_S
-    while not is_so():
-        assert time.monotonic() < end_s
-        time.sleep(0.002)
+    wait_until(lambda: ask(server, "/slow")[0] == 200)
 
 
 def test_a_connection_for_which_there_is_no_thread_is_refused_and_the_next_one_is_served(
@@ -254,7 +240,7 @@ def test_an_answer_that_nobody_reads_is_given_up(server: StatusServer, monkeypat
     server.start({"/": lambda query: Answer(bytes(64 << 20), "text/plain")})
     with closing(socket.create_connection((server.host, server.port), timeout=TIMEOUT_S)) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        wait_for(lambda: not [each for each in threading.enumerate() if each.name == "tiered-kv-answer"])
+        wait_until(lambda: not [each for each in threading.enumerate() if each.name == "tiered-kv-answer"])
 
 
 def test_a_route_that_fails_says_nothing_of_why(server: StatusServer, caplog: pytest.LogCaptureFixture) -> None:
@@ -277,7 +263,7 @@ def test_a_route_that_fails_says_nothing_of_why(server: StatusServer, caplog: py
 def test_closing_ends_waiting_connections_in_bounded_time(server: StatusServer) -> None:
     server.start({"/": lambda query: Answer(b"hello", "text/plain")})
     with closing(socket.create_connection((server.host, server.port), timeout=TIMEOUT_S)) as connection:
-        wait_for(lambda: [each for each in threading.enumerate() if each.name == "tiered-kv-answer"])
+        wait_until(lambda: [each for each in threading.enumerate() if each.name == "tiered-kv-answer"])
         began_s = time.monotonic()
         server.close(timeout=TIMEOUT_S)
         assert time.monotonic() - began_s < server_module.READ_TIMEOUT_S
@@ -288,22 +274,14 @@ def test_closing_ends_waiting_connections_in_bounded_time(server: StatusServer) 
 
 
 def test_a_stack_is_scraped_while_it_works(stack: Stack) -> None:
-    ended = threading.Event()
     keys, blocks = make_keys(64), np.zeros((64, BLOCK_BYTES), np.uint8)
-    errors: list[BaseException] = []
 
     def work() -> None:
-        try:
-            while not ended.is_set():
-                stack.put(keys, blocks)
-                stack.get(keys, blocks)
-        except BaseException as error:
-            errors.append(error)
+        stack.put(keys, blocks)
+        stack.get(keys, blocks)
 
-    worker = threading.Thread(target=work)
-    worker.start()
-    try:
-        totals = []
+    totals = []
+    with meanwhile(work):
         for _ in range(20):
             status, _, body = ask(stack.server, "/metrics")
             assert status == 200
@@ -313,11 +291,7 @@ def test_a_stack_is_scraped_while_it_works(stack: Stack) -> None:
             ]
             totals.append(loaded)
             assert ask(stack.server, "/status")[0] == 200
-        assert totals == sorted(totals)
-    finally:
-        ended.set()
-        worker.join()
-    assert errors == []
+    assert totals == sorted(totals)
 
 
 def test_a_forked_child_does_not_close_the_server(stack: Stack) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.observe.rig import Engine, evict_all, obedient, put, stack_of
+from tests.observe.rig import Engine, obedient, put, put_below, stack_of
+from tests.support.meanwhile import meanwhile
 from tiered_kv.cli import main
 from tiered_kv.config.stack_config import load_config
 from tiered_kv.errors import ConfigError, ShutdownError
@@ -32,8 +32,7 @@ OBEDIENT: dict[str, object] = {"type": "obedient", "name": "disk"}
 def stack() -> Iterator[Stack]:
     """A stack in which request "r" has missed blocks that were evicted."""
     with open_stack(stack_of(OBEDIENT)) as stack:
-        put(stack, KEYS)
-        evict_all(stack)
+        put_below(stack, KEYS)
         obedient(stack).present.clear()
         assert Engine(stack).request(KEYS, "r") == 0
         yield stack
@@ -80,25 +79,16 @@ def test_a_forked_child_does_not(stack: Stack, monkeypatch: pytest.MonkeyPatch) 
 
 def test_threads_may_ask_while_an_engine_runs() -> None:
     with open_stack(stack_of(OBEDIENT)) as stack:
-        is_over, errors = threading.Event(), []
 
         def ask() -> None:
-            try:
-                while not is_over.is_set():
-                    assert len(stack.explain(KEYS)) == 4
-                    explain_query(stack, {"last": ["3"]})
-                    stack.counters()
-            except BaseException as error:
-                errors.append(error)
+            assert len(stack.explain(KEYS)) == 4
+            explain_query(stack, {"last": ["3"]})
+            stack.counters()
 
-        asking = threading.Thread(target=ask)
-        asking.start()
-        for number in range(100):
-            Engine(stack).store(make_keys(8, str(number)), f"w{number}")
-            Engine(stack).request(KEYS, f"r{number}")
-        is_over.set()
-        asking.join()
-        assert not errors
+        with meanwhile(ask, threads=3):
+            for number in range(100):
+                Engine(stack).store(make_keys(8, str(number)), f"w{number}")
+                Engine(stack).request(KEYS, f"r{number}")
         assert stack.counters()["cpu"]["blocks_total"] == {"miss": 100}
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import random
-import threading
+import time
 from collections.abc import Callable
 
 import pytest
 
 from tests.support.entries import rig_of
+from tests.support.meanwhile import meanwhile
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ConfigError
 from tiered_kv.testing.rig import TierRig, make_keys
@@ -52,17 +53,12 @@ def test_the_least_recently_used_block_is_evicted_and_the_head_of_a_prefix_last(
 def test_the_capacity_holds_while_threads_store_load_and_reset(make_rig: MakeRig) -> None:
     rig = make_rig(capacity=10 * RECORD_BYTES + 17)
     tier = rig.tier
-    stop, over = threading.Event(), []
 
     def watch() -> None:
-        while not stop.wait(0.0005):
-            used = tier.stats()["used_bytes"]
-            if used > 10 * RECORD_BYTES + 17:
-                over.append(used)
+        assert tier.stats()["used_bytes"] <= 10 * RECORD_BYTES + 17
+        time.sleep(0.0005)
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
+    with meanwhile(watch):
         choice = random.Random(5)
         jobs = []
         for _ in range(200):
@@ -74,10 +70,6 @@ def test_the_capacity_holds_while_threads_store_load_and_reset(make_rig: MakeRig
             if len(jobs) % 8 == 0:
                 rig.wait(jobs[-8:])
         rig.wait(jobs)
-    finally:
-        stop.set()
-        watcher.join()
-    assert not over
     kept = sum(found(rig, [key for number in range(9) for key in make_keys(6, f"batch-{number}")]))
     assert tier.stats()["used_bytes"] == kept * RECORD_BYTES
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 import pytest
 
 from tests.support.faulty_disk import FaultyDisk, hold
+from tests.support.meanwhile import meanwhile
 from tiered_kv.base import OffloadKey
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys
@@ -124,26 +125,15 @@ def test_the_capacity_holds_at_every_moment_of_a_run_that_is_full(bench: StoreBe
     bench.segment_bytes = 1 << 20
     store = bench.open()
     samples: list[int] = []
-    done = threading.Event()
-
-    def watch() -> None:
-        while not done.is_set():
-            samples.append(bench.occupied_bytes())
-
     numbers = itertools.count(400)
 
     def was_watched_when_full() -> bool:
         fill(bench, store, range(number := next(numbers), number + 1))
         return len(samples) > 50 and bench.capacity_bytes * 0.9 < max(samples)
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
+    with meanwhile(lambda: samples.append(bench.occupied_bytes())):
         fill(bench, store, range(400))
         bench.wait_until(was_watched_when_full)  # the watcher may have come late
-    finally:
-        done.set()
-        watcher.join()
     assert max(samples) <= bench.capacity_bytes
     assert store.stats()["reclaimed_segments_total"] > 20
 

@@ -15,6 +15,7 @@ from tests.plugins.conftest import OpenRedis
 from tests.support.loopback import LoopbackServer
 from tests.support.lying_redis import LyingRedis, Slots, Storage, slots_reply
 from tests.support.redis_clusters import RedisClusterServers, redis_cluster
+from tests.support.stacks import stack_of
 from tiered_kv.base import OffloadKey
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.rig import TierRig, block_content, make_keys
@@ -200,15 +201,8 @@ def prompts() -> list[list[OffloadKey]]:
 
 def open_cluster(cluster: RedisClusterServers) -> Stack:
     entry = {"type": "redis", "mode": "cluster", "nodes": cluster.addresses, "connect_timeout": "1s"}
-    return open_stack(
-        {
-            "version": 1,
-            "namespace": {"model": "nodes"},
-            "block": {"bytes": BLOCK_BYTES, "tokens": 16},
-            "primary": {"capacity": PROMPTS * PROMPT_BLOCKS * BLOCK_BYTES},
-            "secondary": [{**entry, "timeout": "5s", "lookup_timeout": "2s"}],
-        }
-    )
+    entry |= {"timeout": "5s", "lookup_timeout": "2s"}
+    return open_stack(stack_of(entry, blocks=PROMPTS * PROMPT_BLOCKS, block_bytes=BLOCK_BYTES))
 
 
 def living_blocks(keys: list[OffloadKey], slots: range, prefix: bytes) -> int:

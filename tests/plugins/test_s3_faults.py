@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.fake_s3 import WAIT_S, FakeS3, OpenRig, Request, answer, open_rig, server
+from tests.support.stacks import stack_of
 from tiered_kv.counters import count_of
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.rig import make_keys
@@ -164,14 +165,7 @@ def test_one_object_that_always_fails_costs_its_own_blocks_and_opens_no_breaker(
         "attempts": 2,
         "presence_ttl": 0,
     }
-    stack_file = {
-        "version": 1,
-        "namespace": {"model": "m", "revision": "r", "dtype": "d"},
-        "block": {"bytes": 512, "tokens": 16},
-        "primary": {"capacity": 8 * 512},
-        "secondary": [entry],
-    }
-    with open_stack(stack_file) as stack:
+    with open_stack(stack_of(entry, blocks=8, block_bytes=512)) as stack:
         for keys in prompts:
             assert stack.put(keys, blocks, timeout=WAIT_S) == 8
             assert stack.flush(WAIT_S)

@@ -1,4 +1,4 @@
-"""A tier type that is known for as long as a test needs it, as if its plugin were installed."""
+"""Tier types that are known for as long as a test needs them, as if their plugin were installed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _NAME = "plugged"
 
 
 @contextmanager
-def plugged(tier_type: TierType) -> Iterator[None]:
-    """Have a plugin with one tier type within the `with` block, one at a time."""
+def plugged(*tier_types: TierType) -> Iterator[None]:
+    """Have a plugin with these tier types within the `with` block, one at a time."""
 
     class Plugin:
         @hookimpl
         def tiered_kv_register_tiers(self) -> list[TierType]:
-            return [tier_type]
+            return list(tier_types)
 
     tier_plugins().register(Plugin(), _NAME)
     try:

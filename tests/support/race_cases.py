@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from unittest import mock
 
+from tests.support import stacks
 from tests.support.figures import Figures
 from tests.support.races import Prompts, Race, open_guarded, phantoms, problems_at_rest, race_facade
 from tests.support.racing_scheduler import RacingScheduler
@@ -50,12 +51,7 @@ _STORES_MAX = 1000
 
 def stack_of(*entries: Mapping[str, object], block_bytes: int = BLOCK_BYTES) -> dict[str, object]:
     """Return the configuration of a stack with 32 blocks of primary memory over tiers."""
-    return {
-        "namespace": {"model": "races"},
-        "block": {"bytes": block_bytes},
-        "primary": {"capacity": _PRIMARY_BLOCKS * block_bytes},
-        "secondary": list(entries),
-    }
+    return stacks.stack_of(*entries, blocks=_PRIMARY_BLOCKS, block_bytes=block_bytes)
 
 
 def unless(happened: bool, what: str) -> list[str]:

@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import pytest
 
-from tiered_kv.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext, make_offload_key
+from tiered_kv.base import (
+    OffloadingEvent,
+    OffloadKey,
+    OffloadPolicy,
+    ReqContext,
+    RequestOffloadingContext,
+    make_offload_key,
+)
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.counters import count_of
 from tiered_kv.cpu.backend import CPUBackend
@@ -15,6 +22,7 @@ from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.testing.clock import ManualClock
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
+from tiered_kv.tiering.events import EventSink
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.tiering.requests import ManagerLimits
 
@@ -38,6 +46,7 @@ class ManualTier(SecondaryTierManager):
         self.present: dict[OffloadKey, bool | None] = {}
         self.jobs: list[JobMetadata] = []
         self.results: list[JobResult] = []
+        self.events: list[object] = []
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         self._maybe_raise("lookup")
@@ -62,6 +71,10 @@ class ManualTier(SecondaryTierManager):
     def reset_cache(self) -> bool:
         self.present.clear()
         return self.can_reset
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        taken, self.events = self.events, []
+        return taken  # type: ignore[return-value]  # also what no event is
 
     def has(self, *numbers: int, answer: bool | None = True) -> None:
         """Have the tier answer for these blocks, and for no others."""
@@ -90,6 +103,7 @@ class Bench:
         limits: The manager's.
         policy: What the tiers say of each request.
         compute_block_s: What computing a block takes.
+        event_sink: Gets the events.
     """
 
     def __init__(
@@ -99,6 +113,7 @@ class Bench:
         limits: ManagerLimits | None = None,
         policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL,
         compute_block_s: float = math.inf,
+        event_sink: EventSink | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.limits = limits or ManagerLimits(promotion_blocks_max=6)
@@ -115,6 +130,7 @@ class Bench:
             settings=settings,
             limits=self.limits,
             compute_block_s=compute_block_s,
+            event_sink=event_sink,
             clock=self.clock,
         )
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import tiered_kv
+from tests.support.stacks import stack_of
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.counters import count_of
 from tiered_kv.mediums import CPULoadStoreSpec
@@ -85,15 +86,9 @@ class Engine:
         self.stack.manager.on_schedule_end()
 
 
-def config(*tiers: Config, audit: float = 1.0, dtype: str = "float32", **options: object) -> Config:
-    return {
-        "namespace": {"model": "said to be the same", "dtype": dtype},
-        "block": {"bytes": BLOCK_BYTES},
-        "primary": {"capacity": NUM_BLOCKS * BLOCK_BYTES},
-        "secondary": list(tiers),
-        "audit": audit,
-        **options,
-    }
+def config(*tiers: Config, blocks: int = NUM_BLOCKS, dtype: str = "float32", **top: Any) -> Config:
+    namespace = {"model": "said to be the same", "dtype": dtype}
+    return stack_of(*tiers, **{"blocks": blocks, "namespace": namespace, "audit": 1.0, **top})
 
 
 @pytest.fixture
@@ -223,7 +218,7 @@ def test_only_what_comes_after_the_first_lookup_is_compared(engine: Engine) -> N
 
 
 def test_a_request_is_compared_up_to_a_limit(open_stack: OpenStack) -> None:
-    engine = Engine(open_stack({**config(MEMORY), "primary": {"capacity": 1024 * BLOCK_BYTES}}))
+    engine = Engine(open_stack(config(MEMORY, blocks=1024)))
     engine.serve(keys(BLOCKS_MAX + 10))
     engine.serve(keys(BLOCKS_MAX + 10))
     assert count_of(counted(engine.stack, "cpu"), "audited_blocks_total") == BLOCKS_MAX

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, make_offload_key
+from tests.tiering.conftest import keys
+from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.testing.clock import ManualClock
 from tiered_kv.testing.four_methods import FourMethodTier
@@ -115,10 +116,6 @@ def open_tier(inner: HeldTier) -> Iterator[OpenTier]:
 @pytest.fixture
 def tier(open_tier: OpenTier) -> IsolatedTier:
     return open_tier()
-
-
-def keys(*numbers: int) -> list[OffloadKey]:
-    return [make_offload_key(b"hash-%d" % number, 0) for number in numbers]
 
 
 def job(job_id: int, wanted: list[OffloadKey], *, is_promotion: bool = False) -> JobMetadata:

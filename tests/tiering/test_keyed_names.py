@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies
 
+from tests.support.stacks import stack_of
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, make_offload_key
 from tiered_kv.config.stack_config import load_config
 from tiered_kv.errors import ConfigError
@@ -27,11 +28,6 @@ BLOCK_BYTES = 512
 NAME_KEY = bytes(range(32))
 OTHER_KEY = bytes(range(1, 33))
 SPEC = TierSpec("kept", BLOCK_BYTES, bytes(range(16)))
-STACK = {
-    "namespace": {"model": "m"},
-    "block": {"bytes": BLOCK_BYTES},
-    "primary": {"capacity": 16 * BLOCK_BYTES},
-}
 FOUR = "tiered_kv.testing.four_methods:FourMethodTier"
 
 
@@ -246,7 +242,7 @@ def test_any_tier_of_a_stack_is_keyed_by_a_variable_or_a_file(tmp_path: Path) ->
     keys = make_keys(3)
     for given in ({"name_key": "${NAME_KEY}"}, {"name_key_file": str(file)}):
         entry = {"type": FOUR, **given}
-        config = load_config({**STACK, "secondary": [entry]}, environ={"NAME_KEY": NAME_KEY.hex()})
+        config = load_config(stack_of(entry, block_bytes=BLOCK_BYTES), environ={"NAME_KEY": NAME_KEY.hex()})
         with open_stack(config) as stack:
             assert stack.put(keys, np.zeros((3, BLOCK_BYTES), np.uint8)) == 3
             assert stack.flush()
@@ -260,10 +256,10 @@ def test_any_tier_of_a_stack_is_keyed_by_a_variable_or_a_file(tmp_path: Path) ->
 def test_a_bad_key_is_refused_before_anything_is_opened(tmp_path: Path) -> None:
     entry = {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "64MiB"}
     with pytest.raises(ConfigError, match=r"secondary\.0\.name_key: expected a key: 32 bytes .*, found \*\*\*"):
-        load_config({**STACK, "secondary": [{**entry, "name_key": "too short"}]})
+        load_config(stack_of({**entry, "name_key": "too short"}))
     with pytest.raises(ConfigError, match="'name_key' and 'name_key_file' both give the key"):
-        load_config({**STACK, "secondary": [{**entry, "name_key": NAME_KEY.hex(), "name_key_file": "x"}]})
+        load_config(stack_of({**entry, "name_key": NAME_KEY.hex(), "name_key_file": "x"}))
     missing = {**entry, "name_key_file": str(tmp_path / "missing")}
     with pytest.raises(ConfigError, match=r"secondary\.0\.name_key_file: the key file '.*missing' cannot be opened"):
-        open_stack({**STACK, "secondary": [missing]})
+        open_stack(stack_of(missing))
     assert list(tmp_path.iterdir()) == []

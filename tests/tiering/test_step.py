@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.support.stacks import stack_of
 from tiered_kv.base import ReqContext
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.rig import make_keys
@@ -24,8 +25,7 @@ FIRST_CALLS: dict[str, Callable[[TieringOffloadingManager], object]] = {
 
 @pytest.fixture
 def stack() -> Iterator[Stack]:
-    config = {"namespace": {"model": "m"}, "block": {"bytes": 4096}, "primary": {"capacity": 8 * 4096}}
-    with open_stack(config) as opened:
+    with open_stack(stack_of(blocks=8)) as opened:
         yield opened
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.stacks import stack_of
 from tests.tiering.conftest import BLOCK_BYTES, LARGE_BUDGETS, MakeBench, keys
 from tiered_kv.base import make_offload_key
 from tiered_kv.config.settings import TierSettings
@@ -181,12 +182,7 @@ def test_a_stack_stores_the_head_of_what_its_budget_does_not_hold_and_says_so(tm
     a_minute, block_bytes = 4, 4096
     budget = f"{WINDOW_MINUTES * a_minute * block_bytes}B/h"
     tier = {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "64MiB", "write_budget": budget}
-    config = {
-        "namespace": {"model": "m"},
-        "block": {"bytes": block_bytes},
-        "primary": {"capacity": 40 * block_bytes},
-        "secondary": [{**tier, "store_budget": 40 * block_bytes}],
-    }
+    config = stack_of({**tier, "store_budget": 40 * block_bytes}, blocks=40)
     wanted = make_keys(30)
     with open_stack(config) as stack:
         assert stack.put(wanted, np.zeros((30, block_bytes), np.uint8), timeout=60) == 30

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.stacks import stack_of
 from tiered_kv.config.secret_keys import parse_key
 from tiered_kv.config.stack_config import load_config, stack_schema, tier_settings
 from tiered_kv.errors import ConfigError
@@ -17,7 +18,6 @@ from tiered_kv.toolkit.status import RecordStatus
 
 HEX = "a1" * 32
 BASE64 = base64.b64encode(bytes(range(32))).decode()
-STACK: dict[str, object] = {"namespace": {"model": "m"}, "block": {"bytes": 4096}, "primary": {"capacity": "64KiB"}}
 BINDING = binding_of(bytes(16), b"key")
 
 
@@ -67,7 +67,7 @@ def test_keys_come_from_variables_and_files(key_file: Path) -> None:
         "codec": "aes-256-gcm",
         "encryption": {"keys": {"1": "${KV_KEY_1}"}, "key_files": {2: str(key_file)}, "write_key": 2},
     }
-    config = load_config({**STACK, "secondary": [entry]}, environ={"KV_KEY_1": HEX})
+    config = load_config(stack_of(entry), environ={"KV_KEY_1": HEX})
     tier = config.secondary[0]
     assert isinstance(tier, CodecSettings)
     codecs = tier.open_codecs()

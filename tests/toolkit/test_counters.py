@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -12,15 +12,12 @@ from tiered_kv.counters import Counters, count_of, flat_counts
 def test_no_event_is_lost_however_many_threads_count() -> None:
     counters = Counters(("stores_total",))
 
-    def count() -> None:
+    def count(_: int) -> None:
         for _ in range(2000):
             counters.add("stores_total")
 
-    threads = [threading.Thread(target=count) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(count, range(8)))
     assert counters["stores_total"] == 16_000
 
 

@@ -6,13 +6,11 @@ import hashlib
 import hmac
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tiered_kv.errors import MissingExtraError
 from tiered_kv.toolkit import encryption
@@ -115,11 +113,8 @@ def test_threads_never_share_a_nonce_and_sessions_end(monkeypatch: pytest.Monkey
     def write(own: list[bytes]) -> None:
         own.extend(sealed(cipher, b"x") for _ in range(400))
 
-    threads = [threading.Thread(target=write, args=(own,)) for own in written]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, written))
     payloads = [payload for own in written for payload in own]
     assert len(nonces_of(payloads)) == len(payloads) == 3200
     by_salt: dict[bytes, int] = {}
@@ -222,9 +217,3 @@ def test_no_key_is_shown() -> None:
     for each in (cipher, CodecSet("aes-256-gcm", cipher)):
         assert SECRET.hex() not in repr(each)
         assert repr(SECRET) not in repr(each)
-
-
-@given(payload=st.binary(max_size=200), codec_id=st.sampled_from([AES_ID, ZSTD_AES_ID]), size=st.integers(0, 200))
-def test_hostile_payloads_are_refused(payload: bytes, codec_id: int, size: int) -> None:
-    status, _ = opened(Cipher({1: SECRET}, 1), payload, size, codec_id=codec_id)
-    assert status in (RecordStatus.BAD_PAYLOAD, RecordStatus.UNKNOWN_KEY)

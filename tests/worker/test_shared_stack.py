@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support import stacks
 from tiered_kv.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -41,11 +42,7 @@ def name() -> Iterator[str]:
 
 
 def stack_of(*, block_bytes: int = 2 * PAGE_BYTES, shared: str | None = None) -> dict[str, object]:
-    return {
-        "namespace": {"model": "test"},
-        "block": {"bytes": block_bytes, "tokens": 16},
-        "primary": {"capacity": 4 * block_bytes, "shared": shared},
-    }
+    return stacks.stack_of(blocks=4, block_bytes=block_bytes, block={"tokens": 16}, primary={"shared": shared})
 
 
 def shared_stack(name: str | None, **settings: Any) -> SharedStack:

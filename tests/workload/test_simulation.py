@@ -13,9 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support import stacks
 from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack import open_stack
+from tiered_kv.testing.clock import ManualClock
 from tiered_kv.testing.redis_servers import PATIENT, RedisServer, redis_server
 from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.toolkit.keys_only import KeyStore
@@ -45,17 +47,8 @@ BUILT_IN = list(ChatWorkload().requests())
 LONGEST = max(len(request.hash_ids) for request in BUILT_IN)
 
 
-def stack_of(
-    *tiers: dict[str, Any], blocks: int = 128, policy: str = "lru", block_bytes: int = BLOCK_BYTES
-) -> StackConfig:
-    return load_config(
-        {
-            "namespace": {"model": "m"},
-            "block": {"bytes": block_bytes},
-            "primary": {"capacity": blocks * block_bytes, "policy": policy},
-            "secondary": list(tiers),
-        }
-    )
+def stack_of(*tiers: dict[str, Any], blocks: int = 128, **settings: Any) -> StackConfig:
+    return load_config(stacks.stack_of(*tiers, blocks=blocks, **settings))
 
 
 def nvme(path: Path, capacity: str = "2MiB") -> dict[str, Any]:
@@ -108,7 +101,7 @@ def test_another_policy_is_run_and_hits_all_where_there_is_room() -> None:
     rates = {policy: hit_rate(policy, 100, SMALL_REQUESTS, curve) for policy in ("lru", "arc")}
     assert (
         rates["arc"].hit_rate
-        == simulate(stack_of(blocks=100, policy="arc"), SMALL_REQUESTS, Fleet(concurrency=1)).hit_rate
+        == simulate(stack_of(blocks=100, primary={"policy": "arc"}), SMALL_REQUESTS, Fleet(concurrency=1)).hit_rate
     )
     assert rates["arc"].hit_rate != rates["lru"].hit_rate
     assert hit_rate("arc", 10_000, SMALL_REQUESTS, curve).hit_rate == round(curve.rate(10_000), 6)
@@ -162,9 +155,13 @@ def differences(config: StackConfig, requests: Sequence[Request], *, is_patient:
     return {name: abs(tier.hit_rate - real.hits[name] / real.blocks) for name, tier in simulated.tiers.items()}
 
 
-def load_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def assert_agrees_patiently(directory: Path, monkeypatch: pytest.MonkeyPatch, tiers: Sequence[dict[str, Any]]) -> None:
+    monkeypatch.chdir(directory)
     for keys in (KeyStore, FsKeys, S3Keys):
         monkeypatch.setattr(keys, "load_steps", 0)
+    chats = ChatWorkload(chats=40, turns=5, active_chats=20, turn_blocks=3)
+    found = differences(stack_of(*tiers), list(chats.requests()), is_patient=True)
+    assert max(found.values()) <= 0.02, found
 
 
 HALF_MEMORY = {"type": "memory", "capacity": "384KiB"}
@@ -183,11 +180,7 @@ HALF_MEMORY = {"type": "memory", "capacity": "384KiB"}
 def test_it_agrees_with_a_patient_replay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiers: list[dict[str, Any]]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    load_at_once(monkeypatch)
-    chats = ChatWorkload(chats=40, turns=5, active_chats=20, turn_blocks=3)
-    found = differences(stack_of(*tiers), list(chats.requests()), is_patient=True)
-    assert max(found.values()) <= 0.02, found
+    assert_agrees_patiently(tmp_path, monkeypatch, tiers)
 
 
 @pytest.mark.slow
@@ -222,12 +215,8 @@ def test_redis_agrees_with_a_replay_of_the_built_in_chats(
 def test_three_tiers_with_s3_agree_with_a_replay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moto_server: S3Server, moto_bucket: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    load_at_once(monkeypatch)
     tiers = [HALF_MEMORY, nvme(Path("kv"), "1MiB"), moto_server.settings(moto_bucket)]
-    chats = ChatWorkload(chats=40, turns=5, active_chats=20, turn_blocks=3)
-    found = differences(stack_of(*tiers), list(chats.requests()), is_patient=True)
-    assert max(found.values()) <= 0.02, found
+    assert_agrees_patiently(tmp_path, monkeypatch, tiers)
 
 
 def assert_agrees(
@@ -336,15 +325,8 @@ def test_a_thousand_servers_run() -> None:
 KEYS = [block_key(number) for number in range(40)]
 
 
-class Time:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def test_a_plain_tier_evicts_what_was_used_least_recently_and_tails_before_heads() -> None:
-    keys = KeyStore(MemorySettings(capacity=4 * (128 + 512)), 512, Time())
+    keys = KeyStore(MemorySettings(capacity=4 * (128 + 512)), 512, ManualClock())
     assert keys.store(KEYS[:4]) == KEYS[:4]
     assert keys.load(KEYS[3:5]) == KEYS[3:4]
     assert keys.store(KEYS[4:6]) == KEYS[4:6]
@@ -353,13 +335,12 @@ def test_a_plain_tier_evicts_what_was_used_least_recently_and_tails_before_heads
     assert keys.used_bytes == 4 * (128 + 512)
 
 
-def test_ttl_ends_blocks_and_s3_renews_those_that_are_used() -> None:
-    clock = Time()
+def test_ttl_ends_blocks_and_s3_renews_those_that_are_used(clock: ManualClock) -> None:
     keys = S3Keys(S3Settings(bucket="bucket", ttl=10.0), 512, clock)
     keys.store(KEYS[:2])
-    clock.now_s = 6.0
+    clock.advance(6)
     assert keys.load(KEYS[:1]) == KEYS[:1]
-    clock.now_s = 12.0
+    clock.advance(6)
     assert (keys.has(KEYS[0]), keys.has(KEYS[1])) == (True, False)
     assert keys.used_bytes == keys.record_bytes
     for asked, requests in ((0, 0), (5, 5), (16, 16), (300, 48)):
@@ -377,7 +358,7 @@ def test_a_block_takes_the_room_of_its_file(tmp_path: Path, block_bytes: int) ->
     files = [status for file in (tmp_path / "fs").rglob("*") if (status := file.lstat()).st_size > block_bytes]
     assert len(files) == 4
     assert {status.st_blocks * 512 for status in files} == {
-        FsKeys(config.secondary[0], block_bytes, Time()).record_bytes
+        FsKeys(config.secondary[0], block_bytes, ManualClock()).record_bytes
     }
 
 
@@ -390,13 +371,13 @@ def test_a_block_takes_the_room_that_a_redis_server_takes_for_it(redis_server: R
         assert stack.flush(30.0)
     names = redis_server.keys("*")
     sizes = [int(redis_server.call("MEMORY", "USAGE", name).strip(b":\r\n")) for name in names]
-    expected = RedisKeys(config.secondary[0], block_bytes, Time()).record_bytes
+    expected = RedisKeys(config.secondary[0], block_bytes, ManualClock()).record_bytes
     assert max(sizes) == pytest.approx(expected, rel=0.02)
     assert expected > 1.1 * block_bytes
 
 
 def test_nvme_keeps_what_was_read_and_its_capacity() -> None:
-    keys = NvmeKeys(NvmeSettings(path="kv", capacity=1 << 20), BLOCK_BYTES, Time())
+    keys = NvmeKeys(NvmeSettings(path="kv", capacity=1 << 20), BLOCK_BYTES, ManualClock())
     for start in range(0, 4000, 8):
         batch = [block_key(number) for number in range(start, start + 8)]
         assert keys.store(batch) == batch

@@ -1,0 +1,33 @@
+"""The command `tiered-kv` in a test's own process."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tiered_kv.cli import main
+
+
+class Command:
+    """The command, or one verb of it."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], *verb: str) -> None:
+        self._capsys = capsys
+        self._verb = verb
+
+    def out(self, *arguments: str, status: int = 0) -> str:
+        """Return what it prints, where it ends with this status."""
+        assert main([*self._verb, *arguments]) == status
+        return self._capsys.readouterr().out
+
+    def err(self, *arguments: str) -> str:
+        """Return what it says of a mistake, beside which it prints nothing."""
+        assert main([*self._verb, *arguments]) == 2
+        captured = self._capsys.readouterr()
+        assert captured.out == ""
+        return captured.err
+
+    def json(self, *arguments: str, status: int = 0) -> Any:  # Any: JSON
+        return json.loads(self.out(*arguments, "--json", status=status))

@@ -1,0 +1,38 @@
+"""What a stack of a test is configured as."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+PATIENT: dict[str, object] = {"lookup_timeout": "1h", "job_timeout": "1h"}
+"""For a tier that has to answer, however long its thread is held up."""
+Register = Callable[[str, Any], None]
+"""Makes a tier class known by a name for one test: the fixture `register`."""
+
+
+def stack_of(
+    *tiers: Mapping[str, object],
+    blocks: int = 16,
+    block_bytes: int = 4096,
+    block: Mapping[str, object] | None = None,
+    primary: Mapping[str, object] | None = None,
+    **top: Any,
+) -> dict[str, object]:
+    """Return the configuration of a stack of so many blocks over tiers; `block` and `primary` say what else it has."""
+    return {
+        "namespace": {"model": "m"},
+        "block": {"bytes": block_bytes, **(block or {})},
+        "primary": {"capacity": blocks * block_bytes, **(primary or {})},
+        "secondary": list(tiers),
+        **top,
+    }
+
+
+def stack_file(directory: Path, *tiers: str, capacity: str = "1MiB") -> str:
+    """Write the file of a stack over tiers, each as `type: memory, capacity: 1MiB`; return where it is."""
+    file = directory / "stack.yaml"
+    lines = ["namespace: {model: test}", "block: {bytes: 4KiB}", f"primary: {{capacity: {capacity}}}", "secondary:"]
+    file.write_text("\n".join([*lines, *(f"  - {{{tier}}}" for tier in tiers)]) + "\n")
+    return str(file)
