@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from tiered_kv.base import OffloadKey
 from tiered_kv.observe import history as history_module
 from tiered_kv.observe import ledger as ledger_module
-from tiered_kv.observe.fates import Fate, fate_of
+from tiered_kv.observe.fates import Fate
 from tiered_kv.observe.history import PENDING_KEYS_MAX, BlockHistory
 from tiered_kv.observe.ledger import CPU, RequestLog
 from tiered_kv.observe.table import FateTable, hashes
@@ -235,47 +234,3 @@ def test_why_a_tier_was_not_asked_holds_for_its_keys_only(history: BlockHistory)
     history.ended(log, {keys[0]: {1: "checksum"}})
     assert misses(history, 1) == {"absent": 1, "breaker": 2, "corrupt": 1}
     assert misses(history, CPU) == {"absent": 4}
-
-
-def test_the_reasons_of_jobs_have_fates() -> None:
-    for reason, fate in {"": Fate.FAILED, "checksum": Fate.CORRUPT, "unknown_key": Fate.FAILED}.items():
-        assert fate_of(reason) is fate
-
-
-def test_readers_on_threads_disturb_nothing(clock: ManualClock) -> None:
-    history = BlockHistory(1 << 12, NAMES, [None, None], clock)
-    keys = make_keys(256)
-    is_over = threading.Event()
-    errors: list[BaseException] = []
-
-    def read() -> None:
-        try:
-            while not is_over.is_set():
-                for fates in history.fates(keys):
-                    assert {fate for fate, _ in fates} <= {Fate.UNKNOWN, Fate.EVICTED, Fate.STORED}
-                history.counted()
-                history.requests()
-        except BaseException as error:
-            errors.append(error)
-
-    readers = [threading.Thread(target=read) for _ in range(3)]
-    for reader in readers:
-        reader.start()
-    try:
-        for number in range(200):
-            history.note(CPU, Fate.EVICTED, keys)
-            log = RequestLog(str(number), clock())
-            history.missed(log, b"", keys)
-            history.loaded(log, keys[:100], {})
-            history.ended(log)
-    finally:
-        is_over.set()
-        for reader in readers:
-            reader.join()
-    assert not errors
-    assert history.dropped_blocks == 0
-    counted = history.counted()[CPU]["blocks_total"]
-    history.settle()
-    counted = history.counted()[CPU]["blocks_total"]
-    history.close()
-    assert counted == {"hit": 200 * 100, "miss": 200 * 156}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 
@@ -175,27 +174,3 @@ def test_a_manager_measures_its_steps_jobs_and_lookups() -> None:
     assert told[name]["lookup_seconds"]["count"] in (1, 2, 3), "of a sample"
     assert told[name]["store_budget_bytes"] == told[name]["load_budget_bytes"] == 16 * 4096
     engine.manager.shutdown()
-
-
-def test_counters_may_be_read_while_the_manager_works() -> None:
-    engine = Engine(64)
-    ended = threading.Event()
-    errors: list[Exception] = []
-
-    def read() -> None:
-        while not ended.is_set():
-            try:
-                engine.manager.counters()
-            except Exception as error:
-                errors.append(error)
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    try:
-        for number in range(400):
-            engine.step(f"request-{number}", [block_key(number)], [block_key(number), block_key(number // 2)])
-    finally:
-        ended.set()
-        reader.join()
-        engine.manager.shutdown()
-    assert errors == []

@@ -246,3 +246,17 @@ def test_a_header_that_cannot_be_read_now_is_found_when_the_disk_has_recovered(b
     store.close()
     assert set(files) <= set(bench.segments)
     assert bench.get(bench.open(), keys) == set(keys)
+
+
+@pytest.mark.parametrize("size_bytes", [100, 7 * PAGE_BYTES, 40 * PAGE_BYTES])
+def test_a_file_that_was_cut_has_its_size_again_when_its_room_is_used(bench: StoreBench, size_bytes: int) -> None:
+    """`tests/trust/test_corruption_nvme.py` says which blocks are left of it."""
+    store = bench.open()
+    bench.put(store, make_keys(20))
+    store.close()
+    os.truncate(bench.segments[0], size_bytes)
+    store = bench.open()
+    for number in range(25):
+        assert bench.put(store, make_keys(50, f"batch {number}")).successful_keys is None
+    bench.wait_until_ready(store)
+    assert bench.segment_sizes() == {bench.segment_bytes}

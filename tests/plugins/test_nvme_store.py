@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import mmap
-import threading
 import tracemalloc
 from collections.abc import Sequence
 from itertools import chain
@@ -13,38 +12,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from tests.support.faulty_disk import FaultyDisk, fail, hold, in_peace
+from tests.support.faulty_disk import FaultyDisk, fail, in_peace
 from tests.support.segment_map import SegmentMap
 from tiered_kv.base import OffloadKey, make_offload_key
-from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import block_content, make_keys
 from tiered_kv_nvme.index import Index, place_of
 from tiered_kv_nvme.layout import KEY_BYTES_MAX, PAGE_BYTES, Entry, EntryTable
 
 if TYPE_CHECKING:
     from tests.plugins.conftest import StoreBench
-
-
-@pytest.mark.parametrize(
-    ("codec", "want_direct", "aligned", "block_bytes"),
-    [("raw", True, True, 8192), ("raw", True, False, 12345), ("raw", False, True, 12345), ("zstd", True, True, 1000)],
-)
-def test_blocks_come_back_in_any_form_and_after_reopening(
-    bench: StoreBench, codec: str, want_direct: bool, aligned: bool, block_bytes: int
-) -> None:
-    bench.block_bytes = block_bytes
-    keys = make_keys(50)
-    store = bench.open(codec=codec, want_direct=want_direct, aligned=aligned)
-    for start in range(0, 50, 7):
-        assert bench.put(store, keys[start : start + 7]).successful_keys is None
-    assert store.contains(keys) == [True] * 50
-    assert bench.get(store, keys) == set(keys)
-    assert bench.get(store, keys[::-3]) == set(keys[::-3])
-    store.close()
-    # What was written in one form is read by a store that would write another.
-    store = bench.open(codec="raw", want_direct=not want_direct)
-    assert store.counters["recovered_blocks_total"] == 50
-    assert bench.get(store, keys) == set(keys)
 
 
 def test_blocks_that_a_direct_transfer_does_not_take_where_they_lie_go_through_a_buffer(bench: StoreBench) -> None:
@@ -103,23 +79,6 @@ def test_the_index_takes_at_most_150_bytes_a_block_beyond_its_key() -> None:
         assert len(index.places) == count
         assert (after - before) / count <= 150, f"{(after - before) / count:.0f} bytes a block"
         del tables
-
-
-def test_a_block_is_found_only_after_its_batch_is_written(bench: StoreBench, gate: Gate) -> None:
-    disk = FaultyDisk()
-    store = bench.open(disk)
-    bench.wait_until_ready(store)
-    disk.on_write = hold(gate, "writer")
-    keys = make_keys(4)
-    gate.close()
-    writer = threading.Thread(target=bench.put, args=(store, keys), name="writer")
-    writer.start()
-    bench.wait_until(lambda: gate.waiting)
-    assert store.contains(keys) == [False] * 4
-    assert bench.get(store, keys) == set()
-    gate.open()
-    writer.join()
-    assert store.contains(keys) == [True] * 4
 
 
 def test_what_follows_a_clean_close_goes_on_in_the_same_segment(bench: StoreBench) -> None:

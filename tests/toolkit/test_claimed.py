@@ -53,14 +53,6 @@ def test_somebody_elses_directory_is_refused_untouched(path: Path) -> None:
     assert os.listdir(path) == ["thesis.tex"]
 
 
-def test_a_directory_of_another_format_version_is_refused_untouched(path: Path) -> None:
-    claim(path)
-    (path / MARKER).write_text('{"format": 2}')
-    with pytest.raises(FormatError, match="has format version 2, and this release reads version 1"):
-        claim(path)
-    assert (path / MARKER).read_text() == '{"format": 2}'
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"tier": "test"}', "\x00\xff"])
 def test_a_marker_that_cannot_be_read_is_a_clear_error(path: Path, text: str) -> None:
     claim(path)

@@ -282,7 +282,7 @@ def test_a_segment_that_says_it_is_shorter_is_not_sealed_over_its_payloads(
     directory.report(figures, "")
 
 
-# Under an open tier. `tests/plugins/test_nvme_damage.py` has files that are cut.
+# Under an open tier.
 
 
 def payload_changes(found: SegmentMap, profile: Profile) -> Iterator[tuple[str, bytes, set[OffloadKey]]]:
