@@ -7,8 +7,10 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
+from aiofiles.os import wrap
+
 from tiered_kv.base import OffloadKey
-from tiered_kv.errors import ConfigError, MissingExtraError
+from tiered_kv.errors import ConfigError
 from tiered_kv.toolkit.aio import AsyncTier, uninterrupted
 from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv.toolkit.claimed import Identity
@@ -39,21 +41,6 @@ _LOOKUP_KEYS: Final = 64
 _KEEPER_THREADS: Final = 2
 _SHUTDOWN_TIMEOUT_S: Final = 2.0
 _OPEN_TIMEOUT_S: Final = 5.0
-
-
-def carrier() -> Callable[[Callable[..., T]], Callable[..., Awaitable[T]]]:
-    """Return aiofiles' bridge from the event loop to calls that wait for a file system.
-
-    Each part is one call: see the measurements in `docs/reference/fs.md`.
-
-    Raises:
-        MissingExtraError: aiofiles is not installed.
-    """
-    try:
-        from aiofiles.os import wrap
-    except ImportError as error:
-        raise MissingExtraError("tier 'fs'", "fs") from error
-    return wrap
 
 
 class Sizing(NamedTuple):
@@ -106,7 +93,6 @@ class FsTier(AsyncTier):
         settings: FsSettings,
     ) -> None:
         # First the steps that may fail: a tier that was not opened holds no view of the region.
-        self._carry = carrier()
         self._settings = settings
         self._codecs = settings.open_codecs()
         block_bytes = block_bytes_of(primary_kv_view)
@@ -193,7 +179,8 @@ class FsTier(AsyncTier):
             return await uninterrupted(self._call(self._contains_part, deadline, keys))
 
     def _call(self, function: Callable[..., T], *arguments: Any) -> Awaitable[T]:  # Any: the function's
-        return self._carry(function)(*arguments, executor=self._threads)
+        # A part is one call to a thread: see the measurements in `docs/reference/fs.md`.
+        return wrap(function)(*arguments, executor=self._threads)
 
     # Threads.
 
