@@ -14,7 +14,7 @@ from redis.connection import ConnectionPool
 from redis.exceptions import RedisError, ResponseError
 
 from tiered_kv.toolkit.background import BackgroundTask
-from tiered_kv_redis.connection import WireConnection
+from tiered_kv_redis.connection import Link, WireConnection
 from tiered_kv_redis.reasons import TOO_LONG, UNAVAILABLE, UNUSABLE, NodeError, reason_of_error
 
 _PAUSE_MIN_S = 0.05
@@ -137,7 +137,7 @@ class Node:
         if self._closing.is_set():
             self._close(connection)
             raise ConnectionError("the tier was closed")
-        connection.link.stream.start()
+        connection.link = Link(connection._sock)
         self._on_connect()
         return connection
 
