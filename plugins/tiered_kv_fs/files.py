@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from tiered_kv.permissions import DIRECTORY_MODE
-from tiered_kv.toolkit.small_files import opened
+from tiered_kv.toolkit.small_files import opened, rest_of
 
 ALLOCATION_BYTES: Final = 4096
 
@@ -110,10 +110,7 @@ def read_all(fd: int, views: list[memoryview]) -> int:
     position = 0
     while views and (count := os.preadv(fd, views, position)):
         position += count
-        while views and count >= len(views[0]):
-            count -= len(views.pop(0))
-        if views and count:
-            views[0] = views[0][count:]
+        views = rest_of(views, count)
     return position
 
 

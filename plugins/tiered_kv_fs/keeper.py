@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from tiered_kv.counters import Counters
 from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv.toolkit.jobs import failure_reason
-from tiered_kv_fs.counters import Counters
 from tiered_kv_fs.directory import Directory
 from tiered_kv_fs.files import reason_of
 from tiered_kv_fs.ledger import VALID_S, Holder, Ledger

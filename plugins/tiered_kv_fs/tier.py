@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from aiofiles.os import wrap
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.counters import Counters
 from tiered_kv.errors import ConfigError
 from tiered_kv.toolkit.aio import AsyncTier, uninterrupted
 from tiered_kv.toolkit.background import BackgroundTask
@@ -18,7 +19,6 @@ from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
 from tiered_kv_fs.blocks import BlockFiles, Moved, room_bytes_of
-from tiered_kv_fs.counters import Counters
 from tiered_kv_fs.directory import Directory
 from tiered_kv_fs.keeper import OPENING_BYTES, Keeper
 from tiered_kv_fs.settings import FsSettings
@@ -41,6 +41,8 @@ _LOOKUP_KEYS: Final = 64
 _KEEPER_THREADS: Final = 2
 _SHUTDOWN_TIMEOUT_S: Final = 2.0
 _OPEN_TIMEOUT_S: Final = 5.0
+_COUNTERS: Final = ("present_blocks_total", "evicted_blocks_total", "surveys_total")
+_COUNTERS_BY_REASON: Final = ("corrupt_blocks_total", "unreadable_blocks_total", "failed_calls_total")
 
 
 class Sizing(NamedTuple):
@@ -101,7 +103,7 @@ class FsTier(AsyncTier):
         name = getattr(offloading_spec, "name", None) or tier_type
         identity = Identity(digest, getattr(offloading_spec, "namespace", {}), block_bytes)
         self._directory = Directory(settings.path, identity, tier=name, private=settings.private)
-        self._counters = Counters()
+        self._counters = Counters(_COUNTERS, _COUNTERS_BY_REASON)
         self._cache_epoch = Epoch(self._directory)
         self._saving = BackgroundTask(self._save_epoch, f"tiered-kv-{name}-reset")
         try:

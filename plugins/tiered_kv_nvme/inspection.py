@@ -33,12 +33,10 @@ from tiered_kv_nvme.disk import OPEN_FLAGS, Disk, Scratch, read_fully
 from tiered_kv_nvme.epoch import EPOCH_NAME
 from tiered_kv_nvme.files import SegmentFiles
 from tiered_kv_nvme.layout import PAGE_BYTES, EntryTable, SegmentHeader, pages
-from tiered_kv_nvme.reader import decode_payload
+from tiered_kv_nvme.reader import decode_payload, neighbours
 from tiered_kv_nvme.recovery import SegmentScan
 from tiered_kv_nvme.segment import Segment
 
-_RUN_BYTES: Final = 1 << 20
-"""How much is read at once; a block more."""
 _READ_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _CHANGED: Final = "segments were written again meanwhile; the blocks that they held before were not checked"
 
@@ -106,7 +104,7 @@ class Inspection:
         """Check a segment's blocks; yield the numbers of those to delete."""
         table = segment.table
         order = sorted(range(len(table)), key=table.offsets.__getitem__)
-        for run in _runs(table, order):
+        for run in neighbours(table, order):
             found = reader.read(segment, run)
             if _generation_of(segment.fd) != segment.generation:
                 if _CHANGED not in verification.notes:
@@ -171,18 +169,6 @@ class _Reader:
             key = segment.table.keys[ordinal]
             found.append(decode_payload(entry, key, payload, self._block, self._digest, self._codecs))
         return found
-
-
-def _runs(table: EntryTable, order: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the entries in pieces that are read at once."""
-    run: list[int] = []
-    for ordinal in order:
-        if run and table.offsets[ordinal] + table.stored_bytes[ordinal] - table.offsets[run[0]] > _RUN_BYTES:
-            yield run
-            run = []
-        run.append(ordinal)
-    if run:
-        yield run
 
 
 def _without(table: EntryTable, ordinals: set[int]) -> EntryTable:

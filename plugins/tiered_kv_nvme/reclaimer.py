@@ -16,13 +16,11 @@ from tiered_kv_nvme.files import NoSegment, SegmentFiles
 from tiered_kv_nvme.index import CHUNK_KEYS, PAUSE_S, place_of
 from tiered_kv_nvme.layout import Entry
 from tiered_kv_nvme.pool import SegmentPool
-from tiered_kv_nvme.reader import BlockReader
+from tiered_kv_nvme.reader import BlockReader, neighbours
 from tiered_kv_nvme.segment import Segment, SegmentState
 from tiered_kv_nvme.worth import READ, RELOCATED_SHARE_MAX
-from tiered_kv_nvme.writer import BATCH_BLOCKS_MAX, BatchWriter, Payload
+from tiered_kv_nvme.writer import BatchWriter, Payload
 
-_SPAN_BYTES_MAX = 2 << 20
-"""Bytes of one read to relocate blocks, unless a block is larger."""
 _RETRY_S = 0.1
 _GROW_RETRY_S = 5.0
 """How often to check whether the capacity and the file system have room for one more segment."""
@@ -249,15 +247,7 @@ def survivors(pool: SegmentPool, segment: Segment) -> Iterator[list[int]]:
             if budget_bytes < 0:
                 break
             chosen.append(ordinal)
-    near: list[int] = []
-    for ordinal in sorted(chosen):
-        end_offset = table.offsets[ordinal] + table.stored_bytes[ordinal]
-        if near and (end_offset - table.offsets[near[0]] > _SPAN_BYTES_MAX or len(near) == BATCH_BLOCKS_MAX):
-            yield near
-            near = []
-        near.append(ordinal)
-    if near:
-        yield near
+    yield from neighbours(table, sorted(chosen))
 
 
 def _stored(entry: Entry, data: memoryview) -> Payload:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -63,7 +64,7 @@ class RedisTier(BlockingTier):
         digest = getattr(offloading_spec, "namespace_digest", bytes(16))
         self._settings = settings
         self._counters = Counters(_COUNTERS, _COUNTERS_BY_REASON)
-        self._failures_logged: set[str] = set()
+        self._warn_once = functools.cache(_log.warning)
         # First what can fail for good reasons: a tier that was not opened holds no view of the region.
         check_tls_files(settings)
         self._topology = Topology(settings, lambda: self._keyspace.epoch.doubt())
@@ -223,10 +224,8 @@ class RedisTier(BlockingTier):
         told = UNANSWERED if reason in OF_ONE_SERVER and self._has_other_servers() else reason
         if operation == "lookup" and told != UNANSWERED:
             self._counters.add("unanswered_lookups_total", count=count)
-        kind = f"{operation}s fail: {reason}"
-        if reason not in (ABSENT, MOVED) and kind not in self._failures_logged:
-            self._failures_logged.add(kind)
-            _log.warning("tier '%s': %s; further ones are only counted", self.name, kind)
+        if reason not in (ABSENT, MOVED):
+            self._warn_once("tier '%s': %ss fail: %s; further ones are only counted", self.name, operation, reason)
         return Outcome((), told)
 
     def _has_other_servers(self) -> bool:

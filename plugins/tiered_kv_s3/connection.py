@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from tiered_kv.errors import ConfigError
 from tiered_kv.toolkit.resolver import connect
+from tiered_kv.toolkit.small_files import rest_of
 from tiered_kv_s3.counters import Counters
 from tiered_kv_s3.endpoint import Endpoint, Proxy
 
@@ -103,11 +104,7 @@ class Connection:
             return
         while waiting:
             self._socket.settimeout(patience.next_timeout_s())
-            sent = self._socket.sendmsg(waiting)
-            while waiting and sent >= len(waiting[0]):
-                sent -= len(waiting.pop(0))
-            if sent:
-                waiting[0] = waiting[0][sent:]
+            waiting = rest_of(waiting, self._socket.sendmsg(waiting))
 
     def receive_head(self, patience: Patience, *, has_body: bool = True) -> Answer:
         """Receive the head of the answer to the request that was sent; `has_body` is False for HEAD."""

@@ -23,12 +23,12 @@ from tiered_kv_s3.account import Account
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import Control
 from tiered_kv_s3.counters import Counters
-from tiered_kv_s3.mark import MarkError, MarkObject
+from tiered_kv_s3.mark import MarkObject
 from tiered_kv_s3.naming import Naming
 from tiered_kv_s3.presence import Presence
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.sweeper import Sweeper
-from tiered_kv_s3.verdict import ABSENCE, Verdict
+from tiered_kv_s3.verdict import ABSENCE, BucketError, Verdict
 
 _PART_BYTES = 1
 """One block to a part: what a job takes is mostly the server's time to answer, so its blocks travel side by side."""
@@ -184,8 +184,8 @@ class S3Tier(BlockingTier):
         left_s = min(self.part_deadline, now_s + self._settings.job_timeout) - now_s
         try:
             reason = transfer(key, block, now_s + _JOB_SHARE * left_s)
-        except MarkError as error:
-            reason = error.verdict
+        except BucketError as error:
+            reason = error.reason
         return Outcome((), str(reason)) if reason else ALL_DONE
 
     def _store(self, key: OffloadKey, block: memoryview, deadline: float) -> str:
@@ -211,14 +211,22 @@ class S3Tier(BlockingTier):
         """Put one block into place; return why not, or an empty string."""
         name = self._naming.block(self._epoch.token(deadline), key)
         asked_s = time.monotonic()
-        status = RecordStatus.OK
+        header, payload, status = bytearray(HEADER_BYTES), block, RecordStatus.OK
+
+        def sink(size_bytes: int) -> list[memoryview] | None:
+            nonlocal payload
+            if not HEADER_BYTES <= size_bytes <= record_bytes_max(len(block)):
+                return None
+            is_raw = size_bytes - HEADER_BYTES == len(block)  # else compressed, encrypted or damaged
+            payload = block if is_raw else self._room.take(size_bytes - HEADER_BYTES)
+            return [memoryview(header), payload]
+
         for _ in range(2):  # what is damaged may have been damaged on its way
-            record = _Landing(block, self._room)
-            verdict = self._bucket.get(name, record.parts_for, deadline)
+            verdict = self._bucket.get(name, sink, deadline)
             if verdict not in (Verdict.DONE, Verdict.AGED):
                 return self._note_failed_get(name, verdict, asked_s, deadline)
             self._loaded_s = time.monotonic()
-            status = decode_record(record.header, record.payload, key, block, self._namespace_digest, self._codecs)
+            status = decode_record(header, payload, key, block, self._namespace_digest, self._codecs)
             if status is RecordStatus.OK:
                 self._presence.note(name, Verdict.DONE, asked_s)
                 self._unreadable.forget((name,))
@@ -278,21 +286,3 @@ class S3Tier(BlockingTier):
             verdict = self._bucket.put(self._naming.namespace, [text.encode()], deadline)
         finally:
             self._is_introduced = verdict in (Verdict.DONE, Verdict.DENIED, Verdict.REFUSED)
-
-
-class _Landing:
-    """Where a record goes that is being read: a raw payload straight into its block, any other into `room`."""
-
-    def __init__(self, block: memoryview, room: ThreadRoom) -> None:
-        self.header = bytearray(HEADER_BYTES)
-        self.payload = block
-        self._block = block
-        self._room = room
-
-    def parts_for(self, size_bytes: int) -> list[memoryview] | None:
-        """Return the memory for a body of as many bytes; None if no record of this block is that long."""
-        if not HEADER_BYTES <= size_bytes <= record_bytes_max(len(self._block)):
-            return None
-        is_raw = size_bytes - HEADER_BYTES == len(self._block)  # else compressed, encrypted or damaged
-        self.payload = self._block if is_raw else self._room.take(size_bytes - HEADER_BYTES)
-        return [memoryview(self.header), self.payload]

@@ -121,9 +121,7 @@ def read_header(header: Bytes) -> RecordHeader | RecordStatus:
     return RecordHeader(codec_id, key_id, *rest)
 
 
-def check_header(
-    header: RecordHeader, key_digest: bytes, block_bytes: int, namespace_digest: bytes
-) -> RecordStatus:
+def check_header(header: RecordHeader, key_digest: bytes, block_bytes: int, namespace_digest: bytes) -> RecordStatus:
     """Return OK if the header is that of a block of `block_bytes` under a key of `key_digest`, else what is wrong.
 
     A reader that fetches a payload separately calls this first: a record is then at most
