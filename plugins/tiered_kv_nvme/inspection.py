@@ -180,7 +180,6 @@ def _without(table: EntryTable, ordinals: set[int]) -> EntryTable:
 
 
 def _generation_of(fd: int) -> int | None:
-    """Return the present generation of a segment file."""
     header = SegmentHeader.decode(_first_page(fd))
     return None if header is None else header.generation
 

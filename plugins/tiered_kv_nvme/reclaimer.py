@@ -60,7 +60,9 @@ class Reclaimer:
         while not self._stopping:
             failed = False
             try:
-                worked = self._work()
+                with self.pool.changed:
+                    missing = self.pool.free_missing
+                worked = (missing > 0 and self._make_room()) or self._seal()
             except Exception as error:  # without a reclaimer every later store would fail
                 self._log(error)
                 worked, failed = False, True
@@ -71,12 +73,6 @@ class Reclaimer:
         if type(error) not in self._logged:
             self._logged.add(type(error))
             _log.error("reclaiming failed; further errors of this kind are not logged", exc_info=error)
-
-    def _work(self) -> bool:
-        """Make room or seal; return whether anything could be done."""
-        with self.pool.changed:
-            missing = self.pool.free_missing
-        return (missing > 0 and self._make_room()) or self._seal()
 
     def _rest(self, failed: bool) -> None:
         """Wait until there may be work, which may be now; after a failure, wait in any case."""
@@ -163,11 +159,11 @@ class Reclaimer:
                 self.counters.add("io_errors_total")
                 return
             sound = [(ordinal, data) for ordinal, data in zip(ordinals, payloads, strict=True) if data is not None]
-            moved = self.writer.relocate(
+            moved, _ = self.writer.write(
                 [segment.table.keys[ordinal] for ordinal, _ in sound],
                 [_stored(segment.table[ordinal], data) for ordinal, data in sound],
-                [place_of(segment.slot, ordinal) for ordinal, _ in sound],
                 epoch,
+                [place_of(segment.slot, ordinal) for ordinal, _ in sound],
             )
             self.counters.add("relocated_blocks_total", count=moved)
             if moved < len(sound):

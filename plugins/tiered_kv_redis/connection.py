@@ -50,7 +50,6 @@ class Link:
         self.stream = TlsStream(sock) if isinstance(sock, ssl.SSLSocket) else Stream(sock)
         self.replies = ReplyReader(self.stream)
         self.room = SendRoom()
-        self._heads = bytearray()
         self.fd = sock.fileno()
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
@@ -58,12 +57,6 @@ class Link:
     def is_quiet(self) -> bool:
         """Return whether nothing has arrived unasked, such as the end of the connection."""
         return not self.replies.buffered_bytes and not self.stream.pending_bytes() and not self._poll.poll(0)
-
-    def heads(self, size: int) -> memoryview:
-        """Return `size` bytes that keep their place until more are asked for."""
-        if len(self._heads) < size:
-            self._heads = bytearray(size)
-        return memoryview(self._heads)
 
 
 class TcpConnection(Connection):

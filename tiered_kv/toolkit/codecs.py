@@ -97,14 +97,11 @@ def payload_bytes_range(codec_id: int, raw_bytes: int) -> range:
 
     Only `raw` has the length of the block, so a reader may read a payload of that length into the block's place.
     """
-    if codec_id == RAW_ID:
-        return range(raw_bytes, raw_bytes + 1)
-    if codec_id == ZSTD_ID:
-        return range(raw_bytes)
-    if codec_id == AES_ID:
-        return range(raw_bytes + ENVELOPE_BYTES, raw_bytes + ENVELOPE_BYTES + 1)
-    if codec_id == ZSTD_AES_ID:
-        return range(ENVELOPE_BYTES, raw_bytes)
+    overhead_bytes = ENVELOPE_BYTES if codec_id in ENCRYPTED_IDS else 0
+    if codec_id in COMPRESSED_IDS:
+        return range(overhead_bytes, raw_bytes)
+    if codec_id in CODEC_IDS.values():
+        return range(raw_bytes + overhead_bytes, raw_bytes + overhead_bytes + 1)
     return range(raw_bytes + OVERHEAD_BYTES_MAX + 1)
 
 
