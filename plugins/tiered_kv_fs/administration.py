@@ -132,7 +132,13 @@ class FsAdministration(TierAdministration):
         try:
             with opened(path, os.O_RDONLY) as fd:
                 status = os.fstat(fd)
-                found, read_bytes = self._found(fd, status, check)
+                record, read_bytes = check.room(status.st_size), 0
+                found: RecordStatus | str = check.too_long
+                if self._settings.private and status.st_uid != os.geteuid():
+                    found = "not_private"
+                elif record is not None:
+                    read_bytes = read_all(fd, [record])
+                    found = check.check(record[:read_bytes])
         except FileNotFoundError:  # evicted meanwhile
             return
         except OSError as error:
@@ -143,16 +149,6 @@ class FsAdministration(TierAdministration):
                 if os.path.samestat(os.lstat(path), status):
                     os.unlink(path)
             verification.repaired += 1  # also where an engine has deleted it meanwhile
-
-    def _found(self, fd: int, status: os.stat_result, check: RecordCheck) -> tuple[RecordStatus | str, int]:
-        """Return what an open file of a block holds, and how many bytes were read."""
-        if self._settings.private and status.st_uid != os.geteuid():
-            return "not_private", 0
-        record = check.room(status.st_size)
-        if record is None:
-            return check.too_long, 0
-        read_bytes = read_all(fd, [record])
-        return check.check(record[:read_bytes]), read_bytes
 
     def _purge(self, fd: int, digest: str, deadline: float) -> Purged:
         with suppress(FileNotFoundError):

@@ -10,7 +10,7 @@ import stat
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from tiered_kv.permissions import DIRECTORY_MODE
@@ -98,11 +98,10 @@ def locked(path: str, timeout_s: float) -> Iterator[float]:
 
 def make_directory(path: str) -> bool:
     """Make a directory with mode 0700; return False if there is one."""
-    try:
+    with suppress(FileExistsError):
         os.mkdir(path, DIRECTORY_MODE)
-    except FileExistsError:
-        return False
-    return True
+        return True
+    return False
 
 
 def read_all(fd: int, views: list[memoryview]) -> int:

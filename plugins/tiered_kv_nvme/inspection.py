@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from tiered_kv.counters import Counters
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.permissions import check_file
 from tiered_kv.tiering.administration import SurveyedSegments, Verification
@@ -27,7 +28,7 @@ from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, EpochMark
 from tiered_kv.toolkit.inspection import Census
 from tiered_kv.toolkit.small_files import read_file
 from tiered_kv.toolkit.status import RecordStatus
-from tiered_kv_nvme.counters import Counters
+from tiered_kv_nvme.counters import COUNTERS, COUNTERS_BY_LABEL
 from tiered_kv_nvme.directory import OWN_NAMES, Directory
 from tiered_kv_nvme.disk import OPEN_FLAGS, Disk, Scratch, read_fully
 from tiered_kv_nvme.epoch import EPOCH_NAME
@@ -54,6 +55,9 @@ class Inspection:
     def __post_init__(self) -> None:
         self._digest = self.identity.digest.hex()
         self._pattern = re.compile(rf"segment-{self._digest[:8]}-(\d{{6}})\.kv")
+        self._counters = Counters(COUNTERS, COUNTERS_BY_LABEL)  # which nobody reads
+        self._span = Scratch()
+        self._block = Scratch().take(self.identity.block_bytes)
         data = read_file(f"{self.path}/{EPOCH_NAME}", PAGE_BYTES)
         mark = EpochMark.decode((data or b"")[:MARK_BYTES_MAX].rstrip(b"\0"))
         self._epoch = 0 if mark is None else int(mark.token, 16)  # without a mark no block can be loaded
@@ -69,7 +73,7 @@ class Inspection:
                     census.add(self._digest, status.st_blocks * 512, 0)
                 elif name not in OWN_NAMES | {LOST_AND_FOUND}:
                     census.add_foreign(name, status.st_blocks * 512)
-        scan = SegmentScan(Disk(), self.identity, self._epoch, Counters(), has_payloads=False)
+        scan = SegmentScan(Disk(), self.identity, self._epoch, self._counters, has_payloads=False)
         for _, fd, segment in self._segments(scan, "survey"):
             if segment is None:
                 unusable += _is_damaged(fd)
@@ -82,16 +86,15 @@ class Inspection:
 
     def verify(self, codecs: CodecSet, verification: Verification, owned: Directory | None) -> None:
         """Check the payload of every block that can be loaded; in the `owned` directory delete the damaged ones."""
-        files = None if owned is None else SegmentFiles(Disk(), owned, False, Counters(), 0, 0)
-        scan = SegmentScan(Disk(), self.identity, self._epoch, Counters())
-        reader = _Reader(self.identity, codecs)
+        files = None if owned is None else SegmentFiles(Disk(), owned, False, self._counters, 0, 0)
+        scan = SegmentScan(Disk(), self.identity, self._epoch, self._counters)
         for slot, fd, segment in self._segments(scan, "verify", for_writing=files is not None):
             if segment is None:
                 if _is_damaged(fd) and verification.note(RecordStatus.BAD_HEADER, PAGE_BYTES) and files is not None:
                     files.discard(slot)
                     verification.repaired += 1
                 continue
-            damaged = set(self._damaged(segment, reader, verification))
+            damaged = set(self._damaged(segment, codecs, verification))
             if damaged and files is not None:
                 segment.table = _without(segment.table, damaged)
                 if not len(segment.table):
@@ -100,12 +103,12 @@ class Inspection:
                     verification.repaired += len(damaged)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # a whole disk in the page cache would displace the rest
 
-    def _damaged(self, segment: Segment, reader: _Reader, verification: Verification) -> Iterator[int]:
+    def _damaged(self, segment: Segment, codecs: CodecSet, verification: Verification) -> Iterator[int]:
         """Check a segment's blocks; yield the numbers of those to delete."""
         table = segment.table
         order = sorted(range(len(table)), key=table.offsets.__getitem__)
         for run in neighbours(table, order):
-            found = reader.read(segment, run)
+            found = self._read(segment, run, codecs)
             if _generation_of(segment.fd) != segment.generation:
                 if _CHANGED not in verification.notes:
                     verification.notes.append(_CHANGED)
@@ -114,6 +117,24 @@ class Inspection:
                 if verification.note(status, table.stored_bytes[ordinal]):
                     yield ordinal
             self._check_time("verify")
+
+    def _read(self, segment: Segment, run: Sequence[int], codecs: CodecSet) -> list[RecordStatus | str]:
+        """Return what is found of some entries that lie one behind the other."""
+        entries = [segment.table[ordinal] for ordinal in run]
+        start = entries[0].offset // PAGE_BYTES * PAGE_BYTES
+        span = self._span.take(pages(max(entry.offset + entry.stored_bytes for entry in entries)) - start)
+        try:
+            span = span[: read_fully(Disk(), segment.fd, [span], start)]
+        except OSError:
+            if len(run) == 1:
+                return ["io_error"]
+            return [found for ordinal in run for found in self._read(segment, [ordinal], codecs)]
+        found: list[RecordStatus | str] = []
+        for ordinal, entry in zip(run, entries, strict=True):
+            payload = span[entry.offset - start : entry.offset - start + entry.stored_bytes]
+            key = segment.table.keys[ordinal]
+            found.append(decode_payload(entry, key, payload, self._block, self.identity.digest, codecs))
+        return found
 
     def _segments(
         self, scan: SegmentScan, operation: str, *, for_writing: bool = False
@@ -141,34 +162,6 @@ class Inspection:
     def _check_time(self, operation: str) -> None:
         if time.monotonic() >= self.deadline:
             raise TierUnavailableError("the time was over", tier=self.tier, operation=operation)
-
-
-class _Reader:
-    """Reads and checks stored blocks of one segment at a time, into memory of its own."""
-
-    def __init__(self, identity: Identity, codecs: CodecSet) -> None:
-        self._digest = identity.digest
-        self._codecs = codecs
-        self._span = Scratch()
-        self._block = Scratch().take(identity.block_bytes)
-
-    def read(self, segment: Segment, run: Sequence[int]) -> list[RecordStatus | str]:
-        """Return what is found of some entries that lie one behind the other."""
-        entries = [segment.table[ordinal] for ordinal in run]
-        start = entries[0].offset // PAGE_BYTES * PAGE_BYTES
-        span = self._span.take(pages(max(entry.offset + entry.stored_bytes for entry in entries)) - start)
-        try:
-            span = span[: read_fully(Disk(), segment.fd, [span], start)]
-        except OSError:
-            if len(run) == 1:
-                return ["io_error"]
-            return [found for ordinal in run for found in self.read(segment, [ordinal])]
-        found: list[RecordStatus | str] = []
-        for ordinal, entry in zip(run, entries, strict=True):
-            payload = span[entry.offset - start : entry.offset - start + entry.stored_bytes]
-            key = segment.table.keys[ordinal]
-            found.append(decode_payload(entry, key, payload, self._block, self._digest, self._codecs))
-        return found
 
 
 def _without(table: EntryTable, ordinals: set[int]) -> EntryTable:

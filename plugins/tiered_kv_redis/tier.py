@@ -106,11 +106,6 @@ class RedisTier(BlockingTier):
         return {**super().stats(), **self._counters.snapshot(), "epoch_repairs_total": self._keyspace.epoch.repairs}
 
     def describe(self) -> Mapping[str, object]:
-        """Return where the blocks are and how they get there; asks the server.
-
-        Raises:
-            TierUnavailableError: It does not answer, or refuses.
-        """
         refusal = self._contact()
         if refusal:
             hint = NOT_OURS_TO_USE.get(refusal, f"cannot be used now: {refusal}")

@@ -16,10 +16,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tiered_kv.counters import Counters
 from tiered_kv.errors import ConfigError
 from tiered_kv.toolkit.resolver import connect
 from tiered_kv.toolkit.small_files import rest_of
-from tiered_kv_s3.counters import Counters
 from tiered_kv_s3.endpoint import Endpoint, Proxy
 
 HEAD_BYTES_MAX = 64 << 10

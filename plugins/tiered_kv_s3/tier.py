@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.counters import Counters
 from tiered_kv.errors import ConfigError, TierError
 from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv.toolkit.blocking import BlockingTier
@@ -22,7 +23,7 @@ from tiered_kv.toolkit.unreadable import Unreadable
 from tiered_kv_s3.account import Account
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import Control
-from tiered_kv_s3.counters import Counters
+from tiered_kv_s3.counters import COUNTERS, COUNTERS_BY_LABEL
 from tiered_kv_s3.mark import MarkObject
 from tiered_kv_s3.naming import Naming
 from tiered_kv_s3.presence import Presence
@@ -73,7 +74,7 @@ class S3Tier(BlockingTier):
             raise ConfigError(what, location="capacity")
         self._namespace_digest: bytes = getattr(offloading_spec, "namespace_digest", bytes(16))
         self._naming = Naming(settings.prefix, self._namespace_digest)
-        self._counters = Counters()
+        self._counters = Counters(COUNTERS, COUNTERS_BY_LABEL)
         self._account = Account(settings, name)
         self._bucket = Bucket(settings, self._account, self._counters)
         self._control = Control(self._account, settings, name)
@@ -144,11 +145,6 @@ class S3Tier(BlockingTier):
         return {**counted, "used_bytes": self._sweeper.used_bytes, "capacity_bytes": self._settings.capacity}
 
     def describe(self) -> Mapping[str, object]:
-        """Return what the tier can do here.
-
-        Raises:
-            TierUnavailableError: The bucket cannot be listed, or is of another format version, and why.
-        """
         self._epoch.token(time.monotonic() + _PROBE_S)  # which is not read where it is of another format version
         next(self._control.listed(self._naming.blocks))
         return {

@@ -188,7 +188,11 @@ class SecondaryTierManager(ABC):
         return {}
 
     def describe(self) -> Mapping[str, object]:
-        """Return facts about the tier and its surroundings, for users. May do I/O; never called on the hot path."""
+        """Return facts about the tier and its surroundings, for users. May do I/O; never called on the hot path.
+
+        Raises:
+            TierUnavailableError: The storage does not answer, or refuses.
+        """
         return {}
 
     def shutdown(self) -> None:

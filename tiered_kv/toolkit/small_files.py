@@ -74,10 +74,8 @@ def _link(temporary: str, path: str) -> bool:
     """Return whether a file is in place: this one, or another process's. Without hard links (CIFS, FUSE) it is not."""
     try:
         os.link(temporary, path)
-    except FileExistsError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, FileExistsError)
     return True
 
 
