@@ -57,7 +57,6 @@ class Inspection:
         self._pattern = re.compile(rf"segment-{self._digest[:8]}-(\d{{6}})\.kv")
         self._counters = Counters(COUNTERS, COUNTERS_BY_LABEL)  # which nobody reads
         self._span = Scratch()
-        self._block = Scratch().take(self.identity.block_bytes)
         data = read_file(f"{self.path}/{EPOCH_NAME}", PAGE_BYTES)
         mark = EpochMark.decode((data or b"")[:MARK_BYTES_MAX].rstrip(b"\0"))
         self._epoch = 0 if mark is None else int(mark.token, 16)  # without a mark no block can be loaded
@@ -88,13 +87,14 @@ class Inspection:
         """Check the payload of every block that can be loaded; in the `owned` directory delete the damaged ones."""
         files = None if owned is None else SegmentFiles(Disk(), owned, False, self._counters, 0, 0)
         scan = SegmentScan(Disk(), self.identity, self._epoch, self._counters)
+        block = Scratch().take(self.identity.block_bytes)
         for slot, fd, segment in self._segments(scan, "verify", for_writing=files is not None):
             if segment is None:
                 if _is_damaged(fd) and verification.note(RecordStatus.BAD_HEADER, PAGE_BYTES) and files is not None:
                     files.discard(slot)
                     verification.repaired += 1
                 continue
-            damaged = set(self._damaged(segment, codecs, verification))
+            damaged = set(self._damaged(segment, codecs, block, verification))
             if damaged and files is not None:
                 segment.table = _without(segment.table, damaged)
                 if not len(segment.table):
@@ -103,13 +103,16 @@ class Inspection:
                     verification.repaired += len(damaged)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # a whole disk in the page cache would displace the rest
 
-    def _damaged(self, segment: Segment, codecs: CodecSet, verification: Verification) -> Iterator[int]:
+    def _damaged(
+        self, segment: Segment, codecs: CodecSet, block: memoryview, verification: Verification
+    ) -> Iterator[int]:
         """Check a segment's blocks; yield the numbers of those to delete."""
         table = segment.table
         order = sorted(range(len(table)), key=table.offsets.__getitem__)
         for run in neighbours(table, order):
-            found = self._read(segment, run, codecs)
-            if _generation_of(segment.fd) != segment.generation:
+            found = self._read(segment, run, codecs, block)
+            header = SegmentHeader.decode(_first_page(segment.fd))
+            if header is None or header.generation != segment.generation:
                 if _CHANGED not in verification.notes:
                     verification.notes.append(_CHANGED)
                 return
@@ -118,8 +121,10 @@ class Inspection:
                     yield ordinal
             self._check_time("verify")
 
-    def _read(self, segment: Segment, run: Sequence[int], codecs: CodecSet) -> list[RecordStatus | str]:
-        """Return what is found of some entries that lie one behind the other."""
+    def _read(
+        self, segment: Segment, run: Sequence[int], codecs: CodecSet, block: memoryview
+    ) -> list[RecordStatus | str]:
+        """Return what is found of some entries that lie one behind the other, each decoded into `block`."""
         entries = [segment.table[ordinal] for ordinal in run]
         start = entries[0].offset // PAGE_BYTES * PAGE_BYTES
         span = self._span.take(pages(max(entry.offset + entry.stored_bytes for entry in entries)) - start)
@@ -128,12 +133,12 @@ class Inspection:
         except OSError:
             if len(run) == 1:
                 return ["io_error"]
-            return [found for ordinal in run for found in self._read(segment, [ordinal], codecs)]
+            return [found for ordinal in run for found in self._read(segment, [ordinal], codecs, block)]
         found: list[RecordStatus | str] = []
         for ordinal, entry in zip(run, entries, strict=True):
             payload = span[entry.offset - start : entry.offset - start + entry.stored_bytes]
             key = segment.table.keys[ordinal]
-            found.append(decode_payload(entry, key, payload, self._block, self.identity.digest, codecs))
+            found.append(decode_payload(entry, key, payload, block, self.identity.digest, codecs))
         return found
 
     def _segments(
@@ -170,11 +175,6 @@ def _without(table: EntryTable, ordinals: set[int]) -> EntryTable:
     used = [table.used[ordinal] for ordinal in kept]
     left.append([table.keys[ordinal] for ordinal in kept], [table[ordinal] for ordinal in kept], used)
     return left
-
-
-def _generation_of(fd: int) -> int | None:
-    header = SegmentHeader.decode(_first_page(fd))
-    return None if header is None else header.generation
 
 
 def _is_damaged(fd: int) -> bool:

@@ -216,14 +216,11 @@ class RedisTier(BlockingTier):
             self._counters.add("failed_lookups_total", reason, count=count)
         else:
             self._counters.add("failed_blocks_total", operation, reason, count=count)
-        told = UNANSWERED if reason in OF_ONE_SERVER and self._has_other_servers() else reason
+        nodes = self._topology.nodes()
+        has_others = len(nodes) > 1 and not all(node.is_down for node in nodes)
+        told = UNANSWERED if reason in OF_ONE_SERVER and has_others else reason
         if operation == "lookup" and told != UNANSWERED:
             self._counters.add("unanswered_lookups_total", count=count)
         if reason not in (ABSENT, MOVED):
             self._warn_once("tier '%s': %ss fail: %s; further ones are only counted", self.name, operation, reason)
         return Outcome((), told)
-
-    def _has_other_servers(self) -> bool:
-        """Return whether some server of several is not down."""
-        nodes = self._topology.nodes()
-        return len(nodes) > 1 and not all(node.is_down for node in nodes)

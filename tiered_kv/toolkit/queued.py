@@ -9,7 +9,7 @@ import time
 import traceback
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from types import FunctionType
 from typing import Any, ClassVar
@@ -147,7 +147,10 @@ class QueuedTier(SecondaryTierManager):
             result = self._job_results.popleft()
             job = self._jobs_in_flight.pop(result.job_id)
             if not result.success and job.metadata.is_promotion:
-                self._correct_lookups(job, result.successful_keys or ())
+                loaded = frozenset(result.successful_keys or ())
+                for key in job.keys:
+                    if key not in loaded:
+                        self._batched_lookups.correct(key, job.metadata.req_context.req_id)
             finished.append(result)
         return finished
 
@@ -204,12 +207,6 @@ class QueuedTier(SecondaryTierManager):
             job = self._jobs_in_flight.get(heapq.heappop(self._job_deadlines)[1])
             if job is not None and self._part_queue.drop_rest(job, "expired"):
                 self._report([job])
-
-    def _correct_lookups(self, job: Job, successful_keys: Collection[OffloadKey]) -> None:
-        loaded = frozenset(successful_keys)
-        for key in job.keys:
-            if key not in loaded:
-                self._batched_lookups.correct(key, job.metadata.req_context.req_id)
 
     def _put_probe(self) -> None:
         """Let a worker take the collected lookups."""

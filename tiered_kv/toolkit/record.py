@@ -230,12 +230,6 @@ def _header(
 ) -> bytes:
     fields = (codec_id, 0, key_id, 0, raw_bytes, len(payload), namespace_digest, key_digest)
     unsigned = _LAYOUT.pack(MAGIC, FORMAT_VERSION, *fields, _NO_CHECKSUM, _RESERVED)
-    return b"".join(
-        (unsigned[:_CHECKSUM_OFFSET], _checksum(unsigned, payload), unsigned[_CHECKSUM_OFFSET + DIGEST_BYTES :])
-    )
-
-
-def _checksum(unsigned_header: Bytes, payload: Bytes) -> bytes:
-    state = xxhash.xxh3_128(unsigned_header)
+    state = xxhash.xxh3_128(unsigned)
     state.update(payload)
-    return state.digest()
+    return b"".join((unsigned[:_CHECKSUM_OFFSET], state.digest(), unsigned[_CHECKSUM_OFFSET + DIGEST_BYTES :]))
