@@ -77,11 +77,6 @@ class FsTier(AsyncTier):
 
     The constructor opens the directory, and may wait for the file system.
 
-    Args:
-        offloading_spec, primary_kv_view, tier_type: As in `SecondaryTierManager`. A `TierSpec` gives the
-            namespace; without one all stacks of one block size share one.
-        settings: The tier's YAML entry.
-
     Raises:
         ConfigError: The capacity is too small for the blocks, a library is missing, or a key file cannot be used.
         FormatError, TierUnavailableError: The directory cannot be used, and why.

@@ -28,10 +28,6 @@ class _Record:
 class MemoryTier(BlockingTier):
     """Keeps blocks as records, and evicts the least recently used. Lookups answer at once.
 
-    Args:
-        offloading_spec, primary_kv_view, tier_type: As in `SecondaryTierManager`.
-        settings: The tier's YAML entry.
-
     Raises:
         ConfigError: The capacity does not hold one block, or the codec's library or key file cannot be used.
     """

@@ -28,11 +28,6 @@ class NvmeTier(BlockingTier):
 
     The directory is opened, and its index read, by the constructor. Lookups are answered from memory, at once.
 
-    Args:
-        offloading_spec, primary_kv_view, tier_type: As in `SecondaryTierManager`. A `TierSpec` gives the
-            namespace; without one all stacks of one block size share one.
-        settings: The tier's YAML entry.
-
     Raises:
         ConfigError: The sizes do not fit the blocks, required direct I/O is not supported, or the codec's library
             or a key file cannot be used.

@@ -42,11 +42,6 @@ class RedisTier(BlockingTier):
     A server that does not answer when the tier is opened is used as soon as it does; one that refuses the
     password, the user or TLS is an error.
 
-    Args:
-        offloading_spec, primary_kv_view, tier_type: As in `SecondaryTierManager`. A `TierSpec` gives the
-            namespace; without one all stacks of one block size share one.
-        settings: The tier's YAML entry.
-
     Raises:
         ConfigError: A file of certificates or keys cannot be used.
         MissingExtraError: The codec's library is not installed.

@@ -47,11 +47,6 @@ bucket has no mark that says of which version everything in it is."""
 class S3Tier(BlockingTier):
     """Blocks as objects in a bucket, shared by all stacks of one namespace.
 
-    Args:
-        offloading_spec, primary_kv_view, tier_type: As in `SecondaryTierManager`. A `TierSpec` gives the
-            namespace; without one all stacks of one block size share one.
-        settings: The tier's YAML entry.
-
     Raises:
         ConfigError: The settings do not go together, boto3 refuses them, or a key file cannot be used. A server that
             does not answer is no error here: the tier is used when it does.

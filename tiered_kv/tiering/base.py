@@ -99,7 +99,8 @@ class SecondaryTierManager(ABC):
 
     Args:
         offloading_spec: The configuration that the tier is opened for. The stack passes a `TierSpec`;
-            engines pass their own; a tier that needs none accepts anything.
+            engines pass their own; a tier that needs none accepts anything. For the built-in tiers, all stacks without
+            a `TierSpec` that have one block size share a namespace.
         primary_kv_view: The primary tier's region, writable, of shape (num_blocks, block_bytes).
         tier_type: The name under which the tier was registered, used in messages and counters.
     """

@@ -111,19 +111,12 @@ def binding_of(namespace_digest: bytes, key: bytes) -> bytes:
 
 
 class Draft(NamedTuple):
-    """A block on its way into storage: its payload's length is known, and where it is encrypted, no byte of it yet.
+    """A block on its way into storage: its payload's length is known, and where it is encrypted, no byte of it yet."""
 
-    Args:
-        codec_id: What the record will name.
-        raw_bytes: Bytes of the block.
-        content: The payload, or what will be encrypted. It may be the block itself, not a copy.
-        cipher: What encrypts it; None where `content` is the payload.
-    """
-
-    codec_id: int
-    raw_bytes: int
-    content: memoryview
-    cipher: Cipher | None = None
+    codec_id: int  # what the record will name
+    raw_bytes: int  # of the block
+    content: memoryview  # the payload, or what will be encrypted; it may be the block itself, not a copy
+    cipher: Cipher | None = None  # what encrypts it; None where `content` is the payload
 
     @property
     def key_id(self) -> int:

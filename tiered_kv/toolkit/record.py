@@ -49,25 +49,15 @@ Room = Callable[[int], memoryview]
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """A header's fields, not verified. It has no flags in this version.
+    """A header's fields, not verified. It has no flags in this version. The last three have 16 bytes each."""
 
-    Args:
-        codec_id: How the payload was written.
-        key_id: Which key encrypted the payload; 0 for none. The envelope in the payload says it too.
-        raw_bytes: Bytes of the block.
-        payload_bytes: Bytes of the payload, which follow the header.
-        namespace_digest: 16 bytes; see `tiered_kv.config.namespace`.
-        key_digest: 16 bytes; see `digest_of`.
-        checksum: 16 bytes, XXH3-128 over the header, with this field zero, and the payload.
-    """
-
-    codec_id: int
-    key_id: int
-    raw_bytes: int
-    payload_bytes: int
-    namespace_digest: bytes
-    key_digest: bytes
-    checksum: bytes
+    codec_id: int  # how the payload was written
+    key_id: int  # which key encrypted the payload; 0 for none. The envelope in the payload says it too
+    raw_bytes: int  # of the block
+    payload_bytes: int  # of the payload, which follows the header
+    namespace_digest: bytes  # see `tiered_kv.config.namespace`
+    key_digest: bytes  # see `digest_of`
+    checksum: bytes  # XXH3-128 over the header, with this field zero, and the payload
 
 
 def digest_of(key: OffloadKey) -> bytes:
