@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import importlib.metadata
 import importlib.util
 import logging
@@ -265,11 +264,8 @@ class _Hooks:
 
 
 def _from_reference(reference: str) -> TierType:
-    module_name, _, path = reference.partition(":")
     try:
-        target: Any = importlib.import_module(module_name)  # Any: whatever the reference names
-        for part in path.split("."):
-            target = getattr(target, part)
+        target: Any = pkgutil.resolve_name(reference)  # Any: whatever the reference names
     except Exception as error:  # whatever a stranger's module raises when it is imported
         raise ConfigError(f"'{reference}' cannot be loaded: {type(error).__name__}: {error}") from error
     if isinstance(target, TierType):

@@ -212,7 +212,7 @@ class _Deleted:
                 with suppress(FileNotFoundError):
                     os.unlink(f"{path}/{inner}")
                     self.size_bytes += occupied_bytes(status)
-                    self.blocks += _is_block(inner)
+                    self.blocks += _BLOCK_PATH.fullmatch(inner) is not None
         for directory in reversed(directories):
             with suppress(OSError):  # it is not empty, or files were added meanwhile
                 os.rmdir(directory)
@@ -221,7 +221,8 @@ class _Deleted:
 def _count(path: str, deadline: float) -> tuple[int, int]:
     """Return the blocks below a directory, and the space of all files there."""
     files = [each for each in _entries(path, deadline) if not stat.S_ISDIR(each[1].st_mode)]
-    return sum(_is_block(inner) for inner, _ in files), sum(occupied_bytes(status) for _, status in files)
+    blocks = sum(_BLOCK_PATH.fullmatch(inner) is not None for inner, _ in files)
+    return blocks, sum(occupied_bytes(status) for _, status in files)
 
 
 def _entries(path: str, deadline: float) -> Iterator[tuple[str, os.stat_result]]:
@@ -229,7 +230,3 @@ def _entries(path: str, deadline: float) -> Iterator[tuple[str, os.stat_result]]
         if time.monotonic() >= deadline:
             raise TimeoutError(None, f"looking through {path} takes too long")
         yield from found
-
-
-def _is_block(path: str) -> bool:
-    return BLOCK.fullmatch(os.path.basename(path)) is not None

@@ -49,9 +49,7 @@ def round_up(size_bytes: int) -> int:
 
 def occupied_bytes(status: os.stat_result) -> int:
     """Return the space of an entry, also if the file system has not allocated it yet."""
-    if not stat.S_ISREG(status.st_mode):
-        return status.st_blocks * 512
-    return max(status.st_blocks * 512, round_up(status.st_size))
+    return max(status.st_blocks * 512, round_up(status.st_size) if stat.S_ISREG(status.st_mode) else 0)
 
 
 def birth_time(path: str) -> float | None:

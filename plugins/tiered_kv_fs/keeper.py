@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import time
 from collections import deque
@@ -246,13 +247,8 @@ class Keeper:
     # Threads.
 
     def _exchange(self, request: _Request) -> _Reply:
-        try:
-            return self._exchange_once(request)
-        except FileNotFoundError:  # the directory was removed
+        if not os.path.isdir(self.directory.path):  # it was removed
             self.directory.make()
-            return self._exchange_once(request)
-
-    def _exchange_once(self, request: _Request) -> _Reply:
         token = self.epoch.saved_token(time.monotonic() + _EPOCH_TIMEOUT_S)
         with self._ledger.locked() as state:
             is_known = self.owner in state.holders

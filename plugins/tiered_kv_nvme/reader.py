@@ -252,7 +252,6 @@ def _end(entry: Entry) -> int:
 
 
 def _payload(span: memoryview, entry: Entry, start: int) -> memoryview:
-    """Return the part of an entry's payload in a `span` that was read from `start`."""
     at = entry.offset - start
     return span[at : at + entry.stored_bytes]
 

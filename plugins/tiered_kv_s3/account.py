@@ -139,7 +139,6 @@ class Account:
             )
 
     def _provider_of(self, session: Any) -> BackgroundTask:
-        """Return the task that asks the session's provider."""
         return BackgroundTask(lambda: self._ask(session), f"tiered-kv-{self._tier}-credentials")
 
     def _ask(self, session: Any) -> None:

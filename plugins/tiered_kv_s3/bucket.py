@@ -150,7 +150,6 @@ class Bucket:
         payload_hash: str = EMPTY_PAYLOAD,
         pieces: Sequence[bytes | memoryview] = (),
     ) -> None:
-        """Send a signed request for an object."""
         endpoint = attempt.connection.endpoint
         path = endpoint.path_of(name)
         headers = {"host": endpoint.authority, **(headers or {})}

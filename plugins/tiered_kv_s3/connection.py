@@ -14,6 +14,7 @@ import ssl
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from tiered_kv.counters import Counters
@@ -146,10 +147,8 @@ class Connection:
 
     def abort(self) -> None:
         """Make calls that wait on this connection fail; any thread."""
-        try:
+        with suppress(OSError):  # it is closed already
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # below TLS, whose state is the other thread's
-        except OSError:  # it is closed already
-            pass
 
     def close(self) -> None:
         self.is_reusable = False

@@ -127,7 +127,6 @@ class Control:
                 self._client.close()
 
     def _call(self, operation: str, call: Callable[[Any], Any]) -> Any:
-        """Return what boto3 answers to one request."""
         try:
             return call(self._boto3())
         except library_errors() as error:

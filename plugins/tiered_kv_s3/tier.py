@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from tiered_kv.base import OffloadKey
@@ -262,10 +263,8 @@ class S3Tier(BlockingTier):
         """Try to write a reset's mark to the bucket; the next store does if this fails."""
         if self._epoch.is_saved:
             return
-        try:
+        with suppress(TierError, TimeoutError):
             self._epoch.saved_token(time.monotonic() + timeout_s)
-        except (TierError, TimeoutError):
-            pass
 
     def _introduce(self, deadline: float) -> None:
         """Keep the namespace's readable form beside its blocks; one worker does, the others go on."""

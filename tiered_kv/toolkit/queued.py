@@ -263,7 +263,6 @@ class QueuedTier(SecondaryTierManager):
             self._on_finished()
 
     def _blocks_of(self, part: Part) -> list[memoryview]:
-        """Return the primary blocks of a part, in its order."""
         metadata, size, step = part.job.metadata, self.block_bytes, self._row_bytes
         flat = self._primary_flat if metadata.is_promotion else self._primary_flat_readonly
         rows = metadata.block_ids[part.start : part.stop].tolist()
