@@ -137,7 +137,7 @@ class Node:
         if self._closing.is_set():
             self._close(connection)
             raise ConnectionError("the tier was closed")
-        connection.link = Link(connection._sock)
+        connection.link = Link(connection._sock)  # type: ignore[arg-type]  # it is connected
         self._on_connect()
         return connection
 
