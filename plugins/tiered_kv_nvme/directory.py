@@ -176,6 +176,7 @@ def _busy(lock_fd: int, path: str, tier: str) -> TierBusyError:
 
 def _difference(found: Mapping[str, object], wanted: Mapping[str, object]) -> str:
     """Return the differences of two markers, for an error; the digest only if no other field differs."""
-    both = differences(found, fields_of(as_text(wanted)))
-    both = {name: both[name] for name in both if name not in ("format", "namespace_digest")} or both
-    return "; ".join(f"{name.removeprefix('namespace.')}: {a!r} there, {b!r} here" for name, (a, b) in both.items())
+    both = differences(found, fields_of(as_text(wanted))).items()
+    named = {name.replace("namespace.", ""): values for name, values in both}
+    shown = {name: named[name] for name in named if name not in ("format", "namespace_digest")} or named
+    return "; ".join(f"{name}: {there!r} there, {here!r} here" for name, (there, here) in shown.items())
