@@ -123,9 +123,7 @@ class MemoryTier(BlockingTier):
         kept = 0
         try:
             header, payload = encode_record(key, block, self._namespace_digest, self._codecs)
-            record = _Record(bytearray(HEADER_BYTES + len(payload)))
-            record.data[:HEADER_BYTES] = header
-            record.data[HEADER_BYTES:] = payload
+            record = _Record(bytearray().join((header, payload)))
             with self._records_lock:
                 if self.part_epoch != self.epoch:
                     return "reset"

@@ -87,14 +87,14 @@ class Inspection:
         """Check the payload of every block that can be loaded; in the `owned` directory delete the damaged ones."""
         files = None if owned is None else SegmentFiles(Disk(), owned, False, self._counters, 0, 0)
         scan = SegmentScan(Disk(), self.identity, self._epoch, self._counters)
-        block = Scratch().take(self.identity.block_bytes)
+        self._codecs, self._block = codecs, Scratch().take(self.identity.block_bytes)
         for slot, fd, segment in self._segments(scan, "verify", for_writing=files is not None):
             if segment is None:
                 if _is_damaged(fd) and verification.note(RecordStatus.BAD_HEADER, PAGE_BYTES) and files is not None:
                     files.discard(slot)
                     verification.repaired += 1
                 continue
-            damaged = set(self._damaged(segment, codecs, block, verification))
+            damaged = set(self._damaged(segment, verification))
             if damaged and files is not None:
                 segment.table = _without(segment.table, damaged)
                 if not len(segment.table):
@@ -103,14 +103,12 @@ class Inspection:
                     verification.repaired += len(damaged)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # a whole disk in the page cache would displace the rest
 
-    def _damaged(
-        self, segment: Segment, codecs: CodecSet, block: memoryview, verification: Verification
-    ) -> Iterator[int]:
+    def _damaged(self, segment: Segment, verification: Verification) -> Iterator[int]:
         """Check a segment's blocks; yield the numbers of those to delete."""
         table = segment.table
         order = sorted(range(len(table)), key=table.offsets.__getitem__)
         for run in neighbours(table, order):
-            found = self._read(segment, run, codecs, block)
+            found = self._read(segment, run)
             header = SegmentHeader.decode(_first_page(segment.fd))
             if header is None or header.generation != segment.generation:
                 if _CHANGED not in verification.notes:
@@ -121,10 +119,8 @@ class Inspection:
                     yield ordinal
             self._check_time("verify")
 
-    def _read(
-        self, segment: Segment, run: Sequence[int], codecs: CodecSet, block: memoryview
-    ) -> list[RecordStatus | str]:
-        """Return what is found of some entries that lie one behind the other, each decoded into `block`."""
+    def _read(self, segment: Segment, run: Sequence[int]) -> list[RecordStatus | str]:
+        """Return what is found of some entries that lie one behind the other."""
         entries = [segment.table[ordinal] for ordinal in run]
         start = entries[0].offset // PAGE_BYTES * PAGE_BYTES
         span = self._span.take(pages(max(entry.offset + entry.stored_bytes for entry in entries)) - start)
@@ -133,12 +129,12 @@ class Inspection:
         except OSError:
             if len(run) == 1:
                 return ["io_error"]
-            return [found for ordinal in run for found in self._read(segment, [ordinal], codecs, block)]
+            return [found for ordinal in run for found in self._read(segment, [ordinal])]
         found: list[RecordStatus | str] = []
         for ordinal, entry in zip(run, entries, strict=True):
             payload = span[entry.offset - start : entry.offset - start + entry.stored_bytes]
             key = segment.table.keys[ordinal]
-            found.append(decode_payload(entry, key, payload, block, self.identity.digest, codecs))
+            found.append(decode_payload(entry, key, payload, self._block, self.identity.digest, self._codecs))
         return found
 
     def _segments(

@@ -14,7 +14,6 @@ from tiered_kv.toolkit.codecs import Draft
 from tiered_kv_nvme.disk import Scratch
 from tiered_kv_nvme.files import NoSegment, SegmentFiles
 from tiered_kv_nvme.index import CHUNK_KEYS, PAUSE_S, place_of
-from tiered_kv_nvme.layout import Entry
 from tiered_kv_nvme.pool import SegmentPool
 from tiered_kv_nvme.reader import BlockReader, neighbours
 from tiered_kv_nvme.segment import Segment, SegmentState
@@ -158,12 +157,14 @@ class Reclaimer:
             except OSError:
                 self.counters.add("io_errors_total")
                 return
-            sound = [(ordinal, data) for ordinal, data in zip(ordinals, payloads, strict=True) if data is not None]
+            found = zip(ordinals, payloads, strict=True)
+            sound = [(ordinal, segment.table[ordinal], data) for ordinal, data in found if data is not None]
             moved, _ = self.writer.write(
-                [segment.table.keys[ordinal] for ordinal, _ in sound],
-                [_stored(segment.table[ordinal], data) for ordinal, data in sound],
+                [segment.table.keys[ordinal] for ordinal, _, _ in sound],
+                # What is stored already moves as it is, without a key.
+                [Payload(Draft(entry.codec, 0, data), entry.checksum) for _, entry, data in sound],
                 epoch,
-                [place_of(segment.slot, ordinal) for ordinal, _ in sound],
+                [place_of(segment.slot, ordinal) for ordinal, _, _ in sound],
             )
             self.counters.add("relocated_blocks_total", count=moved)
             if moved < len(sound):
@@ -244,8 +245,3 @@ def survivors(pool: SegmentPool, segment: Segment) -> Iterator[list[int]]:
                 break
             chosen.append(ordinal)
     yield from neighbours(table, sorted(chosen))
-
-
-def _stored(entry: Entry, data: memoryview) -> Payload:
-    """Return the payload of what is stored already: it moves as it is, without a key."""
-    return Payload(Draft(entry.codec, 0, data), entry.checksum)

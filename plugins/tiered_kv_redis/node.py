@@ -103,10 +103,7 @@ class Node:
         return Redis.from_pool(ConnectionPool(**self._pool_settings))
 
     def memory_limit(self) -> tuple[int, str] | None:
-        """Ask the server for its `maxmemory`, in bytes and 0 for none, and its `maxmemory-policy`.
-
-        None where the server does not answer, or the user has no right to ask.
-        """
+        """Return the server's `maxmemory` in bytes, 0 for none, and its policy; None where it does not answer that."""
         with contextlib.closing(self.client()) as client, contextlib.suppress(RedisError, OSError):
             told = client.info("memory")
             return int(told["maxmemory"]), str(told["maxmemory_policy"])
