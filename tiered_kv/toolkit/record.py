@@ -145,25 +145,23 @@ def decode_record(
     """
     give_way()
     key_digest = digest_of(key)
-    is_expected = payload is block and codecs.accepts_plain
-    if is_expected and header == _header(key_digest, RAW_ID, 0, len(block), block, namespace_digest):
-        return RecordStatus.OK  # it has the one header that a raw block has; what follows finds out why another has not
+    if len(payload) == len(block) and codecs.accepts_plain:
+        if payload is not block:
+            block[:] = payload
+        payload = block  # verify the copied bytes, so that they cannot change between the check and the copy
+        if header == _header(key_digest, RAW_ID, 0, len(block), block, namespace_digest):
+            return RecordStatus.OK  # it has the one header of a raw block; what follows finds out why another has not
     parsed = read_header(header)
     if isinstance(parsed, RecordStatus):
         return parsed
     status = check_header(parsed, key_digest, len(block), namespace_digest)
     if status is not RecordStatus.OK:
         return status
-    is_raw = parsed.codec_id == RAW_ID
-    if is_raw and len(payload) == len(block):
-        if payload is not block:
-            block[:] = payload
-        payload = block  # verify the copied bytes, so that they cannot change between the check and the copy
     status = _check_payload(parsed, payload)
     if status is not RecordStatus.OK:
         return status
-    if is_raw:
-        return RecordStatus.OK if codecs.accepts_plain else RecordStatus.UNENCRYPTED
+    if parsed.codec_id == RAW_ID:
+        return RecordStatus.UNENCRYPTED  # a plain one that is accepted has been returned
     view = memoryview(payload)
     if parsed.codec_id in ENCRYPTED_IDS and key_id_of(view) != parsed.key_id:
         return RecordStatus.BAD_HEADER
