@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import importlib.metadata
+import importlib.util
 import logging
+import pkgutil
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ import pluggy
 
 from tiered_kv.config.settings import ClassArguments, TierSettings
 from tiered_kv.config.validation import suggestion
-from tiered_kv.errors import ConfigError
+from tiered_kv.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
     from tiered_kv.tiering.administration import TierAdministration
@@ -79,6 +80,20 @@ class TierType:
         for given in (self.load, self.administration or self.load, self.key_store or self.load):
             if not callable(given):
                 raise ConfigError(f"tier type '{self.name}' needs a callable that returns a class, not {given!r}")
+
+
+def imported(reference: str, *, library: str = "", extra: str = "") -> Callable[[], Any]:  # Any: the class
+    """Return a callable that imports and returns a class, such as "package.module:Class", for a `TierType`.
+
+    Where the `library` that the module needs is not installed, it raises `MissingExtraError`, which names the `extra`.
+    """
+
+    def load() -> Any:
+        if library and importlib.util.find_spec(library) is None:
+            raise MissingExtraError(f"tier '{extra}'", extra)
+        return pkgutil.resolve_name(reference)
+
+    return load
 
 
 def tier_type_of_class(name: str, tier_class: type[SecondaryTierManager]) -> TierType:
@@ -249,11 +264,8 @@ class _Hooks:
 
 
 def _from_reference(reference: str) -> TierType:
-    module_name, _, path = reference.partition(":")
     try:
-        target: Any = importlib.import_module(module_name)  # Any: whatever the reference names
-        for part in path.split("."):
-            target = getattr(target, part)
+        target: Any = pkgutil.resolve_name(reference)  # Any: whatever the reference names
     except Exception as error:  # whatever a stranger's module raises when it is imported
         raise ConfigError(f"'{reference}' cannot be loaded: {type(error).__name__}: {error}") from error
     if isinstance(target, TierType):

@@ -132,7 +132,13 @@ class FsAdministration(TierAdministration):
         try:
             with opened(path, os.O_RDONLY) as fd:
                 status = os.fstat(fd)
-                found, read_bytes = self._found(fd, status, check)
+                record, read_bytes = check.room(status.st_size), 0
+                found: RecordStatus | str = check.too_long
+                if self._settings.private and status.st_uid != os.geteuid():
+                    found = "not_private"
+                elif record is not None:
+                    read_bytes = read_all(fd, [record])
+                    found = check.check(record[:read_bytes])
         except FileNotFoundError:  # evicted meanwhile
             return
         except OSError as error:
@@ -143,16 +149,6 @@ class FsAdministration(TierAdministration):
                 if os.path.samestat(os.lstat(path), status):
                     os.unlink(path)
             verification.repaired += 1  # also where an engine has deleted it meanwhile
-
-    def _found(self, fd: int, status: os.stat_result, check: RecordCheck) -> tuple[RecordStatus | str, int]:
-        """Return what an open file of a block holds, and how many bytes were read."""
-        if self._settings.private and status.st_uid != os.geteuid():
-            return "not_private", 0
-        record = check.room(status.st_size)
-        if record is None:
-            return check.too_long, 0
-        read_bytes = read_all(fd, [record])
-        return check.check(record[:read_bytes]), read_bytes
 
     def _purge(self, fd: int, digest: str, deadline: float) -> Purged:
         with suppress(FileNotFoundError):
@@ -216,7 +212,7 @@ class _Deleted:
                 with suppress(FileNotFoundError):
                     os.unlink(f"{path}/{inner}")
                     self.size_bytes += occupied_bytes(status)
-                    self.blocks += _is_block(inner)
+                    self.blocks += _BLOCK_PATH.fullmatch(inner) is not None
         for directory in reversed(directories):
             with suppress(OSError):  # it is not empty, or files were added meanwhile
                 os.rmdir(directory)
@@ -225,7 +221,8 @@ class _Deleted:
 def _count(path: str, deadline: float) -> tuple[int, int]:
     """Return the blocks below a directory, and the space of all files there."""
     files = [each for each in _entries(path, deadline) if not stat.S_ISDIR(each[1].st_mode)]
-    return sum(_is_block(inner) for inner, _ in files), sum(occupied_bytes(status) for _, status in files)
+    blocks = sum(_BLOCK_PATH.fullmatch(inner) is not None for inner, _ in files)
+    return blocks, sum(occupied_bytes(status) for _, status in files)
 
 
 def _entries(path: str, deadline: float) -> Iterator[tuple[str, os.stat_result]]:
@@ -233,7 +230,3 @@ def _entries(path: str, deadline: float) -> Iterator[tuple[str, os.stat_result]]
         if time.monotonic() >= deadline:
             raise TimeoutError(None, f"looking through {path} takes too long")
         yield from found
-
-
-def _is_block(path: str) -> bool:
-    return BLOCK.fullmatch(os.path.basename(path)) is not None

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.counters import Counters
 from tiered_kv.toolkit.codecs import CodecSet
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record, record_bytes_max
 from tiered_kv.toolkit.room import ThreadRoom
 from tiered_kv.toolkit.small_files import opened, remove, write_all
 from tiered_kv.toolkit.status import REFUSED, UNREADABLE
 from tiered_kv.toolkit.unreadable import Unreadable
-from tiered_kv_fs.counters import Counters
 from tiered_kv_fs.files import ALLOCATION_BYTES, make_directory, read_all, reason_of, round_up
 from tiered_kv_fs.layout import block_path, temporary_path
 
@@ -103,26 +103,27 @@ class BlockFiles:
         Raises:
             OSError: The directory cannot be read.
         """
-        return [self._contains_one(self._path_of(epoch, key)) for key in keys]
+        paths = [self._path_of(epoch, key) for key in keys]
+        return [path not in self._unreadable and self._found(path) is not None for path in paths]
 
     def _path_of(self, epoch: str, key: OffloadKey) -> str:
         return f"{self.namespace_path}/{epoch}/{block_path(key, self.namespace_digest)}"
 
-    def _contains_one(self, path: str) -> bool:
-        if path in self._unreadable:
-            return False
-        try:
-            return self._is_possible(os.lstat(path))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-
-    def _is_possible(self, status: os.stat_result) -> bool:
-        is_sized = HEADER_BYTES < status.st_size <= record_bytes_max(self.block_bytes)
-        return is_sized and stat.S_ISREG(status.st_mode) and self._uid in (None, status.st_uid)
+    def _found(self, path: str) -> os.stat_result | None:
+        """Return the status of a block's file; None if there is none of a possible size."""
+        with suppress(FileNotFoundError, NotADirectoryError):
+            status = os.lstat(path)
+            is_sized = HEADER_BYTES < status.st_size <= record_bytes_max(self.block_bytes)
+            if is_sized and stat.S_ISREG(status.st_mode) and self._uid in (None, status.st_uid):
+                return status
+        return None
 
     def _store_one(self, path: str, key: OffloadKey, block: memoryview, moved: Moved, deadline: float) -> str:
         """Write one block, unless it exists and can be read; return why not, or an empty string."""
-        if path not in self._unreadable and self._is_there(path):
+        if path not in self._unreadable and (status := self._found(path)) is not None:
+            if _is_due(status):
+                with suppress(OSError):  # read-only, or gone meanwhile
+                    os.utime(path, follow_symlinks=False)
             self.counters.add("present_blocks_total")
             return ""
         if not self.is_granted():
@@ -148,19 +149,6 @@ class BlockFiles:
         moved.used_bytes += charge_bytes
         self._unreadable.forget((path,))
         return ""
-
-    def _is_there(self, path: str) -> bool:
-        """Return whether a block has its file, and mark it as used."""
-        try:
-            status = os.lstat(path)
-        except FileNotFoundError:
-            return False
-        if not self._is_possible(status):
-            return False
-        if _is_due(status):
-            with suppress(OSError):  # read-only, or gone meanwhile
-                os.utime(path, follow_symlinks=False)
-        return True
 
     def _load_one(self, path: str, key: OffloadKey, block: memoryview, deadline: float) -> str:
         """Read one block; return why not, or an empty string."""

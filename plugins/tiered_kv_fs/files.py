@@ -10,11 +10,11 @@ import stat
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from tiered_kv.permissions import DIRECTORY_MODE
-from tiered_kv.toolkit.small_files import opened
+from tiered_kv.toolkit.small_files import opened, rest_of
 
 ALLOCATION_BYTES: Final = 4096
 
@@ -49,9 +49,7 @@ def round_up(size_bytes: int) -> int:
 
 def occupied_bytes(status: os.stat_result) -> int:
     """Return the space of an entry, also if the file system has not allocated it yet."""
-    if not stat.S_ISREG(status.st_mode):
-        return status.st_blocks * 512
-    return max(status.st_blocks * 512, round_up(status.st_size))
+    return max(status.st_blocks * 512, round_up(status.st_size) if stat.S_ISREG(status.st_mode) else 0)
 
 
 def birth_time(path: str) -> float | None:
@@ -98,11 +96,10 @@ def locked(path: str, timeout_s: float) -> Iterator[float]:
 
 def make_directory(path: str) -> bool:
     """Make a directory with mode 0700; return False if there is one."""
-    try:
+    with suppress(FileExistsError):
         os.mkdir(path, DIRECTORY_MODE)
-    except FileExistsError:
-        return False
-    return True
+        return True
+    return False
 
 
 def read_all(fd: int, views: list[memoryview]) -> int:
@@ -110,10 +107,7 @@ def read_all(fd: int, views: list[memoryview]) -> int:
     position = 0
     while views and (count := os.preadv(fd, views, position)):
         position += count
-        while views and count >= len(views[0]):
-            count -= len(views.pop(0))
-        if views and count:
-            views[0] = views[0][count:]
+        views = rest_of(views, count)
     return position
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import time
 from collections import deque
@@ -11,9 +12,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from tiered_kv.counters import Counters
 from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv.toolkit.jobs import failure_reason
-from tiered_kv_fs.counters import Counters
 from tiered_kv_fs.directory import Directory
 from tiered_kv_fs.files import reason_of
 from tiered_kv_fs.ledger import VALID_S, Holder, Ledger
@@ -246,13 +247,8 @@ class Keeper:
     # Threads.
 
     def _exchange(self, request: _Request) -> _Reply:
-        try:
-            return self._exchange_once(request)
-        except FileNotFoundError:  # the directory was removed
+        if not os.path.isdir(self.directory.path):  # it was removed
             self.directory.make()
-            return self._exchange_once(request)
-
-    def _exchange_once(self, request: _Request) -> _Reply:
         token = self.epoch.saved_token(time.monotonic() + _EPOCH_TIMEOUT_S)
         with self._ledger.locked() as state:
             is_known = self.owner in state.holders

@@ -65,11 +65,10 @@ class LedgerState:
     def add(self, size_bytes: int) -> None:
         """Add granted bytes to the total, or subtract those given back (negative)."""
         self.pending_bytes = max(0, self.pending_bytes + size_bytes)
-        if self.total_bytes is not None:
-            self.total_bytes = max(0, self.total_bytes + size_bytes)
+        self.take_off(-size_bytes)
 
     def take_off(self, size_bytes: int) -> None:
-        """Subtract removed files from the total; only the holder of the sweep lock calls."""
+        """Subtract from the total; for removed files only the holder of the sweep lock calls."""
         if self.total_bytes is not None:
             self.total_bytes = max(0, self.total_bytes - size_bytes)
 

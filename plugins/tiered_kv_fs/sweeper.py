@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
+from tiered_kv.counters import Counters
 from tiered_kv.errors import FormatError
 from tiered_kv.toolkit.claimed import TEMPORARY, walk
 from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, EpochMark
 from tiered_kv.toolkit.small_files import read_file, remove
-from tiered_kv_fs.counters import Counters
 from tiered_kv_fs.directory import Directory
 from tiered_kv_fs.files import locked, occupied_bytes
 from tiered_kv_fs.layout import BLOCK, EPOCH, EPOCH_NAME, NAMESPACE, SHARD, SWEEP_NAME, TEMPORARY_BLOCK

@@ -7,8 +7,11 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
+from aiofiles.os import wrap
+
 from tiered_kv.base import OffloadKey
-from tiered_kv.errors import ConfigError, MissingExtraError
+from tiered_kv.counters import Counters
+from tiered_kv.errors import ConfigError
 from tiered_kv.toolkit.aio import AsyncTier, uninterrupted
 from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv.toolkit.claimed import Identity
@@ -16,7 +19,6 @@ from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
 from tiered_kv_fs.blocks import BlockFiles, Moved, room_bytes_of
-from tiered_kv_fs.counters import Counters
 from tiered_kv_fs.directory import Directory
 from tiered_kv_fs.keeper import OPENING_BYTES, Keeper
 from tiered_kv_fs.settings import FsSettings
@@ -39,21 +41,8 @@ _LOOKUP_KEYS: Final = 64
 _KEEPER_THREADS: Final = 2
 _SHUTDOWN_TIMEOUT_S: Final = 2.0
 _OPEN_TIMEOUT_S: Final = 5.0
-
-
-def carrier() -> Callable[[Callable[..., T]], Callable[..., Awaitable[T]]]:
-    """Return aiofiles' bridge from the event loop to calls that wait for a file system.
-
-    Each part is one call: see the measurements in `docs/reference/fs.md`.
-
-    Raises:
-        MissingExtraError: aiofiles is not installed.
-    """
-    try:
-        from aiofiles.os import wrap
-    except ImportError as error:
-        raise MissingExtraError("tier 'fs'", "fs") from error
-    return wrap
+_COUNTERS: Final = ("present_blocks_total", "evicted_blocks_total", "surveys_total")
+_COUNTERS_BY_REASON: Final = ("corrupt_blocks_total", "unreadable_blocks_total", "failed_calls_total")
 
 
 class Sizing(NamedTuple):
@@ -88,11 +77,6 @@ class FsTier(AsyncTier):
 
     The constructor opens the directory, and may wait for the file system.
 
-    Args:
-        offloading_spec, primary_kv_view, tier_type: As in `SecondaryTierManager`. A `TierSpec` gives the
-            namespace; without one all stacks of one block size share one.
-        settings: The tier's YAML entry.
-
     Raises:
         ConfigError: The capacity is too small for the blocks, a library is missing, or a key file cannot be used.
         FormatError, TierUnavailableError: The directory cannot be used, and why.
@@ -106,7 +90,6 @@ class FsTier(AsyncTier):
         settings: FsSettings,
     ) -> None:
         # First the steps that may fail: a tier that was not opened holds no view of the region.
-        self._carry = carrier()
         self._settings = settings
         self._codecs = settings.open_codecs()
         block_bytes = block_bytes_of(primary_kv_view)
@@ -115,7 +98,7 @@ class FsTier(AsyncTier):
         name = getattr(offloading_spec, "name", None) or tier_type
         identity = Identity(digest, getattr(offloading_spec, "namespace", {}), block_bytes)
         self._directory = Directory(settings.path, identity, tier=name, private=settings.private)
-        self._counters = Counters()
+        self._counters = Counters(_COUNTERS, _COUNTERS_BY_REASON)
         self._cache_epoch = Epoch(self._directory)
         self._saving = BackgroundTask(self._save_epoch, f"tiered-kv-{name}-reset")
         try:
@@ -193,7 +176,8 @@ class FsTier(AsyncTier):
             return await uninterrupted(self._call(self._contains_part, deadline, keys))
 
     def _call(self, function: Callable[..., T], *arguments: Any) -> Awaitable[T]:  # Any: the function's
-        return self._carry(function)(*arguments, executor=self._threads)
+        # A part is one call to a thread: see the measurements in `docs/reference/fs.md`.
+        return wrap(function)(*arguments, executor=self._threads)
 
     # Threads.
 

@@ -28,10 +28,6 @@ class _Record:
 class MemoryTier(BlockingTier):
     """Keeps blocks as records, and evicts the least recently used. Lookups answer at once.
 
-    Args:
-        offloading_spec, primary_kv_view, tier_type: As in `SecondaryTierManager`.
-        settings: The tier's YAML entry.
-
     Raises:
         ConfigError: The capacity does not hold one block, or the codec's library or key file cannot be used.
     """
@@ -53,9 +49,7 @@ class MemoryTier(BlockingTier):
         self._records: OrderedDict[OffloadKey, _Record] = OrderedDict()
         self._records_lock = threading.Lock()
         self._used_bytes = 0  # records, removed records that are still being read, and stores in flight
-        self._evicted_blocks = 0
-        self._wasted_bytes = 0
-        self._counters = Counters((), ("corrupt_blocks_total",))
+        self._counters = Counters(("evicted_blocks_total", "wasted_bytes_total"), ("corrupt_blocks_total",))
         self._events = EventLog(getattr(offloading_spec, "wants_events", False))
 
     # Worker threads.
@@ -109,8 +103,6 @@ class MemoryTier(BlockingTier):
             "blocks": len(self._records),
             "used_bytes": self._used_bytes,
             "capacity_bytes": self._capacity_bytes,
-            "evicted_blocks_total": self._evicted_blocks,
-            "wasted_bytes_total": self._wasted_bytes,
             **self._counters.snapshot(),
         }
 
@@ -131,9 +123,7 @@ class MemoryTier(BlockingTier):
         kept = 0
         try:
             header, payload = encode_record(key, block, self._namespace_digest, self._codecs)
-            record = _Record(bytearray(HEADER_BYTES + len(payload)))
-            record.data[:HEADER_BYTES] = header
-            record.data[HEADER_BYTES:] = payload
+            record = _Record(bytearray().join((header, payload)))
             with self._records_lock:
                 if self.part_epoch != self.epoch:
                     return "reset"
@@ -176,9 +166,8 @@ class MemoryTier(BlockingTier):
             key, record = self._records.popitem(last=False)
             self._forget(record)
             self._events.removed((key,))
-            self._evicted_blocks += 1
-            if not record.is_read:
-                self._wasted_bytes += len(record.data)
+            self._counters.add("evicted_blocks_total")
+            self._counters.add("wasted_bytes_total", count=0 if record.is_read else len(record.data))
         return True
 
     def _forget(self, record: _Record) -> None:

@@ -124,7 +124,8 @@ class NvmeAdministration(TierAdministration):
             left.append(f"{remaining} segment files in {self._path}")
             return Purged(None, size_bytes, tuple(left))
         remove_leftovers(fd)
-        _unlink(EPOCH_NAME, fd)
+        with suppress(FileNotFoundError):
+            os.unlink(EPOCH_NAME, dir_fd=fd)
         notes: tuple[str, ...] = ()
         if foreign := sorted(set(os.listdir(fd)) - {LOCK_NAME, MARKER_NAME, LOST_AND_FOUND}):
             left += [f"{self._path}/{name}, which is not this tier's" for name in foreign[:_NAMED_MAX]]
@@ -132,7 +133,8 @@ class NvmeAdministration(TierAdministration):
                 left.append(f"{len(foreign) - _NAMED_MAX} more such entries")
             notes = (f"{self._path}/{MARKER_NAME}, which says whose blocks these were, stays beside foreign files",)
         else:
-            _unlink(MARKER_NAME, fd)
+            with suppress(FileNotFoundError):
+                os.unlink(MARKER_NAME, dir_fd=fd)
         os.fsync(fd)
         return Purged(None, size_bytes, tuple(left), notes)
 
@@ -158,8 +160,3 @@ def _segments(fd: int, digest: str) -> list[tuple[str, os.stat_result]]:
         for name in sorted(os.listdir(fd))
         if pattern.fullmatch(name)
     ]
-
-
-def _unlink(name: str, fd: int) -> None:
-    with suppress(FileNotFoundError):
-        os.unlink(name, dir_fd=fd)

@@ -1,12 +1,10 @@
-"""Counts of the events since the tier was opened."""
+"""What the tier counts since it was opened."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from tiered_kv import counters
-
-_NAMES: Final = {
+COUNTERS: Final = {
     "stored_batches_total": "batches written",
     "io_errors_total": "system calls that failed, those for want of space included",
     "no_space_errors_total": "times the file system had less space than the capacity allows",
@@ -21,14 +19,7 @@ _NAMES: Final = {
     "deleted_segments_total": "segments whose file was given back",
     "resets_total": "times that the cache was reset",
 }
-_LABELLED: Final = {
+COUNTERS_BY_LABEL: Final = {
     "corrupt_blocks_total": "blocks that nobody can read, by reason",
     "unreadable_blocks_total": "blocks that need a codec or a key that is not here, by reason",
 }
-
-
-class Counters(counters.Counters):
-    """This tier's counts. Any thread may call."""
-
-    def __init__(self) -> None:
-        super().__init__(_NAMES, _LABELLED)

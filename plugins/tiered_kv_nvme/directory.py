@@ -11,16 +11,17 @@ All other files are foreign: never changed, but counted against the capacity.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from typing import Final, NamedTuple
 
+from tiered_kv.config.namespace import differences
 from tiered_kv.errors import TierBusyError
 from tiered_kv.permissions import check_file, open_directory
 from tiered_kv.toolkit.claimed import TEMPORARY, ClaimedDirectory, Identity, absolute, walk
+from tiered_kv.toolkit.small_files import as_text, fields_of
 from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS, PROBE_NAME
 from tiered_kv_nvme.epoch import EPOCH_NAME
 from tiered_kv_nvme.layout import FORMAT_VERSION
@@ -175,16 +176,7 @@ def _busy(lock_fd: int, path: str, tier: str) -> TierBusyError:
 
 def _difference(found: Mapping[str, object], wanted: Mapping[str, object]) -> str:
     """Return the differences of two markers, for an error; the digest only if no other field differs."""
-    there, here = (dict(_leaves(json.loads(json.dumps(dict(fields), default=str)))) for fields in (found, wanted))
-    names = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
-    shown = [name for name in names if name not in ("format", "namespace_digest")] or names[-1:]
-    return "; ".join(f"{name}: {there.get(name)!r} there, {here.get(name)!r} here" for name in shown)
-
-
-def _leaves(fields: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the innermost fields of nested mappings; the common prefix `namespace` is left out."""
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, prefix if name == "namespace" else f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+    both = differences(found, fields_of(as_text(wanted))).items()
+    named = {name.replace("namespace.", ""): values for name, values in both}
+    shown = {name: named[name] for name in named if name not in ("format", "namespace_digest")} or named
+    return "; ".join(f"{name}: {there!r} there, {here!r} here" for name, (there, here) in shown.items())

@@ -16,7 +16,7 @@ from contextlib import suppress
 import numpy as np
 
 from tiered_kv.tiering.step import give_way
-from tiered_kv.toolkit.small_files import remove
+from tiered_kv.toolkit.small_files import remove, rest_of
 from tiered_kv_nvme.layout import PAGE_BYTES
 
 OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -64,7 +64,7 @@ def write_fully(disk: Disk, fd: int, buffers: Sequence[memoryview], offset: int)
     total = sum(map(len, buffers))
     done = disk.pwritev(fd, buffers, offset)
     while done < total:
-        written = disk.pwritev(fd, _rest(buffers, done), offset + done)
+        written = disk.pwritev(fd, rest_of(buffers, done), offset + done)
         if written <= 0:
             raise OSError(errno.EIO, f"the disk took {done} of {total} bytes")
         done += written
@@ -79,7 +79,7 @@ def read_fully(disk: Disk, fd: int, buffers: Sequence[memoryview], offset: int) 
     total = sum(map(len, buffers))
     done = disk.preadv(fd, buffers, offset)
     while 0 < done < total:
-        came = disk.preadv(fd, _rest(buffers, done), offset + done)
+        came = disk.preadv(fd, rest_of(buffers, done), offset + done)
         if came <= 0:
             break
         done += came
@@ -143,15 +143,3 @@ def refusal_of_direct(disk: Disk, directory_fd: int) -> str:
         os.close(fd)
         remove(PROBE_NAME, dir_fd=directory_fd)  # if it stays, the next opening reports the error
     return ""
-
-
-def _rest(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
-    """Return what is left of `buffers` after their first `done` bytes."""
-    rest: list[memoryview] = []
-    for buffer in buffers:
-        if done >= len(buffer):
-            done -= len(buffer)
-        else:
-            rest.append(buffer[done:] if done else buffer)
-            done = 0
-    return rest

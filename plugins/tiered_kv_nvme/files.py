@@ -9,8 +9,8 @@ from collections.abc import Set
 from dataclasses import dataclass
 from enum import Enum
 
+from tiered_kv.counters import Counters
 from tiered_kv.permissions import check_file
-from tiered_kv_nvme.counters import Counters
 from tiered_kv_nvme.directory import SEGMENT_RESERVE_BYTES, Directory
 from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS, Disk, Scratch, write_fully
 from tiered_kv_nvme.layout import PAGE_BYTES, SegmentHeader, Summary, checksum, pages

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from tiered_kv.counters import Counters
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.permissions import check_file
 from tiered_kv.tiering.administration import SurveyedSegments, Verification
@@ -27,18 +28,16 @@ from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, EpochMark
 from tiered_kv.toolkit.inspection import Census
 from tiered_kv.toolkit.small_files import read_file
 from tiered_kv.toolkit.status import RecordStatus
-from tiered_kv_nvme.counters import Counters
+from tiered_kv_nvme.counters import COUNTERS, COUNTERS_BY_LABEL
 from tiered_kv_nvme.directory import OWN_NAMES, Directory
 from tiered_kv_nvme.disk import OPEN_FLAGS, Disk, Scratch, read_fully
 from tiered_kv_nvme.epoch import EPOCH_NAME
 from tiered_kv_nvme.files import SegmentFiles
 from tiered_kv_nvme.layout import PAGE_BYTES, EntryTable, SegmentHeader, pages
-from tiered_kv_nvme.reader import decode_payload
+from tiered_kv_nvme.reader import decode_payload, neighbours
 from tiered_kv_nvme.recovery import SegmentScan
 from tiered_kv_nvme.segment import Segment
 
-_RUN_BYTES: Final = 1 << 20
-"""How much is read at once; a block more."""
 _READ_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _CHANGED: Final = "segments were written again meanwhile; the blocks that they held before were not checked"
 
@@ -56,6 +55,8 @@ class Inspection:
     def __post_init__(self) -> None:
         self._digest = self.identity.digest.hex()
         self._pattern = re.compile(rf"segment-{self._digest[:8]}-(\d{{6}})\.kv")
+        self._counters = Counters(COUNTERS, COUNTERS_BY_LABEL)  # which nobody reads
+        self._span = Scratch()
         data = read_file(f"{self.path}/{EPOCH_NAME}", PAGE_BYTES)
         mark = EpochMark.decode((data or b"")[:MARK_BYTES_MAX].rstrip(b"\0"))
         self._epoch = 0 if mark is None else int(mark.token, 16)  # without a mark no block can be loaded
@@ -71,7 +72,7 @@ class Inspection:
                     census.add(self._digest, status.st_blocks * 512, 0)
                 elif name not in OWN_NAMES | {LOST_AND_FOUND}:
                     census.add_foreign(name, status.st_blocks * 512)
-        scan = SegmentScan(Disk(), self.identity, self._epoch, Counters(), has_payloads=False)
+        scan = SegmentScan(Disk(), self.identity, self._epoch, self._counters, has_payloads=False)
         for _, fd, segment in self._segments(scan, "survey"):
             if segment is None:
                 unusable += _is_damaged(fd)
@@ -84,16 +85,16 @@ class Inspection:
 
     def verify(self, codecs: CodecSet, verification: Verification, owned: Directory | None) -> None:
         """Check the payload of every block that can be loaded; in the `owned` directory delete the damaged ones."""
-        files = None if owned is None else SegmentFiles(Disk(), owned, False, Counters(), 0, 0)
-        scan = SegmentScan(Disk(), self.identity, self._epoch, Counters())
-        reader = _Reader(self.identity, codecs)
+        files = None if owned is None else SegmentFiles(Disk(), owned, False, self._counters, 0, 0)
+        scan = SegmentScan(Disk(), self.identity, self._epoch, self._counters)
+        self._codecs, self._block = codecs, Scratch().take(self.identity.block_bytes)
         for slot, fd, segment in self._segments(scan, "verify", for_writing=files is not None):
             if segment is None:
                 if _is_damaged(fd) and verification.note(RecordStatus.BAD_HEADER, PAGE_BYTES) and files is not None:
                     files.discard(slot)
                     verification.repaired += 1
                 continue
-            damaged = set(self._damaged(segment, reader, verification))
+            damaged = set(self._damaged(segment, verification))
             if damaged and files is not None:
                 segment.table = _without(segment.table, damaged)
                 if not len(segment.table):
@@ -102,13 +103,14 @@ class Inspection:
                     verification.repaired += len(damaged)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # a whole disk in the page cache would displace the rest
 
-    def _damaged(self, segment: Segment, reader: _Reader, verification: Verification) -> Iterator[int]:
+    def _damaged(self, segment: Segment, verification: Verification) -> Iterator[int]:
         """Check a segment's blocks; yield the numbers of those to delete."""
         table = segment.table
         order = sorted(range(len(table)), key=table.offsets.__getitem__)
-        for run in _runs(table, order):
-            found = reader.read(segment, run)
-            if _generation_of(segment.fd) != segment.generation:
+        for run in neighbours(table, order):
+            found = self._read(segment, run)
+            header = SegmentHeader.decode(_first_page(segment.fd))
+            if header is None or header.generation != segment.generation:
                 if _CHANGED not in verification.notes:
                     verification.notes.append(_CHANGED)
                 return
@@ -116,6 +118,24 @@ class Inspection:
                 if verification.note(status, table.stored_bytes[ordinal]):
                     yield ordinal
             self._check_time("verify")
+
+    def _read(self, segment: Segment, run: Sequence[int]) -> list[RecordStatus | str]:
+        """Return what is found of some entries that lie one behind the other."""
+        entries = [segment.table[ordinal] for ordinal in run]
+        start = entries[0].offset // PAGE_BYTES * PAGE_BYTES
+        span = self._span.take(pages(max(entry.offset + entry.stored_bytes for entry in entries)) - start)
+        try:
+            span = span[: read_fully(Disk(), segment.fd, [span], start)]
+        except OSError:
+            if len(run) == 1:
+                return ["io_error"]
+            return [found for ordinal in run for found in self._read(segment, [ordinal])]
+        found: list[RecordStatus | str] = []
+        for ordinal, entry in zip(run, entries, strict=True):
+            payload = span[entry.offset - start : entry.offset - start + entry.stored_bytes]
+            key = segment.table.keys[ordinal]
+            found.append(decode_payload(entry, key, payload, self._block, self.identity.digest, self._codecs))
+        return found
 
     def _segments(
         self, scan: SegmentScan, operation: str, *, for_writing: bool = False
@@ -145,58 +165,12 @@ class Inspection:
             raise TierUnavailableError("the time was over", tier=self.tier, operation=operation)
 
 
-class _Reader:
-    """Reads and checks stored blocks of one segment at a time, into memory of its own."""
-
-    def __init__(self, identity: Identity, codecs: CodecSet) -> None:
-        self._digest = identity.digest
-        self._codecs = codecs
-        self._span = Scratch()
-        self._block = Scratch().take(identity.block_bytes)
-
-    def read(self, segment: Segment, run: Sequence[int]) -> list[RecordStatus | str]:
-        """Return what is found of some entries that lie one behind the other."""
-        entries = [segment.table[ordinal] for ordinal in run]
-        start = entries[0].offset // PAGE_BYTES * PAGE_BYTES
-        span = self._span.take(pages(max(entry.offset + entry.stored_bytes for entry in entries)) - start)
-        try:
-            span = span[: read_fully(Disk(), segment.fd, [span], start)]
-        except OSError:
-            if len(run) == 1:
-                return ["io_error"]
-            return [found for ordinal in run for found in self.read(segment, [ordinal])]
-        found: list[RecordStatus | str] = []
-        for ordinal, entry in zip(run, entries, strict=True):
-            payload = span[entry.offset - start : entry.offset - start + entry.stored_bytes]
-            key = segment.table.keys[ordinal]
-            found.append(decode_payload(entry, key, payload, self._block, self._digest, self._codecs))
-        return found
-
-
-def _runs(table: EntryTable, order: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the entries in pieces that are read at once."""
-    run: list[int] = []
-    for ordinal in order:
-        if run and table.offsets[ordinal] + table.stored_bytes[ordinal] - table.offsets[run[0]] > _RUN_BYTES:
-            yield run
-            run = []
-        run.append(ordinal)
-    if run:
-        yield run
-
-
 def _without(table: EntryTable, ordinals: set[int]) -> EntryTable:
     left = EntryTable()
     kept = [ordinal for ordinal in range(len(table)) if ordinal not in ordinals]
     used = [table.used[ordinal] for ordinal in kept]
     left.append([table.keys[ordinal] for ordinal in kept], [table[ordinal] for ordinal in kept], used)
     return left
-
-
-def _generation_of(fd: int) -> int | None:
-    """Return the present generation of a segment file."""
-    header = SegmentHeader.decode(_first_page(fd))
-    return None if header is None else header.generation
 
 
 def _is_damaged(fd: int) -> bool:

@@ -256,7 +256,6 @@ class EntryTable:
 
 
 def _split(blob: bytes, lengths: list[int]) -> list[OffloadKey]:
-    """Return the consecutive keys in `blob`."""
     if not lengths:
         return []
     size = lengths[0]

@@ -10,13 +10,14 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from tiered_kv.base import OffloadKey
 from tiered_kv.toolkit.event_log import EventLog
-from tiered_kv_nvme.index import Index, ordinal_of, slot_of
-from tiered_kv_nvme.layout import BatchHeader, batch_header_bytes
+from tiered_kv_nvme.index import Index, ordinal_of, place_of, slot_of
+from tiered_kv_nvme.layout import BatchHeader, Entry, batch_header_bytes
 from tiered_kv_nvme.segment import Demand, Segment, SegmentState
 from tiered_kv_nvme.worth import READ, Worth
 
@@ -29,11 +30,6 @@ class Stream(Enum):
 
     STORES = "stores"
     RELOCATIONS = "relocations"
-
-    @property
-    def spare(self) -> int:
-        """How many free segments it leaves to the other."""
-        return 1 if self is Stream.STORES else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +79,7 @@ class SegmentPool:
         was reset since `epoch`, or the pool is closed.
         """
         deadline = time.monotonic() + timeout_s
+        spare = int(stream is Stream.STORES)  # free segments that it leaves to the other
         with self.changed:
             while not self.closed and epoch == self.epoch:
                 active = self._active.get(stream)
@@ -91,7 +88,7 @@ class SegmentPool:
                     if count:
                         return self._take(active, demand, count)
                     self._retire(stream)
-                if len(self._free) > stream.spare:
+                if len(self._free) > spare:
                     self._activate(self._free.popleft(), stream)
                     continue
                 remaining_s = deadline - time.monotonic()
@@ -99,10 +96,31 @@ class SegmentPool:
                     return None
         return None
 
-    def commit(self, reservation: Reservation) -> bool:
-        """Locked. End a reservation whose batch is written; return whether its blocks are still valid."""
-        self._end_write(reservation.segment)
-        return reservation.header.epoch == self.epoch and not self.closed
+    def commit(
+        self,
+        reservation: Reservation,
+        keys: Sequence[OffloadKey],
+        entries: Sequence[Entry],
+        states: Sequence[int],
+        old_places: Sequence[int] | None,
+    ) -> bool:
+        """End a reservation whose batch is written, and make its blocks known; return whether they are still valid.
+
+        Those that moved from `old_places` are known only if they were still there.
+        """
+        segment = reservation.segment
+        with self.changed:
+            self._end_write(segment)
+            if reservation.header.epoch != self.epoch or self.closed:
+                return False
+            first_place = place_of(segment.slot, len(segment.table))
+            segment.table.append(keys, entries, states)
+            if old_places is None:
+                self.index.add(keys, first_place)
+                self.events.stored(keys)
+            else:
+                self.index.move(keys, old_places, first_place)
+        return True
 
     def abandon(self, reservation: Reservation) -> None:
         """Locked. End a reservation whose batch was not completely written.

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.counters import Counters
 from tiered_kv.tiering.step import give_way
 from tiered_kv.toolkit.codecs import ENCRYPTED_IDS, RAW_ID, CodecSet, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.status import REFUSED, UNREADABLE, RecordStatus
-from tiered_kv_nvme.counters import Counters
 from tiered_kv_nvme.disk import Disk, Scratch, ThreadScratch, is_of_alignment, read_fully
 from tiered_kv_nvme.index import ordinal_of, place_of, slot_of
-from tiered_kv_nvme.layout import PAGE_BYTES, Entry, checksum, pages
+from tiered_kv_nvme.layout import PAGE_BYTES, Entry, EntryTable, checksum, pages
 from tiered_kv_nvme.pool import SegmentPool
 from tiered_kv_nvme.segment import Segment
 from tiered_kv_nvme.worth import READ
@@ -24,6 +24,8 @@ RUN_BYTES_MAX = 8 << 20
 RUN_BLOCKS_MAX = 256
 GAP_BYTES_MAX = 64 << 10
 """The longest gap between two requested blocks that is read too: a header, or a few blocks."""
+SPAN_BYTES_MAX = 2 << 20
+"""Bytes of one read to relocate or inspect blocks, unless a block is larger."""
 
 
 class Wanted(NamedTuple):
@@ -42,15 +44,16 @@ class Run:
 
     blocks: list[Wanted]
     scatter: bool  # whether each is read straight to its destination; otherwise through a buffer
-    end_offset: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.end_offset = _end(self.blocks[-1].entry)
 
     @property
     def offset(self) -> int:
         """Where the run begins."""
         return self.blocks[0].entry.offset
+
+    @property
+    def end_offset(self) -> int:
+        """Where it ends."""
+        return _end(self.blocks[-1].entry)
 
     def takes(self, wanted: Wanted, scatter: bool) -> bool:
         """Add a block after the run, if it is near enough; return whether it was added."""
@@ -64,7 +67,6 @@ class Run:
         ):
             return False
         self.blocks.append(wanted)
-        self.end_offset = _end(wanted.entry)
         return True
 
 
@@ -212,11 +214,21 @@ class BlockReader:
         for item in run.blocks:
             payload = _payload(span[:came], item.entry, start)
             give_way()
-            statuses.append(self._decode(item, payload))
+            statuses.append(decode_payload(item.entry, item.key, payload, item.block, self.pool.digest, self.codecs))
         return statuses
 
-    def _decode(self, item: Wanted, payload: memoryview) -> RecordStatus:
-        return decode_payload(item.entry, item.key, payload, item.block, self.pool.digest, self.codecs)
+
+def neighbours(table: EntryTable, ordinals: Iterable[int]) -> Iterator[list[int]]:
+    """Yield entries, given in the order in which they lie on the disk, in groups that are read at once."""
+    near: list[int] = []
+    for ordinal in ordinals:
+        end_offset = table.offsets[ordinal] + table.stored_bytes[ordinal]
+        if near and (end_offset - table.offsets[near[0]] > SPAN_BYTES_MAX or len(near) == RUN_BLOCKS_MAX):
+            yield near
+            near = []
+        near.append(ordinal)
+    if near:
+        yield near
 
 
 def decode_payload(
@@ -240,7 +252,6 @@ def _end(entry: Entry) -> int:
 
 
 def _payload(span: memoryview, entry: Entry, start: int) -> memoryview:
-    """Return the part of an entry's payload in a `span` that was read from `start`."""
     at = entry.offset - start
     return span[at : at + entry.stored_bytes]
 

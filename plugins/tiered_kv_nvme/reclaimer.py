@@ -8,21 +8,18 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tiered_kv.counters import Counters
 from tiered_kv.tiering.step import give_way
 from tiered_kv.toolkit.codecs import Draft
-from tiered_kv_nvme.counters import Counters
 from tiered_kv_nvme.disk import Scratch
 from tiered_kv_nvme.files import NoSegment, SegmentFiles
 from tiered_kv_nvme.index import CHUNK_KEYS, PAUSE_S, place_of
-from tiered_kv_nvme.layout import Entry
 from tiered_kv_nvme.pool import SegmentPool
-from tiered_kv_nvme.reader import BlockReader
+from tiered_kv_nvme.reader import BlockReader, neighbours
 from tiered_kv_nvme.segment import Segment, SegmentState
 from tiered_kv_nvme.worth import READ, RELOCATED_SHARE_MAX
-from tiered_kv_nvme.writer import BATCH_BLOCKS_MAX, BatchWriter, Payload
+from tiered_kv_nvme.writer import BatchWriter, Payload
 
-_SPAN_BYTES_MAX = 2 << 20
-"""Bytes of one read to relocate blocks, unless a block is larger."""
 _RETRY_S = 0.1
 _GROW_RETRY_S = 5.0
 """How often to check whether the capacity and the file system have room for one more segment."""
@@ -62,7 +59,9 @@ class Reclaimer:
         while not self._stopping:
             failed = False
             try:
-                worked = self._work()
+                with self.pool.changed:
+                    missing = self.pool.free_missing
+                worked = (missing > 0 and self._make_room()) or self._seal()
             except Exception as error:  # without a reclaimer every later store would fail
                 self._log(error)
                 worked, failed = False, True
@@ -73,12 +72,6 @@ class Reclaimer:
         if type(error) not in self._logged:
             self._logged.add(type(error))
             _log.error("reclaiming failed; further errors of this kind are not logged", exc_info=error)
-
-    def _work(self) -> bool:
-        """Make room or seal; return whether anything could be done."""
-        with self.pool.changed:
-            missing = self.pool.free_missing
-        return (missing > 0 and self._make_room()) or self._seal()
 
     def _rest(self, failed: bool) -> None:
         """Wait until there may be work, which may be now; after a failure, wait in any case."""
@@ -164,12 +157,14 @@ class Reclaimer:
             except OSError:
                 self.counters.add("io_errors_total")
                 return
-            sound = [(ordinal, data) for ordinal, data in zip(ordinals, payloads, strict=True) if data is not None]
-            moved = self.writer.relocate(
-                [segment.table.keys[ordinal] for ordinal, _ in sound],
-                [_stored(segment.table[ordinal], data) for ordinal, data in sound],
-                [place_of(segment.slot, ordinal) for ordinal, _ in sound],
+            found = zip(ordinals, payloads, strict=True)
+            sound = [(ordinal, segment.table[ordinal], data) for ordinal, data in found if data is not None]
+            moved, _ = self.writer.write(
+                [segment.table.keys[ordinal] for ordinal, _, _ in sound],
+                # What is stored already moves as it is, without a key.
+                [Payload(Draft(entry.codec, 0, data), entry.checksum) for _, entry, data in sound],
                 epoch,
+                [place_of(segment.slot, ordinal) for ordinal, _, _ in sound],
             )
             self.counters.add("relocated_blocks_total", count=moved)
             if moved < len(sound):
@@ -249,17 +244,4 @@ def survivors(pool: SegmentPool, segment: Segment) -> Iterator[list[int]]:
             if budget_bytes < 0:
                 break
             chosen.append(ordinal)
-    near: list[int] = []
-    for ordinal in sorted(chosen):
-        end_offset = table.offsets[ordinal] + table.stored_bytes[ordinal]
-        if near and (end_offset - table.offsets[near[0]] > _SPAN_BYTES_MAX or len(near) == BATCH_BLOCKS_MAX):
-            yield near
-            near = []
-        near.append(ordinal)
-    if near:
-        yield near
-
-
-def _stored(entry: Entry, data: memoryview) -> Payload:
-    """Return the payload of what is stored already: it moves as it is, without a key."""
-    return Payload(Draft(entry.codec, 0, data), entry.checksum)
+    yield from neighbours(table, sorted(chosen))

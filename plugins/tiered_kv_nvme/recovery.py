@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from tiered_kv.counters import Counters
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codecs import OVERHEAD_BYTES_MAX
-from tiered_kv_nvme.counters import Counters
 from tiered_kv_nvme.disk import Disk, Scratch, read_fully
 from tiered_kv_nvme.files import SegmentFiles
 from tiered_kv_nvme.index import place_of
@@ -36,7 +36,9 @@ def recover(files: SegmentFiles, pool: SegmentPool, *, threads: int) -> None:
     # In the order in which they are given up: free ones first (of epoch 0), then those of a reset, then the oldest.
     found = sorted(_results(scans), key=lambda each: (each.epoch == pool.epoch, each.epoch > 0, each.generation))
     try:
-        _delete_excess(files, found)
+        while found and files.excess_bytes() > 0:
+            files.delete(found.pop(0))
+            files.counters.add("discarded_segments_total")
         _adopt(found, pool)
     except BaseException:
         _close(found)
@@ -227,13 +229,6 @@ def _results(scans: Sequence[Future[Segment | None]]) -> list[Segment]:
         _close(segments)
         raise failures[0]
     return segments
-
-
-def _delete_excess(files: SegmentFiles, found: list[Segment]) -> None:
-    """Delete segments, and take them out of `found`, until the directory is within its capacity."""
-    while found and files.excess_bytes() > 0:
-        files.delete(found.pop(0))
-        files.counters.add("discarded_segments_total")
 
 
 def _close(segments: Sequence[Segment]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate
 
@@ -44,6 +44,7 @@ class Demand:
         return header_bytes + pages(self.payload_ends[count - 1])
 
 
+@dataclass(slots=True, eq=False)
 class Segment:
     """A segment's file and state.
 
@@ -52,35 +53,26 @@ class Segment:
     file's name and in index entries, `generation` that of its current use.
     """
 
-    __slots__ = (
-        "age",
-        "damaged",
-        "end_offset",
-        "epoch",
-        "fd",
-        "generation",
-        "key_bytes",
-        "readers",
-        "reserved_blocks",
-        "segment_bytes",
-        "sequence",
-        "slot",
-        "state",
-        "table",
-        "writers",
-    )
+    slot: int
+    fd: int
+    segment_bytes: int
+    generation: int
+    damaged: bool = False
+    """Whether the file is shorter than its header's size, so that it cannot be used again."""
+    age: int = 0
+    """When it was filled: the order in which segments are sealed and reclaimed."""
+    writers: int = 0
+    readers: int = 0
+    state: SegmentState = field(init=False)
+    epoch: int = field(init=False)
+    table: EntryTable = field(init=False)
+    end_offset: int = field(init=False)
+    sequence: int = field(init=False)
+    reserved_blocks: int = field(init=False)
+    key_bytes: int = field(init=False)
 
-    def __init__(self, slot: int, fd: int, segment_bytes: int, generation: int) -> None:
-        self.slot = slot
-        self.fd = fd
-        self.segment_bytes = segment_bytes
-        self.damaged = False
-        """Whether the file is shorter than its header's size, so that it cannot be used again."""
-        self.age = 0
-        """When it was filled: the order in which segments are sealed and reclaimed."""
-        self.writers = 0
-        self.readers = 0
-        self.renew(generation)
+    def __post_init__(self) -> None:
+        self.renew(self.generation)
 
     def renew(self, generation: int) -> None:
         """Make it empty, for its next use."""

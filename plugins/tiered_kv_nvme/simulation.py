@@ -70,18 +70,12 @@ class NvmeKeys(KeyStore):
         reservation = pool.reserve(demand, pool.epoch, 0.0, stream)
         if reservation is None:
             return 0
-        count, segment = reservation.header.entry_count, reservation.segment
-        states = pool.worth.first_states(keys[:count]) if old_places is None else pool.moved_states(old_places[:count])
-        with pool.changed:
-            pool.commit(reservation)
-            first_place = place_of(segment.slot, len(segment.table))
-            segment.table.append(keys[:count], [self._entry] * count, states)
-            if old_places is None:
-                pool.index.add(keys[:count], first_place)
-            else:
-                pool.index.move(keys[:count], old_places[:count], first_place)
-                self.moved_blocks += count
+        count = reservation.header.entry_count
+        keys, places = keys[:count], old_places[:count] if old_places is not None else None
+        states = pool.worth.first_states(keys) if places is None else pool.moved_states(places)
+        pool.commit(reservation, keys, [self._entry] * count, states, places)
         self.written_blocks += count
+        self.moved_blocks += 0 if places is None else count
         return count
 
     def _make_room(self) -> None:

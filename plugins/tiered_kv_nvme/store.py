@@ -13,12 +13,13 @@ from typing import Any
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.units import rounded_bytes
+from tiered_kv.counters import Counters
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codecs import PLAIN, CodecSet
 from tiered_kv.toolkit.jobs import Outcome
-from tiered_kv_nvme.counters import Counters
+from tiered_kv_nvme.counters import COUNTERS, COUNTERS_BY_LABEL
 from tiered_kv_nvme.directory import Directory
 from tiered_kv_nvme.disk import Disk, refusal_of_direct
 from tiered_kv_nvme.epoch import DirectoryEpoch
@@ -70,7 +71,7 @@ class SegmentStore:
         self._name = f"tiered-kv-{tier}"
         self._forgotten: deque[dict[OffloadKey, int]] = deque()  # the indexes from before resets
         self._noting = BackgroundTask(self._note_reset, f"{self._name}-reset")
-        self.counters = Counters()
+        self.counters = Counters(COUNTERS, COUNTERS_BY_LABEL)
         self._directory = Directory(path, identity, tier=tier)
         with ExitStack() as undo:
             undo.callback(self._directory.close)

@@ -28,11 +28,6 @@ class NvmeTier(BlockingTier):
 
     The directory is opened, and its index read, by the constructor. Lookups are answered from memory, at once.
 
-    Args:
-        offloading_spec, primary_kv_view, tier_type: As in `SecondaryTierManager`. A `TierSpec` gives the
-            namespace; without one all stacks of one block size share one.
-        settings: The tier's YAML entry.
-
     Raises:
         ConfigError: The sizes do not fit the blocks, required direct I/O is not supported, or the codec's library
             or a key file cannot be used.
@@ -125,10 +120,11 @@ def _open_store(
         block_bytes=block_bytes,
     )
     codecs = settings.open_codecs()
+    is_on_page = np.asarray(primary_kv_view).ctypes.data % PAGE_BYTES == 0
     options = StoreOptions(
         sizing=Sizing.of(settings.capacity, block_bytes, settings.segment, overhead_bytes=codecs.overhead_bytes),
         # A host mostly aligns each block, wherever its memory begins.
-        aligned=getattr(offloading_spec, "memory", None) is not None or _address_of(primary_kv_view) % PAGE_BYTES == 0,
+        aligned=is_on_page or getattr(offloading_spec, "memory", None) is not None,
         want_direct=settings.direct != "off",
         codecs=codecs,
         threads=settings.threads,
@@ -141,8 +137,3 @@ def _open_store(
         store.close()
         raise ConfigError(f"{store.not_direct}; write 'direct: auto' to use the page cache then", location="direct")
     return store
-
-
-def _address_of(view: memoryview) -> int:
-    address: int = np.asarray(view).ctypes.data
-    return address

@@ -73,9 +73,8 @@ class Worth:
         self._price = 1.0
         self._ranked: list[Segment] = []  # to be reclaimed next, the last first
         self._waiting = [[0] * _AGES for _ in range(_USES)]  # blocks, remembered ones too, by uses and last use
-        self._ghosts = np.zeros(
-            min(max(1, blocks), GHOSTS_MAX), np.uint32
-        )  # a state below 16 bits of the key's digest; 0 for none
+        # A state below 16 bits of the key's digest; 0 for none.
+        self._ghosts = np.zeros(min(max(1, blocks), GHOSTS_MAX), np.uint32)
 
     def first_states(self, keys: Sequence[OffloadKey]) -> array[int]:
         """Return the states of blocks that are stored. One that is remembered was used once more."""

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.counters import Counters
 from tiered_kv.tiering.step import give_way
 from tiered_kv.toolkit.codecs import CodecSet, Draft, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, failure_reason
-from tiered_kv_nvme.counters import Counters
 from tiered_kv_nvme.disk import Disk, ThreadScratch, is_of_alignment, write_fully
-from tiered_kv_nvme.index import place_of
 from tiered_kv_nvme.layout import KEY_BYTES_MAX, BatchHeader, Entry, checksum
 from tiered_kv_nvme.pool import Reservation, SegmentPool, Stream
 from tiered_kv_nvme.segment import Demand
@@ -66,7 +65,7 @@ class BatchWriter:
             if time.monotonic() >= deadline:
                 reason = "expired"
                 break
-            count, failure = self._write(batch_keys, payloads, epoch)
+            count, failure = self.write(batch_keys, payloads, epoch)
             stored.update(batch_keys[:count])
             if failure:  # the next batch is likely to fail too, and may take as long
                 reason = failure
@@ -75,28 +74,22 @@ class BatchWriter:
             return ALL_DONE
         return Outcome([key for key in keys if key in stored or key not in wanted], reason)
 
-    def relocate(
-        self, keys: Sequence[OffloadKey], payloads: Sequence[Payload], places: Sequence[int], epoch: int
-    ) -> int:
-        """Copy stored blocks from `places`, as far as there is room now; return how many moved."""
-        written, _ = self._write(keys, payloads, epoch, places)
-        return written
-
     def _prepare(self, block: memoryview) -> Payload:
         give_way()
-        if self.codecs.writes_raw:
-            return Payload(self.codecs.draft(block), checksum(block))
         draft = self.codecs.draft(block)
         return Payload(draft, checksum(draft.content) if draft.cipher is None else None)
 
-    def _write(
+    def write(
         self,
         keys: Sequence[OffloadKey],
         payloads: Sequence[Payload],
         epoch: int,
         old_places: Sequence[int] | None = None,
     ) -> tuple[int, str]:
-        """Write one batch, or several at the end of a segment; return how many blocks, and why others failed."""
+        """Write one batch, or several at the end of a segment; return how many blocks, and why others failed.
+
+        Blocks that move from `old_places` do not wait for room.
+        """
         timeout_s, stream = self.room_timeout_s, Stream.STORES
         if old_places is not None:
             timeout_s, stream = 0.0, Stream.RELOCATIONS
@@ -150,17 +143,7 @@ class BatchWriter:
             self.counters.add("io_errors_total")
             return failure_reason(error)
         self.counters.add("stored_batches_total")
-        with self.pool.changed:
-            if not self.pool.commit(reservation):
-                return "reset"
-            first_place = place_of(segment.slot, len(segment.table))
-            segment.table.append(keys, entries, states)
-            if old_places is None:
-                self.pool.index.add(keys, first_place)
-                self.pool.events.stored(keys)
-            else:
-                self.pool.index.move(keys, old_places, first_place)
-        return ""
+        return "" if self.pool.commit(reservation, keys, entries, states, old_places) else "reset"
 
     def _lay_out(
         self, header: BatchHeader, keys: Sequence[OffloadKey], payloads: Sequence[Payload], *, gather: bool
@@ -175,7 +158,8 @@ class BatchWriter:
         for key, (draft, known_checksum) in zip(keys, payloads, strict=True):
             end = at + draft.payload_bytes
             if not gather:
-                known_checksum = self._put(draft, known_checksum, batch[at:end], key)
+                draft.write_into(batch[at:end], binding_of(self.pool.digest, key))
+                known_checksum = known_checksum or checksum(batch[at:end])
             assert known_checksum is not None, "what is encrypted has just been put into the batch"
             entries.append(Entry(header.offset + at, draft.payload_bytes, draft.codec_id, known_checksum))
             at = end
@@ -184,13 +168,6 @@ class BatchWriter:
             return entries, [batch, *[payload.draft.content for payload in payloads]]
         batch[at:] = bytes(len(batch) - at)
         return entries, [batch]
-
-    def _put(self, draft: Draft, known_checksum: bytes | None, target: memoryview, key: OffloadKey) -> bytes:
-        if known_checksum is not None:
-            target[:] = draft.content
-            return known_checksum
-        draft.write_into(target, binding_of(self.pool.digest, key))
-        return checksum(target)
 
 
 def _batches(wanted: dict[OffloadKey, memoryview]) -> Iterator[tuple[list[OffloadKey], list[memoryview]]]:

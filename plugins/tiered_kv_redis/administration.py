@@ -30,25 +30,15 @@ from tiered_kv.tiering.administration import (
     Verification,
     believed,
 )
+from tiered_kv.toolkit.codecs import CodecSet
 from tiered_kv.toolkit.inspection import Census
+from tiered_kv.toolkit.record import HEADER_BYTES, decode_record, record_bytes_max
 from tiered_kv.toolkit.small_files import fields_of
 from tiered_kv.toolkit.status import RecordStatus
 from tiered_kv_redis.endpoint import check_tls_files
-from tiered_kv_redis.exchange import Batch, Calls, Failures, Transfer, converse
 from tiered_kv_redis.keyspace import KEY_PREFIX
-from tiered_kv_redis.loads import Loads
 from tiered_kv_redis.node import Node
-from tiered_kv_redis.reasons import (
-    ABSENT,
-    MOVED,
-    NOT_OURS_TO_USE,
-    PERMISSION,
-    TIMEOUT,
-    TOO_LONG,
-    NodeError,
-    reason_of_error,
-)
-from tiered_kv_redis.replies import command
+from tiered_kv_redis.reasons import MOVED, NOT_OURS_TO_USE, PERMISSION, TIMEOUT, WRONG_TYPE, NodeError, reason_of_error
 from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.topology import Topology
 
@@ -135,17 +125,20 @@ class RedisAdministration(TierAdministration):
                 operation="verify",
             )
         verification.checks_tags = True
-        transfer = Transfer(bytes.fromhex(digest), self._settings.open_codecs())
-        at_once = min(NAMES_AT_ONCE, max(1, _BLOCKS_BYTES // verification.block_bytes))
-        rows = memoryview(bytearray(at_once * verification.block_bytes))
+        codecs, block = self._settings.open_codecs(), memoryview(bytearray(verification.block_bytes))
+        at_once = min(NAMES_AT_ONCE, max(1, _BLOCKS_BYTES // len(block)))
         with self._told("verify"):
             for node in self._masters(deadline):
-                _ask_not_to_touch(node, verification, deadline)
                 with closing(node.client()) as client:
+                    try:
+                        client.client_no_touch("ON")
+                    except ResponseError:
+                        if _TOUCHED not in verification.notes:
+                            verification.notes.append(_TOUCHED)
                     for names in _batches(_names(client, digest, deadline), at_once):
                         blocks = [name for name in names if (match := _NAME.fullmatch(name)) and match["block"]]
-                        for name, found, size_bytes in _found(node, blocks, rows, transfer, verification, deadline):
-                            if verification.note(found, size_bytes):
+                        for name, found in _found(client, blocks, bytes.fromhex(digest), codecs, block):
+                            if verification.note(found, len(block)):
                                 client.unlink(name)
                                 verification.repaired += 1  # also where an engine has deleted it meanwhile
 
@@ -218,43 +211,27 @@ def _survey(
                 described[digest] = _described(client, name, digest)
 
 
-def _ask_not_to_touch(node: Node, verification: Verification, deadline: float) -> None:
-    """Have the server not take the check for a use of the blocks, on the connection that is used for it next."""
-    failures: Failures = {}
-    converse([Calls(node, [0], failures, [command(b"CLIENT", b"NO-TOUCH", b"ON")])], deadline)
-    if failures and _TOUCHED not in verification.notes:
-        verification.notes.append(_TOUCHED)
-
-
 def _found(
-    node: Node,
-    names: Sequence[bytes],
-    rows: memoryview,
-    transfer: Transfer,
-    verification: Verification,
-    deadline: float,
-) -> Iterator[tuple[bytes, RecordStatus | str, int]]:
-    """Load blocks into `rows`; yield the name, the finding and the bytes of each that is still there."""
-    assert verification.block_bytes is not None, "nothing is loaded without"
-    size = verification.block_bytes
-    while names:
-        blocks = [rows[at * size : (at + 1) * size] for at in range(len(names))]
-        keys = [OffloadKey(name[_KEY_OFFSET:]) for name in names]
-        failures: Failures = {}
-        loads = Loads(node, range(len(names)), failures, Batch(keys, names, blocks, deadline), transfer)
-        converse([loads], deadline)
-        judged = max([loads.answered, *(at + 1 for at in loads.damaged)])
-        if loads.trouble not in ("", TOO_LONG) or not judged:
-            raise NodeError(loads.trouble or TIMEOUT)
-        for at, name in enumerate(names[:judged]):
-            reason = failures.get(at, "")
-            if reason in (ABSENT, MOVED):
-                continue
-            if at in loads.damaged or at in loads.unreadable:
-                yield name, RecordStatus.BAD_LENGTH if reason == TOO_LONG else RecordStatus(reason), size
-            else:
-                yield name, reason or RecordStatus.OK, size
-        names = names[judged:]  # the rest after a value that is too long: its connection is lost
+    client: Redis, names: Sequence[bytes], digest: bytes, codecs: CodecSet, block: memoryview
+) -> Iterator[tuple[bytes, RecordStatus | str]]:
+    """Load blocks into `block`, one after the other; yield the name of each that is still there, and what it holds."""
+    pipeline = client.pipeline(transaction=False)
+    for name in names:
+        pipeline.strlen(name)
+    values = dict(zip(names, pipeline.execute(raise_on_error=False), strict=True))
+    limit = record_bytes_max(len(block))
+    possible = [name for name, length in values.items() if isinstance(length, int) and length <= limit]
+    for name in possible:
+        pipeline.get(name)
+    values.update(zip(possible, pipeline.execute(raise_on_error=False), strict=True))
+    for name, value in values.items():
+        if isinstance(value, bytes):
+            header, payload = memoryview(value)[:HEADER_BYTES], memoryview(value)[HEADER_BYTES:]
+            yield name, decode_record(header, payload, OffloadKey(name[_KEY_OFFSET:]), block, digest, codecs)
+        elif isinstance(value, int):
+            yield name, RecordStatus.BAD_LENGTH
+        elif isinstance(value, Exception) and (reason := reason_of_error(value)) != MOVED:
+            yield name, WRONG_TYPE if str(value).startswith("WRONGTYPE") else reason
 
 
 def _names(client: Redis, digest: str | None, deadline: float) -> Iterator[bytes]:

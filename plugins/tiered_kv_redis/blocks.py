@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from tiered_kv.counters import Counters
@@ -97,12 +98,8 @@ class Blocks:
     def _send(self, positions: Sequence[int], batch: Batch, *, overwrite: bool) -> tuple[list[int], Failures]:
         """Store blocks; return the positions whose existing value was left, and the failures."""
         failures: Failures = {}
-        done = self._converse(
-            positions,
-            batch,
-            failures,
-            lambda node, own: Stores(node, own, failures, batch, self._transfer, overwrite=overwrite),
-        )
+        exchange = partial(Stores, batch=batch, transfer=self._transfer, overwrite=overwrite)
+        done = self._converse(positions, batch, failures, exchange)
         occupied = [at for exchange in done for at in exchange.occupied]
         left = {*occupied, *failures}
         self._unreadable.forget(batch.names[at] for at in positions if at not in left)
@@ -111,9 +108,8 @@ class Blocks:
     def _load(self, positions: Sequence[int], batch: Batch) -> Failures:
         """Load blocks, delete values that no process can load, and note those that only others can."""
         failures: Failures = {}
-        done = self._converse(
-            positions, batch, failures, lambda node, own: Loads(node, own, failures, batch, self._transfer)
-        )
+        exchange = partial(Loads, batch=batch, transfer=self._transfer)
+        done = self._converse(positions, batch, failures, exchange)
         self._unreadable.note(batch.names[at] for exchange in done for at in exchange.unreadable)
         self._unreadable.forget(batch.names[at] for at in positions if at not in failures)
         damaged = [at for exchange in done for at in exchange.damaged]
@@ -143,12 +139,8 @@ class Blocks:
 
     def _ask(self, verb: bytes, positions: Sequence[int], batch: Batch, failures: Failures) -> dict[int, object]:
         """Send one short command a block, and return the replies that came."""
-        done = self._converse(
-            positions,
-            batch,
-            failures,
-            lambda node, own: Calls(node, own, failures, [command(verb, batch.names[at]) for at in own]),
-        )
+        commands = {at: command(verb, batch.names[at]) for at in positions}
+        done = self._converse(positions, batch, failures, partial(Calls, commands=commands))
         return {at: reply for exchange in done for at, reply in exchange.replies.items()}
 
     def _converse(
@@ -156,7 +148,7 @@ class Blocks:
         positions: Sequence[int],
         batch: Batch,
         failures: Failures,
-        exchange_with: Callable[[Node, Sequence[int]], Conversation],
+        exchange_with: Callable[[Node, Sequence[int], Failures], Conversation],
     ) -> list[Conversation]:
         """Run one exchange with each server that has some of the blocks, all at once, and add to `failures`."""
         if not positions:
@@ -169,7 +161,7 @@ class Blocks:
         placed = [(node, [positions[at] for at in own]) for node, own in shares]
         if sum(len(own) for _, own in placed) < len(positions):
             failures.update(dict.fromkeys(set(positions).difference(*(own for _, own in placed)), CLUSTER_DOWN))
-        exchanges = [exchange_with(node, own) for node, own in placed]
+        exchanges = [exchange_with(node, own, failures) for node, own in placed]
         converse(exchanges, batch.deadline)
         for exchange in exchanges:
             reasons = exchange.reasons()

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import select
 import socket
+import ssl
 import time
 
-from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
+from redis.connection import Connection, SSLConnection
 
 from tiered_kv.toolkit.resolver import connect
 from tiered_kv_redis.replies import ReplyReader
-from tiered_kv_redis.stream import stream_of
+from tiered_kv_redis.stream import Stream, TlsStream
 
 _CONNECT_MIN_S = 0.001
 
@@ -46,10 +47,9 @@ class Link:
     """A connected socket, under TLS where that is wanted, with the buffers for it; one thread at a time."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self.stream = stream_of(sock)
+        self.stream = TlsStream(sock) if isinstance(sock, ssl.SSLSocket) else Stream(sock)
         self.replies = ReplyReader(self.stream)
         self.room = SendRoom()
-        self._heads = bytearray()
         self.fd = sock.fileno()
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
@@ -58,25 +58,8 @@ class Link:
         """Return whether nothing has arrived unasked, such as the end of the connection."""
         return not self.replies.buffered_bytes and not self.stream.pending_bytes() and not self._poll.poll(0)
 
-    def heads(self, size: int) -> memoryview:
-        """Return `size` bytes that keep their place until more are asked for."""
-        if len(self._heads) < size:
-            self._heads = bytearray(size)
-        return memoryview(self._heads)
 
-
-class _HoldsLink:
-    """Mixin for each of redis-py's kinds of connections, which make their socket in `_connect`."""
-
-    link: Link
-
-    def _connect(self) -> socket.socket:
-        sock: socket.socket = super()._connect()  # type: ignore[misc]  # of the class that this is mixed into
-        self.link = Link(sock)
-        return sock
-
-
-class _BoundedConnection(Connection):
+class TcpConnection(Connection):
     """Connects within `connect_timeout`, the look-up of the name included, which redis-py would not bound."""
 
     def _connect(self) -> socket.socket:
@@ -88,19 +71,11 @@ class _BoundedConnection(Connection):
         return sock
 
 
-class TcpConnection(_HoldsLink, _BoundedConnection):
-    """Over TCP."""
-
-
-class TlsConnection(_HoldsLink, SSLConnection, _BoundedConnection):
+class TlsConnection(SSLConnection, TcpConnection):
     """Over TLS."""
 
 
-class UnixConnection(_HoldsLink, UnixDomainSocketConnection):
-    """Over a Unix socket."""
-
-
 class WireConnection(Connection):
-    """The common type of the three."""
+    """Any kind of connection, with the link that `Node` gives it."""
 
     link: Link

@@ -7,11 +7,12 @@ from typing import Any
 
 from pydantic import SecretStr
 from redis.backoff import NoBackoff
+from redis.connection import UnixDomainSocketConnection
 from redis.credentials import UsernamePasswordCredentialProvider
 from redis.retry import Retry
 
 from tiered_kv.errors import ConfigError
-from tiered_kv_redis.connection import TcpConnection, TlsConnection, UnixConnection
+from tiered_kv_redis.connection import TcpConnection, TlsConnection
 from tiered_kv_redis.settings import Address, RedisSettings
 
 Options = dict[str, Any]  # Any: redis-py's keyword arguments
@@ -25,7 +26,7 @@ def pool_options(settings: RedisSettings, address: Address | None) -> Options:
     connections_max = settings.connections + _OTHER_CALLERS_MAX
     options = {**common_options(settings), "max_connections": connections_max, "db": settings.db}
     if address is None:
-        return {**options, "path": settings.socket, "connection_class": UnixConnection}
+        return {**options, "path": settings.socket, "connection_class": UnixDomainSocketConnection}
     kind = TlsConnection if settings.tls else TcpConnection
     tls = tls_options(settings) if settings.tls else {}
     return {**options, **tls, "host": address.host, "port": address.port, "connection_class": kind}

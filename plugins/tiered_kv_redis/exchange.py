@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tiered_kv.base import OffloadKey
@@ -149,14 +149,14 @@ def _guarded(exchange: Exchange, link: Link, step: Callable[[Link, float], None]
 class Calls(Exchange):
     """Small commands, one for each position, whose replies are a word, a number, or nothing."""
 
-    def __init__(self, node: Node, positions: Sequence[int], failures: Failures, commands: Sequence[bytes]) -> None:
+    def __init__(self, node: Node, positions: Sequence[int], failures: Failures, commands: Mapping[int, bytes]) -> None:
         super().__init__(node, positions, failures)
         self.replies: dict[int, Reply] = {}
         """By position; an error is in `failures`, too."""
         self._commands = commands
 
     def begin(self, link: Link, deadline: float) -> None:
-        link.stream.send((b"".join(self._commands),), deadline)
+        link.stream.send((b"".join([self._commands[at] for at in self.positions]),), deadline)
 
     def finish(self, link: Link, deadline: float) -> None:
         for position in self.positions:

@@ -84,7 +84,7 @@ class KeySpace:
         if not shares:
             raise NodeError(CLUSTER_DOWN)
         failures: Failures = {}
-        call = Calls(shares[0][0], [0], failures, [command(verb, name, *arguments)])
+        call = Calls(shares[0][0], [0], failures, {0: command(verb, name, *arguments)})
         converse([call], deadline)
         if failures:
             if failures[0] in (MOVED, READ_ONLY):

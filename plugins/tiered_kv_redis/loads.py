@@ -51,12 +51,11 @@ class Loads(Exchange):
         self._slots = min(2 * self._under_way_max, self.count)
         self._sent = 0
         self._received = 0  # expected replies that are completely there
-        self._heads = memoryview(b"")
+        self._heads = memoryview(bytearray(self._slots * (self._head_bytes + len(_CRLF))))
         self._pieces: list[memoryview] = []  # the places of requested replies
         self._at = 0  # the next piece to receive
 
     def begin(self, link: Link, deadline: float) -> None:
-        self._heads = link.heads(self._slots * (self._head_bytes + len(_CRLF)))
         self._ask(link, deadline)
 
     def finish(self, link: Link, deadline: float) -> None:

@@ -14,7 +14,7 @@ from redis.connection import ConnectionPool
 from redis.exceptions import RedisError, ResponseError
 
 from tiered_kv.toolkit.background import BackgroundTask
-from tiered_kv_redis.connection import WireConnection
+from tiered_kv_redis.connection import Link, WireConnection
 from tiered_kv_redis.reasons import TOO_LONG, UNAVAILABLE, UNUSABLE, NodeError, reason_of_error
 
 _PAUSE_MIN_S = 0.05
@@ -103,10 +103,7 @@ class Node:
         return Redis.from_pool(ConnectionPool(**self._pool_settings))
 
     def memory_limit(self) -> tuple[int, str] | None:
-        """Ask the server for its `maxmemory`, in bytes and 0 for none, and its `maxmemory-policy`.
-
-        None where the server does not answer, or the user has no right to ask.
-        """
+        """Return the server's `maxmemory` in bytes, 0 for none, and its policy; None where it does not answer that."""
         with contextlib.closing(self.client()) as client, contextlib.suppress(RedisError, OSError):
             told = client.info("memory")
             return int(told["maxmemory"]), str(told["maxmemory_policy"])
@@ -137,7 +134,7 @@ class Node:
         if self._closing.is_set():
             self._close(connection)
             raise ConnectionError("the tier was closed")
-        connection.link.stream.start()
+        connection.link = Link(connection._sock)  # type: ignore[arg-type]  # it is connected
         self._on_connect()
         return connection
 

@@ -161,28 +161,21 @@ def _parts_of(url: str) -> dict[str, object]:
         raise ValueError(f"'url' cannot be read: expected {_URL_ACCEPTED}") from None
     if split.query or split.fragment:
         raise ValueError("'url' may not have a query: give its settings as keys of their own")
-    parts: dict[str, object] = {}
+    parts: dict[str, object] = {
+        "username": SecretStr(unquote(split.username)) if split.username else None,
+        "password": SecretStr(unquote(split.password)) if split.password else None,
+    }
     if split.scheme == "unix":
         parts["socket"] = unquote(split.path)
     elif split.scheme in ("redis", "rediss") and split.hostname:
-        parts["host"] = unquote(split.hostname)
-        if port is not None:
-            parts["port"] = port
-        if split.scheme == "rediss":
-            parts["tls"] = True
-        database = split.path.strip("/")
-        if database:
-            if not database.isdecimal():
-                raise ValueError("the path of 'url' is the number of a database, such as /0")
-            if int(database):
-                parts["db"] = int(database)
+        database = split.path.strip("/") or "0"
+        if not database.isdecimal():
+            raise ValueError("the path of 'url' is the number of a database, such as /0")
+        tls = split.scheme == "rediss" or None
+        parts |= {"host": unquote(split.hostname), "port": port, "db": int(database) or None, "tls": tls}
     else:
         raise ValueError(f"'url' names no server: expected {_URL_ACCEPTED}")
-    if split.username:
-        parts["username"] = SecretStr(unquote(split.username))
-    if split.password:
-        parts["password"] = SecretStr(unquote(split.password))
-    return parts
+    return {name: value for name, value in parts.items() if value is not None}
 
 
 def _without_userinfo(url: str) -> str:

@@ -19,7 +19,7 @@ _ARMED_SLACK_US = 10_000
 Buffer = bytes | bytearray | memoryview
 
 
-class PlainStream:
+class Stream:
     """A connected socket as it is; one thread at a time.
 
     The kernel keeps the time, so that a call is one system call and needs no poll before it. Every method raises
@@ -29,12 +29,8 @@ class PlainStream:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._sock.settimeout(None)  # redis-py leaves its own on it
         self._armed_us: dict[int, int] = {}  # what the kernel was last told, by socket option
-
-    def start(self) -> None:
-        """Take the socket over from redis-py, which leaves its timeouts on it."""
-        self._sock.settimeout(None)
-        self._armed_us.clear()
 
     def send(self, parts: Sequence[Buffer], deadline: float) -> None:
         """Send all of them, one after the other."""
@@ -67,32 +63,26 @@ class PlainStream:
         return 0
 
     def _arm(self, option: int, deadline: float) -> None:
-        left_us = int((deadline - time.monotonic()) * 1e6)
-        if left_us <= 0:
-            raise TimeoutError("the deadline has passed")
+        left_us = max(1, int(_left_s(deadline) * 1e6))
         if not left_us <= self._armed_us.get(option, 0) <= left_us + _ARMED_SLACK_US:
             self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(left_us, 1_000_000)))
             self._armed_us[option] = left_us
 
 
-class TlsStream:
-    """A connected socket under TLS, which takes and gives one buffer at a time; otherwise as `PlainStream`."""
+class TlsStream(Stream):
+    """A connected socket under TLS, which takes and gives one buffer at a time."""
 
-    def __init__(self, sock: ssl.SSLSocket) -> None:
-        self._sock = sock
-
-    def start(self) -> None:
-        return
+    _sock: ssl.SSLSocket
 
     def send(self, parts: Sequence[Buffer], deadline: float) -> None:
         for part in parts:
             rest = memoryview(part)
             while rest:
-                self._arm(deadline)
+                self._sock.settimeout(_left_s(deadline))
                 rest = rest[self._sock.send(rest) :]
 
     def receive(self, views: Sequence[memoryview], deadline: float) -> int:
-        self._arm(deadline)
+        self._sock.settimeout(_left_s(deadline))
         count = self._sock.recv_into(views[0])
         if not count:
             raise ConnectionResetError("the server closed the connection")
@@ -101,16 +91,9 @@ class TlsStream:
     def pending_bytes(self) -> int:
         return self._sock.pending()
 
-    def _arm(self, deadline: float) -> None:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError("the deadline has passed")
-        self._sock.settimeout(left_s)
 
-
-Stream = PlainStream | TlsStream
-
-
-def stream_of(sock: socket.socket) -> Stream:
-    """Return the stream over a socket that redis-py has connected."""
-    return TlsStream(sock) if isinstance(sock, ssl.SSLSocket) else PlainStream(sock)
+def _left_s(deadline: float) -> float:
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("the deadline has passed")
+    return left_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -41,11 +42,6 @@ class RedisTier(BlockingTier):
     A server that does not answer when the tier is opened is used as soon as it does; one that refuses the
     password, the user or TLS is an error.
 
-    Args:
-        offloading_spec, primary_kv_view, tier_type: As in `SecondaryTierManager`. A `TierSpec` gives the
-            namespace; without one all stacks of one block size share one.
-        settings: The tier's YAML entry.
-
     Raises:
         ConfigError: A file of certificates or keys cannot be used.
         MissingExtraError: The codec's library is not installed.
@@ -63,7 +59,7 @@ class RedisTier(BlockingTier):
         digest = getattr(offloading_spec, "namespace_digest", bytes(16))
         self._settings = settings
         self._counters = Counters(_COUNTERS, _COUNTERS_BY_REASON)
-        self._failures_logged: set[str] = set()
+        self._warn_once = functools.cache(_log.warning)
         # First what can fail for good reasons: a tier that was not opened holds no view of the region.
         check_tls_files(settings)
         self._topology = Topology(settings, lambda: self._keyspace.epoch.doubt())
@@ -105,11 +101,6 @@ class RedisTier(BlockingTier):
         return {**super().stats(), **self._counters.snapshot(), "epoch_repairs_total": self._keyspace.epoch.repairs}
 
     def describe(self) -> Mapping[str, object]:
-        """Return where the blocks are and how they get there; asks the server.
-
-        Raises:
-            TierUnavailableError: It does not answer, or refuses.
-        """
         refusal = self._contact()
         if refusal:
             hint = NOT_OURS_TO_USE.get(refusal, f"cannot be used now: {refusal}")
@@ -220,16 +211,11 @@ class RedisTier(BlockingTier):
             self._counters.add("failed_lookups_total", reason, count=count)
         else:
             self._counters.add("failed_blocks_total", operation, reason, count=count)
-        told = UNANSWERED if reason in OF_ONE_SERVER and self._has_other_servers() else reason
+        nodes = self._topology.nodes()
+        has_others = len(nodes) > 1 and not all(node.is_down for node in nodes)
+        told = UNANSWERED if reason in OF_ONE_SERVER and has_others else reason
         if operation == "lookup" and told != UNANSWERED:
             self._counters.add("unanswered_lookups_total", count=count)
-        kind = f"{operation}s fail: {reason}"
-        if reason not in (ABSENT, MOVED) and kind not in self._failures_logged:
-            self._failures_logged.add(kind)
-            _log.warning("tier '%s': %s; further ones are only counted", self.name, kind)
+        if reason not in (ABSENT, MOVED):
+            self._warn_once("tier '%s': %ss fail: %s; further ones are only counted", self.name, operation, reason)
         return Outcome((), told)
-
-    def _has_other_servers(self) -> bool:
-        """Return whether some server of several is not down."""
-        nodes = self._topology.nodes()
-        return len(nodes) > 1 and not all(node.is_down for node in nodes)

@@ -7,10 +7,10 @@ import math
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
 from typing import Any
 
 from tiered_kv.errors import ConfigError, TierUnavailableError
+from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv_s3.endpoint import Endpoint
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.signer import Credentials
@@ -41,14 +41,15 @@ class Account:
         self._explicit = _explicit(settings)
         self._lock = threading.Lock()  # guards the rest; never held while a provider is asked
         self._current: Credentials | None = None
-        self._fetch: Future[Credentials] | None = None
-        self._fetched_s = self._renewed_s = -math.inf
+        self._problem = "no thread can be had that asks for credentials"  # why there are none
+        self._asked_s = self._renewed_s = -math.inf
         _silence_request_logs()
         try:
             self._session: Any = self._open_session()  # Any: boto3 makes its classes when they are asked for
             self.region: str = settings.region or self._session.region_name or DEFAULT_REGION
         except library_errors() as error:
             raise ConfigError(f"tier '{tier}': boto3 refuses the settings: {type(error).__name__}") from None
+        self._asking = self._provider_of(self._session)
 
     def credentials(self, deadline: float) -> Credentials:
         """Return the current credentials; those of a role or a process are refreshed in time.
@@ -59,13 +60,18 @@ class Account:
         if self._explicit is not None:
             return self._explicit
         with self._lock:
-            fetch = self._begin_fetch()
+            pause_s = RENEW_PAUSE_S if self._current is None else REFRESH_S
+            if time.monotonic() - self._asked_s >= pause_s:
+                self._asking.ask()
             if self._current is not None:
                 return self._current
-        try:
-            return fetch.result(max(0.0, deadline - time.monotonic()))
-        except TimeoutError:
-            raise self._error("credentials cannot be had in time") from None
+            asking = self._asking
+        is_over = asking.join(max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            if self._current is not None:
+                return self._current
+            message = self._problem if is_over else "credentials cannot be had in time"
+        raise TierUnavailableError(message, tier=self._tier, operation="sign")
 
     def renew(self, stale: Credentials, deadline: float) -> bool:
         """Get new credentials, because the server says that `stale` have expired; return whether there are others."""
@@ -77,7 +83,8 @@ class Account:
                 if self._current == stale and time.monotonic() - self._renewed_s >= RENEW_PAUSE_S:
                     self._renewed_s = time.monotonic()
                     self._session = self._open_session()  # which reads files and environment again
-                    self._current = self._fetch = None
+                    self._asking = self._provider_of(self._session)  # the other one may hang
+                    self._current, self._asked_s = None, -math.inf
             return self.credentials(deadline) != stale
         except failures:
             return False
@@ -131,45 +138,29 @@ class Account:
                 **arguments,
             )
 
-    def _begin_fetch(self) -> Future[Credentials]:
-        """Start fetching credentials, unless a fetch runs or has just ended; under the lock."""
-        pause_s = RENEW_PAUSE_S if self._current is None else REFRESH_S
-        if self._fetch is not None and (not self._fetch.done() or time.monotonic() - self._fetched_s < pause_s):
-            return self._fetch
-        fetch: Future[Credentials] = Future()
-        name = f"tiered-kv-{self._tier}-credentials"
-        try:
-            threading.Thread(target=self._run_fetch, args=(self._session, fetch), name=name, daemon=True).start()
-        except RuntimeError:  # no thread to be had: the next request tries again
-            fetch.set_exception(self._error("no thread can be had that asks for credentials"))
-            return fetch
-        self._fetch, self._fetched_s = fetch, time.monotonic()
-        return fetch
+    def _provider_of(self, session: Any) -> BackgroundTask:
+        return BackgroundTask(lambda: self._ask(session), f"tiered-kv-{self._tier}-credentials")
 
-    def _run_fetch(self, session: Any, fetch: Future[Credentials]) -> None:
+    def _ask(self, session: Any) -> None:
+        found: Credentials | None = None
+        problem = "there are no credentials; see boto3's chain of providers, or set access_key_id"
+        with self._lock:
+            self._asked_s = time.monotonic()
         try:
             provider = session.get_credentials()
             frozen = provider.get_frozen_credentials() if provider is not None else None
-            if frozen is None or not frozen.access_key:
-                raise self._error("there are no credentials; see boto3's chain of providers, or set access_key_id")
-            found = Credentials(frozen.access_key, frozen.secret_key, frozen.token or "")
-        except TierUnavailableError as error:
-            fetch.set_exception(error)
+            if frozen is not None and frozen.access_key:
+                found = Credentials(frozen.access_key, frozen.secret_key, frozen.token or "")
         except Exception as error:  # any exception of a provider, whose text may contain secrets
-            fetch.set_exception(self._error(f"credentials cannot be had: {type(error).__name__}"))
-        else:
-            with self._lock:
-                if self._session is session:
-                    self._current = found
-            fetch.set_result(found)
+            problem = f"credentials cannot be had: {type(error).__name__}"
+        with self._lock:
+            if self._session is session:
+                self._current, self._problem = found or self._current, problem
 
     def _open_session(self) -> Any:
         import boto3
 
         return boto3.session.Session(profile_name=self._settings.profile)
-
-    def _error(self, message: str) -> TierUnavailableError:
-        return TierUnavailableError(message, tier=self._tier, operation="sign")
 
 
 def _explicit(settings: S3Settings) -> Credentials | None:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
 
+from tiered_kv.counters import Counters
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.tiering.administration import (
     DESCRIPTION_BYTES_MAX,
@@ -32,7 +33,7 @@ from tiered_kv.toolkit.status import RecordStatus
 from tiered_kv_s3.account import Account
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import Control, Listed
-from tiered_kv_s3.counters import Counters
+from tiered_kv_s3.counters import COUNTERS, COUNTERS_BY_LABEL
 from tiered_kv_s3.mark import MarkObject
 from tiered_kv_s3.naming import Naming
 from tiered_kv_s3.settings import S3Settings
@@ -65,7 +66,7 @@ class S3Administration(TierAdministration):
         self._settings = settings
         self._tier = settings.name
         account = Account(settings, settings.name)
-        self._bucket = Bucket(settings, account, Counters())
+        self._bucket = Bucket(settings, account, Counters(COUNTERS, COUNTERS_BY_LABEL))
         self._control = Control(account, settings, settings.name)
 
     def namespaces(self, deadline: float, only: str | None = None) -> list[StoredNamespace]:

@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from tiered_kv.counters import Counters
 from tiered_kv_s3.account import Account
 from tiered_kv_s3.connection import Answer, BadAnswerError, Connection, ConnectionPool, Patience
-from tiered_kv_s3.counters import Counters
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.signer import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD, Credentials, Signer
 from tiered_kv_s3.verdict import ABSENCE, RETRYABLE, Verdict, region_in, verdict_of, verdict_of_error
@@ -150,7 +150,6 @@ class Bucket:
         payload_hash: str = EMPTY_PAYLOAD,
         pieces: Sequence[bytes | memoryview] = (),
     ) -> None:
-        """Send a signed request for an object."""
         endpoint = attempt.connection.endpoint
         path = endpoint.path_of(name)
         headers = {"host": endpoint.authority, **(headers or {})}

@@ -14,11 +14,13 @@ import ssl
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
+from tiered_kv.counters import Counters
 from tiered_kv.errors import ConfigError
 from tiered_kv.toolkit.resolver import connect
-from tiered_kv_s3.counters import Counters
+from tiered_kv.toolkit.small_files import rest_of
 from tiered_kv_s3.endpoint import Endpoint, Proxy
 
 HEAD_BYTES_MAX = 64 << 10
@@ -103,11 +105,7 @@ class Connection:
             return
         while waiting:
             self._socket.settimeout(patience.next_timeout_s())
-            sent = self._socket.sendmsg(waiting)
-            while waiting and sent >= len(waiting[0]):
-                sent -= len(waiting.pop(0))
-            if sent:
-                waiting[0] = waiting[0][sent:]
+            waiting = rest_of(waiting, self._socket.sendmsg(waiting))
 
     def receive_head(self, patience: Patience, *, has_body: bool = True) -> Answer:
         """Receive the head of the answer to the request that was sent; `has_body` is False for HEAD."""
@@ -149,10 +147,8 @@ class Connection:
 
     def abort(self) -> None:
         """Make calls that wait on this connection fail; any thread."""
-        try:
+        with suppress(OSError):  # it is closed already
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # below TLS, whose state is the other thread's
-        except OSError:  # it is closed already
-            pass
 
     def close(self) -> None:
         self.is_reusable = False

@@ -11,12 +11,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tiered_kv.errors import TierUnavailableError
 from tiered_kv_s3.account import Account, library_errors
 from tiered_kv_s3.bucket import seconds_of
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.signer import Credentials
-from tiered_kv_s3.verdict import Verdict
+from tiered_kv_s3.verdict import BucketError, Verdict
 
 PAGE_OBJECTS = 1000
 """Objects in one page of a listing, and in one request to delete; what S3 allows."""
@@ -34,18 +33,10 @@ class Listed(NamedTuple):
     size_bytes: int
 
 
-class ControlError(TierUnavailableError):
-    """The server refused a request; `code` is S3's word for why, or the kind of failure."""
-
-    def __init__(self, message: str, code: str, tier: str, operation: str) -> None:
-        super().__init__(f"{message}: {code}", tier=tier, operation=operation)
-        self.code = code
-
-
 class Control:
     """Lists, deletes and copies objects. Any thread may call.
 
-    Every method raises `ControlError` where the server does not do it.
+    Every method raises `BucketError` where the server does not do it.
     """
 
     def __init__(self, account: Account, settings: S3Settings, tier: str) -> None:
@@ -87,10 +78,10 @@ class Control:
                     raise self._error("timeout", "list")
                 markers = [(each, True) for each in page.get("DeleteMarkers", ())]
                 yield markers + [(each, False) for each in (*page.get("Versions", ()), *page.get("Contents", ()))]
-        except ControlError as error:
-            if self.without_versions or error.code not in _WITHOUT_VERSIONS:
+        except BucketError as error:
+            if self.without_versions or error.reason not in _WITHOUT_VERSIONS:
                 raise
-            self.without_versions = error.code
+            self.without_versions = error.reason
             yield from self.versions(prefix, deadline)
 
     def folders(self, prefix: str) -> list[str]:
@@ -136,15 +127,15 @@ class Control:
                 self._client.close()
 
     def _call(self, operation: str, call: Callable[[Any], Any]) -> Any:
-        """Return what boto3 answers to one request."""
         try:
             return call(self._boto3())
         except library_errors() as error:
             failure = self._error(_code_of(error), operation)
         raise failure  # out of the handler, so that it names no cause, which may quote what is secret
 
-    def _error(self, code: str, operation: str) -> ControlError:
-        return ControlError(f"bucket '{self._bucket}' refuses or does not answer", code, self._tier, operation)
+    def _error(self, code: str, operation: str) -> BucketError:
+        message = f"bucket '{self._bucket}' refuses or does not answer"
+        return BucketError(message, code, tier=self._tier, operation=operation)
 
     def _boto3(self) -> Any:
         """Return the client; another one with other credentials. No provider is asked under the lock: it may hang."""

@@ -1,12 +1,10 @@
-"""Counts of the events since the tier was opened."""
+"""What the tier counts since it was opened."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from tiered_kv import counters
-
-_NAMES: Final = {
+COUNTERS: Final = {
     "retried_requests_total": "requests that were sent again",
     "slow_down_answers_total": "times the server asked for fewer requests",
     "opened_connections_total": "connections opened",
@@ -20,15 +18,8 @@ _NAMES: Final = {
     "present_blocks_total": "blocks not sent because they were known to be there",
     "resets_total": "times that the cache was reset",
 }
-_LABELLED: Final = {
+COUNTERS_BY_LABEL: Final = {
     "requests_total": "requests for payloads and presence, by method",
     "corrupt_blocks_total": "records damaged twice in a row, of another version, or refused by encryption, by reason",
     "unreadable_blocks_total": "sound records that need a codec or a key that is not here, by reason; they stay",
 }
-
-
-class Counters(counters.Counters):
-    """This tier's counts. Any thread may call."""
-
-    def __init__(self) -> None:
-        super().__init__(_NAMES, _LABELLED)

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from tiered_kv.errors import TierUnavailableError
 from tiered_kv.toolkit.epoch import MARK_BYTES_MAX
 from tiered_kv_s3.bucket import Bucket
-from tiered_kv_s3.verdict import Verdict
-
-
-class MarkError(TierUnavailableError):
-    """The mark cannot be read or written; `verdict` says why."""
-
-    def __init__(self, message: str, verdict: Verdict, *, tier: str) -> None:
-        super().__init__(f"{message}: {verdict}", tier=tier, operation="epoch")
-        self.verdict = verdict
+from tiered_kv_s3.verdict import BucketError, Verdict
 
 
 class MarkObject:
     """Reads and writes the object; an `EpochStore`. Any thread may call.
 
-    Every method raises `MarkError` where the server does not do it by the deadline.
+    Every method raises `BucketError` where the server does not do it by the deadline.
     """
 
     def __init__(self, bucket: Bucket, name: str, tier: str) -> None:
@@ -45,4 +36,5 @@ class MarkObject:
 
     def _check(self, verdict: Verdict, done: str, also_good: Verdict = Verdict.DONE) -> None:
         if verdict not in (Verdict.DONE, also_good):
-            raise MarkError(f"the object {self._name} cannot be {done}", verdict, tier=self._tier)
+            message = f"the object {self._name} cannot be {done}"
+            raise BucketError(message, verdict, tier=self._tier, operation="epoch")

@@ -18,11 +18,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
+from tiered_kv.counters import Counters
 from tiered_kv.errors import TierError
 from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import Control
-from tiered_kv_s3.counters import Counters
 from tiered_kv_s3.naming import Naming
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.verdict import ABSENCE, Verdict

@@ -16,10 +16,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator
 
+from tiered_kv.counters import Counters
 from tiered_kv.errors import TierError
 from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv_s3.control import PAGE_OBJECTS, Control, Listed
-from tiered_kv_s3.counters import Counters
 from tiered_kv_s3.naming import Naming
 from tiered_kv_s3.presence import Presence
 from tiered_kv_s3.settings import S3Settings

@@ -6,9 +6,11 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.counters import Counters
 from tiered_kv.errors import ConfigError, TierError
 from tiered_kv.toolkit.background import BackgroundTask
 from tiered_kv.toolkit.blocking import BlockingTier
@@ -22,13 +24,13 @@ from tiered_kv.toolkit.unreadable import Unreadable
 from tiered_kv_s3.account import Account
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import Control
-from tiered_kv_s3.counters import Counters
-from tiered_kv_s3.mark import MarkError, MarkObject
+from tiered_kv_s3.counters import COUNTERS, COUNTERS_BY_LABEL
+from tiered_kv_s3.mark import MarkObject
 from tiered_kv_s3.naming import Naming
 from tiered_kv_s3.presence import Presence
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.sweeper import Sweeper
-from tiered_kv_s3.verdict import ABSENCE, Verdict
+from tiered_kv_s3.verdict import ABSENCE, BucketError, Verdict
 
 _PART_BYTES = 1
 """One block to a part: what a job takes is mostly the server's time to answer, so its blocks travel side by side."""
@@ -45,11 +47,6 @@ bucket has no mark that says of which version everything in it is."""
 
 class S3Tier(BlockingTier):
     """Blocks as objects in a bucket, shared by all stacks of one namespace.
-
-    Args:
-        offloading_spec, primary_kv_view, tier_type: As in `SecondaryTierManager`. A `TierSpec` gives the
-            namespace; without one all stacks of one block size share one.
-        settings: The tier's YAML entry.
 
     Raises:
         ConfigError: The settings do not go together, boto3 refuses them, or a key file cannot be used. A server that
@@ -73,7 +70,7 @@ class S3Tier(BlockingTier):
             raise ConfigError(what, location="capacity")
         self._namespace_digest: bytes = getattr(offloading_spec, "namespace_digest", bytes(16))
         self._naming = Naming(settings.prefix, self._namespace_digest)
-        self._counters = Counters()
+        self._counters = Counters(COUNTERS, COUNTERS_BY_LABEL)
         self._account = Account(settings, name)
         self._bucket = Bucket(settings, self._account, self._counters)
         self._control = Control(self._account, settings, name)
@@ -144,11 +141,6 @@ class S3Tier(BlockingTier):
         return {**counted, "used_bytes": self._sweeper.used_bytes, "capacity_bytes": self._settings.capacity}
 
     def describe(self) -> Mapping[str, object]:
-        """Return what the tier can do here.
-
-        Raises:
-            TierUnavailableError: The bucket cannot be listed, or is of another format version, and why.
-        """
         self._epoch.token(time.monotonic() + _PROBE_S)  # which is not read where it is of another format version
         next(self._control.listed(self._naming.blocks))
         return {
@@ -184,8 +176,8 @@ class S3Tier(BlockingTier):
         left_s = min(self.part_deadline, now_s + self._settings.job_timeout) - now_s
         try:
             reason = transfer(key, block, now_s + _JOB_SHARE * left_s)
-        except MarkError as error:
-            reason = error.verdict
+        except BucketError as error:
+            reason = error.reason
         return Outcome((), str(reason)) if reason else ALL_DONE
 
     def _store(self, key: OffloadKey, block: memoryview, deadline: float) -> str:
@@ -211,14 +203,22 @@ class S3Tier(BlockingTier):
         """Put one block into place; return why not, or an empty string."""
         name = self._naming.block(self._epoch.token(deadline), key)
         asked_s = time.monotonic()
-        status = RecordStatus.OK
+        header, payload, status = bytearray(HEADER_BYTES), block, RecordStatus.OK
+
+        def sink(size_bytes: int) -> list[memoryview] | None:
+            nonlocal payload
+            if not HEADER_BYTES <= size_bytes <= record_bytes_max(len(block)):
+                return None
+            is_raw = size_bytes - HEADER_BYTES == len(block)  # else compressed, encrypted or damaged
+            payload = block if is_raw else self._room.take(size_bytes - HEADER_BYTES)
+            return [memoryview(header), payload]
+
         for _ in range(2):  # what is damaged may have been damaged on its way
-            record = _Landing(block, self._room)
-            verdict = self._bucket.get(name, record.parts_for, deadline)
+            verdict = self._bucket.get(name, sink, deadline)
             if verdict not in (Verdict.DONE, Verdict.AGED):
                 return self._note_failed_get(name, verdict, asked_s, deadline)
             self._loaded_s = time.monotonic()
-            status = decode_record(record.header, record.payload, key, block, self._namespace_digest, self._codecs)
+            status = decode_record(header, payload, key, block, self._namespace_digest, self._codecs)
             if status is RecordStatus.OK:
                 self._presence.note(name, Verdict.DONE, asked_s)
                 self._unreadable.forget((name,))
@@ -263,10 +263,8 @@ class S3Tier(BlockingTier):
         """Try to write a reset's mark to the bucket; the next store does if this fails."""
         if self._epoch.is_saved:
             return
-        try:
+        with suppress(TierError, TimeoutError):
             self._epoch.saved_token(time.monotonic() + timeout_s)
-        except (TierError, TimeoutError):
-            pass
 
     def _introduce(self, deadline: float) -> None:
         """Keep the namespace's readable form beside its blocks; one worker does, the others go on."""
@@ -278,21 +276,3 @@ class S3Tier(BlockingTier):
             verdict = self._bucket.put(self._naming.namespace, [text.encode()], deadline)
         finally:
             self._is_introduced = verdict in (Verdict.DONE, Verdict.DENIED, Verdict.REFUSED)
-
-
-class _Landing:
-    """Where a record goes that is being read: a raw payload straight into its block, any other into `room`."""
-
-    def __init__(self, block: memoryview, room: ThreadRoom) -> None:
-        self.header = bytearray(HEADER_BYTES)
-        self.payload = block
-        self._block = block
-        self._room = room
-
-    def parts_for(self, size_bytes: int) -> list[memoryview] | None:
-        """Return the memory for a body of as many bytes; None if no record of this block is that long."""
-        if not HEADER_BYTES <= size_bytes <= record_bytes_max(len(self._block)):
-            return None
-        is_raw = size_bytes - HEADER_BYTES == len(self._block)  # else compressed, encrypted or damaged
-        self.payload = self._block if is_raw else self._room.take(size_bytes - HEADER_BYTES)
-        return [memoryview(self.header), self.payload]

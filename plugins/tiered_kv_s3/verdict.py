@@ -6,6 +6,7 @@ import re
 import ssl
 from enum import StrEnum
 
+from tiered_kv.errors import TierUnavailableError
 from tiered_kv.toolkit.certificates import note_refused
 from tiered_kv_s3.connection import Answer, BadAnswerError
 
@@ -62,6 +63,14 @@ RETRYABLE = frozenset(
     {Verdict.SLOW_DOWN, Verdict.UNAVAILABLE, Verdict.TIMEOUT, Verdict.BROKEN, Verdict.MOVED, Verdict.CREDENTIALS}
 )
 ABSENCE = frozenset({Verdict.ABSENT, Verdict.EXPIRED})
+
+
+class BucketError(TierUnavailableError):
+    """The server does not do what was asked; `reason` is a verdict, S3's word for why, or the kind of failure."""
+
+    def __init__(self, message: str, reason: str, *, tier: str, operation: str) -> None:
+        super().__init__(f"{message}: {reason}", tier=tier, operation=operation)
+        self.reason = reason
 
 
 def verdict_of(answer: Answer, body: bytes) -> Verdict:

@@ -15,10 +15,11 @@ import yaml
 from tests.observe.rig import Engine, obedient, put, put_below, stack_of
 from tests.support.meanwhile import meanwhile
 from tiered_kv.cli import main
+from tiered_kv.config.namespace import differences
 from tiered_kv.config.stack_config import load_config
 from tiered_kv.errors import ConfigError, ShutdownError
 from tiered_kv.observe.explain import KEYS_MAX, SENTENCES, explain_query, labels
-from tiered_kv.observe.namespaces import differences, tier_namespaces
+from tiered_kv.observe.namespaces import tier_namespaces
 from tiered_kv.observe.routes import routes_of
 from tiered_kv.observe.server import Answer, StatusServer
 from tiered_kv.stack import Stack, open_stack

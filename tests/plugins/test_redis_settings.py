@@ -134,12 +134,9 @@ def test_the_commands_that_the_page_names_are_enough(redis_server: RedisServer, 
 
 
 def test_why_a_certificate_is_refused_is_logged_once(
-    tls_redis_server: RedisServer,
-    open_redis: OpenRedis,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    tls_redis_server: RedisServer, open_redis: OpenRedis, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(certificates, "_logged", {})  # what an earlier test has logged
+    certificates._warn_once.cache_clear()  # what an earlier test has logged
     with pytest.raises(TierUnavailableError, match=r"certificate.*the log says more"):
         open_redis(url=tls_redis_server.url, password=PASSWORD)
     (refused,) = [text for text in caplog.messages if "certificate was refused" in text]

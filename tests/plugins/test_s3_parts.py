@@ -10,12 +10,13 @@ from typing import cast
 import pytest
 from pydantic import ValidationError
 
+from tiered_kv.counters import Counters
 from tiered_kv.errors import TierError, TierUnavailableError
 from tiered_kv.testing.rig import make_keys
 from tiered_kv_s3.account import Account
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import Control, Listed
-from tiered_kv_s3.counters import Counters
+from tiered_kv_s3.counters import COUNTERS, COUNTERS_BY_LABEL
 from tiered_kv_s3.naming import Naming
 from tiered_kv_s3.presence import Presence
 from tiered_kv_s3.settings import S3Settings
@@ -112,7 +113,7 @@ class FakeBucket:
 
 
 def presence_of(bucket: FakeBucket, answer_ttl_s: float = 60.0) -> tuple[Presence, Counters]:
-    counters = Counters()
+    counters = Counters(COUNTERS, COUNTERS_BY_LABEL)
     settings = S3Settings.model_validate({"bucket": "bucket", "presence_ttl": answer_ttl_s, "capacity": "1GiB"})
     presence = Presence(cast(Bucket, bucket), cast(Control, bucket), counters, NAMING, settings)
     return presence, counters

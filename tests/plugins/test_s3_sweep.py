@@ -8,13 +8,14 @@ from typing import cast
 
 import pytest
 
+from tiered_kv.counters import Counters
 from tiered_kv.errors import TierError, TierUnavailableError
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv_s3 import sweeper as sweeper_module
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import Control, Listed
-from tiered_kv_s3.counters import Counters
+from tiered_kv_s3.counters import COUNTERS, COUNTERS_BY_LABEL
 from tiered_kv_s3.naming import Naming
 from tiered_kv_s3.presence import Presence
 from tiered_kv_s3.settings import S3Settings
@@ -66,7 +67,7 @@ class SharedBucket:
 def sweeper_of(
     bucket: SharedBucket, capacity_bytes: int | None = None, ttl_s: float | None = None, interval_s: float = 3600.0
 ) -> tuple[Sweeper, Presence, Counters]:
-    counters = Counters()
+    counters = Counters(COUNTERS, COUNTERS_BY_LABEL)
     control = cast(Control, bucket)
     limits = {"capacity": capacity_bytes, "ttl": ttl_s, "sweep_interval": interval_s, "presence_ttl": 60}
     settings = S3Settings.model_validate({"bucket": "bucket", **limits})

@@ -19,6 +19,7 @@ from tiered_kv.toolkit.record import (
     RecordStatus,
     check_header,
     decode_record,
+    digest_of,
     encode_record,
     read_header,
     record_bytes_max,
@@ -147,7 +148,7 @@ def test_a_checked_header_bounds_what_a_reader_fetches() -> None:
     header, _ = encode_record(KEY, memoryview(BLOCK), NAMESPACE, CODECS["zstd"])
     parsed = read_header(header)
     assert isinstance(parsed, RecordHeader)
-    assert check_header(parsed, KEY, len(BLOCK), NAMESPACE) is RecordStatus.OK
+    assert check_header(parsed, digest_of(KEY), len(BLOCK), NAMESPACE) is RecordStatus.OK
     assert parsed.payload_bytes < parsed.raw_bytes == len(BLOCK)
 
 
@@ -181,7 +182,8 @@ def test_no_length_is_believed(codec_id: int, payload_bytes: int, raw_bytes: int
     record[16:20] = int(codec_id in (AES_ID, ZSTD_AES_ID)).to_bytes(4, "little")
     record[24:32], record[32:40] = raw_bytes.to_bytes(8, "little"), payload_bytes.to_bytes(8, "little")
     parsed = read_header(record)
-    if isinstance(parsed, RecordHeader) and check_header(parsed, KEY, len(BLOCK), NAMESPACE) is RecordStatus.OK:
+    wanted = digest_of(KEY), len(BLOCK), NAMESPACE
+    if isinstance(parsed, RecordHeader) and check_header(parsed, *wanted) is RecordStatus.OK:
         assert HEADER_BYTES + parsed.payload_bytes <= record_bytes_max(len(BLOCK))
     assert decode(bytes(record))[0] is not RecordStatus.OK or (codec_id, payload_bytes, raw_bytes) == (0, 512, 512)
 

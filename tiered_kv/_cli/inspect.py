@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass, field
 
 from tiered_kv._cli.arguments import describe_use, rate, seconds
 from tiered_kv._cli.output import Status, one_line, print_json, print_table, print_text, progress
+from tiered_kv.config.namespace import differences
 from tiered_kv.config.redaction import told
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.config.units import rounded_bytes
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import tier_plugins
-from tiered_kv.observe.namespaces import differences
 from tiered_kv.tiering.administration import Ages, Survey, SurveyedNamespace, TierAdministration, Verification
 from tiered_kv.toolkit.inspection import block_bytes_in
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -121,3 +121,22 @@ class NamespaceIdentity:
     def digest(self) -> bytes:
         """The 16 bytes that stand for the namespace."""
         return hashlib.blake2b(self.canonical, digest_size=DIGEST_BYTES, person=_PERSON).digest()
+
+
+def differences(ours: Mapping[str, object], theirs: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+    """Return the fields in which two readable forms differ, with both values; None stands for no value."""
+    mine, others = dict(_flat(ours)), dict(_flat(theirs))
+    return {
+        name: (mine.get(name), others.get(name))
+        for name in sorted(mine.keys() | others.keys())
+        if mine.get(name) != others.get(name)
+    }
+
+
+def _flat(described: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield each field of a readable form; they are nested four deep at most."""
+    for name, value in described.items():
+        if isinstance(value, Mapping) and prefix.count(".") < 4:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

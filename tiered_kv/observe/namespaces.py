@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any
 
+from tiered_kv.config.namespace import differences
 from tiered_kv.config.redaction import told
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.stack_config import StackConfig
@@ -72,22 +72,3 @@ def tier_namespaces(config: StackConfig, settings: TierSettings, deadline: float
     ]
     others.sort(key=lambda other: (not other.differences, len(other.differences), other.digest))
     return TierNamespaces(settings.name, len(others) < len(stored), tuple(others[:NAMESPACES_MAX]))
-
-
-def differences(ours: Mapping[str, object], theirs: Mapping[str, object]) -> dict[str, tuple[object, object]]:
-    """Return the fields in which two readable forms differ, with both values; None stands for no value."""
-    mine, others = dict(_flat(ours)), dict(_flat(theirs))
-    return {
-        name: (mine.get(name), others.get(name))
-        for name in sorted(mine.keys() | others.keys())
-        if mine.get(name) != others.get(name)
-    }
-
-
-def _flat(described: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield each field of a readable form; they are nested four deep at most."""
-    for name, value in described.items():
-        if isinstance(value, Mapping) and prefix.count(".") < 4:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

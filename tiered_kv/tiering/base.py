@@ -99,7 +99,8 @@ class SecondaryTierManager(ABC):
 
     Args:
         offloading_spec: The configuration that the tier is opened for. The stack passes a `TierSpec`;
-            engines pass their own; a tier that needs none accepts anything.
+            engines pass their own; a tier that needs none accepts anything. For the built-in tiers, all stacks without
+            a `TierSpec` that have one block size share a namespace.
         primary_kv_view: The primary tier's region, writable, of shape (num_blocks, block_bytes).
         tier_type: The name under which the tier was registered, used in messages and counters.
     """
@@ -188,7 +189,11 @@ class SecondaryTierManager(ABC):
         return {}
 
     def describe(self) -> Mapping[str, object]:
-        """Return facts about the tier and its surroundings, for users. May do I/O; never called on the hot path."""
+        """Return facts about the tier and its surroundings, for users. May do I/O; never called on the hot path.
+
+        Raises:
+            TierUnavailableError: The storage does not answer, or refuses.
+        """
         return {}
 
     def shutdown(self) -> None:

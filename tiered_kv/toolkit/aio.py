@@ -8,6 +8,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Awaitable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from tiered_kv.base import OffloadKey
@@ -135,10 +136,8 @@ class AsyncTier(QueuedTier):
         while self._event_loop is None and time.monotonic() < deadline:  # it has been started a moment ago
             time.sleep(0.001)
         if self._event_loop is not None and self._loop_thread.is_alive():
-            try:
+            with suppress(RuntimeError):  # the loop has been closed
                 self._event_loop.call_soon_threadsafe(self._loop_stop.set)
-            except RuntimeError:  # the loop has been closed
-                pass
         self._loop_thread.join(max(0.0, deadline - time.monotonic()))
         return int(self._loop_thread.is_alive())
 
@@ -167,7 +166,6 @@ class AsyncTier(QueuedTier):
                 self._note_error("close", error)
 
     def _start_parts(self) -> None:
-        """Start as many parts as there is room for."""
         self._wake_is_on_its_way = False  # first: work that is added from now on wakes the loop again
         while True:
             give_way()

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import ssl
 
 _log = logging.getLogger("tiered_kv.toolkit")
-_logged: dict[str, object] = {}  # by reason; any thread adds to it, in one atomic step
+_warn_once = functools.cache(_log.warning)
 
 _STRICT = ("key identifier", "key usage", "basic constraints")
 
 
 def note_refused(error: ssl.SSLCertVerificationError) -> None:
     """Log what is wrong with a certificate, and what to do; the first time for each reason. Any thread."""
-    wrong, first = error.verify_message.split(",")[0].rstrip("."), object()  # a host's name may follow a comma
-    if _logged.setdefault(wrong, first) is first:
-        _log.warning("a server's certificate was refused: %s. %s", wrong, _remedy(wrong))
+    wrong = error.verify_message.split(",")[0].rstrip(".")  # a host's name may follow a comma
+    _warn_once("a server's certificate was refused: %s. %s", wrong, _remedy(wrong))
 
 
 def _remedy(wrong: str) -> str:

@@ -57,23 +57,14 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class ClaimedDirectory:
-    """A directory of one type of tier.
+    """A directory of one type of tier."""
 
-    Args:
-        path: Its absolute path; see `absolute`.
-        marker_name: The marker's file name.
-        format_version: The version that this release reads and writes.
-        own_names: Other names that the tier may have made before there is a marker.
-        tier: The tier's name, for messages.
-        private: Refuse a directory that other users can access; see `tiered_kv.permissions`.
-    """
-
-    path: str
+    path: str  # absolute; see `absolute`
     marker_name: str
-    format_version: int
-    own_names: Set[str]
-    tier: str = ""
-    private: bool = True
+    format_version: int  # that this release reads and writes
+    own_names: Set[str]  # other names that the tier may have made before there is a marker
+    tier: str = ""  # its name, for messages
+    private: bool = True  # whether to refuse a directory that other users can access; see `tiered_kv.permissions`
 
     def check(self, fd: int) -> None:
         """Refuse the open directory if it is not this tier's, or if other users can access it. Writes nothing.
@@ -134,16 +125,15 @@ class ClaimedDirectory:
             ConfigError: It is a symbolic link.
             TierUnavailableError: The file system refuses; also if the caller raises an `OSError`.
         """
+        fd = None
         try:
-            try:
+            with suppress(FileNotFoundError):
                 fd = open_directory(self.path, make=False)
-            except FileNotFoundError:
-                yield None
-                return
             try:
                 yield fd
             finally:
-                os.close(fd)
+                if fd is not None:
+                    os.close(fd)
         except OSError as error:
             raise self.unavailable(error, operation) from error
 

@@ -97,14 +97,11 @@ def payload_bytes_range(codec_id: int, raw_bytes: int) -> range:
 
     Only `raw` has the length of the block, so a reader may read a payload of that length into the block's place.
     """
-    if codec_id == RAW_ID:
-        return range(raw_bytes, raw_bytes + 1)
-    if codec_id == ZSTD_ID:
-        return range(raw_bytes)
-    if codec_id == AES_ID:
-        return range(raw_bytes + ENVELOPE_BYTES, raw_bytes + ENVELOPE_BYTES + 1)
-    if codec_id == ZSTD_AES_ID:
-        return range(ENVELOPE_BYTES, raw_bytes)
+    overhead_bytes = ENVELOPE_BYTES if codec_id in ENCRYPTED_IDS else 0
+    if codec_id in COMPRESSED_IDS:
+        return range(overhead_bytes, raw_bytes)
+    if codec_id in CODEC_IDS.values():
+        return range(raw_bytes + overhead_bytes, raw_bytes + overhead_bytes + 1)
     return range(raw_bytes + OVERHEAD_BYTES_MAX + 1)
 
 
@@ -114,19 +111,12 @@ def binding_of(namespace_digest: bytes, key: bytes) -> bytes:
 
 
 class Draft(NamedTuple):
-    """A block on its way into storage: its payload's length is known, and where it is encrypted, no byte of it yet.
+    """A block on its way into storage: its payload's length is known, and where it is encrypted, no byte of it yet."""
 
-    Args:
-        codec_id: What the record will name.
-        raw_bytes: Bytes of the block.
-        content: The payload, or what will be encrypted. It may be the block itself, not a copy.
-        cipher: What encrypts it; None where `content` is the payload.
-    """
-
-    codec_id: int
-    raw_bytes: int
-    content: memoryview
-    cipher: Cipher | None = None
+    codec_id: int  # what the record will name
+    raw_bytes: int  # of the block
+    content: memoryview  # the payload, or what will be encrypted; it may be the block itself, not a copy
+    cipher: Cipher | None = None  # what encrypts it; None where `content` is the payload
 
     @property
     def key_id(self) -> int:

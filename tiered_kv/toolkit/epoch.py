@@ -173,7 +173,6 @@ class Epoch:
             return self._mark if self._is_saved else None
 
     def _read(self, deadline: float) -> tuple[bytes | None, EpochMark | None]:
-        """Return what is stored, and the mark in it."""
         data = self._store.read(deadline)
         return data, None if data is None else EpochMark.decode(data)
 

@@ -9,7 +9,7 @@ import time
 import traceback
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from types import FunctionType
 from typing import Any, ClassVar
@@ -147,7 +147,10 @@ class QueuedTier(SecondaryTierManager):
             result = self._job_results.popleft()
             job = self._jobs_in_flight.pop(result.job_id)
             if not result.success and job.metadata.is_promotion:
-                self._correct_lookups(job, result.successful_keys or ())
+                loaded = frozenset(result.successful_keys or ())
+                for key in job.keys:
+                    if key not in loaded:
+                        self._batched_lookups.correct(key, job.metadata.req_context.req_id)
             finished.append(result)
         return finished
 
@@ -205,12 +208,6 @@ class QueuedTier(SecondaryTierManager):
             if job is not None and self._part_queue.drop_rest(job, "expired"):
                 self._report([job])
 
-    def _correct_lookups(self, job: Job, successful_keys: Collection[OffloadKey]) -> None:
-        loaded = frozenset(successful_keys)
-        for key in job.keys:
-            if key not in loaded:
-                self._batched_lookups.correct(key, job.metadata.req_context.req_id)
-
     def _put_probe(self) -> None:
         """Let a worker take the collected lookups."""
         if not self._is_shut_down:
@@ -266,7 +263,6 @@ class QueuedTier(SecondaryTierManager):
             self._on_finished()
 
     def _blocks_of(self, part: Part) -> list[memoryview]:
-        """Return the primary blocks of a part, in its order."""
         metadata, size, step = part.job.metadata, self.block_bytes, self._row_bytes
         flat = self._primary_flat if metadata.is_promotion else self._primary_flat_readonly
         rows = metadata.block_ids[part.start : part.stop].tolist()

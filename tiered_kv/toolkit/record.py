@@ -26,23 +26,7 @@ from tiered_kv.toolkit.codecs import (
     payload_bytes_range,
 )
 from tiered_kv.toolkit.encryption import key_id_of
-from tiered_kv.toolkit.status import RecordStatus
-
-__all__ = [
-    "DIGEST_BYTES",
-    "FORMAT_VERSION",
-    "HEADER_BYTES",
-    "MAGIC",
-    "RecordHeader",
-    "RecordStatus",
-    "check_header",
-    "decode_record",
-    "digest_of",
-    "encode_record",
-    "read_header",
-    "record_bytes_max",
-    "verify_record",
-]
+from tiered_kv.toolkit.status import RecordStatus as RecordStatus  # for those who import it from here
 
 MAGIC = b"\x89TKVREC\n"  # not text; detects programs that strip the eighth bit or translate line ends
 FORMAT_VERSION = 1
@@ -65,25 +49,15 @@ Room = Callable[[int], memoryview]
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """A header's fields, not verified. It has no flags in this version.
+    """A header's fields, not verified. It has no flags in this version. The last three have 16 bytes each."""
 
-    Args:
-        codec_id: How the payload was written.
-        key_id: Which key encrypted the payload; 0 for none. The envelope in the payload says it too.
-        raw_bytes: Bytes of the block.
-        payload_bytes: Bytes of the payload, which follow the header.
-        namespace_digest: 16 bytes; see `tiered_kv.config.namespace`.
-        key_digest: 16 bytes; see `digest_of`.
-        checksum: 16 bytes, XXH3-128 over the header, with this field zero, and the payload.
-    """
-
-    codec_id: int
-    key_id: int
-    raw_bytes: int
-    payload_bytes: int
-    namespace_digest: bytes
-    key_digest: bytes
-    checksum: bytes
+    codec_id: int  # how the payload was written
+    key_id: int  # which key encrypted the payload; 0 for none. The envelope in the payload says it too
+    raw_bytes: int  # of the block
+    payload_bytes: int  # of the payload, which follows the header
+    namespace_digest: bytes  # see `tiered_kv.config.namespace`
+    key_digest: bytes  # see `digest_of`
+    checksum: bytes  # XXH3-128 over the header, with this field zero, and the payload
 
 
 def digest_of(key: OffloadKey) -> bytes:
@@ -115,7 +89,7 @@ def encode_record(
     if draft.cipher is not None:
         payload = room(draft.payload_bytes)
         draft.write_into(payload, binding_of(namespace_digest, key))
-    return _header(key, draft.codec_id, draft.key_id, len(block), payload, namespace_digest), payload
+    return _header(digest_of(key), draft.codec_id, draft.key_id, len(block), payload, namespace_digest), payload
 
 
 def read_header(header: Bytes) -> RecordHeader | RecordStatus:
@@ -137,8 +111,8 @@ def read_header(header: Bytes) -> RecordHeader | RecordStatus:
     return RecordHeader(codec_id, key_id, *rest)
 
 
-def check_header(header: RecordHeader, key: OffloadKey, block_bytes: int, namespace_digest: bytes) -> RecordStatus:
-    """Return OK if the header is that of a block of `block_bytes` under `key`, else what is wrong.
+def check_header(header: RecordHeader, key_digest: bytes, block_bytes: int, namespace_digest: bytes) -> RecordStatus:
+    """Return OK if the header is that of a block of `block_bytes` under a key of `key_digest`, else what is wrong.
 
     A reader that fetches a payload separately calls this first: a record is then at most
     `record_bytes_max(block_bytes)` long, and only a raw payload, which may be read straight into its block, is as long
@@ -146,7 +120,7 @@ def check_header(header: RecordHeader, key: OffloadKey, block_bytes: int, namesp
     """
     if header.namespace_digest != namespace_digest:
         return RecordStatus.WRONG_NAMESPACE
-    if header.key_digest != digest_of(key):
+    if header.key_digest != key_digest:
         return RecordStatus.WRONG_KEY
     return RecordStatus.OK if header.raw_bytes == block_bytes else RecordStatus.BAD_LENGTH
 
@@ -170,28 +144,24 @@ def decode_record(
         codecs: The codecs that may be read.
     """
     give_way()
-    is_expected = payload is block and codecs.accepts_plain
-    if is_expected and header == _header(key, RAW_ID, 0, len(block), block, namespace_digest):
-        return RecordStatus.OK  # it has the one header that a raw block has; what follows finds out why another has not
-    parsed = read_header(header)
-    if isinstance(parsed, RecordStatus):
-        return parsed
-    status = check_header(parsed, key, len(block), namespace_digest)
-    if status is not RecordStatus.OK:
-        return status
-    if len(payload) != parsed.payload_bytes:
-        return RecordStatus.TRUNCATED if len(payload) < parsed.payload_bytes else RecordStatus.BAD_LENGTH
-    is_raw = parsed.codec_id == RAW_ID
-    if is_raw:
+    key_digest = digest_of(key)
+    if len(payload) == len(block) and codecs.accepts_plain:
         if payload is not block:
             block[:] = payload
         payload = block  # verify the copied bytes, so that they cannot change between the check and the copy
-    unsigned = bytearray(header[:HEADER_BYTES])
-    unsigned[_CHECKSUM_OFFSET : _CHECKSUM_OFFSET + DIGEST_BYTES] = _NO_CHECKSUM
-    if _checksum(unsigned, payload) != parsed.checksum:
-        return RecordStatus.BAD_CHECKSUM
-    if is_raw:
-        return RecordStatus.OK if codecs.accepts_plain else RecordStatus.UNENCRYPTED
+        if header == _header(key_digest, RAW_ID, 0, len(block), block, namespace_digest):
+            return RecordStatus.OK  # it has the one header of a raw block; what follows finds out why another has not
+    parsed = read_header(header)
+    if isinstance(parsed, RecordStatus):
+        return parsed
+    status = check_header(parsed, key_digest, len(block), namespace_digest)
+    if status is not RecordStatus.OK:
+        return status
+    status = _check_payload(parsed, payload)
+    if status is not RecordStatus.OK:
+        return status
+    if parsed.codec_id == RAW_ID:
+        return RecordStatus.UNENCRYPTED  # a plain one that is accepted has been returned
     view = memoryview(payload)
     if parsed.codec_id in ENCRYPTED_IDS and key_id_of(view) != parsed.key_id:
         return RecordStatus.BAD_HEADER
@@ -219,37 +189,35 @@ def verify_record(
     if isinstance(parsed, RecordStatus):
         return parsed
     payload = record[HEADER_BYTES:]
-    if parsed.namespace_digest != namespace_digest:
-        return RecordStatus.WRONG_NAMESPACE
-    if key_digest not in (None, parsed.key_digest):
-        return RecordStatus.WRONG_KEY
-    if block is not None and parsed.raw_bytes != len(block):
-        return RecordStatus.BAD_LENGTH
-    if len(payload) != parsed.payload_bytes:
-        return RecordStatus.TRUNCATED if len(payload) < parsed.payload_bytes else RecordStatus.BAD_LENGTH
-    unsigned = bytearray(record[:HEADER_BYTES])
-    unsigned[_CHECKSUM_OFFSET : _CHECKSUM_OFFSET + DIGEST_BYTES] = _NO_CHECKSUM
-    if _checksum(unsigned, payload) != parsed.checksum:
-        return RecordStatus.BAD_CHECKSUM
+    block_bytes = parsed.raw_bytes if block is None else len(block)
+    status = check_header(parsed, key_digest or parsed.key_digest, block_bytes, namespace_digest)
+    if status is RecordStatus.OK:
+        status = _check_payload(parsed, payload)
+    if status is not RecordStatus.OK:
+        return status
     if parsed.codec_id in ENCRYPTED_IDS:
         is_consistent = key_id_of(payload) == parsed.key_id
         return codecs.refusal(parsed.codec_id, payload) if is_consistent else RecordStatus.BAD_HEADER
-    refusal = codecs.refusal(parsed.codec_id)
-    is_tried = refusal is RecordStatus.OK and parsed.codec_id != RAW_ID and block is not None
-    return codecs.decode(parsed.codec_id, payload, block, b"") if is_tried and block is not None else refusal
+    if block is None or parsed.codec_id == RAW_ID:
+        return codecs.refusal(parsed.codec_id)
+    return codecs.decode(parsed.codec_id, payload, block, b"")
+
+
+def _check_payload(header: RecordHeader, payload: Bytes) -> RecordStatus:
+    """Return OK if the payload is the one that the header was written for, else what is wrong."""
+    if len(payload) != header.payload_bytes:
+        return RecordStatus.TRUNCATED if len(payload) < header.payload_bytes else RecordStatus.BAD_LENGTH
+    key_digest, codec_id, namespace_digest = header.key_digest, header.codec_id, header.namespace_digest
+    written = _header(key_digest, codec_id, header.key_id, header.raw_bytes, payload, namespace_digest)
+    is_sound = written[_CHECKSUM_OFFSET : _CHECKSUM_OFFSET + DIGEST_BYTES] == header.checksum
+    return RecordStatus.OK if is_sound else RecordStatus.BAD_CHECKSUM
 
 
 def _header(
-    key: OffloadKey, codec_id: int, key_id: int, raw_bytes: int, payload: Bytes, namespace_digest: bytes
+    key_digest: bytes, codec_id: int, key_id: int, raw_bytes: int, payload: Bytes, namespace_digest: bytes
 ) -> bytes:
-    fields = (codec_id, 0, key_id, 0, raw_bytes, len(payload), namespace_digest, digest_of(key))
+    fields = (codec_id, 0, key_id, 0, raw_bytes, len(payload), namespace_digest, key_digest)
     unsigned = _LAYOUT.pack(MAGIC, FORMAT_VERSION, *fields, _NO_CHECKSUM, _RESERVED)
-    return b"".join(
-        (unsigned[:_CHECKSUM_OFFSET], _checksum(unsigned, payload), unsigned[_CHECKSUM_OFFSET + DIGEST_BYTES :])
-    )
-
-
-def _checksum(unsigned_header: Bytes, payload: Bytes) -> bytes:
-    state = xxhash.xxh3_128(unsigned_header)
+    state = xxhash.xxh3_128(unsigned)
     state.update(payload)
-    return state.digest()
+    return b"".join((unsigned[:_CHECKSUM_OFFSET], state.digest(), unsigned[_CHECKSUM_OFFSET + DIGEST_BYTES :]))

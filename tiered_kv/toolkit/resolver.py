@@ -62,14 +62,10 @@ def connect(host: str, port: int, next_timeout_s: Callable[[], float]) -> socket
 
 def _look_up(host: str, port: int, lookup: Future[Addresses]) -> None:
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except Exception as error:  # UnicodeError too, of an invalid name
-        outcome: Addresses | OSError = error if isinstance(error, OSError) else OSError(f"{host} is no name")
-    else:
-        outcome = found
+        lookup.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+    except OSError as error:
+        lookup.set_exception(error)
+    except Exception:  # UnicodeError too, of an invalid name
+        lookup.set_exception(OSError(f"{host} is no name"))
     with _lock:
         del _lookups[host, port]
-    if isinstance(outcome, OSError):
-        lookup.set_exception(outcome)
-    else:
-        lookup.set_result(outcome)

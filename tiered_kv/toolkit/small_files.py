@@ -74,10 +74,8 @@ def _link(temporary: str, path: str) -> bool:
     """Return whether a file is in place: this one, or another process's. Without hard links (CIFS, FUSE) it is not."""
     try:
         os.link(temporary, path)
-    except FileExistsError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, FileExistsError)
     return True
 
 
@@ -85,11 +83,17 @@ def write_all(fd: int, parts: Sequence[bytes | memoryview]) -> None:
     """Write buffers one after the other, with as few calls as the file system allows."""
     views = [memoryview(part).cast("B") for part in parts]
     while views:
-        written = os.writev(fd, views)
-        while views and written >= len(views[0]):
-            written -= len(views.pop(0))
-        if views:
-            views[0] = views[0][written:]
+        views = rest_of(views, os.writev(fd, views))
+
+
+def rest_of(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
+    """Return what is left of `buffers` after their first `done` bytes."""
+    rest: list[memoryview] = []
+    for buffer in buffers:
+        if done < len(buffer):
+            rest.append(buffer[done:])
+        done = max(0, done - len(buffer))
+    return rest
 
 
 def remove(path: str, *, dir_fd: int | None = None) -> bool:
