@@ -19,6 +19,7 @@ from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.validation import validate
 from tiered_kv.direct import DirectTiers
+from tiered_kv.direct.settings import part_of
 from tiered_kv.errors import ConfigError, ShutdownError, TieredKVError, TierError
 from tiered_kv.integrations.lmcache.settings import LOCATION, QUEUE_S_MAX, AdapterSettings
 from tiered_kv.integrations.lmcache.version import LMCACHE_VERSION
@@ -236,21 +237,14 @@ def namespace_of(model: str, layout: str, settings: AdapterSettings) -> Namespac
 def own_part(tier: TierSettings, directory: str, sets: int) -> TierSettings:
     """Return the settings of a tier for one of `sets` layouts: its part of a capacity, and its own directory.
 
-    The nvme tier's directory and the memory tier belong to one namespace. The storage of other tiers is for all.
-
     Raises:
         TierError: The directory is full of other layouts' blocks.
     """
-    if tier.type not in ("nvme", "memory"):
-        return tier
-    own: Any = tier  # Any: the settings of a type that is known here by its name alone
-    changes: dict[str, object] = {"capacity": own.capacity // sets}
-    if tier.type == "nvme":
-        path = Path(own.path)
+    own = part_of(tier, directory, 1 / sets)
+    path = Path(getattr(tier, "path", ""))
+    if tier.type == "nvme" and path.is_dir():
         others = sorted(
-            each.name
-            for each in (path.iterdir() if path.is_dir() else ())
-            if _DIRECTORY.fullmatch(each.name) and each.name != directory
+            each.name for each in path.iterdir() if _DIRECTORY.fullmatch(each.name) and each.name != directory
         )
         if len(others) >= sets:
             raise TierError(
@@ -260,5 +254,4 @@ def own_part(tier: TierSettings, directory: str, sets: int) -> TierSettings:
                 tier=tier.name,
                 operation="open",
             )
-        changes["path"] = str(path / directory)
-    return tier.model_copy(update=changes)
+    return own

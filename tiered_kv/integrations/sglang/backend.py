@@ -29,11 +29,12 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from tiered_kv.direct import DirectTiers
+from tiered_kv.direct.settings import part_of
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.sglang.engine import engine_facts
 from tiered_kv.integrations.sglang.identity import check_sharing, namespace_of, own_variables
 from tiered_kv.integrations.sglang.pools import PagePool, Parts
-from tiered_kv.integrations.sglang.settings import part_of, read_settings
+from tiered_kv.integrations.sglang.settings import read_settings
 
 _log = logging.getLogger(__name__)
 
