@@ -54,8 +54,6 @@ def part_of(tier: TierSettings, directory: str, share: float) -> TierSettings:
     A tier with storage of its own gets a directory of its own below its path, and a share of its capacity.
 
     Args:
-        tier: The user's settings.
-        directory: The directory's name.
         share: More than 0 and at most 1.
     """
     if tier.type not in OWN_STORAGE:

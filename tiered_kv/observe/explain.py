@@ -71,9 +71,7 @@ def explain(
     """Return what became of each block; any thread may call.
 
     Args:
-        history: Of the stack.
         blocks: The primary tier's index; it is only asked for single keys, which needs no lock.
-        keys: The blocks, in any order.
     """
     found = []
     for key, fates in _in_slices(zip(keys, history.fates(keys), strict=True)):
@@ -92,7 +90,6 @@ def explain_query(stack: Observed, query: Mapping[str, Sequence[str]]) -> dict[s
     """Answer `/explain?key=HEX&key=HEX`, `/explain?request=ID` or `/explain?last=N`; any thread may call.
 
     Args:
-        stack: The open stack.
         query: As `urllib.parse.parse_qs` returns it: `key` (in hexadecimal), `request` (an id), and `last` (the last N
             requests that missed a block), in any combination.
 

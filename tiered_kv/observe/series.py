@@ -40,8 +40,6 @@ class Series(NamedTuple):
     """One number, or histogram, with all that identifies it.
 
     Attributes:
-        name: The metric's name.
-        metric: What it is.
         labels: The values of its labels, `tier` first.
         value: A number, or what `Histogram.snapshot` returned.
     """

@@ -52,10 +52,8 @@ class TierSet:
     """Lets tasks use the tiers of a layout, and knows which of its blocks LMCache was told of. Any thread.
 
     Args:
-        model: The model's name.
         layout: Data type and shape of each array of an object, as text.
         block_bytes: Bytes of an object, with the padding of LMCache's allocator.
-        settings: What the user says.
         memory: Address and size of LMCache's L1.
         places: Shared by all sets.
         on_removed: Called with blocks that no tier has any more.

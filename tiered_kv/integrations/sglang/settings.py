@@ -58,7 +58,6 @@ def read_settings(
     """Return the extra config, checked, with its variables filled in.
 
     Args:
-        extra_config: As SGLang hands it over.
         environ: The variables that its texts may name.
         own: Those of them that a path of a tier with storage of its own has to name, and how many values each has.
 
