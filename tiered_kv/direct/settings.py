@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any, ClassVar
 
 from pydantic import Field, SerializeAsAny, field_validator
@@ -48,7 +49,7 @@ class HostSettings(StrictModel):
         return tiers
 
 
-def part_of(tier: TierSettings, directory: str, share: float) -> TierSettings:
+def part_of(tier: TierSettings, directory: str, share: Fraction) -> TierSettings:
     """Return a tier's settings for one of several kinds of blocks in a host's memory.
 
     A tier with storage of its own gets a directory of its own below its path, and a share of its capacity.

@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from fractions import Fraction
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -238,7 +239,7 @@ def own_part(tier: TierSettings, directory: str, sets: int) -> TierSettings:
     Raises:
         TierError: The directory is full of other layouts' blocks.
     """
-    own = part_of(tier, directory, 1 / sets)
+    own = part_of(tier, directory, Fraction(1, sets))
     path = Path(getattr(tier, "path", ""))
     if tier.type == "nvme" and path.is_dir():
         others = sorted(

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from fractions import Fraction
 from typing import Any, Literal
 
 import torch
@@ -104,7 +105,7 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
                 namespace = namespace_of(pool, self._config, self._settings, self._facts)
                 self._tiers[name] = []
                 for parts in pool.parts:
-                    share = parts.pool_bytes / all_bytes
+                    share = Fraction(parts.pool_bytes, all_bytes)
                     tiers = DirectTiers(
                         (parts.address, parts.memory_bytes),
                         block_bytes=parts.part_bytes,
