@@ -420,7 +420,7 @@ def test_what_a_tier_of_another_type_tells_is_shown_and_what_it_cannot_is_said(
     file = stack_file(tmp_path, "type: told", "type: silent", "type: memory, capacity: 64KiB")
     assert main(["inspect", file]) == 0
     text = capsys.readouterr().out
-    assert "2m 1m 1s" in text
+    assert "90s 60s 1s" in text
     assert "25%" in text
     assert "told: it may be otherwise" in text
     assert "silent: tiers of type 'silent' cannot be inspected" in text

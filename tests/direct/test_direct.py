@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from tests.direct.conftest import BLOCK_BYTES, MEMORY, WAIT_S, Register, offsets, open_direct
+from tests.support.detectable_lies import DETECTABLE
+from tests.support.redis_servers import redis_server
 from tests.support.stacks import PATIENT
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.namespace import Namespace
@@ -23,8 +25,7 @@ from tiered_kv.errors import ConfigError, ShutdownError
 from tiered_kv.testing.faults import FailingTier, HangingTier, HeldJobsTier
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.gate import Gate
-from tiered_kv.testing.lies import DETECTABLE, Lie, LyingTier
-from tiered_kv.testing.redis_servers import redis_server
+from tiered_kv.testing.lies import Lie, LyingTier
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.tiering.factory import SecondaryTierFactory

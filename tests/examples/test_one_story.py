@@ -14,12 +14,12 @@ from urllib.request import urlopen
 import pytest
 
 from tests.support.prometheus import Labels, Prometheus, missing_prometheus, panels, wait_for
+from tests.support.redis_servers import RedisServer, redis_server
 from tiered_kv._cli.output import Status
 from tiered_kv.cli import main
 from tiered_kv.counters import count_of
 from tiered_kv.observe.report.samples import Sampler
 from tiered_kv.stack import Stack, open_stack
-from tiered_kv.testing.redis_servers import RedisServer, redis_server
 from tiered_kv.testing.server_process import free_port
 from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.replay import ReplaySettings, replay

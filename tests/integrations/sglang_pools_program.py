@@ -312,7 +312,7 @@ def check_settings_are_checked() -> None:
         ({**good, "tier": []}, "tier: unknown key"),
         ({**good, "namespace": {"dtype": "float16"}}, "SGLang tells it"),
         ({**good, "namespace": {"extra": {"weights": "x"}}}, "SGLang tells 'weights'"),
-        ({**good, "tiers": [nvme("settings"), nvme("settings2")]}, "two tiers are called 'nvme'"),
+        ({**good, "tiers": [nvme("settings"), nvme("settings2")]}, "tiers.1.name: another tier is called 'nvme'"),
     ]
     for extra, says in cases:
         message = refusal(partial(open_backend, storage_config(extra), pool))

@@ -29,6 +29,7 @@ from tests.support.lmcache_programs import (
     run,
 )
 from tests.support.mounts import command_in_namespace, missing_for_tmpfs, small_tmpfs
+from tests.support.redis_servers import RedisServer, redis_server
 from tests.support.tables import names_in
 from tests.support.vllm_programs import (
     LMCACHE,
@@ -41,7 +42,6 @@ from tests.support.vllm_programs import (
     running,
 )
 from tiered_kv.counters import count_of
-from tiered_kv.testing.redis_servers import RedisServer, redis_server
 from tiered_kv.testing.waiting import wait_until
 
 __all__ = ["redis_server"]  # a fixture

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.mounts import command_in_namespace, missing_for_tmpfs
+from tests.support.redis_servers import RedisServer, redis_server
 from tests.support.sglang_programs import (
     SOURCE,
     Message,
@@ -23,7 +24,6 @@ from tests.support.sglang_programs import (
 )
 from tests.support.vllm_programs import damage_segments
 from tiered_kv.counters import count_of
-from tiered_kv.testing.redis_servers import RedisServer, redis_server
 from tiered_kv.testing.waiting import wait_until
 
 __all__ = ["redis_server"]  # a fixture

@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 
 from tests.performance.first_token import choice
+from tests.support.redis_servers import RedisServer, redis_server
+from tests.support.s3_entries import s3_entry
 from tests.support.vllm_programs import (
     VERSIONS,
     Message,
@@ -32,7 +34,6 @@ from tests.support.vllm_programs import (
 )
 from tiered_kv.counters import count_of
 from tiered_kv.testing.proxy import Faults
-from tiered_kv.testing.redis_servers import RedisServer, redis_server
 from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 
 __all__ = ["moto_bucket", "moto_server", "redis_server"]  # fixtures
@@ -63,7 +64,7 @@ def checked(version: str, name: str, directory: Path, *arguments: str) -> int:
 def test_vllm_s_own_manager_is_served_by_our_tiers(
     version: str, tmp_path: Path, redis_server: RedisServer, moto_server: S3Server, moto_bucket: str
 ) -> None:
-    remote = {"redis": {"type": "redis", "url": redis_server.url}, "s3": moto_server.settings(moto_bucket)}
+    remote = {"redis": {"type": "redis", "url": redis_server.url}, "s3": s3_entry(moto_server, moto_bucket)}
     assert checked(version, "manager", tmp_path, json.dumps(remote)) >= 13
 
 
@@ -116,7 +117,7 @@ def test_no_token_changes_whatever_happens_to_the_tiers(
         # Budgets so small that some blocks are found in redis only, and some in s3 only.
         {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "1GiB", "store_budget": "128KiB"},
         {"type": "redis", "url": redis_server.url, "store_budget": "256KiB", "job_timeout": "2s"},
-        {**moto_server.settings(moto_bucket), "store_budget": "768KiB"},
+        {**s3_entry(moto_server, moto_bucket), "store_budget": "768KiB"},
     ]
     config = configure(MIB, tiers)  # 32 blocks; six requests at a time need more than twice as many
     options = {**CHAT, "kv_transfer_config": config, "pause_after_turn": 1}

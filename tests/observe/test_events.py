@@ -18,6 +18,8 @@ import zmq
 
 from tests.observe.rig import BLOCK_BYTES, put, stack_of
 from tests.support.event_subscriber import Index, Message, Subscriber, index_of
+from tests.support.redis_servers import PATIENT, RedisServer, redis_server
+from tests.support.s3_entries import s3_entry
 from tiered_kv.base import OffloadingEvent, OffloadKey, make_offload_key
 from tiered_kv.config.stack_config import EventSettings
 from tiered_kv.errors import ConfigError, MissingExtraError
@@ -25,7 +27,6 @@ from tiered_kv.observe import events
 from tiered_kv.observe.events import EventPublisher, hashes_of
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.gate import Gate
-from tiered_kv.testing.redis_servers import PATIENT, RedisServer, redis_server
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.testing.waiting import wait_until
@@ -97,7 +98,7 @@ def test_stored_blocks_of_every_tier_are_published(
         entry |= {**PATIENT, "url": server.url}
     elif tier_type == "s3":
         s3: S3Server = request.getfixturevalue("moto_server")
-        entry |= s3.settings(request.getfixturevalue("moto_bucket")) | {"name": "mine"}
+        entry |= s3_entry(s3, request.getfixturevalue("moto_bucket")) | {"name": "mine"}
     else:
         entry |= {"capacity": "16MiB"} | ({} if tier_type == "memory" else {"path": str(tmp_path / "kv")})
     stack = open_with_events(entry)

@@ -18,7 +18,8 @@ from tiered_kv.cli import main
 from tiered_kv.config.namespace import differences
 from tiered_kv.config.stack_config import load_config
 from tiered_kv.errors import ConfigError, ShutdownError
-from tiered_kv.observe.explain import KEYS_MAX, SENTENCES, explain_query, labels
+from tiered_kv.observe.explain import KEYS_MAX, SENTENCES, explain_query
+from tiered_kv.observe.fates import Fate
 from tiered_kv.observe.namespaces import tier_namespaces
 from tiered_kv.observe.routes import routes_of
 from tiered_kv.observe.server import Answer, StatusServer
@@ -142,7 +143,7 @@ def test_a_question_that_is_none_is_refused(stack: Stack, query: dict[str, list[
 
 
 def test_every_fate_has_words() -> None:
-    assert set(SENTENCES) == {*labels(), "present", "stored", "unknown"}
+    assert set(SENTENCES) == {*(fate.label for fate in Fate), "present"}
 
 
 # The command.

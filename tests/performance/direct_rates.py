@@ -20,10 +20,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tests.performance.bench import BlockRows, Sample, Taken, block_key, command_line, sample, summary, timed
+from tests.support.redis_servers import RedisServer
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.direct import DirectTiers
-from tiered_kv.testing.redis_servers import RedisServer
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
 

@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.performance.bench import command_line, spread
+from tests.support.redis_servers import PATIENT, RedisServer
 from tests.support.vllm_programs import Message, our_spec, running
-from tiered_kv.testing.proxy import FaultProxy, Faults
-from tiered_kv.testing.redis_servers import PATIENT, RedisServer
+from tiered_kv.testing.proxy import Direction, FaultProxy, Faults
 
 PROGRAM = Path(__file__).parents[1] / "integrations" / "vllm_engine_program.py"
 SIZES = (4096, 2048, 1024, 512, 256, 128, 64)
@@ -100,7 +100,8 @@ def distant(model: Path, prompts: Sequence[Prompt], wire: Faults) -> Iterator[st
             writer = Engine(undo, model, stack(server.url))
             for prompt in prompts:
                 writer.serve(prompt)
-        proxy.to_server, proxy.to_client = Faults(latency_s=wire.latency_s), wire
+        proxy.set_faults(Faults(latency_s=wire.latency_s), Direction.TO_SERVER)
+        proxy.set_faults(wire, Direction.TO_CLIENT)
         yield f"redis://{proxy.host}:{proxy.port}"
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from tests.performance.bench import command_line, in_turn, shown
 from tests.support.lmcache_programs import adapter
-from tiered_kv.testing.redis_servers import RedisServer
+from tests.support.redis_servers import RedisServer
 
 ROOT = Path(__file__).parents[2]
 BENCH = ROOT.parent / "shared" / "bench"

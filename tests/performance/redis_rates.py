@@ -32,7 +32,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.performance.bench import BlockRows, Sample, Taken, command_line, sample, summary, timed
-from tiered_kv.testing.redis_servers import RedisServer
+from tests.support.redis_servers import RedisServer
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.tier import RedisTier

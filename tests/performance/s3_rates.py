@@ -24,6 +24,7 @@ import numpy as np
 
 from tests.performance.bench import BlockRows, Sample, Taken, command_line, sample, summary, timed
 from tests.performance.nginx import start_nginx
+from tests.support.s3_entries import s3_entry
 from tiered_kv.testing.s3_servers import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY, S3Server
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv_s3.settings import S3Settings
@@ -47,7 +48,7 @@ class Bench:
     def __init__(self, server: S3Server, block_bytes: int, blocks: int, connections: int) -> None:
         self.blocks, self.gigabytes = blocks, blocks * block_bytes / 1e9
         self.rows = BlockRows(block_bytes, blocks)
-        settings = S3Settings.model_validate(server.settings(BUCKET, connections=connections, presence_ttl=0))
+        settings = S3Settings.model_validate(s3_entry(server, BUCKET, connections=connections, presence_ttl=0))
         self.tier = S3Tier(TierSpec("s3", block_bytes), self.rows.region.kv_view, "s3", settings)
         self._bodies = [row.tobytes() for row in self.rows.region.array]
         self.client = _boto3_client(server, connections)

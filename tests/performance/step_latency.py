@@ -33,8 +33,9 @@ from typing import Any
 import tiered_kv
 from tests.performance.bench import block_key, command_line, spread
 from tests.performance.nginx import start_nginx
+from tests.support.redis_servers import RedisServer
+from tests.support.s3_entries import s3_entry
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.testing.redis_servers import RedisServer
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
 KEYS = 512
@@ -59,7 +60,7 @@ def tier_settings(tier: str, folder: Path) -> Iterator[dict[str, object]]:
     else:
         nginx = start_nginx(folder)
         try:
-            yield nginx.settings("steps")
+            yield s3_entry(nginx, "steps")
         finally:
             nginx.stop()
 

@@ -12,8 +12,8 @@ import pytest
 
 from tests.support.entries import OpenRig, rig_of
 from tests.support.patient_nvme import waiting_until_closed
+from tests.support.redis_servers import PATIENT, RedisServer
 from tiered_kv.base import OffloadKey
-from tiered_kv.testing.redis_servers import PATIENT, RedisServer
 from tiered_kv.testing.rig import TierRig, block_content
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.toolkit.claimed import Identity

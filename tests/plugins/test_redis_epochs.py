@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.plugins.conftest import OpenRedis
-from tiered_kv.testing.redis_servers import RedisServer, redis_server
+from tests.support.redis_servers import RedisServer, redis_server
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.toolkit.epoch import EpochMark, forget_retired
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.plugins.conftest import OpenRedis, block_names, calls
+from tests.support.redis_servers import RedisServer, redis_server
 from tiered_kv.counters import count_of
 from tiered_kv.errors import TierUnavailableError
-from tiered_kv.testing.proxy import NO_FAULTS, FaultProxy, Faults
-from tiered_kv.testing.redis_servers import RedisServer, redis_server
+from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.waiting import wait_until
 
@@ -169,7 +169,7 @@ def test_a_lookup_waits_for_no_transfer_over_a_slow_wire(redis_server: RedisServ
         keys = make_keys(128)
         rig.store(keys)
         before = calls(redis_server, "get")
-        proxy.to_client = Faults(bytes_per_s=1e4)
+        proxy.set_faults(Faults(bytes_per_s=1e4), Direction.TO_CLIENT)
         # 1 MiB each, over connections of their own: they take longer than a lookup and its test can.
         far = time.monotonic() + 600.0
         loads = [rig.submit_load(keys[:64], deadline=far), rig.submit_load(keys[64:], deadline=far)]
@@ -177,7 +177,7 @@ def test_a_lookup_waits_for_no_transfer_over_a_slow_wire(redis_server: RedisServ
         assert rig.lookup(keys[0])
         assert rig.poll() == 2, "the wire was not slow"
         assert rig.tier.lookup_failures == 0
-        proxy.to_client = NO_FAULTS
+        proxy.set_faults(NO_FAULTS, Direction.TO_CLIENT)
         assert all(result.success for result in rig.wait(loads))
 
 

@@ -16,9 +16,9 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from tests.plugins.conftest import OpenRedis
+from tests.support.redis_servers import PASSWORD, RedisServer, redis_server, tls_redis_server
 from tiered_kv.config.validation import validate
 from tiered_kv.errors import ConfigError, TierUnavailableError
-from tiered_kv.testing.redis_servers import PASSWORD, RedisServer, redis_server, tls_redis_server
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.toolkit import certificates
 

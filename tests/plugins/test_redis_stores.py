@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.plugins.conftest import OpenRedis, block_names, calls
-from tiered_kv.testing.redis_servers import RedisServer, redis_server
+from tests.support.redis_servers import RedisServer, redis_server
 from tiered_kv.testing.rig import make_keys
 
 pytest.importorskip("redis", reason="redis-py is not installed")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.entries import rig_of
+from tests.support.s3_entries import s3_entry
 from tiered_kv.counters import count_of
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.testing.rig import TierRig, make_keys
@@ -38,7 +39,7 @@ MakeRig = Callable[..., TierRig]
 @pytest.fixture
 def make_rig(moto_server: S3Server, moto_bucket: str, closing: contextlib.ExitStack) -> MakeRig:
     def make(**changes: object) -> TierRig:
-        entry = {**moto_server.settings(moto_bucket, connections=4, **PATIENCE), **changes}
+        entry = {**s3_entry(moto_server, moto_bucket, connections=4, **PATIENCE), **changes}
         rig = rig_of(entry, block_bytes=BLOCK_BYTES, num_blocks=1024, wait_s=2 * WAIT_S)
         return closing.enter_context(contextlib.closing(rig))
 
@@ -98,7 +99,7 @@ def test_a_block_that_is_renewed_stays_what_it_is(
     rig.store(keys)
     name = blocks_in(client, moto_bucket)[0]["Key"]
     before = client.head_object(Bucket=moto_bucket, Key=name)
-    settings = S3Settings.model_validate(moto_server.settings(moto_bucket, storage_class="ONEZONE_IA"))
+    settings = S3Settings.model_validate(s3_entry(moto_server, moto_bucket, storage_class="ONEZONE_IA"))
     with contextlib.closing(Control(Account(settings, "s3"), settings, "s3")) as control:
         control.renew(name)
     after = client.head_object(Bucket=moto_bucket, Key=name)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.s3_entries import s3_entry
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv_s3.control import Control
@@ -52,7 +53,7 @@ def test_a_purge_keeps_the_mark_that_is_written_while_it_runs(
         return delete(self, objects)
 
     monkeypatch.setattr(Control, "delete", delete_late)
-    administration = S3Administration(S3Settings.model_validate(moto_server.settings(moto_bucket, prefix="kv")))
+    administration = S3Administration(S3Settings.model_validate(s3_entry(moto_server, moto_bucket, prefix="kv")))
     purged = administration.purge(DIGEST.hex(), time.monotonic() + 120.0)
     administration.close()
     left = kept()

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.disk_use import occupied_bytes
+from tests.support.redis_servers import redis_server
 from tests.support.shared_storage import SharedStorage, storage
 from tiered_kv.base import OffloadKey
 from tiered_kv.counters import count_of
-from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.testing.waiting import wait_until
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.redis_servers import redis_server
 from tests.support.shared_storage import SharedStorage, storage
-from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.toolkit.epoch import EpochMark

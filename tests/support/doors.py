@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
+from tests.support.redis_servers import RedisServer
 from tiered_kv.base import OffloadKey
-from tiered_kv.testing.redis_servers import RedisServer
 from tiered_kv.testing.rig import TierRig
 from tiered_kv.testing.s3_servers import S3Server
 from tiered_kv.toolkit.epoch import EpochMark

@@ -21,8 +21,9 @@ import pytest
 
 from tests.support.doors import Door, FsDoor, MemoryDoor, RedisDoor, S3Door
 from tests.support.redis_sentinels import SERVICE
+from tests.support.redis_servers import RedisServer
+from tests.support.s3_entries import s3_entry
 from tests.support.tenants import Tenant
-from tiered_kv.testing.redis_servers import RedisServer
 from tiered_kv.testing.rig import Content, TierRig, block_content
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
@@ -85,7 +86,7 @@ class Place:
                 pytest.importorskip("boto3", reason="boto3 is not installed")
                 self.s3 = server("moto_server")
                 self.bucket = self.s3.make_bucket()
-                self.entry |= self.s3.settings(self.bucket, prefix="kv")
+                self.entry |= s3_entry(self.s3, self.bucket, prefix="kv")
                 if kind == "s3-versioned":
                     with closing(self.s3.client()) as client:
                         client.put_bucket_versioning(Bucket=self.bucket, VersioningConfiguration={"Status": "Enabled"})

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.testing.redis_servers import RedisServer, TlsFiles, make_tls_files
+from tests.support.redis_servers import RedisServer, TlsFiles, make_tls_files
 from tiered_kv.testing.waiting import wait_until
 
 CLUSTER_TIMEOUT_S = 120.0

@@ -12,8 +12,8 @@ import pytest
 from tests.support.doors import FsDoor, RedisDoor
 from tests.support.entries import NAMESPACE, rig_of
 from tests.support.fake_s3 import FakeS3
+from tests.support.redis_servers import PATIENT, RedisServer
 from tiered_kv.base import OffloadKey
-from tiered_kv.testing.redis_servers import PATIENT, RedisServer
 from tiered_kv.testing.rig import TierRig, compressible_content
 from tiered_kv.toolkit.record import digest_of
 

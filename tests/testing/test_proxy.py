@@ -85,19 +85,19 @@ def test_the_end_of_a_stream_is_passed_on(proxy: FaultProxy, connect: Connect) -
 def test_latency_delays_without_taking_bandwidth(proxy: FaultProxy, connect: Connect) -> None:
     client = connect()
     data = 12 * DATA
-    proxy.to_server = Faults(latency_s=0.5)
+    proxy.set_faults(Faults(latency_s=0.5), Direction.TO_SERVER)
     begin = time.monotonic()
     assert exchange(client, data) == data
     # It is read in 48 pieces at least. If each waited for the one before, they would take 24 s.
     assert 0.5 <= time.monotonic() - begin < 8.0
-    proxy.to_server = Faults(latency_s=60.0)  # more than the client waits
-    proxy.to_server = NO_FAULTS
+    proxy.set_faults(Faults(latency_s=60.0), Direction.TO_SERVER)  # more than the client waits
+    proxy.set_faults(NO_FAULTS, Direction.TO_SERVER)
     assert exchange(client, b"x") == b"x"
 
 
 def test_bandwidth_is_kept(proxy: FaultProxy, connect: Connect) -> None:
     client = connect()
-    proxy.to_client = Faults(bytes_per_s=1_000_000)
+    proxy.set_faults(Faults(bytes_per_s=1_000_000), Direction.TO_CLIENT)
     begin = time.monotonic()
     assert exchange(client, DATA) == DATA
     assert time.monotonic() - begin >= 0.25
@@ -105,14 +105,14 @@ def test_bandwidth_is_kept(proxy: FaultProxy, connect: Connect) -> None:
 
 def test_a_stall_lasts_until_it_is_switched_off(proxy: FaultProxy, connect: Connect) -> None:
     client = connect()
-    proxy.to_client = Faults(stalls=True)
+    proxy.set_faults(Faults(stalls=True), Direction.TO_CLIENT)
     client.sendall(b"hello")
     wait_until(lambda: proxy.counts()["stalled"])
     client.settimeout(0.05)
     with pytest.raises(TimeoutError):
         client.recv(1)
     client.settimeout(10)
-    proxy.to_client = NO_FAULTS
+    proxy.set_faults(NO_FAULTS, Direction.TO_CLIENT)
     assert receive(client, 5) == b"hello"
 
 
@@ -122,7 +122,7 @@ def test_one_bit_is_flipped_at_an_offset_of_one_direction(
 ) -> None:
     client = connect()
     assert exchange(client, DATA) == DATA
-    proxy.set_faults(direction, Faults(flip_at_byte=100_000))
+    proxy.set_faults(Faults(flip_at_byte=100_000), direction)
     damaged = bytearray(DATA)
     damaged[100_000] ^= 0x01
     assert exchange(client, DATA) == damaged
@@ -134,7 +134,7 @@ def test_one_bit_is_flipped_at_an_offset_of_one_direction(
 @pytest.mark.parametrize("by_reset", [False, True])
 def test_a_connection_is_cut_after_exactly_so_many_bytes(proxy: FaultProxy, connect: Connect, by_reset: bool) -> None:
     client = connect()
-    proxy.to_client = Faults(cut_after_bytes=1000, cut_by_reset=by_reset)
+    proxy.set_faults(Faults(cut_after_bytes=1000, cut_by_reset=by_reset), Direction.TO_CLIENT)
     client.sendall(DATA[:5000])
     if by_reset:
         with pytest.raises(ConnectionResetError):
@@ -142,7 +142,7 @@ def test_a_connection_is_cut_after_exactly_so_many_bytes(proxy: FaultProxy, conn
     else:
         assert receive(client, 5000) == DATA[:1000]
     assert (proxy.counts()["bytes_to_client"], proxy.counts()["cut"]) == (1000, 1)
-    proxy.to_client = NO_FAULTS
+    proxy.set_faults(NO_FAULTS, Direction.TO_CLIENT)
     assert exchange(connect(), DATA) == DATA
 
 
@@ -192,7 +192,7 @@ def test_a_server_that_is_not_there_resets_the_client() -> None:
 
 def test_it_closes_amid_a_stall_and_leaves_nothing_behind(server: EchoServer) -> None:
     proxy = FaultProxy(("127.0.0.1", server.port))
-    proxy.to_client = Faults(stalls=True)
+    proxy.set_faults(Faults(stalls=True), Direction.TO_CLIENT)
     with socket.create_connection((proxy.host, proxy.port), 10) as client:
         client.sendall(DATA)
         wait_until(lambda: proxy.counts()["stalled"])

@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.doors import codec_id_of
 from tests.support.places import Place
+from tests.support.redis_servers import redis_server
 from tests.support.segment_map import SegmentMap
-from tiered_kv.testing.redis_servers import redis_server
 from tiered_kv.testing.rig import compressible_content, make_keys
 from tiered_kv.testing.s3_servers import moto_server
 from tiered_kv.tiering.base import TierSpec

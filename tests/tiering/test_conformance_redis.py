@@ -9,16 +9,16 @@ from typing import ClassVar
 import pytest
 
 from tests.support.redis_clusters import RedisClusterServers, redis_cluster
-from tiered_kv.testing.conformance import TierConformance
-from tiered_kv.testing.proxy import FaultProxy, Faults
-from tiered_kv.testing.redis_servers import (
+from tests.support.redis_servers import (
     PASSWORD,
     PATIENT,
     RedisServer,
-    fake_redis_url,
     redis_server,
     tls_redis_server,
 )
+from tiered_kv.testing.conformance import TierConformance
+from tiered_kv.testing.fake_redis import fake_redis_url
+from tiered_kv.testing.proxy import FaultProxy, Faults
 from tiered_kv.testing.rig import OpenTier
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.toolkit.record import HEADER_BYTES
@@ -101,7 +101,7 @@ class TestRedisTierOnALatentWire(TestRedisTier):
     @pytest.fixture
     def slow_wire(self, redis_server: RedisServer) -> Iterator[FaultProxy]:
         with FaultProxy(("127.0.0.1", redis_server.port)) as proxy:
-            proxy.to_server = proxy.to_client = self.wire
+            proxy.set_faults(self.wire)
             yield proxy
 
 

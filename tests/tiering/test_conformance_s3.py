@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import pytest
 
+from tests.support.s3_entries import damage_objects, s3_entry
 from tiered_kv.testing.conformance import TierConformance
 from tiered_kv.testing.proxy import FaultProxy, Faults
 from tiered_kv.testing.rig import OpenTier
@@ -45,10 +46,10 @@ class TestS3Tier(TierConformance):
     @pytest.fixture
     def open_tier(self, moto_server: S3Server, moto_bucket: str) -> OpenTier:
         self.server, self.bucket = moto_server, moto_bucket
-        return opener({**moto_server.settings(moto_bucket), **self.settings})
+        return opener({**s3_entry(moto_server, moto_bucket), **self.settings})
 
     def corrupt(self, tier: SecondaryTierManager) -> bool:
-        self.server.damage(self.bucket, "/blocks/")
+        damage_objects(self.server, self.bucket, "/blocks/")
         return True
 
 
@@ -64,10 +65,10 @@ class TestS3TierOnASlowWire(TestS3Tier):
     def open_tier(self, moto_server: S3Server, moto_bucket: str, slow_wire: FaultProxy) -> OpenTier:
         self.server, self.bucket = moto_server, moto_bucket
         url = f"http://{slow_wire.host}:{slow_wire.port}"
-        return opener(moto_server.settings(moto_bucket, endpoint_url=url))
+        return opener(s3_entry(moto_server, moto_bucket, endpoint_url=url))
 
     @pytest.fixture
     def slow_wire(self, moto_server: S3Server) -> Iterator[FaultProxy]:
         with FaultProxy(moto_server.address) as proxy:
-            proxy.to_server = proxy.to_client = SLOW_WIRE
+            proxy.set_faults(SLOW_WIRE)
             yield proxy

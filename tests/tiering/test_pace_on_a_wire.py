@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from tests.support.redis_servers import PATIENT, RedisServer, redis_server
 from tiered_kv.base import OffloadKey
 from tiered_kv.stack import Stack, open_stack
-from tiered_kv.testing.proxy import FaultProxy, Faults
-from tiered_kv.testing.redis_servers import PATIENT, RedisServer, redis_server
+from tiered_kv.testing.proxy import Direction, FaultProxy, Faults
 from tiered_kv.testing.rig import make_keys
 
 pytest.importorskip("redis", reason="redis-py is not installed")
@@ -61,7 +61,7 @@ def stored(wire: FaultProxy) -> None:
 @pytest.mark.usefixtures("stored")
 def test_a_short_prompt_is_computed_and_a_long_one_comes_over_a_distant_wire(wire: FaultProxy) -> None:
     with open_on(wire, computed_block_s=0.01) as stack:
-        wire.to_server = wire.to_client = Faults(latency_s=0.05)
+        wire.set_faults(Faults(latency_s=0.05))
         for size in (200, 64, 96):
             assert get(stack, PROMPTS[size]) == size, "nothing is known of the wire"
         assert get(stack, PROMPTS[4]) == 0, "40 ms to compute, and 100 to fetch"
@@ -83,7 +83,8 @@ def test_no_prompt_takes_longer_than_the_better_of_computing_and_loading(wire: F
     with open_on(wire, None) as stack:
         for keys in prompts.values():
             assert stack.put(keys, np.ones((len(keys), BLOCK_BYTES), np.uint8), timeout=WAIT_S) == len(keys)
-    wire.to_server, wire.to_client = Faults(latency_s=0.05), Faults(latency_s=0.05, bytes_per_s=1.6e6)
+    wire.set_faults(Faults(latency_s=0.05), Direction.TO_SERVER)
+    wire.set_faults(Faults(latency_s=0.05, bytes_per_s=1.6e6), Direction.TO_CLIENT)
     taken: dict[str, dict[int, float]] = {}
     for name, told in (("loaded", None), ("chosen", computed_s)):
         with open_on(wire, told) as stack:
@@ -97,7 +98,7 @@ def test_no_prompt_takes_longer_than_the_better_of_computing_and_loading(wire: F
 @pytest.mark.usefixtures("stored")
 def test_nothing_comes_over_a_wire_that_is_slower_than_computing(wire: FaultProxy) -> None:
     with open_on(wire, computed_block_s=0.005) as stack:
-        wire.to_client = Faults(bytes_per_s=8e4)
+        wire.set_faults(Faults(bytes_per_s=8e4), Direction.TO_CLIENT)
         for size in (64, 48, 96):
             assert get(stack, PROMPTS[size]) == size
         assert [get(stack, PROMPTS[size]) for size in (4, 200, 256)] == [0, 0, 0]

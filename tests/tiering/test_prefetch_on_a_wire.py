@@ -10,10 +10,10 @@ from collections import deque
 import numpy as np
 import pytest
 
+from tests.support.redis_servers import PATIENT, RedisServer, redis_server
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.stack import Stack, open_stack
-from tiered_kv.testing.proxy import FaultProxy, Faults
-from tiered_kv.testing.redis_servers import PATIENT, RedisServer, redis_server
+from tiered_kv.testing.proxy import Direction, FaultProxy, Faults
 from tiered_kv.testing.rig import make_keys
 
 pytest.importorskip("redis", reason="redis-py is not installed")
@@ -88,7 +88,8 @@ def test_requests_that_wait_reach_their_first_token_sooner(redis_server: RedisSe
         with open_on(wire) as stack:
             for keys in (keys for each in prompts.values() for keys in each):
                 assert stack.put(keys, np.ones((len(keys), BLOCK_BYTES), np.uint8), timeout=60) == len(keys)
-        wire.to_server, wire.to_client = Faults(latency_s=0.05), Faults(latency_s=0.05, bytes_per_s=1.6e6)
+        wire.set_faults(Faults(latency_s=0.05), Direction.TO_SERVER)
+        wire.set_faults(Faults(latency_s=0.05, bytes_per_s=1.6e6), Direction.TO_CLIENT)
         taken: dict[bool, list[list[float]]] = {True: [], False: []}
         for (is_early, _), each in prompts.items():
             with open_on(wire) as stack:

@@ -13,6 +13,8 @@ import hypothesis
 import pytest
 from hypothesis.stateful import run_state_machine_as_test
 
+from tests.support.redis_servers import RedisServer, redis_server
+from tests.support.s3_entries import damage_objects, s3_entry
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
@@ -24,7 +26,6 @@ from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.model import StackUnderTest
 from tiered_kv.testing.prompt import PromptTier
 from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults
-from tiered_kv.testing.redis_servers import RedisServer, redis_server
 from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.testing.state_machine import OpenStack, make_state_machine
 from tiered_kv.testing.watch import RowLedger, WatchedTier
@@ -160,7 +161,7 @@ def switch_gate(gate: Gate, hangs: bool) -> None:
 
 
 def switch_wire(wire: FaultProxy, direction: Direction, faults: Faults, on: bool) -> None:
-    wire.set_faults(direction, faults if on else NO_FAULTS)
+    wire.set_faults(faults if on else NO_FAULTS, direction)
 
 
 def corrupt_files(directory: Path) -> None:
@@ -237,7 +238,7 @@ def s3_at(server: S3Server, bucket: str, **settings: object) -> MakeTier:
     from tiered_kv_s3.settings import S3Settings
     from tiered_kv_s3.tier import S3Tier
 
-    checked = S3Settings.model_validate(server.settings(bucket, connections=2, **settings))
+    checked = S3Settings.model_validate(s3_entry(server, bucket, connections=2, **settings))
     return lambda spec, view, directory: S3Tier(namespace_of(directory, spec), view, spec.name, checked)
 
 
@@ -246,7 +247,7 @@ def damage_redis(server: RedisServer) -> Corrupt:
 
 
 def damage_bucket(server: S3Server, bucket: str) -> Corrupt:
-    return lambda directory: server.damage(bucket, "/blocks/")
+    return lambda directory: damage_objects(server, bucket, "/blocks/")
 
 
 @pytest.mark.slow

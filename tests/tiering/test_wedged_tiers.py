@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
+from tests.support.detectable_lies import DETECTABLE
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.counters import count_of
@@ -21,7 +22,7 @@ from tiered_kv.testing.clock import ManualClock
 from tiered_kv.testing.faults import HangingTier, HeldJobsTier
 from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.gate import Gate
-from tiered_kv.testing.lies import DETECTABLE, Lie, LyingTier
+from tiered_kv.testing.lies import Lie, LyingTier
 from tiered_kv.testing.model import StackModel, StackUnderTest
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.testing.waiting import wait_until

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.support.figures import Profile
+from tests.support.redis_servers import RedisServer, redis_server
+from tests.support.s3_entries import s3_entry
 from tiered_kv.testing.proxy import FaultProxy
-from tiered_kv.testing.redis_servers import RedisServer, redis_server
 from tiered_kv.testing.rig import OpenTier
 from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.testing.wire_faults import ByteFault, TierUnderWireFaults
@@ -63,5 +64,5 @@ class TestS3TierUnderWireFaults(PatientlyTested):
         pytest.importorskip("boto3", reason="boto3 is not installed")
         few = {"connections": 4, "attempts": 2, "lookup_timeout": "300ms", "request_timeout": "20s", "presence_ttl": 0}
         url = f"http://{proxy.host}:{proxy.port}"
-        entry = {"type": "s3", **moto_server.settings(moto_bucket, endpoint_url=url, **few)}
+        entry = {"type": "s3", **s3_entry(moto_server, moto_bucket, endpoint_url=url, **few)}
         return lambda spec, view: SecondaryTierFactory.create(spec, view, entry)

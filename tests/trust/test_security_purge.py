@@ -20,10 +20,10 @@ import pytest
 from tests.support.disk_use import occupied_bytes
 from tests.support.places import Place, PlaceOf
 from tests.support.redis_sentinels import RedisSentinelServers
+from tests.support.redis_servers import RedisServer
 from tests.support.tenants import Tenant
 from tiered_kv.cli import main
 from tiered_kv.stack import open_stack
-from tiered_kv.testing.redis_servers import RedisServer
 from tiered_kv.testing.waiting import wait_until
 
 pytestmark = [pytest.mark.trust("security"), pytest.mark.slow]

@@ -14,11 +14,12 @@ import pytest
 
 from tests.support.redis_clusters import RedisClusterServers
 from tests.support.redis_sentinels import SERVICE, RedisSentinelServers
+from tests.support.redis_servers import PASSWORD, PATIENT, RedisServer, TlsFiles, make_tls_files
+from tests.support.s3_entries import s3_entry
 from tests.support.tenants import Tenant
 from tiered_kv.cli import main
 from tiered_kv.counters import count_of
 from tiered_kv.stack import open_stack
-from tiered_kv.testing.redis_servers import PASSWORD, PATIENT, RedisServer, TlsFiles, make_tls_files
 from tiered_kv.testing.s3_servers import S3Server, missing_for_moto, start_moto
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv_s3.settings import S3Settings
@@ -198,7 +199,7 @@ def test_an_s3_server_that_does_not_prove_who_it_is_gets_nothing(
     elif reason == "system authorities":
         del settings["ca_file"]
     server = moto_with(files)
-    tenant = Tenant("alice", tmp_path, server.settings("kv-bucket", **S3_PATIENT, **settings))
+    tenant = Tenant("alice", tmp_path, s3_entry(server, "kv-bucket", **S3_PATIENT, **settings))
     expect_refused(tenant, capsys, "untrusted")
     with open_stack(tenant.file) as stack:
         assert tenant.put(stack, tenant.keys(BLOCKS)) == 0
@@ -210,7 +211,7 @@ def test_an_s3_server_that_proves_who_it_is_is_used(
 ) -> None:
     files = files_in(tmp_path / "own")
     server = moto_with(files)
-    tenant = Tenant("alice", tmp_path, server.settings("kv-bucket", **S3_PATIENT, ca_file=str(files.ca)))
+    tenant = Tenant("alice", tmp_path, s3_entry(server, "kv-bucket", **S3_PATIENT, ca_file=str(files.ca)))
     expect_used(tenant, capsys, verified=None)
 
 

@@ -148,7 +148,7 @@ def test_shutdown_waits_for_the_copy_that_runs_and_drops_those_behind_it(
     for number in range(3):
         rig.store(number, [number], [number])
     assert not store.get_finished(), "the calls returned before any copy had ended"
-    copies = [transfer.copy for transfer in store._transfers]
+    copies = [copy for copy, _ in store._transfers.values()]
     wait_until(lambda: gate.waiting == 1)
     closing = threading.Thread(target=store.shutdown)
     closing.start()

@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support import stacks
+from tests.support.redis_servers import PATIENT, RedisServer, redis_server
+from tests.support.s3_entries import s3_entry
 from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.clock import ManualClock
-from tiered_kv.testing.redis_servers import PATIENT, RedisServer, redis_server
 from tiered_kv.testing.s3_servers import S3Server, moto_bucket, moto_server
 from tiered_kv.toolkit.keys_only import KeyStore
 from tiered_kv.workload.generator import ChatWorkload
@@ -215,7 +216,7 @@ def test_redis_agrees_with_a_replay_of_the_built_in_chats(
 def test_three_tiers_with_s3_agree_with_a_replay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moto_server: S3Server, moto_bucket: str
 ) -> None:
-    tiers = [HALF_MEMORY, nvme(Path("kv"), "1MiB"), moto_server.settings(moto_bucket)]
+    tiers = [HALF_MEMORY, nvme(Path("kv"), "1MiB"), s3_entry(moto_server, moto_bucket)]
     assert_agrees_patiently(tmp_path, monkeypatch, tiers)
 
 

@@ -70,7 +70,6 @@ def describe_use(parser: argparse.ArgumentParser, *examples: tuple[str, str], fo
     """End a verb's help with examples and its exit statuses.
 
     Args:
-        parser: The verb's.
         examples: Command lines, and what each does.
         found: What status 1 means, if the verb has it.
     """

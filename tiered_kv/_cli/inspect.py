@@ -14,7 +14,7 @@ from tiered_kv.config.namespace import differences
 from tiered_kv.config.redaction import told
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.stack_config import StackConfig, load_config
-from tiered_kv.config.units import rounded_bytes
+from tiered_kv.config.units import rounded_bytes, rounded_seconds
 from tiered_kv.errors import ConfigError
 from tiered_kv.hooks import tier_plugins
 from tiered_kv.tiering.administration import Ages, Survey, SurveyedNamespace, TierAdministration, Verification
@@ -30,7 +30,6 @@ _SLEEP_MIN_S = 0.01
 _LAG_MAX_S = 1.0
 """What a check may catch up on: sleep takes longer than it was told to on a busy machine."""
 _CHECKED = ("ok", "blocks", "size_bytes", "damaged", "unreadable", "repaired", "checks_tags", "notes", "error")
-_UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "m"), (1.0, "s"))
 
 
 @dataclass(slots=True)
@@ -124,7 +123,6 @@ def _verify(
     tier: TierInspection,
     args: argparse.Namespace,
 ) -> None:
-    """Check the namespaces that were found, one after the other."""
     own = config.identity.digest.hex()
     chosen = [each for each in tier.survey.namespaces if not args.own or each.stored.digest == own]
     rate_bytes = args.rate or _RATE_BYTES
@@ -174,13 +172,7 @@ def _size_bytes(found: SurveyedNamespace) -> int:
     return found.stored.size_bytes or 0
 
 
-def _differences(config: StackConfig, found: SurveyedNamespace) -> dict[str, tuple[object, object]]:
-    """Return in what a namespace differs from the stack's own; see `differences`."""
-    return differences(config.identity.described, found.stored.described) if found.stored.described else {}
-
-
 def _described(config: StackConfig, tier: TierInspection) -> dict[str, object]:
-    """Return the JSON form of one tier."""
     namespaces = []
     for each in tier.survey.namespaces:
         known = asdict(each)
@@ -193,7 +185,7 @@ def _described(config: StackConfig, tier: TierInspection) -> dict[str, object]:
                 "own": digest == config.identity.digest.hex(),
                 "tenant": each.stored.tenant,
                 **stored,
-                "differences": _differences(config, each),
+                "differences": differences(config.identity.described, each.stored.described),
                 **known,
                 "verification": check and {name: getattr(check, name) for name in _CHECKED},
             }
@@ -250,7 +242,7 @@ def _reasons(counted: Mapping[str, int]) -> str:
 def _remarks(config: StackConfig, tier: TierInspection, *, repairs: bool) -> Iterator[str]:
     survey = tier.survey
     for each in survey.namespaces:
-        changed = _differences(config, each)
+        changed = differences(config.identity.described, each.stored.described)
         if changed:
             fields = "; ".join(f"{name} is {theirs!r}, not {ours!r}" for name, (ours, theirs) in changed.items())
             yield f"{each.stored.digest} is another namespace: {fields}"
@@ -279,10 +271,4 @@ def _remarks(config: StackConfig, tier: TierInspection, *, repairs: bool) -> Ite
 
 
 def _ages(ages: Ages | None) -> str:
-    if ages is None:
-        return "-"
-    shown = []
-    for age_s in (ages.oldest_s, ages.median_s, ages.newest_s):
-        scale, unit = next((each for each in _UNITS if age_s >= each[0]), _UNITS[-1])
-        shown.append(f"{age_s / scale:.0f}{unit}")
-    return " ".join(shown)
+    return "-" if ages is None else " ".join(map(rounded_seconds, (ages.oldest_s, ages.median_s, ages.newest_s)))

@@ -68,9 +68,7 @@ def print_table(
     """Print a table for people. Where it is wider than the terminal, only a last column of text is folded.
 
     Args:
-        columns: The heads.
         rows: The cells, in the order of `columns`. What a terminal would obey in them is shown as an escape.
-        title: Stands above the table.
         numbers: Whether all columns but the first hold numbers, which are aligned to the right.
     """
     from rich import box
@@ -147,7 +145,6 @@ def progress(title: str, total: int | None, *, in_bytes: bool = False) -> Iterat
     """Show how far something is, if standard error is a terminal. The time that has passed is always seen to go on.
 
     Args:
-        title: What is being done.
         total: Steps in all; None where that is not known.
         in_bytes: Whether a step is a byte; then the rate and an estimate of the time left are shown.
 

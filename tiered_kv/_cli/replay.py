@@ -88,7 +88,6 @@ def run(args: argparse.Namespace) -> Status:
 def _replayed(
     stack: Stack, workload: Workload, settings: ReplaySettings, sampler: Sampler, interrupted: Callable[[], bool]
 ) -> ReplayReport:
-    """Replay the requests, and sample the counters between steps."""
     with progress("requests", workload.total) as advance:
 
         def on_progress(tally: Tally) -> None:

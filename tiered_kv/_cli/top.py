@@ -128,7 +128,7 @@ def _print_sight(sight: Sight, interval_s: float, *, notices_s: float) -> None:
     from tiered_kv._cli.top_view import headline, notice_lines, plain_rows, reason_lines
 
     view = sight.view
-    print_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {headline(sight, interval_s)}")
+    print_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {headline(sight, interval_s).plain}")
     if view is None or sight.trouble:
         return
     columns, rows = plain_rows(view)

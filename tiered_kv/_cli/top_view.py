@@ -32,8 +32,11 @@ _BUDGET_WARNING: Final = 0.9
 
 def screen(sight: Sight, where: str, interval_s: float, console: Console) -> RenderableType:
     """Return what fills a terminal of the console's size: the most important first, the rest as far as it fits."""
-    parts: list[RenderableType] = list(_head(sight, where, interval_s))
     view = sight.view
+    title = Text("tiered-kv top", style="bold", no_wrap=True, overflow="ellipsis")
+    if view is not None:
+        title.append(f"  {view.version}  up {rounded_seconds(view.uptime_seconds)}  pid {view.pid}", style="not bold")
+    parts: list[RenderableType] = [title.append(f"  {where}", style="not bold dim"), headline(sight, interval_s)]
     if view is None:
         return Group(*parts, Text("Ctrl-C ends", style="dim"))
     left = console.height - len(parts) - 4
@@ -50,11 +53,22 @@ def screen(sight: Sight, where: str, interval_s: float, console: Console) -> Ren
     return Group(*parts)
 
 
-def headline(sight: Sight, interval_s: float) -> str:
+def headline(sight: Sight, interval_s: float) -> Text:
     """Return what is going on in all, or that there is no answer, as a line."""
-    if sight.view is None or sight.trouble:
-        return _lost(sight, interval_s)
-    return _totals(sight.view).plain
+    view = sight.view
+    if view is None or sight.trouble:
+        since = f" for {rounded_seconds(sight.lost_s)}" if sight.lost_s >= 1 else ""
+        lost = f"NO ANSWER{since}: {sight.trouble}; asking again every {rounded_seconds(interval_s)}"
+        return Text(lost, style="bold white on red", no_wrap=True, overflow="ellipsis")
+    hits = number(sum(tier.hits_per_s for tier in view.tiers))
+    share = f"{hits} blocks/s" if view.hit_share is None else f"{view.hit_share:.1%}"
+    asked = "" if view.hit_share is None else f" of {number(view.asked_blocks_per_s or 0.0)} blocks/s"
+    step = "" if view.step_p99_seconds is None else f"  step p99 {rounded_seconds(view.step_p99_seconds)}"
+    over = "since it was opened" if view.is_since_start else f"over {rounded_seconds(round(view.interval_seconds, 1))}"
+    text = Text("hits ", no_wrap=True, overflow="ellipsis")
+    text.append(share, style="bold")
+    text.append(f"{asked}  restored {number(view.restored_tokens_per_s)} tokens/s{step}")
+    return text.append(f"  {over}", style="dim")
 
 
 def reason_lines(view: View, reasons_max: int = 8) -> Iterator[str]:
@@ -86,35 +100,6 @@ def number(count: float) -> str:
             return f"{count:.1f}{unit}" if unit and count < 100 else f"{count:.0f}{unit}"
         count /= 1000
     return ">999P"
-
-
-def _head(sight: Sight, where: str, interval_s: float) -> Iterator[Text]:
-    view = sight.view
-    title = Text("tiered-kv top", style="bold", no_wrap=True, overflow="ellipsis")
-    if view is not None:
-        title.append(f"  {view.version}  up {rounded_seconds(view.uptime_seconds)}  pid {view.pid}", style="not bold")
-    yield title.append(f"  {where}", style="not bold dim")
-    if sight.trouble:
-        yield Text(f" {_lost(sight, interval_s)} ", style="bold white on red", no_wrap=True, overflow="ellipsis")
-    elif view is not None:
-        yield _totals(view)
-
-
-def _lost(sight: Sight, interval_s: float) -> str:
-    since = f" for {rounded_seconds(sight.lost_s)}" if sight.lost_s >= 1 else ""
-    return f"NO ANSWER{since}: {sight.trouble}; asking again every {rounded_seconds(interval_s)}"
-
-
-def _totals(view: View) -> Text:
-    hits = number(sum(tier.hits_per_s for tier in view.tiers))
-    share = f"{hits} blocks/s" if view.hit_share is None else f"{view.hit_share:.1%}"
-    asked = "" if view.hit_share is None else f" of {number(view.asked_blocks_per_s or 0.0)} blocks/s"
-    step = "" if view.step_p99_seconds is None else f"  step p99 {rounded_seconds(view.step_p99_seconds)}"
-    over = "since it was opened" if view.is_since_start else f"over {rounded_seconds(round(view.interval_seconds, 1))}"
-    text = Text("hits ", no_wrap=True, overflow="ellipsis")
-    text.append(share, style="bold")
-    text.append(f"{asked}  restored {number(view.restored_tokens_per_s)} tokens/s{step}")
-    return text.append(f"  {over}", style="dim")
 
 
 def _tier_table(tiers: Sequence[TierView], console: Console, style: str) -> Table:

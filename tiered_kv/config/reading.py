@@ -40,8 +40,6 @@ def from_source(
     """Return what `use` makes of a mapping, or of what the YAML file at a path says; an error then names the file.
 
     Args:
-        source: The mapping or the path.
-        use: Gets the mapping.
         what: What the file is, in errors; likewise the `keys` that it has.
     """
     if isinstance(source, Mapping):

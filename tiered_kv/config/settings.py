@@ -144,13 +144,9 @@ class TierSettings(StrictModel):
         return name_key
 
     @model_validator(mode="after")
-    def _has_one_admission(self) -> Self:
+    def _has_one_admission_and_one_name_key(self) -> Self:
         if self.admit_after > 1 and self.write_budget is not None:
             raise ValueError("'admit_after' and 'write_budget' both decide what is stored; give one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _has_one_name_key(self) -> Self:
         if self.name_key is not None and self.name_key_file is not None:
             raise ValueError("'name_key' and 'name_key_file' both give the key; give one of them")
         if self.name_key_file is not None and is_key_for_path(self.name_key_file):

@@ -158,14 +158,12 @@ class StackConfig(StrictModel):
     metrics: MetricsSettings | None = Field(
         default=None, description="Serve metrics and status over HTTP, to read only; left out, nothing listens."
     )
-
     history: Count = Field(
         default=1 << 20,
         ge=0,
         le=1 << 30,
         description="Entries of the memory that says why a block was a miss, 8 bytes each; 0 for none.",
     )
-
     events: EventSettings | None = Field(
         default=None, description="Where events of stored and removed blocks are published; by default nowhere."
     )

@@ -21,8 +21,6 @@ class Task:
     """One call of a host. It has ended when none of its pieces is open: blocks that wait, a job, a lookup.
 
     Args:
-        keys: Its keys.
-        on_done: Whom to tell.
         context: The request that the tiers see.
         blocks: Where the keys' blocks lie: `block_id` is the offset, `position` the place in `keys`.
         begin_by_s: When blocks that have no job yet are given up.
@@ -52,7 +50,6 @@ class TierQueue:
     will become free for them: the tier is disabled, its breaker open, or its budget taken by expired jobs.
 
     Args:
-        guarded: The tier.
         end: Called with a task when one of its pieces has ended.
         load_below: Called with a task and blocks that this tier could not load, before their piece ends.
     """

@@ -231,7 +231,6 @@ def _each_key_once(blocks: Sequence[CPUBlock]) -> list[list[CPUBlock]]:
 
 
 def _answers(guarded: GuardedTier, task: Task, places: Sequence[int], now_s: float) -> Sequence[bool | None]:
-    """Return what a tier answers for some of a task's keys."""
     if guarded.is_searched:
         answers = guarded.call("lookup_many", [task.keys[place] for place in places], task.context)
         if isinstance(answers, list) and len(answers) == len(places):

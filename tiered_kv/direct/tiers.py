@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import math
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import count
@@ -165,16 +165,12 @@ class DirectTiers:
         """
         if self._thread.is_current:
             raise RuntimeError("a callback cannot wait: it runs on the thread that it would wait for")
-        came, told = threading.Event(), list[bool]()
-
-        def note(answers: list[bool]) -> None:
-            told.extend(answers)
-            came.set()
-
-        getattr(self, method)(*args, note)
-        if not came.wait(timeout_s):
-            raise TimeoutError(f"{method} of {len(args[0])} blocks has not ended after {timeout_s} s")
-        return told
+        told: Future[list[bool]] = Future()
+        getattr(self, method)(*args, told.set_result)
+        try:
+            return told.result(timeout_s)
+        except TimeoutError:
+            raise TimeoutError(f"{method} of {len(args[0])} blocks has not ended after {timeout_s} s") from None
 
     def reset(self) -> None:
         """Forget every block: what was handed over before this call is found by no later one. Returns at once.

@@ -21,14 +21,15 @@ def has_fixed_rope(described: object) -> bool:
 
     `described` is the configuration as its `to_dict` gives it.
     """
-    return _rope_types(described) <= _FIXED_ROPE_TYPES
+    return rope_types(described) <= _FIXED_ROPE_TYPES
 
 
-def _rope_types(value: object, in_rope: bool = False) -> set[str]:
+def rope_types(value: object, in_rope: bool = False) -> set[str]:
+    """Return the types of rotary embeddings in a configuration, or where `in_rope` is True, in its part on these."""
     found: set[str] = set()
     if isinstance(value, Mapping):
         for name, item in value.items():
             if in_rope and name in ("rope_type", "type"):
                 found.add(str(item))
-            found |= _rope_types(item, in_rope or name in ("rope_parameters", "rope_scaling"))
+            found |= rope_types(item, in_rope or name in ("rope_parameters", "rope_scaling"))
     return found

@@ -10,14 +10,13 @@ from collections.abc import Iterable, Sequence
 from tiered_kv.errors import ConfigError
 
 
-def checked_version(package: str, name: str, tested: Sequence[str], variable: str, *, parts: int = 2) -> str:
-    """Return the version of an engine that is installed.
+def checked_version(package: str, name: str, tested: Sequence[str], *, parts: int = 2) -> str:
+    """Return the version of an engine that is installed. `TIERED_KV_ANY_VLLM=1`, and so on, lets any version through.
 
     Args:
         package: What is imported, and has a `__version__`.
         name: What people call the engine.
         tested: The versions that the integration's tests run.
-        variable: Set to 1 in the environment, it lets any version through.
         parts: How many parts of a version must be as tested; a fourth is that of `0.5.23.post1`.
 
     Raises:
@@ -32,6 +31,7 @@ def checked_version(package: str, name: str, tested: Sequence[str], variable: st
         if error.name != package:
             raise
         raise ConfigError(f"{integration} needs {name} ({known} {are} tested), and it is not installed here") from None
+    variable = f"TIERED_KV_ANY_{package.upper()}"
     numbers = [each.partition("+")[0].split(".")[:parts] for each in (version, *tested)]
     if numbers[0] in numbers[1:] or os.environ.get(variable) == "1":
         return version

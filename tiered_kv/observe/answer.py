@@ -15,6 +15,7 @@ from typing import Final
 
 from tiered_kv.errors import FormatError
 from tiered_kv.observe.histogram import INFINITY
+from tiered_kv.observe.series import leaves
 
 TIERS_MAX: Final = 65
 NOTICES_MAX: Final = 64
@@ -128,7 +129,10 @@ def _tier(told: Mapping[str, object]) -> TierAnswer:
         capacity_bytes=_whole(told.get("capacity_bytes")),
         budgets=dict(_budgets(_mapping(told.get("budgets")))),
         counts={
-            (name, *path): n for name, labels in _COUNTERS.items() for path, n in _counts(counters.get(name), labels)
+            (name, *map(clean, path)): number
+            for name, labels in _COUNTERS.items()
+            for path, told in islice(leaves(counters.get(name), labels), _LABELS_MAX)
+            if len(path) == labels and (number := _number(told)) is not None
         },
         seconds=dict(_seconds(counters)),
     )
@@ -140,17 +144,6 @@ def _budgets(told: Mapping[object, object]) -> Iterator[tuple[str, tuple[int, in
         used, limit = _whole(budget.get("used_bytes")), _whole(budget.get("limit_bytes"))
         if used is not None and limit is not None:
             yield direction, (used, limit)
-
-
-def _counts(told: object, labels: int) -> Iterator[tuple[Path, float]]:
-    """Yield the numbers of a counter with so many labels, by their labels."""
-    if labels == 0:
-        number = _number(told)
-        if number is not None:
-            yield (), number
-        return
-    for label, inner in islice(_mapping(told).items(), _LABELS_MAX):
-        yield from (((clean(label), *path), number) for path, number in _counts(inner, labels - 1))
 
 
 def _seconds(counters: Mapping[object, object]) -> Iterator[tuple[str, Buckets]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.stack_config import StackConfig
@@ -14,6 +14,7 @@ from tiered_kv.errors import ConfigError
 from tiered_kv.observe.fates import Fate
 from tiered_kv.observe.history import BlockHistory
 from tiered_kv.observe.ledger import CPU, REQUEST_ID_CHARACTERS_MAX, EndedRequest
+from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.tiering.step import give_way
 
 KEYS_MAX: Final = 1024
@@ -32,7 +33,6 @@ class TierFate:
     """What became of a block in one tier.
 
     Attributes:
-        tier: The tier's name.
         fate: "present" (the primary tier has it), "stored", "unknown", or the reason for a miss as in `misses_total`.
         age_s: How many seconds ago that was noted; None for "present" and "unknown".
     """
@@ -44,22 +44,22 @@ class TierFate:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What became of a block.
-
-    Attributes:
-        key: The block.
-        tiers: What became of it in each tier, in the order of the search.
-    """
+    """What became of a block in each tier, in the order of the search."""
 
     key: OffloadKey
     tiers: tuple[TierFate, ...]
 
 
-class Explained(Protocol):
-    """The part of an open stack that these functions need."""
+class Observed(Protocol):
+    """What is looked at: a `Stack`."""
 
     config: StackConfig
     history: BlockHistory | None
+    manager: TieringOffloadingManager
+    opened_s: float
+
+    def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
+        """Return all counters."""
 
     def explain(self, keys: Sequence[OffloadKey]) -> list[Explanation]:
         """Return what became of each block."""
@@ -71,9 +71,7 @@ def explain(
     """Return what became of each block; any thread may call.
 
     Args:
-        history: Of the stack.
         blocks: The primary tier's index; it is only asked for single keys, which needs no lock.
-        keys: The blocks, in any order.
     """
     found = []
     for key, fates in _in_slices(zip(keys, history.fates(keys), strict=True)):
@@ -88,11 +86,10 @@ def explain(
     return found
 
 
-def explain_query(stack: Explained, query: Mapping[str, Sequence[str]]) -> dict[str, object]:
+def explain_query(stack: Observed, query: Mapping[str, Sequence[str]]) -> dict[str, object]:
     """Answer `/explain?key=HEX&key=HEX`, `/explain?request=ID` or `/explain?last=N`; any thread may call.
 
     Args:
-        stack: The open stack.
         query: As `urllib.parse.parse_qs` returns it: `key` (in hexadecimal), `request` (an id), and `last` (the last N
             requests that missed a block), in any combination.
 
@@ -137,7 +134,7 @@ def _described(explanation: Explanation) -> dict[str, object]:
     }
 
 
-def _described_request(stack: Explained, history: BlockHistory, request: EndedRequest) -> dict[str, object]:
+def _described_request(stack: Observed, history: BlockHistory, request: EndedRequest) -> dict[str, object]:
     first = request.first_missed
     return {
         "request": request.req_id,
@@ -193,8 +190,3 @@ SENTENCES: Final[Mapping[str, str]] = {
     "failed": "the tier could not store it, or bring it",
 }
 """What a fate means, for people."""
-
-
-def labels() -> Iterable[str]:
-    """Return the reasons of `misses_total`."""
-    return [fate.label for fate in Fate if fate not in (Fate.UNKNOWN, Fate.STORED)]

@@ -53,11 +53,7 @@ def quantile(told: Mapping[str, Any], share: float) -> float | None:  # Any: as 
     """Return an estimate of the value that `share` of all values do not exceed; None where there are none.
 
     It lies within the right bucket, as if the bucket's values were evenly spread. In the last bucket it is the
-    largest bound.
-
-    Args:
-        told: What `Histogram.snapshot` returned.
-        share: 0.99 for the 99th percentile.
+    largest bound. A share of 0.99 is the 99th percentile.
     """
     rank = share * told["count"]
     if not told["count"]:

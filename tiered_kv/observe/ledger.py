@@ -47,14 +47,12 @@ class RequestLog:
     """What a request asked for; filled by the ledger only, in parts that may repeat a key.
 
     Attributes:
-        req_id: The request.
         began_s: When it asked first, in seconds of the history's clock.
         missed: Keys that it was told not to have.
         promoted: Keys that a secondary tier has; only the fates of the tiers above count.
         loaded: Keys that it loaded.
         first_missed: The first keys of the first parts of `missed`.
-        rows: How many the parts have.
-        size_bytes: Their memory.
+        rows, size_bytes: Of all parts.
     """
 
     req_id: str
@@ -72,7 +70,6 @@ class EndedRequest:
     """What an ended request asked for.
 
     Attributes:
-        req_id: The request.
         ended_s: When it ended, in seconds of the history's clock.
         hits: Blocks that it loaded, by the tier that had them.
         misses: Blocks that it did not get, by tier and reason.
@@ -298,7 +295,6 @@ class Ledger:
         return rows
 
     def _why_not_in(self, tier: int, digests: Entries, tick: int, began_tick: int, asked: bool | Mask) -> Fates:
-        """Return why a tier does not have each of some keys."""
         fates, ticks = self.table.read(digests, tier)
         if self._gave_up_ticks[tier] >= began_tick:
             fates[fates <= Fate.STORED] = Fate.TIMEOUT
@@ -327,7 +323,6 @@ def _count(misses: Matrix, fates: Fates) -> None:
 
 
 def _by_label(misses: Matrix) -> dict[str, int]:
-    """Return one tier's misses by reason."""
     return {Fate(fate).label: count for fate, count in enumerate(misses.tolist()) if count}
 
 

@@ -35,7 +35,6 @@ class TierNamespaces:
     """The namespaces in the storage of one tier.
 
     Attributes:
-        tier: The tier's name.
         has_own: Whether there is data of the stack's namespace.
         others: Other namespaces, those with the fewest differences first.
         error: Why they could not be listed; empty if they were.
@@ -48,12 +47,9 @@ class TierNamespaces:
 
 
 def tier_namespaces(config: StackConfig, settings: TierSettings, deadline: float) -> TierNamespaces:
-    """Return the namespaces in one tier's storage. It does I/O, and opens no stack.
+    """Return the namespaces in the storage of one of `secondary`. It does I/O, and opens no stack.
 
-    Args:
-        config: The stack's configuration.
-        settings: One of its `secondary`.
-        deadline: When to give up, in seconds of `time.monotonic()`.
+    `deadline` is when to give up, in seconds of `time.monotonic()`.
     """
     own = config.identity
     try:
@@ -66,7 +62,7 @@ def tier_namespaces(config: StackConfig, settings: TierSettings, deadline: float
         return TierNamespaces(settings.name, error=told(error, settings.secret_texts()))
     digest = own.digest.hex()
     others = [
-        OtherNamespace(each.digest, differences(own.described, each.described) if each.described else {})
+        OtherNamespace(each.digest, differences(own.described, each.described))
         for each in stored
         if each.digest != digest
     ]

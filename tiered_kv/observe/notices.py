@@ -24,12 +24,9 @@ class Notices:
         self._notices: dict[tuple[str, str], tuple[float, int]] = {}  # the last time and the count; the latest last
 
     def add(self, tier: str, what: str, count: int = 1) -> None:
-        """Note that something happened `count` times in a tier; call it for changes only.
+        """Note that something happened `count` times in a tier since the last call; call it for changes only.
 
-        Args:
-            tier: The tier's name.
-            what: What happened, in words that hold no key, path or text from elsewhere.
-            count: How often since the last call.
+        The words of `what` hold no key, path or text from elsewhere.
         """
         with self._lock:
             _, before = self._notices.pop((tier, what), (0.0, 0))

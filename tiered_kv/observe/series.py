@@ -40,8 +40,6 @@ class Series(NamedTuple):
     """One number, or histogram, with all that identifies it.
 
     Attributes:
-        name: The metric's name.
-        metric: What it is.
         labels: The values of its labels, `tier` first.
         value: A number, or what `Histogram.snapshot` returned.
     """
@@ -55,9 +53,7 @@ class Series(NamedTuple):
 def series_of(counters: Counters, secrets: set[str]) -> Iterator[Series]:
     """Yield the series of a stack's counters, each once, those of one metric not necessarily together.
 
-    Args:
-        counters: What `Stack.counters` returned.
-        secrets: Texts that no name and no label may hold.
+    No name and no label holds any of `secrets`.
     """
     strangers: dict[str, str] = {}  # names of strangers' metrics, without what tells their type, and the type
     for tier, values in counters.items():

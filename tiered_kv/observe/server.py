@@ -41,7 +41,9 @@ class Answer(NamedTuple):
     content_type: str
 
 
-Routes = Mapping[str, Callable[[Mapping[str, list[str]]], Answer]]
+Query = Mapping[str, list[str]]
+"""The values of each name."""
+Routes = Mapping[str, Callable[[Query], Answer]]
 """By path, what answers a query."""
 
 

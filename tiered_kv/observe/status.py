@@ -6,35 +6,15 @@ import os
 import time
 from collections.abc import Mapping
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Any
 
 from tiered_kv.config.settings import TierSettings
-from tiered_kv.config.stack_config import PRIMARY_TIER_NAME, StackConfig
+from tiered_kv.config.stack_config import PRIMARY_TIER_NAME
+from tiered_kv.observe.explain import Observed
 from tiered_kv.observe.histogram import quantile
-from tiered_kv.observe.notices import Notices
 from tiered_kv.observe.series import is_finite, numbers_of, word
 
 _BREAKER = {0: "closed", 1: "half_open", 2: "open"}
-
-
-class _Manager(Protocol):
-    @property
-    def notices(self) -> Notices: ...
-
-    def disabled_tiers(self) -> set[str]: ...
-
-
-class Observed(Protocol):
-    """What is looked at: a `Stack`."""
-
-    config: StackConfig
-    opened_s: float
-
-    @property
-    def manager(self) -> _Manager: ...
-
-    def counters(self) -> dict[str, dict[str, Any]]:
-        """Return all counters."""
 
 
 def status(stack: Observed) -> dict[str, Any]:  # Any: as JSON has it

@@ -34,7 +34,6 @@ class StepTimer:
 
     Args:
         manager: The object whose methods are timed; it calls `count_step` at the end of each step.
-        clock: Seconds, monotonic.
         every: One step in so many is timed.
 
     Attributes:

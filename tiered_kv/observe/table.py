@@ -56,12 +56,7 @@ class FateTable:
     ) -> None:
         """Write the same about each of the keys with these `hashes`.
 
-        Args:
-            digests: The hashes.
-            tier: The tier's number.
-            fate: What became of the blocks there.
-            tick: When.
-            keeps_stored_after: Where given, entries that say `STORED` at a later tick stay.
+        Where `keeps_stored_after` is given, entries that say `STORED` at a later tick stay.
         """
         places, prints = self._where(digests, tier)
         if keeps_stored_after is not None:

@@ -11,8 +11,8 @@
     damage          what can happen to the bytes of a stored block record
     leaks           what a test leaves behind
     gate, clock     what tests steer the above with, in place of sleeping; waiting waits for a condition
-    server_process, redis_servers, s3_servers
-                    fixtures with servers on loopback, and with fakeredis and moto
+    server_process  a server on loopback, in a process of its own; fake_redis and s3_servers are fixtures with
+                    fakeredis and moto
     four_methods    the smallest possible tier
     key_value       a small server, and a good tier over the network to it
 

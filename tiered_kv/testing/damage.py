@@ -154,7 +154,6 @@ def _sealed_fields(*, full: bool) -> Iterator[Damage]:
 
 
 def _cuts(*, full: bool) -> Iterator[Damage]:
-    """Yield records that end too early or too late."""
     boundaries = sorted({field.offset for field in RECORD_FIELDS} | {RECORD_HEADER_BYTES})
     for size in range(RECORD_HEADER_BYTES + 1) if full else boundaries:
         yield Damage(f"cut to {size} bytes", lambda data, size=size: data[:size])  # type: ignore[misc]

@@ -28,17 +28,6 @@ class Lie(Enum):
     NAMES_UNASKED_KEYS = "results name keys that were not in the job"
 
 
-#: The lies that a manager can see through; the bytes themselves only a tier's own checksums can defend.
-DETECTABLE = (
-    Lie.HAS_EVERYTHING,
-    Lie.STORES_NOTHING,
-    Lie.REPORTS_TWICE,
-    Lie.REPORTS_NOTHING,
-    Lie.REPORTS_UNKNOWN_JOBS,
-    Lie.NAMES_UNASKED_KEYS,
-)
-
-
 class LyingTier(JobWrapperTier):
     """Tells one lie for as long as `lying` is set."""
 

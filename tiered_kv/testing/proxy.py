@@ -2,12 +2,12 @@
 
     with FaultProxy(("127.0.0.1", server_port)) as proxy:
         client = connect(proxy.host, proxy.port)
-        proxy.to_client = Faults(latency_s=0.1)      # from now on, on every connection
-        proxy.to_client = Faults(flip_at_byte=1000)  # counted from here, on every connection
-        proxy.to_client = NO_FAULTS
+        proxy.set_faults(Faults(latency_s=0.1))  # from now on, on every connection
+        proxy.set_faults(Faults(flip_at_byte=1000), Direction.TO_CLIENT)  # counted from here, on every connection
+        proxy.set_faults(NO_FAULTS)
         proxy.reset_connections()
 
-`to_server` and `to_client` are the two directions. Nothing is random: a fault lasts from when it is
+Nothing is random: a fault lasts from when it is
 switched on until it is switched off, and `counts()` says how often it occurred.
 """
 
@@ -96,31 +96,14 @@ class FaultProxy:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def to_server(self) -> Faults:
-        """The faults of the bytes that clients send."""
-        return self._faults[Direction.TO_SERVER]
-
-    @to_server.setter
-    def to_server(self, faults: Faults) -> None:
-        self.set_faults(Direction.TO_SERVER, faults)
-
-    @property
-    def to_client(self) -> Faults:
-        """The faults of the bytes that the server sends."""
-        return self._faults[Direction.TO_CLIENT]
-
-    @to_client.setter
-    def to_client(self, faults: Faults) -> None:
-        self.set_faults(Direction.TO_CLIENT, faults)
-
-    def set_faults(self, direction: Direction, faults: Faults) -> None:
-        """Switch to `faults` in a direction, on open and future connections."""
+    def set_faults(self, faults: Faults, *directions: Direction) -> None:
+        """Switch to `faults` in these directions, or in both if none is named, on open and future connections."""
 
         async def switch() -> None:
-            self._faults[direction] = faults
-            for connection in self._connections:
-                connection.pipes[direction].switch(faults)
+            for direction in directions or Direction:
+                self._faults[direction] = faults
+                for connection in self._connections:
+                    connection.pipes[direction].switch(faults)
 
         self._call(switch())
 

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -61,19 +62,6 @@ class S3Server(ServerProcess):
             return False
         return True
 
-    def settings(self, bucket: str, **changes: object) -> dict[str, object]:
-        """Return the YAML entry of an s3 tier in one of the server's buckets."""
-        entry: dict[str, object] = {
-            "type": "s3",
-            "bucket": bucket,
-            "endpoint_url": self.url,
-            "region": REGION,
-            "addressing": "path",
-            "access_key_id": ACCESS_KEY_ID,
-            "secret_access_key": SECRET_ACCESS_KEY,
-        }
-        return {**entry, **changes}
-
     def client(self, verify: str | bool | None = None) -> Any:
         """Return boto3's client for the server; `verify` is a file of authorities for TLS, or False.
 
@@ -92,25 +80,9 @@ class S3Server(ServerProcess):
     def make_bucket(self) -> str:
         """Make a bucket of a new name."""
         name = f"bucket-{os.getpid()}-{next(_bucket_numbers)}"
-        client = self.client()
-        try:
+        with closing(self.client()) as client:
             client.create_bucket(Bucket=name)
-        finally:
-            client.close()
         return name
-
-    def damage(self, bucket: str, part: str) -> None:
-        """Flip a bit in the last byte of every object with `part` in its name, as any client could."""
-        client = self.client()
-        try:
-            pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket)
-            for name in [entry["Key"] for page in pages for entry in page.get("Contents", ())]:
-                if part in name:
-                    data = bytearray(client.get_object(Bucket=bucket, Key=name)["Body"].read())
-                    data[-1] ^= 0x01
-                    client.put_object(Bucket=bucket, Key=name, Body=bytes(data))
-        finally:
-            client.close()
 
 
 def missing_for_moto() -> str:

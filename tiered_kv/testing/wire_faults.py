@@ -103,7 +103,7 @@ class WireBench:
         """Have faults on in a direction, and hold the tier to its deadlines, for the time of a `with` statement."""
         self.rig.job_timeout_s = self.job_timeout_s
         self.rig.wait_s = self.job_timeout_s + self._grace_s
-        self.proxy.set_faults(direction, faults)
+        self.proxy.set_faults(faults, direction)
         try:
             yield
         finally:
@@ -183,8 +183,7 @@ class WireBench:
     def _is_whole_again(self) -> None:
         self.rig.wait_s = self.rig.job_timeout_s = self._recovery_s
         self.proxy.refuse_connections(False)
-        for direction in Direction:
-            self.proxy.set_faults(direction, NO_FAULTS)
+        self.proxy.set_faults(NO_FAULTS)
 
 
 Exchange = Callable[[WireBench], tuple[list[OffloadKey], Callable[[], object]]]
@@ -353,11 +352,11 @@ class TierUnderWireFaults:
         kept, fresh = bench.stored(32), bench.new_keys(32)
         name = f"bytes_{direction.value}"
         moved = bench.proxy.counts()[name] + 2 * self.block_bytes
-        bench.proxy.set_faults(direction, Faults(bytes_per_s=32 * self.block_bytes / _TRANSFER_S))
+        bench.proxy.set_faults(Faults(bytes_per_s=32 * self.block_bytes / _TRANSFER_S), direction)
         jobs = [bench.rig.submit_load(kept), bench.rig.submit_store(fresh)]
         bench.until(lambda: bench.proxy.counts()[name] >= moved, "no transfer goes through the proxy")
         bench.strike(blow)
-        bench.proxy.set_faults(direction, NO_FAULTS)
+        bench.proxy.set_faults(NO_FAULTS, direction)
         bench.rig.wait(jobs)
         bench.expect_recovered(kept + fresh)
 

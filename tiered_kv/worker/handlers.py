@@ -8,7 +8,6 @@ import functools
 import logging
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -102,13 +101,6 @@ def open_handlers(
     return WorkerHandlers(store=handler(STORE, "store"), load=handler(LOAD, "load"))
 
 
-@dataclass(frozen=True, slots=True)
-class _Transfer:
-    job_id: int
-    copy: Copy
-    total_bytes: int
-
-
 class CopyHandler(OffloadingHandler):
     """One direction. All methods belong to one thread.
 
@@ -132,38 +124,33 @@ class CopyHandler(OffloadingHandler):
         self._copier = copier
         # Called by `shutdown`, or when the handler is collected: copies must not outlive their memory.
         self._end = weakref.finalize(self, _end_copies, copier, memory)
-        self._transfers: deque[_Transfer] = deque()
-        """The unreported transfers, in the order of their submission."""
-        self._by_id: dict[int, _Transfer] = {}
+        self._transfers: dict[int, tuple[Copy, int]] = {}
+        """The unreported transfers and their bytes, by their jobs, in the order of their submission."""
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         if not self._end.alive:
             raise ShutdownError(f"transfer {job_id} was begun after the handler was shut down")
-        if job_id in self._by_id:
+        if job_id in self._transfers:
             raise ValueError(f"transfer {job_id} is still to be reported; give each job a number of its own")
         self._check()
         plan = plan_transfer(self._layout, self._kind, spec)
-        transfer = _Transfer(job_id, self._copier.submit(plan), plan.total_bytes)
-        self._transfers.append(transfer)
-        self._by_id[job_id] = transfer
+        self._transfers[job_id] = self._copier.submit(plan), plan.total_bytes
         return True
 
     def get_finished(self) -> list[TransferResult]:
         results = []
-        while self._transfers and self._transfers[0].copy.has_ended():
-            transfer = self._transfers.popleft()
-            del self._by_id[transfer.job_id]
-            seconds = transfer.copy.seconds()
-            results.append(
-                TransferResult(transfer.job_id, seconds is not None, transfer.total_bytes, seconds, self._kind)
-            )
+        for job_id, (copy, total_bytes) in list(self._transfers.items()):
+            if not copy.has_ended():
+                break
+            del self._transfers[job_id]
+            seconds = copy.seconds()
+            results.append(TransferResult(job_id, seconds is not None, total_bytes, seconds, self._kind))
         return results
 
     def wait(self, job_ids: Iterable[int]) -> None:
         for job_id in job_ids:
-            transfer = self._by_id.get(job_id)
-            if transfer is not None:
-                transfer.copy.wait()
+            if job_id in self._transfers:
+                self._transfers[job_id][0].wait()
 
     def shutdown(self) -> None:
         if self._end.alive:

@@ -121,9 +121,7 @@ class Replay:
     """The state of one replay; used by one thread.
 
     Args:
-        manager: As in `replay`.
         rows: The primary region; None where no byte is moved, for tiers that keep keys only.
-        settings: How to drive the requests.
         clock: Seconds, for the deadlines of requests.
         sleep: What passes the time after a step in which every request waited.
     """

@@ -22,8 +22,6 @@ def routes(router: str, requests: Sequence[Request], servers: int) -> Iterator[i
         router: One of `ROUTERS`. "sticky" gives a session to one server. "prefix" gives a request to the server that
             had the longest part of its prompt before, if that is half of it. Else the one with the fewest blocks gets
             it.
-        requests: In order.
-        servers: How many there are.
 
     Raises:
         ConfigError: There is no such router.

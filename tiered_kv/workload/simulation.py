@@ -36,7 +36,6 @@ class Fleet:
     """Servers that have a stack each; those of its tiers whose storage is shared are one for all.
 
     Args:
-        servers: How many.
         router: Which of them gets a request, one of `routing.ROUTERS`.
         concurrency: Requests that run at once, on all servers together.
 

@@ -7,8 +7,9 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Self
 
+from tests.support.redis_servers import RedisServer
+from tests.support.s3_entries import s3_entry
 from tiered_kv.testing.proxy import FaultProxy
-from tiered_kv.testing.redis_servers import RedisServer
 from tiered_kv.testing.s3_servers import S3Server, start_moto
 from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.replay import ReplaySettings
@@ -74,7 +75,7 @@ class Grounds:
     def config(self, process: int) -> dict[str, object]:
         """Return the stack of a process: the same blocks, its own nvme directory, the others shared."""
         limits = {"job_timeout": JOB_TIMEOUT_S, "lookup_timeout": 1.0, "breaker_cooldown": 0.5}
-        s3 = self.s3.settings(_BUCKET, name="s3", capacity=S3_CAPACITY_BYTES, sweep_interval=2.0, presence_ttl=1.0)
+        s3 = s3_entry(self.s3, _BUCKET, name="s3", capacity=S3_CAPACITY_BYTES, sweep_interval=2.0, presence_ttl=1.0)
         s3 |= {"endpoint_url": f"http://{self.s3_proxy.host}:{self.s3_proxy.port}", "request_timeout": 2.0}
         s3 |= {"connections": 4, **limits, "lookup_timeout": 2.0, "admit_after": 2}
         nvme = {"type": "nvme", "path": str(self.nvme_directory(process)), "capacity": NVME_CAPACITY_BYTES}

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from tests.support.race_cases import flip_a_bit
 from tests.support.soak.grounds import BLOCK_BYTES, Grounds
-from tiered_kv.testing.proxy import NO_FAULTS, FaultProxy, Faults
+from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults
 from tiered_kv.testing.server_process import ServerProcess
 
 _AGAIN_S = 0.25
@@ -85,12 +85,13 @@ class Troubles:
 
     def _on_the_wire(self, proxy: FaultProxy, faults: Callable[[], tuple[Faults, Faults]]) -> None:
         def switch() -> None:
-            proxy.to_server, proxy.to_client = faults()
+            for direction, fault in zip(Direction, faults(), strict=True):
+                proxy.set_faults(fault, direction)
 
         try:
             self._again(switch)
         finally:
-            proxy.to_server = proxy.to_client = NO_FAULTS
+            proxy.set_faults(NO_FAULTS)
 
     def _frozen(self, server: ServerProcess) -> None:
         server.freeze()

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.support.places import Place
-from tiered_kv.testing.redis_servers import RedisServer
+from tests.support.redis_servers import RedisServer
 from tiered_kv.testing.rig import Content, block_content, compressible_content, make_keys
 from tiered_kv.testing.s3_servers import S3Server, start_moto
 from tiered_kv.tiering.base import TierSpec

@@ -38,7 +38,6 @@ class _Work:
     """A task of LMCache's, and the answers of the tiers that are asked. Any thread.
 
     Args:
-        size: Keys of the task.
         parts: How many times `end_part` will be called.
         finish: Called with an answer for each key when the last part has ended; at once if there is none.
     """

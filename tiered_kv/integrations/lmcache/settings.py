@@ -6,14 +6,14 @@ import os
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import Field, SerializeAsAny, field_validator
+from pydantic import Field, field_validator
 
 from tiered_kv.config.namespace import Label, Seed
 from tiered_kv.config.reading import fill_variables
 from tiered_kv.config.settings import StrictModel, TierSettings
-from tiered_kv.config.stack_config import tier_settings
 from tiered_kv.config.units import Count
 from tiered_kv.config.validation import validate
+from tiered_kv.direct.settings import HostSettings
 from tiered_kv.errors import ConfigError
 
 LOCATION = "adapter_params"
@@ -43,12 +43,11 @@ class SaidNamespace(StrictModel):
     )
 
 
-class AdapterSettings(StrictModel):
+class AdapterSettings(HostSettings):
     """The tiers below LMCache's L1, and what shapes the bytes."""
 
-    tiers: tuple[SerializeAsAny[TierSettings], ...] = Field(
-        min_length=1, max_length=64, description="The tiers, as in a stack's `secondary`, in the order of the search."
-    )
+    location = LOCATION
+
     namespace: SaidNamespace = Field(description="What LMCache does not tell of a block's bytes.")
     sets: Count = Field(
         default=1,
@@ -57,35 +56,15 @@ class AdapterSettings(StrictModel):
         description="How many models and layouts of blocks may be kept; each gets an equal part of a capacity.",
     )
 
-    @field_validator("tiers", mode="before")
-    @classmethod
-    def _entries_by_their_types(cls, entries: object) -> object:
-        if not isinstance(entries, (list, tuple)):
-            raise ValueError("expected a list of tiers, each a mapping with the key 'type'")
-        checked = []
-        for number, entry in enumerate(entries):
-            where = f"{LOCATION}.tiers.{number}"
-            try:
-                checked.append(tier_settings(entry))
-            except ConfigError as error:
-                raise ConfigError(error.message, location=".".join(filter(None, (where, error.location)))) from None
-        return tuple(checked)
-
     @field_validator("tiers")
     @classmethod
-    def _names_differ_and_jobs_end_in_time(cls, tiers: tuple[TierSettings, ...]) -> tuple[TierSettings, ...]:
-        names = [tier.name for tier in tiers]
+    def _jobs_end_in_time(cls, tiers: tuple[TierSettings, ...]) -> tuple[TierSettings, ...]:
         for number, tier in enumerate(tiers):
-            where = f"{LOCATION}.tiers.{number}"
-            if tier.name in names[:number]:
-                raise ConfigError(
-                    f"another tier is called '{tier.name}'; give each a name of its own", location=f"{where}.name"
-                )
             if tier.job_timeout > JOB_TIMEOUT_S_MAX:
                 raise ConfigError(
                     f"expected at most {JOB_TIMEOUT_S_MAX:g}s, found {tier.job_timeout:g}s: LMCache takes an object's "
                     "memory back when its lock is 300 s old",
-                    location=f"{where}.job_timeout",
+                    location=f"{LOCATION}.tiers.{number}.job_timeout",
                 )
         return tiers
 

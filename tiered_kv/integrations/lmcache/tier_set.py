@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from fractions import Fraction
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.validation import validate
 from tiered_kv.direct import DirectTiers
+from tiered_kv.direct.settings import part_of
 from tiered_kv.errors import ConfigError, ShutdownError, TieredKVError, TierError
 from tiered_kv.integrations.lmcache.settings import LOCATION, QUEUE_S_MAX, AdapterSettings
 from tiered_kv.integrations.lmcache.version import LMCACHE_VERSION
@@ -51,10 +53,8 @@ class TierSet:
     """Lets tasks use the tiers of a layout, and knows which of its blocks LMCache was told of. Any thread.
 
     Args:
-        model: The model's name.
         layout: Data type and shape of each array of an object, as text.
         block_bytes: Bytes of an object, with the padding of LMCache's allocator.
-        settings: What the user says.
         memory: Address and size of LMCache's L1.
         places: Shared by all sets.
         on_removed: Called with blocks that no tier has any more.
@@ -236,21 +236,14 @@ def namespace_of(model: str, layout: str, settings: AdapterSettings) -> Namespac
 def own_part(tier: TierSettings, directory: str, sets: int) -> TierSettings:
     """Return the settings of a tier for one of `sets` layouts: its part of a capacity, and its own directory.
 
-    The nvme tier's directory and the memory tier belong to one namespace. The storage of other tiers is for all.
-
     Raises:
         TierError: The directory is full of other layouts' blocks.
     """
-    if tier.type not in ("nvme", "memory"):
-        return tier
-    own: Any = tier  # Any: the settings of a type that is known here by its name alone
-    changes: dict[str, object] = {"capacity": own.capacity // sets}
-    if tier.type == "nvme":
-        path = Path(own.path)
+    own = part_of(tier, directory, Fraction(1, sets))
+    path = Path(getattr(tier, "path", ""))
+    if tier.type == "nvme" and path.is_dir():
         others = sorted(
-            each.name
-            for each in (path.iterdir() if path.is_dir() else ())
-            if _DIRECTORY.fullmatch(each.name) and each.name != directory
+            each.name for each in path.iterdir() if _DIRECTORY.fullmatch(each.name) and each.name != directory
         )
         if len(others) >= sets:
             raise TierError(
@@ -260,5 +253,4 @@ def own_part(tier: TierSettings, directory: str, sets: int) -> TierSettings:
                 tier=tier.name,
                 operation="open",
             )
-        changes["path"] = str(path / directory)
-    return tier.model_copy(update=changes)
+    return own

@@ -7,8 +7,5 @@ from tiered_kv.integrations.versions import checked_version
 TESTED_VERSIONS = ("0.5.6",)
 """The versions that this integration's tests run. Patch releases change the interface, so no other is taken."""
 
-ANY_VERSION_VARIABLE = "TIERED_KV_ANY_LMCACHE"
-"""Set to 1 in the environment, it lets an untested version through."""
-
-LMCACHE_VERSION = checked_version("lmcache", "LMCache", TESTED_VERSIONS, ANY_VERSION_VARIABLE, parts=4)
+LMCACHE_VERSION = checked_version("lmcache", "LMCache", TESTED_VERSIONS, parts=4)
 """The version that is installed."""

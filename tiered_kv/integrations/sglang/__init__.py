@@ -22,10 +22,7 @@ __all__ = ["SGLANG_VERSION", "TESTED_VERSIONS", "TieredKVHiCache"]
 TESTED_VERSIONS = ("0.5.23",)
 """The versions that this integration's tests run. Patch releases change the interface, so no other is taken."""
 
-ANY_VERSION_VARIABLE = "TIERED_KV_ANY_SGLANG"
-"""Set to 1 in the environment, it lets an untested version through."""
-
-SGLANG_VERSION = checked_version("sglang", "SGLang", TESTED_VERSIONS, ANY_VERSION_VARIABLE, parts=4)
+SGLANG_VERSION = checked_version("sglang", "SGLang", TESTED_VERSIONS, parts=4)
 """The version that is installed."""
 
 

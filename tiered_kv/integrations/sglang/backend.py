@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from fractions import Fraction
 from typing import Any, Literal
 
 import torch
@@ -29,11 +30,12 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from tiered_kv.direct import DirectTiers
+from tiered_kv.direct.settings import part_of
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.sglang.engine import engine_facts
 from tiered_kv.integrations.sglang.identity import check_sharing, namespace_of, own_variables
 from tiered_kv.integrations.sglang.pools import PagePool, Parts
-from tiered_kv.integrations.sglang.settings import part_of, read_settings
+from tiered_kv.integrations.sglang.settings import read_settings
 
 _log = logging.getLogger(__name__)
 
@@ -103,7 +105,7 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
                 namespace = namespace_of(pool, self._config, self._settings, self._facts)
                 self._tiers[name] = []
                 for parts in pool.parts:
-                    share = parts.pool_bytes / all_bytes
+                    share = Fraction(parts.pool_bytes, all_bytes)
                     tiers = DirectTiers(
                         (parts.address, parts.memory_bytes),
                         block_bytes=parts.part_bytes,

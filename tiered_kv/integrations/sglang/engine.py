@@ -121,7 +121,6 @@ def engine_facts(said: NamespaceSaid) -> dict[str, str]:
 
 
 def _value(name: str, path: str) -> object:
-    """Return the setting that is in effect."""
     top, *inner = path.split(".")
     bag = get_parallel() if top == "parallel" else get_context().config_bag(top)
     for each in inner:

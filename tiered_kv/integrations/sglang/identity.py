@@ -11,16 +11,11 @@ from sglang.srt.runtime_context import get_parallel
 
 from tiered_kv.config.namespace import Namespace, Parallel
 from tiered_kv.config.validation import validate
+from tiered_kv.direct.settings import OWN_STORAGE
 from tiered_kv.errors import ConfigError
 from tiered_kv.integrations.sglang.engine import model_path
 from tiered_kv.integrations.sglang.pools import PagePool
-from tiered_kv.integrations.sglang.settings import (
-    LOCATION,
-    OWN_STORAGE,
-    RANK_VARIABLE,
-    REPLICA_VARIABLE,
-    HiCacheSettings,
-)
+from tiered_kv.integrations.sglang.settings import LOCATION, RANK_VARIABLE, REPLICA_VARIABLE, HiCacheSettings
 
 _GEOMETRY = ("start_layer", "end_layer", "head_num", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim")
 """What a host pool may say of its layers and heads."""

@@ -35,7 +35,6 @@ class Parts:
 
     Args:
         name: The name of a directory for them: the pool's, with a number where the pool has several sizes.
-        part_bytes: Bytes of a part.
         numbers: Which parts of a page they are.
         address: Where the memory begins that has all of them.
         memory_bytes: How long it is. There may be holes in it that are not mapped.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny, field_validator
+from pydantic import Field
 
 from tiered_kv.config.reading import fill_variables
-from tiered_kv.config.settings import StrictModel, TierSettings
-from tiered_kv.config.stack_config import tier_settings
+from tiered_kv.config.settings import StrictModel
 from tiered_kv.config.validation import validate
+from tiered_kv.direct.settings import OWN_STORAGE, HostSettings
 from tiered_kv.errors import ConfigError
 
 LOCATION = "hicache_storage_backend_extra_config"
@@ -20,9 +20,6 @@ RANK_VARIABLE = "TIERED_KV_RANK"
 """In an entry's texts, the number of the process among all those that hold a part of one copy of the model."""
 REPLICA_VARIABLE = "TIERED_KV_REPLICA"
 """The number of that copy, with data parallelism."""
-
-OWN_STORAGE = ("nvme", "memory")
-"""Types of tiers whose storage belongs to one process; the others are shared."""
 
 _TOLD = "SGLang tells it; what can be set here: model, revision, quantization, tenant, extra"
 
@@ -41,39 +38,18 @@ class NamespaceSaid(StrictModel):
     extra: dict[str, str] = Field(default={}, description="Whatever else must agree, such as the state of adapters.")
 
 
-class HiCacheSettings(StrictModel):
+class HiCacheSettings(HostSettings):
     """The extra config, without what SGLang takes out of it for itself."""
+
+    location = LOCATION
 
     backend_name: str = Field(description="a name for messages, such as tiered_kv")
     module_path: str = Field(description="tiered_kv.integrations.sglang")
     class_name: str = Field(description="TieredKVHiCache")
     interface_v1: Literal[1] = Field(description="write 1: then SGLang hands over places in its memory, not copies")
-    tiers: tuple[SerializeAsAny[TierSettings], ...] = Field(
-        min_length=1, max_length=64, description="entries as in a stack's `secondary`, in the order of the search"
-    )
     namespace: NamespaceSaid = Field(default=NamespaceSaid(), description="what SGLang does not tell of the bytes")
     allocator: Literal["shm"] | None = Field(default=None, description="SGLang's own: where its host pools lie")
     file_storage_path: str | None = Field(default=None, description="SGLang's own, not used here")
-
-    @field_validator("tiers", mode="before")
-    @classmethod
-    def _entries_by_their_types(cls, entries: object) -> object:
-        if not isinstance(entries, (list, tuple)):
-            raise ConfigError(
-                "expected a list of tiers, each a mapping with the key 'type'", location=f"{LOCATION}.tiers"
-            )
-        return tuple(_entry(entry, f"{LOCATION}.tiers.{number}") for number, entry in enumerate(entries))
-
-    @field_validator("tiers")
-    @classmethod
-    def _names_differ(cls, tiers: tuple[TierSettings, ...]) -> tuple[TierSettings, ...]:
-        names = [tier.name for tier in tiers]
-        for number, name in enumerate(names):
-            if name in names[:number]:
-                raise ConfigError(
-                    f"two tiers are called '{name}'; give one a name", location=f"{LOCATION}.tiers.{number}"
-                )
-        return tiers
 
 
 def read_settings(
@@ -82,7 +58,6 @@ def read_settings(
     """Return the extra config, checked, with its variables filled in.
 
     Args:
-        extra_config: As SGLang hands it over.
         environ: The variables that its texts may name.
         own: Those of them that a path of a tier with storage of its own has to name, and how many values each has.
 
@@ -102,29 +77,3 @@ def read_settings(
                     location=f"{LOCATION}.tiers.{number}.path",
                 )
     return settings
-
-
-def part_of(tier: TierSettings, name: str, share: float) -> TierSettings:
-    """Return a tier's settings for one of several parts of an engine's memory.
-
-    A tier with storage of its own gets a directory of its own below its path, and a share of its capacity.
-
-    Args:
-        tier: The user's settings.
-        name: The part's name, and its directory's.
-        share: The part's share of all memory, more than 0 and at most 1.
-    """
-    if tier.type not in OWN_STORAGE:
-        return tier
-    update: dict[str, object] = {"capacity": int(getattr(tier, "capacity") * share)}  # noqa: B009  # of its subclass
-    if hasattr(tier, "path"):
-        update["path"] = f"{tier.path}/{name}"
-    return tier.model_copy(update=update)
-
-
-def _entry(entry: object, location: str) -> TierSettings:
-    try:
-        return tier_settings(entry)
-    except ConfigError as error:
-        where = f"{location}.{error.location}" if error.location else location
-        raise ConfigError(error.message, location=where) from None

@@ -7,9 +7,10 @@ known to be otherwise is refused: to save it wrong would be to answer wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from tiered_kv.integrations.hf_config import rope_types
 from tiered_kv.integrations.transformers.layout import BlockLayout, States
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def _refusals(model: Any) -> Iterator[str]:
         yield "its attention is not causal, so a token's keys depend on the tokens after it"
     if model.training:
         yield "it is in training mode; call model.eval()"
-    unknown = _rope_types(config) - _FIXED_ROPE_TYPES
+    unknown = rope_types(config.to_dict()) - _FIXED_ROPE_TYPES
     if unknown:
         names = ", ".join(sorted(unknown))
         yield f"with rotary embeddings of type {names} a token's keys may depend on the prompt's length"
@@ -132,16 +133,6 @@ def _head_shape(config: Any) -> tuple[int, int] | None:
 def _is_multi_query(config: Any) -> bool:
     # Of Falcon; its new architecture repeats the keys of its groups for every head before it caches them.
     return bool(getattr(config, "multi_query", False)) and not getattr(config, "new_decoder_architecture", False)
-
-
-def _rope_types(config: Any) -> set[str]:
-    found: set[str] = set()
-    for name in ("rope_parameters", "rope_scaling"):
-        value = getattr(config, name, None)
-        if isinstance(value, Mapping):  # of the model, or one for each kind of layer
-            for entry in (value, *(item for item in value.values() if isinstance(item, Mapping))):
-                found |= {str(entry[key]) for key in ("rope_type", "type") if entry.get(key)}
-    return found
 
 
 def _check_kind(cache: Any) -> None:

@@ -33,11 +33,7 @@ __all__ = [
 TESTED_VERSIONS = ("0.32.0", "0.33.0")
 """The versions that this integration's tests run. Their patch releases are taken for the same."""
 
-ANY_VERSION_VARIABLE = "TIERED_KV_ANY_VLLM"
-"""Set to 1 in the environment, it lets an untested version through."""
-
-
-VLLM_VERSION = checked_version("vllm", "vLLM", TESTED_VERSIONS, ANY_VERSION_VARIABLE)
+VLLM_VERSION = checked_version("vllm", "vLLM", TESTED_VERSIONS)
 """The version that is installed."""
 
 _MODULES = {

@@ -37,7 +37,6 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
 
     Args:
         stack: The open stack, which this closes.
-        tells_events: Whether vLLM wants events.
         flush_steps: After how many steps a worker has surely done what `reset_cache` asked it to flush, for vLLM 0.32;
             None where vLLM tells by `on_reset_flushed`.
     """

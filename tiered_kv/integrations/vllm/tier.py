@@ -56,7 +56,6 @@ class RequestNotes:
         asked: When a key was first answered with RETRY.
         hits: Keys that were hits for it, each of which takes a row of the primary tier.
         has_timed_out: Whether it has waited for the tier as long as it may; the tier is asked no more.
-        skips_load: Whether it wants no blocks.
     """
 
     failed: set[OffloadKey] = field(default_factory=set)

@@ -68,7 +68,6 @@ def bench_remarks(results: Sequence[TierBench]) -> Iterator[str]:
 
 
 def _measured(results: Sequence[TierBench], settings: BenchSettings) -> str:
-    """Return the sentences that state what was measured."""
     return (
         f"{counted(len(results), 'tier')} stored, found and loaded {counted(settings.blocks, 'new block')} of "
         f"{format_bytes(results[0].block_bytes)} in each of {counted(settings.rounds, 'round')}, one tier after the "
@@ -150,7 +149,6 @@ def _lookups(results: Sequence[TierBench]) -> Html:
 
 
 def _rounds(result: TierBench, direction: str) -> list[float]:
-    """Return each round's throughput in GB/s."""
     return [getattr(each, f"{direction}_gb_per_s") for each in result.rounds]
 
 

@@ -16,7 +16,6 @@ def element(tag: str, *children: str, **attributes: str) -> Html:
     """Return an element. Children and attributes are escaped, except children that are `Html`.
 
     Args:
-        tag: Its name.
         children: What stands in it, in this order.
         attributes: By name; `class_` is `class`, and `aria_label` is `aria-label`.
     """

@@ -52,16 +52,7 @@ _REASONS: Final = (
 def replay_page(
     run: Run, report: ReplayReport, sampler: Sampler, settings: ReplaySettings, workload: str, remarks: Iterable[str]
 ) -> str:
-    """Return the page of a replay.
-
-    Args:
-        run: What was run, where.
-        report: Its outcome.
-        sampler: What was sampled meanwhile.
-        settings: How requests were driven.
-        workload: What was replayed, for people.
-        remarks: What a reader must not miss, a sentence each.
-    """
+    """Return the page of a replay of `workload`, with `remarks` that a reader must not miss, a sentence each."""
     return page.page(
         run,
         kind="Replay report",
@@ -98,7 +89,6 @@ def _share(part: int, whole: int) -> str:
 
 
 def _measured(report: ReplayReport, settings: ReplaySettings) -> str:
-    """Return the sentences that state what was measured."""
     tiers = len(report.tiers)
     return (
         f"In {report.seconds:,.1f} s, until the last stores had ended, {counted(report.requests, 'request')} asked for "
@@ -122,7 +112,6 @@ def _tiles(report: ReplayReport) -> Iterator[Html]:
 
 
 def _keys(report: ReplayReport) -> dict[str, str]:
-    """Return the colour of each tier."""
     return {name: figures.tier_color(index) for index, name in enumerate(report.tiers)}
 
 
@@ -147,7 +136,6 @@ def _origin(report: ReplayReport) -> Html:
 
 
 def _course(report: ReplayReport, sampler: Sampler) -> Html:
-    """How it went over time."""
     tiers, keys, samples, step = list(report.tiers), _keys(report), sampler.samples, report.step_us
     telling = {name for name in tiers if any(sample.use(name) is not None for sample in samples)}
     silent = ", ".join(name for name in tiers if name not in telling)

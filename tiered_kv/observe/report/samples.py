@@ -23,12 +23,10 @@ class Sample:
     """A replay at one moment; all numbers but `seconds` are counted from its start.
 
     Args:
-        seconds: Since the start.
         requests: Requests whose lookups were answered.
         blocks: Blocks of these requests.
         hits: Those that were loaded, by tier.
-        steps: Steps taken.
-        counters: What each tier counted, by name.
+        counters: By the tier's name.
     """
 
     seconds: float
@@ -56,9 +54,7 @@ class Sampler:
 
     Args:
         counters: Returns what the manager counts.
-        clock: Seconds, from any moment on.
-        samples: What was taken so far.
-        step_s: Seconds of each step that was taken.
+        step_s: Seconds of each step that was taken; known at the end.
     """
 
     counters: Callable[[], Counted]

@@ -1,6 +1,4 @@
-"""Redis servers for tests: real ones on loopback, started from a plain `redis-server`, and fakeredis over TCP.
-
-    from tiered_kv.testing.redis_servers import redis_server, tls_redis_server
+"""Redis servers for tests, on loopback, started from a plain `redis-server`.
 
 Import a fixture into a test module to use it. It skips, with the reason, if a program or library is missing. Every
 server has a directory of its own, listens on free ports of 127.0.0.1 only, and is ended with the test.
@@ -11,14 +9,13 @@ from __future__ import annotations
 import shutil
 import socket
 import ssl
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tiered_kv.testing.server_process import STOP_S_MAX, ServerProcess
+from tiered_kv.testing.server_process import ServerProcess
 
 ANSWER_TIMEOUT_S = 30.0
 """Timeout of one command of a test, even on a busy machine. A server that has ended refuses at once."""
@@ -162,22 +159,6 @@ def tls_redis_server(tmp_path: Path) -> Iterator[RedisServer]:
     directory = _subdirectory(tmp_path)
     with RedisServer(directory, password=PASSWORD, tls=make_tls_files(directory)) as server:
         yield server
-
-
-@pytest.fixture
-def fake_redis_url() -> Iterator[str]:
-    """The URL of fakeredis behind a TCP socket, in this process."""
-    fakeredis = pytest.importorskip("fakeredis", reason="fakeredis is not installed")
-    server = fakeredis.TcpFakeServer(("127.0.0.1", 0), server_type="redis")
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
-        yield f"redis://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(STOP_S_MAX)
 
 
 def _redis_server() -> str:
