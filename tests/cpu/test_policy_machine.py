@@ -16,8 +16,9 @@ NUM_BLOCKS = 40
 
 Prefix = tuple[int, ...]
 
-prompts = st.lists(st.integers(0, 2), min_size=1, max_size=7).map(tuple)
+prompts = st.lists(st.integers(0, 2), min_size=3, max_size=7).map(tuple)
 picks = st.lists(st.integers(0, NUM_BLOCKS), min_size=1, max_size=6)
+counts = st.integers(1, 4)
 
 
 class PolicyMachine(RuleBasedStateMachine):
@@ -60,8 +61,10 @@ class PolicyMachine(RuleBasedStateMachine):
                 chain.extend(new)
             self.policy.add(new)
 
-    @rule(count=st.integers(1, 12), is_spared=st.booleans())
+    @rule(count=counts, is_spared=st.booleans())
     def evict(self, count: int, is_spared: bool) -> None:
+        if is_spared:
+            self.policy.use((), self.last)  # as whoever wants room does
         self._evict(count, self.last if is_spared else None)
 
     @rule()
@@ -82,10 +85,14 @@ class PolicyMachine(RuleBasedStateMachine):
         self.policy.add([self.pinned.pop(prefix) for prefix in self._pick(picks, list(self.pinned))])
 
     @precondition(lambda self: self.has_pins)
-    @rule(picks=picks)
-    def look_up(self, picks: list[int]) -> None:
-        for prefix in self._pick(picks, list(self.resident)):
-            self.resident[prefix].step = self.step
+    @rule(picks=picks, count=counts)
+    def look_up(self, picks: list[int], count: int) -> None:
+        """Requests are answered, which have not used their blocks yet; another one needs room in the same step."""
+        for tail in self._pick(picks, list(self.resident)):
+            for prefix in self.resident:
+                if prefix == tail[: len(prefix)]:
+                    self.resident[prefix].step = self.step
+        self._evict(count, None)
 
     @precondition(lambda self: self.has_pins)
     @rule()
