@@ -124,12 +124,15 @@ class NamespaceIdentity:
 
 
 def differences(ours: Mapping[str, object], theirs: Mapping[str, object]) -> dict[str, tuple[object, object]]:
-    """Return the fields in which two readable forms differ, with both values; None stands for no value."""
+    """Return the fields in which two readable forms differ, with both values; None stands for no value.
+
+    There are none where `theirs` is empty: then it is not known.
+    """
     mine, others = dict(_flat(ours)), dict(_flat(theirs))
     return {
         name: (mine.get(name), others.get(name))
         for name in sorted(mine.keys() | others.keys())
-        if mine.get(name) != others.get(name)
+        if others and mine.get(name) != others.get(name)
     }
 
 
