@@ -264,7 +264,7 @@ def test_a_prompt_takes_no_longer_than_the_better_of_computing_and_loading(tmp_p
     print(rows, file=sys.stderr)
     short, long = rows
     assert (short["chosen_found"], long["chosen_found"] >= 2048 - 32) == (0, True)
-    assert max(short["ratio"], long["ratio"]) <= 1.5, "1.1 where nothing else runs"
+    assert max(row["ratio"]["median"] for row in rows) <= 1.5, "1.1 where nothing else runs"
 
 
 @pytest.mark.full

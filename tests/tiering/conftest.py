@@ -80,13 +80,19 @@ class ManualTier(SecondaryTierManager):
         """Have the tier answer for these blocks, and for no others."""
         self.present = dict.fromkeys(keys(*numbers), answer)
 
-    def end(self, success: bool = True, only: Sequence[OffloadKey] | None = None, reason: str = "") -> JobMetadata:
-        """End the oldest job; with `only`, in part."""
+    def end(
+        self,
+        success: bool = True,
+        only: Sequence[OffloadKey] | None = None,
+        reason: str = "",
+        ended_s: float | None = None,
+    ) -> JobMetadata:
+        """End the oldest job; with `only`, in part, and at `ended_s` if that was before."""
         job = self.jobs.pop(0)
         succeeded = list(job.keys) if success else list(only or ())
         if not job.is_promotion:
             self.present.update(dict.fromkeys(succeeded, True))
-        self.results.append(JobResult(job.job_id, success, only, reason))
+        self.results.append(JobResult(job.job_id, success, only, reason, ended_s))
         return job
 
     def _maybe_raise(self, method: str) -> None:

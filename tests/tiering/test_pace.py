@@ -38,10 +38,12 @@ def test_a_tier_that_is_slower_than_computing_is_asked_no_more(make_bench: MakeB
         assert ask(bench, size, load_s=1.0 * size) == [True] * size, "nothing is known yet"
     numbers = [next(NUMBERS) for _ in range(4)]
     bench.tier.has(*numbers)
-    assert bench.lookup(keys(*numbers), bench.request("x")) == [False] * 4, "at once, without a step"
+    bench.manager.expect(4, context := bench.request("x"))
+    assert bench.lookup(keys(*numbers), context) == [False] * 4, "at once, without a step"
     assert bench.counter("too_slow_blocks_total") == 4
     bench.tiers[1].has(*numbers)
-    assert bench.lookup(keys(*numbers), bench.request("y")) == [None] * 4
+    bench.manager.expect(4, context := bench.request("y"))
+    assert bench.lookup(keys(*numbers), context) == [None] * 4
     bench.step()
     assert (len(bench.tiers[0].jobs), len(bench.tiers[1].jobs)) == (0, 1), "a faster tier below loads them"
 
@@ -77,7 +79,7 @@ def test_what_is_ahead_in_the_tier_counts(make_bench: MakeBench) -> None:
     assert ask(bench, 10, load_s=0.0) == [False] * 10, "behind 20 others"
 
 
-def test_a_tier_that_was_slow_is_tried_again_by_one_load(make_bench: MakeBench) -> None:
+def test_a_tier_that_was_slow_is_tried_again_by_one_load_for_which_nobody_waits(make_bench: MakeBench) -> None:
     bench = make_bench(PATIENT, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
     for _ in range(LOADS_MIN):
         ask(bench, 4, load_s=4.0)
@@ -86,33 +88,37 @@ def test_a_tier_that_was_slow_is_tried_again_by_one_load(make_bench: MakeBench) 
     bench.step()
     numbers = [[next(NUMBERS) for _ in range(4)] for _ in range(2)]
     bench.tier.has(*numbers[0], *numbers[1])
-    for each in numbers:
-        bench.lookup(keys(*each), bench.request(str(each)))
+    contexts = [bench.request(str(each)) for each in numbers]
+    for each, context in zip(numbers, contexts, strict=True):
+        bench.lookup(keys(*each), context)
     bench.step()
     assert len(bench.jobs) == 1
-    bench.clock.advance(0.01)
-    bench.end()
+    for each, context in zip(numbers, contexts, strict=True):
+        assert bench.lookup(keys(*each), context) == [False] * 4, "they compute it"
+    bench.clock.advance(1.0)  # of which the job takes the least part
+    bench.tier.end(ended_s=bench.clock() - 0.99)
+    bench.step()
     assert ask(bench, 4, load_s=0.01) == [True] * 4, "it is fast again, and used as before"
+    assert bench.lookup(keys(*numbers[0]), bench.request("later")) == [True] * 4
 
 
-def test_each_try_that_is_too_slow_doubles_the_time_to_the_next() -> None:
+def test_each_try_that_takes_as_long_as_before_doubles_the_time_to_the_next() -> None:
     pace, now_s = Pace(compute_block_s=0.1), 0.0
     for _ in range(LOADS_MIN):
         pace.add(4, 4.0, now_s)
     tries = []
     while now_s < 2000.0:
-        if pace.is_worth(4, 4, now_s):
-            tries.append(now_s)
-            pace.add(4, 4.0, now_s)
         now_s += 10.0
-    assert tries == [10.0, 30.0, 70.0, 150.0, 310.0, 630.0, 1230.0, 1830.0]
-    pace.add(4, 4.0, now_s)
-    assert pace.is_worth(4, 4, now_s + RETRY_MAX_S)
+        if pace.tries(now_s):
+            tries.append(now_s)
+            pace.add(4, 4.0, now_s + 4.0)
+    assert tries == [10.0, 40.0, 90.0, 180.0, 350.0, 680.0, 1290.0, 1900.0]
+    assert pace.tries(now_s + RETRY_MAX_S)
     pace.add(4, 0.1, now_s + RETRY_MAX_S)
-    assert pace.is_worth(4, 4, now_s + RETRY_MAX_S), "it is fast again"
+    assert pace.is_worth(4, 0.4), "it is fast again"
     for _ in range(LOADS_MIN):
         pace.add(4, 40.0, now_s + RETRY_MAX_S)
-    assert pace.is_worth(4, 4, now_s + RETRY_MAX_S + RETRY_S), "and is tried as soon as at first"
+    assert pace.tries(now_s + RETRY_MAX_S + RETRY_S), "and is tried as soon as at first"
 
 
 def test_a_load_that_expires_counts_as_slow(make_bench: MakeBench) -> None:
@@ -198,6 +204,20 @@ def test_a_short_prompt_does_not_wait_for_answers_that_take_longer_than_computin
     assert wait_for_answer(bench, 6, lookup_s=0.5) == [None] * 6
 
 
+def test_a_tier_whose_answer_would_come_too_late_is_not_asked(make_bench: MakeBench) -> None:
+    bench = make_bench({**PATIENT, "lookup_timeout": 60}, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
+    wait_for_answer(bench, 10, lookup_s=0.5)
+    for blocks, answer in ((3, False), (6, None)):
+        numbers = [next(NUMBERS) for _ in range(blocks)]
+        bench.tier.has(*numbers, answer=None)
+        bench.manager.expect(blocks, context := bench.request(str(numbers)))
+        assert bench.lookup(keys(*numbers), context) == [answer] * blocks
+    bench.manager.set_compute_block_s(0.1, growth_s=0.01)
+    bench.manager.expect(3, context := bench.request("behind 20 others"), before=20)
+    bench.tier.has(1, 2, 3, answer=None)
+    assert bench.lookup(keys(1, 2, 3), context) == [None] * 3, "which take 0.3 s more behind these"
+
+
 def test_nobody_waits_longer_for_an_answer_than_for_computing(make_bench: MakeBench) -> None:
     bench = make_bench({**PATIENT, "lookup_timeout": 60}, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
     assert wait_for_answer(bench, 10, lookup_s=0.9) == [None] * 10
@@ -205,7 +225,11 @@ def test_nobody_waits_longer_for_an_answer_than_for_computing(make_bench: MakeBe
     assert wait_for_answer(bench, 10, lookup_s=0.0) == [False] * 10, "as long as the last one"
     bench.clock.advance(RETRY_S)
     bench.step()
-    assert wait_for_answer(bench, 3, lookup_s=0.2) == [None] * 3, "tried again"
+    assert wait_for_answer(bench, 10, lookup_s=0.0) == [False] * 10, "which would cost more than a tenth"
+    bench.clock.advance(RETRY_MAX_S)
+    bench.step()
+    assert wait_for_answer(bench, 3, lookup_s=0.2) == [None] * 3, "tried again after long"
+    assert wait_for_answer(bench, 3, lookup_s=0.1) == [None] * 3, "it answers sooner now"
 
 
 def test_where_nobody_says_what_computing_costs_every_block_is_promoted(make_bench: MakeBench) -> None:
@@ -223,5 +247,4 @@ def test_it_learns_both_times_and_follows_them(load_s: float, block_s: float) ->
         pace.add(size, before[0] + before[1] * size, now_s=0.0)
     for size in (1, 8, 30, 40, 64, 120):
         is_worth = load_s + block_s * size <= 0.002 * size
-        assert pace.is_worth(size, size, now_s=1.0) is is_worth
-    assert pace.is_hopeless(1.0) is (block_s >= 0.002)
+        assert pace.is_worth(size, 0.002 * size) is is_worth

@@ -1,4 +1,4 @@
-"""How many tokens of prompts an engine computes in a second, from its steps."""
+"""What a token of a prompt costs an engine, from its steps."""
 
 from __future__ import annotations
 
@@ -6,14 +6,25 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import combinations
+from typing import NamedTuple
 
 PROMPT_TOKENS_MIN = 32
 """Tokens of a request in a step that are surely of its prompt: it generates fewer in one, speculated ones included."""
 PREFILL_TOKENS_MIN = 256
 """Tokens of prompts with which a step counts: in smaller ones other things than prompts take most of the time."""
 STEPS_MAX = 15
-"""Steps of which the median counts, so that no single one does, such as the first of a shape."""
+"""Steps of which the medians count, so that no single one does, such as the first of a shape."""
+SPREAD_MIN = 128
+"""How much the tokens before those of two steps must differ, for the two to say what each of them costs."""
 _RUNNING_MAX = 64
+
+
+class TokenCost(NamedTuple):
+    """A token takes `token_s` seconds, and `growth_s` more for each token before it, with which attention grows."""
+
+    token_s: float
+    growth_s: float
 
 
 class PrefillMeter:
@@ -24,21 +35,33 @@ class PrefillMeter:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._running: deque[tuple[int, float]] = deque(maxlen=_RUNNING_MAX)
+        self._running: deque[tuple[int, float, float]] = deque(maxlen=_RUNNING_MAX)
         self._ended_s = 0.0
-        self._rates: deque[float] = deque(maxlen=STEPS_MAX)
+        self._steps: deque[tuple[float, float]] = deque(maxlen=STEPS_MAX)
+        """Of each step, the tokens before one of its tokens, on average, and the seconds of a token."""
 
-    def begin(self, tokens: Iterable[int]) -> None:
-        """Note that a step with so many tokens of each request was scheduled."""
-        self._running.append((sum(each for each in tokens if each >= PROMPT_TOKENS_MIN), self._clock()))
+    def begin(self, parts: Iterable[tuple[int, int]]) -> None:
+        """Note that a step was scheduled; of each request, with how many tokens, and how many before them."""
+        prompts = [(tokens, before) for tokens, before in parts if tokens >= PROMPT_TOKENS_MIN]
+        total = sum(tokens for tokens, _ in prompts)
+        pairs = sum(tokens * (before + tokens / 2) for tokens, before in prompts)
+        self._running.append((total, pairs / max(total, 1), self._clock()))
 
-    def end(self) -> float | None:
-        """Note the output of the oldest step; return the tokens in a second if that step says something of them."""
+    def end(self) -> TokenCost | None:
+        """Note the output of the oldest step; return what a token costs if that step says something of it."""
         if not self._running:
             return None
-        tokens, began_s = self._running.popleft()
-        before_s, self._ended_s = self._ended_s, self._clock()
+        tokens, before, began_s = self._running.popleft()
+        last_s, self._ended_s = self._ended_s, self._clock()
         if tokens < PREFILL_TOKENS_MIN:
             return None
-        self._rates.append(tokens / max(self._ended_s - max(began_s, before_s), 1e-9))
-        return statistics.median(self._rates)
+        self._steps.append((before, max(self._ended_s - max(began_s, last_s), 1e-9) / tokens))
+        # The median of the slopes between all pairs, after Theil and Sen.
+        slopes = [
+            (cost - other_cost) / (at - other_at)
+            for (at, cost), (other_at, other_cost) in combinations(self._steps, 2)
+            if abs(at - other_at) >= SPREAD_MIN
+        ]
+        growth_s = max(0.0, statistics.median(slopes)) if slopes else 0.0
+        token_s = statistics.median(cost - growth_s * at for at, cost in self._steps)
+        return TokenCost(max(0.0, token_s), growth_s)

@@ -56,12 +56,14 @@ class JobResult:
         successful_keys: If not all keys succeeded, those that did; None if `success` holds for all of
             them.
         reason: One word for the counters where something failed, such as "checksum", "io_error", "no_space".
+        ended_s: When the job ended, in seconds of `time.monotonic()`; None for when it is reported.
     """
 
     job_id: JobId
     success: bool
     successful_keys: Collection[OffloadKey] | None = None
     reason: str = ""
+    ended_s: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

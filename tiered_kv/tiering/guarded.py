@@ -232,10 +232,12 @@ class GuardedTier:
                 continue
             result = _believed(told_of_job)
             self._budget_of(job).blocks -= len(job.blocks)
-            seconds = self._clock() - (job.metadata.deadline or 0.0) + self.settings.job_timeout
+            now_s = self._clock()
+            ended_s = now_s if result.ended_s is None else min(now_s, result.ended_s)
+            seconds = max(0.0, ended_s - (job.metadata.deadline or 0.0) + self.settings.job_timeout)
             self.measures.add_job(direction_of(job.metadata), seconds, len(job.blocks) * self._block_bytes)
             if job.metadata.is_promotion and result.success and not job.is_expired:
-                self.pace.add(job.blocks_in_flight, seconds, self._clock())
+                self.pace.add(job.blocks_in_flight, seconds, now_s)
             if job.is_expired:
                 self.counters.add("late_jobs_total")
                 self._budget_of(job).expired_blocks -= len(job.blocks)
@@ -386,7 +388,8 @@ def _believed(told: JobResult) -> JobResult:
         keys = None if told.successful_keys is None else frozenset(told.successful_keys)
         reason = str(told.reason or "")
         is_word = not reason or _REASON.fullmatch(reason)
-        return JobResult(told.job_id, bool(told.success), keys, reason if is_word else "error")
+        ended_s = None if told.ended_s is None else float(told.ended_s)
+        return JobResult(told.job_id, bool(told.success), keys, reason if is_word else "error", ended_s)
     except Exception:
         return JobResult(told.job_id, False, reason="nonsense")
 

@@ -173,6 +173,13 @@ class TieringOffloadingManager(OffloadingManager):
         if state is not None:
             self._prefetches.leave(state)
 
+    def expect(self, blocks: int, req_context: ReqContext, *, before: int = 0) -> None:
+        """Say how many blocks at most a request is about to ask for, behind `before` that the engine has.
+
+        Then tiers from which they would come later than they are computed are not even asked.
+        """
+        self._search.expect(blocks, before, self._requests.state_of(req_context))
+
     def hit_tier(self, key: OffloadKey, req_context: ReqContext) -> str:
         """Return where a block that this request found came from: "cpu", or the tier that it was promoted from."""
         state = self._requests.get(req_context)
@@ -393,10 +400,10 @@ class TieringOffloadingManager(OffloadingManager):
         self._observer.close_history()
         self.primary.shutdown(unmap=not self.jobs_in_flight)
 
-    def set_compute_block_s(self, seconds: float) -> None:
-        """Say anew in how many seconds the engine computes a block."""
+    def set_compute_block_s(self, seconds: float, growth_s: float = 0.0) -> None:
+        """Say anew in how many seconds the engine computes a block, and what each block before it adds."""
         for guarded in self._tiers:
-            guarded.pace.compute_block_s = seconds
+            guarded.pace.compute_block_s, guarded.pace.compute_growth_s = seconds, growth_s
 
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
         """Return all counts by tier, a secondary tier's own `stats` under "tier". Any thread may call."""

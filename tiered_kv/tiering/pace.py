@@ -16,9 +16,11 @@ FORGET: Final = 0.9
 LOADS_MIN: Final = 3
 """Loads without which nothing is known."""
 RETRY_S: Final = 10.0
-"""How long an estimate is believed without a new load. Then one load is tried, and those before it are forgotten."""
+"""How long an estimate is believed without a new load. Then the blocks of a request are tried, which computes them."""
 RETRY_MAX_S: Final = 600.0
-"""Each try that was too slow doubles the time to the next, up to this: a try may cost a request its time."""
+"""Each try that took as long as expected doubles the time to the next, up to this."""
+TRY_SHARE: Final = 0.1
+"""What a request may wait for the answer that begins a try, relative to what it computes; any does after long."""
 _SPREAD_MIN: Final = 0.05
 """How much the sizes of loads must differ, relative to their mean, to tell apart the two times."""
 
@@ -37,93 +39,88 @@ class Pace:
 
     Args:
         compute_block_s: Seconds in which the engine computes a block; infinite where every load is worth its wait.
+
+    Attributes:
+        compute_growth_s: What each block before it adds to that.
     """
 
     def __init__(self, compute_block_s: float) -> None:
         self.compute_block_s = compute_block_s
+        self.compute_growth_s = 0.0
         self._loads = self._blocks = self._seconds = self._blocks_squared = self._products = 0.0
         self._seen = 0
         self._load_s = self._block_s = 0.0
         self._blocks_known = math.inf
         """The size up to which the time grows by `_block_s`, as far as is known; what is larger may take no longer."""
-        self._believed_until_s = -math.inf
-        self._is_trying = False
-        self._retry_s = self._lookup_retry_s = RETRY_S
-        self._worth_s = 0.0
-        """What the load that is tried may take."""
+        self._added_s = -math.inf
+        self._retry_s = RETRY_S
+        self._due_s = -math.inf
+        """When blocks are tried next, if none are loaded until then."""
         self._lookup_s = 0.0
-        self._lookup_until_s = -math.inf
+        self._answered_s = -math.inf
+
+    def compute_s(self, blocks: int, before: int = 0) -> float:
+        """Return how long the engine takes to compute blocks, behind `before` others."""
+        return blocks * (self.compute_block_s + self.compute_growth_s * (before + blocks / 2))
 
     def add(self, blocks: int, seconds: float, now_s: float) -> None:
         """Note that a load took `seconds`, with so many blocks in flight."""
-        if self._is_trying:
-            self._retry_s = RETRY_S if seconds <= self._worth_s else min(RETRY_MAX_S, 2 * self._retry_s)
-        forget, self._is_trying = 0.0 if self._is_trying else FORGET, False
+        is_old = self._seen >= LOADS_MIN and now_s - seconds - self._added_s >= RETRY_S
+        expected_s = self._load_of(blocks)
+        is_as_before = expected_s / 2 <= seconds <= 2 * expected_s
+        forget = FORGET if is_as_before or not is_old else 0.0
+        self._retry_s = min(RETRY_MAX_S, 2 * self._retry_s) if is_as_before and is_old else RETRY_S
+        self._added_s, self._due_s = now_s, now_s + self._retry_s
         new = (1.0, blocks, seconds, blocks * blocks, blocks * seconds)
         old = (self._loads, self._blocks, self._seconds, self._blocks_squared, self._products)
         weight, x, y, xx, xy = (forget * before + now for before, now in zip(old, new, strict=True))
         self._loads, self._blocks, self._seconds, self._blocks_squared, self._products = weight, x, y, xx, xy
         self._seen += 1
-        self._believed_until_s = now_s + self._retry_s
         mean, variance = x / weight, xx / weight - (x / weight) ** 2
         slope, self._blocks_known = y / x, mean  # of loads of one size nobody knows which time is which
         if variance > (_SPREAD_MIN * mean) ** 2:
             slope, self._blocks_known = min(slope, max(0.0, (xy / weight - mean * y / weight) / variance)), math.inf
         self._block_s, self._load_s = slope, y / weight - slope * mean
 
-    def is_hopeless(self, now_s: float) -> bool:
-        """Return whether the engine computes a block sooner than it comes, however many are loaded together."""
-        is_known = self._blocks_known == math.inf
-        return is_known and self._block_s >= self.compute_block_s and self._is_believed(now_s)
+    def is_worth(self, blocks: int, compute_s: float) -> bool:
+        """Return whether blocks, and those in flight before them, arrive within `compute_s`, as far as is known."""
+        return self._load_of(blocks) <= compute_s
 
-    def is_worth(self, blocks: int, computed_blocks: int, now_s: float) -> bool:
-        """Return whether blocks arrive sooner than they are computed.
-
-        Where nothing is known they do; where no load has come for `RETRY_S`, or longer, they do, once.
-
-        Args:
-            blocks: Blocks to load, and those in flight before them.
-            computed_blocks: Blocks of one group that the engine computes where these do not come.
-            now_s: The time.
-        """
-        worth_s = computed_blocks * self.compute_block_s
-        if self._load_of(blocks) <= worth_s:
-            return True
-        if self._is_believed(now_s):
+    def tries(self, now_s: float) -> bool:
+        """Return whether blocks that are not worth it are loaded all the same, without anyone who waits for them."""
+        if now_s < self._due_s:
             return False
-        if self._seen >= LOADS_MIN:
-            self._is_trying, self._believed_until_s = True, now_s + self._retry_s
-            self._worth_s = worth_s
+        self._due_s = now_s + self._retry_s
         return True
 
     def add_lookup(self, seconds: float, now_s: float) -> None:
         """Note that a request waited `seconds` for an answer to a lookup."""
-        is_known = now_s < self._lookup_until_s
-        if not is_known:
-            is_as_before = 0 < self._lookup_s <= 2 * seconds
-            self._lookup_retry_s = min(RETRY_MAX_S, 2 * self._lookup_retry_s) if is_as_before else RETRY_S
-        self._lookup_s = FORGET * self._lookup_s + (1 - FORGET) * seconds if is_known else seconds
-        self._lookup_until_s = now_s + self._lookup_retry_s
+        is_old = now_s - self._answered_s >= RETRY_S
+        self._lookup_s = seconds if is_old else FORGET * self._lookup_s + (1 - FORGET) * seconds
+        self._answered_s = now_s
 
-    def is_answer_worth(self, blocks: int, computed_blocks: int, waited_s: float, now_s: float) -> bool:
-        """Return whether blocks, if the tier has them, arrive sooner than they are computed; as `is_worth`.
+    def is_answer_worth(self, blocks: int, compute_s: float, waited_s: float, now_s: float) -> bool:
+        """Return whether blocks, if the tier has them, arrive within `compute_s`, or are to be tried.
 
-        Where no request has waited for an answer for `RETRY_S`, or longer, one waits until its blocks would come too
-        late.
+        Args:
+            blocks: Blocks to load, and those in flight before them.
+            compute_s: How long the engine takes to compute what the request asks for.
+            waited_s: How long the request has waited for the answer.
+            now_s: The time.
         """
-        lookup_s = self._lookup_s if now_s < self._lookup_until_s else 0.0
-        load_s = self._load_of(blocks) if self._is_believed(now_s) else 0.0
-        if max(lookup_s, waited_s) + load_s <= computed_blocks * self.compute_block_s:
+        if max(self._lookup_s, waited_s) + self._load_of(blocks) <= compute_s:
             return True
-        if waited_s > lookup_s:  # so an answer takes that long at least
-            if self._lookup_s and now_s >= self._lookup_until_s:
-                self._lookup_retry_s = min(RETRY_MAX_S, 2 * self._lookup_retry_s)
-            self._lookup_s, self._lookup_until_s = max(self._lookup_s, waited_s), now_s + self._lookup_retry_s
+        due_s = max(self._due_s, self._answered_s + RETRY_S)
+        if self._lookup_s > TRY_SHARE * compute_s:
+            due_s += RETRY_MAX_S
+        if waited_s <= compute_s and now_s >= due_s:
+            return True
+        if waited_s > self._lookup_s:  # so an answer takes that long at least
+            self._lookup_s, self._answered_s = waited_s, now_s
         return False
 
     def _load_of(self, blocks: int) -> float:
         """Return the seconds that a load is expected to take, behind those in flight."""
+        if self._seen < LOADS_MIN:
+            return 0.0
         return self._load_s + self._block_s * min(blocks, self._blocks_known)
-
-    def _is_believed(self, now_s: float) -> bool:
-        return self._seen >= LOADS_MIN and now_s < self._believed_until_s

@@ -109,11 +109,16 @@ class Promotions:
             refusal = guarded.refusal()
             # What the request gets from earlier loads counts: it waits for them in any case.
             in_flight = guarded.loads.blocks + len(blocks)
-            if not refusal and not guarded.pace.is_worth(in_flight, computed_blocks(state.promoting or keys), now_s):
+            compute_s = guarded.pace.compute_s(computed_blocks(state.promoting or keys), state.blocks_before or 0)
+            if not refusal and not guarded.pace.is_worth(in_flight, compute_s):
                 refusal = TOO_SLOW
                 asked_for = sum(not promotion.is_ahead for promotion in promotions)
                 if asked_for:
                     guarded.counters.add("too_slow_blocks_total", count=asked_for)
+                if asked_for == len(blocks) and guarded.pace.tries(now_s):
+                    for promotion in promotions:
+                        self._fail(promotion, refusal)
+                    refusal = ""
             if refusal or not guarded.submit(keys, blocks, state.req_context, is_promotion=True):
                 for block in blocks:
                     self._drop(block.key, block, refusal)
@@ -219,9 +224,14 @@ class Promotions:
         if promotion is None or promotion.block is not block:
             return
         del self._table[key]
-        is_undecided = promotion.is_ahead and reason == TOO_SLOW
+        self._fail(promotion, reason)
+
+    def _fail(self, promotion: Promotion, reason: str) -> None:
+        """Let nobody wait for a block any more."""
+        key, is_undecided = promotion.block.key, promotion.is_ahead and reason == TOO_SLOW
         for state in promotion.waiters:
             state.promoting.discard(key)
             if not is_undecided:
                 state.failed.setdefault(key, set()).add(promotion.guarded)
                 state.troubles.setdefault(key, {})[promotion.guarded.number] = reason
+        promotion.waiters.clear()

@@ -54,6 +54,7 @@ class RequestState:
         stores_pending: Keys between prepare_store and complete_store; kept only for `request_level`.
         is_finished: Whether the engine has finished it.
         skips_load: Whether it wants no blocks.
+        blocks_before: Blocks of its prefix that the engine has, where that told.
         turn: The turn of the search in which it asked last.
         noted: The hash of the keys of which it was last noted that it was told not to have them; 0 for the first ones.
         found: Keys of which it began to wait for a promotion since then.
@@ -81,6 +82,7 @@ class RequestState:
     stores_pending: int = 0
     is_finished: bool = False
     skips_load: bool = False
+    blocks_before: int | None = None
     turn: object = None
     noted: int | None = None
     found: list[OffloadKey] = field(default_factory=list)

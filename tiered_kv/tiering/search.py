@@ -13,7 +13,7 @@ from tiered_kv.observe.history import BlockHistory
 from tiered_kv.observe.ledger import RequestLog
 from tiered_kv.observe.pages import Page, next_page
 from tiered_kv.tiering.guarded import GuardedTier
-from tiered_kv.tiering.pace import TOO_SLOW, computed_blocks
+from tiered_kv.tiering.pace import computed_blocks
 from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.requests import RequestState, RequestTable
 
@@ -232,11 +232,6 @@ class Search:
                 guarded.pace.add_lookup(self._clock() - asked_s, self._now_s)
         if not answer:
             return _Verdict.NEXT
-        if guarded.pace.is_hopeless(self._now_s):
-            guarded.counters.add("too_slow_blocks_total")
-            state.failed.setdefault(key, set()).add(guarded)
-            state.troubles.setdefault(key, {})[guarded.number] = TOO_SLOW
-            return _Verdict.NEXT
         if self._promotions.begin(key, guarded, state):
             if key in state.promoting and self._history is not None:  # and not only waiting for room
                 state.found.append(key)
@@ -317,21 +312,38 @@ class Search:
             state.has_waited = True
             state.unanswered.clear()
 
+    def expect(self, blocks: int, before: int, state: RequestState) -> None:
+        """Ask no tier from which so many blocks, behind `before` that the engine has, would come too late."""
+        if state.blocks_before is not None:  # it asks again in each step
+            return
+        state.blocks_before = before
+        if not (state.promoting or state.held):
+            for guarded in self._compared():
+                self._leave_if_late(guarded, state, blocks, blocks, self._now_s)
+
     def _leave_late_tiers(self, state: RequestState) -> None:
-        """Ask tiers no more whose answers, with the blocks behind them, would come later than these are computed."""
-        for guarded, _ in self._searched:
-            asked = {}
-            if guarded.pace.compute_block_s < math.inf:
-                asked = {key: since_s for (key, tier), since_s in state.unanswered.items() if tier is guarded}
-            if not asked:
-                continue
-            waited_s = self._now_s - min(asked.values())
-            in_flight = guarded.loads.blocks + guarded.load_blocks_reserved + len(asked)
-            if not guarded.pace.is_answer_worth(in_flight, computed_blocks(asked), waited_s, self._now_s):
-                state.timed_out[guarded] = Fate.TOO_SLOW
-                guarded.counters.add("too_slow_blocks_total", count=len(asked))
+        """Ask tiers no more whose answers, with the blocks behind them, would come too late."""
+        for guarded in self._compared():
+            asked = {key: since_s for (key, tier), since_s in state.unanswered.items() if tier is guarded}
+            if asked and self._leave_if_late(guarded, state, len(asked), computed_blocks(asked), min(asked.values())):
                 for key in asked:
                     del state.unanswered[key, guarded]
+
+    def _compared(self) -> list[GuardedTier]:
+        """Return the tiers whose blocks may be computed sooner than they come."""
+        return [guarded for guarded, _ in self._searched if guarded.pace.compute_block_s < math.inf]
+
+    def _leave_if_late(
+        self, guarded: GuardedTier, state: RequestState, blocks: int, computed: int, since_s: float
+    ) -> bool:
+        """Ask a tier no more if `blocks` of it would come later than as many as `computed` are computed."""
+        compute_s = guarded.pace.compute_s(computed, state.blocks_before or 0)
+        in_flight = guarded.loads.blocks + guarded.load_blocks_reserved + blocks
+        if guarded.pace.is_answer_worth(in_flight, compute_s, self._now_s - since_s, self._now_s):
+            return False
+        state.timed_out[guarded] = Fate.TOO_SLOW
+        guarded.counters.add("too_slow_blocks_total", count=blocks)
+        return True
 
     def _fail(self, guarded: GuardedTier, state: RequestState, raised_in: str = "") -> None:
         """Ask this tier no more for this request: one failure a request, however many keys it asks for."""

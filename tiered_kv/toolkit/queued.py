@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from types import FunctionType
 from typing import Any, ClassVar
 
@@ -258,7 +259,8 @@ class QueuedTier(SecondaryTierManager):
 
     def _report(self, jobs: Iterable[Job]) -> None:
         """Pass jobs whose last part has ended to `get_finished`; any thread."""
-        self._job_results.extend(job.result() for job in jobs)
+        ended_s = self._clock()
+        self._job_results.extend(replace(job.result(), ended_s=ended_s) for job in jobs)
         if self._on_finished is not None:
             self._on_finished()
 

@@ -52,14 +52,14 @@ class TieredKVConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is n
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._ours is not None:
-            self._ours.was_scheduled(request.request_id)
+            self._ours.was_scheduled(request.request_id, request.num_tokens, num_computed_tokens)
         answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return answer
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         meta = super().build_connector_meta(scheduler_output)
         if self._ours is not None:
-            self._ours.step_began(scheduler_output.num_scheduled_tokens.values())
+            self._ours.step_began(scheduler_output)
         return meta
 
     def _prefix_of(self, request: Any) -> Iterator[OffloadKey]:

@@ -121,17 +121,22 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         """Begin to promote the prefix of a new request, until `was_scheduled`; the steps' ends take its keys."""
         self._manager.prefetch(keys, ReqContext(req_id))
 
-    def was_scheduled(self, req_id: str) -> None:
-        """Note that vLLM asks for the blocks of a request itself now."""
-        self._manager.end_prefetch(ReqContext(req_id))
+    def was_scheduled(self, req_id: str, tokens: int, computed_tokens: int) -> None:
+        """Note that vLLM asks for the blocks of a request itself now: of so many tokens, without those it has."""
+        context, size = ReqContext(req_id), self._stack.config.block.tokens
+        self._manager.end_prefetch(context)
+        self._manager.expect((tokens - computed_tokens) // size, context, before=computed_tokens // size)
 
-    def step_began(self, tokens: Iterable[int]) -> None:
-        """Note that vLLM computes a step with so many tokens of each request.
+    def step_began(self, output: Any) -> None:
+        """Note what vLLM's scheduler tells its workers of a step.
 
         It asks for `get_stats` when each step has ended, in the same order.
         """
         if self._meter is not None:
-            self._meter.begin(tokens)
+            running = output.scheduled_cached_reqs
+            before = dict(zip(running.req_ids, running.num_computed_tokens, strict=True))
+            before |= {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
+            self._meter.begin((tokens, before.get(name, 0)) for name, tokens in output.num_scheduled_tokens.items())
 
     def on_request_finished(self, req_context: Any) -> None:
         self._manager.on_request_finished(req_context)
@@ -173,9 +178,10 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         return vllm_events(self._manager.take_events(), self._telling) if self._tells_events else ()
 
     def get_stats(self) -> Any:
-        tokens_per_s = None if self._meter is None else self._meter.end()
-        if tokens_per_s is not None:
-            self._manager.set_compute_block_s(self._stack.config.block.tokens / tokens_per_s)
+        cost = None if self._meter is None else self._meter.end()
+        if cost is not None:
+            tokens = self._stack.config.block.tokens
+            self._manager.set_compute_block_s(tokens * cost.token_s, tokens**2 * cost.growth_s)
         return self._report.take(self._manager.counters)
 
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
