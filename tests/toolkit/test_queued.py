@@ -43,6 +43,13 @@ def test_a_lookup_has_its_own_deadline_and_not_that_of_the_job_before_it(stage: 
     assert 0.0 < left_s["lookup"] <= PATIENCE_S
 
 
+def test_a_result_says_when_its_job_ended(stage: Stage) -> None:
+    began_s = time.monotonic()
+    (result,) = stage.rig.wait([stage.rig.submit_store(make_keys(1))])
+    assert result.ended_s is not None
+    assert began_s <= result.ended_s <= time.monotonic()
+
+
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
