@@ -212,6 +212,8 @@ def test_a_tier_whose_answer_would_come_too_late_is_not_asked(make_bench: MakeBe
         bench.tier.has(*numbers, answer=None)
         bench.manager.expect(blocks, context := bench.request(str(numbers)))
         assert bench.lookup(keys(*numbers), context) == [answer] * blocks
+        bench.manager.expect(blocks, context)  # as in each step
+    assert bench.counter("too_slow_blocks_total") == 3
     bench.manager.set_compute_block_s(0.1, growth_s=0.01)
     bench.manager.expect(3, context := bench.request("behind 20 others"), before=20)
     bench.tier.has(1, 2, 3, answer=None)
