@@ -11,6 +11,7 @@ import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -43,11 +44,10 @@ _TICK_SHIFT = 3
 _TICKS = 1 << 13  # after so many, 1024 turnovers, a block that was never used again looks new
 _AGES = int(EDGES[-1])  # ages that are told apart
 _BUCKETS = [bisect_right(EDGES, age) - 1 for age in range(_AGES)]
-_BUCKET_ARRAY = np.array(_BUCKETS)
+_BUCKET_ARRAY = np.array(_BUCKETS, np.uint16)
 _FIRST_AGES = [(bucket, _BUCKETS.index(bucket)) for bucket in sorted(set(_BUCKETS))]
 """Each bucket that an age in whole ticks can be in, and the first such age."""
-_SEGMENT_WORK = 2048  # what to count a segment costs beside its blocks, in blocks
-_WORK_MAX = 1 << 14  # about 100 us
+_BLOCKS_AT_ONCE = 1 << 14  # in about 100 us
 
 _Numbers = np.ndarray[Any, np.dtype[np.uint64]]
 _digest = xxhash.xxh3_64_intdigest
@@ -143,14 +143,7 @@ class Worth:
             if segment in segments:
                 return segment
         self._densities = np.maximum(DENSITY_MIN, np.exp(np.array(self._density.level) / LEVELS))
-        counts = np.zeros((len(segments), self._densities.size))
-        work = 0
-        for row, segment in enumerate(segments):
-            counts[row] = np.bincount(self._cells(segment.table), minlength=self._densities.size)
-            work += len(segment.table) + _SEGMENT_WORK
-            if work > _WORK_MAX:
-                pause()
-                work = 0
+        counts = self._counted([segment.table for segment in segments], pause)
         self._price = MOVE_PRICE * (counts.sum(0) @ self._densities) / max(1, counts.sum())
         best_first = np.argsort(-self._densities, kind="stable")
         moved = np.minimum(counts[:, best_first].cumsum(1), RELOCATED_SHARE_MAX * counts.sum(1, keepdims=True))
@@ -162,16 +155,30 @@ class Worth:
 
     def movable(self, table: EntryTable) -> list[int]:
         """Return the ordinals of blocks that are worth more than a move, as of the last ranking, the best first."""
-        worth = self._densities[self._cells(table)]
+        worth = self._densities[self._cells([table])]
         ordinals = np.flatnonzero(worth > self._price)
         best: list[int] = ordinals[np.argsort(-worth[ordinals], kind="stable")].tolist()
         return best
 
-    def _cells(self, table: EntryTable) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Return the cell of each block now."""
-        states = np.array(table.used, dtype=np.int64)
+    def _counted(self, tables: Sequence[EntryTable], pause: Callable[[], None]) -> Table:
+        """Return how many blocks of each cell each table has; small tables are counted together."""
+        cells, counts = self._densities.size, []
+        lengths = [len(table) for table in tables]
+        ends = np.cumsum(lengths)
+        for _, group in groupby(range(len(tables)), lambda row: ends[row] // _BLOCKS_AT_ONCE):
+            rows = list(group)
+            first, end = rows[0], rows[-1] + 1
+            places = np.repeat(range(end - first), lengths[first:end]) * cells + self._cells(tables[first:end])
+            counts.append(np.bincount(places, minlength=(end - first) * cells).reshape(-1, cells))
+            if end < len(tables):
+                pause()
+        return np.concatenate(counts)
+
+    def _cells(self, tables: Sequence[EntryTable]) -> np.ndarray[Any, np.dtype[np.uint16]]:
+        """Return the cell of each block now, one table after the other."""
+        states = np.concatenate([np.array(table.used) for table in tables])
         ages = np.minimum(self._now - (states >> _TICK_SHIFT) & _TICKS - 1, _AGES - 1)
-        cells: np.ndarray[Any, np.dtype[np.int64]] = (states & _USES_MASK) * BUCKETS + _BUCKET_ARRAY[ages]
+        cells: np.ndarray[Any, np.dtype[np.uint16]] = (states & _USES_MASK) * BUCKETS + _BUCKET_ARRAY[ages]
         return cells
 
     def _slots(self, keys: Sequence[OffloadKey]) -> tuple[_Numbers, _Numbers]:
