@@ -17,6 +17,7 @@ COUNTERS: Final = {
     "recovered_blocks_total": "blocks found when the directory was opened",
     "discarded_segments_total": "segments found and not kept, because they were damaged or over the capacity",
     "deleted_segments_total": "segments whose file was given back",
+    "damaged_segments_total": "segments given up because the disk failed in them, or their file was cut short",
     "resets_total": "times that the cache was reset",
 }
 COUNTERS_BY_LABEL: Final = {

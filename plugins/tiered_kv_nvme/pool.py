@@ -258,14 +258,18 @@ class SegmentPool:
         )
 
     def reclaimable(self) -> list[Segment]:
-        """Locked. Return the segments to choose from, the oldest first: where some hold no valid block, only these."""
+        """Locked. Return the segments to choose from, the oldest first.
+
+        Where some hold no valid block, only these; else, where some are damaged, only those.
+        """
         idle = [
             segment
             for segment in self.segments.values()
             if segment.state in (SegmentState.FULL, SegmentState.SEALED) and not (segment.writers or segment.readers)
         ]
         idle.sort(key=lambda segment: segment.age)
-        return [segment for segment in idle if segment.epoch != self.epoch] or idle
+        void = [segment for segment in idle if segment.epoch != self.epoch]
+        return void or [segment for segment in idle if segment.damaged] or idle
 
     def reset(self, epoch: int) -> None:
         """Locked. Make every segment's blocks invalid."""

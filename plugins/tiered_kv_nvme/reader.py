@@ -105,6 +105,8 @@ class BlockReader:
                     statuses = self._read(run)
                 except OSError:
                     self.counters.add("io_errors_total")
+                    with self.pool.changed:
+                        run.blocks[0].segment.damaged = True
                     reason = "io_error"
                     failed.update(item.key for item in run.blocks)
                     continue

@@ -42,6 +42,7 @@ class Reclaimer:
         self._buffer = Scratch()
         self._grow_after_s = 0.0
         self._excess_after_s = 0.0
+        self._is_failing = False  # a segment could not be written again, and no other has been made since
         self._logged: set[type[Exception]] = set()
         self._stopping = False
         self._thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
@@ -78,7 +79,7 @@ class Reclaimer:
         with self.pool.changed:
             short = self.pool.free_missing > 0
             ready = self.pool.full() or (short and bool(self.pool.reclaimable()))
-            if not self._stopping and (failed or not ready):
+            if not self._stopping and (failed or self._is_failing or not ready):
                 self.pool.changed.wait(_RETRY_S if short or failed else None)
 
     def _seal(self) -> bool:
@@ -99,8 +100,11 @@ class Reclaimer:
         with self.pool.changed:
             segments = self.pool.reclaimable()
             void = bool(segments) and segments[0].epoch != self.pool.epoch
-        if not void and self._grow():
-            return True
+        if not void:
+            if self._grow():
+                return True
+            if self._is_failing:
+                return False  # no other segment loses its blocks for a disk that takes none
         return bool(segments) and self._reclaim(self.pool.worth.least(segments, lambda: time.sleep(PAUSE_S)))
 
     def _grow(self) -> bool:
@@ -111,6 +115,7 @@ class Reclaimer:
             taken = frozenset(self.pool.segments)
             generation = self.pool.next_generation()
         segment = self.files.create(taken, generation)
+        self._is_failing &= segment is NoSegment.FAILED
         with self.pool.changed:
             self.pool.note_growth(refused=segment in (NoSegment.NO_SPACE, NoSegment.AT_CAPACITY))
         if isinstance(segment, NoSegment):
@@ -122,7 +127,7 @@ class Reclaimer:
         return True
 
     def _reclaim(self, segment: Segment) -> bool:
-        """Use a segment again; return False if it cannot be written, or was put back because reads last too long.
+        """Use a segment again, or delete it; return False if it was put back because reads last too long.
 
         It is tried again then before another segment loses its blocks.
         """
@@ -156,7 +161,7 @@ class Reclaimer:
                 payloads = self.reader.read_stored(segment, ordinals, self._buffer)
             except OSError:
                 self.counters.add("io_errors_total")
-                return
+                continue
             found = zip(ordinals, payloads, strict=True)
             sound = [(ordinal, segment.table[ordinal], data) for ordinal, data in found if data is not None]
             moved, _ = self.writer.write(
@@ -198,7 +203,7 @@ class Reclaimer:
                 return False
             generation = self.pool.next_generation()
         if usable and not self.files.renew(segment, generation):
-            return False
+            usable, segment.damaged, self._is_failing = False, True, True
         with self.pool.changed:
             if usable:
                 segment.renew(generation)
@@ -208,6 +213,7 @@ class Reclaimer:
                 self.pool.note_growth(refused=False)
         self.counters.add("reclaimed_segments_total")
         if not usable:
+            self.counters.add("damaged_segments_total", count=segment.damaged)
             self.files.delete(segment)
             self._grow_after_s = 0.0  # its space may be used
         while table.keys:

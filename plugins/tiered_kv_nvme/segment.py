@@ -58,7 +58,7 @@ class Segment:
     segment_bytes: int
     generation: int
     damaged: bool = False
-    """Whether the file is shorter than its header's size, so that it cannot be used again."""
+    """Whether it is given up when it is reclaimed: its file is cut short, or the disk has failed in it."""
     age: int = 0
     """When it was filled: the order in which segments are sealed and reclaimed."""
     writers: int = 0

@@ -14,10 +14,12 @@ import pytest
 from tests.support.faulty_disk import FaultyDisk, fail, full_after, hold, in_peace
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.rig import make_keys
+from tiered_kv_nvme import reader
 from tiered_kv_nvme.index import slot_of
 
 if TYPE_CHECKING:
     from tests.plugins.conftest import StoreBench
+    from tiered_kv.base import OffloadKey
     from tiered_kv_nvme.store import SegmentStore
 
 
@@ -201,3 +203,76 @@ def test_a_disk_that_takes_no_headers_costs_the_blocks_of_few_segments_and_is_us
     newest = make_keys(40, "newest")
     bench.wait_until(lambda: bench.put(store, newest).successful_keys is None)
     assert bench.get(store, newest) == set(newest)
+
+
+class OneBadPage(FaultyDisk):
+    """A disk that fails in one page of one file. A file that is made later has none.
+
+    Attributes:
+        bad: The file and the offset of the page.
+        last_read: Those of the last read.
+    """
+
+    bad = last_read = (-1, -1)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.last_read = fd, offset
+        self._check(fd, buffers, offset)
+        return super().preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._check(fd, buffers, offset)
+        return super().pwritev(fd, buffers, offset)
+
+    def fallocate(self, fd: int, size_bytes: int) -> None:
+        self.bad = (-1, -1)
+        super().fallocate(fd, size_bytes)
+
+    def _check(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        if fd == self.bad[0] and offset <= self.bad[1] < offset + sum(map(len, buffers)):
+            raise OSError(errno.EIO, "injected")
+
+
+def fill(bench: StoreBench, store: SegmentStore, label: str, hot: Sequence[OffloadKey] = ()) -> None:
+    """Store more than the capacity holds, and use `hot` meanwhile."""
+    for number in range(40):
+        assert bench.put(store, make_keys(40, f"{label} {number}")).successful_keys is None
+        bench.get(store, hot)
+        store.touch(hot)
+
+
+def test_a_segment_that_cannot_be_read_below_blocks_in_use_is_given_up_and_the_others_move(
+    bench: StoreBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "SPAN_BYTES_MAX", 16 << 10)  # several reads, of which one fails
+    disk = OneBadPage()
+    store = opened(bench, disk)
+    hot = make_keys(40, "hot")
+    bench.put(store, hot)
+    fill(bench, store, "before", hot)
+    bench.wait_until_ready(store)
+    moved = store.stats()["relocated_blocks_total"]
+    assert bench.get(store, hot) == set(hot)
+    assert bench.get(store, hot[:1]) == set(hot[:1])
+    disk.bad = disk.last_read
+    fill(bench, store, "after", hot)
+    assert store.stats()["damaged_segments_total"] == 1
+    assert store.stats()["relocated_blocks_total"] > moved
+    assert bench.put(store, hot).successful_keys is None
+    assert bench.get(store, hot) == set(hot)
+
+
+def test_a_segment_that_takes_no_header_is_given_up_and_another_takes_its_room(bench: StoreBench) -> None:
+    disk = OneBadPage()
+    store = opened(bench, disk)
+    fill(bench, store, "before")
+    bench.wait_until_ready(store)
+    segments = store.stats()["segments"]
+    newest = make_keys(40, "before 39")
+    assert bench.get(store, newest[:1]) == set(newest[:1])
+    disk.bad = disk.last_read[0], 0
+    fill(bench, store, "after")
+    bench.wait_until_ready(store)
+    stats = store.stats()
+    assert (stats["damaged_segments_total"], stats["segments"]) == (1, segments)
+    assert stats["room_timeouts_total"] == stats["refused_stores_total"] == 0

@@ -127,6 +127,7 @@ TIER: Final = {
     "recovered_blocks_total": Metric("Blocks found when the directory was opened."),
     "discarded_segments_total": Metric("Segments found when it was opened, and deleted."),
     "deleted_segments_total": Metric("Segments whose file was deleted since."),
+    "damaged_segments_total": Metric("Segments given up because the disk failed in them, or their file was cut short."),
     # Shared storage.
     "surveys_total": Metric("Surveys of the directory by this process."),
     "epoch_repairs_total": Metric("Repairs of the epoch's mark."),
