@@ -141,7 +141,7 @@ def test_each_fault_has_its_alert_and_every_panel_has_series(
     faulty.register(register)
     stack = open_stack(
         stack_of(
-            {"type": "nvme", "path": str(tmp_path / "nvme"), "capacity": "4MiB"},
+            {"type": "nvme", "path": str(tmp_path / "nvme"), "capacity": "4MiB", "write_budget": "1PiB/day"},
             {"type": "fs", "path": str(files), "capacity": "64MiB"},
             {"type": "held", "job_timeout": "1s"},
             {"type": "raising"},
