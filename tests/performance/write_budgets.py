@@ -4,7 +4,8 @@
     python tests/performance/write_budgets.py --workloads chats agents documents recency
 
 Each workload runs through the manager of a stack, as `tiered-kv simulate` does it: a primary tier, and an nvme tier
-below it. A budget is a part of what the tier writes without one. The requests of a workload come evenly in `HOURS`.
+below it. A budget is a part of what the tier writes without one, what it moves included. The requests of a workload
+come evenly in `HOURS`.
 """
 
 from __future__ import annotations
@@ -35,19 +36,13 @@ def run(requests: Sequence[Request], blocks: int, **settings: int) -> Outcome:
     return simulate(load_config(raw), requests)
 
 
-def stored_blocks(outcome: Outcome) -> int:
-    """Return the blocks that were given to the tier; it has moved others."""
-    tier = outcome.tiers["nvme"]
-    return tier.written_blocks - tier.moved_blocks
-
-
 def line(outcome: Outcome, whole: Outcome) -> dict[str, object]:
     """Return the figures of a run; `whole` is the one that stores everything."""
     tier = outcome.tiers["nvme"]
     return {
         "hit_rate": round(outcome.hit_rate, 4),
         "nvme_hits": tier.hits,
-        "stored_blocks": stored_blocks(outcome),
+        "stored_blocks": tier.written_blocks - tier.moved_blocks,
         "moved_blocks": tier.moved_blocks,
         "written_a_hit": round(tier.written_blocks / max(1, tier.hits), 2),
         "hits_lost": round(1 - outcome.hit_rate / whole.hit_rate, 4),
@@ -71,7 +66,7 @@ def main() -> None:
     for name, (requests, sizes) in chosen.items():
         for blocks in arguments.blocks or sizes:
             whole = run(requests, blocks)
-            bytes_per_day = stored_blocks(whole) * BLOCK_BYTES / whole.seconds * DAY_S
+            bytes_per_day = whole.tiers["nvme"].written_blocks * BLOCK_BYTES / whole.seconds * DAY_S
             settings: dict[str, dict[str, int]] = {"all": {}, "admit_after 2": {"admit_after": 2}}
             settings |= {f"{part:g}": {"write_budget": int(part * bytes_per_day)} for part in arguments.parts}
             for admission, setting in settings.items():

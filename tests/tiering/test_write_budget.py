@@ -75,6 +75,16 @@ def test_it_begins_as_if_it_had_been_used_up_and_what_is_left_over_adds_up_to_an
     )
 
 
+def test_what_the_tier_moves_counts_from_the_next_minute_on_and_is_never_taken_back() -> None:
+    clock, moved = Clock(), iter((0, 5000, 7000, 0))
+    budget = WriteBudget(100 * WINDOW_MINUTES * BLOCK_BYTES, BLOCK_BYTES, None, clock, lambda: next(moved))
+    stored = []
+    for pause_s in (HOUR_S, 60, 60, 2 * HOUR_S):
+        clock.now_s += pause_s
+        stored.append(len(budget.select(blocks(str(pause_s), 20), 100, str(clock.now_s)).stored))
+    assert stored == [20, 20, 0, 20]
+
+
 def test_a_request_is_stored_without_a_hole() -> None:
     clock = Clock()
     budget = budget_of(WINDOW_MINUTES * 10, clock)
@@ -85,6 +95,40 @@ def test_a_request_is_stored_without_a_hole() -> None:
     clock.now_s += HOUR_S
     assert not budget.select(blocks("b", 8, first=8), 100, "b").stored, "behind what was refused"
     assert len(budget.select(blocks("c", 8), 100, "c").stored) == 8
+
+
+def test_what_a_tier_says_of_its_moves_is_read_and_need_not_be_a_number(make_bench: MakeBench) -> None:
+    for said, used in (({"relocated_blocks_total": 7}, 7), ({"relocated_blocks_total": "many"}, 0), (None, 0)):
+        bench = make_bench({**LARGE_BUDGETS, "write_budget": 24 * WINDOW_MINUTES * BLOCK_BYTES})
+        bench.tier.stats = lambda said=said: said  # type: ignore[method-assign, misc]  # a stranger's
+        bench.clock.advance(2 * HOUR_S)
+        bench.step()
+        assert bench.counter("write_budget_used_bytes") == used * BLOCK_BYTES
+
+
+@pytest.mark.parametrize("is_down", [True, False])
+def test_what_a_tier_had_no_room_for_is_offered_again_before_what_follows(make_bench: MakeBench, is_down: bool) -> None:
+    budget = 24 * WINDOW_MINUTES * 8 * BLOCK_BYTES
+    bench = make_bench({"store_budget": 2 * BLOCK_BYTES, "write_budget": budget, "breaker_failures": 1})
+    bench.clock.advance(HOUR_S)
+    bench.store(keys(0, 1), bench.request("a"))
+    if is_down:
+        bench.end(success=False)
+    context = bench.request("b")
+    bench.store(keys(2, 3), context)
+    assert bench.counter("skipped_blocks_total", "breaker" if is_down else "budget") == 2
+    if not is_down:
+        bench.end()
+    bench.clock.advance(HOUR_S)
+    bench.step()
+    bench.store(keys(4), context)
+    assert not bench.jobs, "behind what is not there"
+    another = bench.request("c")
+    bench.load(keys(2, 3), another)
+    assert bench.jobs == [keys(2, 3)]
+    bench.end()
+    bench.store(keys(5), another)
+    assert bench.jobs == [keys(5)]
 
 
 def test_another_request_of_the_same_name_is_decided_anew(make_bench: MakeBench) -> None:

@@ -99,7 +99,7 @@ class GuardedTier:
         self.tier = tier if tier.is_nonblocking else IsolatedTier(tier, settings.lookup_timeout, clock)
         self.settings = settings
         self.breaker = Breaker(settings.breaker_failures, settings.breaker_cooldown)
-        self.admission = admission_of(settings, block_bytes, wear_clock or clock)
+        self.admission = admission_of(settings, block_bytes, wear_clock or clock, self._moved_blocks)
         self.pace = Pace(compute_block_s)
         events = TierEvents(self.tier, self.name, block_bytes) if tells_events else None
         self.observer = TierObserver(self.name, number, block_bytes, notices or Notices(), history, events)
@@ -165,13 +165,9 @@ class GuardedTier:
 
         It stores those that are admitted, head first, as far as its budget allows.
         """
-        reason = self.refusal()
-        if reason:
-            self.observer.skipped(reason, offered)
-            return []
         selected, refused, late = self.admission.select(offered, max(self.store_room(), 0), req_context.req_id)
         self.observer.skipped(self.admission.reason, refused)
-        self.observer.skipped("budget", late)
+        self.observer.skipped(self.refusal() or "budget", late)
         return selected
 
     def submit(
@@ -331,6 +327,12 @@ class GuardedTier:
         if not self.call("reset_cache"):
             self.disable("it cannot reset")
         self.observer.reset(list(self.jobs))
+
+    def _moved_blocks(self) -> int:
+        """Return how many blocks the tier says that it has moved within itself."""
+        stats = self.call("stats")
+        count = stats.get("relocated_blocks_total") if isinstance(stats, Mapping) else 0
+        return count if isinstance(count, int) else 0
 
     def _budget_of(self, job: Job) -> _Budget:
         return self.loads if job.metadata.is_promotion else self.stores

@@ -43,13 +43,15 @@ HELD, LOST, NEW = range(3)
 GROUPS: Final = NEW + 2 * (len(SIZES) + 1)
 
 
-def admission_of(settings: TierSettings, block_bytes: int, clock: Callable[[], float]) -> Admission:
-    """Return what admits blocks to a tier with these settings."""
+def admission_of(
+    settings: TierSettings, block_bytes: int, clock: Callable[[], float], moved_blocks: Callable[[], int]
+) -> Admission:
+    """Return what admits blocks to a tier with these settings; the rest is as for `WriteBudget`."""
     if settings.write_budget is None:
         return Admission(settings.admit_after)
     capacity = getattr(settings, "capacity", None)  # a stranger's may be anything
     capacity_bytes = capacity if isinstance(capacity, int) else None
-    return WriteBudget(settings.write_budget // HOURS_A_DAY, block_bytes, capacity_bytes, clock)
+    return WriteBudget(settings.write_budget // HOURS_A_DAY, block_bytes, capacity_bytes, clock, moved_blocks)
 
 
 @dataclass(slots=True)
@@ -93,8 +95,9 @@ class _Request:
 class WriteBudget(Admission):
     """Admits the requests whose blocks bring most hits for their bytes, as far as the rate of storing allows.
 
-    In no hour more than `hour_bytes` are admitted. The budget begins as after an hour in which it was used up evenly.
-    What was admitted before a restart is not known: an hour with one may have nearly twice as much.
+    In no hour more than `hour_bytes` are admitted. Blocks that the tier moves count as admitted, from the next minute
+    on. The budget begins as after an hour in which it was used up evenly. What was admitted before a restart is not
+    known: an hour with one may have nearly twice as much.
 
     All blocks of a request that are in one group are admitted, or none. Behind one that is refused all of the request
     are refused: without those before them they are worthless.
@@ -108,23 +111,30 @@ class WriteBudget(Admission):
         block_bytes: Bytes of a block.
         capacity_bytes: Bytes of the tier; None where nobody knows.
         clock: Seconds, of a monotonic clock.
+        moved_blocks: Returns how many blocks the tier has moved, and so written again, since it was opened.
     """
 
     reason = "write_budget"
 
     def __init__(
-        self, hour_bytes: int, block_bytes: int, capacity_bytes: int | None, clock: Callable[[], float]
+        self,
+        hour_bytes: int,
+        block_bytes: int,
+        capacity_bytes: int | None,
+        clock: Callable[[], float],
+        moved_blocks: Callable[[], int] = lambda: 0,
     ) -> None:
         super().__init__(admit_after=1)
         self.hour_bytes = hour_bytes
         self._block_bytes = block_bytes
         self._capacity_blocks = None if capacity_bytes is None else max(1, capacity_bytes // block_bytes)
         self._clock = clock
+        self._moved_blocks, self._moved = moved_blocks, 0  # as of this minute's beginning
         self._minute = int(clock() // MINUTE_S)
         a_minute = hour_bytes // WINDOW_MINUTES
-        self._stored_bytes = deque([a_minute] * (WINDOW_MINUTES - 1) + [0])  # in the last minutes
+        self._stored_bytes = deque([a_minute] * (WINDOW_MINUTES - 1) + [0])  # in the last minutes, moved ones too
         self.room_bytes = hour_bytes - sum(self._stored_bytes)
-        """Bytes that may be stored now."""
+        """Bytes that may be stored now; below zero once more has moved than there was room for."""
         self._requests: OrderedDict[str, _Request] = OrderedDict()
         self._offers: OrderedDict[OffloadKey, _Offer] = OrderedDict()
         self._offered = 0  # blocks
@@ -148,17 +158,15 @@ class WriteBudget(Admission):
 
     def select(self, offered: list[CPUBlock], room: int, req_id: str) -> Selection:
         self.tick()
-        late = offered[room:]
-        offered = offered[:room]
         request = self._request(req_id)
         known, group = self._known(offered)
-        count = self._offer(offered[:known], group, request) if known else 0
+        count = self._offer(offered[:known], group, room, request) if known else 0
         if known < len(offered):
             if request.group < 0:
                 request.group = self._group_of(offered[known].position, len(offered) - known)
-            count += self._offer(offered[known:], request.group, request)
-        request.is_cut |= bool(late)
-        return Selection(offered[:count], offered[count:], late)
+            count += self._offer(offered[known:], request.group, room - count, request)
+        stored, rest = offered[:count], offered[count:]
+        return Selection(stored, [], rest) if count == room else Selection(stored, rest, [])
 
     def note_hits(self, keys: Sequence[OffloadKey]) -> None:
         for offer in filter(None, map(self._offers.get, keys)):
@@ -207,8 +215,8 @@ class WriteBudget(Admission):
         turn = position > self._position_mean * SHARED_HEAD
         return NEW + turn * (len(SIZES) + 1) + bisect_right(SIZES, count / self._count_mean)
 
-    def _offer(self, offered: Sequence[CPUBlock], group: int, request: _Request) -> int:
-        """Count blocks of one group, and return how many of them are stored."""
+    def _offer(self, offered: Sequence[CPUBlock], group: int, room: int, request: _Request) -> int:
+        """Count blocks of one group, and return how many of them are stored: at most `room`."""
         total, count = len(offered), 0
         if not request.is_cut:
             self._wanted[group] += total
@@ -217,10 +225,9 @@ class WriteBudget(Admission):
                 request.admitted[group] = self._due[group] >= 1.0
                 self._due[group] -= request.admitted[group]
             if request.admitted[group]:
-                count = min(total, self.room_bytes // self._block_bytes)
+                count = min(total, room, max(0, self.room_bytes // self._block_bytes))
             request.is_cut = count < total
-        self._stored_bytes[-1] += count * self._block_bytes
-        self.room_bytes -= count * self._block_bytes
+        self._charge(count)
         self._offered += total
         self._seen[group] += total
         place = self._offered % total
@@ -228,6 +235,11 @@ class WriteBudget(Admission):
         if len(self._offers) > OFFERS_MAX:
             self._offers.popitem(last=False)
         return count
+
+    def _charge(self, blocks: int) -> None:
+        """Count blocks that are written."""
+        self._stored_bytes[-1] += blocks * self._block_bytes
+        self.room_bytes -= blocks * self._block_bytes
 
     def _count_return(self, offer: _Offer) -> None:
         if not offer.has_returned:
@@ -254,6 +266,8 @@ class WriteBudget(Admission):
         for _ in range(min(passed, WINDOW_MINUTES)):
             self.room_bytes += self._stored_bytes.popleft()
             self._stored_bytes.append(0)
+        before, self._moved = self._moved, max(self._moved, self._moved_blocks())
+        self._charge(self._moved - before)
         self._minutes_seen += passed
         weight = max(1 - (1 - RATE_WEIGHT) ** passed, passed / self._minutes_seen)
         rates = self._rates
@@ -267,7 +281,7 @@ class WriteBudget(Admission):
 
     def _plan(self) -> None:
         """Choose the part of each group that is admitted in the next minute."""
-        ahead_bytes = self.room_bytes + sum(islice(self._stored_bytes, AHEAD_MINUTES))
+        ahead_bytes = max(0, self.room_bytes + sum(islice(self._stored_bytes, AHEAD_MINUTES)))
         most = min(self._rate, ahead_bytes / AHEAD_MINUTES / self._block_bytes)
         best = 0.0
         for lifetime in range(LIFETIMES if self._capacity_blocks else 1):

@@ -7,7 +7,7 @@ as `TierType.key_store`. `KeysOnlyTier` stands behind the manager in the tier's 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from tiered_kv.base import OffloadKey, ReqContext
@@ -153,6 +153,9 @@ class KeysOnlyTier(SecondaryTierManager):
         ended = [result for due, result in self._ended if due <= step]
         self._ended = [(due, result) for due, result in self._ended if due > step]
         return ended
+
+    def stats(self) -> Mapping[str, int]:
+        return {"relocated_blocks_total": self._keys.moved_blocks}
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._noted.discard(req_context.req_id)
