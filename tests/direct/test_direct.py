@@ -16,6 +16,7 @@ import pytest
 from tests.direct.conftest import BLOCK_BYTES, MEMORY, WAIT_S, Register, offsets, open_direct
 from tests.support.detectable_lies import DETECTABLE
 from tests.support.redis_servers import redis_server
+from tests.support.s3_entries import s3_entry
 from tests.support.stacks import PATIENT
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.namespace import Namespace
@@ -27,20 +28,24 @@ from tiered_kv.testing.four_methods import FourMethodTier
 from tiered_kv.testing.gate import Gate
 from tiered_kv.testing.lies import Lie, LyingTier
 from tiered_kv.testing.rig import make_keys
+from tiered_kv.testing.s3_servers import moto_server
 from tiered_kv.testing.waiting import wait_until
 from tiered_kv.tiering.factory import SecondaryTierFactory
 from tiered_kv.toolkit import Outcome
 from tiered_kv_memory.tier import MemoryTier
 
-__all__ = ["redis_server"]
+__all__ = ["moto_server", "redis_server"]
 
 
-@pytest.fixture(params=["memory", "nvme", "fs", "redis"])
+@pytest.fixture(params=["memory", "nvme", "fs", "redis", pytest.param("s3", marks=pytest.mark.slow)])
 def entry(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, object]:
     """A tier of each type."""
     tier: dict[str, object] = {"type": request.param, **PATIENT}
     if request.param == "redis":
         return {**tier, "url": request.getfixturevalue("redis_server").url}
+    if request.param == "s3":
+        server = request.getfixturevalue("moto_server")
+        return {**tier, **s3_entry(server, server.make_bucket())}
     place = {} if request.param == "memory" else {"path": str(tmp_path / "tier")}
     return {**tier, "capacity": "16 MiB", **place}
 

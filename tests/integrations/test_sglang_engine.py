@@ -7,6 +7,7 @@ that an answer depends on what is in the cache.
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,26 @@ def test_a_redis_server_that_freezes_costs_hits_only(model: Path, tmp_path: Path
         assert found_again(engine, expected) == [0] * len(PROMPTS)
         redis_server.thaw()
         wait_until(lambda: found_again(engine, expected) == [WHOLE] * len(PROMPTS), pause_s=1.0)
+
+
+@pytest.mark.full
+def test_a_load_that_hangs_for_good_holds_up_its_own_request_alone(model: Path, tmp_path: Path) -> None:
+    """Requests that come later find nothing, from `job_timeout` on. The one that hangs has its pages when it can."""
+    options = hicache(extra_config([nvme(tmp_path, job_timeout="1s")]))
+    with SGLangEngine(model, tmp_path, options).wait_ready() as engine:
+        expected = computed(engine, PROMPTS)
+        assert engine.tell("flush")["success"]
+        hanging = engine.let_loads_hang()
+        engine.tell("begin", prompt=PROMPTS[0])
+        engine.tell("generate", prompts=[[1] * 8])  # its loop runs, and takes the other prompt, too
+        wait_until(hanging.with_suffix(".load").exists)
+        time.sleep(1.5)  # more than `job_timeout`
+        result = engine.tell("generate", prompts=PROMPTS[1:])
+        assert (result["tokens"], result["storage"]) == (expected[1:], [0] * 3)
+        hanging.unlink()
+        result = engine.tell("finish")
+        assert (result["tokens"], result["storage"]) == (expected[:1], [WHOLE])
+        assert found_again(engine, expected) == [WHOLE] * len(PROMPTS)
 
 
 @pytest.mark.full
