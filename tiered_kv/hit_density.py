@@ -34,7 +34,6 @@ COLD_AGE: Final = 1.0
 """The prior hazard is that of a density which falls with the root of this age and a tail's own."""
 _PRIOR: Final[Table] = 1 - np.sqrt((COLD_AGE + np.array(EDGES[:-1])) / (COLD_AGE + np.array(EDGES[1:])))
 _WIDTHS: Final[Table] = np.diff(EDGES)
-_TINY: Final = 1e-12
 
 
 class HitDensity:
@@ -103,9 +102,12 @@ def _density(hazard: Table) -> Table:
     np.cumprod(1 - hazard, axis=-1, out=left[..., 1:])
     room = np.zeros_like(left)  # that it takes from then on; summed from the end, where it is least
     room[..., -2::-1] = np.cumsum((_WIDTHS * (left[..., :-1] + left[..., 1:]) / 2)[..., ::-1], axis=-1)
-    hits = left[..., :-1, None] - left[..., None, 1:]  # from the start of a bucket until the end of another
-    taken = room[..., :-1, None] - room[..., None, 1:]
-    return np.maximum(_TINY, (hits / np.where(taken > 0, taken, np.inf)).max(-1))
+    density = np.full_like(hazard, 1e-12)
+    for kept in range(1, BUCKETS + 1):  # for so many buckets
+        ages = BUCKETS + 1 - kept
+        hits = left[..., :ages] - left[..., kept:]
+        np.maximum(density[..., :ages], hits / (room[..., :ages] - room[..., kept:]), out=density[..., :ages])
+    return density
 
 
 def _before(table: Table) -> Table:

@@ -123,7 +123,9 @@ class TailOrder:
         order = np.argsort(levels, kind="stable")
         rank = np.empty_like(order)
         rank[order] = np.arange(order.size)
-        self._levels, self._order, self._rank = levels, order.tolist(), rank.tolist()
+        self._levels = levels
+        self._order: list[int] = order.tolist()
+        self._rank: list[int] = rank.tolist()
         self._cells += [OrderedDict() for _ in range(len(levels) - len(self._cells))]
         self._mask = sum(1 << place for place, queue in zip(self._rank, self._cells, strict=True) if queue)
 
