@@ -10,7 +10,6 @@ over the time that it is expected to stay. It is kept for as long as makes this 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Generator, Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -38,7 +37,7 @@ _WIDTHS: Final[Table] = np.diff(EDGES)
 
 
 class HitDensity:
-    """Counts of tails and of their returns, and the order of their densities.
+    """Counts of tails and of their returns, and what follows from them.
 
     A cell is a group at an age: number `group * BUCKETS + bucket`.
 
@@ -51,85 +50,63 @@ class HitDensity:
         seen: Tails that reached a cell, less the parts that were used before.
         hits: The parts of them that a request has used there.
         level: The density of each cell, in steps of its logarithm.
-        order: The cells, least density first. `rank`: the place of each cell in it.
         weights: What a hit of each kind is worth.
     """
 
     def __init__(self, kinds: int, groups: int, *, decay: float = DECAY) -> None:
         self._decay = decay
-        self._shape = kinds, groups, BUCKETS
-        self._added = kinds  # the first kind that was added later
-        self.hits = array("d", bytes(8 * kinds * groups * BUCKETS))
-        self.seen = array("d", bytes(8 * kinds * groups * BUCKETS))
-        self._factor: Table = np.ones((kinds, groups, 1))
+        self._first_kinds = kinds
+        self._groups = groups
+        self.hits, self.seen = array("d"), array("d")
+        self._factor: Table = np.ones((0, groups, 1))
         self.level: list[float] = []
-        self.order: list[int] = []
-        self.rank: list[int] = []
-        self.weights = [1.0] * kinds
+        self.weights: list[float] = []
+        for _ in range(kinds):
+            self.add_kind()
         self.learn()
 
     def add_kind(self) -> int:
-        """Add a kind with cells behind all others, and return its number; `learn` orders the cells.
+        """Add a kind with cells behind all others, and return its number; `learn` says what they are worth.
 
         It begins as the first kind: that is its prior.
         """
-        kinds, groups, _ = self._shape
-        self._shape = kinds + 1, groups, BUCKETS
-        self.hits = self.hits + array("d", bytes(8 * groups * BUCKETS))  # a new one: the old one may have views
-        self.seen = self.seen + array("d", bytes(8 * groups * BUCKETS))
-        self._factor = np.concatenate([self._factor, np.ones((1, groups, 1))])
+        empty = array("d", bytes(8 * self._groups * BUCKETS))
+        self.hits, self.seen = self.hits + empty, self.seen + empty
+        self._factor = np.concatenate([self._factor, np.ones((1, self._groups, 1))])
         self.weights.append(1.0)
-        return kinds
+        return len(self.weights) - 1
 
     def learn(self) -> None:
-        """Order the cells by what has been counted, and let it count for less from now on."""
-        for _ in self.learning():
-            pass
-
-    def learning(self) -> Iterator[bool]:
-        """Do the same in about ten slices. True comes after the last one, in which the order changes."""
-        counts = [np.frombuffer(count).reshape(self._shape) for count in (self.hits, self.seen)]
-        hits, seen = (count.copy() for count in counts)
-        for count in counts:
-            count *= self._decay
+        """Compute the densities from what has been counted, and let it count for less from now on."""
+        hits, seen = (np.frombuffer(count).reshape(-1, self._groups, BUCKETS) for count in (self.hits, self.seen))
         kind_hits = hits.sum(1, keepdims=True)
         kind_seen = (seen * self._factor).sum(1, keepdims=True)
-        yield False
         # Ages that few tails have reached: the prior, as far as it held at younger ages.
         held = (_before(kind_hits) + 1) / (_before(kind_seen * _PRIOR) + 1)
         hazard = (kind_hits + PRIOR_TAILS * _PRIOR * np.minimum(1, held)) / (kind_seen + PRIOR_TAILS)
-        added = slice(self._added, None)
+        added = slice(self._first_kinds, None)
         hazard[added] = (kind_hits[added] + PRIOR_TAILS * hazard[0]) / (kind_seen[added] + PRIOR_TAILS)
         expected = (seen * hazard).sum(2, keepdims=True)
         group_hits = hits.sum(2, keepdims=True)
         factor = self._factor = (group_hits + PRIOR_HITS) / (expected + PRIOR_HITS)
         factor[added] = (group_hits[added] + PRIOR_HITS * factor[0]) / (expected[added] + PRIOR_HITS)
-        density = yield from _density(np.minimum(0.98, hazard * self._factor).reshape(-1, BUCKETS))
-        yield False
-        weights = np.repeat(self.weights, self._shape[1])[:, None]
-        level = np.round(LEVELS * np.log(density * weights)).ravel()
-        order = np.argsort(level, kind="stable")
-        rank = np.empty_like(order)
-        rank[order] = np.arange(order.size)
-        yield False
-        lists = level.tolist(), order.tolist(), rank.tolist()
-        yield False
-        self.level, self.order, self.rank = lists
-        yield True
+        density = _density(np.minimum(0.98, hazard * factor)) * np.array(self.weights)[:, None, None]
+        self.level = np.round(LEVELS * np.log(density)).ravel().tolist()
+        hits *= self._decay
+        seen *= self._decay
 
 
-def _density(hazard: Table) -> Generator[bool, None, Table]:
-    """Return the densities of groups, one a row, at the start of each bucket, in slices."""
+def _density(hazard: Table) -> Table:
+    """Return the densities at the start of each bucket, the last axis, of tails that are kept as long as is best."""
+    left = np.ones((*hazard.shape[:-1], BUCKETS + 1))  # of a tail, at the start of each bucket and at the end
+    np.cumprod(1 - hazard, axis=-1, out=left[..., 1:])
+    room = np.zeros_like(left)  # that it takes from then on; summed from the end, where it is least
+    room[..., -2::-1] = np.cumsum((_WIDTHS * (left[..., :-1] + left[..., 1:]) / 2)[..., ::-1], axis=-1)
     density = np.full_like(hazard, 1e-12)
-    remaining, room = np.ones_like(hazard), np.zeros_like(hazard)
-    for kept in range(BUCKETS):  # buckets that a tail is kept for, and the one it is in
-        if kept % 3 == 0:
-            yield False
-        ages = BUCKETS - kept
-        left = remaining[:, :ages] * (1 - hazard[:, kept:])
-        room[:, :ages] += _WIDTHS[kept:] * (remaining[:, :ages] + left) / 2
-        remaining[:, :ages] = left
-        np.maximum(density[:, :ages], (1 - left) / room[:, :ages], out=density[:, :ages])
+    for kept in range(1, BUCKETS + 1):  # for so many buckets
+        ages = BUCKETS + 1 - kept
+        hits = left[..., :ages] - left[..., kept:]
+        np.maximum(density[..., :ages], hits / (room[..., :ages] - room[..., kept:]), out=density[..., :ages])
     return density
 
 

@@ -94,7 +94,7 @@ def test_requests_that_use_blocks_in_contradicting_orders_hold_none_of_them_for_
     policy.use(last, one)
     _stored(policy, RequestChain(), 4, first=20)
     assert [block.block_id for block in policy.evict(2, step=0) or ()] == [1, 0]
-    assert not policy._hanging
+    assert not policy._order._hanging
 
 
 def test_what_a_request_leaves_before_a_block_that_another_takes_is_not_held() -> None:
@@ -104,7 +104,7 @@ def test_what_a_request_leaves_before_a_block_that_another_takes_is_not_held() -
     own = _stored(policy, other, 1, first=10)
     policy.use(blocks[2:], other)
     assert [block.block_id for block in policy.evict(5, step=0) or ()] == [1, 0, 3, 2, own[0].block_id]
-    assert not policy._hanging
+    assert not policy._order._hanging
 
 
 def test_a_tail_that_is_pinned_when_its_age_is_looked_at_ages_on() -> None:
@@ -138,16 +138,26 @@ def test_a_group_that_returns_is_worth_more_at_every_age() -> None:
     assert (level[1] > level[0]).all()
 
 
-def test_what_is_learned_in_slices_holds_from_the_last_one_on() -> None:
-    whole, sliced = HitDensity(2, 24), HitDensity(2, 24)
-    for density in (whole, sliced):
-        density.seen[20], density.hits[20], density.seen[200] = 50.0, 40.0, 50.0
-    before = list(sliced.level)
-    whole.learn()
-    for is_last in sliced.learning():
-        assert sliced.level == (whole.level if is_last else before)
-    assert is_last
-    assert (sliced.order, sliced.hits, sliced.seen) == (whole.order, whole.hits, whole.seen)
+def test_a_density_is_that_of_the_best_time_to_keep_a_tail() -> None:
+    density = HitDensity(1, 1)
+    returned = 4  # all tails return in this bucket of age, and none before
+    for bucket in range(returned + 1):
+        density.seen[bucket] = 1000.0
+    density.hits[returned] = 900.0
+    density.learn()
+    level = density.level
+    assert level[:returned] == sorted(level[:returned]), "the nearer, the more"
+    assert level[returned] == max(level)
+    assert level[returned] > level[returned + 1] + 4
+
+
+def test_requests_that_store_the_same_at_a_time_find_nothing_in_one_another() -> None:
+    policy = DensityPolicy(100)
+    first, second = RequestChain(), RequestChain()
+    blocks = _stored(policy, first, 4)
+    policy.admit([], second)
+    policy.use(blocks, second)
+    assert not any(policy._density.hits)
 
 
 # Hints.
@@ -174,7 +184,7 @@ def test_a_tail_goes_first_once_its_ttl_is_over() -> None:
 def test_a_priority_is_worth_some_age_and_no_more() -> None:
     policy = DensityPolicy(400)
     order: list[int] = []
-    for number in range(3000):
+    for number in range(4000):
         while len(policy) > 396:
             order += [block.block_id // 4 for block in policy.evict(4, step=0) or ()]
         _stored(policy, _hinted(priority=1) if number == 300 else RequestChain(), 4, first=4 * number)

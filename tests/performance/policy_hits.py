@@ -1,7 +1,7 @@
 """Prefix hit rates of eviction policies, by workload and size: a line of JSON for each.
 
     python tests/performance/policy_hits.py --policies lru arc s3fifo density --sizes 1000 5000 --trace FILE
-    python tests/performance/policy_hits.py --workloads chats agents documents uniform recency
+    python tests/performance/policy_hits.py --workloads chats agents documents uniform recency --seed 1
 
 The requests go one after the other through the primary tier's manager, or `--running` of them at a time. Blocks are 8
 bytes, and no bytes move. `bound` in place of a policy is Belady's rule by block: the block that is used again last goes
@@ -127,25 +127,26 @@ def bound_of(prompts: Sequence[Prompt], num_blocks: int) -> int:
     return hits
 
 
-# Workloads. Each is a function of nothing: equal in every run.
+# Workloads. Each is a function of a seed: equal in every run.
 
 
-def chats() -> Iterator[Prompt]:
+def chats(seed: int = 0) -> Iterator[Prompt]:
     """Chats that share system prompts: the generator of `tiered-kv replay`."""
-    return (request.hash_ids for request in ChatWorkload(chats=480).requests())
+    return (request.hash_ids for request in ChatWorkload(chats=480, seed=seed).requests())
 
 
-def agents() -> Iterator[Prompt]:
+def agents(seed: int = 0) -> Iterator[Prompt]:
     """Agents that call tools every few seconds, over long instructions, and now and then wait minutes for a person."""
-    return (ids for _, _, ids, _ in agent_steps())
+    return (ids for _, _, ids, _ in agent_steps(seed))
 
 
-def agent_steps() -> Iterator[tuple[float, int, Prompt, float | None]]:
+def agent_steps(seed: int = 0) -> Iterator[tuple[float, int, Prompt, float | None]]:
     """Return the requests of `agents`: the time, the agent, the prompt, and when the agent returns, if it does."""
-    chance = random.Random(1)
+    chance = _random(1, seed)
     events: list[tuple[float, int, int, list[int]]] = []
     for agent in range(300):
-        instructions = [_id("tools", chance.randrange(6), index) for index in range(40)]
+        tools = chance.randrange(6)
+        instructions = [_id("tools", tools, index) for index in range(40)]
         heapq.heappush(events, (agent * 8 * chance.random() * 2, agent, chance.randint(3, 30), instructions))
     while events:
         now_s, agent, steps, ids = heapq.heappop(events)
@@ -158,19 +159,19 @@ def agent_steps() -> Iterator[tuple[float, int, Prompt, float | None]]:
             heapq.heappush(events, (now_s + wait_s, agent, steps - 1, ids))
 
 
-def documents() -> Iterator[Prompt]:
+def documents(seed: int = 0) -> Iterator[Prompt]:
     """Questions about documents, a few of which are popular (Zipf, exponent 0.9)."""
-    return _questions(random.Random(2), [1 / (rank + 1) ** 0.9 for rank in range(800)])
+    return _questions(_random(2, seed), [1 / (rank + 1) ** 0.9 for rank in range(800)])
 
 
-def uniform() -> Iterator[Prompt]:
+def uniform(seed: int = 0) -> Iterator[Prompt]:
     """Questions about documents that are all equally popular."""
-    return _questions(random.Random(3), [1.0] * 200)
+    return _questions(_random(3, seed), [1.0] * 200)
 
 
-def recency() -> Iterator[Prompt]:
+def recency(seed: int = 0) -> Iterator[Prompt]:
     """Documents that return soon or never: of those so far, the nth most recent with a chance of about 1/n."""
-    chance = random.Random(4)
+    chance = _random(4, seed)
     recent: list[int] = []
     made = 0
     for _ in range(9000):
@@ -183,32 +184,73 @@ def recency() -> Iterator[Prompt]:
         yield _document(document, chance)
 
 
-def loop() -> Iterator[Prompt]:
+def loop(seed: int = 0) -> Iterator[Prompt]:
     """The same 150 documents, one after the other, again and again: the worst case for LRU."""
-    chance = random.Random(5)
+    chance = _random(5, seed)
     return (_document(number % 150, chance) for number in range(4500))
 
 
-def scans() -> Iterator[Prompt]:
+def scans(seed: int = 0) -> Iterator[Prompt]:
     """Questions about documents; after each 500, another 200 about documents that nobody asks for again."""
-    chance, made = random.Random(6), 1000
-    for number, prompt in enumerate(documents()):
+    chance, made = _random(6, seed), 1000
+    for number, prompt in enumerate(documents(seed)):
         yield prompt
         if number % 500 == 499:
             yield from (_document(made + index, chance) for index in range(200))
             made += 200
 
 
-def mixed() -> Iterator[Prompt]:
+def mixed(seed: int = 0) -> Iterator[Prompt]:
     """Agents, documents and recency, a request of each in turn."""
-    return (prompt for prompts in zip(agents(), documents(), recency(), strict=False) for prompt in prompts)
+    return (prompt for prompts in zip(agents(seed), documents(seed), recency(seed), strict=False) for prompt in prompts)
 
 
-def phases() -> Iterator[Prompt]:
+def phases(seed: int = 0) -> Iterator[Prompt]:
     """1,500 requests of documents, then of agents, of recency, and of 150 documents that are equally popular; twice."""
-    sources = (documents(), agents(), recency(), _questions(random.Random(7), [1.0] * 150))
+    sources = (documents(seed), agents(seed), recency(seed), _questions(_random(7, seed), [1.0] * 150))
     for source in sources * 2:
         yield from itertools.islice(source, 1500)
+
+
+def drafts(seed: int = 0) -> Iterator[Prompt]:
+    """Writers who go back: each request goes on from one of the last texts of its writer, mostly the very last."""
+    chance = _random(8, seed)
+    texts = [[[_id("guide", writer % 4, index) for index in range(20)]] for writer in range(120)]
+    for number in range(6000):
+        writer = min(int(chance.expovariate(1 / 12)) + number // 60, 119)  # those who write now, and some ahead
+        back = min(int(chance.expovariate(1)), len(texts[writer]) - 1)
+        text = texts[writer][-1 - back]
+        text = text + [_id("draft", seed, number, index) for index in range(chance.randint(1, 8))]
+        texts[writer].append(text)
+        yield text
+
+
+def batches(seed: int = 0) -> Iterator[Prompt]:
+    """Jobs of 50 to 300 requests over one template each, three at a time, beside chats that come back."""
+    chance = _random(9, seed)
+    jobs: list[list[int]] = []  # the job's number, its template's length, and the requests left
+    chats = [[_id("chat", seed, chat, index) for index in range(6)] for chat in range(60)]
+    for number in range(7000):
+        if chance.random() < 0.3:
+            chat = chance.randrange(60)
+            if len(chats[chat]) > 60:
+                chats[chat] = []
+            chats[chat] += [_id("turn", seed, number, index) for index in range(chance.randint(2, 6))]
+            yield list(chats[chat])
+            continue
+        if len(jobs) < 3:
+            jobs.append([number, chance.randint(10, 80), chance.randint(50, 300)])
+        job = chance.choice(jobs)
+        job[2] -= 1
+        if not job[2]:
+            jobs.remove(job)
+        yield [_id("template", seed, job[0], index) for index in range(job[1])] + [
+            _id("item", seed, number, index) for index in range(chance.randint(2, 20))
+        ]
+
+
+def _random(number: int, seed: int) -> random.Random:
+    return random.Random(number + 100 * seed)
 
 
 def _questions(chance: random.Random, weights: Sequence[float]) -> Iterator[Prompt]:
@@ -229,7 +271,7 @@ def _id(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest(), "big")
 
 
-WORKLOADS: dict[str, tuple[Callable[[], Iterator[Prompt]], tuple[int, ...]]] = {
+WORKLOADS: dict[str, tuple[Callable[..., Iterator[Prompt]], tuple[int, ...]]] = {
     "chats": (chats, (500, 1000, 2000, 4000)),
     "agents": (agents, (500, 1000, 2000, 4000)),
     "documents": (documents, (500, 1000, 2000, 4000, 8000)),
@@ -239,6 +281,8 @@ WORKLOADS: dict[str, tuple[Callable[[], Iterator[Prompt]], tuple[int, ...]]] = {
     "scans": (scans, (500, 1000, 2000, 4000, 8000)),
     "mixed": (mixed, (500, 1000, 2000, 4000)),
     "phases": (phases, (500, 1000, 2000, 4000)),
+    "drafts": (drafts, (500, 1000, 2000, 4000)),
+    "batches": (batches, (500, 1000, 2000, 4000)),
 }
 TRACE_SIZES = (1000, 5000, 10_000, 30_000)
 
@@ -247,12 +291,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policies", nargs="+", default=["lru", "arc", "s3fifo", "density", BOUND])
     parser.add_argument("--workloads", nargs="*", default=[], choices=sorted(WORKLOADS))
+    parser.add_argument("--seed", type=int, default=0, help="of the workloads' random numbers")
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--sizes", nargs="+", type=int, help="blocks; by default those that suit the workload")
     parser.add_argument("--store-blocks", type=int, default=32, help="blocks that a call stores")
     parser.add_argument("--running", type=int, default=1, help="requests at a time; each stores 8 blocks a step")
     arguments = parser.parse_args()
-    chosen = {name: (list(WORKLOADS[name][0]()), WORKLOADS[name][1]) for name in arguments.workloads}
+    chosen = {name: (list(WORKLOADS[name][0](arguments.seed)), WORKLOADS[name][1]) for name in arguments.workloads}
     if arguments.trace:
         requests = read_trace(arguments.trace)
         chosen["trace"] = [request.hash_ids for request in requests], TRACE_SIZES
