@@ -6,7 +6,7 @@ Each step is a request of 512 keys that are looked up, stored and loaded. The pr
 behind each finishes every job at once. Two managers live in this process, one with events and one without, and take
 turns of 25 steps. So both see the same machine, which changes more from minute to minute than events cost. A
 subscriber in a process of its own reads what comes. With `--pause` a step is followed by a pause, as in an engine,
-where the model computes then.
+where the model computes then. With `--history` the manager with events has the history of blocks, too.
 
 Prints medians of the turns, the p99 of the steps of all turns, and the ratios with over without, as one JSON object.
 The ratio of the rates is the median of those of each pair of turns, with its quartiles.
@@ -29,6 +29,7 @@ from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.observe.events import EventPublisher
+from tiered_kv.observe.history import BlockHistory
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
 BLOCK_BYTES = 4096
@@ -55,7 +56,7 @@ class Side:
         keys_per_s, thread_ns: Of each turn: its rate, and nanoseconds of the thread's own for a key.
     """
 
-    def __init__(self, *, with_events: bool) -> None:
+    def __init__(self, *, with_events: bool, with_history: bool) -> None:
         self.step_s: list[float] = []
         self.keys_per_s: list[float] = []
         self.thread_ns: list[float] = []
@@ -68,7 +69,9 @@ class Side:
             self._subscriber = subprocess.Popen([sys.executable, "-c", SUBSCRIBER, publisher.publish_address])
             time.sleep(1.0)
         primary = CPUOffloadingManager(CPUBackend(region), enable_events=with_events)
-        self._manager = TieringOffloadingManager(primary, [InstantTier(region.kv_view)], event_sink=publisher)
+        tiers = [InstantTier(region.kv_view)]
+        history = BlockHistory(1 << 20, ["cpu", "instant"], [None, None]) if with_history else None
+        self._manager = TieringOffloadingManager(primary, tiers, history=history, event_sink=publisher)
         for _ in range(BLOCKS // REQUEST_KEYS):
             self._step(0.0)
 
@@ -111,8 +114,12 @@ class Side:
 def main() -> None:
     parser = command_line(__doc__, rounds=100, steps=25)
     parser.add_argument("--pause", type=float, default=0.0, metavar="SECONDS")
+    parser.add_argument("--history", action="store_true")
     arguments = parser.parse_args()
-    sides = {"without": Side(with_events=False), "with": Side(with_events=True)}
+    sides = {
+        "without": Side(with_events=False, with_history=False),
+        "with": Side(with_events=True, with_history=arguments.history),
+    }
     try:
         for number in range(arguments.rounds):
             for side in sorted(sides, reverse=number % 2 == 0):
