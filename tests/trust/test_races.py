@@ -30,7 +30,7 @@ from tests.support.race_cases import (
 from tests.support.races import Prompts, Race, open_guarded, phantoms, problems_at_rest, race_facade
 from tests.support.racing_scheduler import RacingScheduler
 from tiered_kv.counters import count_of
-from tiered_kv.testing.proxy import NO_FAULTS, FaultProxy, Faults
+from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults
 from tiered_kv_nvme.disk import Disk
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.tier import NvmeTier
@@ -149,9 +149,9 @@ def test_no_block_is_used_again_while_a_stalled_connection_may_touch_it(
                 scheduler = RacingScheduler(stack.manager, stack.region, prompts, seed=seed)
                 for number in range(ROUNDS_MAX):
                     scheduler.run(0.6)
-                    setattr(proxy, direction, Faults(stalls=True))
+                    proxy.set_faults(Faults(stalls=True), Direction(direction))
                     scheduler.run(0.8)
-                    setattr(proxy, direction, NO_FAULTS)
+                    proxy.set_faults(NO_FAULTS)
                     scheduler.run(0.2)
                     counters = stack.counters()[tier]
                     late = counters["expired_jobs_total"] + count_of(counters, "failed_blocks_total")
