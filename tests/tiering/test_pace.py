@@ -102,6 +102,27 @@ def test_a_tier_that_was_slow_is_tried_again_by_one_load_for_which_nobody_waits(
     assert bench.lookup(keys(*numbers[0]), bench.request("later")) == [True] * 4
 
 
+def test_nobody_waits_for_a_try_that_another_request_began(make_bench: MakeBench) -> None:
+    bench = make_bench(PATIENT, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
+    for _ in range(LOADS_MIN):
+        ask(bench, 4, load_s=4.0)
+    bench.clock.advance(RETRY_S)
+    bench.step()
+    numbers = [next(NUMBERS) for _ in range(4)]
+    bench.tier.has(*numbers)
+    bench.lookup(keys(*numbers), first := bench.request("first"))
+    bench.step()
+    assert bench.lookup(keys(*numbers), first) == [False] * 4
+    counted = bench.counter("too_slow_blocks_total")
+    second = bench.request("second")
+    assert bench.lookup(keys(*numbers), second) == [False] * 4, "the load takes 4 s, and computing 0.4"
+    assert bench.lookup(keys(*numbers), second) == [False] * 4
+    assert bench.counter("too_slow_blocks_total") == counted + 4, "once a request"
+    bench.tier.end()
+    bench.step()
+    assert bench.lookup(keys(*numbers), second) == [True] * 4
+
+
 def test_each_try_that_takes_as_long_as_before_doubles_the_time_to_the_next() -> None:
     pace, now_s = Pace(compute_block_s=0.1), 0.0
     for _ in range(LOADS_MIN):
