@@ -123,6 +123,21 @@ def test_nobody_waits_for_a_try_that_another_request_began(make_bench: MakeBench
     assert bench.lookup(keys(*numbers), second) == [True] * 4
 
 
+@pytest.mark.parametrize("ended_s", [float("nan"), float("inf"), 0.0, -1e300])
+def test_a_tier_of_another_clock_is_timed_by_its_report(make_bench: MakeBench, ended_s: float) -> None:
+    bench = make_bench(PATIENT, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
+    bench.clock.advance(1000.0)
+    bench.step()
+    for _ in range(LOADS_MIN):
+        bench.tier.has(number := next(NUMBERS))
+        bench.lookup(keys(number), bench.request(str(number)))
+        bench.step()
+        bench.clock.advance(4.0)
+        bench.tier.end(ended_s=ended_s)
+        bench.step()
+    assert ask(bench, 1, load_s=4.0) == [False]
+
+
 def test_each_try_that_takes_as_long_as_before_doubles_the_time_to_the_next() -> None:
     pace, now_s = Pace(compute_block_s=0.1), 0.0
     for _ in range(LOADS_MIN):
