@@ -138,6 +138,17 @@ def test_a_tier_of_another_clock_is_timed_by_its_report(make_bench: MakeBench, e
     assert ask(bench, 1, load_s=4.0) == [False]
 
 
+def test_a_request_that_asks_for_no_block_is_not_judged(make_bench: MakeBench) -> None:
+    bench = make_bench(PATIENT, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
+    for size in (30, 10, 20):
+        ask(bench, size, load_s=1.0 + 0.01 * size)
+    for blocks in (0, -1):  # the engine has the rest of the prefix
+        bench.manager.expect(blocks, context := bench.request("x"))
+    assert bench.counter("too_slow_blocks_total") == 0
+    bench.tier.has(*(numbers := [next(NUMBERS) for _ in range(20)]))
+    assert bench.lookup(keys(*numbers), context) == [None] * 20, "1.2 s, and computed in 2"
+
+
 def test_each_try_that_takes_as_long_as_before_doubles_the_time_to_the_next() -> None:
     pace, now_s = Pace(compute_block_s=0.1), 0.0
     for _ in range(LOADS_MIN):
