@@ -272,6 +272,21 @@ def test_a_segment_that_cannot_be_read_below_blocks_in_use_is_given_up_and_the_o
     assert bench.get(store, hot) == set(hot)
 
 
+def test_a_read_without_memory_costs_no_segment(bench: StoreBench) -> None:
+    disk = FaultyDisk()
+    store = opened(bench, disk)
+    hot = make_keys(40, "hot")
+    bench.put(store, hot)
+    fill(bench, store, "before", hot)
+    bench.wait_until_ready(store)
+    disk.on_read = fail(errno.ENOMEM)
+    assert bench.get(store, hot) == set()
+    disk.on_read = in_peace
+    assert bench.get(store, hot) == set(hot)
+    fill(bench, store, "after", hot)
+    assert store.stats()["damaged_segments_total"] == 0
+
+
 def test_a_segment_that_takes_no_header_is_given_up_and_another_takes_its_room(bench: StoreBench) -> None:
     disk = OneBadPage()
     store = opened(bench, disk)
