@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 from collections.abc import Set
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 
@@ -58,7 +59,7 @@ class SegmentFiles:
             self.counters.add("io_errors_total")
             if fd >= 0:
                 os.close(fd)
-                self._unlink(slot)
+                self.unlink(slot)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 self.counters.add("no_space_errors_total")
                 return NoSegment.NO_SPACE
@@ -134,13 +135,23 @@ class SegmentFiles:
             os.close(segment.fd)
         except OSError:
             self.counters.add("io_errors_total")
-        if self._unlink(segment.slot):
+        if self.unlink(segment.slot):
             self.counters.add("deleted_segments_total")
 
     def discard(self, slot: int) -> None:
         """Delete a file without usable blocks."""
-        self._unlink(slot)
+        self.unlink(slot)
         self.counters.add("discarded_segments_total")
+
+    def unlink(self, slot: int) -> bool:
+        """Remove a file's name; return whether it has none now."""
+        try:
+            with suppress(FileNotFoundError):
+                os.unlink(self.directory.segment_name(slot), dir_fd=self.directory.fd)
+        except OSError:
+            self.counters.add("io_errors_total")
+            return False
+        return True
 
     def _write_header(self, segment: Segment, generation: int) -> None:
         page = Scratch().take(PAGE_BYTES)
@@ -149,11 +160,3 @@ class SegmentFiles:
         header.encode(page)
         write_fully(self.disk, segment.fd, [page], 0)
         self.disk.datasync(segment.fd)
-
-    def _unlink(self, slot: int) -> bool:
-        try:
-            os.unlink(self.directory.segment_name(slot), dir_fd=self.directory.fd)
-        except OSError:
-            self.counters.add("io_errors_total")
-            return False
-        return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -103,10 +104,10 @@ class BlockReader:
                     continue
                 try:
                     statuses = self._read(run)
-                except OSError:
+                except OSError as error:
                     self.counters.add("io_errors_total")
                     with self.pool.changed:
-                        run.blocks[0].segment.damaged = True
+                        run.blocks[0].segment.damaged |= error.errno != errno.ENOMEM  # which is no fault of the disk
                     reason = "io_error"
                     failed.update(item.key for item in run.blocks)
                     continue

@@ -127,9 +127,9 @@ class Reclaimer:
         return True
 
     def _reclaim(self, segment: Segment) -> bool:
-        """Use a segment again, or delete it; return False if it was put back because reads last too long.
+        """Use a segment again, or delete it; return False if it was put back.
 
-        It is tried again then before another segment loses its blocks.
+        Reads may last too long, or the disk take no change. Then it is tried again before another loses its blocks.
         """
         with self.pool.changed:
             if segment.readers:
@@ -203,6 +203,8 @@ class Reclaimer:
                 return False
             generation = self.pool.next_generation()
         if usable and not self.files.renew(segment, generation):
+            if not self.files.unlink(segment.slot):
+                return False  # such as on a read-only file system: its room cannot be had, so it is tried again
             usable, segment.damaged, self._is_failing = False, True, True
         with self.pool.changed:
             if usable:

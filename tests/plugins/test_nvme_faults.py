@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -184,7 +185,13 @@ def test_a_segment_whose_blocks_can_never_move_is_used_again_without_them(bench:
     assert store.stats()["io_errors_total"] > 0
 
 
-def test_a_disk_that_takes_no_headers_costs_the_blocks_of_few_segments_and_is_used_again(bench: StoreBench) -> None:
+@pytest.mark.parametrize("is_read_only", [False, True])
+def test_a_disk_that_takes_no_headers_costs_the_blocks_of_few_segments_and_is_used_again(
+    bench: StoreBench, monkeypatch: pytest.MonkeyPatch, is_read_only: bool
+) -> None:
+    def unlink(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "injected")
+
     disk = FaultyDisk()
     store = opened(bench, disk, room_timeout_s=0.02)
     keys = [key for number in range(60) for key in make_keys(40, f"batch {number}")]
@@ -193,12 +200,15 @@ def test_a_disk_that_takes_no_headers_costs_the_blocks_of_few_segments_and_is_us
     bench.wait_until_ready(store)
     held = sum(store.contains(keys))
     disk.on_write = fail(errno.EROFS, offsets=[0])
+    if is_read_only:
+        monkeypatch.setattr(os, "unlink", unlink)
     errors = store.stats()["io_errors_total"]
     for number in range(40):  # until there is no free segment any more, and then some
         bench.put(store, make_keys(40, f"refused {number}"))
     bench.wait_until(lambda: store.stats()["io_errors_total"] >= errors + 5)
     blocks_of_a_segment = (256 << 10) // 4096
     assert sum(store.contains(keys)) >= held - 3 * blocks_of_a_segment, "free ones, and the one that is tried again"
+    monkeypatch.undo()
     disk.on_write = in_peace
     newest = make_keys(40, "newest")
     bench.wait_until(lambda: bench.put(store, newest).successful_keys is None)
@@ -260,6 +270,21 @@ def test_a_segment_that_cannot_be_read_below_blocks_in_use_is_given_up_and_the_o
     assert store.stats()["relocated_blocks_total"] > moved
     assert bench.put(store, hot).successful_keys is None
     assert bench.get(store, hot) == set(hot)
+
+
+def test_a_read_without_memory_costs_no_segment(bench: StoreBench) -> None:
+    disk = FaultyDisk()
+    store = opened(bench, disk)
+    hot = make_keys(40, "hot")
+    bench.put(store, hot)
+    fill(bench, store, "before", hot)
+    bench.wait_until_ready(store)
+    disk.on_read = fail(errno.ENOMEM)
+    assert bench.get(store, hot) == set()
+    disk.on_read = in_peace
+    assert bench.get(store, hot) == set(hot)
+    fill(bench, store, "after", hot)
+    assert store.stats()["damaged_segments_total"] == 0
 
 
 def test_a_segment_that_takes_no_header_is_given_up_and_another_takes_its_room(bench: StoreBench) -> None:

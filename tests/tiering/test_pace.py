@@ -102,6 +102,53 @@ def test_a_tier_that_was_slow_is_tried_again_by_one_load_for_which_nobody_waits(
     assert bench.lookup(keys(*numbers[0]), bench.request("later")) == [True] * 4
 
 
+def test_nobody_waits_for_a_try_that_another_request_began(make_bench: MakeBench) -> None:
+    bench = make_bench(PATIENT, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
+    for _ in range(LOADS_MIN):
+        ask(bench, 4, load_s=4.0)
+    bench.clock.advance(RETRY_S)
+    bench.step()
+    numbers = [next(NUMBERS) for _ in range(4)]
+    bench.tier.has(*numbers)
+    bench.lookup(keys(*numbers), first := bench.request("first"))
+    bench.step()
+    assert bench.lookup(keys(*numbers), first) == [False] * 4
+    counted = bench.counter("too_slow_blocks_total")
+    second = bench.request("second")
+    assert bench.lookup(keys(*numbers), second) == [False] * 4, "the load takes 4 s, and computing 0.4"
+    assert bench.lookup(keys(*numbers), second) == [False] * 4
+    assert bench.counter("too_slow_blocks_total") == counted + 4, "once a request"
+    bench.tier.end()
+    bench.step()
+    assert bench.lookup(keys(*numbers), second) == [True] * 4
+
+
+@pytest.mark.parametrize("ended_s", [float("nan"), float("inf"), 0.0, -1e300])
+def test_a_tier_of_another_clock_is_timed_by_its_report(make_bench: MakeBench, ended_s: float) -> None:
+    bench = make_bench(PATIENT, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
+    bench.clock.advance(1000.0)
+    bench.step()
+    for _ in range(LOADS_MIN):
+        bench.tier.has(number := next(NUMBERS))
+        bench.lookup(keys(number), bench.request(str(number)))
+        bench.step()
+        bench.clock.advance(4.0)
+        bench.tier.end(ended_s=ended_s)
+        bench.step()
+    assert ask(bench, 1, load_s=4.0) == [False]
+
+
+def test_a_request_that_asks_for_no_block_is_not_judged(make_bench: MakeBench) -> None:
+    bench = make_bench(PATIENT, num_blocks=128, limits=LIMITS, compute_block_s=0.1)
+    for size in (30, 10, 20):
+        ask(bench, size, load_s=1.0 + 0.01 * size)
+    for blocks in (0, -1):  # the engine has the rest of the prefix
+        bench.manager.expect(blocks, context := bench.request("x"))
+    assert bench.counter("too_slow_blocks_total") == 0
+    bench.tier.has(*(numbers := [next(NUMBERS) for _ in range(20)]))
+    assert bench.lookup(keys(*numbers), context) == [None] * 20, "1.2 s, and computed in 2"
+
+
 def test_each_try_that_takes_as_long_as_before_doubles_the_time_to_the_next() -> None:
     pace, now_s = Pace(compute_block_s=0.1), 0.0
     for _ in range(LOADS_MIN):

@@ -228,9 +228,9 @@ class GuardedTier:
                 continue
             result = _believed(told_of_job)
             self._budget_of(job).blocks -= len(job.blocks)
-            now_s = self._clock()
-            ended_s = now_s if result.ended_s is None else min(now_s, result.ended_s)
-            seconds = max(0.0, ended_s - (job.metadata.deadline or 0.0) + self.settings.job_timeout)
+            told_s, now_s = result.ended_s, self._clock()
+            begun_s = (job.metadata.deadline or 0.0) - self.settings.job_timeout
+            seconds = max(0.0, (told_s if told_s is not None and begun_s <= told_s <= now_s else now_s) - begun_s)
             self.measures.add_job(direction_of(job.metadata), seconds, len(job.blocks) * self._block_bytes)
             if job.metadata.is_promotion and result.success and not job.is_expired:
                 self.pace.add(job.blocks_in_flight, seconds, now_s)

@@ -20,12 +20,14 @@ class Promotion:
     """A block, in state writing, that is being loaded from a tier for the requests that wait for it.
 
     `is_ahead` where a prefetch began it: the request has not asked yet, and may ask for a longer part of its prefix.
+    `is_try` where it takes longer than to compute the block, so that nobody waits for it.
     """
 
     block: CPUBlock
     guarded: GuardedTier
     waiters: list[RequestState]
     is_ahead: bool
+    is_try: bool = False
 
 
 class Promotions:
@@ -82,14 +84,17 @@ class Promotions:
         return True
 
     def join(self, key: OffloadKey, state: RequestState) -> bool:
-        """Make `state` wait for a running promotion; False if there is none, or its tier has failed for it before."""
+        """Make `state` wait for a running promotion; False if there is none to wait for, or its tier has failed."""
         promotion = self._table.get(key)
         if promotion is None or promotion.guarded in state.failed.get(key, ()):
             return False
         if key not in state.promoting:
             promotion.waiters.append(state)
             state.promoting.add(key)
-        return True
+            if promotion.is_try:
+                promotion.guarded.counters.add("too_slow_blocks_total")
+                self._fail(promotion, TOO_SLOW)
+        return not promotion.is_try
 
     def keep(self, block: CPUBlock, state: RequestState) -> None:
         """Hold a ready block for a request that waits, as if it had been promoted for it, if there is room."""
@@ -117,6 +122,7 @@ class Promotions:
                     guarded.counters.add("too_slow_blocks_total", count=asked_for)
                 if asked_for == len(blocks) and guarded.pace.tries(now_s):
                     for promotion in promotions:
+                        promotion.is_try = True
                         self._fail(promotion, refusal)
                     refusal = ""
             if refusal or not guarded.submit(keys, blocks, state.req_context, is_promotion=True):

@@ -314,7 +314,7 @@ class Search:
 
     def expect(self, blocks: int, before: int, state: RequestState) -> None:
         """Ask no tier from which so many blocks, behind `before` that the engine has, would come too late."""
-        if state.blocks_before is not None or state.skips_load:  # it asks again in each step
+        if blocks <= 0 or state.blocks_before is not None or state.skips_load:  # it asks again in each step
             return
         state.blocks_before = before
         if not (state.promoting or state.held):
