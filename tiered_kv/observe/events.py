@@ -220,7 +220,7 @@ class EventPublisher:
             for start, stop in _cuts(len(event.keys), room):
                 try:
                     message += list(self._fields(event.medium, event.removed, event.keys[start:stop]))
-                except (TypeError, ValueError):  # a stranger's tier told of keys that are none
+                except (TypeError, ValueError, IndexError):  # a stranger's tier told of keys that are none
                     self._invalid_batches += 1
                 room -= stop - start
                 if not room:
