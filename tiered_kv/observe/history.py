@@ -150,30 +150,31 @@ class BlockHistory:
         self, work: Callable[..., None], keys: Collection[OffloadKey], *arguments: Any, is_needed: bool = False
     ) -> None:
         """Append a batch of these keys. One that is needed, and rare, always has room."""
-        page = self._page = next_page(self._page)
-        start = len(page)
-        page.extend(keys)
-        if not self._append(work, page, start, len(page), *arguments, is_needed=is_needed):
-            del page[start:]
+        if is_needed or self._has_room(len(keys)):
+            page = self._page = next_page(self._page)
+            start = len(page)
+            page.extend(keys)
+            self._put(work, page, start, len(page), arguments)
 
-    def _append(
-        self,
-        work: Callable[..., None],
-        page: Page,
-        start: int,
-        stop: int,
-        *arguments: Any,
-        is_needed: bool = False,
-    ) -> bool:
-        """Append a batch, and the time; return whether there was room."""
-        pending = self._pending
-        is_full = self._appended_keys - self._taken_keys > PENDING_KEYS_MAX or len(pending) > PENDING_BATCHES_MAX
-        if is_full and not is_needed:
-            self._dropped_keys += stop - start
-            return False
+    def _append(self, work: Callable[..., None], page: Page, start: int, stop: int, *arguments: Any) -> bool:
+        """Append a batch whose keys are in a page already; return whether there was room."""
+        has_room = self._has_room(stop - start)
+        if has_room:
+            self._put(work, page, start, stop, arguments)
+        return has_room
+
+    def _has_room(self, num_keys: int) -> bool:
+        """Return whether a batch may be appended; count its keys where it may not."""
+        waiting = self._appended_keys - self._taken_keys
+        has_room = waiting <= PENDING_KEYS_MAX and len(self._pending) <= PENDING_BATCHES_MAX
+        if not has_room:
+            self._dropped_keys += num_keys
+        return has_room
+
+    def _put(self, work: Callable[..., None], page: Page, start: int, stop: int, arguments: tuple[Any, ...]) -> None:
+        """Append a batch, and the time."""
         self._appended_keys += stop - start
-        pending.append((work, page, start, stop, (self._clock(), *arguments)))
-        return True
+        self._pending.append((work, page, start, stop, (self._clock(), *arguments)))
 
     # Any thread.
 
