@@ -104,8 +104,12 @@ class Worth:
     def evicted(self, keys: Sequence[OffloadKey], states: Sequence[int]) -> None:
         """Remember blocks."""
         digests, slots = self._slots(keys)
+        ghosts = ((digests >> 48 | 1) << 16 | np.array(states, np.uint64)).astype(np.uint32)
         displaced = self._ghosts[slots]
-        self._ghosts[slots] = (digests >> 48 | 1) << 16 | np.array(states, np.uint64)
+        by_slot = np.argsort(slots, kind="stable")  # the later one of two displaces the earlier one
+        again = slots[by_slot[1:]] == slots[by_slot[:-1]]
+        displaced[by_slot[1:][again]] = ghosts[by_slot[:-1][again]]
+        self._ghosts[slots] = ghosts
         left = displaced[displaced > 0] & 0xFFFF
         for state in left[self._now - (left >> _TICK_SHIFT) & _TICKS - 1 < _AGES].tolist():
             self._waiting[state & _USES_MASK][(state >> _TICK_SHIFT) % _AGES] -= 1
