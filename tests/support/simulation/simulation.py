@@ -389,7 +389,8 @@ class Simulation:
             self._end_step(5.0)
             if all(key in tier.storage.records for tier in usable for key in keys):
                 break
-            self._evict()
+            self._drain()
+            self.manager.primary.reset_cache()  # else a policy may keep them, and they are not offered again
         for tier in usable:
             assert all(key in tier.storage.records for key in keys), f"{tier.tier_type} is not stored to again"
         kept = [{key: tier.storage.records[key] for key in keys} for tier in usable]
@@ -410,8 +411,3 @@ class Simulation:
             self.model.begin_load(req_id, found)
             self.model.complete_load(len(self.model.loads) - 1)
             self.model.finish(req_id)
-
-    def _evict(self) -> None:
-        for _ in range(self.manager.primary.backend.num_blocks):
-            self._store_at_once(self._strangers(1))
-            self._end_step(1.0)
