@@ -7,6 +7,7 @@ import pytest
 from tests.performance.policy_hits import WORKLOADS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_every_block_follows_one_other(workload: str) -> None:
     make, _ = WORKLOADS[workload]
