@@ -144,13 +144,16 @@ class Reclaimer:
                     self._relocate(segment, epoch)
                 except Exception as error:  # its blocks are evicted: another attempt would fail, too
                     self._log(error)
+            if self.pool.closed:
+                return False  # the index is empty by now, so not all that is worth it has moved
             self._drop(segment)
             segment.epoch = 0  # it holds no valid block, as after a reset
             is_used_again = self._use_again(segment)
         finally:
             with self.pool.changed:
                 if not is_used_again and segment.state is SegmentState.RECLAIMING:
-                    self.pool.changed.wait(_RETRY_S)
+                    if not self.pool.closed:
+                        self.pool.changed.wait(_RETRY_S)
                     segment.state = SegmentState.SEALED
         return is_used_again
 

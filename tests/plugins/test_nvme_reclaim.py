@@ -273,3 +273,25 @@ def test_where_every_segment_is_being_read_a_store_gives_up_in_time(bench: Store
     for reader in readers:
         reader.join()
     bench.wait_until(lambda: bench.put(store, batch(2000)).successful_keys is None)
+
+
+def test_blocks_that_move_while_the_store_is_closed_are_there_afterwards(bench: StoreBench, gate: Gate) -> None:
+    disk = FaultyDisk()
+    store = bench.open(disk, room_timeout_s=0.1)
+    fill(bench, store, range(20))
+    used = [key for number in range(20) for key in batch(number)[::8]]
+    disk.on_read = hold(gate, "tiered-kv-nvme-reclaimer")
+    gate.close()
+    newest = itertools.count(20)
+    while not gate.waiting:
+        bench.put(store, batch(next(newest)))
+        store.touch(used)
+    used = [key for key, is_there in zip(used, store.contains(used), strict=True) if is_there]
+    closing = threading.Thread(target=store.close, name="closing")
+    closing.start()
+    bench.wait_until(lambda: not any(store.contains(used)))  # it has begun to close
+    gate.open()
+    closing.join()
+    bench.capacity_bytes *= 2  # so that nothing is evicted once it is open
+    assert used
+    assert bench.get(bench.open(), used) == set(used)
