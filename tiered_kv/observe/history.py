@@ -19,7 +19,7 @@ from typing import Any, Final
 from tiered_kv.base import OffloadKey
 from tiered_kv.observe.fates import Fate
 from tiered_kv.observe.ledger import CPU, Because, EndedRequest, Ledger, RequestLog, Troubles
-from tiered_kv.observe.pages import Page, next_page
+from tiered_kv.observe.pages import PAGE_KEYS, Page, next_page
 from tiered_kv.observe.table import CHUNK_KEYS_MAX
 from tiered_kv.tiering.step import give_way
 
@@ -90,8 +90,8 @@ class BlockHistory:
     def turn_evicted(self) -> Page:
         """Note what the primary tier has evicted; return the page where it appends from now on."""
         self._note_evicted()
-        self.evicted = next_page(self.evicted)
-        self._noted_evicted = len(self.evicted)
+        if len(self.evicted) >= PAGE_KEYS:
+            self.evicted, self._noted_evicted = [], 0
         return self.evicted
 
     def _note_evicted(self) -> None:
@@ -150,18 +150,21 @@ class BlockHistory:
         self, work: Callable[..., None], keys: Collection[OffloadKey], *arguments: Any, is_needed: bool = False
     ) -> None:
         """Append a batch of these keys. One that is needed, and rare, always has room."""
-        if is_needed or self._has_room(len(keys)):
+        if is_needed or self._has_room(len(keys)):  # nothing is copied where it has none
             page = self._page = next_page(self._page)
             start = len(page)
             page.extend(keys)
-            self._put(work, page, start, len(page), arguments)
+            self._append(work, page, start, len(page), *arguments, is_needed=True)
 
-    def _append(self, work: Callable[..., None], page: Page, start: int, stop: int, *arguments: Any) -> bool:
-        """Append a batch whose keys are in a page already; return whether there was room."""
-        has_room = self._has_room(stop - start)
-        if has_room:
-            self._put(work, page, start, stop, arguments)
-        return has_room
+    def _append(
+        self, work: Callable[..., None], page: Page, start: int, stop: int, *arguments: Any, is_needed: bool = False
+    ) -> bool:
+        """Append a batch whose keys are in a page already, and the time; return whether there was room."""
+        if not (is_needed or self._has_room(stop - start)):
+            return False
+        self._appended_keys += stop - start
+        self._pending.append((work, page, start, stop, (self._clock(), *arguments)))
+        return True
 
     def _has_room(self, num_keys: int) -> bool:
         """Return whether a batch may be appended; count its keys where it may not."""
@@ -170,11 +173,6 @@ class BlockHistory:
         if not has_room:
             self._dropped_keys += num_keys
         return has_room
-
-    def _put(self, work: Callable[..., None], page: Page, start: int, stop: int, arguments: tuple[Any, ...]) -> None:
-        """Append a batch, and the time."""
-        self._appended_keys += stop - start
-        self._pending.append((work, page, start, stop, (self._clock(), *arguments)))
 
     # Any thread.
 
