@@ -21,7 +21,7 @@ from tests.support.stacks import stack_of
 from tests.support.status_server import JSON, Status, StatusServer, answer, busy, response, status, tier
 from tests.support.terminal import CTRL_C, Terminal
 from tiered_kv import make_offload_key, open_stack
-from tiered_kv._cli.top_view import number, screen
+from tiered_kv._cli.top_view import number, plain_rows, screen
 from tiered_kv.cli import main
 from tiered_kv.observe.answer import NoticeAnswer
 from tiered_kv.observe.live import ReasonView, Sight, TierView, View, view_of
@@ -64,6 +64,15 @@ def drawn(sight: Sight, width: int, height: int) -> list[str]:
     with console.capture() as captured:
         console.print(screen(sight, "http://127.0.0.1:9464", 2.0, console))
     return captured.get().splitlines()
+
+
+def test_long_names_keep_both_ends_and_what_was_not_counted_is_shown() -> None:
+    names = [f"kv-cache-of-production-{number}" for number in (1, 2)]
+    told = status(tier("cpu", {"unexplained_blocks_total": 7}), *(tier(name) for name in names))
+    view = view_of(None, answer(told))
+    text = "\n".join(drawn(Sight(view), 80, 24))
+    assert all(end in text for end in ("duction-1", "duction-2", "not counted", "too fast"))
+    assert [row[0] for row in plain_rows(view)[1]] == ["cpu", *names]
 
 
 def test_eighty_columns_show_every_column_and_bar() -> None:

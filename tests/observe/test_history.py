@@ -125,7 +125,11 @@ def test_what_comes_too_fast_is_counted_and_bounds_memory(clock: ManualClock, mo
     for _ in range(2 * PENDING_KEYS_MAX // len(keys)):
         history.note(CPU, Fate.EVICTED, keys)
     assert len(history._pending) <= PENDING_KEYS_MAX // len(keys) + 1
-    assert history.dropped_blocks >= PENDING_KEYS_MAX - len(keys)
+    assert history.dropped_blocks == 0, "no request has asked for one"
+    log = RequestLog("r", 0.0)
+    history.missed(log, b"", keys)
+    history.loaded(log, keys, {})
+    assert history.dropped_blocks == 2 * len(keys)
     for _ in range(3 * history_module.PENDING_BATCHES_MAX):
         history.ended(RequestLog("r", 0.0))
     assert len(history._pending) <= history_module.PENDING_BATCHES_MAX + 1

@@ -20,7 +20,13 @@ _STATES: Final = {
     "open": ("OPEN", "bold red"),
     "": ("-", "dim"),
 }
-_KINDS: Final = {"miss": "missed", "skip": "not stored", "load": "load failed", "store": "store failed"}
+_KINDS: Final = {
+    "miss": "missed",
+    "unexplained": "not counted",
+    "skip": "not stored",
+    "load": "load failed",
+    "store": "store failed",
+}
 _BAR_MIN: Final = 6
 _BAR_MAX: Final = 30
 _NAME_MAX: Final = 20
@@ -83,7 +89,7 @@ def reason_lines(view: View, reasons_max: int = 8) -> Iterator[str]:
 def plain_rows(view: View) -> tuple[list[str], list[list[str]]]:
     """Return heads and cells of the tiers, without bars."""
     heads = [head.replace("\n", " ") for head in _COLUMNS]
-    return heads, [[cell(tier).plain for cell in _COLUMNS.values()] for tier in view.tiers]
+    return heads, [[tier.name, *(cell(tier).plain for cell in [*_COLUMNS.values()][1:])] for tier in view.tiers]
 
 
 def notice_lines(notices: Sequence[NoticeAnswer]) -> list[str]:
@@ -133,7 +139,9 @@ def _width(table: Table, console: Console) -> int:
 
 
 def _name(tier: str) -> Text:
-    return Text(tier if len(tier) <= _NAME_MAX else f"{tier[: _NAME_MAX - 1]}…")
+    """Return a name, without its middle where it is long: the ends of names differ most."""
+    half = _NAME_MAX // 2
+    return Text(tier if len(tier) <= _NAME_MAX else f"{tier[: half - 1]}…{tier[-half:]}")
 
 
 def _gb(bytes_per_s: float) -> Text:

@@ -32,6 +32,7 @@ _COUNTERS: Final = {
     "restored_tokens_total": 0,
     "blocks_total": 1,
     "misses_total": 1,
+    "unexplained_blocks_total": 0,
     "skipped_blocks_total": 1,
     "failed_blocks_total": 2,
 }

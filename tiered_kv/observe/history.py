@@ -24,13 +24,15 @@ from tiered_kv.observe.table import CHUNK_KEYS_MAX
 from tiered_kv.tiering.step import give_way
 
 PENDING_KEYS_MAX: Final = 1 << 17
-"""Keys that wait to be taken from the queue; further ones are not noted, and counted."""
+"""Keys that wait to be taken from the queue; further ones are not noted. Those that a request asked for are counted."""
 PENDING_BATCHES_MAX: Final = 1 << 14
 """Batches that wait; further ones likewise."""
 INTERVAL_S: Final = 0.25
 """How often the thread looks whether there is anything to take."""
 THREAD_SHARE: Final = 0.02
-"""The most of a processor that the thread takes: the scheduler's thread waits for the interpreter meanwhile."""
+"""Of a processor, what the thread takes while little waits: the scheduler's thread waits for the interpreter then."""
+THREAD_SHARE_MAX: Final = 0.2
+"""The most that it takes. What waits, as a share of what may wait, is the share that it takes up to there."""
 _KEYS_A_BATCH: Final = 4
 """A batch costs the thread as much as so many keys more."""
 _NO_TROUBLES: Final[Troubles] = {}
@@ -119,7 +121,8 @@ class BlockHistory:
         They are `page[start:]`, which must not change; the page may become longer.
         """
         self._note_evicted()
-        self._append(self._ledger.miss, page, start, len(page), log, because, troubles)
+        if not self._append(self._ledger.miss, page, start, len(page), log, because, troubles):
+            self._dropped_keys += len(page) - start
 
     def promoted(self, log: RequestLog, because: Because, keys: Collection[OffloadKey]) -> None:
         """Note keys that only a secondary tier has, and that a request waits for."""
@@ -128,7 +131,8 @@ class BlockHistory:
 
     def loaded(self, log: RequestLog, keys: Collection[OffloadKey], sources: Mapping[OffloadKey, str]) -> None:
         """Note keys that a request loads, and the names of the secondary tiers that brought some of them."""
-        self._add(self._ledger.load, keys, log, sources)
+        if not self._add(self._ledger.load, keys, log, sources):
+            self._dropped_keys += len(keys)
 
     def ended(self, log: RequestLog, troubles: Troubles = _NO_TROUBLES) -> None:
         """Note that a request has ended, so that its blocks are counted; without room it is forgotten later."""
@@ -148,31 +152,29 @@ class BlockHistory:
 
     def _add(
         self, work: Callable[..., None], keys: Collection[OffloadKey], *arguments: Any, is_needed: bool = False
-    ) -> None:
-        """Append a batch of these keys. One that is needed, and rare, always has room."""
-        if is_needed or self._has_room(len(keys)):  # nothing is copied where it has none
+    ) -> bool:
+        """Append a batch of these keys; return whether there was room. There is for one that is needed, and rare."""
+        has_room = is_needed or self._has_room()
+        if has_room:  # nothing is copied where there is none
             page = self._page = next_page(self._page)
             start = len(page)
             page.extend(keys)
             self._append(work, page, start, len(page), *arguments, is_needed=True)
+        return has_room
 
     def _append(
         self, work: Callable[..., None], page: Page, start: int, stop: int, *arguments: Any, is_needed: bool = False
     ) -> bool:
         """Append a batch whose keys are in a page already, and the time; return whether there was room."""
-        if not (is_needed or self._has_room(stop - start)):
-            return False
-        self._appended_keys += stop - start
-        self._pending.append((work, page, start, stop, (self._clock(), *arguments)))
-        return True
-
-    def _has_room(self, num_keys: int) -> bool:
-        """Return whether a batch may be appended; count its keys where it may not."""
-        waiting = self._appended_keys - self._taken_keys
-        has_room = waiting <= PENDING_KEYS_MAX and len(self._pending) <= PENDING_BATCHES_MAX
-        if not has_room:
-            self._dropped_keys += num_keys
+        has_room = is_needed or self._has_room()
+        if has_room:
+            self._appended_keys += stop - start
+            self._pending.append((work, page, start, stop, (self._clock(), *arguments)))
         return has_room
+
+    def _has_room(self) -> bool:
+        waiting = self._appended_keys - self._taken_keys
+        return waiting <= PENDING_KEYS_MAX and len(self._pending) <= PENDING_BATCHES_MAX
 
     # Any thread.
 
@@ -225,7 +227,13 @@ class BlockHistory:
             give_way()
             began_s = time.thread_time()
             is_more = self._take_chunk()
-            pause_s = (time.thread_time() - began_s) / THREAD_SHARE if is_more else INTERVAL_S
+            pause_s = (time.thread_time() - began_s) / self._share() if is_more else INTERVAL_S
+
+    def _share(self) -> float:
+        """Return the share of a processor to take now."""
+        waiting = self._appended_keys - self._taken_keys
+        full = max(waiting / PENDING_KEYS_MAX, len(self._pending) / PENDING_BATCHES_MAX)
+        return min(max(THREAD_SHARE, full), THREAD_SHARE_MAX)
 
     def _take_chunk(self) -> bool:
         """Do a piece of the pending work; return whether there was any."""

@@ -43,7 +43,7 @@ class ReasonView:
     """Why blocks were not served, or not stored, by one tier."""
 
     what: str
-    """`miss`, `skip`, `load` or `store`: the last two have failed."""
+    """`miss`, `skip`, `load` or `store`: the last two have failed. `unexplained` was asked for too fast to count."""
     tier: str
     reason: str
     blocks_per_s: float
@@ -164,6 +164,8 @@ class _Change:
             match path:
                 case ("misses_total", reason):
                     what = "miss"
+                case ("unexplained_blocks_total",):
+                    what, reason = "unexplained", "too fast"
                 case ("skipped_blocks_total", reason):
                     what = "skip"
                 case ("failed_blocks_total", direction, reason):

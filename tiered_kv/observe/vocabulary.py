@@ -55,7 +55,7 @@ _HISTORY: Final = {
     "ghost_hits_total": Metric("Blocks used that the tier would have had at another size.", ("size",)),
     "misses_total": Metric("Blocks that requests asked for and that this tier did not bring.", ("reason",)),
     "unexplained_blocks_total": Metric(
-        "Blocks that came too fast, or too many, for the history, and are in no miss or hit."
+        "Blocks that requests asked for, too fast or too many for the history: they are in no miss or hit."
     ),
 }
 _SECONDARY: Final = {
