@@ -264,6 +264,13 @@ def test_a_write_budget_is_kept_to_in_the_time_of_the_requests() -> None:
     assert hour_blocks * (hours - 1) < slow_writes <= hour_blocks * (hours + 1)
 
 
+def test_when_a_trace_begins_changes_nothing() -> None:
+    config = stack_of({**MEMORY, "write_budget": 24 * 122 * BLOCK_BYTES})
+    slow = [replace(request, timestamp_ms=1000 * request.timestamp_ms) for request in SMALL_REQUESTS]
+    later = [replace(request, timestamp_ms=request.timestamp_ms + 472_223 * 3_600_000) for request in slow]
+    assert simulate(config, later).tiers == simulate(config, slow).tiers
+
+
 def test_a_larger_primary_tier_and_a_larger_disk_hit_more(tmp_path: Path) -> None:
     config = stack_of(MEMORY)
 

@@ -112,7 +112,7 @@ def run_servers(
     config: StackConfig, requests: Sequence[Request], fleet: Fleet, on_progress: Callable[[int], None]
 ) -> list[Server]:
     """Return the servers after `simulate` has run `requests` through them."""
-    clock = _Clock()
+    clock = _Clock(requests[0].timestamp_ms / _MS_PER_S)
     shared = {
         tier.name: _key_store(config, tier, clock)
         for tier in config.secondary
@@ -153,8 +153,8 @@ def with_tier(config: StackConfig, name: str, **changes: object) -> StackConfig:
 class _Clock:
     """Seconds that go on when somebody says so."""
 
-    def __init__(self) -> None:
-        self.now_s = 0.0
+    def __init__(self, now_s: float = 0.0) -> None:
+        self.now_s = now_s
 
     def __call__(self) -> float:
         return self.now_s
