@@ -58,6 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(argv)
         finally:  # argparse prints, and exits, by itself
             flush_output()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return Status.INTERRUPTED
     except ReaderGoneError:
         return Status.READER_GONE
     except OutputError as error:
@@ -79,9 +82,6 @@ def _run(argv: Sequence[str] | None) -> int:
             traceback.print_exc()
         print(f"error: {scrub(str(error), set())}", file=sys.stderr)  # STACK may be a URL by mistake
         return Status.ERROR
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return Status.INTERRUPTED
 
 
 def _parser(given: Sequence[str]) -> argparse.ArgumentParser:

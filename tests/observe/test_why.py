@@ -183,6 +183,7 @@ def test_without_a_process_why_says_so_and_opens_nothing(tmp_path: Path, capsys:
         (["file:///etc/passwd", "--last"], "expected a URL"),
         (["http://127.0.0.1:1"], "expected keys"),
         (["http://127.0.0.1:1", "--namespaces"], "needs the stack's file"),
+        (["127.0.0.1:1", "--namespaces"], "needs the stack's file"),
     ],
 )
 def test_what_why_cannot_do(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,7 +244,8 @@ def test_the_fields_in_which_another_namespace_differs_are_named(
     with open_stack({**stack_of(entry), "namespace": {"model": "m", "revision": "v2"}}) as stack:
         put(stack, KEYS)
     config = load_config(stack_of(entry))
-    (found,) = [tier_namespaces(config, settings, 1e12) for settings in config.secondary]
+    with open_stack(stack_of(entry)):  # which stores nothing
+        (found,) = [tier_namespaces(config, settings, 1e12) for settings in config.secondary]
     assert (found.tier, found.has_own, found.error) == ("fs", False, "")
     (other,) = found.others
     assert other.digest == stack.config.identity.digest.hex()

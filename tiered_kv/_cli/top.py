@@ -13,7 +13,8 @@ from types import FrameType
 from typing import Final
 
 from tiered_kv._cli.arguments import describe_use, interval
-from tiered_kv._cli.output import Status, flush_output, print_json, print_table, print_text
+from tiered_kv._cli.output import Status, flush_output, print_json, print_table, print_text, progress
+from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.observe.answer import StatusAnswer, read_status
 from tiered_kv.observe.ask import DEFAULT_ADDRESS, Address, address_of, fetch
@@ -79,10 +80,11 @@ def _once(watcher: Watcher, address: Address, args: argparse.Namespace) -> Statu
     Raises:
         TierUnavailableError: There is no answer.
     """
-    first = watcher.look()
-    if not first.trouble:
-        time.sleep(args.interval)
-    sight = first if first.trouble else watcher.look()
+    with progress(f"looking twice in {rounded_seconds(args.interval)}", None):
+        first = watcher.look()
+        if not first.trouble:
+            time.sleep(args.interval)
+        sight = first if first.trouble else watcher.look()
     if sight.view is None or sight.trouble:
         raise TierUnavailableError(f"{address}: {sight.trouble}; is the stack open there, with 'metrics' in its file?")
     if args.json:
@@ -96,6 +98,7 @@ def _draw(watcher: Watcher, address: Address, interval_s: float) -> None:
     """Draw on the terminal's other screen, which leaves what stood there before."""
     from rich.console import Console
     from rich.live import Live
+    from rich.text import Text
 
     from tiered_kv._cli.top_view import screen
 
@@ -103,6 +106,7 @@ def _draw(watcher: Watcher, address: Address, interval_s: float) -> None:
         sys.stdout.reconfigure(errors="replace")  # a name may hold what the terminal's encoding has not
     console = Console()
     with Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
+        live.update(Text(f"asking {address}"), refresh=True)
         while True:
             next_s = time.monotonic() + interval_s
             sight, size = watcher.look(), None

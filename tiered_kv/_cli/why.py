@@ -11,11 +11,11 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from tiered_kv._cli.arguments import describe_use, seconds
-from tiered_kv._cli.output import Status, one_line, print_json, print_table, print_text
+from tiered_kv._cli.output import Status, one_line, print_json, print_table, print_text, progress
 from tiered_kv.config.stack_config import load_config
 from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import ConfigError, TierUnavailableError
-from tiered_kv.observe.ask import Address, address_of, fetch
+from tiered_kv.observe.ask import Address, address_of, fetch, is_address
 from tiered_kv.observe.explain import SENTENCES
 from tiered_kv.observe.namespaces import TierNamespaces, tier_namespaces
 
@@ -48,8 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Status:
-    is_url = "://" in args.stack
-    if is_url and args.namespaces:
+    if args.namespaces and is_address(args.stack):
         raise ConfigError("--namespaces needs the stack's file, which says where its tiers are")
     query = [("key", key) for key in args.keys]
     query += [("request", args.request)] if args.request is not None else []
@@ -57,10 +56,12 @@ def run(args: argparse.Namespace) -> Status:
     if not query and not args.namespaces:
         raise ConfigError("expected keys, --request, --last or --namespaces")
     config = load_config(args.stack) if args.namespaces else None
-    answer = _fetch(address_of(args.stack), query, args.timeout) if query else {}
+    with progress("asking", None):
+        answer = _fetch(address_of(args.stack), query, args.timeout) if query else {}
     tiers = []
     if config is not None:
-        tiers = [tier_namespaces(config, each, time.monotonic() + args.timeout) for each in config.secondary]
+        with progress("looking for namespaces", None):
+            tiers = [tier_namespaces(config, each, time.monotonic() + args.timeout) for each in config.secondary]
     if args.json:
         print_json({**answer, **({"namespaces": [asdict(tier) for tier in tiers]} if args.namespaces else {})})
     else:

@@ -43,6 +43,11 @@ class Address:
         return f"{'https' if self.is_tls else 'http'}://{host}:{self.port}{self.path}"
 
 
+def is_address(text: str) -> bool:
+    """Return whether a text is a URL or HOST:PORT, and no file's path."""
+    return "://" in text or _HOST_AND_PORT.fullmatch(text) is not None
+
+
 def address_of(text: str) -> Address:
     """Return where to ask: `text` is a URL, HOST:PORT, or the path of a stack's file, whose `metrics.listen` it is.
 

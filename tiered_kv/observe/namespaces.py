@@ -67,4 +67,5 @@ def tier_namespaces(config: StackConfig, settings: TierSettings, deadline: float
         if each.digest != digest
     ]
     others.sort(key=lambda other: (not other.differences, len(other.differences), other.digest))
-    return TierNamespaces(settings.name, len(others) < len(stored), tuple(others[:NAMESPACES_MAX]))
+    has_own = any(each.digest == digest and each.blocks != 0 for each in stored)  # an open stack has made its directory
+    return TierNamespaces(settings.name, has_own, tuple(others[:NAMESPACES_MAX]))

@@ -22,7 +22,7 @@ from tiered_kv.errors import ConfigError, ShutdownError, TieredKVError
 CONNECTIONS_MAX: Final = 8
 HEAD_BYTES_MAX: Final = 128 << 10
 """The request line and all headers."""
-QUERY_FIELDS_MAX: Final = 1024
+QUERY_FIELDS_MAX: Final = 2048
 READ_TIMEOUT_S: Final = 5.0
 """For the whole head of a request."""
 WRITE_TIMEOUT_S: Final = 10.0
