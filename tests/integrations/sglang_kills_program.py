@@ -5,8 +5,8 @@
 A host is a fork of this program, with a host pool and a backend of its own. It loads pages that earlier hosts have
 stored. Then it has two threads, as SGLang has: one stores pages and one loads them. The bytes of a page follow from its
 number, so every page that comes back is compared. Only the first host lives to its end, which says how long one lives.
-Prints a line of JSON: the phases in which hosts were killed, and which pages were found, lost or wrong. Pages count
-whose store had been reported as done.
+Prints a line of JSON: the phases in which hosts were killed, and the pages whose store had been reported as done: which
+of them a later host found or lost, which the same host loaded or was missing, and which were wrong.
 """
 
 from __future__ import annotations
@@ -67,12 +67,13 @@ class Host:
     def live(self, known: Sequence[int]) -> None:
         self._tell("checking")
         for start in range(0, len(known), len(PLACES_TO_CHECK)):
-            self._load(known[start : start + len(PLACES_TO_CHECK)], PLACES_TO_CHECK, "lost")
+            self._load(known[start : start + len(PLACES_TO_CHECK)], PLACES_TO_CHECK, "found", "lost")
         self._tell("storing")
         storing = threading.Thread(target=self._store)
         storing.start()
         while storing.is_alive():
-            self._load(random.sample(self._stored, min(BATCH, len(self._stored))), PLACES_TO_LOAD, "missing")
+            some = random.sample(self._stored, min(BATCH, len(self._stored)))
+            self._load(some, PLACES_TO_LOAD, "loaded", "missing")
         self._tell("closing")
         self._backend.close()
         self._tell("end")
@@ -91,14 +92,14 @@ class Host:
                 self._tell("stored", page)
                 self._stored.append(page)
 
-    def _load(self, pages: Sequence[int], places: Sequence[int], otherwise: str) -> None:
+    def _load(self, pages: Sequence[int], places: Sequence[int], right: str, otherwise: str) -> None:
         if not pages:
             return
         places = places[: len(pages)]
         loaded = self._backend.batch_get_v1(_keys(pages), slots(self._pool, places))
         came = pages_of(self._pool, places)
         for page, is_loaded, runs, expected in zip(pages, loaded, came, self._content(pages), strict=True):
-            self._tell(("found" if runs == expected else "wrong") if is_loaded else otherwise, page)
+            self._tell((right if runs == expected else "wrong") if is_loaded else otherwise, page)
 
     def _content(self, pages: Sequence[int]) -> list[list[bytes]]:
         _, sizes = self._pool.get_page_buffer_meta(slots(self._pool, [0]))
@@ -147,7 +148,7 @@ def main() -> None:
     told = lived(options, 0, (), TIMEOUT_S)
     whole_s = time.monotonic() - began_s
     assert told[-1][0] == "end", told
-    pages: dict[str, set[int]] = {word: set() for word in ("stored", "found", "lost", "missing", "wrong")}
+    pages: dict[str, set[int]] = {word: set() for word in ("stored", "found", "lost", "loaded", "missing", "wrong")}
     phases: Counter[str] = Counter()
     for number in range(options["kills"] + 1):
         for word, page in told:
