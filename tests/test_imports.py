@@ -222,6 +222,6 @@ def test_extras_are_imported_where_they_are_used() -> None:
         if package != "tiered_kv" and rest not in ("", "settings"):
             continue  # a plugin's own modules are imported when its tier is opened
         if module.startswith(tuple(f"tiered_kv.integrations.{engine}." for engine in ("vllm", "lmcache", "sglang"))):
-            continue  # an engine's classes are subclassed there; the engine imports them, through the package's lazy names
+            continue  # an engine's classes are subclassed there; the engine imports them, through lazy names
         tops = {name.partition(".")[0] for name in imports_of(path, top_level_only=True)}
         assert not tops & EXTRAS, f"{module} needs an extra to be imported"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.status_server import JSON, Status, answer, busy, histogram, status, tier
@@ -93,6 +93,7 @@ def spoiled(draw: st.DrawFn) -> object:
     return told
 
 
+@settings(max_examples=30)
 @given(spoiled(), spoiled())
 def test_an_answer_of_wrong_types_is_read_as_far_as_it_goes(before: object, now: object) -> None:
     try:
