@@ -87,16 +87,7 @@ def failures(rig: TierRig, operation: str = "load") -> Mapping[str, int]:
 
 @pytest.mark.parametrize(
     ("piece_bytes", "pipeline"),
-    [
-        (1, 3000),
-        (7, 1),
-        (100, 1),
-        (100, 1 << 20),
-        (REPLY_BYTES, 3000),
-        (REPLY_BYTES, 1 << 20),
-        (1 << 20, 1),
-        (1 << 20, 3000),
-    ],
+    [(1, 3000), (7, 1), (100, 1 << 20), (REPLY_BYTES, 3000), (REPLY_BYTES, 1 << 20), (1 << 20, 1)],
 )
 def test_blocks_land_in_place_in_any_pieces(open_rig: OpenRedis, liar: Liar, piece_bytes: int, pipeline: int) -> None:
     liar.piece_bytes = piece_bytes
