@@ -2,42 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
-import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from tests.observe.conftest import drawing_library
 from tests.support.stacks import stack_file
 from tiered_kv.cli import main
 
-COMMAND = [sys.executable, "-c", "from tiered_kv.cli import main; raise SystemExit(main())"]
+__all__ = ["drawing_library"]
 
 
 def nvme_stack(directory: Path) -> str:
     return stack_file(directory, f"type: nvme, path: {directory / 'cache'}, capacity: 64MiB")
 
 
-def on_a_terminal(*arguments: str) -> tuple[str, str]:
-    """Run the command with a terminal as its standard error; return what it printed, and what the terminal got."""
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
+    """Run the command with a terminal as its standard error; return what the terminal got."""
     ours, theirs = pty.openpty()
-    shown = b""
-    with subprocess.Popen(
-        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=theirs, env={**os.environ, "TERM": "xterm"}
-    ) as process:
-        os.close(theirs)
-        try:
-            while read := os.read(ours, 1 << 16):
-                shown += read
-        except OSError:  # the terminal's other end is closed, which Linux tells so
-            pass
-        assert process.stdout is not None
-        printed = process.stdout.read()
+    shown = bytearray()
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # the terminal's other end is closed, which Linux tells so
+            while got := os.read(ours, 1 << 16):
+                shown.extend(got)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with os.fdopen(theirs, "w") as terminal, monkeypatch.context() as patch:
+        patch.setenv("TERM", "xterm")
+        patch.setattr(sys, "stderr", terminal)
+        status = main(list(arguments))
+    reader.join()
     os.close(ours)
-    assert process.returncode == 0, shown
-    return printed.decode(), shown.decode()
+    assert status == 0, shown
+    return shown.decode()
 
 
 @pytest.mark.parametrize(
@@ -51,17 +55,24 @@ def on_a_terminal(*arguments: str) -> tuple[str, str]:
     ],
 )
 def test_progress_is_shown_on_a_terminal_only(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str, options: list[str], doing: list[str]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    verb: str,
+    options: list[str],
+    doing: list[str],
 ) -> None:
     stack = nvme_stack(tmp_path)
-    printed, shown = on_a_terminal(verb, stack, *options)
+    shown = on_a_terminal(monkeypatch, verb, stack, *options)
     for each in doing:
         assert each in shown
-    assert "\x1b" not in printed
+    assert "\x1b" not in capsys.readouterr().out
     assert main([verb, stack, *options]) == 0
     assert capsys.readouterr().err == ""
 
 
-def test_drawing_a_page_is_shown(tmp_path: Path) -> None:
-    _, shown = on_a_terminal("bench", nvme_stack(tmp_path), "--blocks", "16", "--report", str(tmp_path / "page.html"))
+@pytest.mark.usefixtures("drawing_library")
+def test_drawing_a_page_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = ["--report", str(tmp_path / "page.html")]
+    shown = on_a_terminal(monkeypatch, "bench", nvme_stack(tmp_path), "--blocks", "16", *report)
     assert "drawing the page" in shown

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -108,6 +108,7 @@ def test_events_that_repeat_are_one_line() -> None:
     ]
 
 
+@settings(max_examples=30)
 @given(
     st.builds(
         lambda fields, counters: status(tier("cpu"), {**tier("disk"), "counters": counters, **fields}),

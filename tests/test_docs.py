@@ -123,8 +123,8 @@ def test_every_counter_of_the_built_in_tiers_is_described_and_no_other(stack: St
     keys = make_keys(24)
     blocks = np.zeros((len(keys), 4 * KIB), np.uint8)
     for _ in range(2):
-        stack.put(keys, blocks, timeout=1.0)
-        stack.get(keys, blocks, timeout=1.0)
+        stack.put(keys, blocks, timeout=0.1)
+        stack.get(keys, blocks, timeout=0.1)
     stack.flush(5.0)
     told = stack.counters()
     assert {path[:2] for path, value in flat_counts(told["s3"]) if value} >= {("failed_blocks_total", "store")}

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.performance import hint_gains
 from tests.performance.policy_hits import Prompt, documents, hits_of
@@ -229,6 +230,7 @@ def test_told_returns_are_kinds_that_learn_whether_they_are_kept() -> None:
     assert level[honest * KIND_GROUPS : (honest + 1) * KIND_GROUPS, 0].max() > level[liars * KIND_GROUPS, 0]
 
 
+@pytest.mark.slow
 def test_kept_promises_gain_hits_and_lies_lose_none() -> None:
     requests = list(itertools.islice(hint_gains.agents(), 1500))
 

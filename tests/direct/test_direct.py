@@ -63,6 +63,7 @@ def loads_late(tier: MemoryTier, gate: Gate) -> MemoryTier:
         return load(keys, blocks)
 
     tier.load_blocks = load_late  # type: ignore[method-assign]
+    tier._shutdown_timeout_s = 0.05  # a load that stands before the gate does not end in two seconds either
     return tier
 
 

@@ -80,6 +80,7 @@ def test_a_few_blocks_that_all_requests_use_do_not_mislead() -> None:
         assert hits / blocks == pytest.approx(exact.rate(int(SIZES[name] * 16_000)), abs=0.02), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lru", "density"])
 def test_ghosts_agree_with_tiers_of_their_sizes(policy: str) -> None:
     requests, blocks = list(ChatWorkload(chats=120, active_chats=40).requests()), 500

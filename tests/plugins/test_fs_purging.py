@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.support.disk_use import fs_ledger, occupied_bytes
 from tests.support.entries import rig_of
 from tiered_kv.testing.rig import make_keys
@@ -43,6 +45,7 @@ def purge(path: Path) -> Purged:
     return FsAdministration(settings).purge(PURGED.hex(), time.monotonic() + 60)
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_has_noted_of_itself_is_purged_too(tmp_path: Path) -> None:
     path = tmp_path / "kv"
     be_killed(path, PURGED)

@@ -41,6 +41,7 @@ def test_blocks_of_the_last_use_of_a_file_do_not_come_back(bench: StoreBench) ->
     assert set(new) <= set(found)
 
 
+@pytest.mark.slow
 def test_closing_and_opening_at_any_moment_finds_what_was_stored(bench: StoreBench) -> None:
     everything = make_keys(120)
     actions: st.SearchStrategy[tuple[str, list[int]]] = st.one_of(

@@ -22,6 +22,7 @@ __all__ = ["patient_nvme"]
 
 ZSTD: dict[str, object] = {"codec": "zstd"}
 AES: dict[str, object] = {"codec": "aes-256-gcm", "encryption": {"keys": {1: "11" * 32}}}
+ZSTD_AES: dict[str, object] = {**AES, "codec": "zstd+aes-256-gcm"}
 PAGE_BYTES = 4096
 STRIDE_BYTES = 128  # less than any payload of these tests, compressed ones included
 
@@ -80,17 +81,21 @@ class TestFsTier(TierConformance):
         return True
 
 
-class TestFsTierWithOddBlocks(TestFsTier):
-    block_bytes = 1000
-
-
+@pytest.mark.slow
 class TestFsTierWithCompression(TestFsTier):
     settings = ZSTD
     compressible = True
 
 
+@pytest.mark.slow
 class TestFsTierWithEncryption(TestFsTier):
     settings = AES
+
+
+class TestFsTierWithCompressionAndEncryption(TestFsTier):
+    settings = ZSTD_AES
+    compressible = True
+    block_bytes = 1000
 
 
 @pytest.mark.usefixtures("patient_nvme")
@@ -122,15 +127,18 @@ class TestNvmeTierThroughThePageCache(TestNvmeTier):
     block_bytes = 1000
 
 
+@pytest.mark.slow
 class TestNvmeTierWithCompression(TestNvmeTier):
     settings = ZSTD
     compressible = True
 
 
+@pytest.mark.slow
 class TestNvmeTierWithEncryption(TestNvmeTier):
     settings = AES
 
 
-class TestNvmeTierWithCompressionAndEncryption(TestNvmeTierWithCompression):
-    settings: ClassVar[dict[str, object]] = {**AES, "codec": "zstd+aes-256-gcm"}
+class TestNvmeTierWithCompressionAndEncryption(TestNvmeTier):
+    settings = ZSTD_AES
+    compressible = True
     block_bytes = 1000

@@ -168,6 +168,7 @@ def test_what_a_killed_run_left_is_used_again_with_any_size(name: str) -> None:
     region.close()
 
 
+@pytest.mark.slow
 def test_killed_processes_leave_nothing_once_all_have_come(name: str) -> None:
     processes = [hold(name, party) for party in PARTIES]
     assert not file_of(name).exists()

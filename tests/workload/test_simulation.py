@@ -172,9 +172,9 @@ HALF_MEMORY = {"type": "memory", "capacity": "384KiB"}
     "tiers",
     [
         [{"type": "memory", "capacity": "768KiB"}],
-        [nvme(Path("kv"), "1536KiB")],
+        pytest.param([nvme(Path("kv"), "1536KiB")], marks=pytest.mark.slow),
         [HALF_MEMORY, nvme(Path("kv"), "1536KiB")],
-        [{**HALF_MEMORY, "fill_on_promotion": True}, nvme(Path("kv"), "1536KiB")],
+        pytest.param([{**HALF_MEMORY, "fill_on_promotion": True}, nvme(Path("kv"), "1536KiB")], marks=pytest.mark.slow),
     ],
     ids=["memory", "nvme", "memory-nvme", "filled"],
 )
