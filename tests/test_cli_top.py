@@ -108,7 +108,7 @@ def test_events_that_repeat_are_one_line() -> None:
     ]
 
 
-@settings(max_examples=30)
+@settings(max_examples=settings().max_examples // 3)
 @given(
     st.builds(
         lambda fields, counters: status(tier("cpu"), {**tier("disk"), "counters": counters, **fields}),

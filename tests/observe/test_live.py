@@ -93,7 +93,7 @@ def spoiled(draw: st.DrawFn) -> object:
     return told
 
 
-@settings(max_examples=30)
+@settings(max_examples=settings().max_examples // 3)
 @given(spoiled(), spoiled())
 def test_an_answer_of_wrong_types_is_read_as_far_as_it_goes(before: object, now: object) -> None:
     try:
