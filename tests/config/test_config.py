@@ -68,9 +68,9 @@ def vault(**settings: object) -> dict[str, object]:
     return {**MINIMAL, "secondary": [{"type": "vault", "capacity": "1GiB", **settings}]}
 
 
-def error_of(source: object, environ: dict[str, str] | None = None) -> str:
+def error_of(source: object) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_config(source, environ=environ or {})  # type: ignore[arg-type]  # bad input is the point
+        load_config(source, environ={})  # type: ignore[arg-type]  # bad input is the point
     return str(caught.value)
 
 
