@@ -24,15 +24,9 @@ from tiered_kv.tiering.isolation import IsolatedTier
 from tiered_kv.tiering.pace import Pace
 from tiered_kv.tiering.tier_observer import TierObserver, direction_of
 from tiered_kv.tiering.write_budget import admission_of
-from tiered_kv.toolkit.status import RecordStatus
+from tiered_kv.toolkit.status import UNUSABLE_REASONS
 
-HARMLESS_REASONS: Final = {status.value for status in RecordStatus if status is not RecordStatus.OK} | {
-    "absent",
-    "missing",
-    "no_space",
-    "reset",
-    "unanswered",
-}
+HARMLESS_REASONS: Final = UNUSABLE_REASONS | {"absent", "missing", "no_space", "reset", "unanswered"}
 """Reasons for which a tier that works may fail a whole job: losing a block is allowed. The breaker ignores them.
 
 `unanswered` is for blocks that a server does not answer for, while the tier's servers answer for others.

@@ -17,7 +17,7 @@ from tiered_kv.observe.measures import TierMeasures
 from tiered_kv.observe.notices import Notices
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult
 from tiered_kv.tiering.events import TierEvents
-from tiered_kv.toolkit.status import UNREADABLE, RecordStatus
+from tiered_kv.toolkit.status import DAMAGE_REASONS
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +35,6 @@ _NAMES: Final = (
     "unknown_results_total",
 )
 _LABELLED: Final = ("submitted_jobs_total", "skipped_blocks_total", "failed_blocks_total")
-
-_DAMAGE: Final = {status.value for status in RecordStatus} - {status.value for status in UNREADABLE | {RecordStatus.OK}}
 
 
 class TierObserver:
@@ -96,7 +94,7 @@ class TierObserver:
     def failed(self, job: JobMetadata, num_blocks: int, reason: str) -> None:
         """Count blocks of a job that were not loaded, or not stored."""
         self.counters.add("failed_blocks_total", direction_of(job), reason, count=num_blocks)
-        if reason in _DAMAGE:
+        if reason in DAMAGE_REASONS:
             self._notices.add(self._name, "damaged blocks", num_blocks)
 
     def expired(self, job: JobMetadata) -> None:
