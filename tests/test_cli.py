@@ -18,7 +18,7 @@ from tests.support.stacks import Register, stack_file
 from tiered_kv import __version__
 from tiered_kv._cli import plugins as plugins_verb
 from tiered_kv.cli import main
-from tiered_kv.cpu.policies import LRUPolicy
+from tiered_kv.cpu.policies.lru import LRUPolicy
 from tiered_kv.hooks import PluginReport
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.four_methods import FourMethodTier

@@ -43,7 +43,7 @@ PLUGINS = sorted(path.name for path in (ROOT / "plugins").glob("tiered_kv_*"))
 ROOMS: list[tuple[str, ...]] = [
     ("tiered_kv.base", "tiered_kv.mediums", "tiered_kv.backend", "tiered_kv.errors", "tiered_kv.hints"),
     ("tiered_kv.observe.histogram", "tiered_kv.observe.notices"),
-    ("tiered_kv.counters", "tiered_kv.observe.measures", "tiered_kv.observe.restored", "tiered_kv.observe.step_timer"),
+    ("tiered_kv.counters", "tiered_kv.observe.step_timer"),
     ("tiered_kv.config.units", "tiered_kv.config.redaction", "tiered_kv.config.secret_keys", "tiered_kv.permissions"),
     ("tiered_kv.config.validation", "tiered_kv.config.settings", "tiered_kv.config.namespace"),
     ("tiered_kv.config", "tiered_kv.hooks"),

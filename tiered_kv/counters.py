@@ -21,7 +21,7 @@ OTHER: Final = "other"
 class Counters:
     """Counts of events by name and labels. Any thread may call.
 
-    A plugin derives its own class, which explains its names, and returns `snapshot()` from `stats`.
+    A plugin returns `snapshot()` from its tier's `stats`. `observe/vocabulary.py` explains the built-in tiers' names.
 
     Args:
         names: Counters without labels, shown from the start.

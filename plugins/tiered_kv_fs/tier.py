@@ -42,7 +42,7 @@ _KEEPER_THREADS: Final = 2
 _SHUTDOWN_TIMEOUT_S: Final = 2.0
 _OPEN_TIMEOUT_S: Final = 5.0
 _COUNTERS: Final = ("present_blocks_total", "evicted_blocks_total", "surveys_total")
-_COUNTERS_BY_REASON: Final = ("corrupt_blocks_total", "unreadable_blocks_total", "failed_calls_total")
+_COUNTERS_BY_LABEL: Final = ("corrupt_blocks_total", "unreadable_blocks_total", "failed_calls_total")
 
 
 class Sizing(NamedTuple):
@@ -98,7 +98,7 @@ class FsTier(AsyncTier):
         name = getattr(offloading_spec, "name", None) or tier_type
         identity = Identity(digest, getattr(offloading_spec, "namespace", {}), block_bytes)
         self._directory = Directory(settings.path, identity, tier=name, private=settings.private)
-        self._counters = Counters(_COUNTERS, _COUNTERS_BY_REASON)
+        self._counters = Counters(_COUNTERS, _COUNTERS_BY_LABEL)
         self._cache_epoch = Epoch(self._directory)
         self._saving = BackgroundTask(self._save_epoch, f"tiered-kv-{name}-reset")
         try:

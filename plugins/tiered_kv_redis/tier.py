@@ -33,7 +33,7 @@ _SHUTDOWN_TIMEOUT_S = 2.0
 _LOOKUP_SHARE = 0.5
 """Of `lookup_timeout`: within it each of several servers must answer. The rest is for lookups that come meanwhile."""
 _COUNTERS: Final = ("present_blocks_total", "unanswered_lookups_total")
-_COUNTERS_BY_REASON: Final = ("corrupt_blocks_total", "failed_blocks_total", "failed_lookups_total")
+_COUNTERS_BY_LABEL: Final = ("corrupt_blocks_total", "failed_blocks_total", "failed_lookups_total")
 
 
 class RedisTier(BlockingTier):
@@ -58,7 +58,7 @@ class RedisTier(BlockingTier):
         name = getattr(offloading_spec, "name", None) or tier_type
         digest = getattr(offloading_spec, "namespace_digest", bytes(16))
         self._settings = settings
-        self._counters = Counters(_COUNTERS, _COUNTERS_BY_REASON)
+        self._counters = Counters(_COUNTERS, _COUNTERS_BY_LABEL)
         self._warn_once = functools.cache(_log.warning)
         # First what can fail for good reasons: a tier that was not opened holds no view of the region.
         check_tls_files(settings)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
+from tiered_kv.config.policies import BUILT_IN_POLICIES
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
@@ -14,7 +15,7 @@ from tiered_kv.cpu.region import PrimaryRegion
 NUM_BLOCKS = 8
 
 
-@pytest.fixture(params=["lru", "arc", "s3fifo", "density"])
+@pytest.fixture(params=BUILT_IN_POLICIES)
 def manager(request: pytest.FixtureRequest) -> Iterator[CPUOffloadingManager]:
     region = PrimaryRegion(NUM_BLOCKS, 64)
     manager = CPUOffloadingManager(CPUBackend(region), request.param, enable_events=True)

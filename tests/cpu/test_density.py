@@ -14,8 +14,8 @@ from tests.performance import hint_gains
 from tests.performance.policy_hits import Prompt, documents, hits_of
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.cpu.policies import DensityPolicy, RequestChain
-from tiered_kv.cpu.policies.density import KIND_GROUPS
+from tiered_kv.cpu.policies import RequestChain
+from tiered_kv.cpu.policies.density import KIND_GROUPS, DensityPolicy
 from tiered_kv.hints import Hints
 from tiered_kv.hit_density import BUCKETS, EDGES, HitDensity
 

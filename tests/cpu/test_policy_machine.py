@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.config.policies import BUILT_IN_POLICIES
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.policies import CachePolicy, RequestChain, density, make_policy
 
-POLICIES = ["lru", "arc", "s3fifo", "density"]
 NUM_BLOCKS = 40
 
 Prefix = tuple[int, ...]
@@ -158,7 +158,7 @@ def _prefix(block: CPUBlock) -> Prefix:
 
 
 @pytest.mark.parametrize("has_pins", [False, True], ids=["plain", "pins"])
-@pytest.mark.parametrize("policy_name", POLICIES)
+@pytest.mark.parametrize("policy_name", BUILT_IN_POLICIES)
 def test_a_policy_keeps_its_promises_in_any_order_of_events(
     policy_name: str, has_pins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

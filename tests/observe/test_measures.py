@@ -15,11 +15,11 @@ from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.observe.histogram import INFINITY, Histogram, quantile
 from tiered_kv.observe.notices import NOTICES_MAX, Notices
-from tiered_kv.observe.restored import RestoredBlocks
 from tiered_kv.observe.step_timer import EVERY_STEPS, StepTimer
 from tiered_kv.testing.clock import ManualClock
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.manager import TieringOffloadingManager
+from tiered_kv.tiering.observer import RestoredBlocks
 
 
 def test_a_value_is_counted_in_the_first_bucket_that_holds_it() -> None:

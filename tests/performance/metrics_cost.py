@@ -25,11 +25,11 @@ import tiered_kv
 from tests.performance import manager_rates
 from tests.performance.bench import command_line, spread
 from tests.performance.step_latency import Steps, percentiles
-from tiered_kv.observe.measures import TierMeasures
 from tiered_kv.observe.prometheus import StackCollector, exposition
-from tiered_kv.observe.restored import RestoredBlocks
 from tiered_kv.observe.step_timer import StepTimer
 from tiered_kv.tiering import search
+from tiered_kv.tiering.observer import RestoredBlocks
+from tiered_kv.tiering.tier_observer import TierMeasures
 
 BLOCK_BYTES = 64 << 10
 PRIMARY_BYTES = 256 << 20

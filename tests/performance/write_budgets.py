@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.performance.policy_hits import WORKLOADS
 from tiered_kv.config.stack_config import load_config
 from tiered_kv.workload.request import Request
-from tiered_kv.workload.simulation import Outcome, simulate
+from tiered_kv.workload.simulation import Simulated, simulate
 from tiered_kv.workload.trace import read_trace
 
 BLOCK_BYTES = 1 << 20
@@ -28,7 +28,7 @@ PARTS = (1.0, 0.5, 0.25, 0.125)
 SIZES = {"chats": (2000,), "agents": (8000,), "documents": (8000,), "recency": (4000,)}
 
 
-def run(requests: Sequence[Request], blocks: int, **settings: int) -> Outcome:
+def run(requests: Sequence[Request], blocks: int, **settings: int) -> Simulated:
     """Simulate a stack whose disk has room for `blocks`, and whose primary tier has room for an eighth of them."""
     tier = {"type": "nvme", "path": "kv", "capacity": blocks * BLOCK_BYTES, "store_budget": 1 << 40, **settings}
     capacity = {"capacity": blocks // 8 * BLOCK_BYTES}
@@ -36,7 +36,7 @@ def run(requests: Sequence[Request], blocks: int, **settings: int) -> Outcome:
     return simulate(load_config(raw), requests)
 
 
-def line(outcome: Outcome, whole: Outcome) -> dict[str, object]:
+def line(outcome: Simulated, whole: Simulated) -> dict[str, object]:
     """Return the figures of a run; `whole` is the one that stores everything."""
     tier = outcome.tiers["nvme"]
     return {

@@ -21,9 +21,9 @@ BATCHES = 60
 """Batches of 40 blocks: more than twice what the bench's capacity holds."""
 
 
-def codecs(codec_id: int = AES_ID, *, key_id: int = 1, secret: bytes = SECRET) -> CodecSet:
+def codecs(codec_id: int = AES_ID, *, key_id: int = 1) -> CodecSet:
     name = "aes-256-gcm" if codec_id == AES_ID else "zstd+aes-256-gcm"
-    return CodecSet(name, Cipher({key_id: secret}, key_id))
+    return CodecSet(name, Cipher({key_id: SECRET}, key_id))
 
 
 def shares_eight_bytes(clear: bytes, stored: bytes) -> bool:

@@ -63,17 +63,14 @@ class LMCacheServer(ServerProcess):
         directory: For its temporary files.
         tiers: Those of our adapter.
         chunk_tokens: Tokens of an object.
-        l1_gb: Size of its own memory.
     """
 
-    def __init__(
-        self, directory: Path, tiers: Sequence[Entry], *, chunk_tokens: int = 256, l1_gb: float = 0.25
-    ) -> None:
+    def __init__(self, directory: Path, tiers: Sequence[Entry], *, chunk_tokens: int = 256) -> None:
         super().__init__()
         self._directory = directory
         self._http_port = free_port()
         self._tiers = tiers
-        self._options = ("--chunk-size", str(chunk_tokens), "--l1-size-gb", str(l1_gb))
+        self._options = ("--chunk-size", str(chunk_tokens), "--l1-size-gb", "0.25")
 
     @property
     def http_url(self) -> str:

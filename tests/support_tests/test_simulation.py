@@ -20,7 +20,7 @@ from tests.support.simulation.toolkit_tier import SimulatedToolkitTier
 from tiered_kv.base import OffloadKey
 from tiered_kv.counters import flat_counts
 from tiered_kv.tiering.base import JobResult
-from tiered_kv.tiering.guarded import GuardedTier, Job
+from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 from tiered_kv.tiering.promotion import Promotions
 from tiered_kv.tiering.search import Search
 from tiered_kv.toolkit.jobs import Part, PartQueue
@@ -122,12 +122,12 @@ def unchecked(
 
 
 def finish_early(
-    promotions: Promotions, job: Job, result: JobResult, finish: Callable[..., object] = Promotions.finish
+    promotions: Promotions, job: SubmittedJob, result: JobResult, finish: Callable[..., object] = Promotions.finish
 ) -> object:
     return [] if job.is_expired else finish(promotions, job, result)
 
 
-def release_at_once(promotions: Promotions, job: Job) -> None:
+def release_at_once(promotions: Promotions, job: SubmittedJob) -> None:
     for block in job.blocks:
         promotions._drop(block.key, block)
         promotions._primary.forget(block)
@@ -147,8 +147,8 @@ def step_in_this_epoch(
 
 
 def collect_twice(
-    guarded: GuardedTier, collect: Callable[..., list[tuple[Job, JobResult]]] = GuardedTier.collect
-) -> list[tuple[Job, JobResult]]:
+    guarded: GuardedTier, collect: Callable[..., list[tuple[SubmittedJob, JobResult]]] = GuardedTier.collect
+) -> list[tuple[SubmittedJob, JobResult]]:
     return 2 * collect(guarded)
 
 

@@ -28,8 +28,8 @@ def settings_of(codec: str = "aes-256-gcm", /, **encryption: object) -> CodecSet
     return settings
 
 
-def payload_of(codecs: CodecSet, block: bytes = b"block") -> bytes:
-    draft = codecs.draft(memoryview(block))
+def payload_of(codecs: CodecSet) -> bytes:
+    draft = codecs.draft(memoryview(b"block"))
     target = bytearray(draft.payload_bytes)
     draft.write_into(memoryview(target), BINDING)
     return bytes(target)

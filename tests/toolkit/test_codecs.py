@@ -18,9 +18,9 @@ from tiered_kv.toolkit.status import RecordStatus
 OK, BAD_PAYLOAD = RecordStatus.OK, RecordStatus.BAD_PAYLOAD
 
 
-def bfloat16_block(size_bytes: int, seed: int = 7) -> bytes:
+def bfloat16_block(size_bytes: int) -> bytes:
     """Return normally distributed values, their low 16 bits cut off, as a model's keys look."""
-    values = np.random.default_rng(seed).normal(size=size_bytes // 2).astype("<f4")
+    values = np.random.default_rng(7).normal(size=size_bytes // 2).astype("<f4")
     return (values.view("<u4") >> 16).astype("<u2").tobytes()
 
 

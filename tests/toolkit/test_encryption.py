@@ -22,13 +22,12 @@ SECRET = bytes(range(32))
 BLOCK = b"".join(value.to_bytes(2, "little") for value in range(256))
 BINDING = binding_of(bytes(range(16)), b"a block's key")
 HEAD_BYTES = 40
-NAMES = {AES_ID: "aes-256-gcm", ZSTD_AES_ID: "zstd+aes-256-gcm"}
 
 
-def sealed(cipher: Cipher, block: bytes = BLOCK, binding: bytes = BINDING, codec_id: int = AES_ID) -> bytes:
-    draft = CodecSet(NAMES[codec_id], cipher).draft(memoryview(block))
+def sealed(cipher: Cipher, block: bytes = BLOCK) -> bytes:
+    draft = CodecSet("aes-256-gcm", cipher).draft(memoryview(block))
     target = bytearray(draft.payload_bytes)
-    draft.write_into(memoryview(target), binding)
+    draft.write_into(memoryview(target), BINDING)
     return bytes(target)
 
 

@@ -26,7 +26,7 @@ from tests.support.syscalls import Fault
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.tiering.base import JobMetadata
 from tiered_kv.tiering.cascade import Cascade
-from tiered_kv.tiering.guarded import GuardedTier, Job
+from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 from tiered_kv_memory.tier import MemoryTier
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.tier import NvmeTier
@@ -68,14 +68,14 @@ def test_a_store_s_blocks_released_before_its_worker_has_ended_are_found_by_late
         make(cascade, *arguments)  # type: ignore[arg-type]  # passed on
         cascades.append(cascade)
 
-    def release_at_once(guarded: GuardedTier, now_s: float) -> list[Job]:
+    def release_at_once(guarded: GuardedTier, now_s: float) -> list[SubmittedJob]:
         jobs = expire(guarded, now_s)
         for job in jobs:
             if not job.metadata.is_promotion:
                 cascades[-1]._primary.unpin(job.blocks)
         return jobs
 
-    def ignore_expired(cascade: Cascade, job: Job) -> None:
+    def ignore_expired(cascade: Cascade, job: SubmittedJob) -> None:
         if not job.is_expired:
             finish(cascade, job)
 

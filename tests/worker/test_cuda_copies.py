@@ -103,8 +103,8 @@ class EachDriver:
 class FirstBatchDriver(EachDriver):
     """Plays the driver of CUDA 12.8."""
 
-    def __init__(self, log: list[str], code: int = 0, batch_code: int = 0) -> None:
-        super().__init__(log, code)
+    def __init__(self, log: list[str], batch_code: int = 0) -> None:
+        super().__init__(log)
         self.batch_code = batch_code
 
     def cuMemcpyBatchAsync(self, *arguments: Any) -> int:

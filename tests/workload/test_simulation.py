@@ -29,7 +29,7 @@ from tiered_kv.workload.replay import replay
 from tiered_kv.workload.request import Request, block_key
 from tiered_kv.workload.routing import ROUTERS, routes
 from tiered_kv.workload.sampling import draw, sessions
-from tiered_kv.workload.simulation import Fleet, Outcome, simulate, with_tier
+from tiered_kv.workload.simulation import Fleet, Simulated, simulate, with_tier
 from tiered_kv.workload.stack_distance import hit_curve
 from tiered_kv_fs.simulation import FsKeys
 from tiered_kv_memory.settings import MemorySettings
@@ -274,7 +274,7 @@ def test_when_a_trace_begins_changes_nothing() -> None:
 def test_a_larger_primary_tier_and_a_larger_disk_hit_more(tmp_path: Path) -> None:
     config = stack_of(MEMORY)
 
-    def outcome(name: str, blocks: int) -> Outcome:
+    def outcome(name: str, blocks: int) -> Simulated:
         return simulate(with_tier(config, name, capacity=blocks * BLOCK_BYTES), SMALL_REQUESTS)
 
     hits = [outcome("cpu", blocks).tiers["cpu"].hits for blocks in (64, 128, 512)]
@@ -292,7 +292,7 @@ def test_a_tier_that_holds_no_block_is_an_error() -> None:
 # Servers.
 
 
-def fleet_of(servers: int, router: str, *tiers: dict[str, Any]) -> Outcome:
+def fleet_of(servers: int, router: str, *tiers: dict[str, Any]) -> Simulated:
     return simulate(stack_of(*tiers), SMALL_REQUESTS, Fleet(servers, router))
 
 

@@ -150,14 +150,14 @@ def _simulate_stacks(
         name = f"{policy} with {size:,} blocks ({rounded_bytes(size * config.block.bytes)})"
         with progress(name, len(requests)) as advance:
             stack = with_tier(config, PRIMARY_TIER_NAME, capacity=size * config.block.bytes, policy=policy)
-            outcome = simulate(stack, requests, fleet, on_progress=advance)
+            simulated = simulate(stack, requests, fleet, on_progress=advance)
         if fleet.servers > 1:
-            name += f" on each of {fleet.servers:,} servers, {outcome.busiest_share:.1%} of blocks on the busiest"
-        runs.append((name, outcome, costs(outcome, prices, times)))
-    results = [{**asdict(outcome), "costs": bill} for _, outcome, bill in runs]
+            name += f" on each of {fleet.servers:,} servers, {simulated.busiest_share:.1%} of blocks on the busiest"
+        runs.append((name, simulated, costs(simulated, prices, times)))
+    results = [{**asdict(simulated), "costs": bill} for _, simulated, bill in runs]
     tables = []
-    for name, outcome, bill in runs:
-        tables.append((f"{args.stack}: {workload}, {name}", pages.tier_table(outcome)))
+    for name, simulated, bill in runs:
+        tables.append((f"{args.stack}: {workload}, {name}", pages.tier_table(simulated)))
         tables += [("", pages.cost_table(bill, prices.currency))] if bill else []
     fields = {**asdict(fleet), "currency": prices.currency, "results": results}
     return fields, tables, lambda run: pages.stack_page(run, config, workload, fleet, runs, prices.currency)

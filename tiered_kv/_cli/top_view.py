@@ -31,6 +31,7 @@ _BAR_MIN: Final = 6
 _BAR_MAX: Final = 30
 _NAME_MAX: Final = 20
 _REASONS_MIN: Final = 3
+_REASON_LINES_MAX: Final = 8
 _WIDE: Final = 10_000
 _BUDGET_WARNING: Final = 0.9
 """A store or load budget that is used up by this share is about to turn blocks away."""
@@ -77,9 +78,9 @@ def headline(sight: Sight, interval_s: float) -> Text:
     return text.append(f"  {over}", style="dim")
 
 
-def reason_lines(view: View, reasons_max: int = 8) -> Iterator[str]:
+def reason_lines(view: View) -> Iterator[str]:
     """Yield the biggest reasons, a line each."""
-    for reason in view.reasons[:reasons_max]:
+    for reason in view.reasons[:_REASON_LINES_MAX]:
         yield (
             f"{reason.tier}: {_KINDS[reason.what]}: {reason.reason} {number(reason.blocks_per_s)} blocks/s,"
             f" {reason.blocks_total:,} since the stack was opened"

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from tiered_kv.config.namespace import Namespace, NamespaceIdentity
+from tiered_kv.config.policies import BUILT_IN_POLICIES
 from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.redaction import HIDDEN, EnvironmentText, redact
 from tiered_kv.config.settings import ClassArguments, StrictModel, TierSettings
@@ -24,7 +25,6 @@ from tiered_kv.errors import ConfigError
 from tiered_kv.hints import HINT_NAMES, HintName
 from tiered_kv.hooks import TierType, tier_plugins
 
-BUILT_IN_POLICIES = ("lru", "arc", "s3fifo", "density")
 PRIMARY_BLOCKS_MIN = 2
 PORT_MAX = 65535
 _REFERENCE = re.compile(r"[\w.]+:[\w.]+")
@@ -47,7 +47,7 @@ class PrimarySettings(StrictModel):
     capacity: Bytes = Field(description="Size of the region; rounded down to whole blocks.")
     policy: str = Field(
         default="lru",
-        description="Which block goes when room is needed: lru, arc, s3fifo, density, or module:Class.",
+        description=f"Which block goes when room is needed: {', '.join(BUILT_IN_POLICIES)}, or module:Class.",
     )
     shared: str | None = Field(
         default=None,

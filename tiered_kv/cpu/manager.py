@@ -41,7 +41,7 @@ class CPUOffloadingManager(OffloadingManager):
 
     Args:
         backend: Where the blocks are allocated.
-        policy: "lru", "arc", "density", "s3fifo", "module:Class", or a policy made for `backend.num_blocks`.
+        policy: As `make_policy` takes it, or a policy made for `backend.num_blocks`.
         enable_events: Whether `take_events` reports stored and removed blocks.
         hints: Those hints of requests that count.
         clock: Seconds of a monotonic clock; read once a request, and not before the first hint.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Final
 
-from tiered_kv.toolkit.status import UNREADABLE, RecordStatus
+from tiered_kv.toolkit.status import DAMAGE_REASONS
 
 
 class Fate(IntEnum):
@@ -56,7 +56,6 @@ class Fate(IntEnum):
         return self.name.lower()
 
 
-_CORRUPT: Final = {status.value for status in RecordStatus if status not in UNREADABLE} - {RecordStatus.OK.value}
 _BY_REASON: Final = {
     "absent": Fate.EVICTED,
     "missing": Fate.EVICTED,
@@ -71,7 +70,7 @@ _BY_REASON: Final = {
     "admission": Fate.ADMISSION,
     "write_budget": Fate.ADMISSION,
     "too_slow": Fate.TOO_SLOW,
-    **dict.fromkeys(_CORRUPT, Fate.CORRUPT),
+    **dict.fromkeys(DAMAGE_REASONS, Fate.CORRUPT),
 }
 
 

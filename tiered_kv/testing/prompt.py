@@ -9,18 +9,18 @@ from tiered_kv.testing.faults import JobWrapperTier
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
 
 _POLL_S = 0.0002
+_WAIT_S_MAX = 20.0
 
 
 class PromptTier(JobWrapperTier):
-    """Waits in `get_finished` until every job that it was given has ended, at most `wait_s`.
+    """Waits in `get_finished` until every job that it was given has ended, at most 20 s.
 
     So when a job ends depends on the order of calls and not on threads, and a random test that failed fails again.
     For tests only: a manager's tier must never wait.
     """
 
-    def __init__(self, inner: SecondaryTierManager, wait_s: float = 20.0) -> None:
+    def __init__(self, inner: SecondaryTierManager) -> None:
         super().__init__(inner)
-        self._wait_s = wait_s
         self._unfinished: set[JobId] = set()
 
     def submit(self, job: JobMetadata) -> None:
@@ -29,7 +29,7 @@ class PromptTier(JobWrapperTier):
 
     def get_finished(self) -> Iterable[JobResult]:
         results: list[JobResult] = []
-        end = time.monotonic() + self._wait_s
+        end = time.monotonic() + _WAIT_S_MAX
         while True:
             results += super().get_finished()
             self._unfinished.difference_update(result.job_id for result in results)

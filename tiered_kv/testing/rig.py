@@ -75,7 +75,6 @@ class TierRig:
         num_blocks: Rows of the region.
         block_bytes: Bytes of a row.
         wait_s: How long a job or a lookup may take.
-        job_timeout_s: The deadline of jobs, from their submission on; `wait_s` by default.
         spec: The tier's spec; by default with a namespace of the rig's own.
         content: The content of a key; by default bytes that no codec can compress.
     """
@@ -87,7 +86,6 @@ class TierRig:
         num_blocks: int,
         block_bytes: int,
         wait_s: float,
-        job_timeout_s: float | None = None,
         spec: TierSpec | None = None,
         content: Content = block_content,
     ) -> None:
@@ -100,7 +98,8 @@ class TierRig:
         """The epoch of the content that `store` writes and `load` expects; a test raises it after a reset."""
         self._open_tier = open_tier
         self.wait_s = wait_s
-        self.job_timeout_s = wait_s if job_timeout_s is None else job_timeout_s
+        self.job_timeout_s = wait_s
+        """The deadline of jobs, from their submission on."""
         self._region = PrimaryRegion(num_blocks, block_bytes)
         self._region.array[:] = _GUARD
         self._expected = self._region.array.copy()

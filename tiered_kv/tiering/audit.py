@@ -25,7 +25,7 @@ from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.comparison import is_known
-from tiered_kv.tiering.guarded import GuardedTier, Job
+from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 from tiered_kv.tiering.spare_rows import BLOCKS_MAX, Audited, Pair, SpareRows
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class Audit:
         self._numbers = itertools.count()
         self._current: Audited | None = None
         self._written: dict[OffloadKey, Pair] = {}  # whose spare row the engine is writing
-        self._loads: dict[Job, list[Pair]] = {}
+        self._loads: dict[SubmittedJob, list[Pair]] = {}
         self._verdicts = {name: Counter[str]() for name in (PRIMARY_NAME, *(guarded.name for guarded in tiers))}
         self._largest: dict[str, float] = {}  # by tier
         self._abandoned: Counter[str] = Counter()  # by reason
@@ -210,7 +210,7 @@ class Audit:
 
     # Events of tiers and of time.
 
-    def collect(self, job: Job, result: JobResult) -> bool:
+    def collect(self, job: SubmittedJob, result: JobResult) -> bool:
         """End a load that was reported; return False if it is not the audit's."""
         pairs = self._loads.pop(job, None)
         if pairs is None:
@@ -223,7 +223,7 @@ class Audit:
                 self._end_pair(pair, "" if pair.block.key in loaded else "failed_load")
         return True
 
-    def expire(self, job: Job) -> bool:
+    def expire(self, job: SubmittedJob) -> bool:
         """Give up an expired load; return False if it is not the audit's. Its spare rows stay with the job."""
         pairs = self._loads.get(job)
         for pair in pairs or ():

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.manager import CPUOffloadingManager
-from tiered_kv.tiering.guarded import GuardedTier, Job
+from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 
 
 class Cascade:
@@ -50,7 +50,7 @@ class Cascade:
         if above:
             self.offer(ready, above, req_context)
 
-    def finish(self, job: Job) -> None:
+    def finish(self, job: SubmittedJob) -> None:
         """Release the blocks of a store that was reported."""
         self._primary.unpin(job.blocks)
 

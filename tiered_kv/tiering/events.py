@@ -8,15 +8,12 @@ from typing import Final, Protocol
 
 from tiered_kv.base import OffloadingEvent
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
-from tiered_kv.toolkit.status import RecordStatus
+from tiered_kv.toolkit.status import UNUSABLE_REASONS
 
 EVENTS_MAX: Final = 1 << 12
 """Events of one tier that are kept until they are taken; beyond that the oldest are lost."""
 
-_GONE_REASONS: Final = {status.value for status in RecordStatus if status is not RecordStatus.OK} | {
-    "absent",
-    "missing",
-}
+_GONE_REASONS: Final = UNUSABLE_REASONS | {"absent", "missing"}
 """Reasons for which a load fails whose block is not in the tier, or is of no use there."""
 
 

@@ -24,15 +24,9 @@ from tiered_kv.tiering.isolation import IsolatedTier
 from tiered_kv.tiering.pace import Pace
 from tiered_kv.tiering.tier_observer import TierObserver, direction_of
 from tiered_kv.tiering.write_budget import admission_of
-from tiered_kv.toolkit.status import RecordStatus
+from tiered_kv.toolkit.status import UNUSABLE_REASONS
 
-HARMLESS_REASONS: Final = {status.value for status in RecordStatus if status is not RecordStatus.OK} | {
-    "absent",
-    "missing",
-    "no_space",
-    "reset",
-    "unanswered",
-}
+HARMLESS_REASONS: Final = UNUSABLE_REASONS | {"absent", "missing", "no_space", "reset", "unanswered"}
 """Reasons for which a tier that works may fail a whole job: losing a block is allowed. The breaker ignores them.
 
 `unanswered` is for blocks that a server does not answer for, while the tier's servers answer for others.
@@ -45,7 +39,7 @@ _job_ids = itertools.count()
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class SubmittedJob:
     """A job that was submitted to a tier.
 
     Its blocks are pinned for a store, in state writing for a load. They belong to the job until the tier has reported
@@ -105,7 +99,7 @@ class GuardedTier:
         self.observer = TierObserver(self.name, number, block_bytes, notices or Notices(), history, events)
         self.counters = self.observer.counters
         self.measures = self.observer.measures
-        self.jobs: dict[JobId, Job] = {}
+        self.jobs: dict[JobId, SubmittedJob] = {}
         self.is_disabled = False
         """Set for good when the tier cannot reset."""
         default_budget = max(region_bytes // 4, block_bytes)
@@ -120,7 +114,7 @@ class GuardedTier:
         self._lookup_failures = 0
         self._noted_state = self.breaker.state
         # All jobs have the same timeout, so the order of submission is the order of deadlines.
-        self._unexpired: dict[JobId, Job] = {}
+        self._unexpired: dict[JobId, SubmittedJob] = {}
 
     @property
     def is_searched(self) -> bool:
@@ -178,7 +172,7 @@ class GuardedTier:
         *,
         is_promotion: bool,
         job_id: JobId | None = None,
-    ) -> Job | None:
+    ) -> SubmittedJob | None:
         """Give the tier a job: to load `keys` into the rows of `blocks`, or to store them from there.
 
         Returns:
@@ -189,7 +183,7 @@ class GuardedTier:
         job_id = next(_job_ids) if job_id is None else job_id
         budget = self.loads if is_promotion else self.stores
         in_flight = budget.blocks + len(blocks)
-        job = Job(JobMetadata(job_id, keys, block_ids, is_promotion, req_context, deadline), blocks, in_flight)
+        job = SubmittedJob(JobMetadata(job_id, keys, block_ids, is_promotion, req_context, deadline), blocks, in_flight)
         try:
             (self.tier.submit_load if is_promotion else self.tier.submit_store)(job.metadata)
         except Exception:
@@ -204,7 +198,7 @@ class GuardedTier:
         self.counters.add("submitted_jobs_total", direction_of(job.metadata))
         return job
 
-    def collect(self) -> list[tuple[Job, JobResult]]:
+    def collect(self) -> list[tuple[SubmittedJob, JobResult]]:
         """Return the jobs that the tier reports as ended, expired ones included; their budget is free again."""
         results: list[JobResult] = []
         try:
@@ -244,7 +238,7 @@ class GuardedTier:
             ended.append((job, result))
         return ended
 
-    def expire(self, now_s: float) -> list[Job]:
+    def expire(self, now_s: float) -> list[SubmittedJob]:
         """Return the jobs whose deadline has passed just now; their blocks stay with them, in quarantine."""
         expired = []
         for job in self._unexpired.values():
@@ -334,10 +328,10 @@ class GuardedTier:
         count = stats.get("relocated_blocks_total") if isinstance(stats, Mapping) else 0
         return count if isinstance(count, int) else 0
 
-    def _budget_of(self, job: Job) -> _Budget:
+    def _budget_of(self, job: SubmittedJob) -> _Budget:
         return self.loads if job.metadata.is_promotion else self.stores
 
-    def _judge(self, job: Job, result: JobResult) -> None:
+    def _judge(self, job: SubmittedJob, result: JobResult) -> None:
         """Count a job's result, and inform the breaker."""
         total = len(job.blocks)
         if result.success:

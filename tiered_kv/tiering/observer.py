@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from operator import itemgetter
 from typing import Any
 
 from tiered_kv.base import OffloadingEvent, OffloadKey
@@ -10,7 +11,6 @@ from tiered_kv.cpu.manager import PRIMARY_NAME, CPUOffloadingManager
 from tiered_kv.hints import BY_REQUEST
 from tiered_kv.observe.history import BlockHistory
 from tiered_kv.observe.ledger import CPU
-from tiered_kv.observe.restored import RestoredBlocks
 from tiered_kv.observe.step_timer import StepTimer
 from tiered_kv.tiering.audit import Audit
 from tiered_kv.tiering.events import EventSink
@@ -21,6 +21,8 @@ from tiered_kv.tiering.search import Search
 
 _SETTLED_KEYS_MAX = 512
 """Keys that `counters` takes from the history's queue, in about 100 us; more are left to its thread."""
+_GROUP_BYTES = 4
+_group_of = itemgetter(slice(-_GROUP_BYTES, None))
 
 
 class Observer:
@@ -191,3 +193,33 @@ class Observer:
     def disabled_tiers(self) -> set[str]:
         """Return the names of the tiers that are not used any more. Any thread may call."""
         return {guarded.name for guarded in self._tiers if guarded.is_disabled}
+
+
+class RestoredBlocks:
+    """Blocks that the engine loaded, of the KV cache group of which it loaded most.
+
+    An engine loads a token once for each of its groups, so one group tells how many tokens it restored. The manager's
+    thread adds, any thread may read.
+    """
+
+    __slots__ = ("_by_group",)
+
+    def __init__(self) -> None:
+        self._by_group: dict[bytes, int] = {}
+
+    @property
+    def count(self) -> int:
+        """Blocks so far."""
+        return max(list(self._by_group.values()), default=0)
+
+    def add(self, keys: Collection[OffloadKey]) -> None:
+        """Count a batch; one whose first and last key are of one group is taken to be of that group."""
+        if not keys:
+            return
+        ordered = keys if isinstance(keys, (list, tuple)) else list(keys)
+        by_group, first = self._by_group, _group_of(ordered[0])
+        if first == _group_of(ordered[-1]):
+            by_group[first] = by_group.get(first, 0) + len(ordered)
+            return
+        for group in map(_group_of, ordered):
+            by_group[group] = by_group.get(group, 0) + 1

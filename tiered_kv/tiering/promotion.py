@@ -10,7 +10,7 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import PROMOTION, CPUBlock
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.tiering.base import JobResult
-from tiered_kv.tiering.guarded import GuardedTier, Job
+from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 from tiered_kv.tiering.pace import TOO_SLOW, computed_blocks
 from tiered_kv.tiering.requests import RequestState
 
@@ -130,7 +130,7 @@ class Promotions:
                     self._drop(block.key, block, refusal)
                 self._primary.abandon(blocks)
 
-    def finish(self, job: Job, result: JobResult) -> list[CPUBlock]:
+    def finish(self, job: SubmittedJob, result: JobResult) -> list[CPUBlock]:
         """End a load that was reported; return the blocks that are now ready."""
         if job.is_expired:
             for block in job.blocks:
@@ -148,7 +148,7 @@ class Promotions:
         self._primary.tell_stored([block.key for block in ready])
         return ready
 
-    def expire(self, job: Job) -> None:
+    def expire(self, job: SubmittedJob) -> None:
         """Give up an expired load: its keys are a miss, and its blocks stay with the job until the tier reports it."""
         for block in job.blocks:
             self._drop(block.key, block, "expired")

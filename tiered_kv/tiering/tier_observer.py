@@ -1,23 +1,23 @@
-"""What a guarded tier tells others: its counts, its notices, its part of the history, and its events."""
+"""What a guarded tier tells others: its counts and measures, its notices, its part of the history, and its events."""
 
 from __future__ import annotations
 
 import logging
 import sys
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from tiered_kv.base import OffloadingEvent
 from tiered_kv.counters import Counters
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.errors import TierError
 from tiered_kv.observe.fates import Fate, fate_of
+from tiered_kv.observe.histogram import BYTES, SECONDS, SHORT_SECONDS, Histogram
 from tiered_kv.observe.history import BlockHistory
-from tiered_kv.observe.measures import TierMeasures
 from tiered_kv.observe.notices import Notices
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult
 from tiered_kv.tiering.events import TierEvents
-from tiered_kv.toolkit.status import UNREADABLE, RecordStatus
+from tiered_kv.toolkit.status import DAMAGE_REASONS
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +34,8 @@ _NAMES: Final = (
     "exceptions_total",
     "unknown_results_total",
 )
+_DIRECTIONS: Final = ("store", "load")
 _LABELLED: Final = ("submitted_jobs_total", "skipped_blocks_total", "failed_blocks_total")
-
-_DAMAGE: Final = {status.value for status in RecordStatus} - {status.value for status in UNREADABLE | {RecordStatus.OK}}
 
 
 class TierObserver:
@@ -96,7 +95,7 @@ class TierObserver:
     def failed(self, job: JobMetadata, num_blocks: int, reason: str) -> None:
         """Count blocks of a job that were not loaded, or not stored."""
         self.counters.add("failed_blocks_total", direction_of(job), reason, count=num_blocks)
-        if reason in _DAMAGE:
+        if reason in DAMAGE_REASONS:
             self._notices.add(self._name, "damaged blocks", num_blocks)
 
     def expired(self, job: JobMetadata) -> None:
@@ -161,6 +160,36 @@ class TierObserver:
         fate = fate_of(result.reason or "failed")
         if not is_load or fate in (Fate.EVICTED, Fate.CORRUPT):  # after others the tier still has the block
             history.note(self._number, fate, [key for key in keys if key not in ok])
+
+
+class TierMeasures:
+    """The histograms of one secondary tier. The manager's thread adds, any thread may read.
+
+    Attributes:
+        lookup_seconds: How long the tier took to answer a lookup.
+        noted_s: The step whose first late answer is in `lookup_seconds` already, by the time of its beginning.
+    """
+
+    __slots__ = ("_job_bytes", "_job_seconds", "lookup_seconds", "noted_s")
+
+    def __init__(self) -> None:
+        self.lookup_seconds = Histogram(SHORT_SECONDS)
+        self.noted_s = 0.0
+        self._job_seconds = {direction: Histogram(SECONDS) for direction in _DIRECTIONS}
+        self._job_bytes = {direction: Histogram(BYTES) for direction in _DIRECTIONS}
+
+    def add_job(self, direction: str, seconds: float, size_bytes: int) -> None:
+        """Count a job that the tier has reported, whatever became of it."""
+        self._job_seconds[direction].add(seconds)
+        self._job_bytes[direction].add(size_bytes)
+
+    def snapshot(self) -> dict[str, Any]:  # Any: as `Histogram.snapshot`, some by direction
+        """Return all histograms by name."""
+        return {
+            "job_seconds": {direction: seconds.snapshot() for direction, seconds in self._job_seconds.items()},
+            "job_bytes": {direction: sizes.snapshot() for direction, sizes in self._job_bytes.items()},
+            "lookup_seconds": self.lookup_seconds.snapshot(),
+        }
 
 
 def direction_of(job: JobMetadata) -> str:

@@ -34,5 +34,11 @@ UNREADABLE = frozenset({RecordStatus.UNKNOWN_CODEC, RecordStatus.UNKNOWN_KEY})
 """Sound records that cannot be read here. Another installation that shares the storage may be able to, so they stay
 there: see `unreadable.py`."""
 
+UNUSABLE_REASONS = frozenset(status.value for status in RecordStatus if status is not RecordStatus.OK)
+"""Reasons for which a record that was read is not loaded."""
+
+DAMAGE_REASONS = UNUSABLE_REASONS - {status.value for status in UNREADABLE}
+"""Those of them that count as damage."""
+
 REFUSED = frozenset({RecordStatus.UNKNOWN_KEY, RecordStatus.BAD_TAG, RecordStatus.UNENCRYPTED})
 """Records that encryption refuses. Each has a reason of its own; other damage counts as a wrong checksum."""

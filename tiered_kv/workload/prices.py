@@ -13,7 +13,7 @@ from tiered_kv.config.settings import StrictModel
 from tiered_kv.config.validation import suggestion, validate
 from tiered_kv.errors import ConfigError
 from tiered_kv.workload.request import Request
-from tiered_kv.workload.simulation import Outcome, span_s
+from tiered_kv.workload.simulation import Simulated, span_s
 
 MONTH_S = 365.25 / 12 * 86_400
 _GIB = 1 << 30
@@ -70,14 +70,14 @@ def times_a_month(requests: Sequence[Request]) -> float:
     return MONTH_S / seconds
 
 
-def costs(outcome: Outcome, prices: Prices, times: float) -> Costs:
+def costs(simulated: Simulated, prices: Prices, times: float) -> Costs:
     """Return what each tier with a price costs in a month in which the simulated requests come so many times.
 
     Storage is that of its capacity, or without one of what it held at the end; of all servers.
     """
     found = {}
     for name, price in prices.tiers.items():
-        tier = outcome.tiers[name]
+        tier = simulated.tiers[name]
         stored_bytes = tier.used_bytes if tier.capacity_bytes is None else tier.capacity_bytes * tier.storages
         storage = price.gib_month * stored_bytes / _GIB
         traffic = (price.gib_written * tier.written_bytes + price.gib_read * tier.read_bytes) / _GIB * times

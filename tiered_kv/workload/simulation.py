@@ -73,7 +73,7 @@ class TierUse:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Simulated:
     """What a simulation found; `docs/reference/command.md` describes each field."""
 
     policy: str
@@ -93,7 +93,7 @@ def simulate(
     fleet: Fleet | None = None,
     *,
     on_progress: Callable[[int], None] = lambda requests: None,
-) -> Outcome:
+) -> Simulated:
     """Run `requests` through stacks like `config` to their end.
 
     Args:
@@ -105,7 +105,7 @@ def simulate(
     Raises:
         ConfigError: There is no such policy or router, or a capacity does not hold a block.
     """
-    return _outcome(config, requests, run_servers(config, requests, fleet or Fleet(), on_progress))
+    return _simulated(config, requests, run_servers(config, requests, fleet or Fleet(), on_progress))
 
 
 def run_servers(
@@ -206,7 +206,7 @@ def _step(running: dict[Server, None], concurrency: int) -> None:
                 del running[server]
 
 
-def _outcome(config: StackConfig, requests: Sequence[Request], servers: Sequence[Server]) -> Outcome:
+def _simulated(config: StackConfig, requests: Sequence[Request], servers: Sequence[Server]) -> Simulated:
     tallies = [server.replay.tally for server in servers]
     counters = [server.manager.counters() for server in servers]
     blocks, block_bytes = sum(tally.blocks for tally in tallies), config.block.bytes
@@ -237,7 +237,7 @@ def _outcome(config: StackConfig, requests: Sequence[Request], servers: Sequence
         counts = {name: sum(getattr(keys, name) for keys in stores) for name in _COUNTS}
         tiers[tier.name] = use(tier.name, counts, servers[0].stores[index].capacity_bytes, len(stores))
     hits = sum(tier.hits for tier in tiers.values())
-    return Outcome(
+    return Simulated(
         policy=config.primary.policy,
         capacity_blocks=config.primary_blocks,
         requests=sum(tally.requests for tally in tallies),

@@ -12,6 +12,7 @@ from tests.support.simulation.storage import Mood, World
 from tests.support.simulation.tier import SimulatedTier
 from tests.support.simulation.toolkit_tier import SimulatedToolkitTier
 from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.config.policies import BUILT_IN_POLICIES
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
@@ -230,7 +231,7 @@ class Simulation:
 
     def _open(self, rng: Random) -> TieringOffloadingManager:
         region = PrimaryRegion(rng.choice((12, 14, 20)), BLOCK_BYTES)
-        primary = CPUOffloadingManager(CPUBackend(region), rng.choice(("lru", "arc", "s3fifo", "density")))
+        primary = CPUOffloadingManager(CPUBackend(region), rng.choice(list(BUILT_IN_POLICIES)))
         limits = []
         self._watched: list[WatchedTier] = []
         for number in range(rng.choice((1, 2, 2, 3))):

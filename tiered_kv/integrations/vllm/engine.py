@@ -27,6 +27,9 @@ from tiered_kv.integrations.hf_config import has_fixed_rope, without_origin
 from tiered_kv.integrations.versions import installed_versions
 from tiered_kv.integrations.weight_files import files_digest
 
+LOCATION = "namespace"
+"""Where the user says what vLLM does not, for messages."""
+
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -114,12 +117,11 @@ def configured(vllm_config: Any, kv_cache_config: Any) -> Iterator[None]:
         _current.reset(token)
 
 
-def engine_facts(said: Mapping[str, object], location: str) -> dict[str, str]:
+def engine_facts(said: Mapping[str, object]) -> dict[str, str]:
     """Return what the namespace has to hold of the engine beside vLLM's summary, by name.
 
     Args:
         said: What the user's configuration says of the namespace.
-        location: Where that stands, for messages.
 
     Raises:
         ConfigError: The engine is configured without `TieredKVConnector`, or with something that vLLM does not tell
@@ -133,7 +135,7 @@ def engine_facts(said: Mapping[str, object], location: str) -> dict[str, str]:
             location="kv_transfer_config",
         )
     config, kv_cache = found
-    _demand(config, said, location)
+    _demand(config, said)
     sections = {"kv_cache": [_spec(group) for group in kv_cache.kv_cache_groups], **_sections(config)}
     sections["parallel_config"] = {name: getattr(config.parallel_config, name, None) for name in _PARALLEL}
     sections["variables"] = {
@@ -144,25 +146,25 @@ def engine_facts(said: Mapping[str, object], location: str) -> dict[str, str]:
         "platform": _platform(),
         "libraries": installed_versions(_PACKAGES),
         "runner": "v2" if config.use_v2_model_runner else "v1",
-        "weights": _weights(config.model_config, config.load_config, said, location),
-        **_draft_weights(config.speculative_config, config.load_config, said, location),
+        "weights": _weights(config.model_config, config.load_config, said),
+        **_draft_weights(config.speculative_config, config.load_config, said),
         **{f"vllm.{name}": _digest(name, value) for name, value in sections.items()},
     }
 
 
-def _demand(config: Any, said: Mapping[str, object], location: str) -> None:
+def _demand(config: Any, said: Mapping[str, object]) -> None:
     extra = said.get("extra")
     if config.lora_config is not None and not (isinstance(extra, Mapping) and extra.get("adapters")):
         raise ConfigError(
             "LoRA is on. vLLM's hashes hold an adapter's name and path and nothing of its weights; name their state "
             'here, such as extra: {adapters: "1"}, and change it whenever you replace weights under one path',
-            location=location,
+            location=LOCATION,
         )
     if config.weight_transfer_config is not None and "revision" not in said:
         raise ConfigError(
             "the engine's weights are replaced while it runs (weight_transfer_config), and no file has them; "
             "name the run by `revision` here, a new one for every start",
-            location=location,
+            location=LOCATION,
         )
 
 
@@ -218,13 +220,13 @@ def _has_draft(config: Any) -> bool:
     return draft is not None and draft is not config.target_model_config
 
 
-def _draft_weights(config: Any, load_config: Any, said: Mapping[str, object], location: str) -> dict[str, str]:
+def _draft_weights(config: Any, load_config: Any, said: Mapping[str, object]) -> dict[str, str]:
     if not _has_draft(config):
         return {}
-    return {"draft": _weights(config.draft_model_config, config.draft_load_config or load_config, said, location)}
+    return {"draft": _weights(config.draft_model_config, config.draft_load_config or load_config, said)}
 
 
-def _weights(model: Any, load: Any, said: Mapping[str, object], location: str) -> str:
+def _weights(model: Any, load: Any, said: Mapping[str, object]) -> str:
     load_format = str(load.load_format)
     if load_format == "dummy":
         return f"dummy {model.seed}"
@@ -240,7 +242,7 @@ def _weights(model: Any, load: Any, said: Mapping[str, object], location: str) -
         raise ConfigError(
             f"vLLM does not tell which weights '{model.model_weights or model.model}' has (load format {load_format}); "
             "name them by `revision` here",
-            location=location,
+            location=LOCATION,
         )
     return f"revision, {load_format}"
 

@@ -17,7 +17,7 @@ from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED
 from tiered_kv.config.namespace import Namespace, Parallel
 from tiered_kv.config.validation import suggestion, validate
 from tiered_kv.errors import ConfigError
-from tiered_kv.integrations.vllm.engine import engine_facts
+from tiered_kv.integrations.vllm.engine import LOCATION, engine_facts
 
 OWN_FIELDS = ("model", "revision", "quantization", "tenant", "hash_algorithm", "extra")
 """What a configuration may say of the namespace; the rest is vLLM's to say."""
@@ -49,9 +49,7 @@ def environment(config: Any) -> dict[str, str]:  # Any: vLLM's OffloadingConfig
     return {**os.environ, REPLICA_VARIABLE: str(config.parallel.data_parallel_index)}
 
 
-def namespace_of(
-    config: Any, said: object, *, row_layout: str, stages: Sequence[Stage] = (), location: str = "namespace"
-) -> Namespace:
+def namespace_of(config: Any, said: object, *, row_layout: str, stages: Sequence[Stage] = ()) -> Namespace:
     """Return the namespace of an engine's blocks.
 
     Args:
@@ -59,18 +57,17 @@ def namespace_of(
         said: What the user's configuration says of it: a mapping of some of `OWN_FIELDS`, or None.
         row_layout: How the worker lays a chunk out in a row.
         stages: All pipeline stages in their order; by default there is one, that of `config`.
-        location: Where `said` stands, for messages.
 
     Raises:
         ConfigError: `said` cannot be used, or has to say more.
     """
-    own = _own_fields(said, location)
+    own = _own_fields(said)
     extra = own.pop("extra", {})
     if not isinstance(extra, Mapping):
-        raise ConfigError(f"expected a mapping, found {extra!r}", location=f"{location}.extra")
+        raise ConfigError(f"expected a mapping, found {extra!r}", location=f"{LOCATION}.extra")
     stages = stages or [stage_of(config)]
     told = {
-        **engine_facts(own | {"extra": extra}, location),
+        **engine_facts(own | {"extra": extra}),
         "engine": "vllm",
         "rows": row_layout,
         "tokens_per_hash": str(config.cache.tokens_per_hash),
@@ -79,7 +76,7 @@ def namespace_of(
     }
     taken = sorted(set(map(str, extra)) & set(told))
     if taken:
-        raise ConfigError(f"vLLM tells '{taken[0]}'; choose another name", location=f"{location}.extra")
+        raise ConfigError(f"vLLM tells '{taken[0]}'; choose another name", location=f"{LOCATION}.extra")
     parallel = config.parallel
     fields = {
         "model": config.model.name,
@@ -102,7 +99,7 @@ def namespace_of(
         **own,
         "extra": {**extra, **told},
     }
-    return validate(Namespace, fields, (location,))
+    return validate(Namespace, fields, (LOCATION,))
 
 
 def chunk_tokens(config: Any) -> int:  # Any: vLLM's OffloadingConfig
@@ -110,16 +107,16 @@ def chunk_tokens(config: Any) -> int:  # Any: vLLM's OffloadingConfig
     return int(config.groups[0].tokens_per_block * config.cache.blocks_per_chunk)
 
 
-def _own_fields(said: object, location: str) -> dict[str, object]:
+def _own_fields(said: object) -> dict[str, object]:
     if said is None:
         return {}
     if not isinstance(said, Mapping):
-        raise ConfigError(f"expected a mapping, found {said!r}", location=location)
+        raise ConfigError(f"expected a mapping, found {said!r}", location=LOCATION)
     for name in said:
         if name not in OWN_FIELDS:
             known = ", ".join(OWN_FIELDS)
             hint = suggestion(str(name), OWN_FIELDS) or "; vLLM tells the rest of it"
-            raise ConfigError(f"'{name}' cannot be set here{hint}; what can: {known}", location=location)
+            raise ConfigError(f"'{name}' cannot be set here{hint}; what can: {known}", location=LOCATION)
     return dict(said)
 
 

@@ -34,7 +34,7 @@ from tiered_kv.integrations.vllm.metrics import CounterReport, hit_source, metri
 from tiered_kv.tiering.base import JobResult as OurResult
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
-from tiered_kv.tiering.guarded import GuardedTier, Job
+from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 
 _log = logging.getLogger(__name__)
 
@@ -230,7 +230,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
     def _collect(self) -> None:
         self._ended += [self._translate(job, result) for job, result in self._guarded.collect()]
 
-    def _translate(self, job: Job, result: OurResult) -> JobResult:
+    def _translate(self, job: SubmittedJob, result: OurResult) -> JobResult:
         job_id, keys = job.metadata.job_id, job.metadata.keys
         done = set(keys) if result.success else set(result.successful_keys or ()).intersection(keys)
         if len(done) < len(keys):

@@ -15,7 +15,7 @@ from tiered_kv.observe.report.markup import Html, card, element, table
 from tiered_kv.observe.report.page import Run, counted, figure, section, tile
 from tiered_kv.workload.hit_rates import HitRate
 from tiered_kv.workload.prices import Costs
-from tiered_kv.workload.simulation import Fleet, Outcome
+from tiered_kv.workload.simulation import Fleet, Simulated
 from tiered_kv.workload.stack_distance import HitCurve
 from tiered_kv.workload.tally import GB
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Table = tuple[Sequence[str], list[list[str]]]
 """The heads and the rows."""
-StackRun = tuple[str, Outcome, Costs]
+StackRun = tuple[str, Simulated, Costs]
 """One of several simulations of a stack: what tells it from the others, what it found, and what that costs."""
 
 _POINTS: Final = 200
@@ -46,20 +46,20 @@ def rate_table(rates: Sequence[HitRate]) -> Table:
     return ["blocks", *policies], [[f"{size:,}", *(shown[policy, size] for policy in policies)] for size in sizes]
 
 
-def tier_table(outcome: Outcome) -> Table:
+def tier_table(simulated: Simulated) -> Table:
     """Return what each tier did, and at last what was missed."""
     columns = ["tier", "hits", "share", "written GB", "MB/s", "read GB", "MB/s", "requests", "evicted", "skipped"]
     rows = []
-    for name, tier in outcome.tiers.items():
+    for name, tier in simulated.tiers.items():
         moved = [
             cell
             for moved_bytes in (tier.written_bytes, tier.read_bytes)
-            for cell in (f"{moved_bytes / GB:,.2f}", _per_second(moved_bytes / _MB, outcome.seconds))
+            for cell in (f"{moved_bytes / GB:,.2f}", _per_second(moved_bytes / _MB, simulated.seconds))
         ]
         requests = tier.written_blocks + tier.read_blocks + tier.lookup_requests
         counts = [f"{count:,}" for count in (requests, tier.evicted_blocks, tier.skipped_blocks)]
         rows.append([name, f"{tier.hits:,}", f"{tier.hit_rate:.1%}", *moved, *counts])
-    rows.append(["misses", f"{outcome.misses:,}", f"{1 - outcome.hit_rate:.1%}", *[""] * 7])
+    rows.append(["misses", f"{simulated.misses:,}", f"{1 - simulated.hit_rate:.1%}", *[""] * 7])
     return columns, rows
 
 
@@ -96,8 +96,8 @@ def stack_page(
     """Return the page of simulations of a stack, whose costs are in `currency`."""
     _, first, _ = runs[0]
     sections = []
-    for policy in dict.fromkeys(outcome.policy for _, outcome, _ in runs):
-        sized = {outcome.capacity_blocks: outcome for _, outcome, _ in runs if outcome.policy == policy}
+    for policy in dict.fromkeys(simulated.policy for _, simulated, _ in runs):
+        sized = {simulated.capacity_blocks: simulated for _, simulated, _ in runs if simulated.policy == policy}
         if len(sized) > 1:
             plot = figure(
                 f"Hits by tier with {policy}",
@@ -106,8 +106,8 @@ def stack_page(
                 [*((name, tier_color(index)) for index, name in enumerate(first.tiers)), ("misses", figures.MISS)],
             )
             sections.append(element("div", plot, class_="plots"))
-    for name, outcome, costs in runs:
-        tables = [tier_table(outcome), *([cost_table(costs, currency)] if costs else [])]
+    for name, simulated, costs in runs:
+        tables = [tier_table(simulated), *([cost_table(costs, currency)] if costs else [])]
         about = (
             "Hits, evicted and skipped are blocks, requests those to the tier: a block each, and lookups. Rates are "
             "averages over the time of the prompts; 1 GB is 1e9 bytes."
@@ -155,13 +155,13 @@ def _curves(curve: HitCurve, rates: Sequence[HitRate], policies: Sequence[str]) 
     return draw("curves", "Hit rate of each policy by the room of the primary tier", plot)
 
 
-def _shares(outcomes: Sequence[Outcome], block_bytes: int, policy: str) -> Html:
+def _shares(simulations: Sequence[Simulated], block_bytes: int, policy: str) -> Html:
     def plot(axes: Axes) -> None:
-        names = list(outcomes[0].tiers)
-        shares = [[100 * outcome.tiers[name].hit_rate for outcome in outcomes] for name in names]
-        shares.append([100 * (1 - outcome.hit_rate) for outcome in outcomes])
+        names = list(simulations[0].tiers)
+        shares = [[100 * simulated.tiers[name].hit_rate for simulated in simulations] for name in names]
+        shares.append([100 * (1 - simulated.hit_rate) for simulated in simulations])
         colors = [*(tier_color(index) for index in range(len(names))), figures.MISS]
-        gib = [outcome.capacity_blocks * block_bytes / (1 << 30) for outcome in outcomes]
+        gib = [simulated.capacity_blocks * block_bytes / (1 << 30) for simulated in simulations]
         axes.stackplot(gib, shares, colors=colors, linewidth=0)
         axes.set_ylim(0, 100)
         _finish(axes, "GiB")
