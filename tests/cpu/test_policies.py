@@ -276,6 +276,9 @@ def test_a_policy_is_found_by_name_or_by_module_and_class() -> None:
         ("mru", "known are lru, arc, s3fifo, density"),
         ("no_such_module:X", "cannot import"),
         ("json:dumps", "not a subclass"),
+        ("tiered_kv.cpu.policies.base:CachePolicy", "with all of its methods"),
+        (":x", "cannot import"),
+        ("..x:y", "cannot import"),
     ],
 )
 def test_a_policy_that_cannot_be_had_says_why(name: str, message: str) -> None:

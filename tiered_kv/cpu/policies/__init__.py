@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from inspect import isabstract
 
 from tiered_kv.config.policies import BUILT_IN_POLICIES
 from tiered_kv.cpu.backend import RequestChain
@@ -26,8 +27,11 @@ def make_policy(name: str, num_blocks: int) -> CachePolicy:
         )
     try:
         policy: object = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:  # the last two for names such as "..a:b"
         raise ConfigError(f"cannot import the policy {name!r}: {error}", location="primary.policy") from error
-    if not (isinstance(policy, type) and issubclass(policy, CachePolicy)):
-        raise ConfigError(f"{name!r} is not a subclass of {CachePolicy.__qualname__}", location="primary.policy")
+    if not (isinstance(policy, type) and issubclass(policy, CachePolicy)) or isabstract(policy):
+        raise ConfigError(
+            f"{name!r} is not a subclass of {CachePolicy.__qualname__} with all of its methods",
+            location="primary.policy",
+        )
     return policy(num_blocks)
