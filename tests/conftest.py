@@ -178,3 +178,14 @@ def register(closing: ExitStack) -> Register:
 def clock() -> ManualClock:
     """A clock that only the test moves."""
     return ManualClock()
+
+
+@pytest.fixture(scope="session")
+def drawing_library() -> None:
+    """The library that draws, and the files of letters that it keeps open for the whole process."""
+    from tiered_kv.observe.report.figures import draw
+
+    def plot(axes: Any) -> None:  # Any: the library's axes
+        axes.set_xlabel("letters")
+
+    draw("letters", "letters", plot)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -18,11 +19,14 @@ from tests.support.redis_servers import RedisServer, redis_server
 from tiered_kv._cli.output import Status
 from tiered_kv.cli import main
 from tiered_kv.counters import count_of
+from tiered_kv.observe.report.page import Run
+from tiered_kv.observe.report.replay_page import replay_page
 from tiered_kv.observe.report.samples import Sampler
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.server_process import free_port
 from tiered_kv.workload.generator import ChatWorkload
 from tiered_kv.workload.replay import ReplaySettings, replay
+from tiered_kv.workload.tally import ReplayReport
 
 __all__ = ["redis_server"]
 
@@ -47,6 +51,7 @@ class Story:
     sampler: Sampler
     began: float  # seconds since 1970
     killed: float
+    report: ReplayReport | None = None
 
     def ask(self, path: str) -> Any:  # Any: JSON
         """Return what the stack's own server says."""
@@ -83,7 +88,7 @@ def told(folder: Path, redis: RedisServer) -> Iterator[Story]:
         chats = ChatWorkload(chats=REQUESTS, turns=6, active_chats=48, turn_blocks=4)
         story.sampler.start()
         settings = ReplaySettings(concurrency=4, request_timeout_s=2.0)
-        replay(
+        story.report = replay(
             stack.manager,
             stack.kv_view,
             chats.requests(),
@@ -97,6 +102,7 @@ def told(folder: Path, redis: RedisServer) -> Iterator[Story]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("drawing_library")
 @pytest.mark.skipif(bool(missing_prometheus()), reason=missing_prometheus() or "it is")
 def test_everybody_tells_the_same_story(
     tmp_path: Path, redis_server: RedisServer, capsys: pytest.CaptureFixture[str]
@@ -106,8 +112,9 @@ def test_everybody_tells_the_same_story(
         counters = story.stack.counters()
         check_status(story, counters)
         check_top(story, counters, capsys)
+        check_replay(story, counters)
         check_report(story, counters)
-        check_explanations(story, counters)
+        check_explanations(story, counters, capsys)
         check_panels(story)
         assert "TieredKVBreakerOpen" in story.prometheus.firing()
 
@@ -162,6 +169,18 @@ def first_trouble(series: Mapping[Labels, list[tuple[float, float]]]) -> dict[st
     return {tier: at[0] for tier, at in times.items() if at}
 
 
+def check_replay(story: Story, counters: Counters) -> None:
+    """Who served the blocks found them in the tiers that the counters name, and the page has these numbers."""
+    assert story.report is not None
+    assert counters["cpu"]["unexplained_blocks_total"] == 0
+    for tier, traffic in story.report.tiers.items():
+        assert counters[tier]["blocks_total"].get("hit", 0) == traffic.hits, tier
+    run = Run("story.yaml", (), story.stack.config, datetime.now(UTC))
+    page = replay_page(run, story.report, story.sampler, ReplaySettings(), "chats", ())
+    for number in (story.report.tiers["redis"].hits, counters["redis"]["misses_total"]["breaker"]):
+        assert f"{number:,}" in page
+
+
 def check_report(story: Story, counters: Counters) -> None:
     """The report's samples end with the same numbers, and its breakers opened at the same time."""
     samples = story.sampler.samples
@@ -173,13 +192,16 @@ def check_report(story: Story, counters: Counters) -> None:
     assert not any(sample.count(tier, "breaker_state") for sample in samples for tier in ("memory", "nvme"))
 
 
-def check_explanations(story: Story, counters: Counters) -> None:
+def check_explanations(story: Story, counters: Counters, capsys: pytest.CaptureFixture[str]) -> None:
     """The last requests missed blocks in redis because its breaker was open, and each is among those counted."""
     explained = story.ask("/explain?last=20")["requests"]
     assert explained
     because = [request["misses"].get("redis", {}) for request in explained]
     assert any("breaker" in reasons for reasons in because)
     assert sum(reasons.get("breaker", 0) for reasons in because) <= counters["redis"]["misses_total"]["breaker"]
+    assert story.stack.server is not None
+    assert main(["why", f"127.0.0.1:{story.stack.server.port}", "--last"]) == Status.OK
+    assert f"request {explained[0]['request']}, ended" in capsys.readouterr().out
 
 
 def check_panels(story: Story) -> None:
