@@ -11,11 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.observe.conftest import drawing_library
 from tests.support.stacks import stack_file
 from tiered_kv.cli import main
-
-__all__ = ["drawing_library"]
 
 
 def nvme_stack(directory: Path) -> str:

@@ -229,7 +229,7 @@ def _rows(tier: TierInspection, own: str) -> Iterator[list[str]]:
 
 
 def _checked(tier: str, digest: str, check: Verification) -> list[str]:
-    by = "checksum, tag" if check.checks_tags else "checksum"
+    by = "checksum, tag if encrypted" if check.checks_tags else "checksum"
     counts = [str(check.blocks), rounded_bytes(check.size_bytes), by, str(check.repaired)]
     return [tier, digest, *counts, _reasons(check.damaged), _reasons(check.unreadable)]
 
